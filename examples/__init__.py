@@ -1,0 +1,1 @@
+"""Run files and prompts that ship with the kit; `rloo-kit train NAME` finds them by name."""

@@ -1,0 +1,49 @@
+"""The text of a completion, and its two parts: the thought and what follows it."""
+
+from typing import Any
+
+from rloo_kit.types import Completion
+
+THINK_OPEN = "<think>"
+THINK_CLOSE = "</think>"
+
+
+def completion_text(completion: Completion) -> str:
+    """Return the text of one completion, plain or conversational.
+
+    Of chat messages it is the content of the last assistant message; "" where there is none.
+    """
+    if isinstance(completion, str):
+        return completion
+    for message in reversed(completion):
+        if message.get("role", "assistant") == "assistant":
+            return content_text(message.get("content"))
+    return ""
+
+
+def content_text(content: str | list[dict[str, Any]] | None) -> str:
+    """Return a message's content as one string; of a list of parts, the text parts joined."""
+    if isinstance(content, list):
+        return "".join(part.get("text") or "" for part in content)
+    return content or ""
+
+
+def thought_text(text: str) -> str | None:
+    """Return what stands before the first ``</think>``, without a leading ``<think>``.
+
+    None means that the text holds no ``</think>``.
+    """
+    thought, close, _ = text.partition(THINK_CLOSE)
+    return thought.lstrip().removeprefix(THINK_OPEN) if close else None
+
+
+def text_after_thought(text: str) -> str:
+    """Return what stands after the last ``</think>``.
+
+    A text without ``</think>`` is returned whole, or as "" when it begins with ``<think>``: then
+    all of it is an unfinished thought.
+    """
+    _, close, answer = text.rpartition(THINK_CLOSE)
+    if not close and answer.lstrip().startswith(THINK_OPEN):
+        return ""
+    return answer

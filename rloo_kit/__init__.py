@@ -1,0 +1,55 @@
+"""rloo-kit: RLOO fine-tuning of thinking models on one consumer GPU.
+
+Importing it imports nothing heavy and changes nothing; the names below load what they need when
+they are first used. The trainer's two names call ``setup()`` first, so that Unsloth comes before
+TRL.
+"""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ConfigError": "errors",
+    "DataError": "errors",
+    "Evaluation": "evaluation",
+    "KitError": "errors",
+    "LeaveOneOutConfig": "trainer",
+    "LeaveOneOutTrainer": "trainer",
+    "ModelError": "errors",
+    "RewardError": "errors",
+    "RunConfig": "config",
+    "attach_lora": "models",
+    "evaluate": "evaluation",
+    "leave_one_out_advantages": "advantages",
+    "load_model": "models",
+    "load_prompts": "data",
+    "load_rewards": "reward_loading",
+    "read_run_file": "config",
+    "release": "memory",
+    "save_adapter": "models",
+    "setup": "environment",
+    "shutdown_kernel": "memory",
+    "train": "run",
+}
+
+__all__ = sorted([*_HOMES, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first used (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rloo_kit' has no attribute {name!r}")
+    if _HOMES[name] == "trainer":
+        from rloo_kit.environment import setup
+
+        setup()
+    value = getattr(importlib.import_module(f"rloo_kit.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the lazy names too."""
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,30 @@
+"""What a chat template says of its model: where a turn ends, and who opens the thought."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ANSWER = "rlookitanswer"
+"""Stands for an assistant's turn: one word, so that templates keep it as it is."""
+
+
+def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Return the id of the token that ends an assistant's turn in the chat template.
+
+    None where there is no template, or where it closes the turn with no token of its own.
+    """
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        return None
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except (TemplateError, TypeError, ValueError):
+        return None
+    after = text.rpartition(ANSWER)[2].lstrip()
+    vocabulary = tokenizer.get_vocab()  # where a plain word is no end: only added tokens count
+    known = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+    fits = [token for token in known if token in vocabulary and after.startswith(token)]
+    return vocabulary[max(fits, key=len)] if fits else None

@@ -1,0 +1,485 @@
+"""The run file: one dataclass tree, read from YAML and ``--set``, checked all at once.
+
+Nothing heavy is imported to check it: the names that ``trainer:`` may hold are read from the source
+of the TRL that is installed.
+"""
+
+import ast
+import dataclasses
+import difflib
+import math
+import types
+import typing
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rloo_kit.errors import ConfigError
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """``model:``, what is trained."""
+
+    name: str = "tiny-thinker"
+    """A hub name, a local folder, a .gguf file, or tiny-thinker (embedded)."""
+    max_seq_length: int = 1024
+    """Longest prompt plus completion, tokens."""
+    load_in_4bit: bool = True
+    """NF4 base weights."""
+    backend: str = "auto"
+    """auto, unsloth or transformers."""
+
+
+@dataclass(frozen=True)
+class LoraSection:
+    """``lora:``, the adapter that learns."""
+
+    r: int = 16
+    """Rank."""
+    lora_alpha: int = 16
+    """The adapter is scaled by lora_alpha / r."""
+    lora_dropout: float = 0.0
+    target_modules: list[str] = field(default_factory=lambda: list(PROJECTIONS))
+    """Linear layers that get an adapter."""
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """``data:``, the prompts."""
+
+    prompts: str = "arithmetic"
+    """A built-in task, a .jsonl, .csv or .parquet file, or a hub dataset."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    num_prompts: int | None = None
+    """Use only the first so many; all when null (1,024 of a built-in task)."""
+    held_out: int | None = None
+    """Prompts kept out of training for before and after; null: 256 of a built-in task, an eighth of
+    a file (at most 256); 0: none, and no before and after."""
+    system: str | None = None
+    """A system message put before every prompt."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run, as ``rloo-kit train RUN.yaml`` reads it."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    lora: LoraSection = field(default_factory=LoraSection)
+    data: DataSection = field(default_factory=DataSection)
+    rewards: list[Any] = field(default_factory=lambda: ["accuracy"])
+    """Reward functions: NAME, FILE.py:FUNCTION or package.module:FUNCTION, each with :WEIGHT if
+    wanted; or a table with name, weight and the reward's own parameters."""
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """Every field of LeaveOneOutConfig, in TRL's names."""
+    output_dir: str = "runs/run"
+    """Where the run's folder is made; a number is added when it exists."""
+    seed: int = 42
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain dicts and lists, as written to run.yaml."""
+        return dataclasses.asdict(self)
+
+
+SECTIONS: dict[str, type] = {"model": ModelSection, "lora": LoraSection, "data": DataSection}
+EXAMPLES = Path(__file__).resolve().parent / "examples"
+if not EXAMPLES.is_dir():  # an editable install: the folder lies beside the package
+    EXAMPLES = EXAMPLES.parents[1] / "examples"
+
+
+def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file and apply ``section.key=value`` overrides.
+
+    Args:
+        path: A YAML file, or the name of one that ships with the kit (``quickstart``).
+        overrides: As given to ``--set``; values are YAML.
+
+    Raises:
+        ConfigError: The file is missing or not YAML, or any setting is wrong; all faults are in the
+            one message.
+    """
+    file = Path(path)
+    if not file.exists() and file.suffix == "" and (EXAMPLES / f"{file.name}.yaml").exists():
+        file = EXAMPLES / f"{file.name}.yaml"
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        shipped = ", ".join(sorted(f.stem for f in EXAMPLES.glob("*.yaml")))
+        raise ConfigError(
+            f"run file {str(path)!r} does not exist: give the path of a YAML file, or one that "
+            f"ships with the kit ({shipped})"
+        ) from None
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"run file {str(path)!r} cannot be read as text: {exc}") from exc
+    except yaml.YAMLError as exc:
+        mark = getattr(exc, "problem_mark", None)
+        line = f" in line {mark.line + 1}" if mark else ""
+        raise ConfigError(
+            f"run file {str(path)!r} is not valid YAML{line}: {getattr(exc, 'problem', exc)}; check "
+            f"the indentation and quotes there"
+        ) from exc
+    return make_run_config({} if content is None else content, overrides)
+
+
+def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig:
+    """Check a mapping as read from YAML and return the RunConfig; see ``read_run_file``."""
+    if not isinstance(content, Mapping):
+        raise ConfigError(
+            f"a run file holds `section: {{key: value}}`, not a {type(content).__name__}; start from "
+            f"examples/quickstart.yaml"
+        )
+    content = {str(key): value for key, value in content.items()}
+    faults: list[str] = []
+    for override in overrides:
+        _apply_override(content, override, faults)
+    known = {f.name: f for f in dataclasses.fields(RunConfig)}
+    values: dict[str, Any] = {}
+    hints = typing.get_type_hints(RunConfig)
+    for key, value in content.items():
+        if key not in known:
+            faults.append(f"unknown section {key!r}{did_you_mean(key, known)}")
+        elif key in SECTIONS:
+            values[key] = _make_section(key, value, faults)
+        elif key == "trainer":
+            values[key] = _check_trainer(value, faults)
+        elif _fits(value, hints[key]):
+            values[key] = value
+        else:
+            faults.append(_wrong_type(key, value, hints[key]))
+    if not faults:
+        config = RunConfig(**values)
+        faults = _check_ranges(config)
+        if not faults:
+            return config
+    raise ConfigError("; ".join(faults))
+
+
+def did_you_mean(name: str, known: typing.Iterable[str]) -> str:
+    """Return ``; did you mean 'x'?`` with the nearest known name, else the list when it is short."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; known are {', '.join(known)}" if len(known) <= 12 else ""
+
+
+def _apply_override(content: dict[str, Any], override: str, faults: list[str]) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys) or len(keys) > 2:
+        faults.append(f"--set {override!r} is not of the form section.key=value")
+        return
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    table = content
+    if len(keys) == 2:
+        table = content[keys[0]] = dict(content.get(keys[0]) or {})
+    table[keys[-1]] = value
+
+
+def _make_section(name: str, value: object, faults: list[str]) -> object:
+    section = SECTIONS[name]
+    hints = typing.get_type_hints(section)
+    if value is None:
+        return section()
+    if not isinstance(value, Mapping):
+        faults.append(f"{name}: holds `key: value` lines, not {value!r}")
+        return section()
+    good = {}
+    for key, item in value.items():
+        if key not in hints:
+            faults.append(f"unknown key {name}.{key}{did_you_mean(str(key), hints)}")
+        elif not _fits(item, hints[key]):
+            faults.append(_wrong_type(f"{name}.{key}", item, hints[key]))
+        else:
+            good[key] = item
+    return section(**good)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(_fits(value, option) for option in typing.get_args(hint))
+    if typing.get_origin(hint) is list:
+        item = typing.get_args(hint)[0]
+        return isinstance(value, list) and all(_fits(v, item) for v in value)
+    if typing.get_origin(hint) is dict:
+        return isinstance(value, dict)
+    if hint is float:
+        return (
+            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        )
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _wrong_type(path: str, value: object, hint: Any) -> str:
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    wanted = [words.get(option, "a list") for option in options if option is not type(None)]
+    hint_e = " (YAML reads 1e-5 as text: write 1.0e-5)" if isinstance(value, str) else ""
+    return f"{path} is {value!r}, must be {' or '.join(wanted)}{hint_e if float in options else ''}"
+
+
+# --- trainer: names of TRL, of the seeds, and of batches ---------------------------------------
+
+RENAMED = {
+    "kl_coef": "beta",
+    "kl_coeff": "beta",
+    "rloo_k": "num_generations",
+    "cliprange": "epsilon",
+    "num_ppo_epochs": "num_iterations",
+    "num_mini_batches": "steps_per_generation",
+    "response_length": "max_completion_length",
+}
+"""Names of TRL before 0.22 on the left; ``total_episodes`` is computed instead."""
+
+LATER = {
+    "token_level_kl": "the KL penalty is per sequence here",
+    "normalize_reward": "rewards are not normalised here; normalize_advantages=True comes nearest",
+    "missing_eos_penalty": "write a reward that looks at the last of completion_ids instead",
+}
+"""Older names whose behaviour this version does not have: refused unless they ask for nothing."""
+
+
+@cache
+def known_trainer_fields() -> frozenset[str]:
+    """Return every field of TRL's RLOOConfig, read from source; imports neither TRL nor torch."""
+    names: set[str] = set()
+    for package, file in (
+        ("trl", "trainer/rloo_config.py"),
+        ("trl", "trainer/base_config.py"),
+        ("transformers", "training_args.py"),
+    ):
+        spec = find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ConfigError(f"{package} is not installed: pip install rloo-kit brings it")
+        tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text("utf-8"))
+        wanted = ("RLOOConfig", "_BaseConfig", "TrainingArguments")
+        for cls in (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in wanted):
+            names |= {
+                n.target.id
+                for n in cls.body
+                if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+            }
+    return frozenset(name for name in names if not name.startswith("_"))
+
+
+def translate_trainer_arguments(
+    arguments: Mapping[str, Any], own: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """Return the arguments under TRL's present names; warn once per older name.
+
+    Args:
+        arguments: As the user wrote them.
+        own: Names of the kit's own that are known beside TRL's.
+
+    Raises:
+        ConfigError: A name is unknown (with the nearest one), is given under its old and its new
+            name, asks for what is gone, or the batch does not hold whole groups; all in one message.
+    """
+    faults: list[str] = []
+    values: dict[str, Any] = {}
+    known = known_trainer_fields() | own
+    for name, value in arguments.items():
+        if name in RENAMED:
+            new = RENAMED[name]
+            if new in arguments:
+                faults.append(f"{name} is the old name of {new}, and both are given: keep {new}")
+                continue
+            _warn_renamed(name, new, value)
+            values[new] = value
+        elif name == "total_episodes":
+            continue
+        elif name in LATER:
+            if value:
+                faults.append(
+                    f"{name}={value!r} is not in this version: {LATER[name]}; leave it out"
+                )
+        elif name in known:
+            values[name] = value
+        else:
+            hint = did_you_mean(name, known | set(RENAMED))
+            faults.append(f"unknown trainer setting {name!r}{hint}")
+    if not faults:
+        faults = check_batch(values)
+    if faults:
+        raise ConfigError("; ".join(faults))
+    if "total_episodes" in arguments:
+        values["max_steps"] = _steps_for(arguments["total_episodes"], values, arguments)
+    return values
+
+
+def _warn_renamed(old: str, new: str, value: object) -> None:
+    warnings.warn(
+        f"{old} is now called {new}: {new}={value!r} is used", FutureWarning, stacklevel=4
+    )
+
+
+def _steps_for(episodes: object, values: Mapping[str, Any], arguments: Mapping[str, Any]) -> int:
+    """Return the optimizer steps that ``episodes`` completions make (older TRL's count)."""
+    if "max_steps" in arguments:
+        raise ConfigError("total_episodes computes max_steps, and both are given: keep max_steps")
+    if not isinstance(episodes, int) or episodes < 1:
+        raise ConfigError(f"total_episodes is {episodes!r}, must be a whole number of completions")
+    batch = batch_plan(values)
+    accumulation = values.get("gradient_accumulation_steps", 1)
+    per_batch = batch.steps_per_generation * values.get("num_iterations", 1) / accumulation
+    steps = max(1, math.ceil(math.ceil(episodes / batch.num_completions) * per_batch))
+    _warn_renamed("total_episodes", "max_steps", steps)
+    return steps
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What one generation holds."""
+
+    num_completions: int
+    num_generations: int
+    steps_per_generation: int
+
+    @property
+    def num_prompts(self) -> int:
+        """Whole groups in the batch."""
+        return self.num_completions // self.num_generations
+
+
+DEFAULT_BATCH = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_generations": 4,
+}
+
+
+def batch_plan(trainer: Mapping[str, Any], num_processes: int = 1) -> BatchPlan:
+    """Return completions, group size and training slices of one generation batch."""
+    values = {**DEFAULT_BATCH, **trainer}
+    per_slice = values["per_device_train_batch_size"] * num_processes
+    size, slices = values.get("generation_batch_size"), values.get("steps_per_generation")
+    if slices is None:
+        slices = size // per_slice if size else values["gradient_accumulation_steps"]
+    return BatchPlan(size or per_slice * slices, values["num_generations"], slices)
+
+
+def check_batch(trainer: Mapping[str, Any], num_processes: int = 1) -> list[str]:
+    """Return what is wrong with the batch, in words of prompts and generations; [] when right."""
+    names = (*DEFAULT_BATCH, "generation_batch_size", "steps_per_generation")
+    values = {**DEFAULT_BATCH, **trainer}
+    bad = [
+        f"trainer.{name} is {values[name]!r}, must be a whole number of at least 1"
+        for name in names
+        if values.get(name) is not None and (not _fits(values[name], int) or values[name] < 1)
+    ]
+    if bad:
+        return bad
+    group = values["num_generations"]
+    if group < 2:
+        return [
+            f"num_generations is {group}: leave-one-out compares a completion with its siblings, so "
+            f"it must be at least 2 (4 to 8 are usual)"
+        ]
+    if trainer.get("generation_batch_size") and trainer.get("steps_per_generation"):
+        return ["generation_batch_size and steps_per_generation say the same: give one of them"]
+    plan = batch_plan(trainer, num_processes)
+    slice_size = values["per_device_train_batch_size"] * num_processes
+    if plan.num_completions % slice_size:
+        return [
+            f"generation_batch_size {plan.num_completions} is not a multiple of the "
+            f"{slice_size} completions of per_device_train_batch_size"
+        ]
+    left = plan.num_completions % group
+    if left:
+        unit = plan.num_completions // values["per_device_train_batch_size"]
+        step = group // math.gcd(group, unit)
+        below = values["per_device_train_batch_size"] // step * step
+        fits = " or ".join(str(n) for n in (below, below + step) if n)
+        return [
+            f"one generation makes {plan.num_completions} completions "
+            f"(per_device_train_batch_size {values['per_device_train_batch_size']} x {unit}), which "
+            f"is no whole number of prompts at num_generations {group}: set "
+            f"per_device_train_batch_size to {fits}"
+        ]
+    return []
+
+
+def _check_trainer(value: object, faults: list[str]) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        faults.append(f"trainer: holds `key: value` lines, not {value!r}")
+        return {}
+    for name, place in (("output_dir", "output_dir"), ("seed", "seed")):
+        if name in value:
+            faults.append(f"trainer.{name} belongs at the top of the run file, as `{place}:`")
+    numbers = {n: v for n, v in value.items() if n in NUMBERS}
+    for name, item in numbers.items():
+        low, high = NUMBERS[name]
+        if not _fits(item, float):
+            faults.append(_wrong_type(f"trainer.{name}", item, float))
+        elif not low <= item <= high:
+            faults.append(f"trainer.{name} is {item!r}, must be between {low:g} and {high:g}")
+    try:
+        return translate_trainer_arguments(value)
+    except ConfigError as exc:
+        faults.append(str(exc))
+        return dict(value)
+
+
+NUMBERS = {
+    "beta": (0.0, 100.0),
+    "kl_coef": (0.0, 100.0),
+    "learning_rate": (1e-12, 1.0),
+    "temperature": (1e-3, 10.0),
+    "top_p": (1e-6, 1.0),
+    "epsilon": (0.0, 1.0e6),
+    "max_grad_norm": (0.0, 1.0e9),
+    "max_completion_length": (1, 1_000_000),
+}
+"""Trainer settings whose range is checked before anything is loaded."""
+
+
+def _check_ranges(config: RunConfig) -> list[str]:
+    faults = []
+    minimum = {
+        "model.max_seq_length": (config.model.max_seq_length, 2),
+        "lora.r": (config.lora.r, 1),
+        "lora.lora_alpha": (config.lora.lora_alpha, 1),
+        "data.num_prompts": (config.data.num_prompts, 1),
+        "data.held_out": (config.data.held_out, 0),
+        "seed": (config.seed, 0),
+    }
+    for name, (value, low) in minimum.items():
+        if value is not None and value < low:
+            faults.append(f"{name} is {value}, must be at least {low}")
+    if not 0 <= config.lora.lora_dropout < 1:
+        faults.append(f"lora.lora_dropout is {config.lora.lora_dropout}, must be in [0, 1)")
+    if not config.lora.target_modules:
+        faults.append(
+            "lora.target_modules is empty: name at least one linear layer, such as q_proj"
+        )
+    if config.model.backend not in ("auto", "unsloth", "transformers"):
+        faults.append(
+            f"model.backend is {config.model.backend!r}, must be auto, unsloth or transformers"
+        )
+    if not config.rewards:
+        faults.append("rewards: is empty, so there is nothing to learn from: give at least one")
+    completion = config.trainer.get("max_completion_length") or 512
+    if completion >= config.model.max_seq_length:
+        faults.append(
+            f"trainer.max_completion_length {completion} leaves no room for a prompt in "
+            f"model.max_seq_length {config.model.max_seq_length}: raise the latter or lower the former"
+        )
+    return faults

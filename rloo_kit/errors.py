@@ -1,0 +1,55 @@
+"""Errors of the kit: one class per boundary, each with a remedy in its message.
+
+KitError
+├── ConfigError (ValueError)          a run file, a flag, a field of LeaveOneOutConfig
+├── DataError (ValueError)            a dataset file or its rows
+├── RewardError
+│   ├── RewardLoadError (ImportError) a reward that cannot be found or imported
+│   └── RewardContractError (TypeError) a reward that returned something else than scores
+├── ModelError (RuntimeError)         a model, tokenizer or adapter that cannot be loaded
+└── SetupError                        this machine or this process
+    ├── ImportOrderError (ImportError)   trl, transformers or peft before unsloth
+    └── BackendError (RuntimeError)      a backend that was asked for and cannot start
+
+The command line prints the message in one line and exits with 2.
+"""
+
+
+class KitError(Exception):
+    """Base of every error the kit raises on purpose; its text says what to change."""
+
+
+class ConfigError(KitError, ValueError):
+    """A setting is unknown, out of range, or does not fit another one."""
+
+
+class DataError(KitError, ValueError):
+    """A dataset is missing, empty, or has a bad line or column."""
+
+
+class RewardError(KitError):
+    """Base of the two ways a reward function can be wrong."""
+
+
+class RewardLoadError(RewardError, ImportError):
+    """A reward function cannot be found or imported."""
+
+
+class RewardContractError(RewardError, TypeError):
+    """A reward function raised, or did not return one float or None per completion."""
+
+
+class ModelError(KitError, RuntimeError):
+    """A model, tokenizer or adapter cannot be loaded or saved."""
+
+
+class SetupError(KitError):
+    """Base of what is wrong with this machine or this process."""
+
+
+class ImportOrderError(SetupError, ImportError):
+    """A library that Unsloth patches was imported before Unsloth."""
+
+
+class BackendError(SetupError, RuntimeError):
+    """A backend was asked for by name and cannot start here."""

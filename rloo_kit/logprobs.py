@@ -1,0 +1,111 @@
+"""Log-probabilities of given tokens in plain torch, without the full logits.
+
+TRL's fused LM head is a Triton kernel and starts on a GPU only. ``route_trl_lm_head`` sends every
+other device here: the vocabulary-wide logits exist for ``CHUNK_TOKENS`` tokens at a time, forward
+and backward, so peak memory does not grow with tokens times vocabulary. Unsloth does the same with
+a kernel of its own; where it has, nothing is touched.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_TOKENS = 256
+
+
+def token_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probability of each target and the entropy of its distribution.
+
+    Args:
+        hidden: ``(N, H)`` last hidden states, the one at n predicting ``targets[n]``.
+        weight: ``(V, H)`` of the LM head.
+        bias: ``(V,)`` or None.
+        targets: ``(N,)`` int64 token ids.
+        scale: The logits are multiplied by it after the cap: 1 / temperature.
+        softcap: Gemma's ``cap * tanh(logits / cap)``; None for none.
+
+    Returns:
+        ``(N,)`` log-probabilities and ``(N,)`` entropies, float32, in nats. Gradients flow through
+        the log-probabilities; the entropies are detached.
+    """
+    log_probs, entropies = [hidden.new_zeros(0).float()], [hidden.new_zeros(0).float()]
+    for start in range(0, len(targets), CHUNK_TOKENS):
+        rows = slice(start, start + CHUNK_TOKENS)
+        args = (hidden[rows], weight, bias, targets[rows], scale, softcap)
+        if torch.is_grad_enabled():  # recompute the chunk's logits in backward, do not keep them
+            log_prob, entropy = checkpoint(_chunk, *args, use_reentrant=False)
+        else:
+            log_prob, entropy = _chunk(*args)
+        log_probs.append(log_prob)
+        entropies.append(entropy)
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+def _chunk(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = linear(hidden, weight.to(hidden.dtype), bias).float()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits * scale
+    log_normalizer = logits.logsumexp(dim=-1)
+    log_probs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_normalizer
+    with torch.no_grad():
+        probs = (logits - log_normalizer.unsqueeze(-1)).exp()
+        entropies = log_normalizer - (probs * logits).sum(dim=-1)
+    return log_probs, entropies
+
+
+class PlainTorchLogProb:
+    """Stands where TRL 1.15 has its Triton ``_ChunkedLogProbFunction``; same ``apply``."""
+
+    @staticmethod
+    def apply(
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None,
+        logit_scale: float,
+        outputs: tuple[str, ...],
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return TRL's five per-token fields; those the RLOO trainer never asks for are refused."""
+        unknown = set(outputs) - {"log_probs", "entropy"}
+        if unknown:
+            raise NotImplementedError(f"{sorted(unknown)} need TRL's Triton kernel, and so a GPU")
+        if softcap is not None and logit_scale != 1.0:
+            weight = weight * logit_scale  # the scale comes before the cap
+            logit_scale = 1.0
+        log_probs, entropy = token_log_probs(
+            hidden, weight, bias, targets, logit_scale / temperature, softcap
+        )
+        return log_probs, entropy if "entropy" in outputs else None, None, None, None
+
+
+def route_trl_lm_head() -> bool:
+    """Make TRL's fused LM head usable without Triton; return whether anything had to change."""
+    from trl.trainer import utils
+
+    if torch.cuda.is_available() or getattr(
+        utils._ChunkedLogProbFunction, "_unsloth_cpu_dispatch", False
+    ):
+        return False
+    changed: Any = utils._ChunkedLogProbFunction is not PlainTorchLogProb
+    utils._ChunkedLogProbFunction = PlainTorchLogProb
+    return changed

@@ -1,0 +1,311 @@
+"""Load a model, attach a LoRA adapter, save it: the only room that builds a model."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.chat_templates import end_of_turn_id
+from rloo_kit.config import PROJECTIONS
+from rloo_kit.environment import quiet, setup
+from rloo_kit.errors import ConfigError, KitError, ModelError
+from rloo_kit.hardware import GIB, Hardware, host_memory
+
+TINY_THINKER = Path(__file__).parent / "assets" / "tiny-thinker"
+PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
+NF4_SHARE = 0.32
+"""Bytes of NF4 weights with double quantisation over bytes of the bf16 ones, embeddings apart."""
+
+
+def load_model(
+    name: str | Path,
+    *,
+    max_seq_length: int = 1024,
+    load_in_4bit: bool = True,
+    backend: str = "auto",
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """Load a causal language model and its tokenizer, ready for ``attach_lora``.
+
+    Args:
+        name: A hub name, a local folder, a ``.gguf`` file, or ``tiny-thinker`` (embedded).
+        max_seq_length: Longest prompt plus completion, tokens.
+        load_in_4bit: NF4 weights (bitsandbytes), double quantisation.
+        backend: ``auto`` (Unsloth where it starts), ``unsloth`` or ``transformers``.
+        **kwargs: Passed to Unsloth's or transformers' ``from_pretrained``.
+
+    Returns:
+        (model, tokenizer). The tokenizer pads on the left with a pad token that is set; the model
+        stops at every end-of-turn token of the chat template. 4-bit weights on a CPU stay in the
+        layout that trains on right gradients, also after ``generate``.
+
+    Raises:
+        ModelError: Not found, not reachable, not a model, or too big for the memory.
+        ImportOrderError, BackendError: From ``setup()``.
+    """
+    environment = setup(backend)
+    source = _find(str(name))
+    _check_memory(source, environment.hardware, load_in_4bit=load_in_4bit)
+    load = _load_unsloth if environment.backend == "unsloth" else _load_transformers
+    try:
+        model, tokenizer = load(
+            source, environment.hardware, max_seq_length, load_in_4bit=load_in_4bit, **kwargs
+        )
+    except KitError:
+        raise
+    except Exception as exc:  # what is raised differs by library, version and network
+        raise _as_model_error(str(name), exc) from exc
+    keep_trainable_layout(model)
+    _prepare_tokenizer(model, tokenizer)
+    model.rloo_kit_backend = environment.backend
+    return model, tokenizer
+
+
+def attach_lora(
+    model: Any,
+    *,
+    r: int = 16,
+    lora_alpha: int = 16,
+    lora_dropout: float = 0.0,
+    target_modules: list[str] | tuple[str, ...] = PROJECTIONS,
+    use_gradient_checkpointing: bool | str | None = None,
+    seed: int = 42,
+) -> Any:
+    """Return the model with a fresh LoRA adapter named ``default``; only the adapter trains.
+
+    Args:
+        model: As ``load_model`` returned it.
+        r: Rank.
+        lora_alpha: The adapter's output is scaled by ``lora_alpha / r``.
+        lora_dropout: In [0, 1).
+        target_modules: Names of linear layers.
+        use_gradient_checkpointing: None: Unsloth's on a GPU, off on a CPU, where recomputing costs
+            time and memory is plenty.
+        seed: Of the adapter's random start.
+
+    Raises:
+        ConfigError: None of ``target_modules`` is in the model.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    leaves = {
+        n.rsplit(".", 1)[-1] for n, m in model.named_modules() if n and not list(m.children())
+    }
+    missing = sorted(set(target_modules) - leaves)
+    if len(missing) == len(set(target_modules)):
+        raise ConfigError(
+            f"none of target_modules {sorted(set(target_modules))} is a layer of this model; its "
+            f"linear layers are {', '.join(sorted(n for n in leaves if 'proj' in n or 'fc' in n)) or sorted(leaves)}"
+        )
+    modules = [name for name in target_modules if name in leaves]
+    settings = {
+        "r": r,
+        "lora_alpha": lora_alpha,
+        "lora_dropout": lora_dropout,
+        "target_modules": modules,
+    }
+    checkpointing = use_gradient_checkpointing
+    if checkpointing is None:
+        checkpointing = "unsloth" if model.device.type != "cpu" else False
+    backend = getattr(model, "rloo_kit_backend", None)
+    if backend == "unsloth":
+        from unsloth import FastLanguageModel
+
+        peft_model = FastLanguageModel.get_peft_model(
+            model,
+            **settings,
+            bias="none",
+            use_gradient_checkpointing=checkpointing,
+            random_state=seed,
+        )
+    else:
+        torch.manual_seed(seed)
+        peft_model = get_peft_model(
+            model, LoraConfig(task_type="CAUSAL_LM", bias="none", **settings)
+        )
+        if checkpointing:
+            peft_model.gradient_checkpointing_enable({"use_reentrant": False})
+            peft_model.enable_input_require_grads()
+    peft_model.rloo_kit_backend = backend
+    return peft_model
+
+
+def save_adapter(model: Any, tokenizer: Any, folder: str | Path) -> Path:
+    """Write the trained adapter and the tokenizer; the folder is whole or absent.
+
+    The folder loads with ``peft.PeftModel.from_pretrained`` or ``AutoPeftModelForCausalLM``. TRL's
+    frozen copy of the adapter (``ref``) is left out.
+
+    Raises:
+        ModelError: The disk refused.
+    """
+    folder = Path(folder)
+    partial = folder.with_name(f".{folder.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        model.save_pretrained(str(partial), selected_adapters=["default"])
+        tokenizer.save_pretrained(str(partial))
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    except OSError as exc:
+        raise ModelError(
+            f"the adapter cannot be written to {str(folder)!r} ({exc}): free some space or choose "
+            f"another output_dir"
+        ) from exc
+    return folder
+
+
+def keep_trainable_layout(model: Any) -> int:
+    """Keep bitsandbytes' 4-bit layers in the layout whose backward is right; return their number.
+
+    On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks a ``Linear4bit`` at the first forward in
+    eval mode and sends every later backward through a kernel without autograd.
+    """
+    layers = [m for m in model.modules() if hasattr(m, "support_avx512bf16_for_cpu")]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = False
+    return len(layers)
+
+
+# --- sources -------------------------------------------------------------------------------------
+
+
+def _find(name: str) -> str:
+    """Return a hub name or an existing local folder."""
+    if name == "tiny-thinker":
+        return str(TINY_THINKER)
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        from rloo_kit.gguf import convert
+
+        return str(convert(path))
+    if path.is_dir():
+        if not (path / "config.json").exists() and not (path / "adapter_config.json").exists():
+            raise ModelError(
+                f"folder {name!r} holds no config.json, so it is not a model: give the folder that "
+                f"save_pretrained wrote"
+            )
+        return str(path)
+    if path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        what = "is a file" if path.is_file() else "does not exist"
+        raise ModelError(
+            f"model {name!r} {what}: give a model's folder, a .gguf file or a hub name"
+        )
+    _ask_hub(name)
+    return name
+
+
+def _ask_hub(name: str) -> None:
+    """Raise ModelError now, in one short request, where loading would retry for minutes."""
+    import huggingface_hub
+
+    try:
+        if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+            huggingface_hub.HfApi().model_info(name, timeout=20)
+    except Exception as exc:  # HTTP clients differ by version; _as_model_error tells them apart
+        raise _as_model_error(name, exc) from exc
+
+
+def _check_memory(source: str, hardware: Hardware, *, load_in_4bit: bool) -> None:
+    """Refuse a local model whose weights alone are larger than the free memory."""
+    files = list(Path(source).glob("*.safetensors")) if Path(source).is_dir() else []
+    size = sum(file.stat().st_size for file in files)
+    if load_in_4bit and not any(mark in source.lower() for mark in PREQUANTIZED):
+        size = int(size * NF4_SHARE)
+    free = hardware.free_memory if hardware.device != "cpu" else host_memory()[1]
+    if size > free:
+        how = "a smaller model" if load_in_4bit else "load_in_4bit: true or a smaller model"
+        raise ModelError(
+            f"{source!r} needs {size / GIB:.1f} GiB for its weights and {free / GIB:.1f} GiB are free "
+            f"on {hardware.name}: close other programs, or use {how}"
+        )
+
+
+def _as_model_error(name: str, exc: Exception) -> ModelError:
+    """Return one sentence for what transformers, the hub or torch raised."""
+    from huggingface_hub import errors as hub
+
+    text = (str(exc).strip().splitlines() or [type(exc).__name__])[0][:200]
+    chain = [exc]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
+        chain.append(cause)
+    if any(isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError" for e in chain):
+        return ModelError(
+            f"memory ran out while loading {name!r}: close other programs, use a smaller model or load_in_4bit: true"
+        )
+    if any(isinstance(e, hub.GatedRepoError) for e in chain):
+        return ModelError(
+            f"model {name!r} is gated: accept its licence on its page and put HF_TOKEN into .env"
+        )
+    if any(isinstance(e, hub.RepositoryNotFoundError) for e in chain):
+        return ModelError(
+            f"the hub has no model {name!r}: check the spelling, or put HF_TOKEN into .env if it is private"
+        )
+    if Path(name).exists() or name == "tiny-thinker":
+        return ModelError(
+            f"model {name!r} cannot be loaded ({type(exc).__name__}: {text}): its folder is incomplete or not a causal language model; download it again"
+        )
+    if any(isinstance(e, hub.HFValidationError) for e in chain):
+        return ModelError(
+            f"model {name!r} is neither a folder here nor a hub name (owner/name): check the spelling"
+        )
+    if any(isinstance(e, OSError) or "Connect" in type(e).__name__ for e in chain):
+        return ModelError(
+            f"model {name!r} is not on this machine and the hub cannot be reached: check the name and the network, or give a local folder"
+        )
+    return ModelError(
+        f"model {name!r} cannot be loaded ({type(exc).__name__}: {text}): check the name, or try backend: transformers"
+    )
+
+
+# --- backends ------------------------------------------------------------------------------------
+
+
+def _load_unsloth(
+    source: str, hardware: Hardware, max_seq_length: int, *, load_in_4bit: bool, **kwargs: Any
+) -> tuple[Any, Any]:
+    from unsloth import FastLanguageModel
+
+    with quiet():
+        return FastLanguageModel.from_pretrained(
+            source, max_seq_length=max_seq_length, load_in_4bit=load_in_4bit, **kwargs
+        )
+
+
+def _load_transformers(
+    source: str, hardware: Hardware, max_seq_length: int, *, load_in_4bit: bool, **kwargs: Any
+) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
+        hardware.mixed_precision, torch.float32
+    )
+    if load_in_4bit and not any(mark in source.lower() for mark in PREQUANTIZED):
+        kwargs["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, device_map={"": hardware.device}, **kwargs
+        )
+    model.config.use_cache = False  # training forwards keep no KV cache; generate asks for its own
+    return model, AutoTokenizer.from_pretrained(source, model_max_length=max_seq_length)
+
+
+def _prepare_tokenizer(model: Any, tokenizer: Any) -> None:
+    """Pad on the left with a token that is set; stop at every end-of-turn token."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    given = model.generation_config.eos_token_id
+    ends = given if isinstance(given, list) else [given]
+    ends = [*ends, tokenizer.eos_token_id, end_of_turn_id(tokenizer)]
+    model.generation_config.eos_token_id = list(
+        dict.fromkeys(end for end in ends if end is not None)
+    )
+    model.generation_config.pad_token_id = tokenizer.pad_token_id

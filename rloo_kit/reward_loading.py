@@ -1,0 +1,385 @@
+"""Reward specs made into checked reward functions: built in, from a file, from a package.
+
+A spec is one of
+
+- a built-in name: ``thinking``
+- a function of a file: ``my_rewards.py:polite`` (relative to the run file)
+- a function of an installed package: ``package.module:function``
+- the folder of a reward model: ``models/my-reward-model``
+- a callable
+- a table, which also gives parameters: ``{name: thinking, weight: 0.5, long: 60}``
+
+A text may end with a weight: ``thinking:0.5``, ``my_rewards.py:polite:0.5``.
+"""
+# ruff: noqa: ANN401 - a spec, and what a reward returns, may be any object until it is checked
+
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from rloo_kit.errors import RewardLoadError
+from rloo_kit.reward_contract import checked, keywords_of, name_of
+
+RewardSpec: TypeAlias = "str | Mapping[str, Any] | Callable[..., Any] | LoadedReward"
+
+_TABLE_HINT = "write it as a table, {name: ..., weight: ..., parameter: ...}"
+
+
+@dataclass(frozen=True)
+class LoadedReward:
+    """A checked reward, the name of its metric, and its weight in the score."""
+
+    func: Any
+    """A ``CheckedReward``; a sequence-classification model is handed to TRL as it is."""
+    name: str
+    weight: float = 1.0
+
+
+def load_rewards(
+    specs: Iterable[RewardSpec], tokenizer: Any = None, base_dir: str | Path | None = None
+) -> list[LoadedReward]:
+    """Return one loaded reward per spec, in order, with distinct names (``polite``, ``polite_2``).
+
+    Args:
+        specs: See the module's text.
+        tokenizer: The policy's; rewards with a ``bind`` method are bound to it.
+        base_dir: Folder that relative paths start from; None: the working directory.
+
+    Raises:
+        RewardLoadError: A reward cannot be found, imported or made.
+    """
+    loaded: list[LoadedReward] = []
+    for spec in specs:
+        reward = load_reward(spec, tokenizer, base_dir)
+        name = _unused_name(reward.name, {other.name for other in loaded})
+        if name != reward.name:
+            reward = replace(reward, func=replace(reward.func, name=name), name=name)
+        loaded.append(reward)
+    return loaded
+
+
+def load_reward(
+    spec: RewardSpec, tokenizer: Any = None, base_dir: str | Path | None = None
+) -> LoadedReward:
+    """Return the reward of one spec; its arguments and errors are those of ``load_rewards``."""
+    base = Path(base_dir) if base_dir is not None else Path.cwd()
+    if isinstance(spec, LoadedReward):
+        return spec
+    if _is_model_object(spec):
+        name = getattr(getattr(spec, "config", None), "name_or_path", "") or "reward_model"
+        return LoadedReward(spec, Path(name).name)
+    if isinstance(spec, Mapping):
+        func, weight = _from_table(spec, base)
+    elif isinstance(spec, str):
+        name, weight = _split_weight(spec, base)
+        func = _from_name(name, base)
+    else:
+        func, weight = _WithGetRewards(spec) if hasattr(spec, "get_rewards") else spec, 1.0
+    _refuse_non_reward(func, spec)
+    bind: Any = getattr(func, "bind", None)
+    if tokenizer is not None and callable(bind):
+        func = bind(tokenizer)
+    name = name_of(func)
+    return LoadedReward(checked(func, name), name, weight)
+
+
+# --- a spec in parts ---------------------------------------------------------------------------
+
+
+def _from_table(table: Mapping[str, Any], base: Path) -> tuple[Callable[..., Any], float]:
+    """Return the reward of a table with its parameters filled in, and its weight."""
+    parameters = dict(table)
+    name = parameters.pop("name", None)
+    if name is None:
+        raise RewardLoadError(
+            f"the reward table {dict(table)!r} has no name; add 'name', such as name: thinking"
+        )
+    given = parameters.pop("weight", None)
+    weight = 1.0 if given is None else _checked_weight(given, name)
+    if not isinstance(name, str):
+        return _with_parameters(name, parameters, name_of(name)), weight
+    target_name, weight_in_name = _split_weight(name, base)
+    if given is not None and target_name != name:
+        raise RewardLoadError(
+            f"the reward table {dict(table)!r} gives two weights; remove "
+            f"':{weight_in_name:g}' from its name"
+        )
+    if target_name == "reward_model":
+        _resolve_model_folder(parameters, base)
+    target = _target(target_name, base)
+    return _with_parameters(target, parameters, target_name), (
+        weight_in_name if given is None else weight
+    )
+
+
+def _from_name(name: str, base: Path) -> Callable[..., Any]:
+    """Return the reward of a text without its weight."""
+    target = _target(name, base)
+    return _with_parameters(target, {}, name) if name in _builtin() else target
+
+
+def _split_weight(spec: str, base: Path) -> tuple[str, float]:
+    """Return (spec without its weight, weight); 1.0 where there is no weight.
+
+    A last part that begins like a number is a weight. Any other one is a weight, and a bad one,
+    only where the text before it names a reward in full.
+    """
+    head, colon, tail = spec.rpartition(":")
+    if not colon:
+        return spec, 1.0
+    is_path_alone = head.endswith(".py") or len(head) == 1  # "my.py:polite", "C:\models\mine"
+    is_complete = head in _builtin() or (":" in head and not is_path_alone) or _is_model(head, base)
+    if is_complete or (tail[:1] in "+-.0123456789" and _is_number(tail)):
+        return head, _checked_weight(tail, head)
+    return spec, 1.0
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _checked_weight(value: Any, name: object) -> float:
+    """Return a weight as a float.
+
+    Raises:
+        RewardLoadError: It is not a finite number.
+    """
+    try:
+        weight = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise RewardLoadError(
+            f"weight {value!r} of reward {name!r} is not a finite number; give one such as 0.5 "
+            f"(for parameters, {_TABLE_HINT})"
+        )
+    return weight
+
+
+def _target(name: str, base: Path) -> Any:
+    """Return the object that a text names; of a built-in, the class or factory behind it."""
+    if name in _builtin():
+        name = _builtin()[name]
+    elif _is_model(name, base):
+        model = str(_path(name, base))
+        return importlib.import_module("rloo_kit.rewards.reward_model").RewardModel(model)
+    home, colon, attribute = name.rpartition(":")
+    if home.endswith(".py") or name.endswith(".py"):
+        module = _load_file(_path(home if colon and home.endswith(".py") else name, base))
+        return _attribute(module, attribute if home.endswith(".py") else "", name)
+    if not colon:
+        raise RewardLoadError(_unknown(name))
+    return _attribute(_import(home, name), attribute, name)
+
+
+def _builtin() -> dict[str, str]:
+    return importlib.import_module("rloo_kit.rewards").BUILTIN
+
+
+def _path(text: str, base: Path) -> Path:
+    """Return an absolute path; a relative one starts from the folder of the run file."""
+    return (base / Path(text).expanduser()).resolve()
+
+
+def _is_model(text: str, base: Path) -> bool:
+    return bool(text) and (_path(text, base) / "config.json").is_file()
+
+
+def _resolve_model_folder(parameters: dict[str, Any], base: Path) -> None:
+    """Make the parameter ``model`` absolute in place, where it is a folder and not a hub name."""
+    model = parameters.get("model")
+    if isinstance(model, str) and _path(model, base).is_dir():
+        parameters["model"] = str(_path(model, base))
+
+
+def _unused_name(name: str, used: set[str]) -> str:
+    candidate, number = name, 1
+    while candidate in used:
+        number += 1
+        candidate = f"{name}_{number}"
+    return candidate
+
+
+# --- modules and what is in them ---------------------------------------------------------------
+
+
+def _load_file(path: Path) -> ModuleType:
+    """Return the module of a file, run once per process under a name of its own.
+
+    ``sys.path`` is left alone: a file called like a package must not take its place.
+    """
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
+    name = f"_rloo_kit_reward_{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise RewardLoadError(
+            f"reward file {str(path)!r} does not exist; give its path relative to the run file, "
+            "or an absolute one"
+        )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs, as dataclasses and pickle look it up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as exc:
+        del sys.modules[name]
+        if not isinstance(exc, Exception):
+            raise
+        raise RewardLoadError(_why_file_failed(path, exc)) from exc
+    return module
+
+
+def _why_file_failed(path: Path, exc: Exception) -> str:
+    if isinstance(exc, SyntaxError):
+        place = f"line {exc.lineno}" if exc.filename == str(path) else f"{exc.filename}"
+        return f"reward file {str(path)!r} has a syntax error ({place}: {exc.msg}); correct it"
+    if isinstance(exc, ImportError):
+        return (
+            f"reward file {str(path)!r} cannot import what it asks for ({exc}); install it, or "
+            "keep helpers in the same file (its folder is not on sys.path)"
+        )
+    return (
+        f"reward file {str(path)!r} raised {type(exc).__name__} while it was loaded ({exc}); "
+        "correct it, or move that work into the function"
+    )
+
+
+def _import(module: str, spec: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as exc:
+        raise RewardLoadError(
+            f"reward {spec!r} cannot be imported ({exc}); install its package, or give a file as "
+            "'path/to/file.py:function'"
+        ) from exc
+    except Exception as exc:
+        raise RewardLoadError(
+            f"reward {spec!r}: importing {module!r} raised {type(exc).__name__} ({exc}); correct "
+            "that module"
+        ) from exc
+
+
+def _attribute(module: ModuleType, attribute: str, spec: str) -> Any:
+    """Return a module's attribute, or say which ones it has."""
+    if attribute and hasattr(module, attribute):
+        return getattr(module, attribute)
+    names = [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_") and _is_from(value, module)
+    ]
+    wrong = f"there is no {attribute!r} in it" if attribute else "it names no function"
+    raise RewardLoadError(
+        f"reward {spec!r} cannot be found: {wrong}{_nearest(attribute, names)}; "
+        f"add ':function' with one of: {', '.join(names) or '(it has none)'}"
+    )
+
+
+def _is_from(value: object, module: ModuleType) -> bool:
+    return getattr(value, "__module__", None) == module.__name__
+
+
+def _nearest(wrong: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(wrong, list(names), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _unknown(name: str) -> str:
+    return (
+        f"unknown reward {name!r}{_nearest(name, _builtin())}; give a built-in one "
+        f"({', '.join(sorted(_builtin()))}), 'file.py:function', 'package.module:function', the "
+        "folder of a reward model, or {name: reward_model, model: HUB_NAME}"
+    )
+
+
+# --- objects: parameters, names, refusals ------------------------------------------------------
+
+
+def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
+    """Return a reward: a class or built-in factory called, an instance or function filled in."""
+    _refuse_unknown(target, parameters, name)
+    try:
+        if inspect.isclass(target) or name in _builtin():
+            return target(**parameters)
+        if not parameters:
+            return target
+        if is_dataclass(target) and not isinstance(target, type):
+            return replace(target, **parameters)
+    except (TypeError, ValueError) as exc:
+        raise RewardLoadError(
+            f"reward {name!r} cannot be made from {parameters!r} ({exc}); {_TABLE_HINT}"
+        ) from exc
+    return functools.partial(target, **parameters)
+
+
+def _refuse_unknown(target: Any, parameters: dict[str, Any], name: str) -> None:
+    """Raise RewardLoadError where a parameter is not one of the target's."""
+    if is_dataclass(target) and not inspect.isclass(target):
+        known = [item.name for item in fields(target) if item.init]
+    else:
+        known, takes_any, _ = keywords_of(target)
+        if takes_any and inspect.isclass(target):
+            return
+    for parameter in parameters:
+        if parameter not in known:
+            raise RewardLoadError(
+                f"reward {name!r} has no parameter {parameter!r}{_nearest(parameter, known)}; "
+                f"give one of: {', '.join(known) or '(none)'}"
+            )
+
+
+def _refuse_non_reward(func: Any, spec: RewardSpec) -> None:
+    """Raise RewardLoadError where an object cannot be called as a reward."""
+    if inspect.isclass(func):
+        raise RewardLoadError(
+            f"reward {spec!r} is a class; give an instance, {func.__name__}(), or {_TABLE_HINT}"
+        )
+    if not callable(func):
+        raise RewardLoadError(
+            f"reward {spec!r} is of type {type(func).__name__}, which cannot be called; give a "
+            "function or an object with __call__"
+        )
+
+
+def _is_model_object(spec: Any) -> bool:
+    """Return whether ``spec`` is a torch module, which TRL scores with itself (its logits[:, 0])."""
+    return hasattr(spec, "forward") and hasattr(spec, "state_dict")
+
+
+@dataclass(frozen=True)
+class _WithGetRewards:
+    """An object with ``get_rewards(prompts, completions)``, as older notebooks have it."""
+
+    model: Any
+
+    @property
+    def __name__(self) -> str:
+        return type(self.model).__name__
+
+    def __call__(self, prompts: list[Any], completions: list[Any]) -> Any:
+        return self.model.get_rewards(prompts, completions)
+
+
+def describe_rewards() -> dict[str, str]:
+    """Return the first line of every built-in reward's docstring, by name."""
+    found = {}
+    for name, target in sorted(_builtin().items()):
+        home, _, attribute = target.partition(":")
+        text = inspect.getdoc(getattr(importlib.import_module(home), attribute)) or ""
+        found[name] = text.splitlines()[0]
+    return found

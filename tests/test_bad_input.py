@@ -1,0 +1,220 @@
+"""Bad input: one sentence with the remedy, exit code 2, nothing written."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rloo_kit.cli import main
+
+GOOD = {
+    "model": {"name": "tiny-thinker", "max_seq_length": 128},
+    "data": {"prompts": "arithmetic", "num_prompts": 16, "held_out": 4},
+    "rewards": ["accuracy"],
+    "trainer": {"max_steps": 1, "max_completion_length": 32},
+}
+
+
+def run_file(folder: Path, **sections) -> str:
+    content = {**GOOD, **sections}
+    (folder / "run.yaml").write_text(yaml.safe_dump(content))
+    return "run.yaml"
+
+
+def refuse(capsys, remedy: str, *arguments: str) -> None:
+    """Run ``rloo-kit train`` here and check the sentence, the code, and that nothing is left."""
+    before = sorted(Path.cwd().rglob("*"))
+    code = main(["train", *arguments])
+    printed = capsys.readouterr().err
+    complaint = [line for line in printed.splitlines() if line.startswith("rloo-kit: ")]
+    assert code == 2
+    assert len(complaint) == 1, printed
+    assert remedy in complaint[0]
+    assert "Traceback" not in printed
+    left = [p for p in sorted(Path.cwd().rglob("*")) if p not in before and "__pycache__" not in str(p)]
+    assert left == []
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+CONFIG = {
+    "unknown section": ({"modle": {}}, "did you mean 'model'"),
+    "unknown key": ({"lora": {"rank": 8}}, "known are lora_alpha, lora_dropout, r, target_modules"),
+    "wrong type": ({"model": {"max_seq_length": "long"}}, "must be a whole number"),
+    "out of range": ({"lora": {"r": 0}}, "must be at least 1"),
+    "unknown trainer setting": ({"trainer": {"num_generation": 4}}, "did you mean 'num_generations'"),
+    "partial group": ({"trainer": {"num_generations": 3}}, "set per_device_train_batch_size to 6 or 9"),
+    "a single generation": ({"trainer": {"num_generations": 1}}, "at least 2"),
+    "number as text": ({"trainer": {"learning_rate": "1e-5"}}, "write 1.0e-5"),
+    "no room for a prompt": (
+        {"trainer": {"max_completion_length": 128}},
+        "raise the latter or lower the former",
+    ),
+    "unknown backend": ({"model": {"backend": "jax"}}, "must be auto, unsloth or transformers"),
+    "no rewards": ({"rewards": []}, "give at least one"),
+    "seed in the wrong place": ({"trainer": {"seed": 1}}, "belongs at the top"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIG)
+def test_config(case, tmp_path, capsys):
+    sections, remedy = CONFIG[case]
+    refuse(capsys, remedy, run_file(tmp_path, **sections))
+
+
+def test_all_faults_come_at_once(tmp_path, capsys):
+    path = run_file(tmp_path, lora={"r": "x"}, model={"nam": 1}, trainer={"bta": 1})
+    code = main(["train", path])
+    printed = capsys.readouterr().err
+    assert code == 2
+    assert "lora.r" in printed
+    assert "did you mean 'name'" in printed
+    assert "did you mean 'beta'" in printed
+
+
+def test_missing_run_file(capsys):
+    refuse(capsys, "give the path of a YAML file", "nothing.yaml")
+
+
+def test_broken_yaml(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("model:\n  name: [tiny\nlora: 3\n")
+    refuse(capsys, "in line 3", "run.yaml")
+
+
+def test_a_list_is_no_run_file(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("- model\n")
+    refuse(capsys, "start from examples/quickstart.yaml", "run.yaml")
+
+
+def test_malformed_override(tmp_path, capsys):
+    refuse(capsys, "section.key=value", run_file(tmp_path), "--set", "trainer.max_steps")
+
+
+DATA = {
+    "missing file": (None, "give the path of a .jsonl, .csv or .parquet file"),
+    "bad JSON": ('{"prompt": "a"}\n{"prompt": \n', "line 2"),
+    "no prompt column": ('{"question": "a"}\n', "rename the column to prompt"),
+    "empty prompt": ('{"prompt": "a"}\n{"prompt": " "}\n', "line 2"),
+    "not an object": ('["a"]\n', "must be an object"),
+    "message without role": ('{"prompt": [{"content": "a"}]}\n', "needs `role` and `content`"),
+    "empty file": ("", "put at least one prompt in it"),
+    "held out too many": ('{"prompt": "a"}\n' * 4, "lower it to at most 3"),
+    "too long": (json.dumps({"prompt": "why " * 60}) + "\n", "set model.max_seq_length to at least"),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_data(case, tmp_path, capsys):
+    text, remedy = DATA[case]
+    if text is not None:
+        (tmp_path / "prompts.jsonl").write_text(text)
+    data = {"prompts": "prompts.jsonl", "held_out": 4 if "held" in case else 0}
+    refuse(capsys, remedy, run_file(tmp_path, data=data, rewards=["length"]))
+
+
+def test_csv_line_with_too_few_fields(tmp_path, capsys):
+    (tmp_path / "p.csv").write_text("prompt,answer\nwhat,1\nwhere\n")
+    refuse(capsys, "line 3", run_file(tmp_path, data={"prompts": "p.csv"}))
+
+
+def test_truncated_parquet(tmp_path, capsys):
+    (tmp_path / "p.parquet").write_bytes(b"PAR1 and no more")
+    refuse(capsys, "write it again", run_file(tmp_path, data={"prompts": "p.parquet"}))
+
+
+def test_dataset_that_cannot_be_fetched(tmp_path, capsys):
+    refuse(capsys, "check the name", run_file(tmp_path, data={"prompts": "someone/something"}))
+
+
+REWARDS = {
+    "unknown name": ("acuracy", None, "did you mean 'accuracy'"),
+    "missing file": ("mine.py:good", None, "does not exist"),
+    "missing function": ("mine.py:good", "def better(completions, **_): ...", "better"),
+    "syntax error": ("mine.py:good", "def good(:\n", "line 1"),
+    "failing import": ("mine.py:good", "import no_such_package", "install it"),
+    "bad weight": ("accuracy:heavy", None, "finite number"),
+    "raises": ("mine.py:good", "def good(completions, **_): return 1 / 0", "ZeroDivisionError"),
+    "wrong length": ("mine.py:good", "def good(completions, **_): return [1.0]", "one float (or None)"),
+    "NaN": (
+        "mine.py:good",
+        "def good(completions, **_): return [float('nan')] * len(completions)",
+        "return a finite float",
+    ),
+    "asks for a missing column": ("mine.py:good", "def good(completions, gold): ...", "add the column"),
+}
+
+
+@pytest.mark.parametrize("case", REWARDS)
+@pytest.mark.parametrize("held_out", [4, 0])
+def test_reward(case, held_out, tmp_path, capsys):
+    spec, source, remedy = REWARDS[case]
+    if source:
+        (tmp_path / "mine.py").write_text(source)
+    data = {**GOOD["data"], "held_out": held_out}
+    refuse(capsys, remedy, run_file(tmp_path, rewards=[spec], data=data))
+
+
+MODELS = {
+    "missing folder": ("./models/mine", "give a model's folder"),
+    "folder without a model": ("empty", "give the folder that save_pretrained wrote"),
+    "a file": ("run.yaml", "give a model's folder"),
+    "not a GGUF file": ("broken.gguf", "give the path of a .gguf file"),
+    "cannot be fetched": ("someone/something-4B", "check the name and the network"),
+    "damaged config": ("damaged", "download it again"),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_model(case, tmp_path, capsys):
+    name, remedy = MODELS[case]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text('{"model_type": "qwen3"')
+    (tmp_path / "broken.gguf").write_bytes(b"<html>")
+    refuse(capsys, remedy, run_file(tmp_path, model={**GOOD["model"], "name": name}))
+
+
+def test_layers_the_model_does_not_have(tmp_path, capsys):
+    refuse(capsys, "its linear layers are", run_file(tmp_path, lora={"target_modules": ["query"]}))
+
+
+def test_output_folder_below_a_file(tmp_path, capsys):
+    (tmp_path / "taken").write_text("")
+    refuse(capsys, "choose another", run_file(tmp_path, output_dir="taken/run"))
+
+
+def in_a_process(*, source: str, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", source],
+        env={**os.environ, **variables},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+
+
+def test_backend_that_cannot_start(tmp_path):
+    run_file(tmp_path, model={**GOOD["model"], "backend": "unsloth"})
+    done = in_a_process(
+        source="import sys; from rloo_kit.cli import main; sys.exit(main(['train', 'run.yaml']))",
+        UNSLOTH_DISABLE_CPU_FALLBACK="1",
+    )
+    assert done.returncode == 2
+    assert "forbids Unsloth to run without a GPU" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_wrong_import_order(tmp_path):
+    run_file(tmp_path)
+    source = "import peft\nimport sys\nfrom rloo_kit.cli import main\nsys.exit(main(['train', 'run.yaml']))"
+    (tmp_path / "mine.py").write_text(source)
+    done = in_a_process(source="import runpy; runpy.run_path('mine.py', run_name='__main__')")
+    assert done.returncode == 2
+    assert "restart the kernel" in done.stderr
+    assert "was imported before unsloth" in done.stderr
+    assert not (tmp_path / "runs").exists()
