@@ -108,7 +108,7 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             one message.
     """
     file = Path(path)
-    if not file.exists() and file.suffix == "" and (EXAMPLES / f"{file.name}.yaml").exists():
+    if not file.is_file() and file.suffix == "" and (EXAMPLES / f"{file.name}.yaml").exists():
         file = EXAMPLES / f"{file.name}.yaml"
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -120,7 +120,7 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ) from None
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"run file {str(path)!r} cannot be read as text: {exc}") from exc
-    except yaml.YAMLError as exc:
+    except (yaml.YAMLError, ValueError) as exc:  # ValueError: 2026-13-01 looks like a date
         mark = getattr(exc, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
         raise ConfigError(
@@ -180,11 +180,15 @@ def _apply_override(content: dict[str, Any], override: str, faults: list[str]) -
         return
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         value = text
     table = content
     if len(keys) == 2:
-        table = content[keys[0]] = dict(content.get(keys[0]) or {})
+        section = content.get(keys[0]) or {}
+        if not isinstance(section, Mapping) or keys[0] not in (*SECTIONS, "trainer"):
+            faults.append(f"--set {override!r}: {keys[0]!r} is no section with keys of its own")
+            return
+        table = content[keys[0]] = dict(section)
     table[keys[-1]] = value
 
 
@@ -297,7 +301,7 @@ def translate_trainer_arguments(
     for name, value in arguments.items():
         if name in RENAMED:
             new = RENAMED[name]
-            if new in arguments:
+            if new in arguments or new in values:
                 faults.append(f"{name} is the old name of {new}, and both are given: keep {new}")
                 continue
             _warn_renamed(name, new, value)
@@ -312,7 +316,7 @@ def translate_trainer_arguments(
         elif name in known:
             values[name] = value
         else:
-            hint = did_you_mean(name, known | set(RENAMED))
+            hint = did_you_mean(str(name), known | set(RENAMED))
             faults.append(f"unknown trainer setting {name!r}{hint}")
     if not faults:
         faults = check_batch(values)
@@ -329,15 +333,15 @@ def _warn_renamed(old: str, new: str, value: object) -> None:
     )
 
 
-def _steps_for(episodes: object, values: Mapping[str, Any], arguments: Mapping[str, Any]) -> int:
+def _steps_for(episodes: Any, values: Mapping[str, Any], arguments: Mapping[str, Any]) -> int:
     """Return the optimizer steps that ``episodes`` completions make (older TRL's count)."""
     if "max_steps" in arguments:
         raise ConfigError("total_episodes computes max_steps, and both are given: keep max_steps")
-    if not isinstance(episodes, int) or episodes < 1:
+    if not _fits(episodes, int) or episodes < 1:
         raise ConfigError(f"total_episodes is {episodes!r}, must be a whole number of completions")
     batch = batch_plan(values)
-    accumulation = values.get("gradient_accumulation_steps", 1)
-    per_batch = batch.steps_per_generation * values.get("num_iterations", 1) / accumulation
+    accumulation = values.get("gradient_accumulation_steps") or 1
+    per_batch = batch.steps_per_generation * (values.get("num_iterations") or 1) / accumulation
     steps = max(1, math.ceil(math.ceil(episodes / batch.num_completions) * per_batch))
     _warn_renamed("total_episodes", "max_steps", steps)
     return steps
@@ -381,7 +385,9 @@ def check_batch(trainer: Mapping[str, Any], num_processes: int = 1) -> list[str]
     bad = [
         f"trainer.{name} is {values[name]!r}, must be a whole number of at least 1"
         for name in names
-        if values.get(name) is not None and (not _fits(values[name], int) or values[name] < 1)
+        if (name in values and not _fits(values[name], int | None))
+        or (values.get(name) is None and name in DEFAULT_BATCH)
+        or (values.get(name) is not None and values[name] < 1)
     ]
     if bad:
         return bad
@@ -401,6 +407,14 @@ def check_batch(trainer: Mapping[str, Any], num_processes: int = 1) -> list[str]
             f"{slice_size} completions of per_device_train_batch_size"
         ]
     left = plan.num_completions % group
+    if left and trainer.get("generation_batch_size"):
+        step = math.lcm(slice_size, group)
+        below = plan.num_completions // step * step
+        fits = " or ".join(str(n) for n in (below, below + step) if n)
+        return [
+            f"generation_batch_size {plan.num_completions} is no whole number of prompts at "
+            f"num_generations {group}: set generation_batch_size to {fits}"
+        ]
     if left:
         unit = plan.num_completions // values["per_device_train_batch_size"]
         step = group // math.gcd(group, unit)
@@ -424,11 +438,12 @@ def _check_trainer(value: object, faults: list[str]) -> dict[str, Any]:
     for name, place in (("output_dir", "output_dir"), ("seed", "seed")):
         if name in value:
             faults.append(f"trainer.{name} belongs at the top of the run file, as `{place}:`")
-    numbers = {n: v for n, v in value.items() if n in NUMBERS}
-    for name, item in numbers.items():
-        low, high = NUMBERS[name]
-        if not _fits(item, float):
-            faults.append(_wrong_type(f"trainer.{name}", item, float))
+    for name, item in value.items():
+        kind, low, high = NUMBERS.get(RENAMED.get(name, name), (None, 0, 0))
+        if kind is None:
+            continue
+        if not _fits(item, kind):
+            faults.append(_wrong_type(f"trainer.{name}", item, kind))
         elif not low <= item <= high:
             faults.append(f"trainer.{name} is {item!r}, must be between {low:g} and {high:g}")
     try:
@@ -438,15 +453,16 @@ def _check_trainer(value: object, faults: list[str]) -> dict[str, Any]:
         return dict(value)
 
 
-NUMBERS = {
-    "beta": (0.0, 100.0),
-    "kl_coef": (0.0, 100.0),
-    "learning_rate": (1e-12, 1.0),
-    "temperature": (1e-3, 10.0),
-    "top_p": (1e-6, 1.0),
-    "epsilon": (0.0, 1.0e6),
-    "max_grad_norm": (0.0, 1.0e9),
-    "max_completion_length": (1, 1_000_000),
+NUMBERS: dict[str, tuple[type, float, float]] = {
+    "beta": (float, 0.0, 100.0),
+    "epsilon": (float, 0.0, 1.0e6),
+    "learning_rate": (float, 1e-12, 1.0),
+    "max_completion_length": (int, 1, 1_000_000),
+    "max_grad_norm": (float, 0.0, 1.0e9),
+    "max_steps": (int, -1, 1e9),
+    "num_iterations": (int, 1, 1000),
+    "temperature": (float, 1e-3, 10.0),
+    "top_p": (float, 1e-6, 1.0),
 }
 """Trainer settings whose range is checked before anything is loaded."""
 
@@ -476,6 +492,8 @@ def _check_ranges(config: RunConfig) -> list[str]:
         )
     if not config.rewards:
         faults.append("rewards: is empty, so there is nothing to learn from: give at least one")
+    if not Path(config.output_dir).name:
+        faults.append(f"output_dir is {config.output_dir!r}, must name a folder to make")
     completion = config.trainer.get("max_completion_length") or 512
     if completion >= config.model.max_seq_length:
         faults.append(

@@ -140,7 +140,7 @@ def worked_thought(a: int, b: int, forgets: Callable[[], bool] = lambda: False) 
 
 def _read(name: str, split: str) -> Iterable[Row]:
     path = Path(name).expanduser()
-    looks_local = path.suffix in (*FILE_TYPES, ".json", ".txt") or name.startswith((".", "/", "~"))
+    looks_local = path.suffix.lower() in (*FILE_TYPES, ".json", ".txt") or name.startswith((".", "/", "~"))
     if not path.exists() and not looks_local:
         return _read_hub(name, split)
     if not path.is_file():
@@ -149,12 +149,12 @@ def _read(name: str, split: str) -> Iterable[Row]:
             f"data file {name!r} {what}: give the path of a .jsonl, .csv or .parquet file"
         )
     readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
-    if path.suffix not in readers:
+    if path.suffix.lower() not in readers:
         raise DataError(
             f"data file {name!r} is none of {', '.join(FILE_TYPES)}: convert it to .jsonl"
         )
     try:
-        return list(readers[path.suffix](path))
+        return list(readers[path.suffix.lower()](path))
     except (OSError, UnicodeDecodeError) as exc:
         raise DataError(f"data file {name!r} cannot be read: {exc}; save it as UTF-8 text") from exc
 
@@ -191,7 +191,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
                 yield _checked(row, place)
         except csv.Error as exc:
             raise DataError(
-                f"{path}, line {reader.line_num}: not valid CSV ({exc}); mend it"
+                f"{path}, line {reader.reader.line_num}: not valid CSV ({exc}); mend it"
             ) from exc
 
 
@@ -253,7 +253,9 @@ def _as_prompt(row: Row, system: str | None, *, chat: bool) -> Row:
     prompt = row["prompt"]
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    if system and isinstance(prompt, list) and prompt[0].get("role") != "system":
+    if system and isinstance(prompt, str):
+        raise DataError("a system message needs chat prompts: leave chat=True, or drop system")
+    if system and prompt[0].get("role") != "system":
         prompt = [{"role": "system", "content": system}, *prompt]
     return {**row, "prompt": prompt}
 

@@ -6,8 +6,6 @@ and backward, so peak memory does not grow with tokens times vocabulary. Unsloth
 a kernel of its own; where it has, nothing is touched.
 """
 
-from typing import Any
-
 import torch
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +20,7 @@ def token_log_probs(
     targets: torch.Tensor,
     scale: float = 1.0,
     softcap: float | None = None,
+    scale_before_cap: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probability of each target and the entropy of its distribution.
 
@@ -32,15 +31,17 @@ def token_log_probs(
         targets: ``(N,)`` int64 token ids.
         scale: The logits are multiplied by it after the cap: 1 / temperature.
         softcap: Gemma's ``cap * tanh(logits / cap)``; None for none.
+        scale_before_cap: The architecture's own factor.
 
     Returns:
         ``(N,)`` log-probabilities and ``(N,)`` entropies, float32, in nats. Gradients flow through
         the log-probabilities; the entropies are detached.
     """
-    log_probs, entropies = [hidden.new_zeros(0).float()], [hidden.new_zeros(0).float()]
+    none = hidden[:0].sum(dim=-1).float()  # of no token, and still part of the graph
+    log_probs, entropies = [none], [none.detach()]
     for start in range(0, len(targets), CHUNK_TOKENS):
         rows = slice(start, start + CHUNK_TOKENS)
-        args = (hidden[rows], weight, bias, targets[rows], scale, softcap)
+        args = (hidden[rows], weight, bias, targets[rows], scale, softcap, scale_before_cap)
         if torch.is_grad_enabled():  # recompute the chunk's logits in backward, do not keep them
             log_prob, entropy = checkpoint(_chunk, *args, use_reentrant=False)
         else:
@@ -57,8 +58,10 @@ def _chunk(
     targets: torch.Tensor,
     scale: float,
     softcap: float | None,
+    scale_before_cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = linear(hidden, weight.to(hidden.dtype), bias).float()
+    bias = None if bias is None else bias.to(hidden.dtype)
+    logits = linear(hidden, weight.to(hidden.dtype), bias).float() * scale_before_cap
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits * scale
@@ -89,11 +92,8 @@ class PlainTorchLogProb:
         unknown = set(outputs) - {"log_probs", "entropy"}
         if unknown:
             raise NotImplementedError(f"{sorted(unknown)} need TRL's Triton kernel, and so a GPU")
-        if softcap is not None and logit_scale != 1.0:
-            weight = weight * logit_scale  # the scale comes before the cap
-            logit_scale = 1.0
         log_probs, entropy = token_log_probs(
-            hidden, weight, bias, targets, logit_scale / temperature, softcap
+            hidden, weight, bias, targets, 1 / temperature, softcap, logit_scale
         )
         return log_probs, entropy if "entropy" in outputs else None, None, None, None
 
@@ -102,10 +102,9 @@ def route_trl_lm_head() -> bool:
     """Make TRL's fused LM head usable without Triton; return whether anything had to change."""
     from trl.trainer import utils
 
-    if torch.cuda.is_available() or getattr(
-        utils._ChunkedLogProbFunction, "_unsloth_cpu_dispatch", False
-    ):
+    kernel = utils._ChunkedLogProbFunction
+    has_triton = kernel is not None and torch.cuda.is_available()
+    if has_triton or kernel is PlainTorchLogProb or hasattr(kernel, "_unsloth_cpu_dispatch"):
         return False
-    changed: Any = utils._ChunkedLogProbFunction is not PlainTorchLogProb
     utils._ChunkedLogProbFunction = PlainTorchLogProb
-    return changed
+    return True

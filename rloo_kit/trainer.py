@@ -125,6 +125,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
             raise ConfigError(
                 "reward weights are given both by name and as reward_weights: keep one"
             )
+        _drop_old_reference(parts["model"])
         super().__init__(
             reward_funcs=[reward.func for reward in rewards],
             args=args,
@@ -156,6 +157,12 @@ def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
     missing = [name for name in ("model", "reward_funcs", "train_dataset") if parts[name] is None]
     if missing:
         raise ConfigError(f"LeaveOneOutTrainer needs {' and '.join(missing)}")
+
+
+def _drop_old_reference(model: Any) -> None:
+    """Let a second trainer on the same model take its own copy of the adapter as the reference."""
+    if "ref" in getattr(model, "peft_config", {}):
+        model.delete_adapter("ref")
 
 
 def _keep_adapter_in_float32(model: Any) -> None:

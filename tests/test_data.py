@@ -254,7 +254,6 @@ def test_broken_csv_is_refused(tmp_path, text):
         load_prompts(write(tmp_path, "p.csv", text))
 
 
-@pytest.mark.xfail(strict=True, reason="DictReader.line_num is that of the last good row")
 def test_broken_csv_names_the_line_that_is_broken(tmp_path):
     with pytest.raises(DataError, match="line 3: not valid CSV"):
         load_prompts(write(tmp_path, "p.csv", 'prompt\nWhy?\n"How"x\n'))

@@ -110,7 +110,6 @@ def test_half_precision_states_give_float32_results_near_the_exact_ones():
     torch.testing.assert_close(log_probs, expected, rtol=0.02, atol=0.05)
 
 
-@pytest.mark.xfail(strict=True, reason="_chunk casts the weight to the states, not the bias")
 def test_a_float32_bias_fits_half_precision_states():
     hidden, weight, bias, targets = make_case(5, bias=True, dtype=torch.bfloat16)
     log_probs, _ = token_log_probs(hidden, weight.float(), bias.float(), targets)
@@ -184,7 +183,6 @@ def test_apply_scales_then_caps_then_divides_by_the_temperature(logit_scale, sof
     assert rest == [None, None, None]
 
 
-@pytest.mark.xfail(strict=True, reason="apply scales the weight before the cap, but not the bias")
 def test_apply_scales_the_bias_too_before_the_cap():
     *inputs, targets = make_case(40, bias=True)
     options = {"softcap": 3.0, "logit_scale": 0.25}
@@ -252,7 +250,6 @@ def test_trls_fused_head_gives_the_log_probs_and_gradients_of_full_logits(fused_
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.xfail(strict=True, reason="token_log_probs of no tokens is cut off from the graph")
 def test_a_batch_without_any_completion_token_can_go_backward(fused_model):
     # mask_truncated_completions leaves such a batch when every completion was cut off.
     ids = torch.randint(0, VOCABULARY, (2, 6))
@@ -321,7 +318,6 @@ def test_with_a_gpu_the_kernel_is_left_alone(monkeypatch):
     assert trl_utils._ChunkedLogProbFunction is kernel
 
 
-@pytest.mark.xfail(strict=True, reason="a GPU without Triton (Windows) keeps TRL's None")
 def test_with_a_gpu_and_no_triton_plain_torch_stands_in(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", None)

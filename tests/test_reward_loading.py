@@ -10,6 +10,7 @@ import sys
 import pytest
 from rloo_kit.rewards import Accuracy, Length, Thinking
 
+import rloo_kit.reward_contract
 import rloo_kit.reward_loading
 from rloo_kit.errors import ModelError, RewardContractError, RewardLoadError
 from rloo_kit.reward_loading import checked, load_reward, load_rewards
@@ -222,11 +223,22 @@ def test_file_that_cannot_run_is_named_and_is_tried_again_once_corrected(tmp_pat
     assert load_reward("bad.py:f", base_dir=tmp_path).func(**COLUMNS) == [1.0, 1.0]
 
 
-def test_a_model_is_not_a_reward_function():
+def test_a_model_object_is_left_to_trl():
     import torch
 
-    with pytest.raises(RewardLoadError, match=r"save it and give .name: reward_model"):
-        load_reward(torch.nn.Linear(1, 1))
+    model = torch.nn.Linear(1, 1)
+    assert load_reward(model).func is model
+
+
+class OldRewardModel:
+    def get_rewards(self, prompts, completions):
+        return [float(len(p) + len(c)) for p, c in zip(prompts, completions, strict=True)]
+
+
+def test_an_object_with_get_rewards_is_a_reward():
+    reward = load_reward(OldRewardModel())
+    assert reward.name == "OldRewardModel"
+    assert reward.func(prompts=["a", "bc"], completions=["d", "e"]) == [2.0, 3.0]
 
 
 # --- the contract ---
@@ -318,6 +330,6 @@ def test_a_column_the_dataset_lacks_is_named():
 
 
 def test_docstring_examples_run():
-    results = doctest.testmod(rloo_kit.reward_loading)
+    results = doctest.testmod(rloo_kit.reward_contract)
     assert results.attempted > 0
     assert results.failed == 0
