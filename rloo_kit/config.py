@@ -107,9 +107,7 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: The file is missing or not YAML, or any setting is wrong; all faults are in the
             one message.
     """
-    file = Path(path)
-    if not file.is_file() and file.suffix == "" and (EXAMPLES / f"{file.name}.yaml").exists():
-        file = EXAMPLES / f"{file.name}.yaml"
+    file = find_run_file(path)
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -128,6 +126,13 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             f"the indentation and quotes there"
         ) from exc
     return make_run_config({} if content is None else content, overrides)
+
+
+def find_run_file(path: str | Path) -> Path:
+    """Return the file, or the one of that name that ships with the kit."""
+    shipped = EXAMPLES / f"{Path(path).name}.yaml"
+    is_name = not Path(path).is_file() and str(path) == shipped.stem
+    return shipped if is_name and shipped.exists() else Path(path)
 
 
 def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig:

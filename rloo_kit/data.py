@@ -140,7 +140,9 @@ def worked_thought(a: int, b: int, forgets: Callable[[], bool] = lambda: False) 
 
 def _read(name: str, split: str) -> Iterable[Row]:
     path = Path(name).expanduser()
-    looks_local = path.suffix.lower() in (*FILE_TYPES, ".json", ".txt") or name.startswith((".", "/", "~"))
+    looks_local = path.suffix.lower() in (*FILE_TYPES, ".json", ".txt") or name.startswith(
+        (".", "/", "~")
+    )
     if not path.exists() and not looks_local:
         return _read_hub(name, split)
     if not path.is_file():

@@ -179,7 +179,8 @@ def _import_unsloth() -> str | None:
 def quiet() -> Iterator[None]:
     """Keep banners and known harmless warnings of the libraries off the user's screen."""
     loggers = [
-        logging.getLogger(n) for n in ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops", "torchao")
+        logging.getLogger(n)
+        for n in ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops", "torchao")
     ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,6 +1,8 @@
 """Load a model, attach a LoRA adapter, save it: the only room that builds a model."""
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +49,10 @@ def load_model(
     _check_memory(source, environment.hardware, load_in_4bit=load_in_4bit)
     load = _load_unsloth if environment.backend == "unsloth" else _load_transformers
     try:
-        model, tokenizer = load(
-            source, environment.hardware, max_seq_length, load_in_4bit=load_in_4bit, **kwargs
-        )
+        with _progress_bars(shown=not Path(source).is_dir()), quiet():
+            model, tokenizer = load(
+                source, environment.hardware, max_seq_length, load_in_4bit=load_in_4bit, **kwargs
+            )
     except KitError:
         raise
     except Exception as exc:  # what is raised differs by library, version and network
@@ -267,10 +270,9 @@ def _load_unsloth(
 ) -> tuple[Any, Any]:
     from unsloth import FastLanguageModel
 
-    with quiet():
-        return FastLanguageModel.from_pretrained(
-            source, max_seq_length=max_seq_length, load_in_4bit=load_in_4bit, **kwargs
-        )
+    return FastLanguageModel.from_pretrained(
+        source, max_seq_length=max_seq_length, load_in_4bit=load_in_4bit, **kwargs
+    )
 
 
 def _load_transformers(
@@ -289,12 +291,26 @@ def _load_transformers(
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
         )
-    with quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, device_map={"": hardware.device}, **kwargs
-        )
+    model = AutoModelForCausalLM.from_pretrained(
+        source, dtype=dtype, device_map={"": hardware.device}, **kwargs
+    )
     model.config.use_cache = False  # training forwards keep no KV cache; generate asks for its own
     return model, AutoTokenizer.from_pretrained(source, model_max_length=max_seq_length)
+
+
+@contextlib.contextmanager
+def _progress_bars(*, shown: bool) -> Iterator[None]:
+    """Show transformers' bars for a download, and not for a second of reading the disk."""
+    from transformers.utils import logging
+
+    was_shown = logging.is_progress_bar_enabled()
+    if not shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()
 
 
 def _prepare_tokenizer(model: Any, tokenizer: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from rloo_kit.config import RunConfig, read_run_file
+from rloo_kit.config import EXAMPLES, RunConfig, find_run_file, read_run_file
 from rloo_kit.data import BUILTIN, MAX_HELD_OUT, load_prompts, split_held_out
 from rloo_kit.environment import Environment, setup
 from rloo_kit.errors import ConfigError, DataError
@@ -57,8 +57,11 @@ def train(
         KitError: Before anything is written, with the remedy.
     """
     config = source if isinstance(source, RunConfig) else read_run_file(source, overrides)
-    base = Path(source).parent if isinstance(source, str | Path) else Path()
-    load_rewards(config.rewards, base_dir=base)  # a wrong name costs a second, not a model load
+    base = Path() if isinstance(source, RunConfig) else find_run_file(source).parent
+    rewards_base = Path() if base == EXAMPLES else base  # rewards of one's own are not shipped
+    load_rewards(
+        config.rewards, base_dir=rewards_base
+    )  # a wrong name costs a second, not a model load
     environment = setup(config.model.backend)
     prompts, held_out = _prompts(config, base)
     model, tokenizer = load_model(
@@ -68,7 +71,7 @@ def train(
         backend=config.model.backend,
     )
     model = attach_lora(model, **asdict(config.lora), seed=config.seed)
-    rewards = load_rewards(config.rewards, tokenizer=tokenizer, base_dir=base)
+    rewards = load_rewards(config.rewards, tokenizer=tokenizer, base_dir=rewards_base)
     folder = _free_folder(Path(config.output_dir))
     args = _trainer_args(config, folder)
     _check_lengths(tokenizer, [*prompts, *(held_out or [])], config, args)

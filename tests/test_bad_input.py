@@ -35,7 +35,9 @@ def refuse(capsys, remedy: str, *arguments: str) -> None:
     assert len(complaint) == 1, printed
     assert remedy in complaint[0]
     assert "Traceback" not in printed
-    left = [p for p in sorted(Path.cwd().rglob("*")) if p not in before and "__pycache__" not in str(p)]
+    left = [
+        p for p in sorted(Path.cwd().rglob("*")) if p not in before and "__pycache__" not in str(p)
+    ]
     assert left == []
 
 
@@ -49,8 +51,14 @@ CONFIG = {
     "unknown key": ({"lora": {"rank": 8}}, "known are lora_alpha, lora_dropout, r, target_modules"),
     "wrong type": ({"model": {"max_seq_length": "long"}}, "must be a whole number"),
     "out of range": ({"lora": {"r": 0}}, "must be at least 1"),
-    "unknown trainer setting": ({"trainer": {"num_generation": 4}}, "did you mean 'num_generations'"),
-    "partial group": ({"trainer": {"num_generations": 3}}, "set per_device_train_batch_size to 6 or 9"),
+    "unknown trainer setting": (
+        {"trainer": {"num_generation": 4}},
+        "did you mean 'num_generations'",
+    ),
+    "partial group": (
+        {"trainer": {"num_generations": 3}},
+        "set per_device_train_batch_size to 6 or 9",
+    ),
     "a single generation": ({"trainer": {"num_generations": 1}}, "at least 2"),
     "number as text": ({"trainer": {"learning_rate": "1e-5"}}, "write 1.0e-5"),
     "no room for a prompt": (
@@ -106,7 +114,10 @@ DATA = {
     "message without role": ('{"prompt": [{"content": "a"}]}\n', "needs `role` and `content`"),
     "empty file": ("", "put at least one prompt in it"),
     "held out too many": ('{"prompt": "a"}\n' * 4, "lower it to at most 3"),
-    "too long": (json.dumps({"prompt": "why " * 60}) + "\n", "set model.max_seq_length to at least"),
+    "too long": (
+        json.dumps({"prompt": "why " * 60}) + "\n",
+        "set model.max_seq_length to at least",
+    ),
 }
 
 
@@ -141,13 +152,21 @@ REWARDS = {
     "failing import": ("mine.py:good", "import no_such_package", "install it"),
     "bad weight": ("accuracy:heavy", None, "finite number"),
     "raises": ("mine.py:good", "def good(completions, **_): return 1 / 0", "ZeroDivisionError"),
-    "wrong length": ("mine.py:good", "def good(completions, **_): return [1.0]", "one float (or None)"),
+    "wrong length": (
+        "mine.py:good",
+        "def good(completions, **_): return [1.0]",
+        "one float (or None)",
+    ),
     "NaN": (
         "mine.py:good",
         "def good(completions, **_): return [float('nan')] * len(completions)",
         "return a finite float",
     ),
-    "asks for a missing column": ("mine.py:good", "def good(completions, gold): ...", "add the column"),
+    "asks for a missing column": (
+        "mine.py:good",
+        "def good(completions, gold): ...",
+        "add the column",
+    ),
 }
 
 

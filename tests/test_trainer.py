@@ -22,14 +22,17 @@ def policy():
 
 
 def config(tmp_path, **settings):
-    few = {"max_steps": 2, "max_completion_length": 32, "save_strategy": "no", "learning_rate": 1e-3}
+    few = {
+        "max_steps": 2,
+        "max_completion_length": 32,
+        "save_strategy": "no",
+        "learning_rate": 1e-3,
+    }
     return rk.LeaveOneOutConfig(str(tmp_path / "out"), **{**few, **settings})
 
 
 def odd_characters(completions, **_):
-    return [
-        sum(ord(c) % 2 for c in completion[-1]["content"]) / 100 for completion in completions
-    ]
+    return [sum(ord(c) % 2 for c in completion[-1]["content"]) / 100 for completion in completions]
 
 
 def test_config_keeps_trls_names_and_the_kits_defaults(tmp_path):
@@ -100,7 +103,11 @@ def test_the_trainer_uses_trls_leave_one_out_advantages(policy, tmp_path):
 
 def test_weights_come_with_the_names(policy, tmp_path):
     model, tokenizer = policy
-    common = {"model": model, "processing_class": tokenizer, "train_dataset": rk.load_prompts("arithmetic")}
+    common = {
+        "model": model,
+        "processing_class": tokenizer,
+        "train_dataset": rk.load_prompts("arithmetic"),
+    }
     trainer = rk.LeaveOneOutTrainer(
         reward_funcs=["thinking:0.5", "accuracy"], args=config(tmp_path), **common
     )

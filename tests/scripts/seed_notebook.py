@@ -1,6 +1,6 @@
 """An older notebook's calls, word for word; only its imports and its model's name are changed.
 
-    python seed_notebook.py MODEL [MAX_STEPS]
+python seed_notebook.py MODEL [MAX_STEPS]
 """
 
 import os

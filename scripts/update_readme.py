@@ -1,0 +1,46 @@
+"""Run the quickstart and put what it prints into the README, between its markers.
+
+.venv/bin/python scripts/update_readme.py
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+README = Path(__file__).parents[1] / "README.md"
+MARKS = re.compile(r"(<!-- quickstart:.*?-->\n).*?(<!-- /quickstart -->)", re.S)
+
+
+def shortened(lines: list[str]) -> list[str]:
+    """Return the lines with all but the first, the middle and the last step left out."""
+    steps = [i for i, line in enumerate(lines) if line.startswith("step ")]
+    kept = {steps[0], steps[1], steps[len(steps) // 2], steps[-1]}
+    found: list[str] = []
+    for number, line in enumerate(lines):
+        if number not in steps or number in kept:
+            found.append(line)
+        elif found[-1] != "...":
+            found.append("...")
+    return found
+
+
+def main() -> None:
+    """Run, shorten, write."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "rloo_kit", "quickstart"],
+            cwd=folder, stdout=subprocess.PIPE, text=True, check=True,
+        )  # fmt: skip
+    text = "\n".join(shortened(done.stdout.rstrip().splitlines()))
+    block = f"```text\n{text}\n```\n"
+    content, count = MARKS.subn(lambda m: m[1] + block + m[2], README.read_text())
+    if count != 1:
+        sys.exit("README.md has no pair of quickstart markers")
+    README.write_text(content)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

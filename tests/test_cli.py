@@ -1,0 +1,72 @@
+"""The command: help, version, doctor, rewards list."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rloo_kit import __version__
+from rloo_kit.cli import main
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.strip() == f"rloo-kit {__version__}"
+
+
+def test_a_wrong_command_exits_with_2():
+    with pytest.raises(SystemExit, match="2"):
+        main(["trane"])
+
+
+def test_rewards_list_names_every_built_in_reward(capsys):
+    assert main(["rewards", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["accuracy", "length", "reward_model", "thinking"]
+    assert all(len(line) > 30 for line in lines)
+
+
+def test_doctor_tells_what_it_found(capsys):
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for part in (
+        "device: ",
+        "memory: ",
+        "precision: ",
+        "trl           1.15.0",
+        "unsloth       starts",
+    ):
+        assert part in printed
+
+
+def doctor(tmp_path, fake):
+    """Run the doctor with other metadata in front of what is installed."""
+    for name, version in fake.items():
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return subprocess.run(
+        [sys.executable, "-m", "rloo_kit", "doctor"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+
+
+def test_doctor_gives_the_line_that_mends_another_version(tmp_path):
+    done = doctor(tmp_path, {"peft": "0.18.0", "unsloth": "2026.10.7"})
+    assert "0.18.0, tested with 0.21.2: pip install peft==0.21.2" in done.stdout
+    assert "Unsloth 2026.10.7 needs a GPU" in done.stdout
+    assert done.returncode == 0
+
+
+def test_doctor_exits_with_1_when_training_cannot_start(tmp_path):
+    broken = tmp_path / "bitsandbytes"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise ImportError('libcudart is missing')\n")
+    done = doctor(tmp_path, {})
+    assert done.returncode == 1, done.stdout
+    assert "training cannot start" in done.stdout
+    assert "libcudart is missing" in done.stdout
+    assert "pip install torch==" in done.stdout

@@ -1,0 +1,142 @@
+"""The order things start in, each case in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+
+def python(source, cwd, **variables):
+    env = {k: v for k, v in os.environ.items() if k not in VARIABLES}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)],
+        cwd=cwd, env={**env, **variables},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+
+
+VARIABLES = ("TQDM_NOTEBOOK", "ACCELERATE_MIXED_PRECISION", "UNSLOTH_COMPILE_LOCATION")
+
+
+def test_setup_sets_what_is_not_set_and_imports_unsloth_before_trl(tmp_path):
+    lines = "FROM_FILE=file", "FROM_SHELL=file", "TQDM_NOTEBOOK=from-file"
+    (tmp_path / ".env").write_text("\n".join(lines))
+    done = python(
+        f"""
+        import json, os, sys
+        import rloo_kit as rk
+        first = rk.setup()
+        from trl.trainer import utils  # Unsloth patches it where it came first
+        names = ["FROM_FILE", "FROM_SHELL", *{VARIABLES!r}]
+        print(json.dumps({{
+            "variables": {{name: os.environ.get(name) for name in names}},
+            "same": rk.setup() is first,
+            "patched": hasattr(utils._ChunkedLogProbFunction, "_unsloth_cpu_dispatch"),
+            "backend": first.backend,
+            "dotenv": first.dotenv,
+        }}))
+        """,
+        tmp_path,
+        FROM_SHELL="shell",
+        XDG_CACHE_HOME=str(tmp_path / "cache"),
+    )
+    assert done.stdout.count("\n") == 1, (done.stdout, done.stderr)  # no banner
+    found = json.loads(done.stdout)
+    precision = found["variables"].pop("ACCELERATE_MIXED_PRECISION")
+    assert precision in ("bf16", "no")
+    assert found["variables"] == {
+        "FROM_FILE": "file",
+        "FROM_SHELL": "shell",  # what is already set wins
+        "TQDM_NOTEBOOK": "from-file",
+        "UNSLOTH_COMPILE_LOCATION": str(tmp_path / "cache/rloo-kit/unsloth_compiled_cache"),
+    }
+    assert (found["same"], found["patched"], found["backend"]) == (True, True, "unsloth")
+    assert found["dotenv"] == str(tmp_path / ".env")
+
+
+@pytest.mark.parametrize("module", ["trl", "transformers", "peft"])
+def test_an_early_import_is_refused_with_its_place(tmp_path, module):
+    (tmp_path / "mine.py").write_text(f"import os\n\nimport {module}\n")
+    done = python(
+        """
+        import sys
+        sys.path.insert(0, ".")
+        import mine
+        import rloo_kit as rk
+        try:
+            rk.LeaveOneOutTrainer
+        except rk.KitError as exc:
+            print(type(exc).__name__, exc)
+        """,
+        tmp_path,
+    )
+    assert done.stdout.startswith("ImportOrderError "), done.stderr[-2000:]
+    assert "was imported before unsloth" in done.stdout
+    assert "mine.py:3" in done.stdout
+    assert "restart the kernel" in done.stdout
+
+
+def test_in_a_notebook_the_cell_is_named(tmp_path):
+    done = python(
+        """
+        In = ["", "import os", "# first\\nfrom peft import LoraConfig"]
+        import peft
+        import rloo_kit as rk
+        try:
+            rk.setup()
+        except rk.KitError as exc:
+            print(exc)
+        """,
+        tmp_path,
+    )
+    assert "peft was imported before unsloth" in done.stdout or "transformers" in done.stdout
+    assert "cell In[2], line 2" in done.stdout
+
+
+def test_without_unsloth_order_does_not_matter_and_a_process_keeps_its_backend(tmp_path):
+    done = python(
+        """
+        import peft
+        import rloo_kit as rk
+        print(rk.setup(backend="transformers").backend)
+        try:
+            rk.load_model("tiny-thinker", backend="unsloth")
+        except rk.KitError as exc:
+            print(exc)
+        """,
+        tmp_path,
+    )
+    assert done.stdout.startswith("transformers\n"), done.stderr[-2000:]
+    assert "already runs 'transformers'" in done.stdout
+    assert "restart the kernel" in done.stdout
+
+
+def test_broken_packages_are_hidden_or_passed_over_and_named(tmp_path):
+    """torchvision as it is beside a CPU build of torch, and an Unsloth that fails at import."""
+    path = tmp_path / "path"
+    for name in ("torchvision", "unsloth"):
+        (path / name).mkdir(parents=True)
+    (path / "torchvision" / "__init__.py").write_text("import torchvision.ops\n")
+    (path / "torchvision" / "ops.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')\n"
+    )
+    (path / "unsloth" / "__init__.py").write_text("raise RuntimeError('needs a newer driver')\n")
+    done = python(
+        """
+        import sys
+        import rloo_kit as rk
+        found = rk.setup()
+        from trl import RLOOTrainer
+        print(found.backend, "|", found.why_not_unsloth, "|", found.hidden)
+        print([name for name in sys.modules if name.startswith("torchvision.")])
+        """,
+        tmp_path,
+        PYTHONPATH=str(path),
+    )
+    assert done.stdout.startswith("transformers | Unsloth"), done.stderr[-2000:]
+    assert "needs a newer driver" in done.stdout
+    assert "{'torchvision': 'operator torchvision::nms does not exist'}" in done.stdout
+    assert done.stdout.endswith("[]\n")

@@ -1,0 +1,182 @@
+"""Whole runs of the embedded model through the command and the API."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+import rloo_kit as rk
+from rloo_kit.cli import main
+
+SHORT = [
+    "--set", "trainer.max_steps=4", "--set", "data.held_out=32", "--set", "data.num_prompts=64",
+    "--set", "trainer.per_device_train_batch_size=16",
+]  # fmt: skip
+COMMAND = [sys.executable, "-m", "rloo_kit"]
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def rows(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_a_run_leaves_everything_that_belongs_to_it(capsys):
+    assert main(["quickstart", *SHORT]) == 0
+    printed = capsys.readouterr().out
+    folder = Path("runs/quickstart")
+    metrics = [row for row in rows(folder / "metrics.jsonl") if "reward" in row]
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4]
+    assert all(
+        {"rewards/accuracy/mean", "kl", "completions/mean_length"} <= set(m) for m in metrics
+    )
+    completions = rows(folder / "completions.jsonl")
+    assert len(completions) == 4 * 16
+    assert {row["group"] for row in completions} == {0, 1}
+    for row in metrics:
+        step = [c["rewards"]["accuracy"] for c in completions if c["step"] == row["step"]]
+        assert row["reward"] == pytest.approx(sum(step) / len(step))
+    config = yaml.safe_load((folder / "run.yaml").read_text())
+    assert config["trainer"]["max_steps"] == 4
+    facts = json.loads((folder / "environment.json").read_text())
+    assert facts["versions"]["trl"] == "1.15.0"
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    assert len(evaluation["after"]["samples"]) == 32
+    assert (folder / "adapter" / "adapter_model.safetensors").stat().st_size > 100_000
+    assert not (folder / "adapter" / "ref").exists()
+    for part in (
+        "before: accuracy",
+        "step 4/4",
+        "tokens/s",
+        "left",
+        "after:",
+        "adapter in",
+        "next:",
+    ):
+        assert part in printed
+    assert "\x1b" not in printed  # not a terminal: plain lines
+
+
+def test_the_run_file_it_leaves_reads_back():
+    main(["quickstart", *SHORT])
+    config = rk.read_run_file("runs/quickstart/run.yaml")
+    assert config.trainer["per_device_train_batch_size"] == 16
+
+
+def test_a_second_run_overwrites_nothing_and_has_the_same_rewards():
+    for _ in range(2):
+        assert main(["quickstart", *SHORT]) == 0
+    first, second = (rows(f"runs/{name}/metrics.jsonl") for name in ("quickstart", "quickstart-2"))
+    assert [row.get("reward") for row in first] == [row.get("reward") for row in second]
+    first, second = (
+        rows(f"runs/{name}/completions.jsonl") for name in ("quickstart", "quickstart-2")
+    )
+    assert first == second
+
+
+def test_another_seed_has_other_rewards():
+    for seed in (1, 2):
+        main(["quickstart", *SHORT, "--set", f"seed={seed}"])
+    first, second = (
+        rows(f"runs/{name}/completions.jsonl") for name in ("quickstart", "quickstart-2")
+    )
+    assert first != second
+
+
+def test_it_learns_and_its_adapter_loads_with_plain_peft(tmp_path):
+    """The whole quickstart, then its adapter in a process that knows nothing of the kit."""
+    result = rk.train("quickstart", say=lambda line: None)
+    assert result.before.rewards["accuracy"] <= 0.60
+    assert result.after.rewards["accuracy"] >= 0.95
+    script = Path(__file__).parent / "scripts" / "plain_peft_accuracy.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(result.folder)],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    found = re.search(r"accuracy (\S+)", done.stdout)
+    assert found, done.stderr[-2000:]
+    assert float(found[1]) == pytest.approx(result.after.rewards["accuracy"], abs=0.02)
+
+
+def test_several_rewards_and_a_file_of_ones_own(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def brief(completions, completion_ids, **_):\n    return [-len(i) / 100 for i in completion_ids]\n"
+    )
+    content = {
+        "data": {"num_prompts": 16, "held_out": 8},
+        "rewards": ["accuracy", "thinking:0.5", {"name": "mine.py:brief", "weight": 0.1}],
+        "trainer": {"max_steps": 1, "max_completion_length": 32},
+        "model": {"max_seq_length": 128, "load_in_4bit": False},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    assert main(["train", "run.yaml"]) == 0
+    (first, *_) = rows("runs/run/completions.jsonl")
+    assert set(first["rewards"]) == {"accuracy", "thinking", "brief"}
+    metrics = rows("runs/run/metrics.jsonl")[0]
+    total = (
+        metrics["rewards/accuracy/mean"]
+        + 0.5 * metrics["rewards/thinking/mean"]
+        + 0.1 * metrics["rewards/brief/mean"]
+    )
+    assert metrics["reward"] == pytest.approx(total, abs=1e-5)
+
+
+def test_a_reward_that_fails_later_leaves_the_adapter_and_the_metrics(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "def late(completions, trainer_state=None, **_):\n"
+        "    if trainer_state is not None and trainer_state.global_step == 2:\n"
+        "        raise RuntimeError('the judge is gone')\n"
+        "    return [float(len(str(c)) % 3) for c in completions]\n"
+    )
+    assert main(["quickstart", *SHORT, "--set", "rewards=[./mine.py:late]"]) == 2
+    printed = capsys.readouterr()
+    assert "the judge is gone" in printed.err
+    assert "adapter saved in runs/quickstart/adapter" in printed.out
+    assert Path("runs/quickstart/adapter/adapter_model.safetensors").exists()
+
+
+def test_ctrl_c_saves_the_adapter_and_says_so(tmp_path):
+    long = ["quickstart", "--set", "trainer.max_steps=400", "--set", "data.held_out=0"]
+    process = subprocess.Popen(
+        [*COMMAND, *long], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    metrics = tmp_path / "runs" / "quickstart" / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= 2:
+            break
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err[-2000:]
+    assert "saving the adapter" in out
+    assert (metrics.parent / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_prompts_come_from_the_run_files_folder(tmp_path, monkeypatch):
+    home = tmp_path / "project"
+    home.mkdir()
+    lines = [
+        json.dumps({"prompt": f"What is {n} + 222?", "answer": str(n + 222)})
+        for n in range(100, 120)
+    ]
+    (home / "sums.jsonl").write_text("\n".join(lines))
+    content = {
+        "data": {"prompts": "sums.jsonl", "held_out": 4},
+        "trainer": {"max_steps": 1, "max_completion_length": 32},
+    }
+    (home / "run.yaml").write_text(yaml.safe_dump(content))
+    result = rk.train("project/run.yaml", say=lambda line: None)
+    assert result.after.num_prompts == 4
+    assert result.folder == Path("runs/run")
