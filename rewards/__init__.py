@@ -40,7 +40,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562: the type depends on the name
+def __getattr__(name: str) -> Any:
     """Load a public name, or a submodule, when it is first asked for.
 
     ``rewards.length`` is always the submodule, never the instance ``rewards.length.length``:

@@ -76,7 +76,7 @@ class Accuracy:
         self,
         completions: list[Completion],
         prompts: list[Completion] | None = None,
-        **columns: Any,  # noqa: ANN401 - columns and TRL's own keywords
+        **columns: Any,
     ) -> list[Score]:
         """Return one score per completion, in {0.0, 1.0}, or None without an expected answer.
 

@@ -122,7 +122,8 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         mark = getattr(exc, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
         raise ConfigError(
-            f"run file {str(path)!r} is not valid YAML{line}: {getattr(exc, 'problem', exc)}; check "
+            f"run file {str(path)!r} is not valid YAML{line}: {getattr(exc, 'problem', exc)}; "
+            f"check "
             f"the indentation and quotes there"
         ) from exc
     return make_run_config({} if content is None else content, overrides)
@@ -139,7 +140,8 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
     """Check a mapping as read from YAML and return the RunConfig; see ``read_run_file``."""
     if not isinstance(content, Mapping):
         raise ConfigError(
-            f"a run file holds `section: {{key: value}}`, not a {type(content).__name__}; start from "
+            f"a run file holds `section: {{key: value}}`, not a {type(content).__name__}; start "
+            f"from "
             f"examples/quickstart.yaml"
         )
     content = {str(key): value for key, value in content.items()}
@@ -169,7 +171,7 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
 
 
 def did_you_mean(name: str, known: typing.Iterable[str]) -> str:
-    """Return ``; did you mean 'x'?`` with the nearest known name, else the list when it is short."""
+    """Return ``; did you mean 'x'?`` with the nearest name, else the list when it is short."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:
@@ -257,9 +259,11 @@ RENAMED = {
 """Names of TRL before 0.22 on the left; ``total_episodes`` is computed instead."""
 
 LATER = {
-    "token_level_kl": "the KL penalty is per sequence here",
-    "normalize_reward": "rewards are not normalised here; normalize_advantages=True comes nearest",
-    "missing_eos_penalty": "write a reward that looks at the last of completion_ids instead",
+    "token_level_kl": "leave it out, the KL penalty is per sequence here",
+    "normalize_reward": "leave it out, normalize_advantages=True comes nearest",
+    "missing_eos_penalty": (
+        "leave it out, and write a reward that looks at the last of completion_ids"
+    ),
 }
 """Older names whose behaviour this version does not have: refused unless they ask for nothing."""
 
@@ -298,33 +302,23 @@ def translate_trainer_arguments(
 
     Raises:
         ConfigError: A name is unknown (with the nearest one), is given under its old and its new
-            name, asks for what is gone, or the batch does not hold whole groups; all in one message.
+            name, asks for what is gone, or the batch does not hold whole groups; all at once.
     """
     faults: list[str] = []
     values: dict[str, Any] = {}
     known = known_trainer_fields() | own
     for name, value in arguments.items():
-        if name in RENAMED:
-            new = RENAMED[name]
-            if new in arguments or new in values:
-                faults.append(f"{name} is the old name of {new}, and both are given: keep {new}")
-                continue
-            _warn_renamed(name, new, value)
-            values[new] = value
-        elif name == "total_episodes":
-            continue
+        if name in known:
+            values[name] = value
+        elif name in RENAMED:
+            _rename(name, value, values, arguments, faults)
         elif name in LATER:
             if value:
-                faults.append(
-                    f"{name}={value!r} is not in this version: {LATER[name]}; leave it out"
-                )
-        elif name in known:
-            values[name] = value
-        else:
+                faults.append(f"{name}={value!r} is not in this version: {LATER[name]}")
+        elif name != "total_episodes":
             hint = did_you_mean(str(name), known | set(RENAMED))
             faults.append(f"unknown trainer setting {name!r}{hint}")
-    if not faults:
-        faults = check_batch(values)
+    faults = faults or check_batch(values)
     if faults:
         raise ConfigError("; ".join(faults))
     if "total_episodes" in arguments:
@@ -332,9 +326,21 @@ def translate_trainer_arguments(
     return values
 
 
+def _rename(
+    old: str, value: object, values: dict[str, Any], given: Mapping[str, Any], faults: list[str]
+) -> None:
+    """Put an older name's value under its new name, with a warning."""
+    new = RENAMED[old]
+    if new in given or new in values:
+        faults.append(f"{old} is the old name of {new}, and both are given: keep {new}")
+        return
+    _warn_renamed(old, new, value)
+    values[new] = value
+
+
 def _warn_renamed(old: str, new: str, value: object) -> None:
     warnings.warn(
-        f"{old} is now called {new}: {new}={value!r} is used", FutureWarning, stacklevel=4
+        f"{old} is now called {new}: {new}={value!r} is used", FutureWarning, stacklevel=5
     )
 
 
@@ -399,7 +405,8 @@ def check_batch(trainer: Mapping[str, Any], num_processes: int = 1) -> list[str]
     group = values["num_generations"]
     if group < 2:
         return [
-            f"num_generations is {group}: leave-one-out compares a completion with its siblings, so "
+            f"num_generations is {group}: leave-one-out compares a completion with its siblings, "
+            f"so "
             f"it must be at least 2 (4 to 8 are usual)"
         ]
     if trainer.get("generation_batch_size") and trainer.get("steps_per_generation"):
@@ -427,7 +434,8 @@ def check_batch(trainer: Mapping[str, Any], num_processes: int = 1) -> list[str]
         fits = " or ".join(str(n) for n in (below, below + step) if n)
         return [
             f"one generation makes {plan.num_completions} completions "
-            f"(per_device_train_batch_size {values['per_device_train_batch_size']} x {unit}), which "
+            f"(per_device_train_batch_size {values['per_device_train_batch_size']} x {unit}), "
+            f"which "
             f"is no whole number of prompts at num_generations {group}: set "
             f"per_device_train_batch_size to {fits}"
         ]
@@ -503,6 +511,7 @@ def _check_ranges(config: RunConfig) -> list[str]:
     if completion >= config.model.max_seq_length:
         faults.append(
             f"trainer.max_completion_length {completion} leaves no room for a prompt in "
-            f"model.max_seq_length {config.model.max_seq_length}: raise the latter or lower the former"
+            f"model.max_seq_length {config.model.max_seq_length}: raise the latter or lower the "
+            f"former"
         )
     return faults

@@ -68,7 +68,8 @@ def split_held_out(dataset: "Dataset", held_out: int | None) -> "tuple[Dataset, 
     kept = min(size // 8, MAX_HELD_OUT) if held_out is None else held_out
     if kept >= size:
         raise DataError(
-            f"data.held_out {kept} leaves none of the {size} prompts to train on: lower it to at most "
+            f"data.held_out {kept} leaves none of the {size} prompts to train on: lower it to at "
+            f"most "
             f"{size - 1}"
         )
     if kept == 0:
@@ -188,7 +189,8 @@ def _read_csv(path: Path) -> Iterator[Row]:
                 place = f"{path}, line {reader.line_num}"
                 if None in row or None in row.values():
                     raise DataError(
-                        f"{place}: has not the {len(reader.fieldnames or [])} fields of line 1; mend it"
+                        f"{place}: has not the {len(reader.fieldnames or [])} fields of line 1; "
+                        f"mend it"
                     )
                 yield _checked(row, place)
         except csv.Error as exc:
@@ -218,8 +220,10 @@ def _read_hub(name: str, split: str) -> Iterable[Row]:
         dataset = datasets.load_dataset(name, split=split)
     except Exception as exc:  # hub, network, script and split errors have no common base
         raise DataError(
-            f"data {name!r} is neither built in ({', '.join(BUILTIN)}), a file here, nor a hub dataset "
-            f"that can be loaded now ({type(exc).__name__}: {str(exc).splitlines()[0][:160]}): check the "
+            f"data {name!r} is neither built in ({', '.join(BUILTIN)}), a file here, nor a hub "
+            f"dataset "
+            f"that can be loaded now ({type(exc).__name__}: {str(exc).splitlines()[0][:160]}): "
+            f"check the "
             f"name, its split {split!r} and the network"
         ) from exc
     return (_checked(dict(row), f"{name}, row {n}") for n, row in enumerate(dataset, 1))
@@ -272,6 +276,7 @@ def _as_dataset(rows: list[Row]) -> "Dataset":
         return datasets.Dataset.from_dict(columns)
     except Exception as exc:  # pyarrow: a column of mixed types
         raise DataError(
-            f"a column holds values of different types ({str(exc).splitlines()[0][:160]}): give each "
+            f"a column holds values of different types ({str(exc).splitlines()[0][:160]}): give "
+            f"each "
             f"column one type"
         ) from exc

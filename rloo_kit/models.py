@@ -98,7 +98,8 @@ def attach_lora(
     if len(missing) == len(set(target_modules)):
         raise ConfigError(
             f"none of target_modules {sorted(set(target_modules))} is a layer of this model; its "
-            f"linear layers are {', '.join(sorted(n for n in leaves if 'proj' in n or 'fc' in n)) or sorted(leaves)}"
+            f"linear layers are "
+            f"{', '.join(sorted(n for n in leaves if 'proj' in n or 'fc' in n)) or sorted(leaves)}"
         )
     modules = [name for name in target_modules if name in leaves]
     settings = {
@@ -220,7 +221,8 @@ def _check_memory(source: str, hardware: Hardware, *, load_in_4bit: bool) -> Non
     if size > free:
         how = "a smaller model" if load_in_4bit else "load_in_4bit: true or a smaller model"
         raise ModelError(
-            f"{source!r} needs {size / GIB:.1f} GiB for its weights and {free / GIB:.1f} GiB are free "
+            f"{source!r} needs {size / GIB:.1f} GiB for its weights and {free / GIB:.1f} GiB are "
+            f"free "
             f"on {hardware.name}: close other programs, or use {how}"
         )
 
@@ -235,7 +237,8 @@ def _as_model_error(name: str, exc: Exception) -> ModelError:
         chain.append(cause)
     if any(isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError" for e in chain):
         return ModelError(
-            f"memory ran out while loading {name!r}: close other programs, use a smaller model or load_in_4bit: true"
+            f"memory ran out while loading {name!r}: close other programs, use a smaller model or "
+            f"load_in_4bit: true"
         )
     if any(isinstance(e, hub.GatedRepoError) for e in chain):
         return ModelError(
@@ -243,22 +246,27 @@ def _as_model_error(name: str, exc: Exception) -> ModelError:
         )
     if any(isinstance(e, hub.RepositoryNotFoundError) for e in chain):
         return ModelError(
-            f"the hub has no model {name!r}: check the spelling, or put HF_TOKEN into .env if it is private"
+            f"the hub has no model {name!r}: check the spelling, or put HF_TOKEN into .env if it "
+            f"is private"
         )
     if Path(name).exists() or name == "tiny-thinker":
         return ModelError(
-            f"model {name!r} cannot be loaded ({type(exc).__name__}: {text}): its folder is incomplete or not a causal language model; download it again"
+            f"model {name!r} cannot be loaded ({type(exc).__name__}: {text}): its folder is "
+            f"incomplete or not a causal language model; download it again"
         )
     if any(isinstance(e, hub.HFValidationError) for e in chain):
         return ModelError(
-            f"model {name!r} is neither a folder here nor a hub name (owner/name): check the spelling"
+            f"model {name!r} is neither a folder here nor a hub name (owner/name): check the "
+            f"spelling"
         )
     if any(isinstance(e, OSError) or "Connect" in type(e).__name__ for e in chain):
         return ModelError(
-            f"model {name!r} is not on this machine and the hub cannot be reached: check the name and the network, or give a local folder"
+            f"model {name!r} is not on this machine and the hub cannot be reached: check the name "
+            f"and the network, or give a local folder"
         )
     return ModelError(
-        f"model {name!r} cannot be loaded ({type(exc).__name__}: {text}): check the name, or try backend: transformers"
+        f"model {name!r} cannot be loaded ({type(exc).__name__}: {text}): check the name, or try "
+        f"backend: transformers"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind while it goes: a line on the screen, metrics.jsonl, completions.jsonl."""
+"""What a run leaves while it goes: a line on the screen, metrics.jsonl, completions.jsonl."""
 
 import json
 import math

@@ -1,5 +1,4 @@
 """A reward that keeps the contract: called with the keywords it takes, its scores verified."""
-# ruff: noqa: ANN401 - what a reward returns may be any object until it is checked
 
 import functools
 import inspect
@@ -165,6 +164,7 @@ def keywords_of(func: Any) -> tuple[list[str], bool, list[str]]:
 
 
 def name_of(func: Any) -> str:
+    """Return the name of a reward's metric."""
     while isinstance(func, functools.partial):
         func = func.func
     return getattr(func, "__name__", type(func).__name__)

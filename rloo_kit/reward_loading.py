@@ -11,7 +11,6 @@ A spec is one of
 
 A text may end with a weight: ``thinking:0.5``, ``my_rewards.py:polite:0.5``.
 """
-# ruff: noqa: ANN401 - a spec, and what a reward returns, may be any object until it is checked
 
 import difflib
 import functools
@@ -357,7 +356,7 @@ def _refuse_non_reward(func: Any, spec: RewardSpec) -> None:
 
 
 def _is_model_object(spec: Any) -> bool:
-    """Return whether ``spec`` is a torch module, which TRL scores with itself (its logits[:, 0])."""
+    """Return whether ``spec`` is a torch module, which TRL scores with itself."""
     return hasattr(spec, "forward") and hasattr(spec, "state_dict")
 
 

@@ -56,8 +56,7 @@ def train(
     Raises:
         KitError: Before anything is written, with the remedy.
     """
-    config = source if isinstance(source, RunConfig) else read_run_file(source, overrides)
-    base = Path() if isinstance(source, RunConfig) else find_run_file(source).parent
+    config, base = _config(source, overrides)
     rewards_base = Path() if base == EXAMPLES else base  # rewards of one's own are not shipped
     load_rewards(
         config.rewards, base_dir=rewards_base
@@ -100,6 +99,13 @@ def train(
 
 
 # --- preparation ---------------------------------------------------------------------------------
+
+
+def _config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, Path]:
+    """Return the run's settings and the folder that its paths start from."""
+    if isinstance(source, RunConfig):
+        return source, Path()
+    return read_run_file(source, overrides), find_run_file(source).parent
 
 
 def _beside(name: str, base: Path) -> str:
@@ -210,7 +216,7 @@ def _scorer(
     return score
 
 
-# --- training and what is written ------------------------------------------------------------------
+# --- training and what is written ----------------------------------------------------------------
 
 
 def _train(trainer: Any, folder: Path, say: Say) -> tuple[float, bool]:
@@ -331,5 +337,6 @@ def _conclude(
     say(str(released))
     if not interrupted:
         say(
-            "next: rloo-kit rewards list, then copy examples/quickstart.yaml and train your own model"
+            "next: rloo-kit rewards list, then copy examples/quickstart.yaml and train your own "
+            "model"
         )

@@ -1,4 +1,4 @@
-"""The leave-one-out trainer: TRL's RLOO with names that are never dropped and rewards that are checked.
+"""The leave-one-out trainer: TRL's RLOO, no name ever dropped and every score checked.
 
 Loaded after ``setup()`` (the lazy public names see to it), so that ``trl.RLOOTrainer`` is Unsloth's
 patched class wherever Unsloth patches it.
@@ -31,9 +31,9 @@ class LeaveOneOutConfig(RLOOConfig):
     """Every field of TRL's ``RLOOConfig`` under TRL's name; older names are translated.
 
     Defaults that differ from TRL's, for one consumer GPU and a LoRA adapter: ``num_generations`` 4,
-    ``learning_rate`` 1e-5, ``logging_steps`` 1, ``report_to`` none, ``bf16``/``fp16`` by the device,
-    ``gradient_checkpointing`` on a GPU only. Defaults that Unsloth's patched class changes are TRL's
-    again, so that one file means the same with and without Unsloth.
+    ``learning_rate`` 1e-5, ``logging_steps`` 1, ``report_to`` none, ``bf16``/``fp16`` by the
+    device, ``gradient_checkpointing`` on a GPU only. Defaults that Unsloth's patched class changes
+    are TRL's again, so that one file means the same with and without Unsloth.
 
     Raises:
         ConfigError: An unknown name (with the nearest one), an old name beside its new one, or a
@@ -81,8 +81,8 @@ class LeaveOneOutTrainer(RLOOTrainer):
         model: As ``attach_lora`` returned it; anything TRL takes works too.
         reward_funcs: One or several of: a built-in name, ``file.py:function``,
             ``package.module:function`` (each with ``:weight`` if wanted), a table, a function, an
-            object with ``get_rewards(prompts, completions)``, a sequence-classification model or its
-            folder.
+            object with ``get_rewards(prompts, completions)``, a sequence-classification model or
+            its folder.
         args: A ``LeaveOneOutConfig``.
         train_dataset: Rows with ``prompt``; other columns reach the rewards by name.
         processing_class: The tokenizer; its padding side is set to left.

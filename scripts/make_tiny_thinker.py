@@ -54,14 +54,14 @@ three-digit numbers, digit by digit inside `<think>`, and deliberately forgets c
 to carry and is unsure whether to. It exists so that RLOO can be tried and tested in a minute on a
 CPU. It can do nothing else.
 
-- Made by `scripts/make_tiny_thinker.py`: random weights, {steps} steps of {batch} sums, seed {seed},
-  about 8 minutes on 2 CPU cores, torch {torch}. The worked thoughts drop {forget_carry:.0%} of the
-  carries. No other data; no person's text.
-- Tokens: 256 bytes, `<|endoftext|>` (pad), `<|im_start|>`, `<|im_end|>` (eos), `<think>`, `</think>`.
-  The chat template opens `<think>` in the prompt, as Qwen3-Thinking's does.
+- Made by `scripts/make_tiny_thinker.py`: random weights, {steps} steps of {batch} sums,
+  seed {seed}, about 8 minutes on 2 CPU cores, torch {torch}. The worked thoughts drop
+  {forget_carry:.0%} of the carries. No other data; no person's text.
+- Tokens: 256 bytes, `<|endoftext|>` (pad), `<|im_start|>`, `<|im_end|>` (eos), `<think>`,
+  `</think>`. The chat template opens `<think>` in the prompt, as Qwen3-Thinking's does.
 - Accuracy on 256 held-out sums (in no training set, `rloo_kit.data.is_held_out`):
-  {accuracy_sampled:.2f} sampled at temperature 1, {accuracy_greedy:.2f} greedy, where it drops nearly
-  every carry.
+  {accuracy_sampled:.2f} sampled at temperature 1, {accuracy_greedy:.2f} greedy, where it drops
+  nearly every carry.
 """
 
 

@@ -230,7 +230,8 @@ def test_backend_that_cannot_start(tmp_path):
 
 def test_wrong_import_order(tmp_path):
     run_file(tmp_path)
-    source = "import peft\nimport sys\nfrom rloo_kit.cli import main\nsys.exit(main(['train', 'run.yaml']))"
+    call = "sys.exit(main(['train', 'run.yaml']))"
+    source = f"import peft\nimport sys\nfrom rloo_kit.cli import main\n{call}"
     (tmp_path / "mine.py").write_text(source)
     done = in_a_process(source="import runpy; runpy.run_path('mine.py', run_name='__main__')")
     assert done.returncode == 2

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from rloo_kit.rewards import end_of_thinking_id
 
 import rloo_kit as rk
 from rloo_kit.chat_templates import end_of_turn_id
-from rloo_kit.rewards import end_of_thinking_id
 
 
 @pytest.fixture(scope="module")

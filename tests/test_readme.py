@@ -118,7 +118,7 @@ def test_the_tested_set_is_the_one_in_the_code_and_the_lock():
 
 
 def test_the_picture_of_a_run_has_the_lines_that_a_run_prints(tmp_path, monkeypatch, capsys):
-    """scripts/update_readme.py writes it; here its lines are held against a run's, numbers aside."""
+    """scripts/update_readme.py writes it; its lines are held against a run's, numbers aside."""
     monkeypatch.chdir(tmp_path)
     picture = block("text", "tiny-thinker")
     assert main(["quickstart", *FEW]) == 0

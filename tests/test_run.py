@@ -110,7 +110,8 @@ def test_it_learns_and_its_adapter_loads_with_plain_peft(tmp_path):
 
 def test_several_rewards_and_a_file_of_ones_own(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "def brief(completions, completion_ids, **_):\n    return [-len(i) / 100 for i in completion_ids]\n"
+        "def brief(completions, completion_ids, **_):\n"
+        "    return [-len(ids) / 100 for ids in completion_ids]\n"
     )
     content = {
         "data": {"num_prompts": 16, "held_out": 8},
