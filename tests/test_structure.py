@@ -41,6 +41,7 @@ RANKS = {
     "__init__": 5,
     "run": 5,
     "cli": 6,
+    "__main__": 7,
 }
 """A room imports only rooms of a strictly lower rank; the folder of rewards has rank 1."""
 
