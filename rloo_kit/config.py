@@ -67,6 +67,8 @@ class DataSection:
     a file (at most 256); 0: none, and no before and after."""
     system: str | None = None
     """A system message put before every prompt."""
+    chat: bool = True
+    """Make a plain text a user message; false for a model without a chat template."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import importlib
 import io
 import logging
 import os
+import platform
 import sys
 import traceback
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from types import ModuleType
 from rloo_kit.errors import BackendError, ImportOrderError
 from rloo_kit.hardware import Hardware, detect_hardware, installed_version, why_not_unsloth
 
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""Less fragmentation; CUDA under WSL fails with it."""
 BACKENDS = ("auto", "unsloth", "transformers")
 PATCHED_BY_UNSLOTH = ("trl", "transformers", "peft")
 OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
@@ -128,9 +131,9 @@ def _load_dotenv() -> str | None:
 
 def _set_variables() -> None:
     """Fill in variables that must stand before torch and Unsloth are imported."""
-    defaults = {
+    defaults = {} if "microsoft" in platform.release().lower() else dict(ALLOCATOR)
+    defaults |= {
         "TQDM_NOTEBOOK": "false",  # text progress bars: no ipywidgets needed
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # less fragmentation
         "UNSLOTH_COMPILE_LOCATION": str(cache_folder() / "unsloth_compiled_cache"),
         "TOKENIZERS_PARALLELISM": "false",  # no fork warnings
     }

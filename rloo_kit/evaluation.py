@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from rloo_kit.reward_loading import LoadedReward
 
 
+RESERVED = ("prompt", "prompts", "completions", "completion_ids")
+"""Names that the kit fills itself; a column of that name is not handed on."""
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Means over held-out prompts, one completion each."""
@@ -40,6 +44,8 @@ def evaluate(
     *,
     max_completion_length: int = 256,
     temperature: float = 1.0,
+    sampling: dict[str, Any] | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
     batch_size: int = 64,
     seed: int = 42,
 ) -> Evaluation:
@@ -52,6 +58,9 @@ def evaluate(
         rewards: As ``load_rewards`` returned them; two of one name are an error of the caller.
         max_completion_length: Tokens.
         temperature: Of sampling; 0 is greedy.
+        sampling: ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``; TRL's defaults (the whole
+            distribution) when None.
+        chat_template_kwargs: Passed to the chat template, such as ``enable_thinking``.
         batch_size: Completions at one time.
         seed: Of sampling.
 
@@ -62,22 +71,30 @@ def evaluate(
     rows = list(dataset)
     if not rows:
         raise DataError("there is no held-out prompt to evaluate on: set data.held_out above 0")
+    prompts = [prompt_ids(tokenizer, row["prompt"], chat_template_kwargs) for row in rows]
     ids = _complete(
-        model, tokenizer, rows, max_completion_length, temperature, batch_size=batch_size, seed=seed
+        model,
+        tokenizer,
+        prompts,
+        {"max_new_tokens": max_completion_length, **_sampling(temperature, sampling)},
+        batch_size=batch_size,
+        seed=seed,
     )
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     completions = [
         [{"role": "assistant", "content": text}] if isinstance(row["prompt"], list) else text
         for row, text in zip(rows, texts, strict=True)
     ]
-    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
-    prompts = [row["prompt"] for row in rows]
-    scores = {
-        reward.name: reward.func(
-            prompts=prompts, completions=completions, completion_ids=ids, **columns
-        )
-        for reward in rewards
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in RESERVED}
+    columns |= {
+        "prompts": [row["prompt"] for row in rows],
+        "completions": completions,
+        "completion_ids": ids,
+        "trainer_state": None,
+        "log_extra": lambda column, values: None,
+        "log_metric": lambda name, value: None,
     }
+    scores = {reward.name: _scores(reward.func, columns) for reward in rewards}
     samples = [
         {
             "prompt": row["prompt"],
@@ -96,48 +113,70 @@ def _mean(values: list[float | None]) -> float | None:
     return sum(scored) / len(scored) if scored else None
 
 
+def _scores(reward: Any, columns: dict[str, Any]) -> list[float | None]:
+    import asyncio
+    import inspect
+
+    found = reward(**columns)
+    return asyncio.run(found) if inspect.iscoroutine(found) else found
+
+
+def _sampling(temperature: float, settings: dict[str, Any] | None) -> dict[str, Any]:
+    if temperature == 0:
+        return {"do_sample": False}
+    whole = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+    return {"do_sample": True, "temperature": temperature, **whole, **(settings or {})}
+
+
 def _complete(
     model: Any,
     tokenizer: Any,
-    rows: list[dict[str, Any]],
-    max_completion_length: int,
-    temperature: float,
+    prompts: list[list[int]],
+    settings: dict[str, Any],
     *,
     batch_size: int,
     seed: int,
 ) -> list[list[int]]:
-    """Return completion token ids up to and including EOS, one list a row."""
+    """Return completion token ids up to and including EOS, one list a prompt."""
     import torch
 
-    sampling = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     ends = set(model.generation_config.eos_token_id)
     found: list[list[int]] = []
     with _inference(model, seed):
-        for start in range(0, len(rows), batch_size):
-            prompts = [
-                prompt_ids(tokenizer, row["prompt"]) for row in rows[start : start + batch_size]
-            ]
+        for start in range(0, len(prompts), batch_size):
             inputs = tokenizer.pad(
-                {"input_ids": prompts}, return_tensors="pt", padding_side="left"
+                {"input_ids": prompts[start : start + batch_size]},
+                return_tensors="pt",
+                padding_side="left",
             ).to(model.device)
             with torch.inference_mode():
-                output = model.generate(
-                    **inputs, max_new_tokens=max_completion_length, use_cache=True, **sampling
-                )
+                output = model.generate(**inputs, use_cache=True, **settings)
             width = inputs["input_ids"].shape[1]
             found += [_until_end(row[width:].tolist(), ends) for row in output]
     return found
 
 
-def prompt_ids(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
-    """Return the tokens of a prompt as the policy sees it: T ints."""
+def prompt_ids(
+    tokenizer: Any, prompt: str | list[dict[str, Any]], settings: dict[str, Any] | None = None
+) -> list[int]:
+    """Return the tokens of a prompt as the policy sees it: T ints.
+
+    Raises:
+        DataError: The tokenizer has no chat template, or its template refuses the messages.
+    """
+    from jinja2 import TemplateError
+
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
-    return tokenizer.apply_chat_template(
-        prompt, add_generation_prompt=True, tokenize=True, return_dict=True
-    )["input_ids"]
+    try:
+        return tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **(settings or {})
+        )["input_ids"]
+    except (TemplateError, ValueError) as exc:
+        raise DataError(
+            f"the model's chat template cannot render a prompt ({str(exc).splitlines()[0][:160]}): "
+            f"set data.chat: false for a model without one, or change roles and data.system"
+        ) from exc
 
 
 def _until_end(ids: list[int], ends: set[int]) -> list[int]:

@@ -131,6 +131,8 @@ def attach_lora(
             peft_model.gradient_checkpointing_enable({"use_reentrant": False})
             peft_model.enable_input_require_grads()
     peft_model.rloo_kit_backend = backend
+    if use_gradient_checkpointing is not None:
+        peft_model.rloo_kit_gradient_checkpointing = use_gradient_checkpointing
     return peft_model
 
 
@@ -141,9 +143,14 @@ def save_adapter(model: Any, tokenizer: Any, folder: str | Path) -> Path:
     frozen copy of the adapter (``ref``) is left out.
 
     Raises:
-        ModelError: The disk refused.
+        ModelError: The disk refused, or the folder holds something else than an adapter.
     """
     folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()) and not (folder / "adapter_config.json").exists():
+        raise ModelError(
+            f"{str(folder)!r} holds other files than an adapter's: give a folder of its own, such "
+            f"as {str(folder / 'adapter')!r}"
+        )
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)

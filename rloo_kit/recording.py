@@ -50,26 +50,25 @@ class RunRecorder(TrainerCallback):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.trainer: Any = None
-        self._tokens_seen = 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         """Append one line to metrics.jsonl."""
         row = {"step": state.global_step, "time": time.time(), **logs}
         _append(self.folder / "metrics.jsonl", [row])
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Append the completions of a new generation batch to completions.jsonl."""
-        if self.trainer is None or state.num_input_tokens_seen == self._tokens_seen:
-            return
-        self._tokens_seen = state.num_input_tokens_seen
-        logs = self.trainer._logs
+    def write_completions(self, step: int, logs: dict[str, Any], num_generations: int) -> None:
+        """Append the completions of one generation, with their rewards and advantages.
+
+        Args:
+            step: Optimizer step they train.
+            logs: TRL's ``_logs``: B prompts, completions, rewards by function, advantages.
+            num_generations: G; every G rows are one group.
+        """
         rewards = {name: list(values) for name, values in logs["rewards"].items()}
-        group = self.trainer.num_generations
         rows = [
             {
-                "step": state.global_step,
-                "group": index // group,
+                "step": step,
+                "group": index // num_generations,
                 "prompt": prompt,
                 "completion": completion,
                 "rewards": {name: values[index] for name, values in rewards.items()},

@@ -44,6 +44,11 @@ class CheckedReward:
             raise self._attributed(exc) from exc
         return self._scores(output, columns["completions"])
 
+    def release(self) -> None:
+        """Release what the reward holds, such as a reward model's memory."""
+        if hasattr(self.reward, "release"):
+            self.reward.release()
+
     def _select(self, columns: dict[str, Any]) -> dict[str, Any]:
         missing = [name for name in self.required if name not in columns]
         if missing:

@@ -14,7 +14,7 @@ import yaml
 from rloo_kit.config import EXAMPLES, RunConfig, find_run_file, read_run_file
 from rloo_kit.data import BUILTIN, MAX_HELD_OUT, load_prompts, split_held_out
 from rloo_kit.environment import Environment, setup
-from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.errors import ConfigError, DataError, KitError
 from rloo_kit.evaluation import Evaluation, evaluate, prompt_ids
 from rloo_kit.hardware import GIB, TESTED, installed_version
 from rloo_kit.memory import Released, release
@@ -22,6 +22,7 @@ from rloo_kit.models import attach_lora, load_model, save_adapter
 from rloo_kit.reward_loading import LoadedReward, load_rewards
 
 Say = Callable[[str], None]
+SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,10 @@ def train(
         seconds, interrupted = _train(trainer, folder, say)
         adapter = save_adapter(model, tokenizer, folder / "adapter")
 
-    after = None if interrupted else score()
+    after, interrupted = _score_again(score, interrupted=interrupted)
     _write_evaluation(folder, before, after)
     steps = trainer.state.global_step
-    if after:
-        say(f"after:  {_means(after)}")
-    for line in _changed_samples(before, after):
-        say(line)
+    _compare(say, before, after)
     released = release(trainer, *(judge.func for judge in judges))
     _conclude(say, adapter, steps, seconds, released, interrupted=interrupted)
     return RunResult(folder, adapter, before, after, steps, seconds, interrupted, released)
@@ -116,7 +114,12 @@ def _beside(name: str, base: Path) -> str:
 
 def _prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
     data = config.data
-    common = {"num_prompts": data.num_prompts, "system": data.system, "seed": config.seed}
+    common = {
+        "num_prompts": data.num_prompts,
+        "system": data.system,
+        "chat": data.chat,
+        "seed": config.seed,
+    }
     if data.prompts in BUILTIN:
         held_out = MAX_HELD_OUT if data.held_out is None else data.held_out
         kept = None
@@ -163,15 +166,20 @@ def _make_trainer(
     from rloo_kit.trainer import LeaveOneOutTrainer
 
     recorder = RunRecorder(folder)
-    trainer = LeaveOneOutTrainer(
-        model=model,
-        reward_funcs=rewards,
-        args=args,
-        train_dataset=prompts,
-        processing_class=tokenizer,
-        callbacks=[recorder],
-    )
-    recorder.trainer = trainer
+    try:
+        trainer = LeaveOneOutTrainer(
+            model=model,
+            reward_funcs=rewards,
+            args=args,
+            train_dataset=prompts,
+            processing_class=tokenizer,
+            callbacks=[recorder],
+        )
+    except (ValueError, NotImplementedError) as exc:
+        if isinstance(exc, KitError):
+            raise
+        raise ConfigError(f"TRL refuses the trainer settings: {exc}") from exc
+    trainer.on_completions = recorder.write_completions
     return trainer
 
 
@@ -179,7 +187,7 @@ def _check_lengths(tokenizer: Any, rows: list[Any], config: RunConfig, args: Any
     """Refuse a prompt that leaves no room for its completion."""
     room = config.model.max_seq_length - args.max_completion_length
     for number, row in enumerate(rows, 1):
-        length = len(prompt_ids(tokenizer, row["prompt"]))
+        length = len(prompt_ids(tokenizer, row["prompt"], args.chat_template_kwargs))
         if length > room:
             raise DataError(
                 f"prompt {number} has {length} tokens, and {room} fit before a completion of "
@@ -209,6 +217,8 @@ def _scorer(
             judges,
             max_completion_length=args.max_completion_length,
             temperature=args.temperature,
+            sampling={name: getattr(args, name) for name in SAMPLING},
+            chat_template_kwargs=args.chat_template_kwargs,
             batch_size=args.per_device_train_batch_size,
             seed=seed,
         )
@@ -252,12 +262,25 @@ def _new_folder(folder: Path, config: RunConfig, environment: Environment) -> It
     try:
         yield
     except BaseException:
-        if not (folder / "metrics.jsonl").exists():
+        learned = ("metrics.jsonl", "completions.jsonl", "adapter")
+        if not any((folder / name).exists() for name in learned):
             shutil.rmtree(folder, ignore_errors=True)
             with contextlib.suppress(OSError):  # a parent that is in use by now
                 for parent in made[1:]:
                     parent.rmdir()
         raise
+
+
+def _score_again(
+    score: Callable[[], Evaluation | None], *, interrupted: bool
+) -> tuple[Evaluation | None, bool]:
+    """Return the second evaluation and whether Ctrl-C ended the run; the adapter is saved."""
+    if interrupted:
+        return None, True
+    try:
+        return score(), False
+    except KeyboardInterrupt:
+        return None, True
 
 
 def _write_evaluation(folder: Path, before: Evaluation | None, after: Evaluation | None) -> None:
@@ -289,6 +312,13 @@ def _introduce(
     for package, reason in environment.hidden.items():
         say(f"{package} is installed but cannot be imported, so it is hidden: {reason}")
     say(f"{num_prompts:,} prompts to train on, {num_held_out:,} held out; run folder {folder}")
+
+
+def _compare(say: Say, before: Evaluation | None, after: Evaluation | None) -> None:
+    if after:
+        say(f"after:  {_means(after)}")
+    for line in _changed_samples(before, after):
+        say(line)
 
 
 def _means(evaluation: Evaluation) -> str:

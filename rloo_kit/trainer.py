@@ -4,8 +4,10 @@ Loaded after ``setup()`` (the lazy public names see to it), so that ``trl.RLOOTr
 patched class wherever Unsloth patches it.
 """
 
+import copy
 import dataclasses
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,6 +74,9 @@ class LeaveOneOutConfig(RLOOConfig):
             super().__init__(**{**defaults, **values, "output_dir": output_dir or "runs/trainer"})
         except (ValueError, TypeError) as exc:
             raise ConfigError(f"TRL refuses the trainer settings: {exc}") from exc
+        if not self.bf16 and not self.fp16:
+            self.mixed_precision = "no"  # else accelerate reads the variable that setup() sets
+        self.follows_model = "gradient_checkpointing" not in arguments
 
 
 class LeaveOneOutTrainer(RLOOTrainer):
@@ -113,7 +118,8 @@ class LeaveOneOutTrainer(RLOOTrainer):
             "processing_class": processing_class,
         }
         _translate_parts(parts, others)
-        args = parts.pop("args") or LeaveOneOutConfig()
+        args = copy.copy(parts.pop("args") or LeaveOneOutConfig())  # the caller's stays as it is
+        _follow_model(args, parts["model"])
         specs = parts.pop("reward_funcs")
         rewards = load_rewards(
             specs if isinstance(specs, list | tuple) else [specs],
@@ -126,6 +132,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
                 "reward weights are given both by name and as reward_weights: keep one"
             )
         _drop_old_reference(parts["model"])
+        adapter = _adapter_values(parts["model"])
         super().__init__(
             reward_funcs=[reward.func for reward in rewards],
             args=args,
@@ -133,9 +140,19 @@ class LeaveOneOutTrainer(RLOOTrainer):
             **parts,
             **others,
         )
-        _keep_adapter_in_float32(self.model)
+        _restore(self.model, adapter)
         for callback in (ProgressCallback, PrinterCallback):  # the kit prints one calm line a step
             self.remove_callback(callback)
+
+    on_completions: Callable[[int, dict[str, Any], int], None] | None = None
+    """Called after every generation of training with (step, TRL's logs, num_generations)."""
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """TRL's, and hand the scored completions on."""
+        output = super()._generate_and_score_completions(inputs)
+        if self.on_completions and self.model.training:
+            self.on_completions(self.state.global_step + 1, self._logs, self.num_generations)
+        return output
 
 
 def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
@@ -165,12 +182,26 @@ def _drop_old_reference(model: Any) -> None:
         model.delete_adapter("ref")
 
 
-def _keep_adapter_in_float32(model: Any) -> None:
-    """Undo TRL's cast of a 4-bit model's adapter to bf16.
+def _follow_model(args: LeaveOneOutConfig, model: Any) -> None:
+    """Let an unset ``gradient_checkpointing`` follow what ``attach_lora`` was told."""
+    choice = getattr(model, "rloo_kit_gradient_checkpointing", None)
+    if choice is not None and getattr(args, "follows_model", False):
+        args.gradient_checkpointing = bool(choice)
+
+
+def _adapter_values(model: Any) -> dict[str, torch.Tensor]:
+    """Return copies of an adapter's trained parameters; none of a model without adapter."""
+    if not hasattr(model, "peft_config"):
+        return {}
+    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def _restore(model: Any, adapter: dict[str, torch.Tensor]) -> None:
+    """Undo TRL's cast of a 4-bit model's adapter to bf16, and its rounding.
 
     With 8 bits of mantissa an update smaller than 1/256 of a weight is lost, and at learning rates
     of 1e-6 to 1e-5 nearly all are.
     """
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.float()
+    for name, parameter in model.named_parameters():
+        if name in adapter:
+            parameter.data = adapter[name].to(parameter.device).float()

@@ -53,8 +53,11 @@ def test_a_reward_with_release_is_released():
         def release(self):
             self.released = True
 
+        def __call__(self, completions, **_):
+            return [0.0] * len(completions)
+
     judge = Judge()
-    rk.release(judge)
+    rk.release(*[reward.func for reward in rk.load_rewards([judge])])
     assert judge.released
 
 

@@ -74,6 +74,14 @@ def test_an_adapter_is_saved_whole_and_loads_again(loaded, tmp_path):
     assert all(torch.equal(p.float(), theirs[n].float()) for n, p in mine.items())
 
 
+def test_a_folder_of_other_files_is_not_replaced(tmp_path):
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(rk.ModelError, match="give a folder of its own"):
+        rk.save_adapter(rk.attach_lora(model), tokenizer, tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
 def test_a_seed_fixes_the_adapters_start():
     def start(seed):
         model, _ = rk.load_model("tiny-thinker", max_seq_length=256)

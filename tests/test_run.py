@@ -181,3 +181,37 @@ def test_prompts_come_from_the_run_files_folder(tmp_path, monkeypatch):
     result = rk.train("project/run.yaml", say=lambda line: None)
     assert result.after.num_prompts == 4
     assert result.folder == Path("runs/run")
+
+
+def test_a_fault_between_two_logs_keeps_the_adapter(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "def late(completions, trainer_state=None, **_):\n"
+        "    if trainer_state is not None and trainer_state.global_step == 2:\n"
+        "        raise RuntimeError('the judge is gone')\n"
+        "    return [float(len(str(c)) % 3) for c in completions]\n"
+    )
+    rare = ["--set", "trainer.logging_steps=10", "--set", "rewards=[./mine.py:late]"]
+    assert main(["quickstart", *SHORT, *rare]) == 2
+    assert Path("runs/quickstart/adapter/adapter_model.safetensors").exists()
+
+
+def test_every_completion_is_recorded_when_a_step_has_several_generations():
+    several = [
+        "--set", "trainer.gradient_accumulation_steps=4", "--set", "trainer.steps_per_generation=2",
+        "--set", "trainer.max_steps=2",
+    ]  # fmt: skip
+    assert main(["quickstart", *SHORT, *several]) == 0
+    completions = rows("runs/quickstart/completions.jsonl")
+    assert [row["step"] for row in completions] == [1] * 64 + [2] * 64
+
+
+def test_an_async_reward_and_one_that_wants_the_trainers_keywords(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "async def later(completions, **_):\n    return [1.0] * len(completions)\n\n"
+        "def told(completions, trainer_state, log_metric, log_extra):\n"
+        "    log_metric('seen', 1.0)\n    return [0.5] * len(completions)\n"
+    )
+    two = ["--set", "rewards=[./mine.py:later, ./mine.py:told]", "--set", "trainer.max_steps=1"]
+    assert main(["quickstart", *SHORT, *two]) == 0
+    evaluation = json.loads(Path("runs/quickstart/evaluation.json").read_text())
+    assert evaluation["after"]["rewards"]["later"] == 1.0

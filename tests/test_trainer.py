@@ -121,6 +121,37 @@ def test_weights_come_with_the_names(policy, tmp_path):
         )
 
 
+def test_the_callers_config_is_left_alone_and_serves_twice(policy, tmp_path):
+    model, tokenizer = policy
+    args = config(tmp_path)
+    common = {"model": model, "processing_class": tokenizer, "args": args}
+    for rewards, weights in (["accuracy", "thinking:0.1"], [1.0, 0.1]), (["accuracy"], [1.0]):
+        trainer = rk.LeaveOneOutTrainer(
+            reward_funcs=rewards, train_dataset=rk.load_prompts("arithmetic"), **common
+        )
+        assert trainer.reward_weights.tolist() == pytest.approx(weights)
+    assert args.reward_weights is None
+
+
+def test_a_second_trainer_starts_from_the_very_adapter(policy, tmp_path):
+    model, tokenizer = policy
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    rk.LeaveOneOutTrainer(
+        model=model, reward_funcs="accuracy", args=config(tmp_path),
+        train_dataset=rk.load_prompts("arithmetic"), processing_class=tokenizer,
+    )  # fmt: skip
+    after = dict(model.named_parameters())
+    assert all(torch.equal(p, after[name]) for name, p in before.items())
+
+
+def test_full_precision_is_full_precision(tmp_path):
+    args = config(tmp_path, bf16=False, fp16=False)
+    assert args.mixed_precision == "no"
+
+
 def test_a_reward_that_breaks_the_contract_stops_with_its_name(policy, tmp_path):
     model, tokenizer = policy
     trainer = rk.LeaveOneOutTrainer(
