@@ -55,13 +55,13 @@ def train(
         adapter and returns with ``interrupted``.
 
     Raises:
-        KitError: Before anything is written, with the remedy.
+        KitError: With the remedy; nothing is written when it comes before the first step, and the
+            adapter is saved when it comes later.
     """
     config, base = _config(source, overrides)
     rewards_base = Path() if base == EXAMPLES else base  # rewards of one's own are not shipped
-    load_rewards(
-        config.rewards, base_dir=rewards_base
-    )  # a wrong name costs a second, not a model load
+    # Once before anything is loaded: a wrong name then costs a second, not a model load.
+    load_rewards(config.rewards, base_dir=rewards_base)
     environment = setup(config.model.backend)
     prompts, held_out = _prompts(config, base)
     model, tokenizer = load_model(

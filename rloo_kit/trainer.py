@@ -90,7 +90,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
             its folder.
         args: A ``LeaveOneOutConfig``.
         train_dataset: Rows with ``prompt``; other columns reach the rewards by name.
-        processing_class: The tokenizer; its padding side is set to left.
+        processing_class: The tokenizer; TRL pads prompts on the left whatever it says.
         callbacks: Added to the kit's own progress.
         **others: TRL's other arguments, and the older names ``reward_model``, ``config``,
             ``policy`` and ``tokenizer``, each with a warning.

@@ -336,7 +336,8 @@ def test_the_installed_version_is_the_one_in_the_project_file():
 
 # In parts, so that this file does not name them either.
 REGISTRIES = [
-    ("pypi", "org"), ("files.python" + "hosted", "org"), ("pytorch", "org/whl"), ("anaconda", "org"),
+    ("pypi", "org"), ("files.python" + "hosted", "org"), ("pytorch", "org/whl"),
+    ("anaconda", "org"),
     ("npmjs", "org"), ("crates", "io"), ("rubygems", "org"), ("golang", "org"),
 ]  # fmt: skip
 NOT_TO_BE_NAMED = re.compile(
