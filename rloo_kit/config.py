@@ -260,21 +260,31 @@ RENAMED = {
 }
 """Names of TRL before 0.22 on the left; ``total_episodes`` is computed instead."""
 
-LATER = {
-    "token_level_kl": "leave it out, the KL penalty is per sequence here",
-    "normalize_reward": "leave it out, normalize_advantages=True comes nearest",
-    "missing_eos_penalty": (
-        "leave it out, and write a reward that looks at the last of completion_ids"
-    ),
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "kl_estimator": ("k1", "k3"),
+    "normalize_reward": (None, False, True, "batch", "moving"),
+    "on_reward_error": ("stop", "skip"),
 }
-"""Older names whose behaviour this version does not have: refused unless they ask for nothing."""
+FLAGS = frozenset(
+    {
+        "dynamic_sampling",
+        "gate_on_score",
+        "skip_no_signal",
+        "skip_old_pass",
+        "token_level_kl",
+        "truncated_in_baseline",
+    }
+)
+"""Trainer settings of the kit that are true or false."""
+"""Trainer settings of the kit that take one of a few values."""
 
 
 @cache
 def known_trainer_fields() -> frozenset[str]:
-    """Return every field of TRL's RLOOConfig, read from source; imports neither TRL nor torch."""
+    """Return every field of LeaveOneOutConfig, read from source; imports neither TRL nor torch."""
     names: set[str] = set()
     for package, file in (
+        ("rloo_kit", "trainer.py"),
         ("trl", "trainer/rloo_config.py"),
         ("trl", "trainer/base_config.py"),
         ("transformers", "training_args.py"),
@@ -283,7 +293,7 @@ def known_trainer_fields() -> frozenset[str]:
         if spec is None or not spec.submodule_search_locations:
             raise ConfigError(f"{package} is not installed: pip install rloo-kit brings it")
         tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text("utf-8"))
-        wanted = ("RLOOConfig", "_BaseConfig", "TrainingArguments")
+        wanted = ("LeaveOneOutConfig", "RLOOConfig", "_BaseConfig", "TrainingArguments")
         for cls in (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in wanted):
             names |= {
                 n.target.id
@@ -293,33 +303,28 @@ def known_trainer_fields() -> frozenset[str]:
     return frozenset(name for name in names if not name.startswith("_"))
 
 
-def translate_trainer_arguments(
-    arguments: Mapping[str, Any], own: frozenset[str] = frozenset()
-) -> dict[str, Any]:
+def translate_trainer_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments under TRL's present names; warn once per older name.
 
     Args:
         arguments: As the user wrote them.
-        own: Names of the kit's own that are known beside TRL's.
 
     Raises:
         ConfigError: A name is unknown (with the nearest one), is given under its old and its new
-            name, asks for what is gone, or the batch does not hold whole groups; all at once.
+            name, a value is out of range, or the batch does not hold whole groups; all at once.
     """
     faults: list[str] = []
     values: dict[str, Any] = {}
-    known = known_trainer_fields() | own
+    known = known_trainer_fields()
     for name, value in arguments.items():
         if name in known:
             values[name] = value
         elif name in RENAMED:
             _rename(name, value, values, arguments, faults)
-        elif name in LATER:
-            if value:
-                faults.append(f"{name}={value!r} is not in this version: {LATER[name]}")
         elif name != "total_episodes":
             hint = did_you_mean(str(name), known | set(RENAMED))
             faults.append(f"unknown trainer setting {name!r}{hint}")
+    faults += check_values(values)
     faults = faults or check_batch(values)
     if faults:
         raise ConfigError("; ".join(faults))
@@ -453,14 +458,6 @@ def _check_trainer(value: object, faults: list[str]) -> dict[str, Any]:
     for name, place in (("output_dir", "output_dir"), ("seed", "seed")):
         if name in value:
             faults.append(f"trainer.{name} belongs at the top of the run file, as `{place}:`")
-    for name, item in value.items():
-        kind, low, high = NUMBERS.get(RENAMED.get(name, name), (None, 0, 0))
-        if kind is None:
-            continue
-        if not _fits(item, kind):
-            faults.append(_wrong_type(f"trainer.{name}", item, kind))
-        elif not low <= item <= high:
-            faults.append(f"trainer.{name} is {item!r}, must be between {low:g} and {high:g}")
     try:
         return translate_trainer_arguments(value)
     except ConfigError as exc:
@@ -470,16 +467,49 @@ def _check_trainer(value: object, faults: list[str]) -> dict[str, Any]:
 
 NUMBERS: dict[str, tuple[type, float, float]] = {
     "beta": (float, 0.0, 100.0),
+    "dynamic_sampling_rounds": (int, 1, 100),
     "epsilon": (float, 0.0, 1.0e6),
     "learning_rate": (float, 1e-12, 1.0),
     "max_completion_length": (int, 1, 1_000_000),
     "max_grad_norm": (float, 0.0, 1.0e9),
+    "max_no_signal_fraction": (float, 0.0, 1.0),
     "max_steps": (int, -1, 1e9),
+    "missing_eos_penalty": (float, 0.0, 1.0e9),
     "num_iterations": (int, 1, 1000),
+    "reward_timeout_seconds": (float, 1e-3, 1.0e9),
     "temperature": (float, 1e-3, 10.0),
+    "tokens_per_micro_batch": (int, 1, 1_000_000_000),
     "top_p": (float, 1e-6, 1.0),
 }
 """Trainer settings whose range is checked before anything is loaded."""
+OPTIONAL_NUMBERS = frozenset(
+    {
+        "max_no_signal_fraction",
+        "missing_eos_penalty",
+        "reward_timeout_seconds",
+        "tokens_per_micro_batch",
+    }
+)
+"""Those that may be null."""
+
+
+def check_values(values: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with single trainer settings, under their present names."""
+    faults = []
+    for name, item in values.items():
+        if name in CHOICES and item not in CHOICES[name]:
+            options = ", ".join(yaml.safe_dump(v).split()[0] for v in CHOICES[name])
+            faults.append(f"trainer.{name} is {item!r}, must be one of {options}")
+        if name in FLAGS and not _fits(item, bool):
+            faults.append(_wrong_type(f"trainer.{name}", item, bool))
+        kind, low, high = NUMBERS.get(name, (None, 0, 0))
+        if kind is None or (item is None and name in OPTIONAL_NUMBERS):
+            continue
+        if not _fits(item, kind):
+            faults.append(_wrong_type(f"trainer.{name}", item, kind))
+        elif not low <= item <= high:
+            faults.append(f"trainer.{name} is {item!r}, must be between {low:g} and {high:g}")
+    return faults
 
 
 def _check_ranges(config: RunConfig) -> list[str]:

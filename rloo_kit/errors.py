@@ -9,7 +9,8 @@ KitError
 ├── ModelError (RuntimeError)         a model, tokenizer or adapter that cannot be loaded
 └── SetupError                        this machine or this process
     ├── ImportOrderError (ImportError)   trl, transformers or peft before unsloth
-    └── BackendError (RuntimeError)      a backend that was asked for and cannot start
+    ├── BackendError (RuntimeError)      a backend that was asked for and cannot start
+    └── MemoryRanOutError (RuntimeError) not even the smallest piece of work fits
 
 The command line prints the message in one line and exits with 2.
 """
@@ -53,3 +54,7 @@ class ImportOrderError(SetupError, ImportError):
 
 class BackendError(SetupError, RuntimeError):
     """A backend was asked for by name and cannot start here."""
+
+
+class MemoryRanOutError(SetupError, RuntimeError):
+    """Memory ran out, and nothing is left to make smaller."""

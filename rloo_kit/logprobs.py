@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens in plain torch, without the full logits.
 
 TRL's fused LM head is a Triton kernel and starts on a GPU only. ``route_trl_lm_head`` sends every
-other device here: the vocabulary-wide logits exist for ``CHUNK_TOKENS`` tokens at a time, forward
+other device here: the vocabulary-wide logits exist for a few tokens at a time, forward
 and backward, so peak memory does not grow with tokens times vocabulary. Unsloth does the same with
 a kernel of its own; where it has, nothing is touched.
 """
@@ -11,6 +11,9 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_TOKENS = 256
+"""Most tokens whose logits exist at a time ..."""
+CHUNK_LOGITS = 2**24
+"""... and most logits: 64 MiB in float32, of which backward needs a handful."""
 
 
 def token_log_probs(
@@ -39,8 +42,9 @@ def token_log_probs(
     """
     none = hidden[:0].sum(dim=-1).float()  # of no token, and still part of the graph
     log_probs, entropies = [none], [none.detach()]
-    for start in range(0, len(targets), CHUNK_TOKENS):
-        rows = slice(start, start + CHUNK_TOKENS)
+    chunk = max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // len(weight)))
+    for start in range(0, len(targets), chunk):
+        rows = slice(start, start + chunk)
         args = (hidden[rows], weight, bias, targets[rows], scale, softcap, scale_before_cap)
         if torch.is_grad_enabled():  # recompute the chunk's logits in backward, do not keep them
             log_prob, entropy = checkpoint(_chunk, *args, use_reentrant=False)

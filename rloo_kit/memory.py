@@ -5,6 +5,7 @@ import ctypes
 import gc
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 MIB = 1024**2
@@ -59,6 +60,27 @@ def measure() -> MemoryUse:
     if torch is None or not torch.cuda.is_available():
         return MemoryUse(resident)
     return MemoryUse(resident, torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+
+
+def take_peak() -> int:
+    """Return the most bytes held since the last call, and begin anew.
+
+    On a GPU what torch allocated there; else the resident memory of this process, whose peak only
+    Linux can begin anew (elsewhere it is the peak since the process began).
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+    try:
+        status = Path("/proc/self/status").read_text()
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        import psutil
+
+        return psutil.Process().memory_info().rss
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def release(*things: Any) -> Released:
@@ -125,6 +147,8 @@ def _release_trainer(trainer: Any) -> None:
                 "optimizer",
                 "lr_scheduler",
                 "_buffered_inputs",
+                "_learner",
+                "_window",
             ),
         ),
         (handler, ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")),

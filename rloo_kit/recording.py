@@ -9,6 +9,8 @@ from typing import Any, TextIO
 
 from transformers import TrainerCallback
 
+from rloo_kit.rollout import Rollout
+
 
 class LiveProgress(TrainerCallback):
     """Print one line a step; on a terminal the line is rewritten in place."""
@@ -56,28 +58,15 @@ class RunRecorder(TrainerCallback):
         row = {"step": state.global_step, "time": time.time(), **logs}
         _append(self.folder / "metrics.jsonl", [row])
 
-    def write_completions(self, step: int, logs: dict[str, Any], num_generations: int) -> None:
-        """Append the completions of one generation, with their rewards and advantages.
+    def write_completions(self, step: int, rollout: Rollout, names: list[str]) -> None:
+        """Append the completions of one generation batch, with rewards, KL and advantages.
 
         Args:
-            step: Optimizer step they train.
-            logs: TRL's ``_logs``: B prompts, completions, rewards by function, advantages.
-            num_generations: G; every G rows are one group.
+            step: Optimizer step they train first.
+            rollout: The batch, its advantages final.
+            names: Of the reward functions.
         """
-        rewards = {name: list(values) for name, values in logs["rewards"].items()}
-        rows = [
-            {
-                "step": step,
-                "group": index // num_generations,
-                "prompt": prompt,
-                "completion": completion,
-                "rewards": {name: values[index] for name, values in rewards.items()},
-                "advantage": advantage,
-            }
-            for index, (prompt, completion, advantage) in enumerate(
-                zip(logs["prompt"], logs["completion"], logs["advantages"], strict=True)
-            )
-        ]
+        rows = [{"step": step, **record} for record in rollout.records(names)]
         _append(self.folder / "completions.jsonl", rows)
 
 
@@ -104,6 +93,8 @@ def progress_line(
     length = logs.get("completions/mean_length")
     if length is not None:
         parts.append(f"length {_number(length, 1)}")
+    if logs.get("signal/groups_without"):
+        parts.append(f"no signal {logs['signal/groups_without']:.0%}")
     if logs.get("completions/clipped_ratio"):
         parts.append(f"cut off {logs['completions/clipped_ratio']:.0%}")
     parts += [f"{tokens_per_second:.0f} tokens/s", f"{_clock(seconds_left)} left"]

@@ -1,9 +1,15 @@
 """A reward that keeps the contract: called with the keywords it takes, its scores verified."""
 
+import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+import signal
+import sysconfig
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +17,8 @@ from rloo_kit.errors import KitError, RewardContractError
 from rloo_kit.types import Completion, Score
 
 _MAX_COMPLETION_CHARACTERS = 200
+MAX_ROWS_TRIED = 1024
+"""A reward that raised is called again row by row, up to so many rows, to name the row."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,11 @@ class CheckedReward:
     """Keywords it takes; None: all of them."""
     required: tuple[str, ...]
     """Keywords it cannot be called without."""
+    timeout: float | None = None
+    """Seconds a call may take; None: no limit."""
+    on_error: str = "stop"
+    """``stop`` raises; ``skip`` makes the rows that could not be scored None and counts them under
+    the metric ``rewards/NAME/errors``."""
 
     @property
     def __name__(self) -> str:
@@ -33,16 +46,20 @@ class CheckedReward:
         """Return B scores, each a finite float or None.
 
         Raises:
-            RewardContractError: The reward raised, lacks a column, or broke the contract.
+            RewardContractError: The reward raised, took too long, lacks a column, or broke the
+                contract.
         """
         keywords = self._select(columns)
         try:
-            output = self.reward(**keywords)
+            output = within(self.timeout, lambda: self.reward(**keywords))
         except KitError:  # it already says what to change
             raise
+        except OverdueError as exc:
+            return self._failed(self._too_slow(exc), columns)
         except Exception as exc:
-            raise self._attributed(exc) from exc
-        return self._scores(output, columns["completions"])
+            where = self._culprit(keywords, type(exc))
+            return self._failed(self._attributed(exc, where), columns)
+        return self._scores(output, columns)
 
     def release(self) -> None:
         """Release what the reward holds, such as a reward model's memory."""
@@ -61,37 +78,96 @@ class CheckedReward:
             return columns
         return {name: value for name, value in columns.items() if name in self.accepted}
 
-    def _attributed(self, exc: Exception) -> RewardContractError:
-        return RewardContractError(
-            f"reward {self.name!r} raised {type(exc).__name__}: {exc}; correct it, or return None "
-            "for a row it cannot score"
-        )
+    def _failed(self, error: RewardContractError, columns: dict[str, Any]) -> list[Score]:
+        """Raise, or return all rows as unscorable where that was asked for."""
+        if self.on_error == "stop":
+            raise error from error.__cause__
+        count = len(columns["completions"])
+        self._count_errors(count, columns, str(error))
+        return [None] * count
 
-    def _scores(self, output: Any, completions: Sequence[Completion]) -> list[Score]:
+    def _count_errors(self, count: int, columns: dict[str, Any], reason: str = "") -> None:
+        if "log_metric" in columns:
+            columns["log_metric"](f"rewards/{self.name}/errors", float(count))
+        if reason:
+            warnings.warn(
+                f"{count} completions count as unscorable: {reason}", RuntimeWarning, stacklevel=2
+            )
+
+    def _culprit(self, keywords: dict[str, Any], kind: type[Exception]) -> str:
+        """Return the first row on which alone the reward raises the same, with an excerpt."""
+        count = len(keywords.get("completions", ()))
+        if self.on_error != "stop" or count > MAX_ROWS_TRIED:
+            return ""
+        for row in range(count):
+            one = {
+                name: [value[row]] if isinstance(value, list) and len(value) == count else value
+                for name, value in keywords.items()
+            }
+            try:
+                within(self.timeout, lambda one=one: self.reward(**one))
+            except kind:
+                return f" in row {row} (completion: {_excerpt(one['completions'][0])})"
+            except Exception:  # a single row is another case to it
+                return ""
+        return ""
+
+    def _attributed(self, exc: Exception, where: str = "") -> RewardContractError:
+        error = RewardContractError(
+            f"reward {self.name!r}{where} raised {type(exc).__name__}: {exc}; correct it, or "
+            "return None for a row it cannot score"
+        )
+        error.__cause__ = exc
+        return error
+
+    def _too_slow(self, exc: Exception) -> RewardContractError:
+        error = RewardContractError(
+            f"reward {self.name!r} took more than {self.timeout:g} s"
+            f"{f' ({exc})' if str(exc) else ''}; make it faster, give its requests a time limit, "
+            "or raise trainer.reward_timeout_seconds"
+        )
+        error.__cause__ = exc
+        return error
+
+    def _scores(self, output: Any, columns: dict[str, Any]) -> list[Score]:
+        completions = columns["completions"]
         values = output.tolist() if hasattr(output, "tolist") else output  # tensor, ndarray
         if not isinstance(values, list | tuple):
-            raise RewardContractError(
+            error = (
                 f"reward {self.name!r} returned a {type(output).__name__}; return a list of one "
                 "float (or None) per completion, in order"
             )
+            return self._failed(RewardContractError(error), columns)
         if len(values) != len(completions):
-            raise RewardContractError(
+            error = (
                 f"reward {self.name!r} returned {len(values)} scores for {len(completions)} "
                 "completions; return one float (or None) per completion, in order"
             )
-        pairs = enumerate(zip(values, completions, strict=True))
-        return [self._score(value, row, completion) for row, (value, completion) in pairs]
+            return self._failed(RewardContractError(error), columns)
+        scores = [_number(value) for value in values]
+        wrong = [row for row, value in enumerate(scores) if value is not None and value != value]
+        if wrong and self.on_error == "stop":
+            row = wrong[0]
+            raise RewardContractError(
+                f"reward {self.name!r} returned {_shortened(repr(values[row]))} in row {row}; "
+                f"return a finite float, or None where it does not apply (completion: "
+                f"{_excerpt(completions[row])})"
+            )
+        if self.on_error != "stop":
+            self._count_errors(len(wrong), columns)
+        return [None if row in wrong else value for row, value in enumerate(scores)]
 
-    def _score(self, value: Any, row: int, completion: Completion) -> Score:
-        if value is None:
-            return None
-        number = value.item() if getattr(value, "ndim", None) == 0 else value
-        if isinstance(number, int | float) and math.isfinite(number):  # bool is an int: 0 or 1
-            return float(number)
-        raise RewardContractError(
-            f"reward {self.name!r} returned {_shortened(repr(value))} in row {row}; return a "
-            f"finite float, or None where it does not apply (completion: {_excerpt(completion)})"
-        )
+
+def _number(value: Any) -> Score:
+    """Return a score as a finite float or None; NaN for what is neither."""
+    if value is None:
+        return None
+    number = value.item() if getattr(value, "ndim", None) == 0 else value
+    try:
+        score = float(number) if isinstance(number, int | float) else math.nan  # a bool is 0 or 1
+    except OverflowError:  # an int beyond any float
+        return math.nan
+    return score if math.isfinite(score) else math.nan
 
 
 class AsyncCheckedReward(CheckedReward):
@@ -103,12 +179,89 @@ class AsyncCheckedReward(CheckedReward):
         """Return B scores; as in the base class."""
         keywords = self._select(columns)
         try:
-            output = await self.reward(**keywords)
+            async with asyncio.timeout(self.timeout) as limit:
+                output = await self.reward(**keywords)
         except KitError:  # it already says what to change
             raise
         except Exception as exc:
-            raise self._attributed(exc) from exc
-        return self._scores(output, columns["completions"])
+            too_slow = isinstance(exc, TimeoutError) and limit.expired()
+            error = self._too_slow(exc) if too_slow else self._attributed(exc)
+            return self._failed(error, columns)
+        return self._scores(output, columns)
+
+
+class OverdueError(TimeoutError):
+    """A call took longer than it may; not to be confused with a TimeoutError of the call itself."""
+
+
+class _Alarm(BaseException):
+    """Raised inside a reward by its alarm; no ``except Exception`` of the reward catches it."""
+
+
+def within(seconds: float | None, call: Callable[[], Any]) -> Any:
+    """Return ``call()``, or raise OverdueError when it takes longer than ``seconds``.
+
+    On the main thread of a Unix system an alarm interrupts it wherever Python looks at signals, in
+    a regular expression that backtracks as well; a call that uses SIGALRM itself takes the limit
+    away. Elsewhere the call runs in a thread of its own,
+    which cannot be ended and is left behind.
+
+    Raises:
+        OverdueError: With the file and line it was at, where that is known.
+    """
+    if seconds is None:
+        return call()
+    on_main = threading.current_thread() is threading.main_thread()
+    if not (on_main and hasattr(signal, "setitimer")):
+        return _within_thread(seconds, call)
+
+    ended = False
+
+    def ring(number: int, frame: Any) -> None:
+        if not ended:  # an alarm that comes late must not leave this function
+            raise _Alarm(_place(frame))
+
+    handler = signal.signal(signal.SIGALRM, ring)
+    # Rings again and again, in case a bare ``except:`` of the reward swallows the first one.
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
+    try:
+        try:
+            return call()
+        finally:
+            ended = True
+    except _Alarm as exc:
+        raise OverdueError(str(exc)) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, left, interval)
+
+
+def _place(frame: Any) -> str:
+    """Return the innermost file and line outside of Python's own library."""
+    library = sysconfig.get_paths()["stdlib"]
+    own = frame
+    while own is not None and own.f_code.co_filename.startswith((library, "<frozen")):
+        own = own.f_back
+    own = own or frame
+    return f"it was at {own.f_code.co_filename}:{own.f_lineno}"
+
+
+def _within_thread(seconds: float, call: Callable[[], Any]) -> Any:
+    result: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as exc:  # handed to the caller
+            result.set_exception(exc)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise OverdueError
+    return result.result()
 
 
 def checked(func: Callable[..., Any], name: str | None = None) -> CheckedReward:
@@ -135,6 +288,16 @@ def checked(func: Callable[..., Any], name: str | None = None) -> CheckedReward:
         accepted=None if takes_any else frozenset(accepted),
         required=tuple(required),
     )
+
+
+def guarded(reward: Any, timeout: float | None, on_error: str) -> Any:
+    """Return a checked reward with a time limit, and a choice between ``stop`` and ``skip``.
+
+    A torch module, which TRL scores with itself, is returned as it is.
+    """
+    if not isinstance(reward, CheckedReward):
+        return reward
+    return replace(reward, timeout=timeout, on_error=on_error)
 
 
 def _is_async(func: Any) -> bool:

@@ -5,7 +5,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from rloo_kit.evaluation import Evaluation, evaluate, prompt_ids
 from rloo_kit.hardware import GIB, TESTED, installed_version
 from rloo_kit.memory import Released, release
 from rloo_kit.models import attach_lora, load_model, save_adapter
+from rloo_kit.reward_contract import guarded
 from rloo_kit.reward_loading import LoadedReward, load_rewards
 
 Say = Callable[[str], None]
@@ -77,7 +78,10 @@ def train(
     _check_lengths(tokenizer, [*prompts, *(held_out or [])], config, args)
     _introduce(say, config, environment, len(prompts), len(held_out or []), folder)
 
-    judges = _judges(rewards, held_out, tokenizer)
+    judges = [
+        replace(judge, func=guarded(judge.func, args.reward_timeout_seconds, args.on_reward_error))
+        for judge in _judges(rewards, held_out, tokenizer)
+    ]
     score = _scorer(model, tokenizer, held_out, judges, args, config.seed)
     before = score()
     if before:
@@ -242,6 +246,8 @@ def _train(trainer: Any, folder: Path, say: Say) -> tuple[float, bool]:
             adapter = save_adapter(trainer.model, trainer.processing_class, folder / "adapter")
             say(f"\nstopped after step {trainer.state.global_step}: adapter saved in {adapter}")
         raise
+    if trainer.stop_reason:
+        say(f"\nstopped after step {trainer.state.global_step}: {trainer.stop_reason}")
     return time.monotonic() - start, False
 
 

@@ -1,25 +1,43 @@
-"""The leave-one-out trainer: TRL's RLOO, no name ever dropped and every score checked.
+"""The leave-one-out trainer: TRL's RLOO with the same gradient for less work, and honest metrics.
 
 Loaded after ``setup()`` (the lazy public names see to it), so that ``trl.RLOOTrainer`` is Unsloth's
-patched class wherever Unsloth patches it.
+patched class wherever Unsloth patches it. Three of TRL's hooks are overridden: ``_prepare_inputs``,
+``_generate_and_score_completions`` and ``training_step``; docs/trainer.md says what that saves and
+why it is exact.
 """
 
+import asyncio
+import contextlib
 import copy
 import dataclasses
+import os
+import time
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from transformers import PrinterCallback, ProgressCallback
 from trl import RLOOConfig, RLOOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
 
+from rloo_kit.batching import MicroBatch, TokenRows, default_token_budget
 from rloo_kit.config import DEFAULT_BATCH, translate_trainer_arguments
 from rloo_kit.environment import setup
 from rloo_kit.errors import ConfigError
+from rloo_kit.hardware import GIB, detect_hardware
+from rloo_kit.learner import Learner, Scored, Tally
+from rloo_kit.memory import take_peak
+from rloo_kit.objective import RunningMoments
 from rloo_kit.recording import LiveProgress
+from rloo_kit.reward_contract import AsyncCheckedReward, guarded
 from rloo_kit.reward_loading import load_rewards
+from rloo_kit.rollout import Rollout, Sampled, Shaping
 
+NO_SIGNAL_BATCHES = 10
+"""Generation batches that ``max_no_signal_fraction`` looks back on."""
 RENAMED_PARTS = {
     "reward_model": "reward_funcs",
     "config": "args",
@@ -29,21 +47,56 @@ RENAMED_PARTS = {
 """Older names of the trainer's arguments; ``ref_policy`` has no successor (adapter off)."""
 
 
+@dataclasses.dataclass(init=False, repr=False, eq=False)
 class LeaveOneOutConfig(RLOOConfig):
-    """Every field of TRL's ``RLOOConfig`` under TRL's name; older names are translated.
+    """Every field of TRL's ``RLOOConfig`` under TRL's name, and the kit's own below.
 
-    Defaults that differ from TRL's, for one consumer GPU and a LoRA adapter: ``num_generations`` 4,
-    ``learning_rate`` 1e-5, ``logging_steps`` 1, ``report_to`` none, ``bf16``/``fp16`` by the
-    device, ``gradient_checkpointing`` on a GPU only. Defaults that Unsloth's patched class changes
-    are TRL's again, so that one file means the same with and without Unsloth.
+    Older names are translated. Defaults that differ from TRL's, for one consumer GPU and a LoRA
+    adapter: ``num_generations`` 4, ``learning_rate`` 1e-5, ``logging_steps`` 1, ``report_to`` none,
+    ``bf16``/``fp16`` by the device, ``gradient_checkpointing`` on a GPU only. Defaults that
+    Unsloth's patched class changes are TRL's again, so that one file means the same with and
+    without Unsloth.
 
     Raises:
-        ConfigError: An unknown name (with the nearest one), an old name beside its new one, or a
-            batch that does not hold whole groups.
+        ConfigError: An unknown name (with the nearest one), an old name beside its new one, a value
+            out of range, or a batch that does not hold whole groups.
     """
+
+    tokens_per_micro_batch: int | None = None
+    """Positions (rows times width) of a training pass; null: from the free memory. Changes speed
+    and memory, not the gradient. ``per_device_train_batch_size`` keeps its meaning."""
+    skip_old_pass: bool = True
+    """Take old log-probabilities from the training forward where that is exact."""
+    skip_no_signal: bool = True
+    """Run no pass for completions whose advantage is exactly 0 (at beta 0)."""
+    gate_on_score: bool = False
+    """Run no pass for groups of equal scores at beta > 0 too. Not exact: their KL is ignored."""
+    token_level_kl: bool = False
+    """Penalise each token by the KL from itself on, instead of the completion by its sum."""
+    kl_estimator: str = "k1"
+    """``k1`` (log ratio) or ``k3`` (never negative)."""
+    missing_eos_penalty: float | None = None
+    """Subtracted from the score of a completion that was cut off."""
+    normalize_reward: bool | str | None = None
+    """Scores over mean and spread of the generation batch (true, ``batch``) or of all batches so
+    far (``moving``)."""
+    truncated_in_baseline: bool = True
+    """With ``mask_truncated_completions``: whether masked rows still count in the baseline."""
+    on_reward_error: str = "stop"
+    """``stop``, or ``skip``: what a reward cannot score counts as unscorable and is logged."""
+    reward_timeout_seconds: float | None = None
+    """A reward function that takes longer is an error; null: no limit."""
+    dynamic_sampling: bool = False
+    """Draw further prompts in place of groups of equal scores."""
+    dynamic_sampling_rounds: int = 4
+    """At most so many draws for one batch; what is missing then stays as it is."""
+    max_no_signal_fraction: float | None = None
+    """Stop when more of the groups of the last ten batches have equal scores."""
 
     def __init__(self, output_dir: str | None = None, **arguments: Any) -> None:
         values = translate_trainer_arguments(arguments)
+        for field in OWN_FIELDS:
+            setattr(self, field.name, values.pop(field.name, field.default))
         hardware = setup().hardware
         on_cpu = hardware.device == "cpu"
         if not values.get("bf16") and not values.get("fp16"):
@@ -78,9 +131,27 @@ class LeaveOneOutConfig(RLOOConfig):
             self.mixed_precision = "no"  # else accelerate reads the variable that setup() sets
         self.follows_model = "gradient_checkpointing" not in arguments
 
+    @property
+    def shaping(self) -> Shaping:
+        """How scores become advantages."""
+        mode = "batch" if self.normalize_reward is True else self.normalize_reward or None
+        names = {field.name for field in dataclasses.fields(Shaping)} - {"normalize_reward"}
+        values = {name: getattr(self, name) for name in names}
+        return Shaping(**values, normalize_reward=mode)
+
+
+_TRL_FIELDS = {field.name for field in dataclasses.fields(RLOOConfig)}
+OWN_FIELDS = tuple(
+    field for field in dataclasses.fields(LeaveOneOutConfig) if field.name not in _TRL_FIELDS
+)
+"""The settings that TRL does not have."""
+
 
 class LeaveOneOutTrainer(RLOOTrainer):
-    """TRL's ``RLOOTrainer``, with rewards by name, checked scores and calm progress.
+    """TRL's ``RLOOTrainer``: same gradient, fewer passes, checked scores, honest metrics.
+
+    Prompts with images, and several processes, are trained by TRL's own code; there the kit's own
+    settings must keep their defaults.
 
     Args:
         model: As ``attach_lora`` returned it; anything TRL takes works too.
@@ -133,26 +204,358 @@ class LeaveOneOutTrainer(RLOOTrainer):
             )
         _drop_old_reference(parts["model"])
         adapter = _adapter_values(parts["model"])
-        super().__init__(
-            reward_funcs=[reward.func for reward in rewards],
-            args=args,
-            callbacks=[*(callbacks or []), LiveProgress()],
-            **parts,
-            **others,
-        )
+        with _precision_as_asked(args):
+            super().__init__(
+                reward_funcs=[
+                    guarded(reward.func, args.reward_timeout_seconds, args.on_reward_error)
+                    for reward in rewards
+                ],
+                args=args,
+                callbacks=[*(callbacks or []), LiveProgress()],
+                **parts,
+                **others,
+            )
         _restore(self.model, adapter)
+        if _starts_at_base(adapter):
+            _drop_old_reference(self.model)  # the adapter switched off is the same, and cheaper
         for callback in (ProgressCallback, PrinterCallback):  # the kit prints one calm line a step
             self.remove_callback(callback)
+        self.reward_moments = RunningMoments()
+        self.stop_reason: str | None = None
+        self._use_trl_path = _needs_trl_path(self)
+        self._learner: Learner | None = None
+        self._window: list[tuple[Rollout, torch.Tensor]] = []
+        self._window_step = -1
+        self._no_signal: deque[float] = deque(maxlen=NO_SIGNAL_BATCHES)
+        self._prompt_order: Iterator[int] = iter(())
+        self._elsewhere = 0.0
+        self._episodes = 0
+        self._first_started: float | None = None
 
-    on_completions: Callable[[int, dict[str, Any], int], None] | None = None
-    """Called after every generation of training with (step, TRL's logs, num_generations)."""
+    on_completions: Callable[[int, Rollout, list[str]], None] | None = None
+    """Called once for every generation batch of training, when its advantages are final, with
+    (step it trains, the rollout, names of the reward functions)."""
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's, and hand the scored completions on."""
-        output = super()._generate_and_score_completions(inputs)
-        if self.on_completions and self.model.training:
-            self.on_completions(self.state.global_step + 1, self._logs, self.num_generations)
-        return output
+    # --- sampling --------------------------------------------------------------------------------
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """Return (rollout, rows) of one slice in training; TRL's inputs otherwise.
+
+        A generation batch is sampled when it is due and cut into slices in TRL's random order.
+        """
+        if self._use_trl_path or not self.model.training:
+            return super()._prepare_inputs(generation_batch)
+        slices = self.args.steps_per_generation
+        if self._step % (slices * self.num_iterations) == 0 or self._buffered_inputs is None:
+            rollout = self._generate_and_score_completions(generation_batch)
+            order = torch.randperm(len(rollout)).split(len(rollout) // slices)
+            self._run_old_pass(rollout, order)
+            self._buffered_inputs = [(rollout, rows) for rows in order]
+        return self._buffered_inputs[self._step % slices]
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:
+        """Return a ``Rollout`` in training; TRL's inputs otherwise."""
+        if self._use_trl_path or not self.model.training:
+            return super()._generate_and_score_completions(inputs)
+        args, shaping = self.args, self.args.shaping
+        if self._learner is None:
+            self._learner = self._make_learner()
+        # Async rewards run while the reference pass computes, unless they decide who gets a pass.
+        overlap = bool(self.beta) and not (args.gate_on_score or args.dynamic_sampling)
+        sampled, reference = self._sample(inputs, overlap=overlap)
+        without = ~sampled.has_signal(shaping, self.num_generations)
+        self._note("signal/groups_without", without.float().mean().item())
+        if args.dynamic_sampling:
+            self._note("signal/groups_drawn_again", self._draw_again(sampled))
+        rollout = Rollout.scored(sampled, self.num_generations, shaping, self.reward_moments)
+        if reference is not None:
+            rollout.reference_log_probs = reference
+        elif self.beta:
+            rows = rollout.learnable.nonzero().flatten().tolist()
+            rollout.reference_log_probs = self._reference_log_probs(sampled.tokens, rows)
+        self._episodes += len(rollout)
+        self._watch_signal(without)
+        return rollout
+
+    def _sample(
+        self, inputs: list[dict[str, Any]], *, overlap: bool
+    ) -> tuple[Sampled, torch.Tensor | None]:
+        """Generate and score; with ``overlap`` and async rewards, run the reference pass meanwhile.
+
+        Returns:
+            The sample, and the reference's ``(B, T)`` log-probabilities where they were computed.
+        """
+        started = time.perf_counter()
+        prompts = [row["prompt"] for row in inputs]
+        prompt_ids, completion_ids, completions = self._generate(prompts)
+        tokens = TokenRows(prompt_ids, completion_ids)
+        generated = time.perf_counter()
+        last = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+        ended = [ids[-1] in last for ids in completion_ids]
+
+        waiting = self._start_async_rewards(inputs, prompts, completions, completion_ids)
+        reference, reference_seconds = None, 0.0
+        if waiting and overlap:
+            masks = self.args.mask_truncated_completions
+            rows = [row for row, end in enumerate(ended) if end or not masks]
+            reference = self._reference_log_probs(tokens, rows)
+            reference_seconds = time.perf_counter() - generated
+        functions = self.reward_funcs
+        self.reward_funcs = [waiting.get(i, function) for i, function in enumerate(functions)]
+        try:
+            rewards = self._calculate_rewards(inputs, prompts, completions, completion_ids)
+        finally:
+            self.reward_funcs = functions
+        scores = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        scores[rewards.isnan().all(dim=1)] = torch.nan
+
+        num_tokens = sum(map(len, completion_ids))
+        self._note("speed/generation_tokens_per_second", num_tokens / (generated - started))
+        self._elsewhere += time.perf_counter() - started - reference_seconds
+        return Sampled(prompts, completions, tokens, ended, rewards, scores), reference
+
+    def _start_async_rewards(
+        self,
+        inputs: list[dict[str, Any]],
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+    ) -> dict[int, Callable[..., Any]]:
+        """Start every async reward; return, by its place, a function that waits for its scores."""
+        places = [
+            i for i, func in enumerate(self.reward_funcs) if isinstance(func, AsyncCheckedReward)
+        ]
+        if not places:
+            return {}
+        columns = {name: [row[name] for row in inputs] for name in inputs[0] if name != "prompt"}
+        keywords = {
+            **columns,
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            "trainer_state": self.state,
+            "log_extra": self._log_completion_extra,
+            "log_metric": self._log_metric,
+        }
+        futures = {
+            i: asyncio.run_coroutine_threadsafe(self.reward_funcs[i](**keywords), self.async_loop)
+            for i in places
+        }
+        return {i: lambda future=future, **_: future.result() for i, future in futures.items()}
+
+    def _draw_again(self, sampled: Sampled) -> int:
+        """Exchange groups without signal for groups of further prompts; return how many were drawn.
+
+        Prompts come from a random order of the training set that is this method's own.
+        """
+        drawn = 0
+        for _ in range(self.args.dynamic_sampling_rounds):
+            signal = sampled.has_signal(self.args.shaping, self.num_generations)
+            leaving = (~signal).nonzero().flatten().tolist()
+            if not leaving:
+                break
+            inputs = []
+            for _ in leaving:
+                inputs += [self.train_dataset[self._next_prompt()]] * self.num_generations
+            more, _ = self._sample(inputs, overlap=False)
+            sampled.exchange(self.args.shaping, self.num_generations, leaving, more)
+            drawn += len(leaving)
+        return drawn
+
+    def _next_prompt(self) -> int:
+        place = next(self._prompt_order, None)
+        if place is None:
+            generator = torch.Generator().manual_seed(self.args.seed + self._step)
+            order = torch.randperm(len(self.train_dataset), generator=generator)
+            self._prompt_order = iter(order.tolist())
+            place = next(self._prompt_order)
+        return place
+
+    def _watch_signal(self, without: torch.Tensor) -> None:
+        """Stop the training where too many of the last batches' groups carry no signal."""
+        limit = self.args.max_no_signal_fraction
+        self._no_signal.append(without.float().mean().item())
+        share = sum(self._no_signal) / len(self._no_signal)
+        if limit is None or len(self._no_signal) < NO_SIGNAL_BATCHES or share <= limit:
+            return
+        self.stop_reason = (
+            f"{share:.0%} of the groups of the last {NO_SIGNAL_BATCHES} batches have equal scores "
+            f"(max_no_signal_fraction {limit:g}): choose prompts the model sometimes solves, raise "
+            f"trainer.temperature or trainer.num_generations, or look at the reward"
+        )
+        warnings.warn(f"training stops: {self.stop_reason}", RuntimeWarning, stacklevel=2)
+        self.control.should_training_stop = True
+
+    # --- passes ----------------------------------------------------------------------------------
+
+    def _make_learner(self) -> Learner:
+        args = self.args
+        return Learner(
+            forward=self._policy,
+            backward=self.accelerator.backward,
+            no_grad=self._no_grad,
+            parameters=[p for p in self.model.parameters() if p.requires_grad],
+            budget=args.tokens_per_micro_batch or _budget_from_memory(self),
+            pad_token_id=self._tokenizer.pad_token_id,
+            device=self.accelerator.device,
+            epsilon=(self.epsilon_low, self.epsilon_high),
+            reuse=args.skip_old_pass,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+        )
+
+    def _policy(self, batch: MicroBatch) -> Scored:
+        return self._score(self.model, batch)
+
+    def _score(self, model: Any, batch: MicroBatch) -> Scored:
+        """Return log-probabilities, and entropies where gradients are recorded, of a micro-batch.
+
+        No attention mask: rows are padded on the right alone. (Unsloth's kernels may drop the
+        mask while they train, and TRL's left-padded prompts would then attend to their padding.)
+        """
+        with self.accelerator.autocast():
+            output = model(input_ids=batch.input_ids, labels=batch.labels, fused_lm_head=True)
+        before = (batch.places - 1).clamp(min=0)  # TRL's head scores a token one column before it
+
+        def of_completions(values: torch.Tensor) -> torch.Tensor:
+            return values.gather(1, before).masked_fill(~batch.completion_mask, 0.0)
+
+        log_probs = of_completions(output.log_probs)
+        if not torch.is_grad_enabled():
+            return Scored(log_probs)
+        return Scored(log_probs, of_completions(output.entropy.detach()))
+
+    @contextlib.contextmanager
+    def _no_grad(self) -> Iterator[None]:
+        kwargs = self.args.gradient_checkpointing_kwargs
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, kwargs):
+            yield
+
+    def _reference_log_probs(self, tokens: TokenRows, rows: list[int]) -> torch.Tensor:
+        """Return ``(B, T)`` log-probabilities under the reference, 0 in other rows.
+
+        The reference is a model of its own, the adapter's starting copy, or the adapter off.
+        """
+
+        def reference(batch: MicroBatch) -> Scored:
+            return self._score(self.ref_model or self.model, batch)
+
+        place = contextlib.nullcontext()
+        if self.ref_model is None:
+            model = self.accelerator.unwrap_model(self.model)
+            place = use_adapter(model, "ref" if "ref" in model.peft_config else None)
+        with place:
+            self._learner.tally.reference_rows += len(rows)
+            return self._learner.log_probs(tokens, rows, reference)
+
+    def _run_old_pass(self, rollout: Rollout, order: tuple[torch.Tensor, ...]) -> None:
+        """Run the old-log-prob pass for the rows whose training forward cannot stand in for it.
+
+        It can where the row is trained before any optimizer step, and, at beta > 0, every other row
+        that its advantage depends on is in that same step.
+        """
+        coming = self.current_gradient_accumulation_steps - len(self._window)
+        first = {row for rows in order[:coming] for row in rows.tolist()}
+        rows = rollout.learnable.nonzero().flatten().tolist()
+        if self.args.skip_old_pass:
+            if not self.beta:
+                rows = [row for row in rows if row not in first]
+            elif len(first) == len(rollout) and not rollout.needs_whole_batch:
+                rows = []
+        self._learner.fill_old(rollout, rows)
+        if rows and self.beta:
+            rollout.settle()
+
+    # --- learning --------------------------------------------------------------------------------
+
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Collect a slice; learn from all slices of an optimizer step when the last one is in.
+
+        Together they can be sorted and cut by length; every row keeps its weight in the mean.
+        """
+        if self._use_trl_path:
+            return super().training_step(model, inputs, num_items_in_batch)
+        started = time.perf_counter()
+        self._first_started = self._first_started or started
+        model.train()
+        if hasattr(self.optimizer, "train"):  # schedule-free optimizers
+            self.optimizer.train()
+        if self._window_step != self.state.global_step:  # a step that was interrupted leaves slices
+            self._window, self._window_step = [], self.state.global_step
+        self._window.append(self._prepare_inputs(inputs))
+        loss = torch.zeros((), device=self.accelerator.device)
+        if self.accelerator.sync_gradients:
+            loss = self._learn()
+        self._step += 1
+        self._current_train_step_time += time.perf_counter() - started
+        if self.accelerator.sync_gradients:
+            self._note_step()
+            self._window = []
+        return loss
+
+    def _learn(self) -> torch.Tensor:
+        """Add the gradient of the collected slices; return their loss."""
+        share = 1 / sum(len(rows) for _, rows in self._window)
+        rollouts = {id(rollout): rollout for rollout, _ in self._window}
+        for key, rollout in rollouts.items():
+            weights = torch.zeros(len(rollout), device=self.accelerator.device)
+            for other, rows in self._window:
+                if id(other) == key:
+                    weights[rows] += share
+            with self.compute_loss_context_manager():
+                self._learner.learn(rollout, weights)
+        for parameter in self._learner.parameters:  # TRL steps with a gradient of 0, not with none
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for rollout in rollouts.values():
+            if rollout.on_policy:
+                self._note_rollout(rollout)
+            rollout.on_policy = False
+        return torch.tensor(self._learner.tally.loss, device=self.accelerator.device)
+
+    # --- metrics ---------------------------------------------------------------------------------
+
+    def _note(self, name: str, value: float) -> None:
+        self._metrics["train"][name].append(value)
+
+    def _note_rollout(self, rollout: Rollout) -> None:
+        for name, value in rollout.metrics(self.reward_func_names).items():
+            self._note(name, value)
+        records = rollout.records(self.reward_func_names)
+        self._logs["prompt"].extend(rollout.sampled.prompts)
+        self._logs["completion"].extend(rollout.sampled.completions)
+        self._logs["advantages"].extend(record["advantage"] for record in records)
+        for name in self.reward_func_names:
+            self._logs["rewards"][name].extend(record["rewards"][name] for record in records)
+        self._flush_reward_logs(len(rollout))
+        if self.on_completions:
+            self.on_completions(self.state.global_step + 1, rollout, self.reward_func_names)
+
+    def _flush_reward_logs(self, num_rows: int) -> None:
+        """Move what rewards logged (``log_extra``, ``log_metric``) to TRL's logs."""
+        for column, values in self._pending_extra_logs.items():
+            if len(values) == num_rows:  # dynamic sampling scores more rows than it trains
+                self._logs["extra"][column].extend(values)
+        self._pending_extra_logs.clear()
+        for name, values in self._pending_metrics.items():
+            self._note(name, sum(values) / len(values))
+        self._pending_metrics.clear()
+
+    def _note_step(self) -> None:
+        tally, self._learner.tally = self._learner.tally, Tally()
+        seconds = self._current_train_step_time
+        learning = max(1e-9, seconds - self._elsewhere)
+        self._note("step_time", seconds)
+        self._note("speed/learning_tokens_per_second", tally.step_tokens / learning)
+        self._note("memory/peak_gib", take_peak() / GIB)
+        self._note("lr", self._get_learning_rate())
+        for name, value in tally.metrics().items():
+            self._note(name, value)
+        elapsed = time.perf_counter() - self._first_started
+        for name, value in (("episode", self._episodes), ("eps", self._episodes / elapsed)):
+            self._metrics["train"][name] = [value]  # a count so far, not a mean of counts
+        self._current_train_step_time = self._elsewhere = 0.0
 
 
 def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
@@ -174,6 +577,21 @@ def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
     missing = [name for name in ("model", "reward_funcs", "train_dataset") if parts[name] is None]
     if missing:
         raise ConfigError(f"LeaveOneOutTrainer needs {' and '.join(missing)}")
+
+
+@contextlib.contextmanager
+def _precision_as_asked(args: LeaveOneOutConfig) -> Iterator[None]:
+    """Keep Unsloth's patched class from turning bf16 or fp16 on where both were turned off."""
+    name = "UNSLOTH_MIXED_PRECISION"  # "bfloat16" is its word for: leave both off
+    before = os.environ.get(name)
+    if not args.bf16 and not args.fp16:
+        os.environ[name] = "bfloat16"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 def _drop_old_reference(model: Any) -> None:
@@ -205,3 +623,68 @@ def _restore(model: Any, adapter: dict[str, torch.Tensor]) -> None:
     for name, parameter in model.named_parameters():
         if name in adapter:
             parameter.data = adapter[name].to(parameter.device).float()
+
+
+def _starts_at_base(adapter: dict[str, torch.Tensor]) -> bool:
+    """Return whether a new LoRA adapter adds nothing yet, so that off and its copy are the same."""
+    kinds = {
+        "a": [values for name, values in adapter.items() if "lora_A" in name],
+        "b": [values for name, values in adapter.items() if "lora_B" in name],
+    }
+    only_lora = len(kinds["a"]) + len(kinds["b"]) == len(adapter)
+    return bool(kinds["b"]) and only_lora and not any(values.any() for values in kinds["b"])
+
+
+CHANGES_THE_GRADIENT = (
+    "gate_on_score",
+    "token_level_kl",
+    "kl_estimator",
+    "missing_eos_penalty",
+    "normalize_reward",
+    "truncated_in_baseline",
+    "dynamic_sampling",
+    "max_no_signal_fraction",
+)
+"""Settings of the kit that TRL's own path cannot serve."""
+
+
+def _needs_trl_path(trainer: LeaveOneOutTrainer) -> bool:
+    """Return whether TRL's own code must train: images, several processes, a router's loss.
+
+    Raises:
+        ConfigError: It must, and a setting is given that only the kit's path has.
+    """
+    columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
+    reason = None
+    if columns & {"image", "images"}:
+        reason = "prompts with images"
+    elif trainer.accelerator.num_processes > 1:
+        reason = "several processes"
+    elif trainer.aux_loss_enabled:
+        reason = "a mixture of experts with a router loss (router_aux_loss_coef 0 turns it off)"
+    given = [
+        field.name
+        for field in OWN_FIELDS
+        if field.name in CHANGES_THE_GRADIENT and getattr(trainer.args, field.name) != field.default
+    ]
+    if reason and given:
+        raise ConfigError(
+            f"{reason} cannot be trained with {' and '.join(given)} yet: leave them out"
+        )
+    if trainer.args.dynamic_sampling and not hasattr(trainer.train_dataset, "__len__"):
+        raise ConfigError("dynamic_sampling needs a dataset with random access, not a stream")
+    return reason is not None
+
+
+def _budget_from_memory(trainer: LeaveOneOutTrainer) -> int:
+    config = trainer.model.config.get_text_config()
+    hardware = detect_hardware()
+    return default_token_budget(
+        hardware.free_memory,
+        config.hidden_size,
+        config.num_hidden_layers,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        bytes_per_value=2 if trainer.args.bf16 or trainer.args.fp16 else 4,
+        checkpointing=trainer.args.gradient_checkpointing,
+        on_cpu=hardware.device == "cpu",
+    )

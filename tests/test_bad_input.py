@@ -68,6 +68,22 @@ CONFIG = {
     "unknown backend": ({"model": {"backend": "jax"}}, "must be auto, unsloth or transformers"),
     "no rewards": ({"rewards": []}, "give at least one"),
     "seed in the wrong place": ({"trainer": {"seed": 1}}, "belongs at the top"),
+    "misspelt setting of the kit": (
+        {"trainer": {"missing_eos_penality": 1.0}},
+        "did you mean 'missing_eos_penalty'",
+    ),
+    "setting of the kit out of range": (
+        {"trainer": {"max_no_signal_fraction": 50}},
+        "trainer.max_no_signal_fraction is 50, must be between 0 and 1",
+    ),
+    "setting of the kit of a wrong type": (
+        {"trainer": {"reward_timeout_seconds": "1m"}},
+        "trainer.reward_timeout_seconds is '1m', must be a number",
+    ),
+    "unknown choice": (
+        {"trainer": {"normalize_reward": "group"}},
+        "trainer.normalize_reward is 'group', must be one of None, False, True, batch, moving",
+    ),
 }
 
 
@@ -178,6 +194,25 @@ def test_reward(case, held_out, tmp_path, capsys):
         (tmp_path / "mine.py").write_text(source)
     data = {**GOOD["data"], "held_out": held_out}
     refuse(capsys, remedy, run_file(tmp_path, rewards=[spec], data=data))
+
+
+@pytest.mark.parametrize("held_out", [4, 0])
+def test_reward_that_takes_too_long(held_out, tmp_path, capsys):
+    source = """
+import time
+
+calls = []
+
+def slow(completions, **_):
+    calls.append(0)
+    time.sleep(10 if len(calls) == 1 else 0)
+    return [1.0] * len(completions)
+"""
+    (tmp_path / "mine.py").write_text(source)
+    data = {**GOOD["data"], "held_out": held_out}
+    trainer = {**GOOD["trainer"], "reward_timeout_seconds": 0.5}
+    path = run_file(tmp_path, rewards=["mine.py:slow"], data=data, trainer=trainer)
+    refuse(capsys, "reward 'slow' took more than 0.5 s (it was at ", path)
 
 
 MODELS = {

@@ -11,20 +11,24 @@ import trl
 import yaml
 
 from rloo_kit.config import (
+    CHOICES,
     DEFAULT_BATCH,
     EXAMPLES,
-    LATER,
+    NUMBERS,
+    OPTIONAL_NUMBERS,
     RENAMED,
     SECTIONS,
     RunConfig,
     batch_plan,
     check_batch,
+    check_values,
     known_trainer_fields,
     make_run_config,
     read_run_file,
     translate_trainer_arguments,
 )
 from rloo_kit.errors import ConfigError, KitError
+from rloo_kit.trainer import OWN_FIELDS
 
 # --- reading --------------------------------------------------------------------------------------
 
@@ -196,7 +200,7 @@ def test_a_file_that_is_no_mapping_names_what_to_start_from(tmp_path, text, kind
         ({"trainer": {"learning_rate": "1e-5"}}, "must be a number (YAML reads 1e-5 as text"),
         ({"trainer": {"beta": None}}, "trainer.beta is None, must be a number"),
         ({"trainer": {"beta": -0.1}}, "trainer.beta is -0.1, must be between 0 and 100"),
-        ({"trainer": {"kl_coef": -1}}, "trainer.kl_coef is -1, must be between 0 and 100"),
+        ({"trainer": {"kl_coef": -1}}, "trainer.beta is -1, must be between 0 and 100"),
         ({"trainer": {"learning_rate": 0}}, "learning_rate is 0, must be between 1e-12 and 1"),
         ({"trainer": {"temperature": 0}}, "temperature is 0, must be between 0.001 and 10"),
         ({"trainer": {"top_p": 1.1}}, "top_p is 1.1, must be between 1e-06 and 1"),
@@ -243,7 +247,7 @@ def test_all_faults_come_in_one_message():
         "lora": [],
         "data": {"held_out": 0.5},
         "rewards": "accuracy",
-        "trainer": {"seed": 1, "beta": -1, "num_generation": 4, "token_level_kl": True},
+        "trainer": {"seed": 1, "beta": -1, "num_generation": 4, "kl_estimator": "k2"},
         "seed": None,
     }
     with pytest.raises(ConfigError) as caught:
@@ -252,7 +256,7 @@ def test_all_faults_come_in_one_message():
     for part in (
         "--set 'nonsense'", "'modle'", "model.nmae", "model.max_seq_length", "lora: holds",
         "data.held_out", "rewards is 'accuracy'", "trainer.seed", "trainer.beta",
-        "'num_generation'", "token_level_kl", "seed is None",
+        "'num_generation'", "trainer.kl_estimator", "seed is None",
     ):  # fmt: skip
         assert part in message
     assert "\n" not in message
@@ -342,14 +346,14 @@ def test_an_override_of_what_is_no_section_is_a_fault(content, override):
 # --- the trainer's names --------------------------------------------------------------------------
 
 
-def test_known_fields_are_those_that_trls_config_takes():
+def test_known_fields_are_those_of_trls_config_and_the_kits_own():
     fields = {field.name for field in dataclasses.fields(trl.RLOOConfig) if field.init}
-    assert known_trainer_fields() == fields
+    assert known_trainer_fields() == fields | {field.name for field in OWN_FIELDS}
 
 
 def test_new_names_of_the_renamed_are_fields_and_the_old_ones_are_not():
     assert set(RENAMED.values()) <= known_trainer_fields()
-    assert not {*RENAMED, *LATER, "total_episodes"} & known_trainer_fields()
+    assert not {*RENAMED, "total_episodes"} & known_trainer_fields()
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
@@ -379,14 +383,6 @@ def test_an_old_name_beside_its_new_one_is_refused(old, new):
         translate_trainer_arguments({old: 4, new: 4})
 
 
-@pytest.mark.parametrize("name", LATER)
-def test_an_old_behaviour_that_is_gone_is_refused_unless_it_asks_for_nothing(name):
-    with pytest.raises(ConfigError, match=re.escape(LATER[name])):
-        translate_trainer_arguments({name: 1})
-    assert translate_trainer_arguments({name: None, "beta": 0.1}) == {"beta": 0.1}
-    assert translate_trainer_arguments({name: False}) == {}
-
-
 def test_new_names_pass_unchanged_and_without_a_warning():
     arguments = {"beta": 0.1, "num_generations": 8, "optim": "adamw_torch"}
     with warnings.catch_warnings():
@@ -394,18 +390,17 @@ def test_new_names_pass_unchanged_and_without_a_warning():
         assert translate_trainer_arguments(arguments) == arguments
 
 
-def test_names_of_the_kits_own_are_known_where_they_are_named():
-    assert translate_trainer_arguments({"kit_only": 1}, frozenset({"kit_only"})) == {"kit_only": 1}
-    with pytest.raises(ConfigError, match="unknown trainer setting 'kit_only'"):
-        translate_trainer_arguments({"kit_only": 1})
-
-
 def test_all_wrong_names_come_in_one_message():
     with pytest.raises(ConfigError) as caught:
         translate_trainer_arguments(
-            {"num_generation": 4, "temprature": 1, "kl_coef": 0, "beta": 0, "token_level_kl": True}
+            {"num_generation": 4, "temprature": 1, "kl_coef": 0, "beta": 0, "kl_estimator": "k2"}
         )
-    for part in ("'num_generations'?", "'temperature'?", "keep beta", "token_level_kl=True"):
+    for part in (
+        "'num_generations'?",
+        "'temperature'?",
+        "keep beta",
+        "trainer.kl_estimator is 'k2'",
+    ):
         assert part in str(caught.value)
 
 
@@ -438,6 +433,149 @@ def test_total_episodes_is_a_number_of_completions(episodes):
 def test_total_episodes_beside_max_steps_is_refused():
     with pytest.raises(ConfigError, match="both are given: keep max_steps"):
         translate_trainer_arguments({"total_episodes": 8, "max_steps": 1})
+
+
+# --- the kit's own settings -----------------------------------------------------------------------
+
+NOT_SWITCHES = ("yes", 1, None, [True])
+OWN = {  # right values, then wrong ones
+    "tokens_per_micro_batch": ((None, 1, 65536), (0, -1, 1.5, True, "4096", [1])),
+    "skip_old_pass": ((True, False), NOT_SWITCHES),
+    "skip_no_signal": ((True, False), NOT_SWITCHES),
+    "gate_on_score": ((True, False), NOT_SWITCHES),
+    "token_level_kl": ((True, False), NOT_SWITCHES),
+    "kl_estimator": (("k1", "k3"), ("k2", "K1", 1, None, ["k1"])),
+    "missing_eos_penalty": ((None, 0, 0.5, 2), (-0.1, "1e-1", True, math.nan, math.inf)),
+    "normalize_reward": ((None, True, False, "batch", "moving"), ("group", "true", 2, ["batch"])),
+    "truncated_in_baseline": ((True, False), NOT_SWITCHES),
+    "on_reward_error": (("stop", "skip"), ("ignore", True, None)),
+    "reward_timeout_seconds": ((None, 0.5, 60), (0, -1, "1m", True, math.inf)),
+    "dynamic_sampling": ((True, False), NOT_SWITCHES),
+    "dynamic_sampling_rounds": ((1, 4, 100), (0, 101, 1.5, True, None, "4")),
+    "max_no_signal_fraction": ((None, 0, 0.5, 1.0), (-0.1, 1.1, 50, True, "half")),
+}
+
+
+def test_every_own_setting_has_its_cases():
+    assert set(OWN) == {field.name for field in OWN_FIELDS}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, (right, _) in OWN.items() for value in right]
+)
+def test_an_own_setting_is_accepted_in_a_run_file(tmp_path, name, value):
+    text = yaml.safe_dump({"trainer": {name: value}})
+    config = read_run_file(write(tmp_path, text))
+    assert config.trainer == {name: value}
+    assert type(config.trainer[name]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, (_, wrong) in OWN.items() for value in wrong]
+)
+def test_a_wrong_own_setting_is_refused_by_its_name(tmp_path, name, value):
+    text = yaml.safe_dump({"trainer": {name: value}})
+    with pytest.raises(ConfigError) as caught:
+        read_run_file(write(tmp_path, text))
+    message = str(caught.value)
+    assert message.startswith(f"trainer.{name} is {value!r}, must be ")
+    assert "\n" not in message
+    assert "; " not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("tokens_per_micro_batch", 0, "between 1 and 1e+09"),
+        ("tokens_per_micro_batch", 1.5, "a whole number"),
+        ("token_level_kl", "yes", "true or false"),
+        ("kl_estimator", "k2", "one of k1, k3"),
+        ("missing_eos_penalty", -1, "between 0 and 1e+09"),
+        ("missing_eos_penalty", "1e-1", "a number (YAML reads 1e-5 as text: write 1.0e-5)"),
+        ("normalize_reward", "group", "one of null, false, true, batch, moving"),
+        ("on_reward_error", "ignore", "one of stop, skip"),
+        ("reward_timeout_seconds", 0, "between 0.001 and 1e+09"),
+        ("reward_timeout_seconds", True, "a number"),
+        ("dynamic_sampling_rounds", 101, "between 1 and 100"),
+        ("dynamic_sampling_rounds", None, "a whole number"),
+        ("max_no_signal_fraction", 50, "between 0 and 1"),
+    ],
+)
+def test_a_wrong_own_setting_says_what_is_allowed(name, value, allowed):
+    expected = f"trainer.{name} is {value!r}, must be {allowed}"
+    with pytest.raises(ConfigError, match=f"^{re.escape(expected)}$"):
+        translate_trainer_arguments({name: value})
+
+
+def test_the_defaults_of_the_own_settings_are_right():
+    defaults = {field.name: field.default for field in OWN_FIELDS}
+    assert translate_trainer_arguments(defaults) == defaults
+    assert {name for name, value in defaults.items() if value is None} == {
+        *OPTIONAL_NUMBERS, "normalize_reward"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("missing_eos_penality", "missing_eos_penalty"),
+        ("normalise_reward", "normalize_reward"),
+        ("token_level_kls", "token_level_kl"),
+        ("on_reward_errors", "on_reward_error"),
+        ("reward_timeout", "reward_timeout_seconds"),
+        ("dynamic_samplings", "dynamic_sampling"),
+    ],
+)
+def test_a_misspelt_own_setting_names_the_nearest(wrong, near):
+    message = f"unknown trainer setting {wrong!r}; did you mean {near!r}?"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        make_run_config({"trainer": {wrong: None}})
+
+
+def test_settings_that_are_checked_are_settings():
+    assert {*NUMBERS, *CHOICES} <= known_trainer_fields()
+    assert set(NUMBERS) >= OPTIONAL_NUMBERS
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_may_be_at_the_ends_of_its_range_and_not_beyond(name):
+    kind, low, high = NUMBERS[name]
+    assert check_values({name: kind(low)}) == []
+    assert check_values({name: kind(high)}) == []
+    beyond = f"must be between {low:g} and {high:g}"
+    for value in (kind(low) - 1, kind(high) + 1):
+        assert check_values({name: value}) == [f"trainer.{name} is {value!r}, {beyond}"]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", ["1", True, math.nan, -math.inf, [1]], ids=str)
+def test_a_number_is_a_number(name, value):
+    (fault,) = check_values({name: value})
+    assert fault.startswith(f"trainer.{name} is {value!r}, must be a ")
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_null_is_right_for_the_optional_numbers_alone(name):
+    assert (check_values({name: None}) == []) == (name in OPTIONAL_NUMBERS)
+
+
+def test_faults_of_single_settings_come_all_at_once():
+    values = {"beta": -1, "kl_estimator": "k2", "temperature": "hot", "max_steps": 3}
+    faults = check_values(values)
+    assert [fault.split()[0] for fault in faults] == [
+        "trainer.beta", "trainer.kl_estimator", "trainer.temperature"
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=re.escape("; ".join(faults))):
+        translate_trainer_arguments(values)
+
+
+def test_a_wrong_value_under_an_old_name_is_named_by_the_new_one():
+    message = r"^trainer\.beta is -1, must be between 0 and 100$"
+    with (
+        pytest.warns(FutureWarning, match="kl_coef is now called beta"),
+        pytest.raises(ConfigError, match=message),
+    ):
+        translate_trainer_arguments({"kl_coef": -1})
 
 
 # --- groups ---------------------------------------------------------------------------------------

@@ -24,14 +24,18 @@ RANKS = {
     "types": 0,
     "advantages": 1,
     "chat_templates": 1,
+    "batching": 1,
     "config": 1,
     "hardware": 1,
     "logprobs": 1,
+    "objective": 1,
     "reward_contract": 1,
     "data": 2,
     "environment": 2,
     "gguf": 2,
     "reward_loading": 2,
+    "rollout": 2,
+    "learner": 3,
     "memory": 3,
     "models": 3,
     "recording": 3,
@@ -46,7 +50,10 @@ RANKS = {
 """A room imports only rooms of a strictly lower rank; the folder of rewards has rank 1."""
 
 HEAVY = {"torch", "unsloth", "trl", "transformers", "peft", "vllm", "datasets"}
-MAY_IMPORT_HEAVY = {"advantages", "logprobs", "trainer", "recording"}
+MAY_IMPORT_HEAVY = {
+    *("advantages", "batching", "learner", "logprobs", "objective", "recording", "rollout"),
+    "trainer",
+}
 
 
 def rooms_imported(tree, package="rloo_kit"):
@@ -199,7 +206,12 @@ else:
 
 
 def test_checking_a_run_file_loads_nothing_heavy():
-    code = "from rloo_kit import read_run_file\nread_run_file('quickstart', ['trainer.beta=0.1'])"
+    code = """
+from rloo_kit import read_run_file
+from rloo_kit.config import known_trainer_fields
+read_run_file("quickstart", ["trainer.beta=0.1", "trainer.missing_eos_penalty=1"])
+assert {"beta", "missing_eos_penalty", "reward_timeout_seconds"} <= known_trainer_fields()
+"""
     assert loaded_by(code, HEAVY) == set()
 
 

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -54,7 +53,7 @@ def test_old_name_changes_what_trains_and_warns_once(tmp_path):
     [
         ({"kl_koef": 0.1}, "did you mean 'kl_coef'"),
         ({"num_generation": 4}, "did you mean 'num_generations'"),
-        ({"token_level_kl": True}, "leave it out"),
+        ({"normalize_reward": "bath"}, "must be one of"),
         ({"num_generations": 3}, "set per_device_train_batch_size to 6 or 9"),
         ({"kl_coef": 0.1, "beta": 0.2}, "keep beta"),
         ({"generation_batch_size": 8, "steps_per_generation": 2}, "give one of them"),
@@ -170,15 +169,6 @@ def test_missing_parts_are_named():
         rk.LeaveOneOutTrainer(args=None)
 
 
-def run_script(source: str, cwd: Path, timeout: int = 300) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)],
-        cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def test_an_older_notebook_trains_with_its_calls_unchanged(tmp_path):
     script = [sys.executable, str(HERE / "scripts" / "seed_notebook.py"), str(TINY_THINKER), "3"]
     done = subprocess.run(
@@ -190,38 +180,3 @@ def test_an_older_notebook_trains_with_its_calls_unchanged(tmp_path):
     assert int(moved[1]) > 0
     assert "kl_coef is now called beta" in done.stderr
     assert not list(tmp_path.glob("unsloth_compiled_cache"))
-
-
-def test_unsloths_patched_class_trains_with_the_same_names(tmp_path):
-    """The class that a GPU gets: Unsloth patches TRL's trainer, and drops arguments in silence."""
-    out = run_script(
-        """
-        import rloo_kit as rk
-        rk.setup()
-        from unsloth.models.rl import patch_trl_rl_trainers
-        patch_trl_rl_trainers()
-        import trl
-        assert "Unsloth" in trl.RLOOTrainer.__name__, trl.RLOOTrainer
-        dropped = trl.RLOOConfig(output_dir="x", kl_coef=0.01)
-        args = rk.LeaveOneOutConfig(
-            "out", kl_coef=0.01, max_steps=2, max_completion_length=16, save_strategy="no"
-        )
-        try:
-            rk.LeaveOneOutConfig("out", kl_koef=0.01)
-        except rk.ConfigError as exc:
-            print("refused:", exc)
-        model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
-        trainer = rk.LeaveOneOutTrainer(
-            model=rk.attach_lora(model), reward_funcs=["thinking"], args=args,
-            train_dataset=rk.load_prompts("arithmetic", num_prompts=16), processing_class=tokenizer,
-        )
-        trainer.train()
-        names = [c.__name__ for c in type(trainer).__mro__]
-        print("dropped to", dropped.beta, "kept", trainer.beta, "steps", trainer.state.global_step)
-        print("patched", "UnslothRLOOTrainer" in names, "lr", args.learning_rate, args.optim)
-        """,
-        tmp_path,
-    )
-    assert "did you mean 'kl_coef'" in out
-    assert "dropped to 0.05 kept 0.01 steps 2" in out
-    assert "patched True lr 1e-05" in out

@@ -1,0 +1,195 @@
+"""Token-budget micro-batches: rows sorted by length, cut, and padded no further than needed.
+
+A forward pass pays for every position of its rectangle, ``rows * longest``. Thinking runs have a
+few very long completions among many short ones, so a rectangle over a whole generation batch is
+mostly padding. Rows begin at the left edge, prompt and completion without a gap, and are padded on
+the right only: causal attention then never meets a pad, and no attention mask is needed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+OVERHEAD_TOKENS = 32
+"""What one more pass costs besides its positions, in positions; small, so it only breaks ties
+between a little padding and another pass."""
+
+
+IGNORED = -100
+"""Label of a position whose token is not scored."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some rows as tensors. W is the longest prompt with completion, C the longest completion."""
+
+    rows: torch.Tensor
+    """``(N,)`` int64, their places in the generation batch."""
+    input_ids: torch.Tensor
+    """``(N, W)`` int64: prompt, completion, padding."""
+    labels: torch.Tensor
+    """``(N, W)`` int64: the completion's ids where they stand, ``IGNORED`` elsewhere."""
+    places: torch.Tensor
+    """``(N, C)`` int64: the column of each completion token; any column where there is none."""
+    completion_mask: torch.Tensor
+    """``(N, C)`` bool, True on completion tokens."""
+    num_tokens: int
+    """Positions that hold a token."""
+
+    @property
+    def num_positions(self) -> int:
+        """Positions the pass pays for, padding included."""
+        return self.input_ids.numel()
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The token ids of B completions and their prompts, unpadded."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+
+    def __len__(self) -> int:
+        return len(self.completion_ids)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row, its prompt included."""
+        pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
+        return [len(prompt) + len(completion) for prompt, completion in pairs]
+
+    def num_tokens(self, rows: Sequence[int]) -> int:
+        """Return the tokens of some rows, prompts included."""
+        return sum(len(self.prompt_ids[row]) + len(self.completion_ids[row]) for row in rows)
+
+    def cut(self, rows: Sequence[int], budget: int) -> list[list[int]]:
+        """Cut rows into micro-batches that together pay for the fewest positions.
+
+        The rows are sorted by length; of all ways to cut that order, the cheapest is taken
+        (positions, plus ``OVERHEAD_TOKENS`` for each micro-batch).
+
+        Args:
+            rows: Places in the batch, in any order.
+            budget: No micro-batch has more positions, except a single row that does by itself.
+
+        Returns:
+            Every row once.
+        """
+        lengths = self.lengths
+        order = sorted(rows, key=lambda row: (lengths[row], row))
+        cost, cut_before = [0], [0]  # of the first n rows: the lowest cost, where the last cut is
+        for end in range(1, len(order) + 1):
+            longest = lengths[order[end - 1]]
+            options = []
+            for start in range(end - 1, -1, -1):
+                positions = (end - start) * longest
+                if positions > budget and options:
+                    break
+                options.append((cost[start] + positions + OVERHEAD_TOKENS, start))
+            best, start = min(options)
+            cost.append(best)
+            cut_before.append(start)
+        pieces, end = [], len(order)
+        while end:
+            pieces.append(order[cut_before[end] : end])
+            end = cut_before[end]
+        return pieces
+
+    def bundle(
+        self, groups: Sequence[Sequence[int]], budget: int
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Join whole groups while all their tokens fit into the budget together.
+
+        Args:
+            groups: Rows of each group.
+            budget: Tokens of a bundle, prompts included.
+
+        Returns:
+            The bundles, each the rows of one or several groups of like length; and the groups that
+            do not fit even alone.
+        """
+        sized = sorted((self.num_tokens(rows), list(rows)) for rows in groups if len(rows))
+        bundles: list[list[int]] = []
+        room = 0
+        for tokens, rows in sized:
+            if tokens > budget:
+                continue
+            if tokens > room:
+                bundles.append([])
+                room = budget
+            bundles[-1] += rows
+            room -= tokens
+        return bundles, [rows for tokens, rows in sized if tokens > budget]
+
+    def pad(
+        self,
+        rows: Sequence[int],
+        pad_token_id: int,
+        device: torch.device | str = "cpu",
+        multiple_of: int | None = None,
+    ) -> MicroBatch:
+        """Return some rows as tensors, as wide as the longest of them.
+
+        Args:
+            rows: Places in the batch.
+            pad_token_id: Fills what holds no token.
+            device: Of the tensors.
+            multiple_of: The width is rounded up to it.
+        """
+        prompts = [self.prompt_ids[row] for row in rows]
+        completions = [self.completion_ids[row] for row in rows]
+        pairs = list(zip(prompts, completions, strict=True))
+        num_tokens = [len(prompt) + len(completion) for prompt, completion in pairs]
+        width = max(num_tokens)
+        if multiple_of:
+            width = -(-width // multiple_of) * multiple_of
+        ids = torch.full((len(pairs), width), pad_token_id, dtype=torch.long)
+        labels = torch.full_like(ids, IGNORED)
+        for row, (prompt, completion) in enumerate(pairs):
+            ids[row, : num_tokens[row]] = torch.tensor([*prompt, *completion], dtype=torch.long)
+            labels[row, len(prompt) : num_tokens[row]] = ids[row, len(prompt) : num_tokens[row]]
+        columns = torch.arange(max(map(len, completions)))
+        begin = torch.tensor([len(prompt) for prompt in prompts]).unsqueeze(1)
+        length = torch.tensor([len(completion) for completion in completions]).unsqueeze(1)
+        return MicroBatch(
+            rows=torch.tensor(list(rows), dtype=torch.long, device=device),
+            input_ids=ids.to(device),
+            labels=labels.to(device),
+            places=(begin + columns).clamp(max=width - 1).to(device),
+            completion_mask=(columns < length).to(device),
+            num_tokens=sum(num_tokens),
+        )
+
+
+def default_token_budget(  # noqa: PLR0913
+    free_memory: int,
+    hidden_size: int,
+    num_layers: int,
+    *,
+    intermediate_size: int,
+    bytes_per_value: int,
+    checkpointing: bool,
+    on_cpu: bool,
+) -> int:
+    """Return how many positions a training pass may have, from what its activations cost.
+
+    Half of the free memory is given to activations. A decoder layer keeps about
+    ``12 * hidden + 5 * intermediate`` values a position (inputs of its matrices, norms, attention
+    and the gated MLP); with gradient checkpointing one layer does so at a time, and each layer
+    keeps its input. The result is between 512 and 16,384; on a CPU at most 2,048, beyond which
+    nothing gets faster.
+
+    Args:
+        free_memory: Bytes, once the model is loaded.
+        hidden_size: Of the model.
+        num_layers: Of the model.
+        intermediate_size: Of the MLP.
+        bytes_per_value: 2 under bf16 or fp16, else 4.
+        checkpointing: Whether gradient checkpointing is on.
+        on_cpu: Whether the model computes on a CPU.
+    """
+    layer = 12 * hidden_size + 5 * intermediate_size
+    values = layer + num_layers * hidden_size if checkpointing else num_layers * layer
+    budget = int(free_memory / 2 / (values * bytes_per_value))
+    return max(512, min(budget, 2_048 if on_cpu else 16_384))

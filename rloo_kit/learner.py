@@ -1,0 +1,332 @@
+"""The passes of one optimizer step, over token-budget micro-batches; none that is not needed.
+
+Which passes can be left out without changing the gradient, and why, is in docs/trainer.md.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from rloo_kit.batching import MicroBatch, TokenRows
+from rloo_kit.errors import MemoryRanOutError
+from rloo_kit.objective import Surrogate, surrogate
+from rloo_kit.rollout import Rollout
+
+NO_GRAD_FACTOR = 4
+"""A pass without gradient keeps no activations, so its micro-batches may be this much larger."""
+
+
+@dataclass
+class Scored:
+    """What a forward pass gives for a micro-batch."""
+
+    log_probs: torch.Tensor
+    """``(N, C)`` float32 of the completion tokens."""
+    entropies: torch.Tensor | None = None
+    """``(N, C)`` float32, detached."""
+
+
+Forward = Callable[[MicroBatch], Scored]
+
+
+@dataclass
+class Tally:
+    """What an optimizer step did; sums over the rows and tokens that were trained."""
+
+    loss: float = 0.0
+    rows: int = 0
+    """Rows of the step, trained or not."""
+    step_tokens: int = 0
+    """Tokens of those rows, prompts included."""
+    trained: int = 0
+    completion_tokens: int = 0
+    tokens: int = 0
+    """Tokens of all passes, prompts included."""
+    positions: int = 0
+    """Positions of all passes, padding included."""
+    old_rows: int = 0
+    """Rows an old-log-prob pass of their own was run for."""
+    reference_rows: int = 0
+    entropy: float = 0.0
+    squared_log_ratio: float = 0.0
+    ratios: list[torch.Tensor] = field(default_factory=list)
+    clipped_low: list[torch.Tensor] = field(default_factory=list)
+    clipped_high: list[torch.Tensor] = field(default_factory=list)
+
+    def copy(self) -> "Tally":
+        """Return a tally that counts on by itself."""
+        lists = {name: [*value] for name, value in vars(self).items() if isinstance(value, list)}
+        return replace(self, **lists)
+
+    def metrics(self) -> dict[str, float]:
+        """Return TRL's names, the older TRL's, and the kit's; means over rows count all of them."""
+        rows, tokens = max(1, self.rows), max(1, self.completion_tokens)
+        none = [torch.zeros(1)]
+        ratios = torch.cat(self.ratios or [torch.ones(1)])
+        low, high = torch.cat(self.clipped_low or none), torch.cat(self.clipped_high or none)
+        clipped = float((low + high).sum()) / rows
+        return {
+            "entropy": self.entropy / tokens,
+            "clip_ratio/low_mean": float(low.sum()) / rows,
+            "clip_ratio/low_min": float(low.min()) if self.trained == self.rows else 0.0,
+            "clip_ratio/high_mean": float(high.sum()) / rows,
+            "clip_ratio/high_max": float(high.max()),
+            "clip_ratio/region_mean": clipped,
+            "objective/entropy": self.entropy / max(1, self.trained),
+            "policy/entropy_avg": self.entropy / tokens,
+            "policy/approxkl_avg": self.squared_log_ratio / 2 / tokens,
+            "policy/clipfrac_avg": clipped,
+            "loss/policy_avg": self.loss,
+            "val/ratio": float(ratios.mean()),
+            "val/ratio_var": float(ratios.var(unbiased=False)),
+            "clip_ratio/nulled_rows": float((low + high >= 1).sum()),
+            "passes/real_tokens": self.tokens / max(1, self.positions),
+            "passes/trained": self.trained / rows,
+            "passes/old": self.old_rows / rows,
+            "passes/reference": self.reference_rows / rows,
+        }
+
+
+class Learner:
+    """Runs forward and backward passes, and lowers its token budget where memory runs out.
+
+    Args:
+        forward: Log-probabilities and entropies of a micro-batch under the policy.
+        backward: Takes a scalar loss.
+        no_grad: Gives the context that passes without gradient run in.
+        parameters: Those that train.
+        budget: Positions of a training micro-batch.
+        pad_token_id: Fills what holds no token.
+        device: Where the model is.
+        epsilon: The two clipping ranges, low and high.
+        reuse: Take old log-probabilities from the training forward where that is exact.
+        pad_to_multiple_of: Widths are rounded up to it.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        *,
+        forward: Forward,
+        backward: Callable[[torch.Tensor], None],
+        no_grad: Callable[[], AbstractContextManager[None]],
+        parameters: list[torch.Tensor],
+        budget: int,
+        pad_token_id: int,
+        device: torch.device,
+        epsilon: tuple[float, float],
+        reuse: bool = True,
+        pad_to_multiple_of: int | None = None,
+    ) -> None:
+        self.forward = forward
+        self.backward = backward
+        self.no_grad = no_grad
+        self.parameters = parameters
+        self.budget = budget
+        self.pad_token_id = pad_token_id
+        self.device = device
+        self.epsilon = epsilon
+        self.reuse = reuse
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.tally = Tally()
+        self._warned = False
+
+    def fill_old(self, rollout: Rollout, rows: list[int]) -> None:
+        """Compute and keep the old log-probabilities of rows, in a pass of their own."""
+        if not rows:
+            return
+        found = self.log_probs(rollout.sampled.tokens, rows, self.forward)
+        rollout.old_log_probs[rows] = found[rows]
+        self.tally.old_rows += len(rows)
+
+    def log_probs(self, tokens: TokenRows, rows: list[int], forward: Forward) -> torch.Tensor:
+        """Return ``(B, T)`` float32 log-probabilities, without gradient; 0 in other rows.
+
+        Args:
+            tokens: The batch.
+            rows: Those that are wanted.
+            forward: Of the policy or the reference.
+        """
+        longest = max(map(len, tokens.completion_ids))
+        found = torch.zeros(len(tokens), longest, device=self.device)
+        left = set(rows)
+        piece: list[int] = []
+        while left:
+            try:
+                with self.no_grad():
+                    for piece in tokens.cut(sorted(left), NO_GRAD_FACTOR * self.budget):
+                        batch = self._pad(tokens, piece)
+                        _write(found, batch.rows, forward(batch).log_probs)
+                        self._count_positions(batch)
+                        left.difference_update(piece)
+            except torch.OutOfMemoryError as exc:
+                self._lower_budget(exc, tokens, [piece])
+        return found
+
+    def learn(self, rollout: Rollout, weights: torch.Tensor) -> None:
+        """Add the gradient of a rollout's rows to the parameters.
+
+        Args:
+            rollout: Its old log-probabilities may be unknown where it is on-policy.
+            weights: ``(B,)`` weight of each row's loss in the step; 0 where it is not part of it.
+        """
+        left = set(((weights > 0) & rollout.learnable).nonzero().flatten().tolist())
+        in_step = (weights > 0).nonzero().flatten().tolist()
+        self.tally.rows += len(in_step)
+        self.tally.step_tokens += rollout.sampled.tokens.num_tokens(in_step)
+        self.tally.trained += len(left)
+        pieces: list[list[int]] = []
+        while left:
+            try:
+                for pieces in self._plan(rollout, left):
+                    self._learn_together(rollout, pieces, weights)
+                    left.difference_update(row for piece in pieces for row in piece)
+            except torch.OutOfMemoryError as exc:
+                self._lower_budget(exc, rollout.sampled.tokens, pieces)
+
+    def _plan(self, rollout: Rollout, left: set[int]) -> Iterator[list[list[int]]]:
+        """Yield micro-batches; those in one list need each other's log-probabilities."""
+        tokens = rollout.sampled.tokens
+        groups = [[row for row in rows if row in left] for rows in rollout.groups]
+        unsettled = {number for number, rows in enumerate(groups) if rows} & set(
+            (~rollout.settled).nonzero().flatten().tolist()
+        )
+        waiting = [groups[number] for number in sorted(unsettled)]
+        bundles, too_long = tokens.bundle(waiting, self.budget)
+        if too_long:  # a group of its own is more than memory holds: a pass for its KL, then train
+            self.fill_old(rollout, [row for rows in too_long for row in rows])
+            rollout.settle([rows[0] // rollout.num_generations for rows in too_long])
+        together = {row for bundle in bundles for row in bundle}
+        for piece in tokens.cut([row for row in left if row not in together], self.budget):
+            yield [piece]
+        for bundle in bundles:
+            yield tokens.cut(bundle, self.budget)
+
+    def _learn_together(
+        self, rollout: Rollout, pieces: list[list[int]], weights: torch.Tensor
+    ) -> None:
+        """Run some micro-batches forward, settle their groups, then run them backward."""
+        before = [parameter.grad for parameter in self.parameters]
+        counted = self.tally.copy()
+        for parameter in self.parameters:
+            parameter.grad = None  # what is accumulated stays safe if memory runs out half-way
+        graphs = []
+        try:
+            for piece in pieces:
+                batch = self._pad(rollout.sampled.tokens, piece)
+                scored = self.forward(batch)
+                graphs.append((batch, scored))
+                self._keep_old(rollout, batch, scored.log_probs)
+            size = rollout.num_generations
+            groups = sorted({row // size for piece in pieces for row in piece})
+            unsettled = [number for number in groups if not rollout.settled[number]]
+            if unsettled:
+                rollout.settle(unsettled)
+            while graphs:  # last in, first out, as checkpointing that offloads expects
+                batch, scored = graphs.pop()
+                loss, objective = self._loss(rollout, batch, scored, weights)
+                self.backward(loss)
+                self._count(rollout, batch, scored, objective, loss)
+                del scored, objective, loss
+        except torch.OutOfMemoryError:
+            graphs.clear()
+            self.tally = counted
+            for parameter, grad in zip(self.parameters, before, strict=True):
+                parameter.grad = grad
+            raise
+        for parameter, grad in zip(self.parameters, before, strict=True):
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+    def _loss(
+        self, rollout: Rollout, batch: MicroBatch, scored: Scored, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, Surrogate]:
+        width = batch.completion_mask.size(1)
+        rows = batch.rows
+        log_probs = scored.log_probs
+        on_policy = self.reuse and rollout.on_policy
+        old = log_probs.detach() if on_policy else _columns(rollout.old_log_probs[rows], width)
+        advantages = rollout.advantages[rows]
+        if advantages.ndim == 2:
+            advantages = _columns(advantages, width)
+        objective = surrogate(log_probs, old, batch.completion_mask, advantages, *self.epsilon)
+        return (objective.losses * weights[rows]).sum(), objective
+
+    def _keep_old(self, rollout: Rollout, batch: MicroBatch, log_probs: torch.Tensor) -> None:
+        """Keep the log-probabilities of a policy that has not moved since it sampled."""
+        rows = batch.rows
+        if self.reuse and rollout.on_policy:
+            _write(rollout.old_log_probs, rows, log_probs.detach())
+
+    @torch.no_grad()
+    def _count(
+        self,
+        rollout: Rollout,
+        batch: MicroBatch,
+        scored: Scored,
+        objective: Surrogate,
+        loss: torch.Tensor,
+    ) -> None:
+        tally = self.tally
+        mask = batch.completion_mask
+        self._count_positions(batch)
+        tally.loss += float(loss.detach())
+        tally.completion_tokens += int(mask.sum())
+        if scored.entropies is not None:
+            tally.entropy += float((scored.entropies * mask).sum())
+        if not (self.reuse and rollout.on_policy):
+            rows = batch.rows
+            moved = scored.log_probs - _columns(rollout.old_log_probs[rows], mask.size(1))
+            tally.squared_log_ratio += float((moved.square() * mask).sum())
+        tally.ratios.append(objective.ratios.cpu())
+        tally.clipped_low.append(objective.clipped_low.cpu())
+        tally.clipped_high.append(objective.clipped_high.cpu())
+
+    def _pad(self, tokens: TokenRows, rows: list[int]) -> MicroBatch:
+        return tokens.pad(rows, self.pad_token_id, self.device, self.pad_to_multiple_of)
+
+    def _count_positions(self, batch: MicroBatch) -> None:
+        self.tally.tokens += batch.num_tokens
+        self.tally.positions += batch.num_positions
+
+    def _lower_budget(
+        self, exc: torch.OutOfMemoryError, tokens: TokenRows, pieces: list[list[int]]
+    ) -> None:
+        """Halve the budget, warn the first time; give up where a single row does not fit.
+
+        Args:
+            exc: What was raised.
+            tokens: The batch.
+            pieces: The micro-batches it was raised in.
+
+        Raises:
+            MemoryRanOutError: Nothing is left to halve.
+        """
+        if sum(map(len, pieces)) < 2:
+            raise MemoryRanOutError(
+                "memory ran out on a single completion: lower trainer.max_completion_length or "
+                "lora.r, or turn trainer.gradient_checkpointing on"
+            ) from exc
+        tried = sum(len(piece) * max(tokens.lengths[row] for row in piece) for piece in pieces)
+        self.budget = max(1, min(self.budget, tried) // 2)
+        if not self._warned:
+            warnings.warn(
+                f"memory ran out: tokens_per_micro_batch is {self.budget} from here on; set it in "
+                f"the run file to start there",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self._warned = True
+
+
+def _columns(values: torch.Tensor, width: int) -> torch.Tensor:
+    """Return ``(N, width)`` of ``(N, T)``, with zeros where the batch is wider than the rollout."""
+    missing = width - values.size(1)
+    return torch.nn.functional.pad(values, (0, missing)) if missing > 0 else values[:, :width]
+
+
+def _write(into: torch.Tensor, rows: torch.Tensor, log_probs: torch.Tensor) -> None:
+    width = min(log_probs.size(1), into.size(1))
+    into[rows, :width] = log_probs[:, :width].to(into.dtype)

@@ -1,0 +1,145 @@
+"""What a score becomes before it trains, and the loss it trains with: pure functions on tensors.
+
+Shapes: P prompts, G generations per prompt, B = P*G completions, N rows of a micro-batch, T tokens.
+
+Sources: Ahmadian et al. 2024 (arXiv 2402.14740); Hu et al. 2025, "REINFORCE++" (arXiv 2501.03262)
+for the token-level penalty and reward normalisation; Schulman 2020, "Approximating KL Divergence"
+(joschu.net/blog/kl-approx.html) for k1 and k3.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+MAX_LOG_RATIO = 20.0
+"""Beyond it a ratio has no gradient; an overflow would make the gradient of the step NaN."""
+EPSILON = 1e-4
+"""Added to standard deviations, as TRL does."""
+
+
+@dataclass
+class RunningMoments:
+    """Mean and variance over all batches seen, merged batch by batch (Chan et al. 1979)."""
+
+    count: int = 0
+    mean: float = 0.0
+    sum_of_squares: float = 0.0
+    """Of the deviations from the mean."""
+
+    @property
+    def std(self) -> float:
+        """Standard deviation with Bessel's correction; 0.0 of fewer than two values."""
+        return math.sqrt(self.sum_of_squares / (self.count - 1)) if self.count > 1 else 0.0
+
+    def update(self, values: torch.Tensor) -> None:
+        """Take in a batch; NaN entries are left out."""
+        values = values[~values.isnan()].double()
+        new = values.numel()
+        if not new:
+            return
+        mean = float(values.mean())
+        delta, total = mean - self.mean, self.count + new
+        squares = float(((values - mean) ** 2).sum())
+        self.sum_of_squares += squares + delta**2 * self.count * new / total
+        self.mean += delta * new / total
+        self.count = total
+
+
+def penalise_missing_eos(
+    scores: torch.Tensor, ended: torch.Tensor, penalty: float | None
+) -> torch.Tensor:
+    """Return ``(B,)`` scores, less by ``penalty`` where ``ended`` is false (the EOS trick)."""
+    return scores if penalty is None else scores - penalty * (~ended)
+
+
+def normalise(values: torch.Tensor, moments: RunningMoments | None = None) -> torch.Tensor:
+    """Return ``(v - mean) / (std + 1e-4)``; NaN entries stay NaN and count for nothing.
+
+    Args:
+        values: Floats of any shape.
+        moments: Statistics to use; None: those of ``values``.
+    """
+    if moments is not None:
+        return (values - moments.mean) / (moments.std + EPSILON)
+    known = values[~values.isnan()]
+    if not known.numel() or known.min() == known.max():
+        return values * 0.0  # exactly: rounding over 1e-4 would not be small
+    return (values - known.mean()) / (known.std() + EPSILON)
+
+
+def token_kl(
+    log_probs: torch.Tensor, reference_log_probs: torch.Tensor, estimator: str = "k1"
+) -> torch.Tensor:
+    """Return the estimated KL divergence from the reference of every sampled token, in nats.
+
+    Args:
+        log_probs: ``(N, T)`` of the policy that sampled.
+        reference_log_probs: ``(N, T)``.
+        estimator: ``k1`` is log(pi / ref): unbiased, may be negative. ``k3`` is
+            ref / pi - 1 - log(ref / pi): unbiased, never negative, less variance.
+
+    Raises:
+        ValueError: For another estimator.
+    """
+    log_ratio = log_probs - reference_log_probs
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k3":
+        return torch.expm1(-log_ratio) + log_ratio
+    raise ValueError(f"estimator is {estimator!r}, must be k1 or k3")
+
+
+def to_go(values: torch.Tensor) -> torch.Tensor:
+    """Return ``(N, T)`` sums from each token to the end of its row: sum over u >= t."""
+    return values.flip(-1).cumsum(-1).flip(-1)
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """The clipped objective of some rows."""
+
+    losses: torch.Tensor
+    """``(N,)``, with gradient: -min(rho A, clip(rho) A), summed over tokens where those differ."""
+    ratios: torch.Tensor
+    """``(N,)`` probability ratios of whole completions, detached."""
+    clipped_low: torch.Tensor
+    """``(N,)`` in [0, 1]: share of the row's terms without gradient because rho is too small."""
+    clipped_high: torch.Tensor
+    """``(N,)`` in [0, 1]: the same, too large."""
+
+
+def surrogate(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    mask: torch.Tensor,
+    advantages: torch.Tensor,
+    epsilon_low: float,
+    epsilon_high: float,
+) -> Surrogate:
+    """Return PPO's clipped surrogate of completions.
+
+    With one advantage per row the whole completion is one action with one ratio,
+    ``rho = exp(sum_t log pi - sum_t log pi_old)``. With one per token each token has its own.
+
+    Args:
+        log_probs: ``(N, T)`` with gradient.
+        old_log_probs: ``(N, T)``; the detached ``log_probs`` where the policy has not moved.
+        mask: ``(N, T)`` 1 on completion tokens.
+        advantages: ``(N,)``, or ``(N, T)`` with the token-level KL.
+        epsilon_low: rho is clipped at 1 - epsilon_low ...
+        epsilon_high: ... and at 1 + epsilon_high.
+    """
+    per_token = (log_probs - old_log_probs) * mask
+    log_ratio = per_token.sum(1)
+    terms = per_token if advantages.ndim == 2 else log_ratio
+    ratio = terms.clamp(max=MAX_LOG_RATIO).exp()
+    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    objective = torch.min(ratio * advantages, clipped * advantages)
+    low = (ratio < 1 - epsilon_low) & (advantages < 0)
+    high = (ratio > 1 + epsilon_high) & (advantages > 0)
+    if advantages.ndim == 2:
+        tokens = mask.sum(1).clamp(min=1)
+        objective = (objective * mask).sum(1)
+        low, high = (low * mask).sum(1) / tokens, (high * mask).sum(1) / tokens
+    return Surrogate(-objective, log_ratio.detach().exp(), low.float(), high.float())

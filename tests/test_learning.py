@@ -1,0 +1,306 @@
+"""What the trainer does beside TRL's gradient: options, limits, extras, and what it reports."""
+
+import asyncio
+import json
+import math
+import time
+import warnings
+
+import pytest
+import torch
+
+import rloo_kit as rk
+
+
+@pytest.fixture
+def policy():
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256, load_in_4bit=False)
+    return rk.attach_lora(model, r=4), tokenizer
+
+
+def trainer_for(policy, tmp_path, rewards, prompts=None, **settings):
+    few = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 16,
+        "num_generations": 4,
+        "max_completion_length": 24,
+        "save_strategy": "no",
+        "learning_rate": 1e-3,
+    }
+    return rk.LeaveOneOutTrainer(
+        model=policy[0],
+        reward_funcs=rewards,
+        args=rk.LeaveOneOutConfig(str(tmp_path / "out"), **{**few, **settings}),
+        train_dataset=prompts or rk.load_prompts("arithmetic", num_prompts=64),
+        processing_class=policy[1],
+    )
+
+
+def texts(completions):
+    return [completion[-1]["content"] for completion in completions]
+
+
+def ones(completions, **_):
+    return [float(text.count("1") > 3) for text in texts(completions)]
+
+
+def equal(completions, **_):
+    return [1.0] * len(completions)
+
+
+def first_group_only(completions, **_):
+    return [float(row) if row < 4 else 0.0 for row in range(len(completions))]
+
+
+def logs(trainer):
+    return [row for row in trainer.state.log_history if "reward" in row]
+
+
+def count_rows(trainer, monkeypatch):
+    """Count rows in forward passes of the trainer, by whether gradients are recorded."""
+    seen = {"with": 0, "without": 0}
+    score = trainer._score
+
+    def counting(model, batch):
+        seen["with" if torch.is_grad_enabled() else "without"] += len(batch.rows)
+        return score(model, batch)
+
+    monkeypatch.setattr(trainer, "_score", counting)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("settings", "with_gradient", "without"),
+    [
+        ({"beta": 0.0}, 4, 0),  # one group of four has signal
+        ({"beta": 0.0, "skip_no_signal": False}, 16, 0),
+        ({"beta": 0.0, "skip_old_pass": False}, 4, 4),
+        ({"beta": 0.05}, 16, 16),  # the reference
+        ({"beta": 0.05, "skip_old_pass": False}, 16, 32),
+        ({"beta": 0.05, "gate_on_score": True}, 4, 4),
+        ({"beta": 0.05, "normalize_advantages": True}, 16, 32),
+    ],
+)
+def test_only_the_passes_that_are_needed_are_run(
+    policy, tmp_path, monkeypatch, settings, with_gradient, without
+):
+    trainer = trainer_for(policy, tmp_path, first_group_only, **settings)
+    seen = count_rows(trainer, monkeypatch)
+    trainer.train()
+    assert (seen["with"], seen["without"]) == (with_gradient, without)
+    row = logs(trainer)[0]
+    assert row["passes/trained"] == with_gradient / 16
+    assert row["passes/old"] + row["passes/reference"] == pytest.approx(without / 16)
+    assert row["signal/groups_without"] == 0.75
+
+
+def test_a_batch_without_any_signal_still_steps_with_a_gradient_of_zero(policy, tmp_path):
+    trainer = trainer_for(policy, tmp_path, equal, beta=0.0, max_steps=2)
+    trainer.train()
+    assert [row["grad_norm"] for row in logs(trainer)] == [0.0, 0.0]
+    assert trainer.state.global_step == 2
+
+
+def test_masked_rows_pay_no_pass(policy, tmp_path, monkeypatch):
+    trainer = trainer_for(
+        policy, tmp_path, ones, mask_truncated_completions=True, max_completion_length=26
+    )
+    seen = count_rows(trainer, monkeypatch)
+    trainer.train()
+    truncated = round(logs(trainer)[0]["completions/truncated"] * 16)
+    assert 0 < truncated < 16
+    assert seen["with"] <= 16 - truncated
+
+
+def test_metrics_are_finite_and_in_the_trls_and_older_names(policy, tmp_path):
+    trainer = trainer_for(policy, tmp_path, ones, max_steps=2)
+    trainer.train()
+    row = logs(trainer)[-1]
+    for name in (
+        "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "clip_ratio/region_mean",
+        "rewards/ones/mean", "completions/mean_length", "step_time", "num_tokens",
+        "objective/kl", "objective/entropy", "objective/scores", "objective/rlhf_reward",
+        "objective/non_score_reward", "policy/approxkl_avg", "policy/clipfrac_avg",
+        "policy/entropy_avg", "loss/policy_avg", "val/ratio", "val/ratio_var",
+        "val/num_eos_tokens", "lr", "eps", "episode",
+        "score/raw", "score/shaped", "score/after_kl", "score/group_std", "kl/sequence",
+        "kl/token", "signal/groups_without", "signal/kl_share", "clip_ratio/nulled_rows",
+        "completions/truncated", "passes/real_tokens", "memory/peak_gib",
+        "speed/generation_tokens_per_second", "speed/learning_tokens_per_second",
+    ):  # fmt: skip
+        assert math.isfinite(row[name]), name
+    assert row["episode"] == 32
+    assert row["val/ratio"] == 1.0
+    assert 0.5 < row["passes/real_tokens"] <= 1.0
+
+
+def test_no_row_is_nulled_on_policy_in_bf16(policy, tmp_path):
+    trainer = trainer_for(
+        policy, tmp_path, ones, max_steps=3, bf16=True, epsilon=1e-6, learning_rate=1e-2
+    )
+    trainer.train()
+    assert [row["clip_ratio/nulled_rows"] for row in logs(trainer)] == [0, 0, 0]
+
+
+def test_clipping_is_counted_where_the_policy_has_moved(policy, tmp_path):
+    trainer = trainer_for(
+        policy, tmp_path, ones, max_steps=2, num_iterations=2, epsilon=1e-4, learning_rate=1e-2
+    )
+    trainer.train()
+    again = trainer.state.log_history[1]  # the second iteration on the same completions
+    assert again["clip_ratio/nulled_rows"] > 0
+    assert again["policy/approxkl_avg"] > 0
+
+
+def test_missing_eos_costs_what_was_said(policy, tmp_path):
+    trainer = trainer_for(
+        policy, tmp_path, equal, missing_eos_penalty=0.5, max_completion_length=26, beta=0.0
+    )
+    trainer.train()
+    row = logs(trainer)[0]
+    assert 0 < row["completions/truncated"] < 1
+    assert row["score/shaped"] == pytest.approx(1.0 - 0.5 * row["completions/truncated"])
+    assert row["score/raw"] == 1.0
+
+
+def test_moving_normalisation_remembers_earlier_batches(policy, tmp_path):
+    trainer = trainer_for(policy, tmp_path, ones, normalize_reward="moving", max_steps=3)
+    trainer.train()
+    assert trainer.reward_moments.count == 48
+    assert trainer.reward_moments.mean == pytest.approx(
+        sum(row["reward"] for row in logs(trainer)) / 3
+    )
+
+
+def test_async_rewards_run_while_the_reference_pass_computes(policy, tmp_path, monkeypatch):
+    order = []
+
+    async def slow(completions, **_):
+        order.append("reward starts")
+        await asyncio.sleep(0.5)
+        order.append("reward ends")
+        return [float(len(text) % 2) for text in texts(completions)]
+
+    trainer = trainer_for(policy, tmp_path, slow)
+    reference = trainer._reference_log_probs
+
+    def noted(*args):
+        time.sleep(0.1)
+        result = reference(*args)
+        order.append("reference ends")
+        return result
+
+    monkeypatch.setattr(trainer, "_reference_log_probs", noted)
+    trainer.train()
+    assert order == ["reward starts", "reference ends", "reward ends"]
+    assert order.count("reward starts") == 1, "it was started ahead, and called again"
+
+
+def test_dynamic_sampling_fills_the_batch_with_signal(policy, tmp_path):
+    recorded = []
+    settings = {"max_steps": 2, "beta": 0.0}
+    plain = trainer_for(policy, tmp_path, ones, **settings)
+    plain.train()
+    trainer = trainer_for(
+        policy, tmp_path, ones, dynamic_sampling=True, dynamic_sampling_rounds=20, **settings
+    )
+    trainer.on_completions = lambda step, rollout, names: recorded.append(rollout)
+    trainer.train()
+    assert any(row["signal/groups_without"] > 0 for row in logs(plain))
+    for rollout in recorded:
+        prompts = [json.dumps(prompt) for prompt in rollout.sampled.prompts]
+        assert all(len(set(prompts[i : i + 4])) == 1 for i in range(0, 16, 4))
+        assert (rollout.score_advantages.view(-1, 4) != 0).any(dim=1).all()
+    assert sum(row["signal/groups_drawn_again"] for row in logs(trainer)) > 0
+
+
+def test_dynamic_sampling_ends_at_its_limit(policy, tmp_path):
+    trainer = trainer_for(
+        policy, tmp_path, equal, beta=0.0, dynamic_sampling=True, dynamic_sampling_rounds=2
+    )
+    trainer.train()
+    assert logs(trainer)[0]["signal/groups_drawn_again"] == 8
+
+
+def test_too_many_groups_without_signal_stop_the_run_and_say_so(policy, tmp_path):
+    trainer = trainer_for(
+        policy, tmp_path, equal, beta=0.0, max_no_signal_fraction=0.9, max_steps=30,
+        max_completion_length=2,
+    )  # fmt: skip
+    with pytest.warns(RuntimeWarning, match="training stops: 100% of the groups"):
+        trainer.train()
+    assert trainer.state.global_step == 10
+    assert "raise trainer.temperature" in trainer.stop_reason
+
+
+def test_an_unscorable_batch_is_skipped_when_asked(policy, tmp_path):
+    def raises(completions, **_):
+        raise ZeroDivisionError("no")
+
+    trainer = trainer_for(policy, tmp_path, [raises, ones], on_reward_error="skip")
+    with pytest.warns(RuntimeWarning, match="count as unscorable"):
+        trainer.train()
+    assert logs(trainer)[0]["rewards/raises/errors"] == 16
+    with pytest.raises(rk.RewardError, match="in row 0"):
+        trainer_for(policy, tmp_path, [raises, ones]).train()
+
+
+def test_memory_that_runs_out_halves_the_budget_and_changes_nothing_else(
+    policy, tmp_path, monkeypatch
+):
+    def gradient(fail):
+        torch.manual_seed(0)
+        trainer = trainer_for(
+            policy, tmp_path, ones, tokens_per_micro_batch=400, learning_rate=1e-9, bf16=False
+        )
+        if fail:
+            score = trainer._score
+
+            def too_large(model, batch):
+                if batch.num_positions > 200:
+                    raise torch.OutOfMemoryError("injected")
+                return score(model, batch)
+
+            monkeypatch.setattr(trainer, "_score", too_large)
+        found = []
+        trainer._clip_grad_norm = lambda model: found.append(
+            torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.requires_grad])
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train()
+        return found[0], [w for w in caught if "memory ran out" in str(w.message)]
+
+    expected, none = gradient(fail=False)
+    found, warned = gradient(fail=True)
+    assert not none
+    assert len(warned) == 1
+    assert float((found - expected).norm() / expected.norm()) < 1e-4
+
+
+def test_a_new_adapter_needs_no_copy_and_a_continued_one_keeps_its_start(policy, tmp_path):
+    model, tokenizer = policy
+    trainer = trainer_for(policy, tmp_path, ones)
+    assert "ref" not in model.peft_config
+    trainer.train()
+    trainer_for((model, tokenizer), tmp_path, ones)
+    assert "ref" in model.peft_config
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [({"dynamic_sampling": True}, "random access"), ({"token_level_kl": True}, None)],
+)
+def test_a_stream_of_prompts_trains_unless_it_cannot(policy, tmp_path, settings, remedy):
+    stream = rk.load_prompts("arithmetic", num_prompts=32).to_iterable_dataset()
+    if remedy:
+        with pytest.raises(rk.ConfigError, match=remedy):
+            trainer_for(policy, tmp_path, ones, prompts=stream, **settings)
+    else:
+        trainer_for(policy, tmp_path, ones, prompts=stream, **settings).train()
+
+
+def test_trls_evaluation_during_training_works(policy, tmp_path):
+    trainer = trainer_for(policy, tmp_path, ones, per_device_eval_batch_size=8)
+    metrics = trainer.evaluate(rk.load_prompts("arithmetic", split="held_out", num_prompts=4))
+    assert math.isfinite(metrics["eval_reward"])
