@@ -4,7 +4,7 @@ Which passes can be left out without changing the gradient, and why, is in docs/
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -99,6 +99,7 @@ class Learner:
         no_grad: Gives the context that passes without gradient run in.
         parameters: Those that train.
         budget: Positions of a training micro-batch.
+        overhead: What one more pass costs, in positions.
         pad_token_id: Fills what holds no token.
         device: Where the model is.
         epsilon: The two clipping ranges, low and high.
@@ -117,6 +118,7 @@ class Learner:
         pad_token_id: int,
         device: torch.device,
         epsilon: tuple[float, float],
+        overhead: int,
         reuse: bool = True,
         pad_to_multiple_of: int | None = None,
     ) -> None:
@@ -125,6 +127,7 @@ class Learner:
         self.no_grad = no_grad
         self.parameters = parameters
         self.budget = budget
+        self.overhead = overhead
         self.pad_token_id = pad_token_id
         self.device = device
         self.epsilon = epsilon
@@ -156,7 +159,7 @@ class Learner:
         while left:
             try:
                 with self.no_grad():
-                    for piece in tokens.cut(sorted(left), NO_GRAD_FACTOR * self.budget):
+                    for piece in self._cut(tokens, left, NO_GRAD_FACTOR):
                         batch = self._pad(tokens, piece)
                         _write(found, batch.rows, forward(batch).log_probs)
                         self._count_positions(batch)
@@ -199,10 +202,10 @@ class Learner:
             self.fill_old(rollout, [row for rows in too_long for row in rows])
             rollout.settle([rows[0] // rollout.num_generations for rows in too_long])
         together = {row for bundle in bundles for row in bundle}
-        for piece in tokens.cut([row for row in left if row not in together], self.budget):
+        for piece in self._cut(tokens, left - together):
             yield [piece]
         for bundle in bundles:
-            yield tokens.cut(bundle, self.budget)
+            yield self._cut(tokens, bundle)
 
     def _learn_together(
         self, rollout: Rollout, pieces: list[list[int]], weights: torch.Tensor
@@ -218,7 +221,8 @@ class Learner:
                 batch = self._pad(rollout.sampled.tokens, piece)
                 scored = self.forward(batch)
                 graphs.append((batch, scored))
-                self._keep_old(rollout, batch, scored.log_probs)
+                if self.reuse and rollout.on_policy:
+                    _write(rollout.old_log_probs, batch.rows, scored.log_probs)
             size = rollout.num_generations
             groups = sorted({row // size for piece in pieces for row in piece})
             unsettled = [number for number in groups if not rollout.settled[number]]
@@ -243,22 +247,18 @@ class Learner:
     def _loss(
         self, rollout: Rollout, batch: MicroBatch, scored: Scored, weights: torch.Tensor
     ) -> tuple[torch.Tensor, Surrogate]:
-        width = batch.completion_mask.size(1)
-        rows = batch.rows
-        log_probs = scored.log_probs
-        on_policy = self.reuse and rollout.on_policy
-        old = log_probs.detach() if on_policy else _columns(rollout.old_log_probs[rows], width)
+        rows, width = batch.rows, batch.completion_mask.size(1)
+        if self.reuse and rollout.on_policy:
+            old = scored.log_probs.detach()
+        else:
+            old = rollout.old_log_probs[rows, :width]
         advantages = rollout.advantages[rows]
         if advantages.ndim == 2:
-            advantages = _columns(advantages, width)
-        objective = surrogate(log_probs, old, batch.completion_mask, advantages, *self.epsilon)
+            advantages = advantages[:, :width]
+        objective = surrogate(
+            scored.log_probs, old, batch.completion_mask, advantages, *self.epsilon
+        )
         return (objective.losses * weights[rows]).sum(), objective
-
-    def _keep_old(self, rollout: Rollout, batch: MicroBatch, log_probs: torch.Tensor) -> None:
-        """Keep the log-probabilities of a policy that has not moved since it sampled."""
-        rows = batch.rows
-        if self.reuse and rollout.on_policy:
-            _write(rollout.old_log_probs, rows, log_probs.detach())
 
     @torch.no_grad()
     def _count(
@@ -277,12 +277,14 @@ class Learner:
         if scored.entropies is not None:
             tally.entropy += float((scored.entropies * mask).sum())
         if not (self.reuse and rollout.on_policy):
-            rows = batch.rows
-            moved = scored.log_probs - _columns(rollout.old_log_probs[rows], mask.size(1))
+            moved = scored.log_probs - rollout.old_log_probs[batch.rows, : mask.size(1)]
             tally.squared_log_ratio += float((moved.square() * mask).sum())
         tally.ratios.append(objective.ratios.cpu())
         tally.clipped_low.append(objective.clipped_low.cpu())
         tally.clipped_high.append(objective.clipped_high.cpu())
+
+    def _cut(self, tokens: TokenRows, rows: Iterable[int], factor: int = 1) -> list[list[int]]:
+        return tokens.cut(sorted(rows), factor * self.budget, self.overhead)
 
     def _pad(self, tokens: TokenRows, rows: list[int]) -> MicroBatch:
         return tokens.pad(rows, self.pad_token_id, self.device, self.pad_to_multiple_of)
@@ -321,12 +323,5 @@ class Learner:
             self._warned = True
 
 
-def _columns(values: torch.Tensor, width: int) -> torch.Tensor:
-    """Return ``(N, width)`` of ``(N, T)``, with zeros where the batch is wider than the rollout."""
-    missing = width - values.size(1)
-    return torch.nn.functional.pad(values, (0, missing)) if missing > 0 else values[:, :width]
-
-
 def _write(into: torch.Tensor, rows: torch.Tensor, log_probs: torch.Tensor) -> None:
-    width = min(log_probs.size(1), into.size(1))
-    into[rows, :width] = log_probs[:, :width].to(into.dtype)
+    into[rows, : log_probs.size(1)] = log_probs.detach().to(into.dtype)

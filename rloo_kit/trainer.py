@@ -23,7 +23,7 @@ from trl import RLOOConfig, RLOOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
-from rloo_kit.batching import MicroBatch, TokenRows, default_token_budget
+from rloo_kit.batching import MicroBatch, TokenRows, default_token_budget, pass_overhead
 from rloo_kit.config import DEFAULT_BATCH, translate_trainer_arguments
 from rloo_kit.environment import setup
 from rloo_kit.errors import ConfigError
@@ -225,7 +225,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
         self._use_trl_path = _needs_trl_path(self)
         self._learner: Learner | None = None
         self._window: list[tuple[Rollout, torch.Tensor]] = []
-        self._window_step = -1
+        self._window_at: tuple[Any, int] = (None, -1)
         self._no_signal: deque[float] = deque(maxlen=NO_SIGNAL_BATCHES)
         self._prompt_order: Iterator[int] = iter(())
         self._elsewhere = 0.0
@@ -395,7 +395,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
             backward=self.accelerator.backward,
             no_grad=self._no_grad,
             parameters=[p for p in self.model.parameters() if p.requires_grad],
-            budget=args.tokens_per_micro_batch or _budget_from_memory(self),
+            **_cutting(self),
             pad_token_id=self._tokenizer.pad_token_id,
             device=self.accelerator.device,
             epsilon=(self.epsilon_low, self.epsilon_high),
@@ -481,8 +481,9 @@ class LeaveOneOutTrainer(RLOOTrainer):
         model.train()
         if hasattr(self.optimizer, "train"):  # schedule-free optimizers
             self.optimizer.train()
-        if self._window_step != self.state.global_step:  # a step that was interrupted leaves slices
-            self._window, self._window_step = [], self.state.global_step
+        state, step = self._window_at
+        if state is not self.state or step != self.state.global_step:
+            self._window, self._window_at = [], (self.state, self.state.global_step)
         self._window.append(self._prepare_inputs(inputs))
         loss = torch.zeros((), device=self.accelerator.device)
         if self.accelerator.sync_gradients:
@@ -491,7 +492,6 @@ class LeaveOneOutTrainer(RLOOTrainer):
         self._current_train_step_time += time.perf_counter() - started
         if self.accelerator.sync_gradients:
             self._note_step()
-            self._window = []
         return loss
 
     def _learn(self) -> torch.Tensor:
@@ -676,15 +676,21 @@ def _needs_trl_path(trainer: LeaveOneOutTrainer) -> bool:
     return reason is not None
 
 
-def _budget_from_memory(trainer: LeaveOneOutTrainer) -> int:
-    config = trainer.model.config.get_text_config()
+def _cutting(trainer: LeaveOneOutTrainer) -> dict[str, int]:
+    """Return the token budget and the overhead of a pass, from the model and the machine."""
+    args, config = trainer.args, trainer.model.config.get_text_config()
     hardware = detect_hardware()
-    return default_token_budget(
+    on_cpu = hardware.device == "cpu"
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    budget = args.tokens_per_micro_batch or default_token_budget(
         hardware.free_memory,
-        config.hidden_size,
-        config.num_hidden_layers,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        bytes_per_value=2 if trainer.args.bf16 or trainer.args.fp16 else 4,
-        checkpointing=trainer.args.gradient_checkpointing,
-        on_cpu=hardware.device == "cpu",
+        hidden,
+        layers,
+        intermediate_size=inner,
+        bytes_per_value=2 if args.bf16 or args.fp16 else 4,
+        checkpointing=args.gradient_checkpointing,
+        on_cpu=on_cpu,
     )
+    weights = layers * hidden * (4 * hidden + 3 * inner)  # 4-bit weights would be counted packed
+    return {"budget": budget, "overhead": pass_overhead(layers, weights, on_cpu=on_cpu)}

@@ -6,7 +6,9 @@ from itertools import chain
 import pytest
 import torch
 
-from rloo_kit.batching import IGNORED, OVERHEAD_TOKENS, TokenRows, default_token_budget
+from rloo_kit.batching import IGNORED, TokenRows, default_token_budget, pass_overhead
+
+OVERHEAD = 32
 
 PAD = 999
 
@@ -26,7 +28,7 @@ def positions(lengths, piece):
 
 
 def cost(lengths, pieces):
-    return sum(positions(lengths, piece) + OVERHEAD_TOKENS for piece in pieces)
+    return sum(positions(lengths, piece) + OVERHEAD for piece in pieces)
 
 
 def every_cut(order):
@@ -48,7 +50,7 @@ def test_a_cut_is_the_cheapest_of_all_cuts_of_the_sorted_rows(seed, budget):
     draw = random.Random(seed)
     lengths = [draw.choice([draw.randint(2, 12), draw.randint(2, 150)]) for _ in range(9)]
     order = sorted(range(9), key=lengths.__getitem__)
-    pieces = rows_of(lengths).cut(draw.sample(order, 9), budget)
+    pieces = rows_of(lengths).cut(draw.sample(order, 9), budget, OVERHEAD)
     allowed = [
         cost(lengths, cut)
         for cut in every_cut(order)
@@ -63,7 +65,7 @@ def test_every_row_is_cut_once_and_no_piece_but_a_single_row_is_above_the_budget
     draw = random.Random(seed)
     lengths = [draw.randint(2, 600) for _ in range(100)]
     wanted = draw.sample(range(100), 70)
-    pieces = rows_of(lengths).cut(wanted, budget)
+    pieces = rows_of(lengths).cut(wanted, budget, OVERHEAD)
     assert sorted(row for piece in pieces for row in piece) == sorted(wanted)
     for piece in pieces:
         assert len(piece) == 1 or positions(lengths, piece) <= budget
@@ -74,19 +76,19 @@ def test_every_row_is_cut_once_and_no_piece_but_a_single_row_is_above_the_budget
 @pytest.mark.parametrize("budget", [400, 10**9])
 def test_an_outlier_ten_times_as_long_travels_alone(budget):
     lengths = [20, 21, 19, 200, 20, 18, 22, 20]
-    pieces = rows_of(lengths).cut(range(8), budget)
+    pieces = rows_of(lengths).cut(range(8), budget, OVERHEAD)
     assert [3] in pieces
     assert len(pieces) == 2
 
 
 def test_rows_of_like_length_share_a_piece_rather_than_pay_for_another_pass():
     lengths = [50, 51, 52, 50]
-    assert len(rows_of(lengths).cut(range(4), 10**9)) == 1
+    assert len(rows_of(lengths).cut(range(4), 10**9, OVERHEAD)) == 1
 
 
 def test_a_piece_may_fill_the_budget_to_the_last_position():
-    assert sorted(map(len, rows_of([10] * 6).cut(range(6), 30))) == [3, 3]
-    assert sorted(map(len, rows_of([10] * 6).cut(range(6), 29))) == [2, 2, 2]
+    assert sorted(map(len, rows_of([10] * 6).cut(range(6), 30, OVERHEAD))) == [3, 3]
+    assert sorted(map(len, rows_of([10] * 6).cut(range(6), 29, OVERHEAD))) == [2, 2, 2]
 
 
 def test_no_rows_give_no_pieces():
@@ -223,8 +225,18 @@ def test_no_memory_at_all_gives_the_least_budget():
 
 
 def test_a_cpu_gets_a_lower_bound():
-    assert budget(1000, on_cpu=True) == 2_048
+    keeps = 2 * 28 * (12 * 1024 + 5 * 3072)
+    assert budget(1000, on_cpu=True) == max(512, 512 * 2**20 // keeps)
+    assert budget(1000, on_cpu=True, num_layers=2) == 512 * 2**20 // (keeps // 14)
     assert budget(0, on_cpu=True) == 512
+
+
+def test_a_pass_costs_more_positions_where_a_position_costs_little():
+    assert pass_overhead(6, 10_000_000, on_cpu=True) > pass_overhead(6, 20_000_000, on_cpu=True)
+    assert pass_overhead(36, 4 * 10**9, on_cpu=False) > pass_overhead(36, 4 * 10**9, on_cpu=True)
+    rows = rows_of([10, 10, 100, 100])
+    assert len(rows.cut(range(4), 1000, overhead=0)) == 2
+    assert len(rows.cut(range(4), 1000, overhead=1000)) == 1
 
 
 @pytest.mark.parametrize("gib", [1, 2, 4])

@@ -130,6 +130,7 @@ class Machine:
             no_grad=torch.no_grad,
             parameters=self.policy.parameters,
             budget=budget,
+            overhead=32,
             pad_token_id=PAD,
             device=torch.device("cpu"),
             epsilon=EPSILON,
