@@ -19,6 +19,7 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from dataclasses import asdict, dataclass
@@ -33,7 +34,6 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoTokenizer,
-    BitsAndBytesConfig,
     PrinterCallback,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -41,10 +41,11 @@ from transformers import (
 from transformers.utils import logging
 from trl import RLOOConfig, RLOOTrainer
 
+from rloo_kit.config import PROJECTIONS
 from rloo_kit.hardware import installed_version
 from rloo_kit.logprobs import route_trl_lm_head
 from rloo_kit.memory import take_peak
-from rloo_kit.models import TINY_THINKER, keep_trainable_layout
+from rloo_kit.models import TINY_THINKER
 from rloo_kit.recording import LiveProgress
 
 RESULTS = Path(__file__).parent / "results"
@@ -125,27 +126,22 @@ def make_model(
     config = Qwen3Config(
         **GEOMETRIES[geometry], max_position_embeddings=32768, tie_word_embeddings=True
     )
-    if load_in_4bit:
-        folder = Path("/tmp") / f"learn_step_{geometry}"
-        if not (folder / "config.json").exists():
-            torch.set_default_dtype(torch.bfloat16)
-            Qwen3ForCausalLM(config).save_pretrained(folder)
-            torch.set_default_dtype(torch.float32)
-        quantization = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16,
-            bnb_4bit_use_double_quant=True,
-        )  # fmt: skip
-        model = Qwen3ForCausalLM.from_pretrained(
-            folder, quantization_config=quantization, dtype=torch.bfloat16, device_map={"": device}
-        )
-        keep_trainable_layout(model)
+    if load_in_4bit:  # as users load it: through Unsloth where it can
+        folder = Path(tempfile.gettempdir()) / f"learn_step_{geometry}"
+        if not (folder / "tokenizer.json").exists():
+            with torch.device(device):
+                Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
+            AutoTokenizer.from_pretrained(TINY_THINKER).save_pretrained(folder)
+        model, _ = rk.load_model(str(folder), max_seq_length=8192, load_in_4bit=True)
+        model = rk.attach_lora(model, r=16, lora_alpha=16, use_gradient_checkpointing=checkpointing)
     else:
         model = Qwen3ForCausalLM(config).to(device)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=16, target_modules=targets))
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        model = get_peft_model(
+            model, LoraConfig(r=16, lora_alpha=16, target_modules=list(PROJECTIONS))
+        )
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
@@ -273,7 +269,7 @@ class Bench:
                 else {}
             )
             settings = {k: v for k, v in common.items() if k != "mixed_precision"}
-            args = config(output_dir="/tmp/learn_step", **settings, **extra)
+            args = config(output_dir=tempfile.gettempdir(), **settings, **extra)
             args.mixed_precision = common.get("mixed_precision", args.mixed_precision)
             trainer = arm(base)(
                 model=self.models[name],

@@ -82,7 +82,7 @@ CONFIG = {
     ),
     "unknown choice": (
         {"trainer": {"normalize_reward": "group"}},
-        "trainer.normalize_reward is 'group', must be one of None, False, True, batch, moving",
+        "trainer.normalize_reward is 'group', must be one of null, false, true, batch, moving",
     ),
 }
 

@@ -40,7 +40,7 @@ def small_model(adapter_std=0.0):
 def partly(completions, **_):
     """Scores that differ in some groups and are equal in others; None now and then."""
     texts = [completion[-1]["content"] for completion in completions]
-    return [None if text.count("7") > 5 else float(text.count("1") > 3) for text in texts]
+    return [None if text.count("7") > 5 else float("1" in text[:9]) for text in texts]
 
 
 class Gradients(TrainerCallback):
@@ -59,7 +59,7 @@ def train(trainer_class, config_class, folder, steps, adapter_std=0.0, **setting
         "max_steps": steps,
         "per_device_train_batch_size": 16,
         "num_generations": 4,
-        "max_completion_length": 28,
+        "max_completion_length": 14,
         "learning_rate": 1e-3,
         "logging_steps": 1,
         "save_strategy": "no",
@@ -121,7 +121,10 @@ def relative(one, other):
             id="normalised-and-clipped",
         ),
         pytest.param(
-            3, {"beta": 0.05, "mask_truncated_completions": True}, {}, id="masked"
+            3,
+            {"beta": 0.05, "mask_truncated_completions": True, "max_completion_length": 27},
+            {},
+            id="masked",
         ),
         pytest.param(
             3, {"beta": 0.05, "adapter_std": 0.02}, {}, id="continued-adapter"

@@ -3,9 +3,9 @@
 Exact: the same weights dequantised to float32, the same adapter, the same batch. Run by
 ``test_gradients.py`` in a process of its own, because a process has one backend.
 
-    python lora_gradients.py BACKEND MODEL [--packed]
+    python lora_gradients.py BACKEND MODEL
 
-``--packed`` puts bitsandbytes' inference layout back, which is the fault the kit keeps away.
+A second line is for bitsandbytes' inference layout put back, the fault that the kit keeps away.
 """
 
 import copy
@@ -13,7 +13,7 @@ import sys
 
 import rloo_kit as rk
 
-backend, name, packed = sys.argv[1], sys.argv[2], "--packed" in sys.argv
+backend, name = sys.argv[1:]
 rk.setup(backend=backend)
 
 import bitsandbytes as bnb
@@ -33,9 +33,6 @@ layers = {
     for key, module in model.base_model.model.named_modules()
     if isinstance(module, bnb.nn.Linear4bit)
 }
-for module in layers.values():
-    module.support_avx512bf16_for_cpu = packed
-
 exact = AutoModelForCausalLM.from_pretrained(model.config._name_or_path, dtype=torch.float32)
 with torch.no_grad():
     for key, module in layers.items():
@@ -50,9 +47,6 @@ for key, parameter in exact.named_parameters():
 texts = ["What is 347 + 286? The answer is 633, and here is why.", "Short text."]
 batch = tokenizer(texts, return_tensors="pt", padding=True)
 labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-model.eval()
-model.generate(**batch, max_new_tokens=4, do_sample=False)
-model.train()
 
 
 def gradients(policy: torch.nn.Module) -> torch.Tensor:
@@ -64,5 +58,13 @@ def gradients(policy: torch.nn.Module) -> torch.Tensor:
     )
 
 
-cosine = torch.nn.functional.cosine_similarity(gradients(model), gradients(exact), dim=0)
-print(f"layers {len(layers)} cosine {cosine.item():.4f}")
+right = gradients(exact)
+for layout in ("kept", "packed"):
+    if layout == "packed":
+        for module in layers.values():
+            module.support_avx512bf16_for_cpu = True
+    model.eval()
+    model.generate(**batch, max_new_tokens=4, do_sample=False)
+    model.train()
+    cosine = torch.nn.functional.cosine_similarity(gradients(model), right, dim=0)
+    print(f"{layout} layers {len(layers)} cosine {cosine.item():.4f}", flush=True)
