@@ -40,7 +40,7 @@ def small_model(adapter_std=0.0):
 def partly(completions, **_):
     """Scores that differ in some groups and are equal in others; None now and then."""
     texts = [completion[-1]["content"] for completion in completions]
-    return [None if text.count("7") > 5 else float("1" in text[:9]) for text in texts]
+    return [None if text.count("7") > 5 else float(sum(map(ord, text)) % 2) for text in texts]
 
 
 class Gradients(TrainerCallback):
