@@ -243,6 +243,7 @@ class Bench:
             "beta": cell.beta,
             "max_completion_length": options.longest,
             "learning_rate": 1e-4,
+            "optim": "sgd",  # Adam steps by the sign at first, and so turns rounding into steps
             "max_grad_norm": 1e9,
             "save_strategy": "no",
             "report_to": "none",
@@ -388,25 +389,30 @@ def main() -> None:
     cells = [cell for cell in cells if any(part in str(cell) for part in options.cells)]
     bench = Bench(options)
     print(HEADER)
-    rows = []
+    rows: list[dict[str, object]] = []
     for cell in cells:
         rows.append(compare(bench, cell, options.pairs))
         print(line(rows[-1]), flush=True)
-    if options.name:
-        hardware = environment.hardware
-        content = {
-            "command": "python benchmarks/learn_step.py " + " ".join(sys.argv[1:]),
-            "machine": f"{hardware.name}, {hardware.total_memory / 2**30:.0f} GiB",
-            "versions": {
-                name: installed_version(name)
-                for name in ("torch", "trl", "transformers", "peft", "unsloth")
-            },
-            "longest": options.longest,
-            "pairs": options.pairs,
-            "rows": rows,
-        }
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{options.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+        if options.name:
+            write(options, rows)
+
+
+def write(options: argparse.Namespace, rows: list[dict[str, object]]) -> None:
+    """Write what there is so far, so that a run that is stopped leaves its cells."""
+    hardware = environment.hardware
+    content = {
+        "command": "python benchmarks/learn_step.py " + " ".join(sys.argv[1:]),
+        "machine": f"{hardware.name}, {hardware.total_memory / 2**30:.0f} GiB",
+        "versions": {
+            name: installed_version(name)
+            for name in ("torch", "trl", "transformers", "peft", "unsloth")
+        },
+        "longest": options.longest,
+        "pairs": options.pairs,
+        "rows": rows,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{options.name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":
