@@ -16,7 +16,24 @@ from matplotlib import pyplot
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TABLE, LONG = RESULTS / "learn_step_cpu.json", RESULTS / "learn_step_cpu_long.json"
+SECOND = RESULTS / "learn_step_cpu_second_step.json"
+"""One pair of every cell with two iterations, gradients of both steps."""
 PICTURE = ROOT / "docs" / "learn_step.svg"
+
+
+def second_steps(content: dict) -> str:
+    """Gradient differences of the cells with two iterations, as one Markdown row."""
+    names = (
+        "gradient_difference",
+        "second_step_difference",
+        "second_step_difference_double_sums",
+    )
+    worst = (max(row[name] for row in content["rows"]) for name in names)
+    return (
+        "| two iterations, largest of all cells | first step | second step "
+        "| second step, TRL's sums in float64 |\n|---|---|---|---|\n"
+        f"| gradient differs by | {' | '.join(f'{value:.0e}' for value in worst)} |"
+    )
 
 
 def table(content: dict) -> str:
@@ -80,9 +97,10 @@ def put(path: Path, name: str, text: str) -> None:
 
 def main() -> None:
     """Write the tables and the picture."""
-    short, long = (json.loads(path.read_text()) for path in (TABLE, LONG))
+    short, long, second = (json.loads(path.read_text()) for path in (TABLE, LONG, SECOND))
     put(ROOT / "docs" / "trainer.md", "learn-step", table(short))
     put(ROOT / "docs" / "trainer.md", "learn-step-long", table(long))
+    put(ROOT / "docs" / "trainer.md", "learn-step-second", second_steps(second))
     put(ROOT / "README.md", "learn-step", summary(long))
     picture(short)
 
