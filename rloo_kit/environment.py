@@ -6,7 +6,6 @@
 import ast
 import contextlib
 import importlib
-import io
 import logging
 import os
 import platform
@@ -22,7 +21,15 @@ from rloo_kit.errors import BackendError, ImportOrderError
 from rloo_kit.hardware import Hardware, detect_hardware, installed_version, why_not_unsloth
 
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""Less fragmentation; CUDA under WSL fails with it."""
+"""Less fragmentation; CUDA under WSL fails with it, and vLLM's sleep does not go with it."""
+VLLM = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, not in a child
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else the trainer's threads are bound to its cores too
+    "UNSLOTH_VLLM_STANDBY": "1",  # Unsloth's shared engine can sleep
+}
+"""What must stand before vLLM, or Unsloth beside it, is imported."""
 BACKENDS = ("auto", "unsloth", "transformers")
 PATCHED_BY_UNSLOTH = ("trl", "transformers", "peft")
 OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
@@ -131,7 +138,10 @@ def _load_dotenv() -> str | None:
 
 def _set_variables() -> None:
     """Fill in variables that must stand before torch and Unsloth are imported."""
-    defaults = {} if "microsoft" in platform.release().lower() else dict(ALLOCATOR)
+    with_vllm = installed_version("vllm") is not None
+    expandable = not with_vllm and "microsoft" not in platform.release().lower()
+    defaults = dict(ALLOCATOR) if expandable else {}
+    defaults |= dict(VLLM) if with_vllm else {}
     defaults |= {
         "TQDM_NOTEBOOK": "false",  # text progress bars: no ipywidgets needed
         "UNSLOTH_COMPILE_LOCATION": str(cache_folder() / "unsloth_compiled_cache"),
@@ -189,7 +199,8 @@ def quiet() -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        # a file, since vLLM asks for its descriptor
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):

@@ -10,7 +10,9 @@ KitError
 └── SetupError                        this machine or this process
     ├── ImportOrderError (ImportError)   trl, transformers or peft before unsloth
     ├── BackendError (RuntimeError)      a backend that was asked for and cannot start
-    └── MemoryRanOutError (RuntimeError) not even the smallest piece of work fits
+    ├── MemoryRanOutError (RuntimeError) not even the smallest piece of work fits
+    └── GenerationError (RuntimeError)   an engine that cannot start, is away, or answers wrongly
+        └── StalePolicyError             an engine that samples from another policy
 
 The command line prints the message in one line and exits with 2.
 """
@@ -58,3 +60,11 @@ class BackendError(SetupError, RuntimeError):
 
 class MemoryRanOutError(SetupError, RuntimeError):
     """Memory ran out, and nothing is left to make smaller."""
+
+
+class GenerationError(SetupError, RuntimeError):
+    """An engine that samples cannot start, is away, or answers something else."""
+
+
+class StalePolicyError(GenerationError):
+    """The policy that sampled is not the policy that trains."""

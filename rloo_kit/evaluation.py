@@ -6,10 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import DataError
+from rloo_kit.generation import Sampling
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from rloo_kit.generation import Engine
     from rloo_kit.reward_loading import LoadedReward
 
 
@@ -48,6 +50,7 @@ def evaluate(
     chat_template_kwargs: dict[str, Any] | None = None,
     batch_size: int = 64,
     seed: int = 42,
+    engine: "Engine | None" = None,
 ) -> Evaluation:
     """Complete every prompt once and score the completions; random states are left as they were.
 
@@ -63,6 +66,7 @@ def evaluate(
         chat_template_kwargs: Passed to the chat template, such as ``enable_thinking``.
         batch_size: Completions at one time.
         seed: Of sampling.
+        engine: Samples in the place of ``model.generate``; it is sent the adapter first.
 
     Raises:
         DataError: The dataset is empty.
@@ -72,14 +76,21 @@ def evaluate(
     if not rows:
         raise DataError("there is no held-out prompt to evaluate on: set data.held_out above 0")
     prompts = [prompt_ids(tokenizer, row["prompt"], chat_template_kwargs) for row in rows]
-    ids = _complete(
-        model,
-        tokenizer,
-        prompts,
-        {"max_new_tokens": max_completion_length, **_sampling(temperature, sampling)},
-        batch_size=batch_size,
-        seed=seed,
-    )
+    if engine is None:
+        settings = {"max_new_tokens": max_completion_length, **_sampling(temperature, sampling)}
+        ids = _complete(model, tokenizer, prompts, settings, batch_size=batch_size, seed=seed)
+    else:
+        engine.sync(model)
+        ids = engine.generate(
+            prompts,
+            Sampling(
+                max_completion_length,
+                tuple(model.generation_config.eos_token_id),
+                temperature,
+                **{name: value for name, value in (sampling or {}).items() if value is not None},
+            ),
+            seed,
+        ).completion_ids
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     completions = [
         [{"role": "assistant", "content": text}] if isinstance(row["prompt"], list) else text

@@ -12,7 +12,7 @@ import torch
 
 from rloo_kit.batching import MicroBatch, TokenRows
 from rloo_kit.errors import MemoryRanOutError
-from rloo_kit.objective import Surrogate, surrogate
+from rloo_kit.objective import Surrogate, rollout_weights, surrogate
 from rloo_kit.rollout import Rollout
 
 NO_GRAD_FACTOR = 4
@@ -52,6 +52,10 @@ class Tally:
     reference_rows: int = 0
     entropy: float = 0.0
     squared_log_ratio: float = 0.0
+    corrections: int = 0
+    """Importance weights against the sampler: how many, their sum, and how many were cut off."""
+    correction: float = 0.0
+    capped: int = 0
     ratios: list[torch.Tensor] = field(default_factory=list)
     clipped_low: list[torch.Tensor] = field(default_factory=list)
     clipped_high: list[torch.Tensor] = field(default_factory=list)
@@ -68,7 +72,14 @@ class Tally:
         ratios = torch.cat(self.ratios or [torch.ones(1)])
         low, high = torch.cat(self.clipped_low or none), torch.cat(self.clipped_high or none)
         clipped = float((low + high).sum()) / rows
+        corrected = {}
+        if self.corrections:
+            corrected = {
+                "sampling/correction_mean": self.correction / self.corrections,
+                "sampling/correction_capped": self.capped / self.corrections,
+            }
         return {
+            **corrected,
             "entropy": self.entropy / tokens,
             "clip_ratio/low_mean": float(low.sum()) / rows,
             "clip_ratio/low_min": float(low.min()) if self.trained == self.rows else 0.0,
@@ -104,6 +115,7 @@ class Learner:
         device: Where the model is.
         epsilon: The two clipping ranges, low and high.
         reuse: Take old log-probabilities from the training forward where that is exact.
+        correction: (level, cap) of the importance weights against the sampler's log-probabilities.
         pad_to_multiple_of: Widths are rounded up to it.
     """
 
@@ -120,6 +132,7 @@ class Learner:
         epsilon: tuple[float, float],
         overhead: int,
         reuse: bool = True,
+        correction: tuple[str, float] | None = None,
         pad_to_multiple_of: int | None = None,
     ) -> None:
         self.forward = forward
@@ -132,6 +145,7 @@ class Learner:
         self.device = device
         self.epsilon = epsilon
         self.reuse = reuse
+        self.correction = correction
         self.pad_to_multiple_of = pad_to_multiple_of
         self.tally = Tally()
         self._warned = False
@@ -248,6 +262,7 @@ class Learner:
         self, rollout: Rollout, batch: MicroBatch, scored: Scored, weights: torch.Tensor
     ) -> tuple[torch.Tensor, Surrogate]:
         rows, width = batch.rows, batch.completion_mask.size(1)
+        mask = batch.completion_mask
         if self.reuse and rollout.on_policy:
             old = scored.log_probs.detach()
         else:
@@ -255,10 +270,23 @@ class Learner:
         advantages = rollout.advantages[rows]
         if advantages.ndim == 2:
             advantages = advantages[:, :width]
-        objective = surrogate(
-            scored.log_probs, old, batch.completion_mask, advantages, *self.epsilon
-        )
-        return (objective.losses * weights[rows]).sum(), objective
+        row_weights, token_weights = weights[rows], None
+        if self.correction is not None and rollout.sampler_log_probs is not None:
+            sampler = rollout.sampler_log_probs[rows, :width]
+            factors = rollout_weights(old, sampler, mask, *self.correction)
+            self._count_correction(factors, mask)
+            if factors.ndim == 2:
+                token_weights = factors
+            else:
+                row_weights = row_weights * factors
+        objective = surrogate(scored.log_probs, old, mask, advantages, *self.epsilon, token_weights)
+        return (objective.losses * row_weights).sum(), objective
+
+    def _count_correction(self, factors: torch.Tensor, mask: torch.Tensor) -> None:
+        values = factors[mask] if factors.ndim == 2 else factors
+        self.tally.corrections += values.numel()
+        self.tally.correction += float(values.sum())
+        self.tally.capped += int((values >= self.correction[1] * (1 - 1e-6)).sum())
 
     @torch.no_grad()
     def _count(

@@ -1,23 +1,52 @@
-"""Give memory back: drop model, optimizer and caches, measure, and end a notebook's kernel."""
+"""Give memory back: drop model, engine, optimizer and caches, measure, and name what is left."""
 
 import contextlib
 import ctypes
 import gc
+import os
 import sys
-from dataclasses import dataclass
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 MIB = 1024**2
+SHARED_MEMORY = Path("/dev/shm")
+SMALLEST_HELD = 4 * MIB
+"""Tensors that together are smaller are not worth naming."""
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of this process at one moment, bytes."""
+    """What this process holds at one moment; memory in bytes."""
 
     resident: int
     gpu_allocated: int = 0
+    """By tensors."""
     gpu_reserved: int = 0
+    """By torch's allocator, tensors included."""
+    gpu_other: int = 0
+    """Of the device, outside of torch's allocator: CUDA contexts, graphs, other programs."""
+    threads: tuple[str, ...] = ()
+    """Names of live Python threads besides the main one."""
+    children: tuple[str, ...] = ()
+    """Number and name of each child process."""
+    shared_files: tuple[str, ...] = ()
+    """Files of this process in shared memory."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Tensors that are still there, and what holds them."""
+
+    bytes: int
+    num_tensors: int
+    holder: str
+
+    def __str__(self) -> str:
+        return f"{self.bytes / MIB:,.0f} MiB in {self.num_tensors} tensors held by {self.holder}"
 
 
 @dataclass(frozen=True)
@@ -26,6 +55,8 @@ class Released:
 
     before: MemoryUse
     after: MemoryUse
+    held: tuple[Held, ...] = field(default=())
+    """Tensors that something else than the released things still holds, largest first."""
 
     @property
     def freed_resident(self) -> int:
@@ -34,8 +65,9 @@ class Released:
 
     @property
     def freed_gpu(self) -> int:
-        """GPU memory given back to the driver."""
-        return self.before.gpu_reserved - self.after.gpu_reserved
+        """GPU memory given back to the driver, by torch's allocator and outside of it."""
+        before, after = self.before, self.after
+        return before.gpu_reserved + before.gpu_other - after.gpu_reserved - after.gpu_other
 
     def __str__(self) -> str:
         text = (
@@ -48,18 +80,40 @@ class Released:
                 f"{self.after.gpu_reserved / MIB:,.0f} MiB left, of which tensors hold "
                 f"{self.after.gpu_allocated / MIB:,.0f} MiB"
             )
-        return text
+        new_threads = Counter(self.after.threads) - Counter(self.before.threads)
+        for what, names in (
+            ("child processes", self.after.children),
+            ("shared-memory files", self.after.shared_files),
+            ("new threads", tuple(new_threads)),
+        ):
+            if names:
+                text += f"; {what} left: {', '.join(names)}"
+        return "; ".join([text, *map(str, self.held)])
 
 
 def measure() -> MemoryUse:
     """Return what this process holds now."""
     import psutil
 
-    resident = psutil.Process().memory_info().rss
+    process = psutil.Process()
+    main = threading.main_thread()
+    use = {
+        "resident": process.memory_info().rss,
+        "threads": tuple(sorted(t.name for t in threading.enumerate() if t is not main)),
+        "children": tuple(f"{child.pid} {_name(child)}" for child in process.children(True)),
+        "shared_files": _shared_files(process),
+    }
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
-        return MemoryUse(resident)
-    return MemoryUse(resident, torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+        return MemoryUse(**use)
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
+    return MemoryUse(
+        **use,
+        gpu_allocated=torch.cuda.memory_allocated(),
+        gpu_reserved=reserved,
+        gpu_other=total - free - reserved,
+    )
 
 
 def take_peak() -> int:
@@ -83,15 +137,21 @@ def take_peak() -> int:
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
-def release(*things: Any) -> Released:
-    """Give back the memory of trainers and models, also while variables still point at them.
+def release(*things: Any, clear_notebook: bool = False) -> Released:
+    """Give back the memory of trainers, models and engines, also while variables point at them.
 
     Weights, gradients, optimizer states and buffers are replaced by empty tensors, so the objects
-    stay valid Python and can do nothing any more. Safe to call twice. Rewards with a ``release``
-    method (a reward model) are released too.
+    stay valid Python and can do nothing any more; a vLLM engine is shut down with its process
+    groups, caches and files. Safe to call twice. Rewards with a ``release`` method (a reward model)
+    are released too.
 
     Args:
-        *things: Trainers, models, or anything with a ``release`` method.
+        *things: Trainers, models, engines, or anything with a ``release`` method.
+        clear_notebook: Also forget what a notebook keeps by itself: ``Out``, ``_``, and the last
+            error with the variables of its frames.
+
+    Returns:
+        What was given back, and what is left with its holder.
     """
     before = measure()
     for thing in things:
@@ -101,8 +161,80 @@ def release(*things: Any) -> Released:
             _empty_model(thing)
         elif hasattr(thing, "release"):
             thing.release()
+        elif hasattr(thing, "sync") and hasattr(thing, "close"):
+            thing.close()
+    if clear_notebook:
+        _clear_notebook()
     _return_to_system()
-    return Released(before, measure())
+    return Released(before, measure(), tuple(held_tensors()))
+
+
+@dataclass
+class Session:
+    """What a ``session`` made, and what it gave back."""
+
+    things: list[Any] = field(default_factory=list)
+    released: Released | None = None
+    """Once it is over."""
+
+
+_sessions: list[Session] = []
+
+
+@contextlib.contextmanager
+def session(*, clear_notebook: bool = False) -> Iterator[Session]:
+    """Release every model, trainer and engine that the body makes, also when it raises.
+
+    Example:
+        with rk.session() as session:
+            model, tokenizer = rk.load_model("tiny-thinker")
+            ...
+        print(session.released)
+
+    Args:
+        clear_notebook: As for ``release``.
+    """
+    opened = Session()
+    _sessions.append(opened)
+    try:
+        yield opened
+    finally:
+        _sessions.remove(opened)
+        things, opened.things = opened.things[::-1], []
+        opened.released = release(*things, clear_notebook=clear_notebook)
+
+
+def belongs_to_session(thing: Any) -> None:
+    """Let the innermost open session release ``thing`` at its end."""
+    if _sessions:
+        _sessions[-1].things.append(thing)
+
+
+def held_tensors(smallest: int = SMALLEST_HELD) -> list[Held]:
+    """Return the live tensors by what holds them, largest first.
+
+    Args:
+        smallest: Bytes; holders of less are left out.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    sizes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    seen: set[int] = set()
+    for item in gc.get_objects():
+        if not issubclass(type(item), torch.Tensor) or item.device.type == "meta":
+            continue
+        with contextlib.suppress(Exception):  # subclasses without a storage of their own
+            storage = item.untyped_storage()
+            if storage.data_ptr() in seen or storage.nbytes() < 64 * 1024:
+                continue
+            seen.add(storage.data_ptr())
+            holder = _holder(item)
+            sizes[holder] += storage.nbytes()
+            counts[holder] += 1
+    found = [Held(size, counts[holder], holder) for holder, size in sizes.most_common()]
+    return [held for held in found if held.bytes >= smallest]
 
 
 def shutdown_kernel() -> None:
@@ -123,7 +255,70 @@ def shutdown_kernel() -> None:
     kernel.do_shutdown(restart=False)
 
 
+def _name(process: Any) -> str:
+    import psutil
+
+    try:
+        return process.name()
+    except psutil.Error:
+        return "ended"
+
+
+def _shared_files(process: Any) -> tuple[str, ...]:
+    """Return files in shared memory that carry this process's number or are mapped into it."""
+    if not SHARED_MEMORY.is_dir():
+        return ()
+    mine = f"-{os.getpid()}-"
+    found = {file.name for file in SHARED_MEMORY.iterdir() if mine in file.name}
+    with contextlib.suppress(Exception):  # not every system shows its maps
+        prefix = f"{SHARED_MEMORY}/"
+        found |= {
+            part.path.removeprefix(prefix)
+            for part in process.memory_maps()
+            if part.path.startswith(prefix)
+        }
+    return tuple(sorted(found))
+
+
+def _holder(item: Any) -> str:
+    """Return, in words, what leads to a tensor: up to four referrers away."""
+    own = {id(sys._getframe())}
+    names: list[str] = []
+    for _ in range(4):
+        referrers = [
+            r
+            for r in gc.get_referrers(item)
+            if id(r) not in own and type(r).__name__ not in ("list_iterator", "frame", "generator")
+        ]
+        owner = next((r for r in referrers if not isinstance(r, list | tuple)), None)
+        owner = owner if owner is not None else next(iter(referrers), None)
+        if owner is None:
+            break
+        if isinstance(owner, dict):
+            if "__name__" in owner and "__builtins__" in owner:
+                names.append(f"module {owner['__name__']}")
+                break
+        elif not isinstance(owner, list | tuple):
+            names.append(f"{type(owner).__module__.partition('.')[0]}.{type(owner).__qualname__}")
+        item = owner
+    return " in ".join(dict.fromkeys(names)) or "a frame or an extension"
+
+
+def _clear_notebook() -> None:
+    for name in ("last_exc", "last_value", "last_traceback", "last_type"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    if "IPython" in sys.modules:
+        from IPython import get_ipython
+
+        shell = get_ipython()
+        if shell is not None:
+            shell.displayhook.flush()
+
+
 def _release_trainer(trainer: Any) -> None:
+    if getattr(trainer, "engine", None) is not None:
+        trainer.engine.close()
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         if model is not None:
             _empty_model(model)
@@ -136,27 +331,18 @@ def _release_trainer(trainer: Any) -> None:
         inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         inner.state.clear()
         inner.param_groups.clear()
-    handler = trainer.callback_handler
-    for owner, names in (
-        (
-            trainer,
-            (
-                "model",
-                "model_wrapped",
-                "ref_model",
-                "optimizer",
-                "lr_scheduler",
-                "_buffered_inputs",
-                "_learner",
-                "_window",
-            ),
-        ),
-        (handler, ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")),
-    ):
-        for name in names:
-            if hasattr(owner, name):
-                setattr(owner, name, None)
+    loop = "model optimizer lr_scheduler"
+    _forget(
+        trainer, f"{loop} model_wrapped ref_model _buffered_inputs _learner _window _canary engine"
+    )
+    _forget(trainer.callback_handler, f"{loop} train_dataloader eval_dataloader")
     trainer.accelerator.free_memory()
+
+
+def _forget(owner: Any, names: str) -> None:
+    for name in names.split():
+        if hasattr(owner, name):
+            setattr(owner, name, None)
 
 
 def _empty_model(model: Any) -> None:
@@ -178,6 +364,8 @@ def _return_to_system() -> None:
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
+        with contextlib.suppress(AttributeError, RuntimeError):
+            torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch.cuda.ipc_collect()
     with contextlib.suppress(OSError, AttributeError):  # glibc only

@@ -10,7 +10,8 @@ from rloo_kit.chat_templates import end_of_turn_id
 from rloo_kit.config import PROJECTIONS
 from rloo_kit.environment import quiet, setup
 from rloo_kit.errors import ConfigError, KitError, ModelError
-from rloo_kit.hardware import GIB, Hardware, host_memory
+from rloo_kit.hardware import GIB, Hardware, host_memory, why_not_vllm
+from rloo_kit.memory import belongs_to_session
 
 TINY_THINKER = Path(__file__).parent / "assets" / "tiny-thinker"
 PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
@@ -24,6 +25,8 @@ def load_model(
     max_seq_length: int = 1024,
     load_in_4bit: bool = True,
     backend: str = "auto",
+    fast_inference: bool = False,
+    max_lora_rank: int = 64,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """Load a causal language model and its tokenizer, ready for ``attach_lora``.
@@ -33,6 +36,9 @@ def load_model(
         max_seq_length: Longest prompt plus completion, tokens.
         load_in_4bit: NF4 weights (bitsandbytes), double quantisation.
         backend: ``auto`` (Unsloth where it starts), ``unsloth`` or ``transformers``.
+        fast_inference: On a GPU with Unsloth and vLLM, load the base once for both; elsewhere it
+            changes nothing, and a vLLM engine has a copy of its own.
+        max_lora_rank: That this shared engine has room for.
         **kwargs: Passed to Unsloth's or transformers' ``from_pretrained``.
 
     Returns:
@@ -47,7 +53,11 @@ def load_model(
     environment = setup(backend)
     source = _find(str(name))
     _check_memory(source, environment.hardware, load_in_4bit=load_in_4bit)
-    load = _load_unsloth if environment.backend == "unsloth" else _load_transformers
+    load = _load_transformers
+    if environment.backend == "unsloth":
+        load = _load_unsloth
+        if fast_inference and environment.hardware.device != "cpu" and why_not_vllm() is None:
+            kwargs = {"fast_inference": True, "max_lora_rank": max_lora_rank, **kwargs}
     try:
         with _progress_bars(shown=not Path(source).is_dir()), quiet():
             model, tokenizer = load(
@@ -60,6 +70,8 @@ def load_model(
     keep_trainable_layout(model)
     _prepare_tokenizer(model, tokenizer)
     model.rloo_kit_backend = environment.backend
+    model.rloo_kit_max_seq_length = max_seq_length
+    belongs_to_session(model)
     return model, tokenizer
 
 

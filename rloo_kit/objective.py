@@ -116,6 +116,7 @@ def surrogate(
     advantages: torch.Tensor,
     epsilon_low: float,
     epsilon_high: float,
+    token_weights: torch.Tensor | None = None,
 ) -> Surrogate:
     """Return PPO's clipped surrogate of completions.
 
@@ -129,8 +130,11 @@ def surrogate(
         advantages: ``(N,)``, or ``(N, T)`` with the token-level KL.
         epsilon_low: rho is clipped at 1 - epsilon_low ...
         epsilon_high: ... and at 1 + epsilon_high.
+        token_weights: ``(N, T)`` factors of each token's gradient; the ratio's value stays.
     """
     per_token = (log_probs - old_log_probs) * mask
+    if token_weights is not None:
+        per_token = per_token.detach() + token_weights * (per_token - per_token.detach())
     log_ratio = per_token.sum(1)
     terms = per_token if advantages.ndim == 2 else log_ratio
     ratio = terms.clamp(max=MAX_LOG_RATIO).exp()
@@ -143,3 +147,31 @@ def surrogate(
         objective = (objective * mask).sum(1)
         low, high = (low * mask).sum(1) / tokens, (high * mask).sum(1) / tokens
     return Surrogate(-objective, log_ratio.detach().exp(), low.float(), high.float())
+
+
+def rollout_weights(
+    old_log_probs: torch.Tensor,
+    sampler_log_probs: torch.Tensor,
+    mask: torch.Tensor,
+    level: str,
+    cap: float,
+) -> torch.Tensor:
+    """Return truncated importance weights ``min(pi_old / pi_sampler, cap)``.
+
+    They correct for a sampler whose numbers differ from the trainer's; truncation bounds the
+    variance (Ionides 2008, truncated importance sampling).
+
+    Args:
+        old_log_probs: ``(N, T)`` of the policy that trains, before its step.
+        sampler_log_probs: ``(N, T)`` as the engine reported them.
+        mask: ``(N, T)`` 1 on completion tokens.
+        level: ``sequence`` (one weight a completion) or ``token``.
+        cap: Largest weight.
+
+    Returns:
+        ``(N,)``, or ``(N, T)`` at token level.
+    """
+    log_ratio = (old_log_probs - sampler_log_probs) * mask
+    if level == "sequence":
+        log_ratio = log_ratio.sum(1)
+    return log_ratio.clamp(max=math.log(cap)).exp()

@@ -54,6 +54,8 @@ class Sampled:
     """``(B, F)`` float32 of every reward function; NaN where it did not apply."""
     scores: torch.Tensor
     """``(B,)`` float32 weighted sums; NaN where every function returned None."""
+    sampler_log_probs: list[list[float]] | None = None
+    """Of the completion tokens, as the engine that drew them reported; None where it does not."""
 
     def shaped_scores(self, shaping: Shaping) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(B,)`` scores after missing-EOS penalty and clip, and ``(B,)`` masked rows."""
@@ -89,8 +91,10 @@ class Sampled:
                 (self.ended, coming.ended),
                 (self.rewards, coming.rewards),
                 (self.scores, coming.scores),
+                (self.sampler_log_probs, coming.sampler_log_probs),
             ):
-                mine[here] = other[there]
+                if mine is not None:
+                    mine[here] = other[there]
 
 
 @dataclass
@@ -122,6 +126,8 @@ class Rollout:
     """``(P,)`` bool: groups whose advantages are final."""
     comparable: torch.Tensor
     """``(B,)`` bool: scorable rows with at least one scorable sibling."""
+    sampler_log_probs: torch.Tensor | None = None
+    """``(B, T)`` float32 as the engine reported them; None where it does not."""
     on_policy: bool = True
     """Whether no optimizer step was made since it was sampled."""
 
@@ -177,6 +183,7 @@ class Rollout:
             advantages=empty.clone() if _per_token(shaping) else torch.zeros_like(scores),
             settled=torch.zeros_like(signal),
             comparable=comparable,
+            sampler_log_probs=_padded(sampled.sampler_log_probs, empty),
         )
         if shaping.beta == 0:
             rollout.settle()
@@ -274,7 +281,20 @@ class Rollout:
         for place, name in enumerate(names):
             found[f"rewards/{name}/mean"] = _mean(self.sampled.rewards[:, place])
             found[f"rewards/{name}/std"] = _std(self.sampled.rewards[:, place])
-        return {**found, **(self._kl_metrics() if self.shaping.beta else {})}
+        if self.shaping.beta:
+            found |= self._kl_metrics()
+        return found | self._sampler_metrics()
+
+    def _sampler_metrics(self) -> dict[str, float]:
+        """Return how far the engine's log-probabilities are from the trainer's, in nats a token."""
+        trained = self.completion_mask & self.learnable.unsqueeze(1)
+        if self.sampler_log_probs is None or not trained.any():
+            return {}
+        difference = (self.old_log_probs - self.sampler_log_probs).abs()[trained]
+        return {
+            "sampling/logp_difference_mean": float(difference.mean()),
+            "sampling/logp_difference_max": float(difference.max()),
+        }
 
     def _kl_metrics(self) -> dict[str, float]:
         """Over the rows whose KL was computed."""
@@ -339,6 +359,16 @@ class Rollout:
             }
             for row in range(len(self))
         ]
+
+
+def _padded(rows: list[list[float]] | None, like: torch.Tensor) -> torch.Tensor | None:
+    """Return lists of numbers as one tensor of that shape, 0 where there are none."""
+    if rows is None:
+        return None
+    padded = torch.zeros_like(like)
+    for row, values in enumerate(rows):
+        padded[row, : len(values)] = torch.tensor(values)
+    return padded
 
 
 def _deviation(values: torch.Tensor, num_generations: int) -> torch.Tensor:

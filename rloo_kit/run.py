@@ -13,11 +13,13 @@ import yaml
 
 from rloo_kit.config import EXAMPLES, RunConfig, find_run_file, read_run_file
 from rloo_kit.data import BUILTIN, MAX_HELD_OUT, load_prompts, split_held_out
+from rloo_kit.engines import asked_for, start_engine
 from rloo_kit.environment import Environment, setup
 from rloo_kit.errors import ConfigError, DataError, KitError
 from rloo_kit.evaluation import Evaluation, evaluate, prompt_ids
+from rloo_kit.generation import Choice, Engine, room_for_rank
 from rloo_kit.hardware import GIB, TESTED, installed_version
-from rloo_kit.memory import Released, release
+from rloo_kit.memory import Released, belongs_to_session, session
 from rloo_kit.models import attach_lora, load_model, save_adapter
 from rloo_kit.reward_contract import guarded
 from rloo_kit.reward_loading import LoadedReward, load_rewards
@@ -38,11 +40,15 @@ class RunResult:
     seconds: float
     """Training alone."""
     interrupted: bool
-    released: Released
+    released: Released | None = None
 
 
 def train(
-    source: str | Path | RunConfig, overrides: Sequence[str] = (), say: Say = print
+    source: str | Path | RunConfig,
+    overrides: Sequence[str] = (),
+    say: Say = print,
+    *,
+    in_subprocess: bool = False,
 ) -> RunResult:
     """Train as a run file says, and leave a folder with everything that belongs to the run.
 
@@ -50,6 +56,7 @@ def train(
         source: A YAML file, the name of one that ships with the kit, or a ``RunConfig``.
         overrides: ``section.key=value``, as after ``--set``.
         say: Called with each line for the user.
+        in_subprocess: Train in a child process, so that all its memory returns for certain.
 
     Returns:
         The folder, before and after, and what was released. Ctrl-C during training saves the
@@ -59,45 +66,54 @@ def train(
         KitError: With the remedy; nothing is written when it comes before the first step, and the
             adapter is saved when it comes later.
     """
+    if in_subprocess:
+        from rloo_kit.child import call_in_child
+
+        return call_in_child(train, (source, overrides), say)
     config, base = _config(source, overrides)
+    with session() as opened:
+        result = _train_and_score(config, base, say)
+    result = replace(result, released=opened.released)
+    _conclude(say, result)
+    return result
+
+
+def _train_and_score(config: RunConfig, base: Path, say: Say) -> RunResult:
+    """Do all of it but the release; what is made here belongs to the open session."""
     rewards_base = Path() if base == EXAMPLES else base  # rewards of one's own are not shipped
     # Once before anything is loaded: a wrong name then costs a second, not a model load.
     load_rewards(config.rewards, base_dir=rewards_base)
     environment = setup(config.model.backend)
     prompts, held_out = _prompts(config, base)
-    model, tokenizer = load_model(
-        _beside(config.model.name, base),
-        max_seq_length=config.model.max_seq_length,
-        load_in_4bit=config.model.load_in_4bit,
-        backend=config.model.backend,
-    )
-    model = attach_lora(model, **asdict(config.lora), seed=config.seed)
-    rewards = load_rewards(config.rewards, tokenizer=tokenizer, base_dir=rewards_base)
     folder = _free_folder(Path(config.output_dir))
     args = _trainer_args(config, folder)
+    model, tokenizer = _load(config, base, args)
+    rewards = load_rewards(config.rewards, tokenizer=tokenizer, base_dir=rewards_base)
     _check_lengths(tokenizer, [*prompts, *(held_out or [])], config, args)
+    engine, choice = start_engine(model, args)
     _introduce(say, config, environment, len(prompts), len(held_out or []), folder)
+    say(_who_samples(engine, choice))
 
     judges = [
         replace(judge, func=guarded(judge.func, args.reward_timeout_seconds, args.on_reward_error))
         for judge in _judges(rewards, held_out, tokenizer)
     ]
-    score = _scorer(model, tokenizer, held_out, judges, args, config.seed)
+    for judge in judges:
+        belongs_to_session(judge.func)
+    score = _scorer(model, tokenizer, held_out, judges, args, engine)
     before = score()
     if before:
         say(f"before: {_means(before)}")
     with _new_folder(folder, config, environment):
-        trainer = _make_trainer(args, model, tokenizer, rewards, prompts, folder)
+        trainer = _make_trainer(args, model, tokenizer, rewards, prompts, folder, engine)
         seconds, interrupted = _train(trainer, folder, say)
         adapter = save_adapter(model, tokenizer, folder / "adapter")
 
     after, interrupted = _score_again(score, interrupted=interrupted)
     _write_evaluation(folder, before, after)
-    steps = trainer.state.global_step
     _compare(say, before, after)
-    released = release(trainer, *(judge.func for judge in judges))
-    _conclude(say, adapter, steps, seconds, released, interrupted=interrupted)
-    return RunResult(folder, adapter, before, after, steps, seconds, interrupted, released)
+    steps = trainer.state.global_step
+    return RunResult(folder, adapter, before, after, steps, seconds, interrupted)
 
 
 # --- preparation ---------------------------------------------------------------------------------
@@ -158,13 +174,26 @@ def _trainer_args(config: RunConfig, folder: Path) -> Any:
     )
 
 
-def _make_trainer(
+def _load(config: RunConfig, base: Path, args: Any) -> tuple[Any, Any]:
+    model, tokenizer = load_model(
+        _beside(config.model.name, base),
+        max_seq_length=config.model.max_seq_length,
+        load_in_4bit=config.model.load_in_4bit,
+        backend=config.model.backend,
+        fast_inference=asked_for(args) in ("auto", "vllm"),
+        max_lora_rank=room_for_rank(config.lora.r),
+    )
+    return attach_lora(model, **asdict(config.lora), seed=config.seed), tokenizer
+
+
+def _make_trainer(  # noqa: PLR0913
     args: Any,
     model: Any,
     tokenizer: Any,
     rewards: list[LoadedReward],
     prompts: Any,
     folder: Path,
+    engine: Engine | None,
 ) -> Any:
     from rloo_kit.recording import RunRecorder
     from rloo_kit.trainer import LeaveOneOutTrainer
@@ -178,6 +207,7 @@ def _make_trainer(
             train_dataset=prompts,
             processing_class=tokenizer,
             callbacks=[recorder],
+            engine=engine,
         )
     except (ValueError, NotImplementedError) as exc:
         if isinstance(exc, KitError):
@@ -209,7 +239,12 @@ def _judges(rewards: list[LoadedReward], held_out: Any, tokenizer: Any) -> list[
 
 
 def _scorer(
-    model: Any, tokenizer: Any, held_out: Any, judges: list[LoadedReward], args: Any, seed: int
+    model: Any,
+    tokenizer: Any,
+    held_out: Any,
+    judges: list[LoadedReward],
+    args: Any,
+    engine: Engine | None,
 ) -> Callable[[], Evaluation | None]:
     def score() -> Evaluation | None:
         if held_out is None:
@@ -224,7 +259,8 @@ def _scorer(
             sampling={name: getattr(args, name) for name in SAMPLING},
             chat_template_kwargs=args.chat_template_kwargs,
             batch_size=args.per_device_train_batch_size,
-            seed=seed,
+            seed=args.seed,
+            engine=engine,
         )
 
     return score
@@ -366,12 +402,17 @@ def _one_line(text: str, limit: int = 160) -> str:
     return flat if len(flat) <= limit else f"{flat[: limit - 3]}..."
 
 
-def _conclude(
-    say: Say, adapter: Path, steps: int, seconds: float, released: Released, *, interrupted: bool
-) -> None:
-    say(f"\n{steps} steps in {seconds:.0f} s; adapter in {adapter}")
-    say(str(released))
-    if not interrupted:
+def _who_samples(engine: Engine | None, choice: Choice) -> str:
+    if engine is not None:
+        return f"completions from {engine.name}, adapter sent after every step"
+    name = "TRL's own vLLM client" if choice.engine == "trl" else "transformers"
+    return f"completions from {name}{f': {choice.reason}' if choice.reason else ''}"
+
+
+def _conclude(say: Say, result: RunResult) -> None:
+    say(f"\n{result.steps} steps in {result.seconds:.0f} s; adapter in {result.adapter}")
+    say(str(result.released))
+    if not result.interrupted:
         say(
             "next: rloo-kit rewards list, then copy examples/quickstart.yaml and train your own "
             "model"

@@ -1,9 +1,9 @@
 """The leave-one-out trainer: TRL's RLOO with the same gradient for less work, and honest metrics.
 
 Loaded after ``setup()`` (the lazy public names see to it), so that ``trl.RLOOTrainer`` is Unsloth's
-patched class wherever Unsloth patches it. Three of TRL's hooks are overridden: ``_prepare_inputs``,
-``_generate_and_score_completions`` and ``training_step``; docs/trainer.md says what that saves and
-why it is exact.
+patched class wherever Unsloth patches it. Four of TRL's hooks are overridden: ``_prepare_inputs``,
+``_generate_and_score_completions`` and ``training_step``, of which docs/trainer.md says what that
+saves and why it is exact, and ``_generate_single_turn``, where vLLM samples (docs/generation.md).
 """
 
 import asyncio
@@ -24,16 +24,19 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from rloo_kit.batching import MicroBatch, TokenRows, default_token_budget, pass_overhead
+from rloo_kit.canary import Canary
 from rloo_kit.config import DEFAULT_BATCH, translate_trainer_arguments
+from rloo_kit.engines import asked_for, sampling_of, start_engine
 from rloo_kit.environment import setup
 from rloo_kit.errors import ConfigError
+from rloo_kit.generation import Engine
 from rloo_kit.hardware import GIB, detect_hardware
 from rloo_kit.learner import Learner, Scored, Tally
-from rloo_kit.memory import take_peak
+from rloo_kit.memory import belongs_to_session, take_peak
 from rloo_kit.objective import RunningMoments
 from rloo_kit.recording import LiveProgress
 from rloo_kit.reward_contract import AsyncCheckedReward, guarded
-from rloo_kit.reward_loading import load_rewards
+from rloo_kit.reward_loading import LoadedReward, load_rewards
 from rloo_kit.rollout import Rollout, Sampled, Shaping
 
 NO_SIGNAL_BATCHES = 10
@@ -92,6 +95,17 @@ class LeaveOneOutConfig(RLOOConfig):
     """At most so many draws for one batch; what is missing then stays as it is."""
     max_no_signal_fraction: float | None = None
     """Stop when more of the groups of the last ten batches have equal scores."""
+    generation: str = "auto"
+    """Who samples: ``vllm`` (in this process), ``server`` (vLLM's own, at
+    ``vllm_server_base_url``), ``transformers``, or ``auto``: vLLM on a GPU where it can."""
+    canary: bool = True
+    """Prove on every batch that vLLM samples from the policy that trains, and stop where not."""
+    rollout_correction: str | None = None
+    """``sequence`` or ``token``: weigh by the policy's probability over the sampler's."""
+    rollout_correction_cap: float = 2.0
+    """Largest such weight."""
+    vllm_adapter_dir: str | None = None
+    """Folder for the adapter that a vLLM server also sees; null: shared memory."""
 
     def __init__(self, output_dir: str | None = None, **arguments: Any) -> None:
         values = translate_trainer_arguments(arguments)
@@ -120,6 +134,7 @@ class LeaveOneOutConfig(RLOOConfig):
             "logging_steps": 1,
             "report_to": "none",
             "gradient_checkpointing": not on_cpu,
+            "vllm_enable_sleep_mode": not on_cpu,
             "dataloader_pin_memory": not on_cpu,
             "use_cpu": on_cpu,
         }
@@ -130,6 +145,7 @@ class LeaveOneOutConfig(RLOOConfig):
         if not self.bf16 and not self.fp16:
             self.mixed_precision = "no"  # else accelerate reads the variable that setup() sets
         self.follows_model = "gradient_checkpointing" not in arguments
+        self.memory_share_given = "vllm_gpu_memory_utilization" in arguments
 
     @property
     def shaping(self) -> Shaping:
@@ -163,15 +179,17 @@ class LeaveOneOutTrainer(RLOOTrainer):
         train_dataset: Rows with ``prompt``; other columns reach the rewards by name.
         processing_class: The tokenizer; TRL pads prompts on the left whatever it says.
         callbacks: Added to the kit's own progress.
+        engine: One that ``start_engine`` started for this model; None: as ``args.generation`` says.
         **others: TRL's other arguments, and the older names ``reward_model``, ``config``,
             ``policy`` and ``tokenizer``, each with a warning.
 
     Raises:
         ConfigError: An argument is missing, unknown or given twice.
         RewardError: A reward cannot be loaded, or returns something else than scores.
+        GenerationError: The engine that was asked for by name cannot sample.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         model: Any = None,
         reward_funcs: Any = None,
@@ -179,6 +197,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
         train_dataset: Any = None,
         processing_class: Any = None,
         callbacks: list[Any] | None = None,
+        engine: Engine | None = None,
         **others: Any,
     ) -> None:
         parts = {
@@ -189,19 +208,12 @@ class LeaveOneOutTrainer(RLOOTrainer):
             "processing_class": processing_class,
         }
         _translate_parts(parts, others)
-        args = copy.copy(parts.pop("args") or LeaveOneOutConfig())  # the caller's stays as it is
+        asked = parts.pop("args") or LeaveOneOutConfig()
+        args = copy.copy(asked)  # the caller's stays as it is
         _follow_model(args, parts["model"])
-        specs = parts.pop("reward_funcs")
-        rewards = load_rewards(
-            specs if isinstance(specs, list | tuple) else [specs],
-            tokenizer=parts["processing_class"],
-        )
-        if args.reward_weights is None:
-            args.reward_weights = [reward.weight for reward in rewards]
-        elif any(reward.weight != 1.0 for reward in rewards):
-            raise ConfigError(
-                "reward weights are given both by name and as reward_weights: keep one"
-            )
+        rewards = _load_weighted(parts.pop("reward_funcs"), args, parts["processing_class"])
+        if asked_for(args) != "trl":
+            args.use_vllm = False  # the kit samples; TRL need not start an engine of its own
         _drop_old_reference(parts["model"])
         adapter = _adapter_values(parts["model"])
         with _precision_as_asked(args):
@@ -220,9 +232,19 @@ class LeaveOneOutTrainer(RLOOTrainer):
             _drop_old_reference(self.model)  # the adapter switched off is the same, and cheaper
         for callback in (ProgressCallback, PrinterCallback):  # the kit prints one calm line a step
             self.remove_callback(callback)
+        self._use_trl_path = why_trl_path(self)
+        self._begin()
+        self.engine = engine
+        if engine is None:
+            self.engine, choice = start_engine(self.model, asked, why_not=self._use_trl_path)
+            if choice.reason and not args.use_cpu:
+                warnings.warn(f"vLLM does not sample: {choice.reason}", UserWarning, stacklevel=2)
+        belongs_to_session(self)
+
+    def _begin(self) -> None:
+        """Set what a training keeps from batch to batch."""
         self.reward_moments = RunningMoments()
         self.stop_reason: str | None = None
-        self._use_trl_path = _needs_trl_path(self)
         self._learner: Learner | None = None
         self._window: list[tuple[Rollout, torch.Tensor]] = []
         self._window_at: tuple[Any, int] = (None, -1)
@@ -231,6 +253,9 @@ class LeaveOneOutTrainer(RLOOTrainer):
         self._elsewhere = 0.0
         self._episodes = 0
         self._first_started: float | None = None
+        self._canary: Canary | None = None
+        self._synced: tuple[Any, int] = (None, -1)
+        self._drawn_log_probs: list[list[float]] | None = None
 
     on_completions: Callable[[int, Rollout, list[str]], None] | None = None
     """Called once for every generation batch of training, when its advantages are final, with
@@ -267,6 +292,8 @@ class LeaveOneOutTrainer(RLOOTrainer):
         self._note("signal/groups_without", without.float().mean().item())
         if args.dynamic_sampling:
             self._note("signal/groups_drawn_again", self._draw_again(sampled))
+        if self.engine is not None:
+            self.engine.sleep()
         rollout = Rollout.scored(sampled, self.num_generations, shaping, self.reward_moments)
         if reference is not None:
             rollout.reference_log_probs = reference
@@ -276,6 +303,61 @@ class LeaveOneOutTrainer(RLOOTrainer):
         self._episodes += len(rollout)
         self._watch_signal(without)
         return rollout
+
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any
+    ) -> list[list[int]]:
+        """Let the engine sample, where there is one, from the adapter as it is now.
+
+        Raises:
+            StalePolicyError: It sampled from another policy.
+        """
+        self._drawn_log_probs = None
+        if self.engine is None:
+            return super()._generate_single_turn(prompt_ids, images, multimodal_fields)
+        sampling = sampling_of(self.args, self.eos_token_ids)
+        self._sync_engine(prompt_ids)
+        seed = int(torch.randint(2**31, ()))  # of the run's own random state
+        drawn = self.engine.generate(prompt_ids, sampling, seed)
+        self._drawn_log_probs = drawn.log_probs
+        if self._canary is not None and self.model.training:
+            tokens = TokenRows(prompt_ids, drawn.completion_ids)
+            found = self._canary.check(tokens, drawn.log_probs, self.engine.name)
+            for name, value in found.items():
+                self._note(name, value)
+        return drawn.completion_ids
+
+    def _sync_engine(self, prompt_ids: list[list[int]]) -> None:
+        """Send the adapter where it has changed; before the first step, prove that it arrives."""
+        state, step = self._synced
+        if state is self.state and step == self.state.global_step:
+            return
+        self.engine.sync(self.model)
+        self._synced = (self.state, self.state.global_step)
+        self._note("sampling/sync_seconds", self.engine.sync_seconds)
+        if not self.args.canary or not self.model.training:
+            return
+        if self._canary is None:
+            self._canary = self._make_canary()
+            self._canary.prove(self.engine, prompt_ids, self.args.seed)
+        self._canary.sent()
+
+    def _make_canary(self) -> Canary:
+        model = self.accelerator.unwrap_model(self.model)
+
+        def score(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+            with self._no_grad():
+                scored = self._score(self.model, batch, entropies=True)
+            return scored.log_probs, scored.entropies
+
+        return Canary(
+            score=score,
+            model=model,
+            without_adapter=lambda: use_adapter(model, None),
+            pad_token_id=self._tokenizer.pad_token_id,
+            dtype=torch.bfloat16 if self.args.bf16 else model.dtype,
+            sampling=sampling_of(self.args, self.eos_token_ids),
+        )
 
     def _sample(
         self, inputs: list[dict[str, Any]], *, overlap: bool
@@ -312,7 +394,9 @@ class LeaveOneOutTrainer(RLOOTrainer):
         num_tokens = sum(map(len, completion_ids))
         self._note("speed/generation_tokens_per_second", num_tokens / (generated - started))
         self._elsewhere += time.perf_counter() - started - reference_seconds
-        return Sampled(prompts, completions, tokens, ended, rewards, scores), reference
+        log_probs = self._drawn_log_probs
+        sampled = Sampled(prompts, completions, tokens, ended, rewards, scores, log_probs)
+        return sampled, reference
 
     def _start_async_rewards(
         self,
@@ -400,14 +484,17 @@ class LeaveOneOutTrainer(RLOOTrainer):
             device=self.accelerator.device,
             epsilon=(self.epsilon_low, self.epsilon_high),
             reuse=args.skip_old_pass,
+            correction=(args.rollout_correction, args.rollout_correction_cap)
+            if args.rollout_correction
+            else None,
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
 
     def _policy(self, batch: MicroBatch) -> Scored:
         return self._score(self.model, batch)
 
-    def _score(self, model: Any, batch: MicroBatch) -> Scored:
-        """Return log-probabilities, and entropies where gradients are recorded, of a micro-batch.
+    def _score(self, model: Any, batch: MicroBatch, *, entropies: bool | None = None) -> Scored:
+        """Return log-probabilities of a micro-batch, and entropies (None: where gradients are).
 
         No attention mask: rows are padded on the right alone. (Unsloth's kernels may drop the
         mask while they train, and TRL's left-padded prompts would then attend to their padding.)
@@ -420,7 +507,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
             return values.gather(1, before).masked_fill(~batch.completion_mask, 0.0)
 
         log_probs = of_completions(output.log_probs)
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() if entropies is None else entropies):
             return Scored(log_probs)
         return Scored(log_probs, of_completions(output.entropy.detach()))
 
@@ -558,6 +645,17 @@ class LeaveOneOutTrainer(RLOOTrainer):
         self._current_train_step_time = self._elsewhere = 0.0
 
 
+def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Any) -> list[LoadedReward]:
+    """Load the rewards and put their weights into ``args``."""
+    listed = specs if isinstance(specs, list | tuple) else [specs]
+    rewards = load_rewards(listed, tokenizer=tokenizer)
+    if args.reward_weights is None:
+        args.reward_weights = [reward.weight for reward in rewards]
+    elif any(reward.weight != 1.0 for reward in rewards):
+        raise ConfigError("reward weights are given both by name and as reward_weights: keep one")
+    return rewards
+
+
 def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
     """Move arguments under older names into ``parts``; raise ConfigError for what is missing."""
     for old, new in RENAMED_PARTS.items():
@@ -644,12 +742,13 @@ CHANGES_THE_GRADIENT = (
     "truncated_in_baseline",
     "dynamic_sampling",
     "max_no_signal_fraction",
+    "rollout_correction",
 )
 """Settings of the kit that TRL's own path cannot serve."""
 
 
-def _needs_trl_path(trainer: LeaveOneOutTrainer) -> bool:
-    """Return whether TRL's own code must train: images, several processes, a router's loss.
+def why_trl_path(trainer: LeaveOneOutTrainer) -> str | None:
+    """Return why TRL's own code must train (images, several processes, a router's loss), or None.
 
     Raises:
         ConfigError: It must, and a setting is given that only the kit's path has.
@@ -673,7 +772,7 @@ def _needs_trl_path(trainer: LeaveOneOutTrainer) -> bool:
         )
     if trainer.args.dynamic_sampling and not hasattr(trainer.train_dataset, "__len__"):
         raise ConfigError("dynamic_sampling needs a dataset with random access, not a stream")
-    return reason is not None
+    return reason
 
 
 def _cutting(trainer: LeaveOneOutTrainer) -> dict[str, int]:

@@ -26,6 +26,7 @@ RANKS = {
     "chat_templates": 1,
     "batching": 1,
     "config": 1,
+    "cpu_lora": 1,
     "hardware": 1,
     "logprobs": 1,
     "objective": 1,
@@ -34,25 +35,40 @@ RANKS = {
     "environment": 2,
     "gguf": 2,
     "reward_loading": 2,
+    "child": 1,
     "rollout": 2,
+    "generation": 2,
+    "memory": 2,
+    "canary": 3,
     "learner": 3,
-    "memory": 3,
     "models": 3,
     "recording": 3,
-    "diagnostics": 4,
-    "evaluation": 4,
-    "trainer": 4,
-    "__init__": 5,
-    "run": 5,
-    "cli": 6,
-    "__main__": 7,
+    "vllm_engine": 3,
+    "vllm_server": 3,
+    "engines": 4,
+    "diagnostics": 5,
+    "evaluation": 5,
+    "trainer": 5,
+    "__init__": 6,
+    "run": 6,
+    "cli": 7,
+    "__main__": 8,
 }
 """A room imports only rooms of a strictly lower rank; the folder of rewards has rank 1."""
 
 HEAVY = {"torch", "unsloth", "trl", "transformers", "peft", "vllm", "datasets"}
 MAY_IMPORT_HEAVY = {
-    *("advantages", "batching", "learner", "logprobs", "objective", "recording", "rollout"),
-    "trainer",
+    *(
+        "advantages",
+        "batching",
+        "canary",
+        "cpu_lora",
+        "learner",
+        "logprobs",
+        "objective",
+        "recording",
+    ),
+    *("rollout", "trainer"),
 }
 
 

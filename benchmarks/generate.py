@@ -1,0 +1,209 @@
+"""Sampling: tokens/s and seconds to send the policy, at even and skewed lengths, one process.
+
+    .venv-vllm/bin/python benchmarks/generate.py                 # the embedded model
+    .venv-vllm/bin/python benchmarks/generate.py --model FOLDER  # another one
+    .venv-vllm/bin/python benchmarks/generate.py --trl           # TRL's merge-and-push as well
+
+Every arm completes the same prompts with the same LoRA adapter, in the order A B A B: transformers
+``generate``, the kit's vLLM engine, and TRL's colocate mode where it runs. Each completion stops
+where the length distribution says: the engine is told, and ``generate`` gives the finished rows pads
+until the longest is done, as in training. What counts are the tokens wanted.
+"""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import rloo_kit as rk
+
+environment = rk.setup()
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.utils import logging
+
+from rloo_kit.generation import Sampling
+from rloo_kit.hardware import installed_version
+from rloo_kit.vllm_engine import VllmEngine
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def even(longest: int, number: int) -> list[int]:
+    """Every completion within a tenth of the same length."""
+    rng = random.Random(0)
+    return [round(longest * rng.uniform(0.9, 1.0)) for _ in range(number)]
+
+
+def skewed(longest: int, number: int) -> list[int]:
+    """As thinking runs are: log-normal, about three padded tokens for each real one."""
+    rng = random.Random(3)
+    raw = [rng.lognormvariate(0.0, 0.9) for _ in range(number)]
+    return [max(4, round(length / max(raw) * longest)) for length in raw]
+
+
+class StopAt(StoppingCriteria):
+    """Ends each row at a length of its own."""
+
+    def __init__(self, lengths: list[int], start: int) -> None:
+        self.ends = torch.tensor(lengths) + start
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
+        return (input_ids.size(1) >= self.ends).to(input_ids.device)
+
+
+def transformers_arm(model: object, tokenizer: object, prompts: list[list[int]]) -> object:
+    def run(lengths: list[int]) -> int:
+        inputs = tokenizer.pad(
+            {"input_ids": prompts}, return_tensors="pt", padding_side="left"
+        ).to(model.device)
+        start = inputs["input_ids"].size(1)
+        with torch.inference_mode():
+            output = model.generate(
+                **inputs,
+                do_sample=True,
+                use_cache=True,
+                max_new_tokens=max(lengths),
+                eos_token_id=-1,  # only the wanted length ends a row
+                pad_token_id=tokenizer.pad_token_id,
+                stopping_criteria=StoppingCriteriaList([StopAt(lengths, start)]),
+            )
+        assert output.size(1) - start == max(lengths)
+        return sum(lengths)
+
+    return run
+
+
+def engine_arm(engine: VllmEngine, prompts: list[list[int]]) -> object:
+    from vllm import SamplingParams
+
+    def run(lengths: list[int]) -> int:
+        base = Sampling(max(lengths), ()).as_vllm()
+        parameters = [
+            SamplingParams(**{**base, "max_tokens": n, "ignore_eos": True, "seed": row})
+            for row, n in enumerate(lengths)
+        ]
+        outputs = engine._llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts],
+            parameters,
+            lora_request=engine._request,
+            use_tqdm=False,
+        )
+        done = [len(output.outputs[0].token_ids) for output in outputs]
+        assert done == lengths
+        return sum(done)
+
+    return run
+
+
+def try_trl(model: object) -> str:
+    """Return what TRL's colocate mode does with this model: its sync seconds, or why it fails."""
+    from accelerate import Accelerator
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    try:
+        generation = VLLMGeneration(
+            model=model,
+            accelerator=Accelerator(),
+            processing_class=None,
+            mode="colocate",
+        )
+        started = time.perf_counter()
+        generation.sync_weights()
+    except Exception as exc:
+        lines = str(exc).strip().splitlines() or [type(exc).__name__]
+        return f"fails: {type(exc).__name__}: {lines[0][:200]}"
+    return f"sync {time.perf_counter() - started:.3f} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="tiny-thinker")
+    parser.add_argument("--load-in-4bit", action="store_true")
+    parser.add_argument("--completions", type=int, default=16)
+    parser.add_argument("--longest", type=int, default=256)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--trl", action="store_true", help="try TRL's merge-and-push")
+    parser.add_argument("--name", help="of the file in benchmarks/results")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.set_verbosity_error()
+    model, tokenizer = rk.load_model(
+        options.model, max_seq_length=options.longest + 64, load_in_4bit=options.load_in_4bit
+    )
+    model = rk.attach_lora(model, r=16)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    getattr(model, "for_inference", model.eval)()  # Unsloth's fast decoding, where it has one
+    rows = []
+    ids = tokenizer("12 + 34 = ")["input_ids"]
+    prompts = [ids] * options.completions
+    engine = VllmEngine(model, max_length=options.longest + 64, num_sequences=options.completions)
+    syncs = []
+    for _ in range(6):
+        engine.sync(model)
+        syncs.append(engine.sync_seconds)
+    arms = {
+        "transformers": transformers_arm(model, tokenizer, prompts),
+        "kit": engine_arm(engine, prompts),
+    }
+    print("lengths   transformers tok/s   kit tok/s   ratio")
+    for lengths_name, lengths_of in (("even", even), ("skewed", skewed)):
+        lengths = lengths_of(options.longest, options.completions)
+        speeds: dict[str, list[float]] = {name: [] for name in arms}
+        for pair in range(options.pairs + 1):  # the first pair warms up
+            for name, arm in arms.items():
+                gc.collect()
+                started = time.perf_counter()
+                tokens = arm(lengths)
+                if pair:
+                    speeds[name].append(tokens / (time.perf_counter() - started))
+        ratios = [k / t for t, k in zip(speeds["transformers"], speeds["kit"], strict=True)]
+        row = {
+            "lengths": lengths_name,
+            "padded_per_real": max(lengths) * len(lengths) / sum(lengths),
+            **{f"tokens_per_second_{name}": statistics.median(s) for name, s in speeds.items()},
+            "ratio": statistics.median(ratios),
+            "ratios": ratios,
+        }
+        rows.append(row)
+        print(
+            f"{lengths_name:<9} {row['tokens_per_second_transformers']:>18.0f}"
+            f" {row['tokens_per_second_kit']:>11.0f} {row['ratio']:>6.2f}x"
+            f"   ({min(ratios):.2f}-{max(ratios):.2f})",
+            flush=True,
+        )
+    print(f"sync: {statistics.median(syncs[1:]):.3f} s")
+    engine.close()
+    trl = try_trl(model) if options.trl else None
+    if trl:
+        print(f"TRL's merge-and-push: {trl}")
+    if options.name:
+        hardware = environment.hardware
+        content = {
+            "command": "python benchmarks/generate.py " + " ".join(sys.argv[1:]),
+            "machine": f"{hardware.name}, {hardware.total_memory / 2**30:.0f} GiB",
+            "versions": {
+                name: installed_version(name)
+                for name in ("torch", "trl", "transformers", "peft", "unsloth", "vllm")
+            },
+            "completions": options.completions,
+            "longest": options.longest,
+            "pairs": options.pairs,
+            "rows": rows,
+            "sync_seconds": syncs,
+            "trl": trl,
+        }
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{options.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Start the engine that samples for a model: vLLM in this process, a vLLM server, or none."""
+
+from typing import Any
+
+from rloo_kit.errors import ConfigError
+from rloo_kit.generation import Choice, Engine, Sampling, choose, why_no_hot_swap
+from rloo_kit.hardware import why_not_vllm
+from rloo_kit.memory import belongs_to_session
+
+
+def start_engine(
+    model: Any, args: Any, *, why_not: str | None = None
+) -> tuple[Engine | None, Choice]:
+    """Start what ``args.generation`` asks for.
+
+    Args:
+        model: As ``attach_lora`` returned it.
+        args: A ``LeaveOneOutConfig``.
+        why_not: Why only TRL's own path can sample here (images, several processes), or None.
+
+    Returns:
+        The engine, None where transformers or TRL samples; and the choice, with its reason.
+
+    Raises:
+        GenerationError: What was asked for by name cannot be used, or does not start.
+        ConfigError: Two settings contradict each other.
+    """
+    asked = asked_for(args)
+    if asked == "trl":
+        return None, Choice("trl")
+    if asked in ("vllm", "auto"):
+        why_not = why_not or why_not_vllm()
+    why_not = why_not or why_no_hot_swap(model)
+    choice = choose(asked, on_gpu=model.device.type != "cpu", why_not=why_not)
+    if choice.engine == "transformers":
+        return None, choice
+    max_length = args.vllm_max_model_length or getattr(model, "rloo_kit_max_seq_length", None)
+    if max_length is None:
+        max_length = model.config.get_text_config().max_position_embeddings
+    if choice.engine == "server":
+        from rloo_kit.vllm_server import VllmServer
+
+        server = VllmServer(
+            args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}",
+            model,
+            max_length=max_length,
+            timeout=args.vllm_server_timeout,
+            adapter_dir=args.vllm_adapter_dir,
+        )
+        belongs_to_session(server)
+        return server, choice
+    from rloo_kit.vllm_engine import VllmEngine
+
+    engine = VllmEngine(
+        model,
+        max_length=max_length,
+        num_sequences=min(256, args.generation_batch_size),
+        sleeps=args.vllm_enable_sleep_mode,
+        memory_share=args.vllm_gpu_memory_utilization if args.memory_share_given else None,
+        seed=args.seed,
+    )
+    belongs_to_session(engine)
+    return engine, choice
+
+
+def asked_for(args: Any) -> str:
+    """Return ``auto``, ``vllm``, ``server``, ``transformers``, or ``trl`` for TRL's own client.
+
+    ``use_vllm: true`` means ``generation: vllm``; with ``vllm_mode: server`` it is TRL's client of
+    ``trl vllm-serve``.
+
+    Raises:
+        ConfigError: ``use_vllm`` and ``generation`` contradict each other.
+    """
+    if not args.use_vllm:
+        return args.generation
+    wanted = "trl" if args.vllm_mode == "server" else "vllm"
+    if args.generation not in ("auto", wanted):
+        raise ConfigError(
+            f"use_vllm: true asks for vLLM and generation is {args.generation!r}: keep generation"
+        )
+    return wanted
+
+
+def sampling_of(args: Any, stop_token_ids: list[int]) -> Sampling:
+    """Return how a trainer's settings draw completions.
+
+    Args:
+        args: A ``LeaveOneOutConfig``.
+        stop_token_ids: Each ends a completion.
+    """
+    return Sampling(
+        max_tokens=args.max_completion_length,
+        stop_token_ids=tuple(stop_token_ids),
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p or 0.0,
+        repetition_penalty=args.repetition_penalty,
+        others=dict(args.generation_kwargs or {}),
+    )

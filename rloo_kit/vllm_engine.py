@@ -1,0 +1,384 @@
+"""vLLM in this process: the base loaded once, the adapter swapped while it runs.
+
+Two ways to the same engine: Unsloth's, which shares the base weights with the trainer
+(``load_model(..., fast_inference=True)`` on a GPU), and one of the kit's own.
+"""
+
+import contextlib
+import gc
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.cpu_lora import serve_one_adapter_fast
+from rloo_kit.environment import quiet, setup
+from rloo_kit.errors import GenerationError
+from rloo_kit.generation import (
+    SHARED_MEMORY,
+    AdapterFolders,
+    Drawn,
+    Sampling,
+    engine_room,
+    kv_cache_bytes,
+    room_for_rank,
+)
+from rloo_kit.hardware import GIB, detect_hardware
+
+ADAPTER_NAME = "rloo-kit"
+
+
+class VllmEngine:
+    """An engine of the kit's own, or Unsloth's when the model carries one.
+
+    Args:
+        model: A PEFT model as ``attach_lora`` returned it.
+        max_length: Longest prompt plus completion, tokens.
+        num_sequences: Completions at one time.
+        sleeps: Give memory back between ``sleep`` and the next ``generate`` (GPU).
+        memory_share: Of the GPU's memory for this engine; None: computed from what training needs.
+        seed: Of the engine.
+        extra: Further arguments of ``vllm.LLM``.
+
+    Raises:
+        GenerationError: vLLM cannot start, with its reason in one line.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        model: Any,
+        *,
+        max_length: int,
+        num_sequences: int,
+        sleeps: bool = False,
+        memory_share: float | None = None,
+        seed: int = 0,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        shared = getattr(model, "vllm_engine", None)
+        self.shared = shared is not None
+        self.name = "vLLM, weights shared by Unsloth" if self.shared else "vLLM in this process"
+        self.sync_seconds = 0.0
+        """Of the last sync."""
+        self._asleep = False
+        self._sleeps = sleeps and model.device.type != "cpu"
+        self._number = 0
+        self._request: Any = None
+        self._folder: Path | None = None
+        self._folders = AdapterFolders()
+        self._base: Path | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._llm = shared
+        if not self.shared:
+            _check_allocator(self._sleeps)
+            try:
+                self._llm = self._start(model, max_length, num_sequences, memory_share, seed, extra)
+            except BaseException as exc:
+                self.close()
+                if isinstance(exc, GenerationError) or not isinstance(exc, Exception):
+                    raise
+                raise GenerationError(_why(exc)) from exc
+
+    def _start(
+        self,
+        model: Any,
+        max_length: int,
+        num_sequences: int,
+        memory_share: float | None,
+        seed: int,
+        extra: dict[str, Any] | None,
+    ) -> Any:
+        import torch
+
+        on_cpu = model.device.type == "cpu"
+        dtype = _compute_dtype(model)
+        source = model.get_base_model().config._name_or_path
+        arguments: dict[str, Any] = {}
+        if _is_4bit(model) and on_cpu:
+            self._base = write_dequantised(model, dtype)
+            source = str(self._base)
+        elif _is_4bit(model):
+            arguments["quantization"] = "bitsandbytes"
+        if memory_share is None or on_cpu:
+            arguments["kv_cache_memory_bytes"] = self._room(model, num_sequences, max_length)
+        else:
+            arguments["gpu_memory_utilization"] = memory_share
+        arguments |= {
+            "model": source,
+            "skip_tokenizer_init": True,  # token ids in, token ids out
+            "generation_config": "vllm",  # no sampling defaults but ours
+            "dtype": str(dtype).removeprefix("torch."),
+            "max_model_len": max_length,
+            "max_num_seqs": num_sequences,
+            "max_num_batched_tokens": max(4096, max_length),
+            "enable_lora": True,
+            "max_lora_rank": room_for_rank(model.peft_config["default"].r),
+            "lora_target_modules": _vllm_modules(model.peft_config["default"].target_modules),
+            "max_loras": 1,
+            "max_cpu_loras": 2,
+            "enable_prefix_caching": True,
+            "enable_sleep_mode": self._sleeps,
+            "logprobs_mode": "processed_logprobs",  # after temperature and truncation
+            "disable_log_stats": True,
+            "seed": seed,
+            **(extra or {}),
+        }
+        if not on_cpu:
+            torch.cuda.empty_cache()
+        with self._as_it_was(), quiet():
+            from vllm import LLM
+
+            if on_cpu:
+                serve_one_adapter_fast()
+            return LLM(**arguments)
+
+    def _room(self, model: Any, num_sequences: int, max_length: int) -> int:
+        hardware = detect_hardware()
+        weights = sum(p.numel() for n, p in model.named_parameters() if "lora_" not in n)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        on_cpu = hardware.device == "cpu"
+        return engine_room(
+            kv_cache_bytes(model.config.get_text_config(), num_sequences, max_length),
+            hardware.free_memory,
+            # packed 4-bit weights count two to a parameter already: one byte each
+            weights * (1 if _is_4bit(model) and not on_cpu else 2),
+            trained=trained,
+            sleeps=self._sleeps,
+            on_cpu=on_cpu,
+        )
+
+    @contextlib.contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        """Let vLLM start without changing this process for everybody else.
+
+        Its CPU worker replaces ``torch.set_num_threads`` and the number of threads, and every start
+        leaves variables of torch.distributed behind.
+        """
+        import torch
+
+        set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+        variables = dict(os.environ)
+        level = logging.getLogger("vllm").level
+        try:
+            yield
+        finally:
+            torch.set_num_threads = set_num_threads
+            torch.set_num_threads(num_threads)
+            logging.getLogger("vllm").setLevel(level)
+            for name in set(os.environ) - set(variables):
+                if name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+                    del os.environ[name]
+
+    def sync(self, model: Any) -> None:
+        """Send the adapter and drop the one before."""
+        started = time.perf_counter()
+        self._wake()
+        before, folder_before = self._request, self._folder
+        self._number += 1
+        engine = self._llm.llm_engine
+        if self.shared:
+            self._request = model.load_lora(ADAPTER_NAME, load_tensors=True)
+        else:
+            from vllm.lora.request import LoRARequest
+
+            self._folder = self._folders.write(model, _compute_dtype(model))
+            name = f"{ADAPTER_NAME}-{self._number}"
+            self._request = LoRARequest(name, self._number, str(self._folder))
+        if before is not None:
+            engine.remove_lora(before.lora_int_id)
+        engine.add_lora(self._request)
+        engine.reset_prefix_cache()
+        AdapterFolders.drop(folder_before)
+        self.sync_seconds = time.perf_counter() - started
+
+    def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Drawn:
+        """See ``Engine.generate``; every completion has a seed of its own."""
+        from vllm import SamplingParams
+
+        self._wake()
+        parameters = [
+            SamplingParams(**sampling.as_vllm(), seed=(seed + row) % 2**31, detokenize=False)
+            for row in range(len(prompt_ids))
+        ]
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompt_ids],
+            parameters,
+            lora_request=self._request,
+            use_tqdm=False,
+        )
+        completions = [output.outputs[0] for output in outputs]
+        ids = [list(completion.token_ids) for completion in completions]
+        log_probs = [
+            [place[token].logprob for token, place in zip(tokens, done.logprobs, strict=True)]
+            for tokens, done in zip(ids, completions, strict=True)
+        ]
+        return Drawn(ids, log_probs)
+
+    def sleep(self) -> None:
+        """Drop keys and values and move the weights to the host's memory (level 1), on a GPU."""
+        if self._sleeps and not self._asleep and self._llm is not None:
+            self._llm.sleep(level=1)
+            self._asleep = True
+
+    def _wake(self) -> None:
+        if self._asleep:
+            import torch
+
+            torch.cuda.empty_cache()  # what the learning step let go of
+            self._llm.wake_up()
+            self._asleep = False
+
+    def close(self) -> None:
+        """Shut the engine down, its process groups, threads, caches and files included."""
+        llm, self._llm = self._llm, None
+        self._request = None
+        if llm is not None:
+            with contextlib.suppress(Exception), quiet():  # half-started, or already gone
+                llm.llm_engine.engine_core.shutdown()
+            _drop_caches(llm)
+            del llm
+        if "vllm.distributed.parallel_state" in sys.modules:  # also after a start that failed
+            from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+            cleanup_dist_env_and_memory()
+        self._folders.close()
+        if self._base is not None:
+            shutil.rmtree(self._base, ignore_errors=True)
+        gc.collect()
+
+
+def write_dequantised(model: Any, dtype: Any) -> Path:
+    """Write a 4-bit model's base weights, dequantised, to shared memory: the same policy exactly.
+
+    vLLM has no 4-bit kernels on a CPU, and a checkpoint in 16 bit would be another policy than the
+    4-bit one that trains.
+
+    Args:
+        model: A PEFT model over bitsandbytes' 4-bit layers.
+        dtype: Of the weights.
+
+    Returns:
+        A folder with config and weights; the caller removes it.
+    """
+    from bitsandbytes.functional import dequantize_4bit
+    from safetensors.torch import save_file
+
+    base = model.get_base_model()
+    layers = {
+        f"{name.replace('.base_layer', '')}.weight": module
+        for name, module in base.named_modules()
+        if getattr(getattr(module, "weight", None), "quant_state", None) is not None
+        and not hasattr(module, "base_layer")
+    }
+    tensors = {}
+    for name, tensor in base.state_dict().items():
+        plain = name.replace(".base_layer", "")
+        if "lora_" in plain or plain in layers or ".weight." in plain:
+            continue
+        tensors[plain] = tensor.detach().to("cpu", dtype).contiguous()
+    for name, module in layers.items():
+        values = dequantize_4bit(module.weight.data, module.weight.quant_state)
+        tensors[name] = values.to("cpu", dtype).contiguous()
+    if base.config.get_text_config().tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    config = base.config.to_dict()
+    config.pop("quantization_config", None)
+    parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    folder = Path(tempfile.mkdtemp(prefix=f"rloo-kit-{os.getpid()}-base-", dir=parent))
+    try:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        plain_config = type(base.config).from_dict(config)
+        plain_config.dtype = dtype
+        plain_config.save_pretrained(folder)
+    except OSError as exc:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise GenerationError(
+            f"vLLM's copy of the weights cannot be written to {str(folder.parent)!r} ({exc}): free "
+            f"some space there, or set trainer.generation: transformers"
+        ) from exc
+    return folder
+
+
+def _is_4bit(model: Any) -> bool:
+    return any(type(module).__name__ == "Linear4bit" for module in model.modules())
+
+
+def _vllm_modules(names: Any) -> list[str] | None:
+    """Return the layers that need LoRA, also under the names vLLM gives to joined ones.
+
+    Otherwise it computes an empty adapter for the LM head too, for every token.
+    """
+    if isinstance(names, str):  # a pattern
+        return None
+    joined = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+    joined |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+    return sorted({*names, *(joined[name] for name in names if name in joined)})
+
+
+def _compute_dtype(model: Any) -> Any:
+    """Return the type that the trainer computes the base in."""
+    import torch
+
+    config = model.get_base_model().config
+    dtype = getattr(config, "dtype", None) or torch.bfloat16
+    return dtype if dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.bfloat16
+
+
+def _check_allocator(sleeps: bool) -> None:
+    """Refuse torch's expandable segments where this vLLM cannot sleep with them.
+
+    Raises:
+        GenerationError: They are on, and vLLM is older than the release that sets them aside.
+    """
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if not sleeps or "expandable_segments:true" not in settings.lower():
+        return
+    from vllm.device_allocator import cumem
+
+    if "expandable" not in Path(cumem.__file__).read_text().split("def use_memory_pool")[-1]:
+        raise GenerationError(
+            "vLLM cannot sleep while PYTORCH_CUDA_ALLOC_CONF holds expandable_segments:True: take "
+            "it out and restart, or set trainer.vllm_enable_sleep_mode: false"
+        )
+
+
+def _why(exc: Exception) -> str:
+    """Return one sentence for what vLLM raised while it started."""
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    told = next((line for line in lines if line.startswith("Value error, ")), "")
+    text = (told.removeprefix("Value error, ") or (lines or [type(exc).__name__])[0])[:300]
+    low = text.lower()
+    if "expandable" in low:
+        remedy = "take expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF and restart"
+    elif "bitsandbytes" in low or "bnb" in low:
+        remedy = "pip install vllm-bnb-plugin (vLLM 0.28 and later need it for 4-bit weights)"
+    elif "failed to be inspected" in low and setup().hidden:
+        remedy = (
+            f"pip uninstall {' '.join(setup().hidden)} (they do not fit this torch, and vLLM's "
+            f"inspection of the model fails on them)"
+        )
+    elif "memory" in low or type(exc).__name__ == "OutOfMemoryError":
+        remedy = (
+            f"lower model.max_seq_length or trainer.per_device_train_batch_size "
+            f"({detect_hardware().free_memory / GIB:.1f} GiB are free), or set "
+            f"trainer.generation: transformers"
+        )
+    else:
+        remedy = "set trainer.generation: transformers to do without it"
+    return f"vLLM cannot start ({type(exc).__name__}: {text}): {remedy}"
+
+
+def _drop_caches(llm: Any) -> None:
+    """Break the cycles that keep an engine's tensors alive after its shutdown."""
+    import torch
+
+    torch._dynamo.reset()
+    engine = getattr(llm, "llm_engine", None)
+    for owner in (engine, getattr(getattr(engine, "engine_core", None), "engine_core", None), llm):
+        if owner is not None:
+            vars(owner).clear()
