@@ -6,7 +6,7 @@
 
 Every arm completes the same prompts with the same LoRA adapter, in the order A B A B: transformers
 ``generate``, the kit's vLLM engine, and TRL's colocate mode where it runs. Each completion stops
-where the length distribution says: the engine is told, and ``generate`` gives the finished rows pads
+where the length distribution says: the engine is told, and ``generate`` pads the finished rows
 until the longest is done, as in training. What counts are the tokens wanted.
 """
 
@@ -60,9 +60,9 @@ class StopAt(StoppingCriteria):
 
 def transformers_arm(model: object, tokenizer: object, prompts: list[list[int]]) -> object:
     def run(lengths: list[int]) -> int:
-        inputs = tokenizer.pad(
-            {"input_ids": prompts}, return_tensors="pt", padding_side="left"
-        ).to(model.device)
+        inputs = tokenizer.pad({"input_ids": prompts}, return_tensors="pt", padding_side="left").to(
+            model.device
+        )
         start = inputs["input_ids"].size(1)
         with torch.inference_mode():
             output = model.generate(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rloo_kit.batching import MicroBatch, TokenRows
-from rloo_kit.errors import StalePolicyError
+from rloo_kit.errors import GenerationError, StalePolicyError
 from rloo_kit.generation import Engine, Sampling
 
 PROBE_TOKENS = 512
@@ -28,7 +28,7 @@ PROBE_TOKENS_PER_ROW = 64
 """... of each completion the first so many ..."""
 PROBE_POSITIONS = 2048
 """... and no more positions than these, prompts included (but four completions at least)."""
-SURE = 5.0
+SURE = 6.0
 """Standard errors beyond which a nearer other policy is no accident, if it also fits ..."""
 FIT = 0.6
 """... so much better: its mean difference over that of the policy that trains."""
@@ -36,10 +36,11 @@ MEMORY = 20
 """Batches whose evidence adds up, where one step moves the policy less than rounding does ..."""
 SURE_TOGETHER = 8.0
 """... to so many standard errors."""
-NOISE_FACTOR = 8.0
+NOISE_FACTOR = 4.0
 """A mean difference of so many times the rounding noise has another cause ..."""
-NOISE_FLOOR = 0.0015
-"""... if it is also larger than this, nats."""
+NOISE_FLOOR = 0.01
+"""... if it is also larger than this, nats: where nearly every token is certain, rounding moves
+nothing in most batches and one undecided token by a third of a nat in another."""
 TEMPERATURE_TOLERANCE = 0.05
 """Relative; sampling that far off is reported, up to twice or half."""
 
@@ -95,10 +96,12 @@ def place_between(
     size = float(delta.square().sum())
     if size == 0:
         return None
+    # A token that fits neither was moved by something else, and says nothing about the two.
+    neither = torch.minimum((sampler - now).abs(), (sampler - other).abs())
     return Place(
         evidence=float(((sampler - (now + other) / 2) * delta).sum()),
         size=size,
-        variance=float((delta * noise).square().sum()),
+        variance=float((delta.square() * (noise.square() + neither.square())).sum()),
         fit=_fit(sampler, now, other),
     )
 
@@ -179,10 +182,18 @@ class Canary:
         }
         self._noises: deque[tuple[float, float]] = deque(maxlen=MEMORY)
 
-    def sent(self) -> None:
-        """Remember the adapter that was just sent; the one before is the policy a step back."""
+    def sent(self, dtype: torch.dtype) -> None:
+        """Remember the adapter as it was just sent; the one before is the policy a step back.
+
+        Args:
+            dtype: That it was rounded to on its way. A late step of a small learning rate can be
+                lost in that, and the sampler is not stale for it.
+        """
         self._before = self._now
-        self._now = {n: p.detach().to("cpu", copy=True) for n, p in self._adapter.items()}
+        self._now = {
+            name: parameter.detach().to("cpu", dtype, copy=True)
+            for name, parameter in self._adapter.items()
+        }
 
     def prove(self, engine: Engine, prompt_ids: list[list[int]], seed: int) -> None:
         """Send an adapter that is shifted on purpose, and see the sampler follow it and come back.
@@ -196,7 +207,11 @@ class Canary:
             StalePolicyError: The sampler did not follow.
         """
         prompts = prompt_ids[:8]
-        short = Sampling(16, self._sampling.stop_token_ids, self._sampling.temperature or 1.0)
+        short = Sampling(
+            min(16, self._sampling.max_tokens),
+            self._sampling.stop_token_ids,
+            self._sampling.temperature or 1.0,
+        )
         drawn = engine.generate(prompts, short, seed)
         tokens = TokenRows(prompts, drawn.completion_ids)
         shifted = self._shift(tokens, seed)
@@ -211,8 +226,9 @@ class Canary:
         place = place_between(sampler, there, here, torch.ones_like(there))
         if place is not None and place.share < 0.5:
             raise StalePolicyError(
-                f"the adapter does not reach {engine.name}: one that was shifted on purpose moved "
-                f"what it samples by {place.share:.0%} of what it should; restart the engine, or "
+                f"the adapter does not reach {engine.name}, or its base weights are others: an "
+                f"adapter that was shifted on purpose moved what it samples by {place.share:.0%} "
+                f"of what it should; give both the same model folder and restart the engine, or "
                 f"set trainer.generation: transformers"
             )
 
@@ -233,11 +249,18 @@ class Canary:
 
         Raises:
             StalePolicyError: Another policy sampled; the message says which, most likely.
+            GenerationError: The engine reported no numbers.
         """
         probe, rows = _probe(tokens, log_probs)
-        now, entropies = self._pass(probe)
+        with self._adapter_set_to(self._now):
+            now, entropies = self._pass(probe)
+            noise = self._noise(now, self._pass(probe, disturbed=True)[0])
         sampler = _flat(rows, probe, now.device)
-        noise = self._noise(now, self._pass(probe, disturbed=True)[0])
+        if not bool(sampler.isfinite().all()):
+            raise GenerationError(
+                f"{engine_name} reports log-probabilities that are no numbers: its weights or the "
+                f"adapter have run away; lower trainer.learning_rate, or restart the engine"
+            )
         metrics = {
             "sampling/probe_difference": float((sampler - now).abs().mean()),
             "sampling/rounding_noise": self._mean_noise,
@@ -317,7 +340,7 @@ class Canary:
         return (
             f"{seen}, and neither base, adapter nor temperature explain it: the engine has other "
             f"base weights, or other precision or quantisation; give both the same model folder "
-            f"and load_in_4bit"
+            f"and load_in_4bit, or accept it with trainer.canary: false and rollout_correction"
         )
 
     # --- passes ----------------------------------------------------------------------------------
@@ -371,7 +394,7 @@ class Canary:
         def disturb(_module: Any, _inputs: Any, output: Any) -> Any:
             hidden = output[0] if isinstance(output, tuple) else output
             noise = torch.rand(hidden.shape, generator=generator, device=hidden.device) * 2 - 1
-            hidden = hidden * (1 + amplitude * noise).to(hidden.dtype)
+            hidden = (hidden.float() * (1 + amplitude * noise)).to(hidden.dtype)
             return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
         layers = [m for m in self._model.modules() if type(m).__name__.endswith("DecoderLayer")]

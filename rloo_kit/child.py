@@ -5,17 +5,21 @@ notebook's memory would come along.
 """
 
 import contextlib
+import operator
 import os
 import pickle
+import queue
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.errors import SetupError
+from rloo_kit.errors import KitError, SetupError
 
 
 def call_in_child(function: Callable[..., Any], args: tuple[Any, ...], say: Callable) -> Any:
@@ -41,14 +45,16 @@ def call_in_child(function: Callable[..., Any], args: tuple[Any, ...], say: Call
             start_new_session=True,  # Ctrl-C reaches it once, through us
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
+        interrupted = False
         try:
-            _relay(process, say)
+            interrupted = _relay(process, say)
         finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-            process.stdout.close()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what it started
+            process.wait()
         if not answer.exists():
+            if interrupted:
+                raise KeyboardInterrupt
             raise SetupError(
                 f"the child process ended with code {process.returncode} and no result: "
                 f"{'memory may have run out; ' if process.returncode == -9 else ''}look at what it "
@@ -60,22 +66,38 @@ def call_in_child(function: Callable[..., Any], args: tuple[Any, ...], say: Call
     raise value
 
 
-def _relay(process: subprocess.Popen, say: Callable) -> None:
-    """Pass on lines until the child ends; a first Ctrl-C asks it to end, a second one kills it."""
+def _relay(process: subprocess.Popen, say: Callable) -> bool:
+    """Pass on lines until the child ends; return whether Ctrl-C asked it to.
+
+    A second Ctrl-C is raised here. What the child started may keep its output open, so the end of
+    the process counts and not the end of the output.
+    """
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        with contextlib.suppress(ValueError), process.stdout as output:
+            for line in output:
+                lines.put(line)
+
+    reader = threading.Thread(target=read, name="rloo-kit child's output", daemon=True)
+    reader.start()
     asked = False
     while True:
         try:
-            for line in process.stdout:
-                say(line.rstrip("\n"))
-            process.wait()
+            ended = process.poll() is not None
+            if ended:
+                reader.join(0.5)
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    say(lines.get(timeout=0 if ended else 0.2).rstrip("\n"))
+            if ended:
+                return asked
         except KeyboardInterrupt:
             if asked:
                 raise
             asked = True
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGINT)
-        else:
-            return
 
 
 def _main(order: str, answer: str) -> None:
@@ -83,17 +105,20 @@ def _main(order: str, answer: str) -> None:
 
     module, name, args = pickle.loads(Path(order).read_bytes())
     try:
-        function = getattr(importlib.import_module(module), name)
+        function = operator.attrgetter(name)(importlib.import_module(module))
         result = (True, function(*args))
     except BaseException as exc:
-        import traceback
-
-        traceback.print_exc()
+        if not isinstance(exc, KitError):
+            exc.add_note(f"in the child process:\n{traceback.format_exc()}")
         result = (False, exc)
     try:
         content = pickle.dumps(result)
+        pickle.loads(content)
     except Exception:
-        content = pickle.dumps((result[0], SetupError(f"the child raised {result[1]!r}")))
+        what = "returned" if result[0] else "raised"
+        content = pickle.dumps(
+            (False, SetupError(f"the child {what} {result[1]!r}, which cannot be sent back"))
+        )
     Path(answer).write_bytes(content)
 
 

@@ -468,6 +468,8 @@ def _check_trainer(value: object, faults: list[str]) -> dict[str, Any]:
         return dict(value)
 
 
+TEXTS = frozenset({"vllm_adapter_dir"})
+"""Trainer settings of the kit that are text or null."""
 NUMBERS: dict[str, tuple[type, float, float]] = {
     "beta": (float, 0.0, 100.0),
     "dynamic_sampling_rounds": (int, 1, 100),
@@ -506,6 +508,8 @@ def check_values(values: Mapping[str, Any]) -> list[str]:
             faults.append(f"trainer.{name} is {item!r}, must be one of {options}")
         if name in FLAGS and not _fits(item, bool):
             faults.append(_wrong_type(f"trainer.{name}", item, bool))
+        if name in TEXTS and not _fits(item, str | None):
+            faults.append(_wrong_type(f"trainer.{name}", item, str | None))
         kind, low, high = NUMBERS.get(name, (None, 0, 0))
         if kind is None or (item is None and name in OPTIONAL_NUMBERS):
             continue

@@ -94,7 +94,7 @@ def sampling_of(args: Any, stop_token_ids: list[int]) -> Sampling:
         stop_token_ids=tuple(stop_token_ids),
         temperature=args.temperature,
         top_p=args.top_p,
-        top_k=args.top_k,
+        top_k=args.top_k or 0,
         min_p=args.min_p or 0.0,
         repetition_penalty=args.repetition_penalty,
         others=dict(args.generation_kwargs or {}),

@@ -146,6 +146,7 @@ def _set_variables() -> None:
         "TQDM_NOTEBOOK": "false",  # text progress bars: no ipywidgets needed
         "UNSLOTH_COMPILE_LOCATION": str(cache_folder() / "unsloth_compiled_cache"),
         "TOKENIZERS_PARALLELISM": "false",  # no fork warnings
+        "HF_HUB_DISABLE_TELEMETRY": "1",  # no requests, and no thread, that nobody asked for
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

@@ -74,6 +74,8 @@ class Engine(Protocol):
     """For people: ``vLLM in this process``."""
     sync_seconds: float
     """What the last ``sync`` took."""
+    adapter_dtype: Any
+    """torch's type that an adapter is rounded to on its way."""
 
     def sync(self, model: Any) -> None:
         """Make the adapter of ``model``, as it is now, the one that samples."""
@@ -110,6 +112,8 @@ def why_no_hot_swap(model: Any) -> str | None:
         return "the adapter trains whole layers (modules_to_save), which vLLM does not take"
     if getattr(config, "bias", "none") != "none":
         return "the adapter trains biases, which vLLM does not take"
+    if getattr(config, "rank_pattern", None) or getattr(config, "alpha_pattern", None):
+        return "the adapter has ranks or alphas of their own for some layers (rank_pattern)"
     if config.r > LORA_RANKS[-1]:
         return f"the adapter's rank is {config.r}, and vLLM takes at most {LORA_RANKS[-1]}"
     return None
@@ -138,6 +142,8 @@ class AdapterFolders:
     def __init__(self, parent: Path | None = None) -> None:
         if parent is None and SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
             parent = SHARED_MEMORY
+        if parent == SHARED_MEMORY:
+            _sweep(parent)
         try:
             self.root = Path(tempfile.mkdtemp(prefix=f"rloo-kit-{os.getpid()}-", dir=parent))
         except OSError as exc:
@@ -155,6 +161,7 @@ class AdapterFolders:
             model: A PEFT model.
             dtype: Of the written tensors: what the engine computes in.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         self._number += 1
@@ -172,7 +179,7 @@ class AdapterFolders:
             folder.mkdir()
             save_file(tensors, folder / "adapter_model.safetensors")
             (folder / "adapter_config.json").write_text(json.dumps(plain, default=str))
-        except OSError as exc:
+        except (OSError, SafetensorError) as exc:
             raise GenerationError(
                 f"the adapter cannot be written to {str(self.root)!r} ({exc}): free some space "
                 f"there, or choose another vllm_adapter_dir"
@@ -188,6 +195,16 @@ class AdapterFolders:
     def close(self) -> None:
         """Remove all of it."""
         shutil.rmtree(self.root, ignore_errors=True)
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what runs that were killed left in shared memory."""
+    import psutil
+
+    for folder in parent.glob("rloo-kit-*-*"):
+        pid = folder.name.split("-")[2]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import threading
+import types
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -153,20 +154,37 @@ def release(*things: Any, clear_notebook: bool = False) -> Released:
     Returns:
         What was given back, and what is left with its holder.
     """
-    before = measure()
+    released, errors = _release_all(things, clear_notebook=clear_notebook)
+    if errors:
+        raise errors[0]
+    return released
+
+
+def _release_all(
+    things: tuple[Any, ...], *, clear_notebook: bool
+) -> tuple[Released, list[Exception]]:
+    """Release every thing, also after one that raised."""
+    before, errors = measure(), []
     for thing in things:
-        if hasattr(thing, "reward_funcs"):
-            _release_trainer(thing)
-        elif hasattr(thing, "parameters"):
-            _empty_model(thing)
-        elif hasattr(thing, "release"):
-            thing.release()
-        elif hasattr(thing, "sync") and hasattr(thing, "close"):
-            thing.close()
+        try:
+            _release_one(thing)
+        except Exception as exc:
+            errors.append(exc)
     if clear_notebook:
         _clear_notebook()
     _return_to_system()
-    return Released(before, measure(), tuple(held_tensors()))
+    return Released(before, measure(), tuple(held_tensors())), errors
+
+
+def _release_one(thing: Any) -> None:
+    if hasattr(thing, "reward_funcs"):
+        _release_trainer(thing)
+    elif hasattr(thing, "parameters"):
+        _empty_model(thing)
+    elif hasattr(thing, "release"):
+        thing.release()
+    elif hasattr(thing, "sync") and hasattr(thing, "close"):
+        thing.close()
 
 
 @dataclass
@@ -196,12 +214,16 @@ def session(*, clear_notebook: bool = False) -> Iterator[Session]:
     """
     opened = Session()
     _sessions.append(opened)
+    raised = True
     try:
         yield opened
+        raised = False
     finally:
         _sessions.remove(opened)
         things, opened.things = opened.things[::-1], []
-        opened.released = release(*things, clear_notebook=clear_notebook)
+        opened.released, errors = _release_all(tuple(things), clear_notebook=clear_notebook)
+        if errors and not raised:  # the body's own error says more
+            raise errors[0]
 
 
 def belongs_to_session(thing: Any) -> None:
@@ -219,22 +241,68 @@ def held_tensors(smallest: int = SMALLEST_HELD) -> list[Held]:
     torch = sys.modules.get("torch")
     if torch is None:
         return []
-    sizes: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    seen: set[int] = set()
-    for item in gc.get_objects():
+    largest: dict[int, Any] = {}
+    everything = gc.get_objects()
+    for item in everything:
         if not issubclass(type(item), torch.Tensor) or item.device.type == "meta":
             continue
         with contextlib.suppress(Exception):  # subclasses without a storage of their own
             storage = item.untyped_storage()
-            if storage.data_ptr() in seen or storage.nbytes() < 64 * 1024:
-                continue
-            seen.add(storage.data_ptr())
-            holder = _holder(item)
-            sizes[holder] += storage.nbytes()
-            counts[holder] += 1
+            if storage.nbytes() >= 64 * 1024:
+                largest.setdefault(storage.data_ptr(), item)
+    del everything
+    sizes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    tensors = list(largest.values())
+    largest.clear()
+    for item, holder in zip(tensors, _holders(tensors), strict=True):
+        sizes[holder] += item.untyped_storage().nbytes()
+        counts[holder] += 1
     found = [Held(size, counts[holder], holder) for holder, size in sizes.most_common()]
     return [held for held in found if held.bytes >= smallest]
+
+
+def _holders(tensors: list[Any], depth: int = 5) -> list[str]:
+    """Return, in words, what leads to each tensor; one walk over all objects for each step back."""
+    names: list[list[str]] = [[] for _ in tensors]
+    level = {id(tensor): (tensor, [place]) for place, tensor in enumerate(tensors)}
+    ours = {id(tensors), id(names)}
+    for _ in range(depth):
+        items = [item for item, _ in level.values()]
+        referrers = gc.get_referrers(*items) if items else []
+        ours |= {id(items), id(referrers), id(level), *map(id, level.values())}
+        owner_of: dict[int, Any] = {}
+        for owner in referrers:
+            if id(owner) in ours or isinstance(owner, types.FrameType):
+                continue
+            for item in gc.get_referents(owner):
+                # an object or a dict says more than a list
+                if id(item) in level and (
+                    id(item) not in owner_of or not isinstance(owner, list | tuple)
+                ):
+                    owner_of[id(item)] = owner
+        above: dict[int, tuple[Any, list[int]]] = {}
+        for key, owner in owner_of.items():
+            places = level[key][1]
+            above.setdefault(id(owner), (owner, []))[1].extend(places)
+            name = _owner_name(owner)
+            for place in places if name else ():
+                names[place].append(name)
+        ours |= {id(owner_of), id(above)}
+        level = {key: pair for key, pair in above.items() if not _is_module(pair[0])}
+    return [" in ".join(dict.fromkeys(found)) or "a frame or an extension" for found in names]
+
+
+def _owner_name(owner: Any) -> str | None:
+    if _is_module(owner):
+        return f"module {owner.get('__name__')}"
+    if isinstance(owner, dict | list | tuple):
+        return None
+    return f"{type(owner).__module__.partition('.')[0]}.{type(owner).__qualname__}"
+
+
+def _is_module(owner: Any) -> bool:
+    return isinstance(owner, dict) and "__builtins__" in owner
 
 
 def shutdown_kernel() -> None:
@@ -275,33 +343,9 @@ def _shared_files(process: Any) -> tuple[str, ...]:
         found |= {
             part.path.removeprefix(prefix)
             for part in process.memory_maps()
-            if part.path.startswith(prefix)
+            if part.path.startswith(prefix) and Path(part.path).exists()  # not a lock's, unnamed
         }
     return tuple(sorted(found))
-
-
-def _holder(item: Any) -> str:
-    """Return, in words, what leads to a tensor: up to four referrers away."""
-    own = {id(sys._getframe())}
-    names: list[str] = []
-    for _ in range(4):
-        referrers = [
-            r
-            for r in gc.get_referrers(item)
-            if id(r) not in own and type(r).__name__ not in ("list_iterator", "frame", "generator")
-        ]
-        owner = next((r for r in referrers if not isinstance(r, list | tuple)), None)
-        owner = owner if owner is not None else next(iter(referrers), None)
-        if owner is None:
-            break
-        if isinstance(owner, dict):
-            if "__name__" in owner and "__builtins__" in owner:
-                names.append(f"module {owner['__name__']}")
-                break
-        elif not isinstance(owner, list | tuple):
-            names.append(f"{type(owner).__module__.partition('.')[0]}.{type(owner).__qualname__}")
-        item = owner
-    return " in ".join(dict.fromkeys(names)) or "a frame or an extension"
 
 
 def _clear_notebook() -> None:
@@ -361,6 +405,9 @@ def _empty_model(model: Any) -> None:
 
 
 def _return_to_system() -> None:
+    for thread in threading.enumerate():
+        if type(thread).__name__ == "TMonitor":  # watches tqdm's bars; the next bar starts another
+            thread.exit()
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():

@@ -329,18 +329,20 @@ class LeaveOneOutTrainer(RLOOTrainer):
 
     def _sync_engine(self, prompt_ids: list[list[int]]) -> None:
         """Send the adapter where it has changed; before the first step, prove that it arrives."""
-        state, step = self._synced
-        if state is self.state and step == self.state.global_step:
-            return
-        self.engine.sync(self.model)
+        if self.args.canary and self.model.training and self._canary is None:
+            self.engine.sync(self.model)
+            canary = self._make_canary()
+            canary.prove(self.engine, prompt_ids, self.args.seed)
+            self._canary = canary
+        else:
+            state, step = self._synced
+            if state is self.state and step == self.state.global_step:
+                return
+            self.engine.sync(self.model)
         self._synced = (self.state, self.state.global_step)
         self._note("sampling/sync_seconds", self.engine.sync_seconds)
-        if not self.args.canary or not self.model.training:
-            return
-        if self._canary is None:
-            self._canary = self._make_canary()
-            self._canary.prove(self.engine, prompt_ids, self.args.seed)
-        self._canary.sent()
+        if self._canary is not None:
+            self._canary.sent(self.engine.adapter_dtype)
 
     def _make_canary(self) -> Canary:
         model = self.accelerator.unwrap_model(self.model)

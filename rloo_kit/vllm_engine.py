@@ -65,6 +65,7 @@ class VllmEngine:
         self.name = "vLLM, weights shared by Unsloth" if self.shared else "vLLM in this process"
         self.sync_seconds = 0.0
         """Of the last sync."""
+        self.adapter_dtype = _compute_dtype(model)
         self._asleep = False
         self._sleeps = sleeps and model.device.type != "cpu"
         self._number = 0
@@ -186,7 +187,7 @@ class VllmEngine:
         else:
             from vllm.lora.request import LoRARequest
 
-            self._folder = self._folders.write(model, _compute_dtype(model))
+            self._folder = self._folders.write(model, self.adapter_dtype)
             name = f"{ADAPTER_NAME}-{self._number}"
             self._request = LoRARequest(name, self._number, str(self._folder))
         if before is not None:
@@ -266,6 +267,7 @@ def write_dequantised(model: Any, dtype: Any) -> Path:
         A folder with config and weights; the caller removes it.
     """
     from bitsandbytes.functional import dequantize_4bit
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     base = model.get_base_model()
@@ -295,7 +297,7 @@ def write_dequantised(model: Any, dtype: Any) -> Path:
         plain_config = type(base.config).from_dict(config)
         plain_config.dtype = dtype
         plain_config.save_pretrained(folder)
-    except OSError as exc:
+    except (OSError, SafetensorError) as exc:
         shutil.rmtree(folder, ignore_errors=True)
         raise GenerationError(
             f"vLLM's copy of the weights cannot be written to {str(folder.parent)!r} ({exc}): free "

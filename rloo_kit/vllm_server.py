@@ -4,6 +4,7 @@ The server is vLLM's own OpenAI server, started with runtime LoRA loading; ``STA
 It must see the folder the adapters are written to.
 """
 
+import math
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -45,8 +46,10 @@ class VllmServer:
         adapter_dir: str | Path | None = None,
     ) -> None:
         import httpx
+        import torch
 
         self.name = f"vLLM server {url}"
+        self.adapter_dtype = torch.bfloat16
         self.url = url.rstrip("/")
         self.timeout = timeout
         self.sync_seconds = 0.0
@@ -61,12 +64,10 @@ class VllmServer:
                 timeout=httpx.Timeout(timeout, connect=min(5.0, timeout)),
                 headers={"Authorization": f"Bearer {key}"} if key else {},
                 limits=httpx.Limits(max_connections=None),
+                trust_env=False,  # a proxy for the world is not for a machine of one's own
             )
-        except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError) as exc:
-            raise GenerationError(
-                f"vllm_server_base_url {url!r} is no address ({exc}): give one such as "
-                f"http://127.0.0.1:8000"
-            ) from exc
+        except (httpx.InvalidURL, ValueError) as exc:
+            raise self._no_address(exc) from exc
         try:
             self._wait_until_up()
             self._check_model(max_length)
@@ -77,12 +78,10 @@ class VllmServer:
 
     def sync(self, model: Any) -> None:
         """Send the adapter and drop the one before."""
-        import torch
-
         started = time.perf_counter()
         self._number += 1
         name = f"rloo-kit-{os.getpid()}-{self._number}"
-        folder = self._folders.write(model, torch.bfloat16)
+        folder = self._folders.write(model, self.adapter_dtype)
         answer = self._post(
             "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, check=False
         )
@@ -146,6 +145,8 @@ class VllmServer:
                 if answer.status_code == 200:
                     return
                 reason = f"it answers {answer.status_code} to /health"
+            except (httpx.UnsupportedProtocol, httpx.InvalidURL) as exc:
+                raise self._no_address(exc) from exc
             except httpx.HTTPError as exc:
                 reason = str(exc) or type(exc).__name__
             if time.monotonic() > end:
@@ -162,7 +163,7 @@ class VllmServer:
         if base is None:
             raise GenerationError(f"{self.url} serves no model: start it again with --model")
         limit = base.get("max_model_len")
-        if limit is not None and limit < max_length:
+        if isinstance(limit, int) and limit < max_length:
             raise GenerationError(
                 f"the server at {self.url} takes {limit} tokens and the run needs {max_length}: "
                 f"start it with --max-model-len {max_length}, or lower model.max_seq_length"
@@ -179,6 +180,8 @@ class VllmServer:
             raise self._no_vllm("its completions hold no token ids with log-probabilities") from exc
         if len(found) != request["n"] or any(len(ids) != len(p) or not ids for ids, p in found):
             raise self._no_vllm(f"it gave other than {request['n']} completions with their tokens")
+        if not all(isinstance(p, float | int) and math.isfinite(p) for _, ps in found for p in ps):
+            raise self._no_vllm("its log-probabilities are no numbers")
         return found
 
     def _drop_adapter(self) -> None:
@@ -224,6 +227,12 @@ class VllmServer:
         if not isinstance(found, list):
             raise self._no_vllm(f"its {key!r} is no list")
         return found
+
+    def _no_address(self, exc: Exception) -> GenerationError:
+        return GenerationError(
+            f"vllm_server_base_url {self.url!r} is no address ({exc}): give one such as "
+            f"http://127.0.0.1:8000"
+        )
 
     def _no_vllm(self, what: str) -> GenerationError:
         return GenerationError(

@@ -453,6 +453,11 @@ OWN = {  # right values, then wrong ones
     "dynamic_sampling": ((True, False), NOT_SWITCHES),
     "dynamic_sampling_rounds": ((1, 4, 100), (0, 101, 1.5, True, None, "4")),
     "max_no_signal_fraction": ((None, 0, 0.5, 1.0), (-0.1, 1.1, 50, True, "half")),
+    "generation": (("auto", "vllm", "transformers", "server"), ("vLLM", True, None, "hf")),
+    "canary": ((True, False), NOT_SWITCHES),
+    "rollout_correction": ((None, "sequence", "token"), ("tokens", True, 2)),
+    "rollout_correction_cap": ((1, 2.0, 8), (0.5, "2", True, None, math.inf)),
+    "vllm_adapter_dir": ((None, "shared/adapters"), (1, True, ["a"])),
 }
 
 
@@ -511,7 +516,7 @@ def test_the_defaults_of_the_own_settings_are_right():
     defaults = {field.name: field.default for field in OWN_FIELDS}
     assert translate_trainer_arguments(defaults) == defaults
     assert {name for name, value in defaults.items() if value is None} == {
-        *OPTIONAL_NUMBERS, "normalize_reward"
+        *OPTIONAL_NUMBERS, "normalize_reward", "rollout_correction", "vllm_adapter_dir"
     }  # fmt: skip
 
 

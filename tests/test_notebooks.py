@@ -15,7 +15,13 @@ def test_outputs_are_stripped(path):
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+NEEDS_VLLM = ("02_thinking_model",)
+"""Run by tests/vllm."""
+
+
+@pytest.mark.parametrize(
+    "path", [n for n in NOTEBOOKS if n.stem not in NEEDS_VLLM], ids=lambda path: path.stem
+)
 def test_runs_from_top_to_bottom(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}

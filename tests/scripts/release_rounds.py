@@ -1,0 +1,70 @@
+"""Load, train and release with vLLM, several times in one process; print what is held after each.
+
+python release_rounds.py ROUNDS (ends|raises|interrupted) [MODEL]
+"""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from dataclasses import asdict
+
+import rloo_kit as rk
+from rloo_kit.memory import measure
+
+rk.setup()
+rounds, how = int(sys.argv[1]), sys.argv[2]
+name = sys.argv[3] if len(sys.argv) > 3 else "tiny-thinker"
+
+
+class Stop(Exception):
+    pass
+
+
+def reward(completions, trainer_state, **_):
+    if trainer_state.global_step == 1 and how == "raises":
+        raise Stop
+    if trainer_state.global_step == 1 and how == "interrupted":
+        os.kill(os.getpid(), signal.SIGINT)
+    return [float(len(str(completion)) % 5) for completion in completions]
+
+
+def train():
+    model, tokenizer = rk.load_model(name, load_in_4bit=False, max_seq_length=128)
+    trainer = rk.LeaveOneOutTrainer(
+        model=rk.attach_lora(model, r=16),
+        processing_class=tokenizer,
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=64),
+        reward_funcs=reward,
+        args=rk.LeaveOneOutConfig(
+            tempfile.mkdtemp(),
+            max_steps=2,
+            per_device_train_batch_size=16,
+            max_completion_length=32,
+            generation="vllm",
+            save_strategy="no",
+        ),
+    )
+    trainer.train()
+
+
+for number in range(rounds):
+    try:
+        with rk.session() as session:
+            train()
+    except (Stop, rk.RewardError, KeyboardInterrupt) as exc:
+        ended = type(exc).__name__
+    else:
+        ended = "end"
+    print(
+        json.dumps(
+            {
+                "round": number + 1,
+                "ended": ended,
+                **asdict(measure()),
+                "held": [str(held) for held in session.released.held],
+            }
+        ),
+        flush=True,
+    )

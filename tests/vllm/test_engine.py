@@ -1,0 +1,237 @@
+"""vLLM in this process follows the adapter, and the canary notices when it does not."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import rloo_kit as rk
+from rloo_kit import vllm_engine
+from rloo_kit.batching import TokenRows
+from rloo_kit.generation import Sampling
+from rloo_kit.vllm_engine import VllmEngine, write_dequantised
+
+pytestmark = pytest.mark.vllm
+NEAR_TIE = 0.05
+"""Nats between the two likeliest tokens; below it bf16 rounding may choose either."""
+
+
+def greedy(model, tokenizer, prompts, length):
+    """Token ids of the model's own greedy completions, and the gap to the runner-up."""
+    model.eval()
+    found = []
+    inputs = tokenizer.pad({"input_ids": prompts}, return_tensors="pt", padding_side="left")
+    with torch.inference_mode():
+        output = model.generate(
+            **inputs,
+            do_sample=False,
+            max_new_tokens=length,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+    width = inputs["input_ids"].size(1)
+    for row, ids in enumerate(output.sequences[:, width:].tolist()):
+        gaps = []
+        for scores in output.scores:
+            best = scores[row].float().log_softmax(-1).topk(2).values
+            gaps.append(float(best[0] - best[1]))
+        found.append((ids, gaps))
+    return found
+
+
+def agreement(engine, model, tokenizer, prompts, length=32):
+    """Share of tokens up to the first near-tie that are the same."""
+    ends = set(model.generation_config.eos_token_id)
+    drawn = engine.generate(prompts, Sampling(length, tuple(ends), temperature=0), seed=0)
+    same = total = 0
+    pairs = zip(greedy(model, tokenizer, prompts, length), drawn.completion_ids, strict=True)
+    for (ids, gaps), engine_ids in pairs:
+        for token, gap, other in zip(ids, gaps, engine_ids, strict=False):
+            if gap < NEAR_TIE:
+                break
+            total += 1
+            same += token == other
+            if token in ends or token != other:
+                break
+    assert total > 500
+    return same / total
+
+
+def test_greedy_output_follows_the_adapter_after_every_sync(policy):
+    model, tokenizer, prompts = policy
+    engine = VllmEngine(model, max_length=128, num_sequences=64)
+    for step in range(3):
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data += 0.02 * torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(step)
+                )
+        engine.sync(model)
+        assert agreement(engine, model, tokenizer, prompts) >= 0.99
+        assert engine.sync_seconds < 0.5
+    with model.disable_adapter():  # the check can fail: the base says something else
+        assert agreement(engine, model, tokenizer, prompts) < 0.99
+    engine.close()
+
+
+def test_four_bit_weights_are_sampled_as_they_train():
+    with rk.session():
+        model, _ = rk.load_model("tiny-thinker", load_in_4bit=True, max_seq_length=128)
+        model = rk.attach_lora(model, r=8)
+        folder = write_dequantised(model, torch.bfloat16)
+        from transformers import AutoModelForCausalLM
+
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        ids = torch.arange(5, 45).unsqueeze(0)
+        model.eval()
+        with torch.inference_mode(), model.disable_adapter():
+            assert (model(ids).logits - plain(ids).logits).abs().max() < 0.2
+        import shutil
+
+        shutil.rmtree(folder)
+
+
+def test_the_same_seed_gives_the_same_completions_and_another_one_others(policy):
+    model, _tokenizer, prompts = policy
+    engine = VllmEngine(model, max_length=128, num_sequences=64)
+    engine.sync(model)
+    sampling = Sampling(24, tuple(model.generation_config.eos_token_id), temperature=1.5)
+    first, again, other = (engine.generate(prompts[:8], sampling, seed) for seed in (1, 1, 2))
+    assert first.completion_ids == again.completion_ids
+    assert first.completion_ids != other.completion_ids
+    same_prompt = engine.generate(prompts[:1] * 8, sampling, 1).completion_ids
+    assert len({tuple(ids) for ids in same_prompt}) > 1
+    assert [len(ids) for ids in first.completion_ids] == [len(p) for p in first.log_probs]
+    engine.close()
+
+
+def test_it_trains_and_the_log_probs_agree(policy, make_trainer):
+    model, tokenizer, _ = policy
+    trainer = make_trainer(model, tokenizer, rollout_correction="token", max_steps=4)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "sampling/sync_seconds" in log]
+    assert len(logs) == 4
+    mean = sum(log["sampling/logp_difference_mean"] for log in logs) / len(logs)
+    assert mean < 0.002
+    assert all(0.5 < log["sampling/correction_mean"] < 1.5 for log in logs)
+    assert all(log["sampling/adapter_reached"] > 0.9 for log in logs)
+    rk.release(trainer)
+
+
+def never(monkeypatch):
+    generate = VllmEngine.generate
+
+    def without_adapter(self, *args):
+        request, self._request = self._request, None
+        try:
+            return generate(self, *args)
+        finally:
+            self._request = request
+
+    monkeypatch.setattr(VllmEngine, "generate", without_adapter)
+
+
+def one_step_late(monkeypatch):
+    sync, last = VllmEngine.sync, {}
+
+    def late(self, model):
+        adapter = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        now = {name: parameter.data for name, parameter in adapter.items()}
+        copies = {name: values.clone() for name, values in now.items()}
+        for name, parameter in adapter.items():
+            parameter.data = last.get(name, now[name])
+        sync(self, model)
+        for name, parameter in adapter.items():
+            parameter.data = now[name]
+        last.update(copies)
+
+    monkeypatch.setattr(VllmEngine, "sync", late)
+
+
+def colder(monkeypatch):
+    generate = VllmEngine.generate
+
+    def cold(self, prompts, sampling, seed):
+        return generate(self, prompts, dataclasses.replace(sampling, temperature=0.8), seed)
+
+    monkeypatch.setattr(VllmEngine, "generate", cold)
+
+
+def other_base(monkeypatch):
+    def perturbed(model, dtype, write=write_dequantised):
+        from safetensors.torch import load_file, save_file
+
+        folder = write(model, dtype)
+        tensors = load_file(folder / "model.safetensors")
+        generator = torch.Generator().manual_seed(1)
+        for name, values in tensors.items():
+            if values.ndim == 2:
+                noise = torch.randn(values.shape, generator=generator)
+                tensors[name] = (values.float() * (1 + 0.2 * noise)).to(dtype)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    monkeypatch.setattr(vllm_engine, "write_dequantised", perturbed)
+    monkeypatch.setattr(vllm_engine, "_is_4bit", lambda model: True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "step"),
+    [
+        (never, "nearest to the base without adapter", 2),
+        (one_step_late, "nearest to the adapter of one optimizer step ago", 2),
+        (colder, r"it fits a temperature of about 0\.(7[5-9]|8[0-5]) ", 1),
+        (other_base, "other base weights", 1),
+    ],
+    ids=["never sent", "one step late", "temperature", "other base"],
+)
+def test_the_canary_names_the_fault_in_the_first_batch_that_shows_it(
+    fault, words, step, make_trainer, monkeypatch, policy
+):
+    with rk.session():
+        model, tokenizer, _ = policy
+        if fault is never:  # a fresh adapter does nothing yet: seen after one step
+            model, _ = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
+            model = rk.attach_lora(model, r=16)
+        trainer = make_trainer(model, tokenizer, max_steps=4, per_device_train_batch_size=64)
+        if fault is other_base:
+            trainer.engine.close()
+            fault(monkeypatch)
+            trainer.engine = VllmEngine(trainer.model, max_length=128, num_sequences=64)
+        else:
+            fault(monkeypatch)
+        monkeypatch.setattr("rloo_kit.canary.Canary.prove", lambda *_: None)
+        with pytest.raises(rk.StalePolicyError, match=words):
+            trainer.train()
+        assert trainer.state.global_step == step - 1
+
+
+def test_an_adapter_that_never_arrives_is_noticed_before_the_first_step(
+    make_trainer, policy, monkeypatch
+):
+    never(monkeypatch)
+    trainer = make_trainer(policy[0], policy[1])
+    with pytest.raises(rk.StalePolicyError, match="does not reach vLLM in this process"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_the_check_leaves_the_adapter_bit_for_bit(policy, make_trainer):
+    model, tokenizer, prompts = policy
+    trainer = make_trainer(model, tokenizer)
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    trainer.model.train()
+    trainer._sync_engine(prompts)
+    drawn = trainer.engine.generate(prompts, trainer._canary._sampling, 0)
+    trainer._canary.check(TokenRows(prompts, drawn.completion_ids), drawn.log_probs, "it")
+    for name, parameter in model.named_parameters():
+        if name in before:
+            assert torch.equal(parameter, before[name])
+
+
+def test_what_cannot_start_is_told_in_one_sentence(policy):
+    model, _, _ = policy
+    with pytest.raises(rk.GenerationError, match=r"vLLM cannot start .*: .+") as caught:
+        VllmEngine(model, max_length=10**7, num_sequences=4)
+    assert "\n" not in str(caught.value)
+    VllmEngine(model, max_length=64, num_sequences=2).close()  # and the next one starts

@@ -1,0 +1,32 @@
+"""The quickstart task and the notebook, with vLLM sampling."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+import rloo_kit as rk
+
+pytestmark = pytest.mark.vllm
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "02_thinking_model.ipynb"
+
+
+def test_the_quickstart_reaches_the_same_with_vllm(tmp_path):
+    result = rk.train("quickstart", [f"output_dir={tmp_path / 'run'}", "trainer.generation=vllm"])
+    assert result.before.rewards["accuracy"] < 0.7
+    assert result.after.rewards["accuracy"] >= 0.95
+    assert result.released.after.children == ()
+    assert result.released.after.shared_files == ()
+
+
+def test_the_notebook_runs_from_top_to_bottom(tmp_path):
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+    outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
+    assert not [o for o in outputs if o.output_type == "error"]
+    printed = "".join(o.get("text", "") for o in outputs)
+    assert "vLLM in this process" in printed
+    assert "released" in printed
+    assert "shutting down the kernel" in printed

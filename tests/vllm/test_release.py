@@ -1,0 +1,66 @@
+"""Memory, threads, processes and files come back after vLLM, however the training ended."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rloo_kit as rk
+
+pytestmark = pytest.mark.vllm
+SCRIPT = Path(__file__).parents[1] / "scripts" / "release_rounds.py"
+
+
+def rounds(number, how):
+    run = subprocess.run(
+        [sys.executable, SCRIPT, str(number), how],
+        capture_output=True,
+        text=True,
+        timeout=420,
+        check=True,
+    )
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"round"')]
+
+
+@pytest.mark.parametrize(
+    ("number", "how", "ended"),
+    [
+        (4, "ends", {"end"}),
+        pytest.param(10, "ends", {"end"}, marks=pytest.mark.slow),
+        (3, "raises", {"RewardContractError"}),
+        (3, "interrupted", {"KeyboardInterrupt"}),
+    ],
+)
+def test_nothing_is_left_behind_round_after_round(number, how, ended):
+    found = rounds(number, how)
+    assert {row["ended"] for row in found} <= ended
+    assert len(found) == number
+    assert found[-1]["resident"] <= 1.1 * found[1]["resident"]
+    for row in found:
+        assert not row["children"]
+        assert not row["shared_files"]
+        assert not row["threads"]
+
+
+def test_a_child_process_gives_everything_back(tmp_path):
+    before = rk.release().after
+    lines = []
+    result = rk.train(
+        "quickstart",
+        [
+            f"output_dir={tmp_path / 'run'}",
+            "trainer.max_steps=2",
+            "trainer.generation=vllm",
+            "data.held_out=8",
+        ],
+        lines.append,
+        in_subprocess=True,
+    )
+    assert result.steps == 2
+    assert (result.adapter / "adapter_model.safetensors").exists()
+    assert any("completions from vLLM in this process" in line for line in lines)
+    after = rk.release().after
+    assert after.children == ()
+    assert after.resident <= before.resident + 64 * 2**20

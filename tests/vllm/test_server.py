@@ -1,0 +1,139 @@
+"""A real vLLM server process on loopback: the adapter reaches it, and the canary watches it."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import rloo_kit as rk
+from rloo_kit.generation import Sampling
+from rloo_kit.models import TINY_THINKER
+from rloo_kit.vllm_server import VllmServer
+
+pytestmark = pytest.mark.vllm
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(port, log, *arguments):
+    """Start a server; return its process. Its own environment keeps the engine in a child."""
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(TINY_THINKER), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--enable-lora", "--max-lora-rank", "16", "--max-loras", "2"]
+    command += ["--max-model-len", "128", "--dtype", "bfloat16", *arguments]
+    return subprocess.Popen(
+        command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def end(process):
+    os.killpg(process.pid, 15)
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    port = free_port()
+    with (tmp_path_factory.mktemp("server") / "log").open("w") as log:
+        process = start(port, log, "--logprobs-mode", "processed_logprobs", "--enforce-eager")
+        yield f"http://127.0.0.1:{port}"
+        end(process)
+
+
+def test_it_waits_for_the_server_and_trains_through_it(server, policy, make_trainer):
+    model, tokenizer, _ = policy
+    trainer = make_trainer(
+        model,
+        tokenizer,
+        generation="server",
+        vllm_server_base_url=server,
+        vllm_server_timeout=120,
+        max_steps=3,
+    )
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "sampling/sync_seconds" in log]
+    assert len(logs) == 3
+    assert all(log["sampling/logp_difference_mean"] < 0.005 for log in logs)
+    assert all(log["sampling/sync_seconds"] < 2 for log in logs)
+    root = trainer.engine._folders.root
+    rk.release(trainer)
+    assert not root.exists()
+
+
+def test_siblings_differ_and_seeds_repeat(server, policy):
+    model, _, prompts = policy
+    client = VllmServer(server, model, max_length=128, timeout=60)
+    client.sync(model)
+    ends = tuple(model.generation_config.eos_token_id)
+    sampling = Sampling(24, ends, temperature=1.5)
+    once = client.generate(prompts[:1] * 8, sampling, 7)
+    assert once.completion_ids == client.generate(prompts[:1] * 8, sampling, 7).completion_ids
+    assert len({tuple(ids) for ids in once.completion_ids}) > 1
+    client.close()
+    client.close()
+
+
+def test_a_server_with_other_weights_is_noticed(server, make_trainer):
+    with rk.session():
+        model, tokenizer = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data *= 1 + 0.2 * noise.to(parameter.dtype)
+        trainer = make_trainer(
+            rk.attach_lora(model, r=16),
+            tokenizer,
+            generation="server",
+            vllm_server_base_url=server,
+        )
+        with pytest.raises(rk.StalePolicyError, match="or its base weights are others"):
+            trainer.train()
+
+
+def test_a_longer_run_than_the_server_takes_is_refused(server, policy):
+    with pytest.raises(rk.GenerationError, match="takes 128 tokens and the run needs 4096"):
+        VllmServer(server, policy[0], max_length=4096, timeout=30)
+
+
+def test_a_server_that_dies_ends_the_run_in_one_sentence(policy, make_trainer, tmp_path):
+    model, tokenizer, _ = policy
+    port = free_port()
+    with (tmp_path / "log").open("w") as log:
+        process = start(port, log, "--enforce-eager")
+
+        def kill_it(completions, **_):
+            end(process)
+            return [float(len(str(c)) % 3) for c in completions]
+
+        try:
+            trainer = make_trainer(
+                model,
+                tokenizer,
+                rewards=[kill_it],
+                generation="server",
+                vllm_server_base_url=f"http://127.0.0.1:{port}",
+                vllm_server_timeout=120,
+            )
+            started = time.monotonic()
+            with pytest.raises(rk.GenerationError, match=r"is away .*: start it again"):
+                trainer.train()
+            assert trainer.state.global_step == 1
+            assert time.monotonic() - started < 120
+        finally:
+            if process.poll() is None:
+                end(process)
+        rk.release(trainer)
