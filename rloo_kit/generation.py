@@ -289,8 +289,6 @@ def choose(asked: str, *, on_gpu: bool, why_not: str | None) -> Choice:
                 f"generation: {asked} cannot be used: {why_not}; set trainer.generation: auto"
             )
         return Choice(asked)
-    if why_not:
-        return Choice("transformers", why_not)
-    if not on_gpu:
-        return Choice("transformers", "on a CPU vLLM has to be asked for (generation: vllm)")
-    return Choice("vllm")
+    if not on_gpu:  # a small model is as fast without, and vLLM takes seconds to start
+        return Choice("transformers")
+    return Choice("transformers", why_not) if why_not else Choice("vllm")

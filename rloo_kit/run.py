@@ -92,7 +92,8 @@ def _train_and_score(config: RunConfig, base: Path, say: Say) -> RunResult:
     _check_lengths(tokenizer, [*prompts, *(held_out or [])], config, args)
     engine, choice = start_engine(model, args)
     _introduce(say, config, environment, len(prompts), len(held_out or []), folder)
-    say(_who_samples(engine, choice))
+    if engine is not None or choice.reason:
+        say(_who_samples(engine, choice))
 
     judges = [
         replace(judge, func=guarded(judge.func, args.reward_timeout_seconds, args.on_reward_error))
@@ -405,8 +406,7 @@ def _one_line(text: str, limit: int = 160) -> str:
 def _who_samples(engine: Engine | None, choice: Choice) -> str:
     if engine is not None:
         return f"completions from {engine.name}, adapter sent after every step"
-    name = "TRL's own vLLM client" if choice.engine == "trl" else "transformers"
-    return f"completions from {name}{f': {choice.reason}' if choice.reason else ''}"
+    return f"completions from transformers and not vLLM: {choice.reason}"
 
 
 def _conclude(say: Say, result: RunResult) -> None:

@@ -191,15 +191,13 @@ def test_two_settings_that_contradict_each_other_are_refused(mode, generation):
 def test_where_vllm_can_sample_it_does_as_asked(asked, on_gpu):
     found = choose(asked, on_gpu=on_gpu, why_not=None)
     if asked == "auto":
-        assert found.engine == ("vllm" if on_gpu else "transformers")
-        assert (found.reason is None) == on_gpu
+        assert found == Choice("vllm" if on_gpu else "transformers")
     else:
         assert found == Choice(asked)
 
 
-@pytest.mark.parametrize("on_gpu", [True, False])
-def test_auto_falls_back_and_says_why(on_gpu):
-    assert choose("auto", on_gpu=on_gpu, why_not="it rains") == Choice("transformers", "it rains")
+def test_auto_falls_back_on_a_gpu_and_says_why():
+    assert choose("auto", on_gpu=True, why_not="it rains") == Choice("transformers", "it rains")
 
 
 def test_transformers_needs_no_reason():
