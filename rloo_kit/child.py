@@ -103,6 +103,8 @@ def _relay(process: subprocess.Popen, say: Callable) -> bool:
 def _main(order: str, answer: str) -> None:
     import importlib
 
+    # a parent that was started in the background may have left it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     module, name, args = pickle.loads(Path(order).read_bytes())
     try:
         function = operator.attrgetter(name)(importlib.import_module(module))

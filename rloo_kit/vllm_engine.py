@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,6 @@ class VllmEngine:
         self._folder: Path | None = None
         self._folders = AdapterFolders()
         self._base: Path | None = None
-        self._undo: list[Callable[[], None]] = []
         self._llm = shared
         if not self.shared:
             _check_allocator(self._sleeps)
@@ -206,12 +205,17 @@ class VllmEngine:
             SamplingParams(**sampling.as_vllm(), seed=(seed + row) % 2**31, detokenize=False)
             for row in range(len(prompt_ids))
         ]
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": ids} for ids in prompt_ids],
-            parameters,
-            lora_request=self._request,
-            use_tqdm=False,
-        )
+        try:
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": ids} for ids in prompt_ids],
+                parameters,
+                lora_request=self._request,
+                use_tqdm=False,
+            )
+        except BaseException:  # after Ctrl-C the next call must not meet this one's requests
+            engine = self._llm.llm_engine
+            engine.abort_request(list(engine.output_processor.request_states), internal=True)
+            raise
         completions = [output.outputs[0] for output in outputs]
         ids = [list(completion.token_ids) for completion in completions]
         log_probs = [

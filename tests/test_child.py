@@ -16,6 +16,15 @@ import pytest
 from rloo_kit.child import call_in_child
 from rloo_kit.errors import ConfigError, KitError, RewardContractError, SetupError
 
+
+@pytest.fixture(autouse=True)
+def ctrl_c_as_at_a_terminal():
+    """A shell that starts this in the background leaves SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 HELPERS = """
 import os, pathlib, signal, sys, threading, time
 

@@ -19,6 +19,7 @@ NEEDS_VLLM = ("02_thinking_model",)
 """Run by tests/vllm."""
 
 
+@pytest.mark.notebook
 @pytest.mark.parametrize(
     "path", [n for n in NOTEBOOKS if n.stem not in NEEDS_VLLM], ids=lambda path: path.stem
 )

@@ -13,6 +13,7 @@ from dataclasses import asdict
 import rloo_kit as rk
 from rloo_kit.memory import measure
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
 rk.setup()
 rounds, how = int(sys.argv[1]), sys.argv[2]
 name = sys.argv[3] if len(sys.argv) > 3 else "tiny-thinker"

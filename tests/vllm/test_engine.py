@@ -1,6 +1,7 @@
 """vLLM in this process follows the adapter, and the canary notices when it does not."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from rloo_kit.generation import Sampling
 from rloo_kit.vllm_engine import VllmEngine, write_dequantised
 
 pytestmark = pytest.mark.vllm
+SMOLLM2 = Path(__file__).parents[2] / ".cache" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 NEAR_TIE = 0.05
 """Nats between the two likeliest tokens; below it bf16 rounding may choose either."""
 
@@ -118,6 +120,30 @@ def test_it_trains_and_the_log_probs_agree(policy, make_trainer):
     rk.release(trainer)
 
 
+def test_after_ctrl_c_the_next_call_has_its_own_completions(policy, monkeypatch):
+    model, _, prompts = policy
+    engine = VllmEngine(model, max_length=128, num_sequences=64)
+    engine.sync(model)
+    sampling = Sampling(24, tuple(model.generation_config.eos_token_id))
+    wanted = engine.generate(prompts[:4], sampling, 3)
+    inner = engine._llm.llm_engine
+    step, steps = inner.step, []
+
+    def interrupted():
+        steps.append(1)
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(inner, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts, sampling, 1)
+    monkeypatch.setattr(inner, "step", step)
+    assert not inner.has_unfinished_requests()
+    assert engine.generate(prompts[:4], sampling, 3).completion_ids == wanted.completion_ids
+    engine.close()
+
+
 def never(monkeypatch):
     generate = VllmEngine.generate
 
@@ -214,6 +240,34 @@ def test_an_adapter_that_never_arrives_is_noticed_before_the_first_step(
     with pytest.raises(rk.StalePolicyError, match="does not reach vLLM in this process"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "steps", "batch", "learning_rate"),
+    [("tiny-thinker", 200, 64, 3e-4), (str(SMOLLM2), 20, 16, 1e-4)],
+    ids=["embedded", "135M"],
+)
+def test_a_healthy_run_raises_no_alarm(name, steps, batch, learning_rate, make_trainer):
+    def digits(completion_ids, **_):
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    with rk.session():
+        model, tokenizer = rk.load_model(name, load_in_4bit=False, max_seq_length=256)
+        trainer = make_trainer(
+            rk.attach_lora(model, r=16),
+            tokenizer,
+            rewards=["accuracy"] if name == "tiny-thinker" else [digits],
+            max_steps=steps,
+            per_device_train_batch_size=batch,
+            learning_rate=learning_rate,
+        )
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "sampling/sync_seconds" in log]
+        assert len(logs) == steps
+        for name in ("logp_difference_mean", "rounding_noise", "sync_seconds"):
+            values = sorted(log[f"sampling/{name}"] for log in logs)
+            print(name, "mean", sum(values) / steps, "largest", values[-1])  # noqa: T201
 
 
 def test_the_check_leaves_the_adapter_bit_for_bit(policy, make_trainer):
