@@ -6,12 +6,12 @@ VPY := .venv-vllm/bin/python
 WHEELS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
 UV := $(shell command -v uv || echo .cache/uv/bin/uv)
 
-.PHONY: quickstart test test-notebooks test-vllm setup setup-vllm lock lint clean
+.PHONY: quickstart test test-notebooks test-vllm setup setup-gym setup-vllm lock lint clean
 
 quickstart: setup
 	.venv/bin/rloo-kit quickstart
 
-test: setup
+test: setup setup-gym
 	$(PY) -m pytest -q -m "not slow and not gpu and not vllm and not notebook"
 
 test-notebooks: setup
@@ -27,6 +27,13 @@ setup: .venv/made
 	$(UV) venv --quiet --clear --python ">=3.11,<3.13" .venv
 	$(UV) pip sync --quiet --python $(PY) --require-hashes requirements.lock
 	$(UV) pip install --quiet --python $(PY) --no-deps --no-build-isolation -e .
+	@touch $@
+
+# reasoning-gym beside it: not for the quickstart, as one of its needs is built with a C compiler.
+setup-gym: .venv/gym
+
+.venv/gym: requirements-gym.lock .venv/made
+	$(UV) pip install --quiet --python $(PY) --no-deps --require-hashes -r requirements-gym.lock
 	@touch $@
 
 setup-vllm: .venv-vllm/made
@@ -56,6 +63,11 @@ lock: | $(UV)
 	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --custom-compile-command "make lock" --extra unsloth --extra dev \
 	  pyproject.toml -o requirements.lock
+	sed -n 's/^\([A-Za-z0-9._-]*==.*[^ ]\) *\\$$/\1/p' requirements.lock > .cache/constraints.txt
+	names=$$(sed 's/==.*//' .cache/constraints.txt | sed 's/^/--no-emit-package=/'); \
+	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+	  --custom-compile-command "make lock" -c .cache/constraints.txt $$names \
+	  --no-emit-package=rloo-kit --extra gym pyproject.toml -o requirements-gym.lock
 
 lint: setup
 	.venv/bin/ruff check .

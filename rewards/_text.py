@@ -1,8 +1,11 @@
 """The text of a completion, and its two parts: the thought and what follows it."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rloo_kit.types import Completion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
@@ -47,3 +50,36 @@ def text_after_thought(text: str) -> str:
     if not close and answer.lstrip().startswith(THINK_OPEN):
         return ""
     return answer
+
+
+def template_opens_thought(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Return whether the tokenizer's chat template ends a prompt with an opened ``<think>``."""
+    if not tokenizer.chat_template:
+        return False
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=True
+    )
+    return rendered.rstrip().endswith(THINK_OPEN)
+
+
+def is_opened_in_prompt(prompt: Completion | None, by_template: bool | None) -> bool:
+    """Return whether the thought was opened before the completion began.
+
+    Args:
+        prompt: A plain prompt is read itself; of chat messages the template decides.
+        by_template: What ``template_opens_thought`` said; None counts as False.
+    """
+    if isinstance(prompt, str):
+        return prompt.rstrip().endswith(THINK_OPEN)
+    return bool(by_template)
+
+
+def is_unclosed(text: str, *, opened: bool) -> bool:
+    """Return whether a thought is open at the end of a completion.
+
+    Args:
+        text: The completion.
+        opened: Whether the thought was opened before it.
+    """
+    _, close, tail = text.rpartition(THINK_CLOSE)
+    return THINK_OPEN in tail or (opened and not close)

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rloo_kit.errors import RewardContractError
 from rloo_kit.types import Completion, Score
 
-from ._text import THINK_CLOSE, THINK_OPEN, completion_text, text_after_thought
+from ._text import (
+    completion_text,
+    is_opened_in_prompt,
+    is_unclosed,
+    template_opens_thought,
+    text_after_thought,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,12 +71,9 @@ class Accuracy:
 
     def bind(self, tokenizer: "PreTrainedTokenizerBase") -> "Accuracy":
         """Return this reward knowing whether the tokenizer's chat template opens the thought."""
-        if self.thought_opened is not None or not tokenizer.chat_template:
+        if self.thought_opened is not None:
             return self
-        rendered = tokenizer.apply_chat_template(
-            [{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=True
-        )
-        return replace(self, thought_opened=_ends_opened(rendered))
+        return replace(self, thought_opened=template_opens_thought(tokenizer))
 
     def __call__(
         self,
@@ -105,19 +108,10 @@ class Accuracy:
         expected = _expected(answer)
         if expected is None:
             return None
-        if self.require_closed_thought and self._is_unclosed(text, prompt):
+        opened = is_opened_in_prompt(prompt, self.thought_opened)
+        if self.require_closed_thought and is_unclosed(text, opened=opened):
             return 0.0
         return 1.0 if _is_same(text_after_thought(text).strip(), expected) else 0.0
-
-    def _is_unclosed(self, text: str, prompt: Completion) -> bool:
-        _, close, tail = text.rpartition(THINK_CLOSE)
-        if close or THINK_OPEN in tail:
-            return THINK_OPEN in tail
-        return _ends_opened(prompt) if isinstance(prompt, str) else bool(self.thought_opened)
-
-
-def _ends_opened(prompt: str) -> bool:
-    return prompt.rstrip().endswith(THINK_OPEN)
 
 
 def _expected(answer: Answer) -> str | None:

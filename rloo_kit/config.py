@@ -57,7 +57,8 @@ class DataSection:
     """``data:``, the prompts."""
 
     prompts: str = "arithmetic"
-    """A built-in task, a .jsonl, .csv or .parquet file, or a hub dataset."""
+    """A built-in task, ``reasoning_gym:TASK``, a .jsonl, .csv or .parquet file, or a hub
+    dataset."""
     split: str = "train"
     """Split of a hub dataset."""
     num_prompts: int | None = None
@@ -69,6 +70,18 @@ class DataSection:
     """A system message put before every prompt."""
     chat: bool = True
     """Make a plain text a user message; false for a model without a chat template."""
+    columns: dict[str, str] | None = None
+    """Names in the kit -> names in the source, such as ``{prompt: question, answer: solution}``."""
+    level: int | list[int] | None = None
+    """Difficulty of a built-in task, one or several; null: the task's first."""
+    curriculum: bool = False
+    """Train in the order of the column ``level``, easiest first, instead of a random one."""
+    settings: dict[str, Any] | None = None
+    """Of a reasoning-gym task, under its own names."""
+    enable_thinking: bool | None = None
+    """Passed to the chat template of models that can switch the thought off; null: its default."""
+    max_prompt_tokens: int | None = None
+    """Leave out prompts that are longer; null: a prompt that leaves no room is an error."""
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,22 @@ from typing import Any
 
 import yaml
 
-from rloo_kit.config import EXAMPLES, RunConfig, find_run_file, read_run_file
-from rloo_kit.data import BUILTIN, MAX_HELD_OUT, load_prompts, split_held_out
-from rloo_kit.engines import asked_for, start_engine
+from rloo_kit.config import EXAMPLES, RunConfig
+from rloo_kit.engines import start_engine
 from rloo_kit.environment import Environment, setup
-from rloo_kit.errors import ConfigError, DataError, KitError
-from rloo_kit.evaluation import Evaluation, evaluate, prompt_ids
-from rloo_kit.generation import Choice, Engine, room_for_rank
+from rloo_kit.errors import ConfigError, KitError
+from rloo_kit.evaluation import Evaluation, evaluate
+from rloo_kit.generation import Choice, Engine
 from rloo_kit.hardware import GIB, TESTED, installed_version
 from rloo_kit.memory import Released, belongs_to_session, session
-from rloo_kit.models import attach_lora, load_model, save_adapter
+from rloo_kit.models import save_adapter
+from rloo_kit.preparation import (
+    check_prompt_lengths,
+    load_policy,
+    make_trainer_args,
+    read_config,
+    read_prompts,
+)
 from rloo_kit.reward_contract import guarded
 from rloo_kit.reward_loading import LoadedReward, load_rewards
 
@@ -70,7 +76,7 @@ def train(
         from rloo_kit.child import call_in_child
 
         return call_in_child(train, (source, overrides), say)
-    config, base = _config(source, overrides)
+    config, base = read_config(source, overrides)
     with session() as opened:
         result = _train_and_score(config, base, say)
     result = replace(result, released=opened.released)
@@ -84,12 +90,12 @@ def _train_and_score(config: RunConfig, base: Path, say: Say) -> RunResult:
     # Once before anything is loaded: a wrong name then costs a second, not a model load.
     load_rewards(config.rewards, base_dir=rewards_base)
     environment = setup(config.model.backend)
-    prompts, held_out = _prompts(config, base)
+    prompts, held_out = read_prompts(config, base)
     folder = _free_folder(Path(config.output_dir))
-    args = _trainer_args(config, folder)
-    model, tokenizer = _load(config, base, args)
+    args = make_trainer_args(config, folder)
+    model, tokenizer = load_policy(config, base, args)
     rewards = load_rewards(config.rewards, tokenizer=tokenizer, base_dir=rewards_base)
-    _check_lengths(tokenizer, [*prompts, *(held_out or [])], config, args)
+    check_prompt_lengths(tokenizer, [*prompts, *(held_out or [])], config, args)
     engine, choice = start_engine(model, args)
     _introduce(say, config, environment, len(prompts), len(held_out or []), folder)
     if engine is not None or choice.reason:
@@ -120,39 +126,6 @@ def _train_and_score(config: RunConfig, base: Path, say: Say) -> RunResult:
 # --- preparation ---------------------------------------------------------------------------------
 
 
-def _config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, Path]:
-    """Return the run's settings and the folder that its paths start from."""
-    if isinstance(source, RunConfig):
-        return source, Path()
-    return read_run_file(source, overrides), find_run_file(source).parent
-
-
-def _beside(name: str, base: Path) -> str:
-    """Return a path relative to the run file where one exists there, else the name as it is."""
-    candidate = base / name
-    return str(candidate) if not Path(name).exists() and candidate.exists() else name
-
-
-def _prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
-    data = config.data
-    common = {
-        "num_prompts": data.num_prompts,
-        "system": data.system,
-        "chat": data.chat,
-        "seed": config.seed,
-    }
-    if data.prompts in BUILTIN:
-        held_out = MAX_HELD_OUT if data.held_out is None else data.held_out
-        kept = None
-        if held_out:
-            kept = load_prompts(
-                data.prompts, split="held_out", **{**common, "num_prompts": held_out}
-            )
-        return load_prompts(data.prompts, **common), kept
-    everything = load_prompts(_beside(data.prompts, base), split=data.split, **common)
-    return split_held_out(everything, data.held_out)
-
-
 def _free_folder(wanted: Path) -> Path:
     """Return ``wanted``, or the next ``wanted-N`` that does not exist; nothing is overwritten."""
     folder, number = wanted, 1
@@ -165,26 +138,6 @@ def _free_folder(wanted: Path) -> Path:
             f"output_dir {str(wanted)!r} lies in {str(parent)!r}, which is a file: choose another"
         )
     return folder
-
-
-def _trainer_args(config: RunConfig, folder: Path) -> Any:
-    from rloo_kit.trainer import LeaveOneOutConfig
-
-    return LeaveOneOutConfig(
-        **{"save_strategy": "no", **config.trainer}, output_dir=str(folder), seed=config.seed
-    )
-
-
-def _load(config: RunConfig, base: Path, args: Any) -> tuple[Any, Any]:
-    model, tokenizer = load_model(
-        _beside(config.model.name, base),
-        max_seq_length=config.model.max_seq_length,
-        load_in_4bit=config.model.load_in_4bit,
-        backend=config.model.backend,
-        fast_inference=asked_for(args) in ("auto", "vllm"),
-        max_lora_rank=room_for_rank(config.lora.r),
-    )
-    return attach_lora(model, **asdict(config.lora), seed=config.seed), tokenizer
 
 
 def _make_trainer(  # noqa: PLR0913
@@ -216,19 +169,6 @@ def _make_trainer(  # noqa: PLR0913
         raise ConfigError(f"TRL refuses the trainer settings: {exc}") from exc
     trainer.on_completions = recorder.write_completions
     return trainer
-
-
-def _check_lengths(tokenizer: Any, rows: list[Any], config: RunConfig, args: Any) -> None:
-    """Refuse a prompt that leaves no room for its completion."""
-    room = config.model.max_seq_length - args.max_completion_length
-    for number, row in enumerate(rows, 1):
-        length = len(prompt_ids(tokenizer, row["prompt"], args.chat_template_kwargs))
-        if length > room:
-            raise DataError(
-                f"prompt {number} has {length} tokens, and {room} fit before a completion of "
-                f"{args.max_completion_length}: set model.max_seq_length to at least "
-                f"{length + args.max_completion_length}, or shorten the prompt"
-            )
 
 
 def _judges(rewards: list[LoadedReward], held_out: Any, tokenizer: Any) -> list[LoadedReward]:

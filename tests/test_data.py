@@ -11,13 +11,11 @@ import pytest
 from rloo_kit.data import (
     MAX_HELD_OUT,
     NUM_BUILTIN_PROMPTS,
-    is_held_out,
     load_prompts,
-    make_arithmetic,
     split_held_out,
-    worked_thought,
 )
 from rloo_kit.errors import DataError
+from rloo_kit.tasks import is_held_out, make_arithmetic, worked_thought
 
 USER = {"role": "user", "content": "Why?"}
 

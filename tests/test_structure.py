@@ -31,10 +31,11 @@ RANKS = {
     "logprobs": 1,
     "objective": 1,
     "reward_contract": 1,
+    "tasks": 1,
+    "composition": 2,
     "data": 2,
     "environment": 2,
     "gguf": 2,
-    "reward_loading": 2,
     "child": 1,
     "rollout": 2,
     "generation": 2,
@@ -43,16 +44,20 @@ RANKS = {
     "learner": 3,
     "models": 3,
     "recording": 3,
+    "reward_loading": 3,
     "vllm_engine": 3,
     "vllm_server": 3,
     "engines": 4,
+    "reward_training": 4,
     "diagnostics": 5,
     "evaluation": 5,
     "trainer": 5,
-    "__init__": 6,
-    "run": 6,
-    "cli": 7,
-    "__main__": 8,
+    "preparation": 6,
+    "__init__": 7,
+    "reward_lab": 7,
+    "run": 7,
+    "cli": 8,
+    "__main__": 9,
 }
 """A room imports only rooms of a strictly lower rank; the folder of rewards has rank 1."""
 
@@ -280,7 +285,7 @@ def with_examples():
 def test_the_maths_the_data_and_every_reward_family_show_examples():
     families = {path.stem for path in REWARDS.glob("*.py") if not path.stem.startswith("_")}
     shown = set(with_examples())
-    assert {"rloo_kit.advantages", "rloo_kit.data"} <= shown
+    assert {"rloo_kit.advantages", "rloo_kit.tasks"} <= shown
     # A reward model is loaded from disk: no example of it runs everywhere.
     assert {f"rloo_kit.rewards.{name}" for name in families - {"reward_model"}} <= shown
 

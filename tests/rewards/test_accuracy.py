@@ -96,7 +96,7 @@ def test_bind_reads_from_the_chat_template_whether_the_thought_is_opened(qwen3_t
         )
         assert score(completion, "85", prompt, accuracy.bind(qwen3_tokenizer)) == wanted
     qwen3_tokenizer.chat_template = None
-    assert accuracy.bind(qwen3_tokenizer) is accuracy
+    assert accuracy.bind(qwen3_tokenizer).thought_opened is False
     assert score(completion, "85", prompt) == 1.0
 
 
