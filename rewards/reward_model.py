@@ -185,5 +185,12 @@ def reward_model(
 
     >>> reward_model("models/my-reward-model", batch_size=8).batch_size
     8
+
+    Args:
+        model: Folder with config.json, weights and tokenizer, or a hub name.
+        batch_size: Completions per forward pass.
+        max_length: Most tokens of prompt and completion; None: the model's own limit.
+        keep_thought: Whether the model reads the thought.
+        device: Such as "cpu" or "cuda:0"; None: the GPU if there is one.
     """
     return RewardModel(model, batch_size, max_length, keep_thought, device)

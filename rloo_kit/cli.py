@@ -42,21 +42,28 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(call=_train, run_file="quickstart")
         if name == "train":
             command.add_argument("run_file", metavar="RUN.yaml")
-        command.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
-            help="override a setting, such as trainer.max_steps=100 (may be repeated)",
-        )
+        _add_set(command)
     doctor = commands.add_parser("doctor", help="what this machine can run, and what to mend")
     doctor.set_defaults(call=_doctor)
     rewards = commands.add_parser("rewards", help="the reward library")
     verbs = rewards.add_subparsers(required=True, metavar="VERB")
-    verbs.add_parser("list", help="every built-in reward in one line").set_defaults(
+    verbs.add_parser("list", help="every reward with a short name, in one line").set_defaults(
         call=_rewards_list
     )
+    show = verbs.add_parser("show", help="one reward: what it earns, its parameters, an example")
+    show.add_argument("name", metavar="NAME")
+    show.set_defaults(call=_rewards_show)
     return parser
+
+
+def _add_set(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a setting, such as trainer.max_steps=100 (may be repeated)",
+    )
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -75,10 +82,18 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _rewards_list(args: argparse.Namespace) -> int:
-    from rloo_kit.reward_loading import describe_rewards
+    from rloo_kit.reward_catalogue import describe_rewards
 
-    for name, summary in describe_rewards().items():
-        print(f"{name:<14} {summary}")
+    for entry in describe_rewards():
+        origin = "" if entry.origin == "built in" else f" ({entry.origin})"
+        print(f"{entry.name:<21} {entry.summary}{origin}")
+    return 0
+
+
+def _rewards_show(args: argparse.Namespace) -> int:
+    from rloo_kit.reward_catalogue import describe_reward, entry_text
+
+    print(entry_text(describe_reward(args.name)))
     return 0
 
 

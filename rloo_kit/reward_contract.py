@@ -63,8 +63,14 @@ class CheckedReward:
 
     def release(self) -> None:
         """Release what the reward holds, such as a reward model's memory."""
-        if hasattr(self.reward, "release"):
+        if callable(getattr(self.reward, "release", None)):
             self.reward.release()
+
+    def bind(self, tokenizer: Any) -> "CheckedReward":
+        """Return this reward with what it wraps bound to a tokenizer, where it can be."""
+        if not callable(getattr(self.reward, "bind", None)):
+            return self
+        return replace(self, reward=self.reward.bind(tokenizer))
 
     def _select(self, columns: dict[str, Any]) -> dict[str, Any]:
         missing = [name for name in self.required if name not in columns]
@@ -304,6 +310,8 @@ def _is_async(func: Any) -> bool:
     """Return whether a call gives a coroutine, for functions, partials and callable objects."""
     while isinstance(func, functools.partial):
         func = func.func
+    if hasattr(func, "is_async"):
+        return func.is_async
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(func.__call__)
 
 

@@ -8,14 +8,21 @@ A spec is one of
 - the folder of a reward model: ``models/my-reward-model``
 - a callable
 - a table, which also gives parameters: ``{name: thinking, weight: 0.5, long: 60}``
+- the name of a plug-in: an entry point of the group ``rloo_kit.rewards`` in an installed package
 
-A text may end with a weight: ``thinking:0.5``, ``my_rewards.py:polite:0.5``.
+A text may end with a weight: ``thinking:0.5``, ``my_rewards.py:polite:0.5``. A table's ``weight``
+may be a schedule over training, ``{0: 1.0, 0.5: 0.2}``, and a table composes with the keys
+
+- ``only_if: thinking_format``, or ``{name: thinking_format, at_least: 0.5, otherwise: -1}``
+- ``only_for: {task: [math, code]}``
+- ``scaled_by: 0.1`` and ``clipped_to: [-1, 1]``
 """
 
 import difflib
 import functools
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import math
@@ -26,6 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
+from rloo_kit.composition import WeightSchedule, gated, rescaled, routed
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.reward_contract import checked, keywords_of, name_of
 
@@ -41,7 +49,11 @@ class LoadedReward:
     func: Any
     """A ``CheckedReward``; a sequence-classification model is handed to TRL as it is."""
     name: str
-    weight: float = 1.0
+    weight: float | WeightSchedule = 1.0
+
+    def weight_at(self, progress: float) -> float:
+        """Return the weight at a share of the training, in [0, 1]."""
+        return self.weight if isinstance(self.weight, int | float) else self.weight.at(progress)
 
 
 def load_rewards(
@@ -95,8 +107,14 @@ def load_reward(
 # --- a spec in parts ---------------------------------------------------------------------------
 
 
-def _from_table(table: Mapping[str, Any], base: Path) -> tuple[Callable[..., Any], float]:
-    """Return the reward of a table with its parameters filled in, and its weight."""
+COMPOSING = ("only_if", "only_for", "scaled_by", "clipped_to")
+"""Keys of a table that say how its reward counts; they are no parameters of the reward."""
+
+
+def _from_table(
+    table: Mapping[str, Any], base: Path
+) -> tuple[Callable[..., Any], float | WeightSchedule]:
+    """Return the reward of a table, composed as its keys say, and its weight."""
     parameters = dict(table)
     name = parameters.pop("name", None)
     if name is None:
@@ -104,9 +122,11 @@ def _from_table(table: Mapping[str, Any], base: Path) -> tuple[Callable[..., Any
             f"the reward table {dict(table)!r} has no name; add 'name', such as name: thinking"
         )
     given = parameters.pop("weight", None)
+    composing = {key: parameters.pop(key) for key in COMPOSING if key in parameters}
     weight = 1.0 if given is None else _checked_weight(given, name)
     if not isinstance(name, str):
-        return _with_parameters(name, parameters, name_of(name)), weight
+        reward = _with_parameters(name, parameters, name_of(name))
+        return _composed(reward, composing, name_of(name), base), weight
     target_name, weight_in_name = _split_weight(name, base)
     if given is not None and target_name != name:
         raise RewardLoadError(
@@ -115,10 +135,52 @@ def _from_table(table: Mapping[str, Any], base: Path) -> tuple[Callable[..., Any
         )
     if target_name == "reward_model":
         _resolve_model_folder(parameters, base)
-    target = _target(target_name, base)
-    return _with_parameters(target, parameters, target_name), (
-        weight_in_name if given is None else weight
-    )
+    reward = _with_parameters(_target(target_name, base), parameters, target_name)
+    reward = _composed(reward, composing, target_name, base)
+    return reward, (weight_in_name if given is None else weight)
+
+
+def _composed(
+    reward: Callable[..., Any], keys: dict[str, Any], name: str, base: Path
+) -> Callable[..., Any]:
+    """Return a reward as the composing keys of its table say."""
+    if not keys:
+        return reward
+    _refuse_non_reward(reward, name)
+    try:
+        if "scaled_by" in keys or "clipped_to" in keys:
+            clip = keys.get("clipped_to")
+            reward = rescaled(
+                reward, scale=keys.get("scaled_by", 1.0), clip=None if clip is None else tuple(clip)
+            )
+        if "only_if" in keys:
+            reward = _gated(reward, keys["only_if"], base)
+        if "only_for" in keys:
+            reward = routed(reward, **keys["only_for"])
+    except (TypeError, ValueError) as exc:
+        raise RewardLoadError(
+            f"reward {name!r} cannot be composed from {keys!r} ({exc}); write only_if: NAME, "
+            "only_for: {column: value}, scaled_by: NUMBER, clipped_to: [low, high]"
+        ) from exc
+    return reward
+
+
+def _gated(reward: Callable[..., Any], gate: Any, base: Path) -> Callable[..., Any]:
+    """Return a reward behind the gate that ``only_if`` describes."""
+    limits = {}
+    if isinstance(gate, Mapping):
+        limits = {key: gate[key] for key in ("at_least", "otherwise") if key in gate}
+        gate = {key: value for key, value in gate.items() if key not in limits}
+    loaded = load_reward(gate, base_dir=base)
+    if loaded.weight != 1.0:
+        raise ValueError("a gate has no weight")
+    return gated(reward, loaded.func, **{k: _finite(v, k) for k, v in limits.items()})
+
+
+def _finite(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}, not a finite number")
+    return float(value)
 
 
 def _from_name(name: str, base: Path) -> Callable[..., Any]:
@@ -151,19 +213,24 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _checked_weight(value: Any, name: object) -> float:
-    """Return a weight as a float.
+def _checked_weight(value: Any, name: object) -> float | WeightSchedule:
+    """Return a weight as a float, or as a schedule where it is a table.
 
     Raises:
-        RewardLoadError: It is not a finite number.
+        RewardLoadError: It is not a finite number, nor progress: weight pairs.
     """
     try:
+        if isinstance(value, Mapping):
+            return WeightSchedule.of(value)
         weight = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError) as exc:
+        if isinstance(value, Mapping):
+            raise RewardLoadError(f"reward {name!r}: {exc}") from exc
         weight = math.nan
     if not math.isfinite(weight):
         raise RewardLoadError(
-            f"weight {value!r} of reward {name!r} is not a finite number; give one such as 0.5 "
+            f"weight {value!r} of reward {name!r} is not a finite number; give one such as 0.5, "
+            "or a schedule such as {0: 1.0, 0.5: 0.2} "
             f"(for parameters, {_TABLE_HINT})"
         )
     return weight
@@ -172,7 +239,8 @@ def _checked_weight(value: Any, name: object) -> float:
 def _target(name: str, base: Path) -> Any:
     """Return the object that a text names; of a built-in, the class or factory behind it."""
     if name in _builtin():
-        name = _builtin()[name]
+        value = _builtin()[name].partition("[")[0].strip()  # "module:attribute [extra]"
+        name = value if ":" in value else f"{value}:"
     elif _is_model(name, base):
         model = str(_path(name, base))
         return importlib.import_module("rloo_kit.rewards.reward_model").RewardModel(model)
@@ -185,8 +253,40 @@ def _target(name: str, base: Path) -> Any:
     return _attribute(_import(home, name), attribute, name)
 
 
-def _builtin() -> dict[str, str]:
+def named_rewards() -> list[str]:
+    """Return the name of every built-in reward and plug-in."""
+    return sorted(_builtin())
+
+
+def reward_behind(name: str) -> Any:
+    """Return the class, factory, function or instance behind a short name.
+
+    Raises:
+        RewardLoadError: There is none, or it cannot be imported.
+    """
+    if name not in _builtin():
+        raise RewardLoadError(_unknown(name))
+    return _target(name, Path())
+
+
+def _own() -> dict[str, str]:
     return importlib.import_module("rloo_kit.rewards").BUILTIN
+
+
+def _builtin() -> dict[str, str]:
+    """Return name -> "module:attribute" of the rewards that have a short name."""
+    return {**{name: entry.value for name, entry in plug_ins().items()}, **_own()}
+
+
+PLUG_IN_GROUP = "rloo_kit.rewards"
+"""Entry-point group of packages that bring rewards."""
+
+
+@functools.cache
+def plug_ins() -> dict[str, importlib.metadata.EntryPoint]:
+    """Return the entry points of installed packages, by name; a built-in reward keeps its name."""
+    found = importlib.metadata.entry_points(group=PLUG_IN_GROUP)
+    return {entry.name: entry for entry in found if entry.name not in _own()}
 
 
 def _path(text: str, base: Path) -> Path:
@@ -313,7 +413,7 @@ def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
     """Return a reward: a class or built-in factory called, an instance or function filled in."""
     _refuse_unknown(target, parameters, name)
     try:
-        if inspect.isclass(target) or name in _builtin():
+        if inspect.isclass(target) or name in _own():
             return target(**parameters)
         if not parameters:
             return target
@@ -372,13 +472,3 @@ class _WithGetRewards:
 
     def __call__(self, prompts: list[Any], completions: list[Any]) -> Any:
         return self.model.get_rewards(prompts, completions)
-
-
-def describe_rewards() -> dict[str, str]:
-    """Return the first line of every built-in reward's docstring, by name."""
-    found = {}
-    for name, target in sorted(_builtin().items()):
-        home, _, attribute = target.partition(":")
-        text = inspect.getdoc(getattr(importlib.import_module(home), attribute)) or ""
-        found[name] = text.splitlines()[0]
-    return found

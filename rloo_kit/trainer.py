@@ -25,6 +25,7 @@ from trl.trainer.utils import use_adapter
 
 from rloo_kit.batching import MicroBatch, TokenRows, default_token_budget, pass_overhead
 from rloo_kit.canary import Canary
+from rloo_kit.composition import WeightSchedule
 from rloo_kit.config import DEFAULT_BATCH, translate_trainer_arguments
 from rloo_kit.engines import asked_for, sampling_of, start_engine
 from rloo_kit.environment import setup
@@ -233,6 +234,11 @@ class LeaveOneOutTrainer(RLOOTrainer):
         for callback in (ProgressCallback, PrinterCallback):  # the kit prints one calm line a step
             self.remove_callback(callback)
         self._use_trl_path = why_trl_path(self)
+        self._staged = [
+            (place, reward)
+            for place, reward in enumerate(rewards)
+            if isinstance(reward.weight, WeightSchedule)
+        ]
         self._begin()
         self.engine = engine
         if engine is None:
@@ -280,6 +286,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:
         """Return a ``Rollout`` in training; TRL's inputs otherwise."""
+        self._stage_weights()
         if self._use_trl_path or not self.model.training:
             return super()._generate_and_score_completions(inputs)
         args, shaping = self.args, self.args.shaping
@@ -303,6 +310,13 @@ class LeaveOneOutTrainer(RLOOTrainer):
         self._episodes += len(rollout)
         self._watch_signal(without)
         return rollout
+
+    def _stage_weights(self) -> None:
+        """Set the weights that change over training to what they are at this step."""
+        progress = self.state.global_step / max(1, self.state.max_steps)
+        for place, reward in self._staged:
+            self.reward_weights[place] = reward.weight_at(progress)
+            self._note(f"rewards/{reward.name}/weight", self.reward_weights[place].item())
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any
@@ -652,7 +666,7 @@ def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Any) -> list[
     listed = specs if isinstance(specs, list | tuple) else [specs]
     rewards = load_rewards(listed, tokenizer=tokenizer)
     if args.reward_weights is None:
-        args.reward_weights = [reward.weight for reward in rewards]
+        args.reward_weights = [reward.weight_at(0.0) for reward in rewards]
     elif any(reward.weight != 1.0 for reward in rewards):
         raise ConfigError("reward weights are given both by name and as reward_weights: keep one")
     return rewards

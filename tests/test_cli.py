@@ -1,4 +1,4 @@
-"""The command: help, version, doctor, rewards list."""
+"""The command: version, wrong commands, doctor."""
 
 import os
 import subprocess
@@ -19,13 +19,6 @@ def test_version(capsys):
 def test_a_wrong_command_exits_with_2():
     with pytest.raises(SystemExit, match="2"):
         main(["trane"])
-
-
-def test_rewards_list_names_every_built_in_reward(capsys):
-    assert main(["rewards", "list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["accuracy", "length", "reward_model", "thinking"]
-    assert all(len(line) > 30 for line in lines)
 
 
 def test_doctor_tells_what_it_found(capsys):
