@@ -63,6 +63,16 @@ def start_engine(
     return engine, choice
 
 
+def check_engine(args: Any) -> None:
+    """Refuse an engine that was asked for by name and is not installed, before a model is loaded.
+
+    Raises:
+        GenerationError: It is not.
+    """
+    if asked_for(args) == "vllm":
+        choose("vllm", on_gpu=True, why_not=why_not_vllm())
+
+
 def asked_for(args: Any) -> str:
     """Return ``auto``, ``vllm``, ``server``, ``transformers``, or ``trl`` for TRL's own client.
 

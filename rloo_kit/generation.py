@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rloo_kit.errors import GenerationError
-from rloo_kit.hardware import GIB
+from rloo_kit.hardware import GIB, SHARED_MEMORY
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM reserves room for."""
-SHARED_MEMORY = Path("/dev/shm")  # where Linux keeps files in memory
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ import os
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 
 GIB = 1024**3
+SHARED_MEMORY = Path("/dev/shm")  # where Linux keeps files in memory
 
 TESTED = {
     "torch": "2.13.0",

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.hardware import SHARED_MEMORY
+
 MIB = 1024**2
-SHARED_MEMORY = Path("/dev/shm")
 SMALLEST_HELD = 4 * MIB
 """Tensors that together are smaller are not worth naming."""
 

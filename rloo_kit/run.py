@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from rloo_kit.config import EXAMPLES, RunConfig
-from rloo_kit.engines import start_engine
+from rloo_kit.engines import check_engine, start_engine
 from rloo_kit.environment import Environment, setup
 from rloo_kit.errors import ConfigError, KitError
 from rloo_kit.evaluation import Evaluation, evaluate
@@ -93,6 +93,7 @@ def _train_and_score(config: RunConfig, base: Path, say: Say) -> RunResult:
     prompts, held_out = read_prompts(config, base)
     folder = _free_folder(Path(config.output_dir))
     args = make_trainer_args(config, folder)
+    check_engine(args)
     model, tokenizer = load_policy(config, base, args)
     rewards = load_rewards(config.rewards, tokenizer=tokenizer, base_dir=rewards_base)
     check_prompt_lengths(tokenizer, [*prompts, *(held_out or [])], config, args)

@@ -273,3 +273,8 @@ def test_wrong_import_order(tmp_path):
     assert "restart the kernel" in done.stderr
     assert "was imported before unsloth" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_engine_that_is_missing_is_refused_before_the_model_is_looked_for(tmp_path, capsys):
+    settings = {"model": {"name": "no/such-model"}, "trainer": {"generation": "vllm"}}
+    refuse(capsys, 'pip install "rloo-kit[vllm]"', run_file(tmp_path, **settings))
