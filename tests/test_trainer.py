@@ -180,3 +180,32 @@ def test_an_older_notebook_trains_with_its_calls_unchanged(tmp_path):
     assert int(moved[1]) > 0
     assert "kl_coef is now called beta" in done.stderr
     assert not list(tmp_path.glob("unsloth_compiled_cache"))
+
+
+def test_a_weight_follows_its_schedule_and_a_gate_holds_in_training(policy, tmp_path):
+    model, tokenizer = policy
+    closed = []
+
+    def always(completions, **_):
+        closed.append(len(completions))
+        return [1.0] * len(completions)
+
+    trainer = rk.LeaveOneOutTrainer(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=8),
+        reward_funcs=[
+            {"name": odd_characters, "weight": {0: 1.0, 0.5: 0.0}},
+            rk.gated(always, by=lambda completions, **_: [0.0] * len(completions), otherwise=3.0),
+        ],
+        args=config(tmp_path, max_steps=4, beta=0.0),
+    )
+    trainer.train()
+    logs = [row for row in trainer.state.log_history if "reward" in row]
+    assert [row["rewards/odd_characters/weight"] for row in logs] == [1.0, 0.5, 0.0, 0.0]
+    assert [row["rewards/always/gate_open"] for row in logs] == [0.0] * 4
+    assert closed == []
+    assert logs[2]["reward"] == 3.0, "the staged-out reward no longer counts"
+    for row in logs:
+        parts = row["rewards/odd_characters/weight"] * row["rewards/odd_characters/mean"] + 3.0
+        assert row["reward"] == pytest.approx(parts, abs=1e-5)

@@ -1,90 +1,225 @@
 """What every built-in reward must hold, and the package itself."""
 
+import asyncio
 import doctest
 import importlib
+import inspect
+import json
 import math
 import pickle
+import random
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import rloo_kit.rewards
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rloo_kit.reward_loading import load_reward
 
 BUILTIN = sorted(rloo_kit.rewards.BUILTIN)
 CLOSE = 151668
 TEXTS = ["", "a b c", "why?</think>85.", "<think>a b", "d " * 20 + "</think>", "\n</think>\n85"]
-COLUMNS = {
-    "completions": TEXTS,
-    "prompts": ["Q"] * len(TEXTS),
-    "completion_ids": [[], [1, 2], [1, CLOSE, 3], [4], [*[5] * 40, CLOSE], [6, CLOSE, 7]],
-    "answer": ["85", None, 85, 85.0, "d", "85"],
-    "difficulty": [1] * len(TEXTS),
-    "trainer_state": None,
-    "log_extra": print,
-    "log_metric": print,
+IDS = [[], [1, 2], [1, CLOSE, 3], [4], [*[5] * 40, CLOSE], [6, CLOSE, 7]]
+TABLES = {
+    "code": {"timeout_seconds": 5},
+    "format": {"pattern": r".*</think>.*"},
+    "language": {"language": "en"},
+    "soft_overlong": {"max_completion_length": 32, "soft_punish_cache": 8},
+    "thinking_budget": {"budget": 8, "limit": 16},
 }
+"""Parameters of rewards that cannot do without, or are tried with others than the default."""
 
 
-@pytest.fixture(params=BUILTIN)
-def reward(request, model_folder):
-    """The unwrapped reward of every built-in name."""
-    table = {"name": request.param}
-    if request.param == "reward_model":
-        table |= {"model": str(model_folder), "device": "cpu", "batch_size": 2}
-    return load_reward(table).func.reward
-
-
-def per_row(transform):
-    """Return the columns with the rows of each list transformed."""
+def columns_of(texts, ids, *, conversational=False):
+    """Return what the trainer passes for these completions, with every column a reward asks for."""
+    count = len(texts)
+    completions, prompts = list(texts), ["Q"] * count
+    if conversational:
+        completions = [[{"role": "assistant", "content": text}] for text in texts]
+        prompts = [[{"role": "user", "content": "Q"}]] * count
+    per_row = {
+        "answer": ["85", None, 85, 85.0, "d", "85"],
+        "reference": ["86", None, "a", "b", "", "c"],
+        "tests": [["assert f(1) == 2"], None, [], ["assert True"], None, None],
+        "numbers": [[1, 84], None, [85], [5, 80], [1], [85]],
+        "target": [85, None, 85, 85, 1, 85],
+        "difficulty": [1] * 6,
+    }
+    spread = {name: [(values * count)[row] for row in range(count)] for name, values in
+              per_row.items()}  # fmt: skip
     return {
-        name: transform(values) if isinstance(values, list) else values
-        for name, values in COLUMNS.items()
+        "completions": completions,
+        "prompts": prompts,
+        "completion_ids": [list(row) for row in ids],
+        **spread,
+        "trainer_state": None,
+        "log_extra": lambda column, values: None,
+        "log_metric": lambda name, value: None,
+    }
+
+
+COLUMNS = columns_of(TEXTS, IDS)
+
+
+class Server(BaseHTTPRequestHandler):
+    """A judge whose grade depends on what it reads, and on nothing else."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        asked = self.rfile.read(int(self.headers["Content-Length"]))
+        grade = {"score": sum(asked) % 11}
+        reply = {"choices": [{"message": {"role": "assistant", "content": json.dumps(grade)}}]}
+        body = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def judge_url():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def table_of(name, model_folder, judge_url):
+    return {
+        "name": name,
+        **TABLES.get(name, {}),
+        **({"model": "any", "base_url": judge_url} if name == "judge" else {}),
+        **({"model": str(model_folder), "device": "cpu"} if name == "reward_model" else {}),
+    }
+
+
+@pytest.fixture(params=BUILTIN, scope="module")
+def reward(request, model_folder, judge_url):
+    """The unwrapped reward of every built-in name."""
+    reward = load_reward(table_of(request.param, model_folder, judge_url)).func.reward
+    yield reward
+    if hasattr(reward, "release"):
+        reward.release()
+
+
+def call(reward, columns):
+    """Return the scores, of a coroutine too."""
+    found = reward(**columns)
+    return asyncio.run(found) if inspect.iscoroutine(found) else found
+
+
+def rows_of(columns, rows):
+    """Return the columns of some rows, in that order."""
+    return {
+        name: [values[row] for row in rows] if isinstance(values, list) else values
+        for name, values in columns.items()
     }
 
 
 def assert_same(given, expected):
     assert len(given) == len(expected)
     for one, other in zip(given, expected, strict=True):
-        assert one == (None if other is None else pytest.approx(other, abs=1e-5))
+        assert one == (None if other is None else pytest.approx(other, abs=1e-4))
+
+
+def assert_contract(reward, columns, rng):
+    """Length, finite or None, and a row's score its own: in another order, and alone."""
+    count = len(columns["completions"])
+    scores = call(reward, columns)
+    assert isinstance(scores, list)
+    assert len(scores) == count
+    assert all(type(score) in (int, float, bool, type(None)) for score in scores)
+    assert all(score is None or math.isfinite(score) for score in scores)
+    order = rng.sample(range(count), count)
+    assert_same(call(reward, rows_of(columns, order)), [scores[row] for row in order])
+    if count:
+        row = rng.randrange(count)
+        assert_same(call(reward, rows_of(columns, [row])), [scores[row]])
+    return scores
 
 
 def test_reward_keeps_the_contract(reward):
-    scores = reward(**COLUMNS)
-    assert isinstance(scores, list)
-    assert len(scores) == len(TEXTS)
-    assert all(score is None or math.isfinite(score) for score in scores)
-    assert_same(reward(**per_row(lambda rows: rows[::-1])), scores[::-1])
-    assert_same([reward(**per_row(lambda rows, i=i: rows[i : i + 1]))[0] for i in range(6)], scores)
-    assert_same(pickle.loads(pickle.dumps(reward))(**COLUMNS), scores)
-    assert reward(**per_row(lambda _: [])) == []
+    scores = assert_contract(reward, COLUMNS, random.Random(0))
+    for row in range(len(TEXTS)):
+        assert_same(call(reward, rows_of(COLUMNS, [row])), [scores[row]])
+    assert_same(call(pickle.loads(pickle.dumps(reward)), COLUMNS), scores)
+    assert call(reward, rows_of(COLUMNS, [])) == []
 
 
 def test_conversational_columns_are_scored(reward):
-    chat = {
-        **COLUMNS,
-        "prompts": [[{"role": "user", "content": "Q"}]] * len(TEXTS),
-        "completions": [[{"role": "assistant", "content": text}] for text in TEXTS],
-    }
-    scores = reward(**chat)
+    scores = call(reward, columns_of(TEXTS, IDS, conversational=True))
     assert len(scores) == len(TEXTS)
-    if reward.__name__ != "reward_model":  # its template adds the roles
-        assert_same(scores, reward(**COLUMNS))
+    if reward.__name__ not in ("reward_model", "judge"):  # they read the roles too
+        assert_same(scores, call(reward, COLUMNS))
+
+
+def test_an_enormous_completion_is_scored(reward):
+    texts = ["<think>" + "why? " * 100_000 + "</think>" + "85 " * 100_000, "x" * 1_000_000]
+    ids = [[1] * 100_000 + [CLOSE] + [2] * 100_000, [3] * 200_000]
+    scores = call(reward, columns_of(texts, ids))
+    assert all(score is None or math.isfinite(score) for score in scores)
+
+
+TEXT = st.one_of(
+    st.text(max_size=60),
+    st.lists(
+        st.sampled_from([
+            "<think>", "</think>", "85", "85.0", "why?", "(B)", "\\boxed{85}", "```python\n", "```",
+            "<answer>", "</answer>", '{"a": 1}', " ", "\n",
+            "1 + 84", "é", "中文", "\ud800", "\x00", "🙂",
+        ]),
+        max_size=12,
+    ).map("".join),
+)  # fmt: skip
+ROWS = st.lists(
+    st.tuples(TEXT, st.lists(st.sampled_from([1, 2, 3, 151667, CLOSE]), max_size=40)), max_size=4
+)
+
+
+def tried(times):
+    """Return the decorator that tries so many cases, without a limit on one case's time."""
+    quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    cases = given(rows=ROWS, conversational=st.booleans(), rng=st.randoms(use_true_random=False))
+    limits = settings(max_examples=times, deadline=None, suppress_health_check=quiet)
+    return lambda test: limits(cases(test))
+
+
+@tried(100)
+def test_contract_holds_for_whatever_a_model_writes(reward, rows, conversational, rng):
+    texts, ids = [text for text, _ in rows], [ids for _, ids in rows]
+    assert_contract(reward, columns_of(texts, ids, conversational=conversational), rng)
+
+
+@pytest.mark.slow
+@tried(1000)
+def test_contract_holds_in_a_thousand_cases(reward, rows, conversational, rng):
+    texts, ids = [text for text, _ in rows], [ids for _, ids in rows]
+    assert_contract(reward, columns_of(texts, ids, conversational=conversational), rng)
 
 
 @pytest.mark.parametrize("name", BUILTIN)
 def test_name_is_stable(name):
-    table = {"name": name, "model": "anywhere"} if name == "reward_model" else name
-    loaded = load_reward(table)
+    loaded = load_reward(table_of(name, "anywhere", "http://127.0.0.1:9/v1"))
     assert loaded.name == loaded.func.__name__ == loaded.func.reward.__name__ == name
 
 
-@pytest.mark.parametrize("name", BUILTIN)
-def test_docstring_examples_run(name):
-    module = importlib.import_module(f"rloo_kit.rewards.{name}")
-    results = doctest.testmod(module)
+@pytest.mark.parametrize("module", sorted({home.split(":")[0] for home in
+                                           rloo_kit.rewards.BUILTIN.values()}))  # fmt: skip
+def test_docstring_examples_run(module):
+    results = doctest.testmod(importlib.import_module(module))
     assert results.attempted > 0
     assert results.failed == 0
 
@@ -93,7 +228,8 @@ def test_importing_every_reward_loads_nothing_heavy():
     code = (
         "import sys, rloo_kit.rewards as r, rloo_kit.reward_loading;"
         "[getattr(r, name) for name in dir(r)];"
-        "print(*sorted({'torch', 'transformers', 'trl', 'numpy'} & set(sys.modules)))"
+        "print(*sorted({'torch', 'transformers', 'trl', 'numpy', 'httpx', 'sympy', 'math_verify',"
+        " 'reasoning_gym'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
