@@ -111,6 +111,7 @@ class RewardModel:
             text = "\n".join([*(content_text(turn.get("content")) for turn in prompt), answer])
         else:
             text = prompt + answer
+        text = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate is no text to it
         # A template writes the special tokens itself.
         ids = tokenizer.encode(text, add_special_tokens=not has_template, truncation=True)
         # No token at all is no row a model can read: an empty completion of an empty prompt.
