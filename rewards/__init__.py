@@ -17,32 +17,74 @@ if __name__ != "rloo_kit.rewards":
 
 if TYPE_CHECKING:
     from .accuracy import Accuracy
-    from .length import Length
+    from .format import JsonFormat, RegexFormat, TagFormat
+    from .language import Language
+    from .length import Length, LengthBand
+    from .repetition import Repetition
     from .reward_model import RewardModel
-    from .thinking import Thinking, end_of_thinking_id
+    from .soft_overlong import SoftOverlong
+    from .thinking import (
+        ClosedOnce,
+        SelfQuestions,
+        Thinking,
+        ThinkingBudget,
+        end_of_thinking_id,
+    )
+    from .thinking_format import ThinkingFormat
 
 BUILTIN: dict[str, str] = {
     "accuracy": "rloo_kit.rewards.accuracy:Accuracy",
+    "format": "rloo_kit.rewards.format:make_format",
+    "language": "rloo_kit.rewards.language:Language",
     "length": "rloo_kit.rewards.length:Length",
+    "length_band": "rloo_kit.rewards.length:LengthBand",
+    "repetition": "rloo_kit.rewards.repetition:Repetition",
     "reward_model": "rloo_kit.rewards.reward_model:reward_model",
+    "soft_overlong": "rloo_kit.rewards.soft_overlong:SoftOverlong",
     "thinking": "rloo_kit.rewards.thinking:Thinking",
+    "thinking_budget": "rloo_kit.rewards.thinking:ThinkingBudget",
+    "thinking_closed_once": "rloo_kit.rewards.thinking:ClosedOnce",
+    "thinking_format": "rloo_kit.rewards.thinking_format:ThinkingFormat",
+    "thinking_questions": "rloo_kit.rewards.thinking:SelfQuestions",
 }
 """Name of a built-in reward -> "module:attribute" of the class or factory that makes it."""
 
 _HOMES = {
     "Accuracy": "accuracy",
+    "ClosedOnce": "thinking",
+    "JsonFormat": "format",
+    "Language": "language",
     "Length": "length",
+    "LengthBand": "length",
+    "RegexFormat": "format",
+    "Repetition": "repetition",
     "RewardModel": "reward_model",
+    "SelfQuestions": "thinking",
+    "SoftOverlong": "soft_overlong",
+    "TagFormat": "format",
     "Thinking": "thinking",
+    "ThinkingBudget": "thinking",
+    "ThinkingFormat": "thinking_format",
     "end_of_thinking_id": "thinking",
 }
 
 __all__ = [
     "BUILTIN",
     "Accuracy",
+    "ClosedOnce",
+    "JsonFormat",
+    "Language",
     "Length",
+    "LengthBand",
+    "RegexFormat",
+    "Repetition",
     "RewardModel",
+    "SelfQuestions",
+    "SoftOverlong",
+    "TagFormat",
     "Thinking",
+    "ThinkingBudget",
+    "ThinkingFormat",
     "end_of_thinking_id",
 ]
 

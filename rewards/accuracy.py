@@ -1,25 +1,20 @@
-"""Accuracy: what follows the thought is the expected answer, as text or as a number."""
+"""Accuracy: what follows the thought is the expected answer: a text, a number or a letter."""
 
+import math
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from rloo_kit.errors import RewardContractError
 from rloo_kit.types import Completion, Score
 
-from ._text import (
-    completion_text,
-    is_opened_in_prompt,
-    is_unclosed,
-    template_opens_thought,
-    text_after_thought,
-)
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from ._text import completion_text, is_unclosed, text_after_thought
+from .thinking import TemplateAware
 
 Answer = str | int | float | None
+Match = Literal["auto", "exact", "number", "choice"]
 
 # A sign, digits (whole, or in groups of three), a decimal part, an exponent, a full stop.
 _NUMBER = re.compile(
@@ -41,15 +36,113 @@ def parse_number(text: str) -> Decimal | None:
     return Decimal(match["number"].replace(",", "")) if match else None
 
 
+# A number inside running text: any sign but a hyphen between two characters of a word, ".5" too.
+_NUMBER_INSIDE = re.compile(
+    r"(?:(?<![\w.)])[+-])?"
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
+    r"(?:[eE][+-]?[0-9]{1,3})?"
+)
+_DIGITS = "0123456789"
+_OF_A_NUMBER = _DIGITS + "+-.,eE"
+_MINUS = str.maketrans("\u2212\u2013\uff0d", "---")
+
+
+def last_number(text: str) -> Decimal | None:
+    """Return the last number written in a text, exactly, or None.
+
+    Written in ASCII digits, with or without thousands separators; signs, a currency sign and a unit
+    may stand around it. A fraction is two numbers, and the exponent of ``cm^2`` is one.
+
+    >>> last_number("6 + 6 = 12, so $1,234.50 in total."), last_number("from 5-3 to -2%")
+    (Decimal('1234.50'), Decimal('-2'))
+    """
+    end = max(map(text.rfind, _DIGITS)) + 1
+    if not end:
+        return None
+    # Only the run of characters that a number may have, for a search from the left is slow.
+    before = text[:end].translate(_MINUS)
+    start = len(before.rstrip(_OF_A_NUMBER))
+    found = ""
+    for match in _NUMBER_INSIDE.finditer(before, start):
+        found = match[0]
+    return Decimal(found.replace(",", ""))
+
+
+# Counts are bounded below, or long runs of the same marks would be tried from each of them.
+_NOT_IN_WORD = r"(?![A-Za-z0-9_'])"
+_LETTER = (
+    r"[\s*_:([{$\"'`]{0,12}(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{[\s*(]{0,4}){0,3}"
+    rf"([A-HJ-Z]|I(?!\s+[a-z])|(?<=\()[a-z](?=\))){_NOT_IN_WORD}"
+)
+# "Answer: B", "the answer is **(B)**", "option B", "\boxed{B}".
+_STATED = re.compile(
+    r"(?:\b(?i:answer|option|choice|choose|pick|select)\b(?:\W{0,3}\b(?i:is|would be|to be)\b)?"
+    rf"|\\boxed\{{){_LETTER}"
+)
+_STATING = [
+    form
+    for word in ("answer", "option", "choice", "choose", "pick", "select", "\\boxed{")
+    for form in {word, word.capitalize(), word.upper()}
+]
+"""What ``_STATED`` begins with: plain searches for these are ten times faster than the pattern."""
+# "(B)", "**B**", "**B. Paris**", and "B", "B.", "B) Paris" at the beginning of a line.
+_MARKED = re.compile(
+    r"[(\[{]\s{0,4}\*{0,2}([A-Z])\*{0,2}\s{0,4}[)\]}]|\*\*\(?([A-Z])(?:\)|\*\*|[.:])"
+    r"|^[ \t]*([A-Z])(?:[.):]|[ \t]*$)",
+    re.MULTILINE,
+)
+# A letter on its own; "I" before another word is a word itself, as "A" is that begins a sentence.
+_ALONE = re.compile(rf"(?<![A-Za-z0-9_'.])(?:[B-HJ-Z]|[AI](?!\s+\w)|(?<=[a-z,:] )A){_NOT_IN_WORD}")
+_LONE_CAPITAL = re.compile(rf"[A-Z]{_NOT_IN_WORD}")
+_WHOLE = re.compile(r"[\s*(\[]*([A-Za-z])[\s*)\].:]*")
+
+
+def chosen_letter(text: str) -> str | None:
+    r"""Return the letter of the option that a multiple-choice answer chooses, or None.
+
+    A text that is nothing but one letter, in brackets or bold or not, chooses it. Else the last
+    letter that is called the answer counts ("Answer: B", "option (B)", "\boxed{B}"); where there
+    is none, the last one that is marked ("(B)", "**B**", "B. Paris" at the beginning of a line);
+    where there is none, the one capital letter that stands alone in the text, if it is one.
+
+    >>> [chosen_letter(text) for text in ("b", "(A) no. Answer: **B**", "I pick C.", "A cat or B?")]
+    ['B', 'B', 'C', 'B']
+    >>> chosen_letter("B or C"), chosen_letter("A cat")
+    (None, None)
+    """
+    whole = _WHOLE.fullmatch(text)
+    if whole:
+        return whole[1].upper()
+    for start in sorted({*_places_of(_STATING, text)}, reverse=True):
+        stated = _STATED.match(text, start)
+        if stated:
+            return stated[1].upper()
+    if not _LONE_CAPITAL.search(text):
+        return None
+    marked = [*_MARKED.finditer(text)]
+    if marked:
+        return next(filter(None, marked[-1].groups()))
+    alone = set(_ALONE.findall(text))
+    return alone.pop() if len(alone) == 1 else None
+
+
+def _places_of(words: Iterable[str], text: str) -> Iterator[int]:
+    for word in words:
+        place = text.find(word)
+        while place >= 0:
+            yield place
+            place = text.find(word, place + 1)
+
+
 @dataclass(frozen=True)
-class Accuracy:
+class Accuracy(TemplateAware):
     """Reward the expected answer: 1.0 if it is given, 0.0 if not.
 
-    The answer given is all that follows the last ``</think>``, white space at its ends aside. It
-    is right if it equals the expected text, or if both are numbers of the same value (see
-    ``parse_number``): 85 equals 85.0, and 1,234 equals 1234. None where the expected answer is
-    missing (None, NaN or blank). Cutting the thought off needs ``</think>`` in the decoded text,
-    so a tokenizer that calls it special (Qwen3's does not) scores 0.0 throughout.
+    The answer given is all that follows the last ``</think>``, white space at its ends aside; how
+    it is compared is what ``match`` says. None where the expected answer is missing (None, NaN or
+    blank), or is no number or letter where one is compared. Cutting the thought off needs
+    ``</think>`` in the decoded text, so a tokenizer that calls it special (Qwen3's does not) scores
+    0.0 throughout.
 
     >>> Accuracy()(completions=["2+2...</think>4", "5"], answer=[4, "4"])
     [1.0, 0.0]
@@ -57,6 +150,10 @@ class Accuracy:
     [1.0]
     >>> Accuracy()(completions=["17"], prompts=["8 + 9 = <think>"], answer=["17"])
     [0.0]
+    >>> Accuracy(match="number")(completions=["hm</think>It is 4 and not 5."], answer=["4"])
+    [0.0]
+    >>> Accuracy(match="choice")(completions=["hm</think>The answer is (B)."], answer=["B"])
+    [1.0]
     """
 
     __name__: ClassVar[str] = "accuracy"
@@ -65,15 +162,27 @@ class Accuracy:
     """Dataset column of the expected answers."""
     require_closed_thought: bool = True
     """Score 0.0 for a thought that was opened, in the prompt or the completion, and not closed."""
-    thought_opened: bool | None = None
-    """Whether the chat template of conversational prompts ends with an opened ``<think>``; None:
-    set by ``bind``, and taken for False in a reward never bound. A plain prompt is read itself."""
+    match: Match = "auto"
+    """``auto``: the whole answer equals the expected text, or both are numbers of the same value
+    (85 equals 85.0, and 1,234 equals 1234). ``exact``: it equals the text. ``number``: the last
+    number in it equals the expected one. ``choice``: the letter it chooses is the expected one."""
+    tolerance: float = 0.0
+    """With ``number``: greatest absolute difference of equal numbers."""
 
-    def bind(self, tokenizer: "PreTrainedTokenizerBase") -> "Accuracy":
-        """Return this reward knowing whether the tokenizer's chat template opens the thought."""
-        if self.thought_opened is not None:
-            return self
-        return replace(self, thought_opened=template_opens_thought(tokenizer))
+    def __post_init__(self) -> None:
+        """Refuse another way to compare, and a tolerance that would not be used or is below 0."""
+        if self.match not in get_args(Match):
+            raise ValueError(
+                f"match is {self.match!r}, which is no way to compare; give one of: "
+                f"{', '.join(get_args(Match))}"
+            )
+        if not (self.tolerance >= 0 and math.isfinite(self.tolerance)):
+            raise ValueError(f"tolerance is {self.tolerance!r}; give a finite number of 0 or more")
+        if self.tolerance and self.match != "number":
+            raise ValueError(
+                f"tolerance {self.tolerance!r} has no meaning with match {self.match!r}; set match "
+                "to 'number', or remove it"
+            )
 
     def __call__(
         self,
@@ -105,25 +214,41 @@ class Accuracy:
         ]
 
     def _score(self, text: str, prompt: Completion, answer: Answer) -> Score:
-        expected = _expected(answer)
+        expected = self._expected(answer)
         if expected is None:
             return None
-        opened = is_opened_in_prompt(prompt, self.thought_opened)
+        opened = self.is_opened(prompt)
         if self.require_closed_thought and is_unclosed(text, opened=opened):
             return 0.0
-        return 1.0 if _is_same(text_after_thought(text).strip(), expected) else 0.0
+        return 1.0 if self._is_right(text_after_thought(text).strip(), expected) else 0.0
+
+    def _expected(self, answer: Answer) -> str | Decimal | None:
+        """Return what is compared; None where it is missing (None, NaN, blank, another kind)."""
+        if answer is None or answer != answer:  # only NaN differs from itself
+            return None
+        text = str(answer).strip()
+        if self.match == "number":
+            return parse_number(text)
+        if self.match == "choice":
+            letter = _WHOLE.fullmatch(text)
+            return letter[1].upper() if letter else None
+        return text or None
+
+    def _is_right(self, given: str, expected: str | Decimal) -> bool:
+        if isinstance(expected, Decimal):
+            number = last_number(given)
+            return number is not None and _is_near(number, expected, self.tolerance)
+        if self.match == "choice":
+            return chosen_letter(given) == expected
+        return given == expected or (self.match == "auto" and _is_same_number(given, expected))
 
 
-def _expected(answer: Answer) -> str | None:
-    """Return the expected answer as text; None where it is missing (None, NaN or blank)."""
-    if answer is None or answer != answer:  # only NaN differs from itself
-        return None
-    return str(answer).strip() or None
+def _is_near(given: Decimal, expected: Decimal, tolerance: float) -> bool:
+    # A difference is rounded to 28 digits, a comparison is exact.
+    return given == expected or (tolerance > 0 and abs(given - expected) <= Decimal(str(tolerance)))
 
 
-def _is_same(given: str, expected: str) -> bool:
-    if given == expected:
-        return True
+def _is_same_number(given: str, expected: str) -> bool:
     number = parse_number(expected)
     return number is not None and parse_number(given) == number
 

@@ -1,11 +1,18 @@
-"""Length: a medium number of words, ended by a full stop."""
+"""Length: a medium number of words, ended by a full stop; or a band of any unit, of any part."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, get_args
 
+from rloo_kit.errors import RewardContractError
 from rloo_kit.types import Completion, Score
 
 from ._text import completion_text
+from .thinking import PARTS, Part, TemplateAware, ThoughtTokens, part_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Unit = Literal["words", "tokens", "characters"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,127 @@ class Length:
         elif num_words <= self.max_words:
             score = self.medium
         return score + self.full_stop if text.rstrip().endswith(".") else score
+
+
+@dataclass(frozen=True)
+class LengthBand(ThoughtTokens, TemplateAware):
+    """Reward a length inside a band: 1.0 from ``low`` to ``high``, falling to 0.0 beyond it.
+
+    Range: [0.0, 1.0], higher is better. Outside the band the score falls on a line and is 0.0
+    ``falloff`` units away from it. The thought is what stands before the first ``</think>``, a
+    leading ``<think>`` aside; the answer is what follows the last one. A thought or an answer that
+    is not there, for the thought is not closed, scores 0.0. Tokens of both are told apart by the id
+    of ``</think>``, words and characters by the decoded text, which must hold it (it does unless
+    the tokenizer calls it special; Qwen3's does not).
+
+    >>> LengthBand(low=2, high=3, falloff=2)(completions=["", "one", "one two", "1 2 3 4"])
+    [0.0, 0.5, 1.0, 0.5]
+    >>> LengthBand(low=1, high=2, falloff=4, unit="tokens", part="thought", end_token_id=9)(
+    ...     completions=["a b</think>4", "a b"], completion_ids=[[1, 1, 1, 9, 2], [1, 1]])
+    [0.75, 0.0]
+    """
+
+    __name__: ClassVar[str] = "length_band"
+
+    low: float = 10
+    """Least length that scores 1.0."""
+    high: float = 50
+    """Greatest length that scores 1.0."""
+    falloff: float = 10
+    """Units outside the band over which the score falls to 0.0; 0: it drops at once."""
+    unit: Unit = "words"
+    """``words``: runs of characters between white space. ``tokens``: the completion's token ids, of
+    a completion or an answer with the end-of-sequence token. ``characters``: of the text as it is
+    decoded, white space included."""
+    part: Part = "completion"
+    """``completion``, ``thought`` or ``answer``."""
+
+    def __post_init__(self) -> None:
+        """Refuse an empty band, a falloff below 0, and another unit or part."""
+        if not 0 <= self.low <= self.high:
+            raise ValueError(
+                f"low {self.low!r} and high {self.high!r} leave no length; set 0 <= low <= high"
+            )
+        if not self.falloff >= 0:
+            raise ValueError(f"falloff is {self.falloff!r}, below 0; set it to 0 or more")
+        if self.unit not in get_args(Unit):
+            raise ValueError(
+                f"unit is {self.unit!r}, which is not counted; give one of: "
+                f"{', '.join(get_args(Unit))}"
+            )
+        if self.part not in PARTS:
+            raise ValueError(
+                f"part is {self.part!r}, which a completion has not; give one of: "
+                f"{', '.join(PARTS)}"
+            )
+
+    def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
+        """Return this reward with what its part needs of a tokenizer; what is given is kept.
+
+        Raises:
+            RewardLoadError: Tokens of a thought or an answer are to be counted, and the tokenizer
+                has no single token for ``</think>``.
+        """
+        if self.part == "completion":
+            return self
+        bound = ThoughtTokens.bind(self, tokenizer) if self.unit == "tokens" else self
+        return TemplateAware.bind(bound, tokenizer)
+
+    def __call__(
+        self,
+        completions: list[Completion],
+        completion_ids: list[list[int]] | None = None,
+        prompts: list[Completion] | None = None,
+        **_: object,
+    ) -> list[Score]:
+        """Return one score per completion.
+
+        Args:
+            completions: B completions, conversational or plain.
+            completion_ids: B lists of the completion's own T token ids; needed for ``tokens``.
+            prompts: B prompts, conversational or plain; they say whether an answer is one yet.
+
+        Raises:
+            RewardContractError: Tokens are to be counted, and there are none.
+        """
+        asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
+        if self.unit != "tokens":
+            return [
+                self._score(self._length_of_text(completion_text(completion), prompt))
+                for completion, prompt in zip(completions, asked, strict=True)
+            ]
+        if completion_ids is None:
+            raise RewardContractError(
+                f"reward {self.__name__!r} counts tokens, and completion_ids is not there; pass "
+                "it, or set unit to 'words' or 'characters'"
+            )
+        return [
+            self._score(self._length_of_ids(ids, prompt))
+            for ids, prompt in zip(completion_ids, asked, strict=True)
+        ]
+
+    def _length_of_text(self, text: str, prompt: Completion) -> int | None:
+        part = part_text(text, self.part, opened=self.is_opened(prompt))
+        if part is None:
+            return None
+        return len(part.split()) if self.unit == "words" else len(part)
+
+    def _length_of_ids(self, ids: list[int], prompt: Completion) -> int | None:
+        if self.part == "completion":
+            return len(ids)
+        if self.part == "thought":
+            part = self.thought_ids(ids)
+        else:
+            part = self.answer_ids(ids, opened=self.is_opened(prompt))
+        return None if part is None else len(part)
+
+    def _score(self, size: int | None) -> float:
+        if size is None:
+            return 0.0
+        outside = max(self.low - size, size - self.high, 0)
+        if not outside:
+            return 1.0
+        return 1.0 - outside / self.falloff if outside < self.falloff else 0.0
 
 
 length = Length()

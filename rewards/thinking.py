@@ -1,19 +1,33 @@
 """Thinking: the thought is closed, and long enough; counted in tokens, not in words."""
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.types import Completion, Score
 
-from ._text import THINK_CLOSE, THINK_OPEN, completion_text, thought_text
+from ._text import (
+    THINK_CLOSE,
+    THINK_OPEN,
+    completion_text,
+    is_opened_in_prompt,
+    is_unclosed,
+    template_opens_thought,
+    text_after_thought,
+    thought_text,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 QWEN3_THINK_OPEN_ID = 151667
 QWEN3_THINK_CLOSE_ID = 151668
+
+Part = Literal["completion", "thought", "answer"]
+PARTS: tuple[str, ...] = ("completion", "thought", "answer")
 
 
 def end_of_thinking_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
@@ -33,8 +47,104 @@ def _token_id(tokenizer: "PreTrainedTokenizerBase", token: str) -> int | None:
     return token_id
 
 
+def _question_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
+    return frozenset(i for token, i in tokenizer.get_vocab().items() if "?" in token)
+
+
+def part_text(text: str, part: Part, *, opened: bool) -> str | None:
+    """Return one part of a completion, or None where an unclosed thought leaves it unfinished.
+
+    Args:
+        text: The completion.
+        part: "thought" ends at the first ``</think>``, "answer" begins after the last one.
+        opened: Whether the thought was opened before the completion.
+    """
+    if part == "completion":
+        return text
+    if part == "thought":
+        return thought_text(text)
+    return None if is_unclosed(text, opened=opened) else text_after_thought(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateAware:
+    """What a reward needs to tell an unfinished thought from an answer: who opened the thought."""
+
+    thought_opened: bool | None = None
+    """Whether the chat template of conversational prompts ends with an opened ``<think>``; None:
+    set by ``bind``, and taken for False in a reward never bound. A plain prompt is read itself."""
+
+    def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
+        """Return this reward knowing whether the tokenizer's chat template opens the thought."""
+        if self.thought_opened is not None:
+            return self
+        return replace(self, thought_opened=template_opens_thought(tokenizer))
+
+    def is_opened(self, prompt: Completion) -> bool:
+        """Return whether the thought was opened in the prompt."""
+        return is_opened_in_prompt(prompt, self.thought_opened)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThoughtTokens:
+    """What a reward needs to find the thought among the token ids."""
+
+    __name__: ClassVar[str]
+
+    end_token_id: int | None = None
+    """Id of ``</think>``; None: set by ``bind``, and Qwen3's 151668 in a reward never bound."""
+    start_token_id: int | None = None
+    """Id of ``<think>``; None: set by ``bind``, and 151667 where the end is Qwen3's."""
+
+    def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
+        """Return this reward with the token ids of a tokenizer; ids given by hand are kept.
+
+        Raises:
+            RewardLoadError: The tokenizer has no single token for ``</think>``.
+        """
+        end = self.end_token_id if self.end_token_id is not None else end_of_thinking_id(tokenizer)
+        if end is None:
+            raise RewardLoadError(
+                f"reward {self.__name__!r} needs '</think>' to be one token, and this tokenizer "
+                "has none; use a thinking model, or give end_token_id"
+            )
+        start = self.start_token_id
+        if start is None:
+            start = _token_id(tokenizer, THINK_OPEN)
+        return replace(self, end_token_id=end, start_token_id=start)
+
+    def think_ids(self) -> tuple[int | None, int]:
+        """Return the ids of ``<think>`` and ``</think>``; None where there is no ``<think>``."""
+        end, start = self.end_token_id, self.start_token_id
+        if end is None:
+            end = QWEN3_THINK_CLOSE_ID
+        if start is None and end == QWEN3_THINK_CLOSE_ID:
+            start = QWEN3_THINK_OPEN_ID
+        return start, end
+
+    def thought_ids(self, ids: Sequence[int]) -> Sequence[int] | None:
+        """Return the ids of the thought, or None where it is not closed."""
+        start, end = self.think_ids()
+        if end not in ids:
+            return None
+        begins_with_open = start is not None and ids[0] == start
+        return ids[int(begins_with_open) : ids.index(end)]
+
+    def answer_ids(self, ids: Sequence[int], *, opened: bool) -> Sequence[int] | None:
+        """Return the ids after the last ``</think>``, or None where a thought is still open.
+
+        Args:
+            ids: Token ids of one completion.
+            opened: Whether the thought was opened before the completion.
+        """
+        start, end = self.think_ids()
+        is_closed = end in ids
+        answer = ids[len(ids) - ids[::-1].index(end) :] if is_closed else ids
+        return None if start in answer or (opened and not is_closed) else answer
+
+
 @dataclass(frozen=True)
-class Thinking:
+class Thinking(ThoughtTokens):
     """Reward a closed thought by its number of tokens.
 
     The thought is every token before the FIRST ``</think>``, whether ``<think>`` stood in the
@@ -59,10 +169,6 @@ class Thinking:
 
     __name__: ClassVar[str] = "thinking"
 
-    end_token_id: int | None = None
-    """Id of ``</think>``; None: set by ``bind``, and Qwen3's 151668 in a reward never bound."""
-    start_token_id: int | None = None
-    """Id of ``<think>``; None: set by ``bind``, and 151667 where the end is Qwen3's."""
     short: int = 10
     """Tokens from which a thought is of medium length."""
     long: int = 30
@@ -88,23 +194,13 @@ class Thinking:
                 "set 0 <= short <= long (tokens)"
             )
 
-    def bind(self, tokenizer: "PreTrainedTokenizerBase") -> "Thinking":
+    def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
         """Return this reward with the token ids of a tokenizer; ids given by hand are kept.
 
         Raises:
             RewardLoadError: The tokenizer has no single token for ``</think>``.
         """
-        end = self.end_token_id if self.end_token_id is not None else end_of_thinking_id(tokenizer)
-        if end is None:
-            raise RewardLoadError(
-                f"reward {self.__name__!r} needs '</think>' to be one token, and this tokenizer "
-                "has none; use a thinking model, or give end_token_id"
-            )
-        start = self.start_token_id
-        if start is None:
-            start = _token_id(tokenizer, THINK_OPEN)
-        questions = frozenset(i for token, i in tokenizer.get_vocab().items() if "?" in token)
-        return replace(self, end_token_id=end, start_token_id=start, question_token_ids=questions)
+        return replace(super().bind(tokenizer), question_token_ids=_question_ids(tokenizer))
 
     def __call__(
         self, completions: list[Completion], completion_ids: list[list[int]], **_: object
@@ -121,7 +217,7 @@ class Thinking:
         ]
 
     def _score(self, text: str, ids: Sequence[int]) -> float:
-        thought = self._thought_ids(ids)
+        thought = self.thought_ids(ids)
         if thought is None:
             return self.unclosed_score
         if len(thought) < self.short:
@@ -129,23 +225,204 @@ class Thinking:
         score = self.medium_score if len(thought) < self.long else self.long_score
         return score + self.question_bonus if self._asks(text, thought) else score
 
-    def _thought_ids(self, ids: Sequence[int]) -> Sequence[int] | None:
-        """Return the ids of the thought, or None where it is not closed."""
-        end, start = self.end_token_id, self.start_token_id
-        if end is None:
-            end = QWEN3_THINK_CLOSE_ID
-        if start is None and end == QWEN3_THINK_CLOSE_ID:
-            start = QWEN3_THINK_OPEN_ID
-        if end not in ids:
-            return None
-        begins_with_open = start is not None and ids[0] == start
-        return ids[int(begins_with_open) : ids.index(end)]
-
     def _asks(self, text: str, thought: Sequence[int]) -> bool:
         written = thought_text(text)
         if written is None:
             return not self.question_token_ids.isdisjoint(thought)
         return "?" in written
+
+
+@dataclass(frozen=True)
+class ClosedOnce(ThoughtTokens, TemplateAware):
+    """Reward a thought that is closed exactly once: 1.0 if so, 0.0 if not.
+
+    Counted by token id: ``</think>`` stands once among the completion's ids, and ``<think>`` at
+    most once, the prompt's included, and not after it. So a thought that is never closed, one that
+    is closed again and a second one all score 0.0. What the decoded text says is not looked at.
+
+    >>> reward = ClosedOnce(start_token_id=8, end_token_id=9)
+    >>> reward(completions=[""] * 4, completion_ids=[[1, 9, 2], [8, 1, 9, 2], [1, 9, 9], [1]])
+    [1.0, 1.0, 0.0, 0.0]
+    >>> reward(completions=[""] * 2, completion_ids=[[1, 9, 8, 2], [8, 1, 9]],
+    ...        prompts=["2 + 2 = ", "2 + 2 = <think>"])
+    [0.0, 0.0]
+    """
+
+    __name__: ClassVar[str] = "thinking_closed_once"
+
+    def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
+        """Return this reward with the token ids, and who opens the thought, of a tokenizer.
+
+        Raises:
+            RewardLoadError: The tokenizer has no single token for ``</think>``.
+        """
+        return TemplateAware.bind(ThoughtTokens.bind(self, tokenizer), tokenizer)
+
+    def __call__(
+        self,
+        completions: list[Completion],
+        completion_ids: list[list[int]],
+        prompts: list[Completion] | None = None,
+        **_: object,
+    ) -> list[Score]:
+        """Return one score per completion, in {0.0, 1.0}.
+
+        Args:
+            completions: B completions; only their number is used.
+            completion_ids: B lists of the completion's own T token ids; T differs by row.
+            prompts: B prompts, conversational or plain.
+        """
+        asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
+        return [
+            1.0 if self._is_closed_once(ids, self.is_opened(prompt)) else 0.0
+            for ids, prompt in zip(completion_ids, asked, strict=True)
+        ]
+
+    def _is_closed_once(self, ids: Sequence[int], opened: bool) -> bool:
+        start, end = self.think_ids()
+        if ids.count(end) != 1:
+            return False
+        opens = 0 if start is None else ids.count(start)
+        return opened + opens <= 1 and (not opens or ids.index(start) < ids.index(end))
+
+
+@dataclass(frozen=True)
+class ThinkingBudget(ThoughtTokens):
+    """Reward a thought that keeps to a number of tokens: 1.0 up to the budget, then less.
+
+    Range with the defaults: [0.0, 1.0], higher is better. The thought is counted as ``thinking``
+    counts it: the tokens before the first ``</think>``, a leading ``<think>`` aside. Between
+    ``budget`` and ``limit`` the score follows half a cosine from 1.0 to 0.0. A cosine and not a
+    line, for its slope is 0 at both ends: no edge at the budget sets two nearly equal thoughts of a
+    group apart (a twentieth of the way costs 0.006, on a line 0.05). Yeo et al. 2025 (arXiv
+    2502.03373) scale rewards by length with the same curve.
+
+    >>> reward = ThinkingBudget(budget=2, limit=6, end_token_id=9)
+    >>> reward(completions=[""] * 4, completion_ids=[[1] * n + [9] for n in (2, 3, 4, 6)])
+    [1.0, 0.8535533905932737, 0.5, 0.0]
+    >>> reward(completions=["hm"], completion_ids=[[1]])
+    [0.0]
+    """
+
+    __name__: ClassVar[str] = "thinking_budget"
+
+    budget: int = 512
+    """Most tokens of a thought that scores 1.0."""
+    limit: int = 1024
+    """Tokens from which a thought scores 0.0; a limit above the trainer's max_completion_length is
+    never reached."""
+    unclosed_score: float = 0.0
+    """Score without ``</think>``."""
+
+    def __post_init__(self) -> None:
+        """Refuse a limit that is not above the budget, and a score that is not finite."""
+        if not 0 <= self.budget < self.limit:
+            raise ValueError(
+                f"budget {self.budget!r} and limit {self.limit!r} are not in order; "
+                "set 0 <= budget < limit (tokens)"
+            )
+        if not math.isfinite(self.unclosed_score):
+            raise ValueError(
+                f"unclosed_score is {self.unclosed_score!r}, not a finite number; give 0 or less"
+            )
+
+    def __call__(
+        self, completions: list[Completion], completion_ids: list[list[int]], **_: object
+    ) -> list[Score]:
+        """Return one score per completion.
+
+        Args:
+            completions: B completions; only their number is used.
+            completion_ids: B lists of the completion's own T token ids; T differs by row.
+        """
+        return [
+            self._score(self.thought_ids(ids))
+            for _text, ids in zip(completions, completion_ids, strict=True)
+        ]
+
+    def _score(self, thought: Sequence[int] | None) -> float:
+        if thought is None:
+            return self.unclosed_score
+        way = (len(thought) - self.budget) / (self.limit - self.budget)
+        return (1.0 + math.cos(math.pi * min(max(way, 0.0), 1.0))) / 2.0
+
+
+# Question marks of Latin, of Chinese and Japanese, and of Arabic script.
+_QUESTION_MARK = re.compile("[?\uff1f\u061f]")
+# A full stop inside a number ends no sentence, so white space must follow it.
+_SENTENCE_END = re.compile(r"[.!]\s|[\u3002\uff01\n]")
+
+
+@dataclass(frozen=True)
+class SelfQuestions(ThoughtTokens):
+    """Reward the questions that a thought asks itself: their number, up to ``most``, over ``most``.
+
+    Range: [0.0, 1.0], higher is better. A question is a sentence of the thought that ends with a
+    question mark and holds a letter; one that is asked again in the same words counts once, so
+    that repeating it earns nothing. A thought without ``</think>``, by token id, scores 0.0.
+
+    The questions are looked for in the text before the first ``</think>``. Where the decoded text
+    lost ``</think>`` (a tokenizer that calls it special; Qwen3's does not), the thought's tokens
+    that hold a "?" are counted instead, which only a bound reward knows; an unbound one gives 0.0.
+
+    >>> reward = SelfQuestions(most=2, end_token_id=9)
+    >>> texts = ["Is it 3.5? Yes.</think>", "Why? Why? How so?</think>", "Hm? Hm??</think>", "Why?"]
+    >>> reward(completions=texts, completion_ids=[[1, 9], [1, 9], [1, 9], [1]])
+    [0.5, 1.0, 0.5, 0.0]
+    """
+
+    __name__: ClassVar[str] = "thinking_questions"
+
+    most: int = 3
+    """Questions that earn 1.0; more earn no more."""
+    question_token_ids: frozenset[int] = field(default=frozenset(), repr=False)
+    """Ids of the tokens that hold a "?"; set by ``bind``."""
+
+    def __post_init__(self) -> None:
+        """Refuse a number of questions below one."""
+        if self.most < 1:
+            raise ValueError(f"most is {self.most!r}, below one question; set it to 1 or more")
+
+    def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
+        """Return this reward with the token ids of a tokenizer; ids given by hand are kept.
+
+        Raises:
+            RewardLoadError: The tokenizer has no single token for ``</think>``.
+        """
+        return replace(super().bind(tokenizer), question_token_ids=_question_ids(tokenizer))
+
+    def __call__(
+        self, completions: list[Completion], completion_ids: list[list[int]], **_: object
+    ) -> list[Score]:
+        """Return one score per completion.
+
+        Args:
+            completions: B completions, conversational or plain.
+            completion_ids: B lists of the completion's own T token ids; T differs by row.
+        """
+        return [
+            min(self._count(completion_text(completion), ids), self.most) / self.most
+            for completion, ids in zip(completions, completion_ids, strict=True)
+        ]
+
+    def _count(self, text: str, ids: Sequence[int]) -> int:
+        thought = self.thought_ids(ids)
+        if thought is None:
+            return 0
+        written = thought_text(text)
+        if written is None:
+            return sum(token_id in self.question_token_ids for token_id in thought)
+        return len(_questions(written))
+
+
+def _questions(text: str) -> set[str]:
+    """Return the questions of a text, without what tells repetitions apart: case, white space."""
+    sentences = (_SENTENCE_END.split(asked)[-1] for asked in _QUESTION_MARK.split(text)[:-1])
+    return {
+        " ".join(sentence.casefold().split())
+        for sentence in sentences
+        if any(character.isalpha() for character in sentence)
+    }
 
 
 thinking = Thinking()

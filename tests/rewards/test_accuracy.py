@@ -1,8 +1,11 @@
-"""The accuracy reward: text, numbers, missing answers, unclosed thoughts."""
+"""The accuracy reward: text, numbers, letters, missing answers, unclosed thoughts."""
+
+import pickle
+from decimal import Decimal
 
 import pytest
 from rloo_kit.rewards import Accuracy
-from rloo_kit.rewards.accuracy import accuracy
+from rloo_kit.rewards.accuracy import accuracy, chosen_letter, last_number
 
 from rloo_kit.errors import RewardContractError
 
@@ -107,3 +110,152 @@ def test_the_column_is_a_parameter():
 def test_a_missing_column_is_named_with_the_remedy():
     with pytest.raises(RewardContractError, match=r"'gold'.* add it, or name another one"):
         Accuracy(column="gold")(completions=["4"], prompts=["Q"], answer=[4])
+
+
+# --- other ways to compare ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("85", 1.0), (" 85 ", 1.0), ("85.0", 0.0), ("85.", 0.0), ("1,234", 0.0)]
+)
+def test_exact_takes_equal_texts_alone(text, expected):
+    answer = "1234" if "," in text else "85"
+    assert score(f"so</think>{text}", answer, reward=Accuracy(match="exact")) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("85", "85"),
+        ("It is 4, no, 85.", "85"),
+        ("$1,234.50 in total", "1234.50"),
+        ("that makes **85%**", "85"),
+        ("x = -3", "-3"),
+        ("x = \u22123", "-3"),
+        ("5-3", "3"),
+        ("1990\u20131995", "1995"),
+        ("(+7)", "7"),
+        (".5", "0.5"),
+        ("x = -.25", "-0.25"),
+        ("wait...7...", "7"),
+        ("1e-3 m", "0.001"),
+        ("1,2,3", "3"),
+        ("12,34", "34"),
+        ("2024,100", "100"),
+        ("1,234,5678", "5678"),
+        ("1/2", "2"),
+        ("\\boxed{42}", "42"),
+        ("apple5 pie", "5"),
+        ("12345678901234567890123456789012345", "12345678901234567890123456789012345"),
+    ],
+)
+def test_the_last_number_of_the_answer_is_found(text, number):
+    assert last_number(text) == Decimal(number)
+    assert score(f"99</think>{text}", number, reward=Accuracy(match="number")) == 1.0
+    assert score(f"{number}</think>{text} 98", number, reward=Accuracy(match="number")) == 0.0
+
+
+@pytest.mark.parametrize("text", ["", "none", "\u0663", "-", "e"])
+def test_a_text_without_a_number_is_wrong(text):
+    assert last_number(text) is None
+    assert score(f"so 4</think>{text}", "4", reward=Accuracy(match="number")) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("3.14", 1.0), ("3.15", 1.0), ("3.1401", 1.0), ("3.151", 0.0)]
+)
+def test_tolerance_is_an_absolute_difference(given, expected):
+    assert score(given, 3.14, reward=Accuracy(match="number", tolerance=0.01)) == expected
+
+
+def test_without_a_tolerance_numbers_are_compared_exactly():
+    digits = "1" * 40
+    assert score(f"{digits}2", f"{digits}3", reward=Accuracy(match="number")) == 0.0
+    assert score(f"{digits}2", f"{digits}2.0", reward=Accuracy(match="number")) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("B", "B"),
+        ("b", "B"),
+        ("(B)", "B"),
+        ("B.", "B"),
+        ("Answer: B", "B"),
+        ("**B**", "B"),
+        ("**Answer: B**", "B"),
+        ("**Answer:** (B) London", "B"),
+        ("The correct answer is **B. London**.", "B"),
+        ("the answer is (b)", "B"),
+        ("B) London", "B"),
+        ("I choose option B!", "B"),
+        ("$\\boxed{B}$", "B"),
+        ("\\boxed{\\text{B}}", "B"),
+        ("So\n\nB\n", "B"),
+        ("A. Paris\nB. London\nC. Rome\nThe answer is B.", "B"),
+        ("The answer is B. (A) and (C) are wrong.", "B"),
+        ("Answer: A. Wait, no. Answer: B", "B"),
+        ("(A) is wrong, so (B)", "B"),
+        ("I would say B.", "B"),
+        ("It must be A because nothing else fits.", "A"),
+        ("So it's A.", "A"),
+        ("\u7b54\u6848\u662fB", "B"),
+        ("Answer: I think B", "B"),
+        ("", None),
+        ("A cat, I think.", None),
+        ("Either B or C", None),
+        ("Bob", None),
+        ("CABLE", None),
+    ],
+)
+def test_the_chosen_letter_is_found(text, letter):
+    assert chosen_letter(text) == letter
+    reward = Accuracy(match="choice")
+    assert score(f"(D)</think>{text}", "B", reward=reward) == float(letter == "B")
+
+
+@pytest.mark.parametrize("answer", ["B", "b", "(B)", " B. "])
+def test_the_expected_letter_may_be_marked(answer):
+    assert score("hm</think>B", answer, reward=Accuracy(match="choice")) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("match", "answer"),
+    [
+        *[("number", answer) for answer in (None, float("nan"), " ", "four", "1/2")],
+        *[("choice", answer) for answer in (None, float("nan"), " ", "Paris", 2, "AB")],
+        *[("exact", answer) for answer in (None, float("nan"), " ")],
+    ],
+)
+def test_a_row_whose_answer_is_of_another_kind_does_not_count(match, answer):
+    assert score("so</think>4 (B)", answer, reward=Accuracy(match=match)) is None
+
+
+@pytest.mark.parametrize("match", ["exact", "number", "choice"])
+def test_an_unclosed_thought_is_wrong_in_every_way(match):
+    answer = "B" if match == "choice" else "4"
+    assert score(answer, answer, "Q<think>", Accuracy(match=match)) == 0.0
+    assert score(answer, answer, "Q", Accuracy(match=match)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("parameters", "remedy"),
+    [
+        ({"match": "fuzzy"}, "give one of: auto, exact, number, choice"),
+        ({"match": "number", "tolerance": -1}, "finite number of 0 or more"),
+        ({"match": "number", "tolerance": float("inf")}, "finite number of 0 or more"),
+        ({"tolerance": 0.1}, "set match to 'number', or remove it"),
+    ],
+)
+def test_parameters_that_cannot_be_are_refused(parameters, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        Accuracy(**parameters)
+
+
+@pytest.mark.parametrize("match", ["auto", "exact", "number", "choice"])
+def test_it_pickles_and_takes_any_text(match):
+    reward = Accuracy(match=match)
+    assert pickle.loads(pickle.dumps(reward)) == reward
+    answer = "B" if match == "choice" else "4"
+    for text in ("\ud800" * 100_000, "1" * 100_000, "1,111" * 20_000, "\\boxed{" * 20_000):
+        assert score(text, answer, reward=reward) == 0.0

@@ -25,6 +25,15 @@ BUILTIN = sorted(rloo_kit.rewards.BUILTIN)
 CLOSE = 151668
 TEXTS = ["", "a b c", "why?</think>85.", "<think>a b", "d " * 20 + "</think>", "\n</think>\n85"]
 IDS = [[], [1, 2], [1, CLOSE, 3], [4], [*[5] * 40, CLOSE], [6, CLOSE, 7]]
+ENTRY = json.dumps(
+    {
+        "question": "What is 1 + 84?",
+        "answer": "85",
+        "metadata": {"source_dataset": "chain_sum"},
+        "settings": {},
+    }
+)
+"""As ``load_prompts`` writes one of reasoning-gym."""
 TABLES = {
     "code": {"timeout_seconds": 5},
     "format": {"pattern": r".*</think>.*"},
@@ -48,7 +57,7 @@ def columns_of(texts, ids, *, conversational=False):
         "tests": [["assert f(1) == 2"], None, [], ["assert True"], None, None],
         "numbers": [[1, 84], None, [85], [5, 80], [1], [85]],
         "target": [85, None, 85, 85, 1, 85],
-        "difficulty": [1] * 6,
+        "entry": [ENTRY, None, ENTRY, ENTRY, None, ENTRY],
     }
     spread = {name: [(values * count)[row] for row in range(count)] for name, values in
               per_row.items()}  # fmt: skip
@@ -109,6 +118,8 @@ def table_of(name, model_folder, judge_url):
 @pytest.fixture(params=BUILTIN, scope="module")
 def reward(request, model_folder, judge_url):
     """The unwrapped reward of every built-in name."""
+    if request.param == "reasoning_gym":
+        pytest.importorskip("reasoning_gym")
     reward = load_reward(table_of(request.param, model_folder, judge_url)).func.reward
     yield reward
     if hasattr(reward, "release"):

@@ -1,8 +1,19 @@
-"""The thinking reward: the bands of tokens, who opened the thought, the question, the ids."""
+"""The thinking rewards: tokens of the thought, who opened it, closes, questions, the ids."""
+
+import math
+import pickle
+from typing import NamedTuple
 
 import pytest
-from rloo_kit.rewards import Thinking, end_of_thinking_id
-from rloo_kit.rewards.thinking import thinking
+from rloo_kit.rewards import (
+    ClosedOnce,
+    SelfQuestions,
+    Thinking,
+    ThinkingBudget,
+    ThinkingFormat,
+    end_of_thinking_id,
+)
+from rloo_kit.rewards.thinking import part_text, thinking
 
 from rloo_kit.errors import RewardLoadError
 
@@ -92,3 +103,236 @@ def test_qwen3s_open_token_means_nothing_to_another_family():
 def test_bands_in_the_wrong_order_are_refused():
     with pytest.raises(ValueError, match="set 0 <= short <= long"):
         Thinking(short=31)
+
+
+# --- closed once ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids", "expected"),
+    [
+        ("Q", [7, CLOSE, 7], 1.0),
+        ("Q", [OPEN, 7, CLOSE], 1.0),
+        ("Q<think>", [7, CLOSE], 1.0),
+        ("Q", [7], 0.0),
+        ("Q", [], 0.0),
+        ("Q", [7, CLOSE, 7, CLOSE], 0.0),
+        ("Q", [OPEN, 7, OPEN, 7, CLOSE], 0.0),
+        ("Q", [7, CLOSE, OPEN, 7], 0.0),
+        ("Q<think>\n", [OPEN, 7, CLOSE], 0.0),
+    ],
+)
+def test_closed_once_counts_the_ids(prompt, ids, expected):
+    assert ClosedOnce()(completions=[""], completion_ids=[ids], prompts=[prompt]) == [expected]
+
+
+def test_closed_once_takes_from_the_template_who_opens_a_conversation(qwen3_tokenizer, monkeypatch):
+    prompt = [{"role": "user", "content": "Q"}]
+    row = {"completions": ["hm"], "completion_ids": [[OPEN, 2, CLOSE]], "prompts": [prompt]}
+    for ending, expected in {"<think>": 0.0, "": 1.0}.items():
+        monkeypatch.setattr(qwen3_tokenizer, "chat_template", f"Q{ending}")
+        assert ClosedOnce().bind(qwen3_tokenizer)(**row) == [expected]
+
+
+def test_closed_once_without_an_open_token_counts_closes_alone():
+    reward = ClosedOnce(end_token_id=6)
+    assert reward(completions=["", ""], completion_ids=[[OPEN, OPEN, 6], [6, 6]]) == [1.0, 0.0]
+
+
+# --- budget ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [(0, 1.0), (100, 1.0), (125, 0.853553), (150, 0.5), (175, 0.146447), (200, 0.0), (999, 0.0)],
+)
+def test_budget_falls_along_half_a_cosine(num_tokens, expected):
+    reward = ThinkingBudget(budget=100, limit=200)
+    for ids in ([*[7] * num_tokens, CLOSE, 7], [OPEN, *[7] * num_tokens, CLOSE]):
+        assert score(reward, "", ids) == pytest.approx(expected, abs=1e-6)
+
+
+def test_budget_of_an_unclosed_thought_is_a_parameter():
+    assert score(ThinkingBudget(), "hm", [7]) == 0.0
+    assert score(ThinkingBudget(unclosed_score=-1.0), "hm", [7]) == -1.0
+
+
+@pytest.mark.parametrize(
+    ("parameters", "remedy"),
+    [
+        ({"budget": 5, "limit": 5}, "set 0 <= budget < limit"),
+        ({"budget": -1}, "set 0 <= budget < limit"),
+        ({"unclosed_score": float("nan")}, "give 0 or less"),
+    ],
+)
+def test_budget_refuses_what_cannot_be(parameters, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        ThinkingBudget(**parameters)
+
+
+# --- questions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("thought", "questions"),
+    [
+        ("", 0),
+        ("No question.", 0),
+        ("Why?", 1),
+        ("Why? How?", 2),
+        ("Why? why?  WHY?", 1),
+        ("Really??? Yes.", 1),
+        ("? ?? 4?", 0),
+        ("It is 4. Is it? No! Or 3.5? Yes", 2),
+        ("Is it 3.5? Is it 4.5?", 2),
+        ("A line\nWhy so? A line\nWhy so?", 1),
+        ("\u4e3a\u4ec0\u4e48\uff1f \u597d\u5417\uff1f", 2),
+        ("one? two? three? four? five?", 4),
+    ],
+)
+def test_distinct_questions_of_the_thought_count_up_to_the_most(thought, questions):
+    text = f"<think>{thought}</think>Is this one? Or this?"
+    assert score(SelfQuestions(most=4), text, [OPEN, 7, CLOSE, 7]) == questions / 4
+
+
+def test_questions_of_an_unclosed_thought_earn_nothing():
+    assert score(SelfQuestions(), "Why? How?", [7, 7]) == 0.0
+
+
+def test_a_lost_close_leaves_the_questions_to_the_ids_of_a_bound_reward(qwen3_tokenizer):
+    bound = SelfQuestions(most=4).bind(qwen3_tokenizer)
+    assert score(bound, "why? well why? why?", [1, 2, 1, CLOSE, 1]) == 0.5
+    assert score(SelfQuestions(most=4), "why? why?", [1, 2, 1, CLOSE]) == 0.0
+
+
+def test_no_question_to_count_is_refused():
+    with pytest.raises(ValueError, match="set it to 1 or more"):
+        SelfQuestions(most=0)
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "thought", "answer"),
+    [
+        ("<think>a</think>b", False, "a", "b"),
+        ("a</think>b", True, "a", "b"),
+        ("a</think>b</think>c", True, "a", "c"),
+        ("a", True, None, None),
+        ("<think>a", False, None, None),
+        ("a</think>b<think>c", True, "a", None),
+        ("a", False, None, "a"),
+    ],
+)
+def test_parts_of_a_text(text, opened, thought, answer):
+    assert part_text(text, "completion", opened=opened) == text
+    assert part_text(text, "thought", opened=opened) == thought
+    assert part_text(text, "answer", opened=opened) == answer
+
+
+# --- Qwen3's own tokenizer ------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """A completion in pieces that are encoded one by one, and what was counted by hand."""
+
+    prompt: str
+    pieces: tuple[str, ...]
+    thought: int | None
+    """Tokens of the thought; None: it is not closed."""
+    once: float
+    format: float
+
+
+OPENED, PLAIN = "2 + 2 = <think>\n", "2 + 2 ="
+CASES = [
+    Case(PLAIN, ("<think>one two three</think>4",), 3, 1.0, 1.0),
+    Case(OPENED, ("one two three</think>4",), 3, 1.0, 1.0),
+    Case(PLAIN, ("<think></think>4",), 0, 1.0, 1.0),
+    Case(OPENED, ("</think>4",), 0, 1.0, 1.0),
+    Case(PLAIN, ("<think>\n\n</think>\n\n4",), 1, 1.0, 1.0),  # two line ends are one token
+    Case(OPENED, ("\none two\n</think>\n\n4",), 4, 1.0, 1.0),
+    Case(PLAIN, ("<think>why not? 2+2=4</think>4",), 9, 1.0, 1.0),  # why, not, ?, space, 2+2=4
+    Case(OPENED, ("yes " * 30 + "</think>4",), 31, 1.0, 1.0),  # the last space is a token
+    Case(OPENED, ("yes</think>",), 1, 1.0, 0.0),
+    Case(PLAIN, ("<think>yes</think> \n ",), 1, 1.0, 0.0),
+    Case(OPENED, ("never closed at all",), None, 0.0, 0.0),
+    Case(PLAIN, ("<think>never closed",), None, 0.0, 0.0),
+    Case(PLAIN, ("",), None, 0.0, 0.0),
+    Case(PLAIN, ("one two</think>4",), 2, 1.0, 0.0),  # nobody opened it
+    Case(PLAIN, ("one<think>two</think>4",), 3, 1.0, 0.0),  # opened too late: <think> counts
+    Case(OPENED, ("one</think>4</think>5",), 1, 0.0, 0.0),
+    Case(PLAIN, ("<think>one</think>4<think>two</think>5",), 1, 0.0, 0.0),
+    Case(OPENED, ("<think>one two</think>4",), 2, 0.0, 0.0),  # opened twice
+    Case(OPENED, ("one</think>4<think>two",), 1, 0.0, 0.0),
+    # </think> spelled out in three tokens: the text has it, the ids have not
+    Case(OPENED, ("one", "</", "think", ">", "4"), None, 0.0, 1.0),
+]
+
+
+def test_end_of_thinking_of_qwen3_is_151668(real_qwen3_tokenizer):
+    assert len(real_qwen3_tokenizer) == 151669
+    assert real_qwen3_tokenizer.encode("<think></think>") == [OPEN, CLOSE]
+    assert end_of_thinking_id(real_qwen3_tokenizer) == CLOSE
+    assert real_qwen3_tokenizer.encode("Hello, world!") == [9707, 11, 1879, 0]
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat"])
+def test_rewards_agree_with_twenty_completions_counted_by_hand(
+    real_qwen3_tokenizer, monkeypatch, chat
+):
+    assert len(CASES) == 20
+    tokenizer = real_qwen3_tokenizer
+    for case in CASES:
+        ids = [i for piece in case.pieces for i in tokenizer.encode(piece)]
+        ids.append(tokenizer.eos_token_id)
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        assert text == "".join(case.pieces)
+        row = {"completions": [text], "completion_ids": [ids], "prompts": [case.prompt]}
+        if chat:
+            monkeypatch.setattr(tokenizer, "chat_template", case.prompt)
+            row["completions"] = [[{"role": "assistant", "content": text}]]
+            row["prompts"] = [[{"role": "user", "content": "2 + 2 ="}]]
+        once, fits = ClosedOnce(), ThinkingFormat()
+        if chat:
+            once, fits = once.bind(tokenizer), fits.bind(tokenizer)
+        assert (once(**row), fits(**row)) == ([case.once], [case.format]), case
+        counted = [reward(**row)[0] for reward in counted_as(case.thought)]
+        assert counted == pytest.approx([0.3, 0.7, wanted_budget(case)]), case
+
+
+def test_bind_finds_the_ids_of_qwen3(real_qwen3_tokenizer):
+    bound = thinking.bind(real_qwen3_tokenizer)
+    assert (bound.start_token_id, bound.end_token_id) == (OPEN, CLOSE)
+    assert real_qwen3_tokenizer.encode("?")[0] in bound.question_token_ids
+
+
+def counted_as(tokens):
+    """Rewards that score 0.3, 0.7 and half a cosine of the tokens for this number alone."""
+    if tokens is None:
+        return Thinking(unclosed_score=0.3), Thinking(unclosed_score=0.7), ThinkingBudget()
+    return (
+        Thinking(short=tokens + 1, long=tokens + 1),
+        Thinking(short=tokens, long=tokens + 1, question_bonus=0.0),
+        ThinkingBudget(budget=0, limit=100),
+    )
+
+
+def wanted_budget(case):
+    return 0.0 if case.thought is None else (1 + math.cos(math.pi * case.thought / 100)) / 2
+
+
+@pytest.mark.parametrize("reward", [ClosedOnce(), ThinkingBudget(), SelfQuestions()])
+def test_bound_rewards_pickle_and_take_any_text(reward, other_tokenizer):
+    bound = reward.bind(other_tokenizer)
+    assert pickle.loads(pickle.dumps(bound)) == bound
+    assert hash(bound) == hash(reward.bind(other_tokenizer))
+    row = {"completions": ["\ud800?" * 100_000], "completion_ids": [[2] * 100_000]}
+    assert bound(**row) == [0.0]
+
+
+@pytest.mark.parametrize("reward", [ClosedOnce(), ThinkingBudget(), SelfQuestions()])
+def test_bind_of_the_others_refuses_a_tokenizer_without_the_token(reward, plain_tokenizer):
+    with pytest.raises(RewardLoadError, match="use a thinking model, or give end_token_id"):
+        reward.bind(plain_tokenizer)

@@ -1,0 +1,231 @@
+"""Language: how much of the text is in the wanted language."""
+
+import functools
+import importlib.util
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rloo_kit.errors import RewardLoadError
+from rloo_kit.types import Completion, Score
+
+from ._text import THINK_OPEN, completion_text, is_unclosed
+from .thinking import PARTS, Part, TemplateAware, part_text
+
+# Keys are the first words of the letters' Unicode names.
+_SHARED_SCRIPTS = {
+    "ARABIC": "ar fa ps ug ur",
+    "BENGALI": "as bn",
+    "CYRILLIC": "ba be bg kk ky mk mn ru sr tg tt uk",
+    "DEVANAGARI": "hi mr ne sa",
+    "LATIN": (
+        "af an az br bs ca cs cy da de en eo es et eu fi fo fr fy ga gd gl ha hr ht hu id ig is it "
+        "jv ku la lb lg ln lt lv mg ms mt nl nn no oc om pl pt qu ro rw se sk sl sn so sq st sv sw "
+        "tk tl tr uz vi vo wa xh yo zu"
+    ),
+}
+_OWN_SCRIPTS = {
+    "am": "ETHIOPIC", "el": "GREEK", "gu": "GUJARATI", "he": "HEBREW", "hy": "ARMENIAN",
+    "ja": "KANA", "ka": "GEORGIAN", "km": "KHMER", "kn": "KANNADA", "ko": "HANGUL", "lo": "LAO",
+    "ml": "MALAYALAM", "my": "MYANMAR", "or": "ORIYA", "pa": "GURMUKHI", "si": "SINHALA",
+    "ta": "TAMIL", "te": "TELUGU", "th": "THAI", "zh": "CJK",
+}  # fmt: skip
+_SCRIPT_OF = _OWN_SCRIPTS | {
+    code: script for script, codes in _SHARED_SCRIPTS.items() for code in codes.split()
+}
+_NAMED_OTHERWISE = {
+    "HIRAGANA": "KANA", "KATAKANA": "KANA", "KATAKANA-HIRAGANA": "KANA",
+    "IDEOGRAPHIC": "CJK", "BOPOMOFO": "CJK",
+}  # fmt: skip
+_RELATIVES = [{"bs", "hr"}, {"id", "ms"}, {"nn", "no"}]
+"""Languages that no short text tells apart; each passes for the other."""
+
+_PASSAGE_LETTERS = 20
+"""Shorter sentences are joined to the next one before their language is guessed: of 60 English
+fragments ("Units digit", "Tens digit plus carry") 15 passed for another language, none of them
+longer than 18 letters."""
+
+# Counts are bounded, or a long run of opening marks would be searched from each of them.
+_NOT_LANGUAGE = re.compile(
+    r"```.*?(?:```|\Z)|`[^`\n]*`"  # code
+    r"|\$[^$\n]{1,200}\$|\\[(\[].{0,200}?\\[)\]]|\\[A-Za-z]+"  # LaTeX
+    r"|https?://\S+|</?[A-Za-z][^<>\n]{0,60}>|(?<!\w)[A-Za-z0-9]*_\w*"  # addresses, tags, names
+    # a single letter of Latin, Greek or Cyrillic: a variable more often than a word
+    r"|(?<![A-Za-z\u00aa-\u052f])[A-Za-z\u00aa-\u052f](?![A-Za-z\u00aa-\u052f])",
+    re.DOTALL,
+)
+# Ends of sentences; a full stop inside a number ends none, so white space must follow it.
+_SENTENCE_END = re.compile(r"\.\s|[!?\n\u3002\u061f\u0964]")
+
+
+@dataclass(frozen=True)
+class Language(TemplateAware):
+    """Reward the wanted language: the share of the letters that belong to text written in it.
+
+    Range: [0.0, 1.0], higher is better. None where fewer than ``min_letters`` letters are there, as
+    where the part is not: no thought was opened, or the answer has not begun. An unfinished thought
+    is judged like a finished one. Digits, punctuation, code, LaTeX, addresses, tags and single
+    letters (variables) do not count. Source: the language consistency reward of DeepSeek-R1 (arXiv
+    2501.12948, section 2.3.2), the proportion of words in the target language; departure: letters
+    are counted, since words are not told apart in every script.
+
+    How it is decided, and what that cannot tell:
+
+    - A letter of another script than the language's is foreign, always.
+    - A language that has its script to itself, such as Greek, Korean or Thai, is told by the script
+      alone. So a rarer language in the same script passes for it.
+    - Chinese and Japanese share characters: a sentence with kana in it is Japanese, and one without
+      is Chinese. So a Japanese sentence without kana, such as a title, counts as Chinese.
+    - Languages that share a script (Latin, Cyrillic, Arabic, Devanagari, Bengali) are guessed by
+      py3langid, sentence by sentence, sentences under 20 letters together with the next. A doubtful
+      one counts as wanted: another language must be more than twice as likely. Foreign words inside
+      a sentence, and foreign sentences under 20 letters, may go unseen; bs and hr, id and ms, nn
+      and no pass for each other.
+    - One Chinese character is one letter, so a Chinese sentence weighs less than its translation
+      into English.
+
+    >>> chinese, english = "\u56db\u52a0\u56db\u7b49\u4e8e\u516b", "so eight"
+    >>> reward = Language("zh", min_letters=6)
+    >>> reward(completions=[f"{chinese}</think>8", f"{chinese}, {chinese} {english}</think>8"])
+    [1.0, 0.631578947368421]
+    >>> reward(completions=["4 + 4 = 8</think>8"])
+    [None]
+    """
+
+    __name__: ClassVar[str] = "language"
+
+    language: str = "en"
+    """ISO 639-1 code of the wanted language. Quote "no" in YAML, which reads it as a negation."""
+    part: Part = "thought"
+    """``completion``, ``thought`` or ``answer``."""
+    min_letters: int = 20
+    """Fewest letters that are judged."""
+
+    def __post_init__(self) -> None:
+        """Refuse a language that cannot be told, another part, and too low a number of letters.
+
+        Raises:
+            ValueError: A parameter is wrong.
+            RewardLoadError: The language needs py3langid, which is not installed.
+        """
+        if self.language not in _SCRIPT_OF:
+            raise ValueError(
+                f"language is {self.language!r}, which is not told apart; give one of: "
+                f"{', '.join(sorted(_SCRIPT_OF))} (in YAML quote 'no')"
+            )
+        if self.part not in PARTS:
+            raise ValueError(
+                f"part is {self.part!r}, which a completion has not; give one of: "
+                f"{', '.join(PARTS)}"
+            )
+        if self.min_letters < 1:
+            raise ValueError(
+                f"min_letters is {self.min_letters!r}, and no letter has no language; set it to 1 "
+                "or more"
+            )
+        if self.language not in _OWN_SCRIPTS and importlib.util.find_spec("py3langid") is None:
+            raise RewardLoadError(
+                f"reward {self.__name__!r} tells {self.language!r} from its neighbours with "
+                'py3langid, which is not installed; pip install "rloo-kit[rewards]"'
+            )
+
+    def __call__(
+        self,
+        completions: list[Completion],
+        prompts: list[Completion] | None = None,
+        **_: object,
+    ) -> list[Score]:
+        """Return one score per completion.
+
+        Args:
+            completions: B completions, conversational or plain.
+            prompts: B prompts, conversational or plain; they say who opened the thought.
+        """
+        asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
+        return [
+            self._score(completion_text(completion), self.is_opened(prompt))
+            for completion, prompt in zip(completions, asked, strict=True)
+        ]
+
+    def _score(self, text: str, opened: bool) -> Score:
+        part = part_text(text, self.part, opened=opened)
+        if part is None and self.part == "thought" and is_unclosed(text, opened=opened):
+            part = text.lstrip().removeprefix(THINK_OPEN)
+        if part is None:
+            return None
+        words = _NOT_LANGUAGE.sub(" ", unicodedata.normalize("NFKC", part))
+        wanted = total = 0
+        sentences = filter(None, _SENTENCE_END.split(words))
+        if self.language not in _OWN_SCRIPTS:
+            sentences = _joined(sentences, _SCRIPT_OF[self.language])
+        for passage in sentences:
+            letters = _letters(passage)
+            total += letters.total()
+            wanted += self._wanted(passage, letters)
+        return wanted / total if total >= self.min_letters else None
+
+    def _wanted(self, passage: str, letters: Counter[str]) -> int:
+        """Return how many letters of a passage count as wanted."""
+        script = _SCRIPT_OF[self.language]
+        if self.language == "ja":
+            return letters["KANA"] + letters["CJK"] if letters["KANA"] else 0
+        if self.language == "zh":
+            return 0 if letters["KANA"] else letters["CJK"]
+        if self.language in _OWN_SCRIPTS or not letters[script]:
+            return letters[script]
+        own = "".join(character for character in passage if _script(character) in (script, ""))
+        return letters[script] if _is_in(own, self.language) else 0
+
+
+@functools.cache
+def _script(character: str) -> str:
+    """Return the script of a letter, or "" of any other character."""
+    if not character.isalpha():
+        return ""
+    first = unicodedata.name(character, "UNKNOWN").partition(" ")[0]
+    return _NAMED_OTHERWISE.get(first, first)
+
+
+def _letters(text: str) -> Counter[str]:
+    """Return the number of letters by script."""
+    letters: Counter[str] = Counter()
+    for character, count in Counter(text).items():
+        script = _script(character)
+        if script:
+            letters[script] += count
+    return letters
+
+
+def _joined(sentences: Iterable[str], script: str) -> Iterator[str]:
+    """Yield the sentences, those with few letters of the script joined to the next."""
+    waiting: list[str] = []
+    count = 0
+    for sentence in sentences:
+        waiting.append(sentence)
+        count += _letters(sentence)[script]
+        if count >= _PASSAGE_LETTERS:
+            yield "\n".join(waiting)
+            waiting, count = [], 0
+    yield "\n".join(waiting)
+
+
+@functools.lru_cache(maxsize=1)
+def _identifier() -> Any:
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+
+
+def _is_in(text: str, language: str) -> bool:
+    """Return whether no other language is more than twice as likely as the wanted one."""
+    passing = next((group for group in _RELATIVES if language in group), {language})
+    likely = dict(_identifier().rank(text))
+    best = max(likely.pop(code) for code in passing)
+    return 2 * best >= max(likely.values())
+
+
+language = Language()
+"""The reward with its defaults."""

@@ -1,0 +1,282 @@
+"""The formats: regular expressions, tags, JSON, and the factory behind the name."""
+
+import pickle
+import subprocess
+import sys
+import time
+
+import pytest
+from rloo_kit.rewards import JsonFormat, RegexFormat, TagFormat
+from rloo_kit.rewards.format import make_format
+
+from rloo_kit.errors import RewardLoadError
+from rloo_kit.reward_loading import load_reward
+
+ENDLESS = "(a|aa)+$", "a" * 60 + "!"  # a pattern and a text on which it backtracks for years
+
+
+def score(reward, text, prompt="Q"):
+    return reward(completions=[text], prompts=[prompt])[0]
+
+
+# --- regular expressions --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text", "expected"),
+    [
+        ({"pattern": r"a.*b"}, "a\nx\nb", 1.0),
+        ({"pattern": r"a.*b"}, " \na b\n ", 1.0),
+        ({"pattern": r"a.*b"}, "xa b", 0.0),
+        ({"pattern": r"a.*b"}, "A b", 0.0),
+        ({"pattern": r"a.*b", "full": False}, "xa\nbx", 1.0),
+        ({"pattern": r"^a", "full": False}, "x\na", 0.0),
+        ({"pattern": r"\d+", "part": "answer"}, "a 1</think> 4\n", 1.0),
+        ({"pattern": r"\d+", "part": "answer"}, "1</think> four", 0.0),
+        ({"pattern": r"\d+", "part": "answer", "full": False}, "a</think>It is 4.", 1.0),
+        ({"pattern": r"\d+", "part": "answer"}, "<think>4", 0.0),
+        ({"pattern": r".*"}, "", 1.0),
+        ({"pattern": r"\S+"}, "", 0.0),
+        ({"pattern": r".+"}, "\ud800\U0001f600", 1.0),
+    ],
+)
+def test_a_regular_expression_is_matched(parameters, text, expected):
+    assert score(RegexFormat(**parameters), text) == expected
+
+
+def test_an_answer_needs_a_closed_thought():
+    reward = RegexFormat("4", part="answer")
+    chat = [{"role": "user", "content": "Q"}]
+    assert score(reward, "4", "Q<think>") == 0.0
+    assert score(reward, "4", chat) == 1.0
+    assert score(RegexFormat("4", part="answer", thought_opened=True), "4", chat) == 0.0
+
+
+def test_a_pattern_that_backtracks_without_end_scores_nothing_in_time():
+    pattern, text = ENDLESS
+    began = time.process_time()
+    assert RegexFormat(pattern)(completions=[text, "aaa"]) == [0.0, 1.0]
+    assert time.process_time() - began < 20
+
+
+def test_without_the_package_regex_patterns_still_match(monkeypatch):
+    monkeypatch.setitem(sys.modules, "regex", None)
+    assert RegexFormat(r"a.*b")(completions=["a\nb", "b"]) == [1.0, 0.0]
+    with pytest.raises(ValueError, match="is no regular expression"):
+        RegexFormat("(")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "remedy"),
+    [
+        ({"pattern": "("}, r"'\(' is no regular expression .* correct it"),
+        ({"pattern": None}, "is no regular expression"),
+        ({"pattern": "a", "part": "thought"}, "give one of: completion, answer"),
+        ({"pattern": "a", "timeout": 0}, "seconds above 0"),
+        ({"pattern": "a", "timeout": float("inf")}, "seconds above 0"),
+    ],
+)
+def test_a_bad_pattern_is_refused(parameters, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        RegexFormat(**parameters)
+
+
+# --- tags -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>a</think><answer>4</answer>", 1.0),
+        ("\n<think>\na\n</think>\n\n<answer>4</answer>\n", 1.0),
+        ("<think></think><answer></answer>", 1.0),
+        ("<think>a < b <b>c</b></think><answer>4</answer>", 1.0),
+        ("", 0.0),
+        ("<think>a</think>", 0.0),
+        ("a</think><answer>4</answer>", 0.0),
+        ("<answer>4</answer><think>a</think>", 0.0),
+        ("<think>a<answer>4</answer></think>", 0.0),
+        ("<think>a<answer></think>4</answer>", 0.0),
+        ("</think>a<think><answer>4</answer>", 0.0),
+        ("<think>a</think><think>b</think><answer>4</answer>", 0.0),
+        ("<think>a</think><answer>4</answer></answer>", 0.0),
+        ("<think>a</think><answer>4", 0.0),
+        ("so <think>a</think><answer>4</answer>", 0.0),
+        ("<think>a</think> so <answer>4</answer>", 0.0),
+        ("<think>a</think><answer>4</answer> so", 0.0),
+        ("<think>a</think><answer id='1'>4</answer>", 0.0),
+        ("<Think>a</Think><answer>4</answer>", 0.0),
+    ],
+)
+def test_each_tag_stands_once_in_order_with_nothing_outside(text, expected):
+    assert score(TagFormat(tags=("think", "answer")), text) == expected
+
+
+def test_a_thought_opened_in_the_prompt_is_the_first_tag(qwen3_tokenizer, monkeypatch):
+    reward = TagFormat(tags=("think", "answer"))
+    rest, whole = "a</think><answer>4</answer>", "<think>a</think><answer>4</answer>"
+    assert (score(reward, rest, "Q<think>\n"), score(reward, whole, "Q<think>")) == (1.0, 0.0)
+    monkeypatch.setattr(qwen3_tokenizer, "chat_template", "Q<think>\n")
+    bound, chat = reward.bind(qwen3_tokenizer), [{"role": "user", "content": "Q"}]
+    assert (score(bound, rest, chat), score(bound, whole, chat)) == (1.0, 0.0)
+    assert score(TagFormat(tags="answer"), "<answer>4</answer>", "Q<think>") == 1.0
+
+
+def test_tags_of_the_answer_leave_the_thought_alone():
+    reward = TagFormat(tags=["answer"], part="answer")
+    assert score(reward, "a <answer> b</think> <answer>4</answer>") == 1.0
+    assert score(reward, "<answer>4</answer>", "Q<think>") == 0.0
+
+
+def test_tags_are_kept_as_a_tuple():
+    assert TagFormat(tags=["a", "b"]) == TagFormat(tags=("a", "b"))
+    assert TagFormat(tags="answer").tags == ("answer",)
+
+
+@pytest.mark.parametrize(
+    ("tags", "remedy"),
+    [
+        ([], "give one name or more"),
+        (4, "give one name or more"),
+        (["<answer>"], "write it without brackets"),
+        ([""], "write it without brackets"),
+        ([4], "write it without brackets"),
+        (["a", "b", "a"], "name it once"),
+    ],
+)
+def test_tags_that_are_none_are_refused(tags, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        TagFormat(tags=tags)
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+SCHEMA = {
+    "$defs": {"count": {"type": "integer", "minimum": 0}},
+    "type": "object",
+    "properties": {"total": {"$ref": "#/$defs/count"}, "unit": {"pattern": "^[a-z]+$"}},
+    "required": ["total"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ('{"total": 4}', 1.0),
+        ('\n{"total": 4,\n "unit": "m"}\n', 1.0),
+        ('```json\n{"total": 4}\n```', 1.0),
+        ('```\n{"total": 4}\n```\n', 1.0),
+        ('```JSON\n{"total": 4}```', 1.0),
+        ('{"total": -4}', 0.0),
+        ('{"total": "4"}', 0.0),
+        ('{"sum": 4}', 0.0),
+        ('{"total": 4, "unit": "M"}', 0.0),
+        ('{"total": 4, "more": 1}', 0.0),
+        ("4", 0.0),
+        ("", 0.0),
+        ('{"total": 4', 0.0),
+        ("{'total': 4}", 0.0),
+        ('Here: {"total": 4}', 0.0),
+        ('Here:\n```json\n{"total": 4}\n```', 0.0),
+        ('```json\n{"total": 4}\n```\n```json\n{"total": 4}\n```', 0.0),
+        ('```json\n{"total": 4}', 0.0),
+    ],
+)
+def test_the_answer_is_json_under_the_schema(answer, expected):
+    assert score(JsonFormat(schema=SCHEMA), f'{{"total": 4}}</think>{answer}') == expected
+
+
+@pytest.mark.parametrize("answer", ["NaN", "[Infinity]", "-Infinity", "1e999", "[" * 100_000])
+def test_what_no_reader_can_hold_is_no_json(answer):
+    assert score(JsonFormat(schema={}), answer) == 0.0
+    assert score(JsonFormat(schema=True), '[1.5e3, null, "\\ud800"]') == 1.0
+
+
+def test_an_answer_that_has_not_begun_is_no_json():
+    assert score(JsonFormat(schema={}), "4", "Q<think>") == 0.0
+    assert score(JsonFormat(schema={}), "<think>4") == 0.0
+
+
+def test_numbers_beyond_any_float_are_checked():
+    assert score(JsonFormat(schema={"multipleOf": 0.1}), "1" + "0" * 400) == 0.0
+
+
+def test_a_pattern_in_a_schema_has_a_time_limit():
+    pattern, text = ENDLESS
+    assert score(JsonFormat(schema={"pattern": pattern}), f'"{text}"') == 0.0
+    assert score(JsonFormat(schema={"pattern": pattern}), '"aaa"') == 1.0
+    assert score(JsonFormat(schema={"pattern": pattern}), "4") == 1.0
+
+
+def test_a_schema_is_read_in_the_draft_it_names():
+    tuple_of_numbers = {"items": [{"type": "number"}]}
+    old = {"$schema": "http://json-schema.org/draft-07/schema#", **tuple_of_numbers}
+    assert score(JsonFormat(schema=old), '[1, "b"]') == 1.0
+    with pytest.raises(ValueError, match="is no JSON schema"):
+        JsonFormat(schema=tuple_of_numbers)
+
+
+@pytest.mark.parametrize("schema", [3, "object", [1], {"type": "objekt"}, {"enum": {1, 2}}])
+def test_a_bad_schema_is_refused(schema):
+    with pytest.raises(ValueError, match=r"is no JSON schema .* give a table such as"):
+        JsonFormat(schema=schema)
+
+
+def test_a_schema_that_is_changed_later_does_not_matter():
+    schema = {"type": "object"}
+    reward = JsonFormat(schema=schema)
+    schema["type"] = "array"
+    assert score(reward, "{}") == 1.0
+
+
+def test_a_missing_jsonschema_is_named_with_the_remedy():
+    code = (
+        "import sys; sys.modules['jsonschema'] = None\n"
+        "from rloo_kit.rewards.format import JsonFormat\n"
+        "try: JsonFormat(schema={})\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(RewardLoadError.__name__)
+    assert 'pip install "rloo-kit[rewards]"' in done.stdout
+
+
+# --- the factory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reward"),
+    [
+        ({"pattern": "a"}, RegexFormat("a")),
+        (
+            {"pattern": "a", "full": False, "part": "answer", "timeout": 1.0},
+            RegexFormat("a", full=False, part="answer", timeout=1.0),
+        ),
+        ({"tags": ["a", "b"], "part": "answer"}, TagFormat(tags=("a", "b"), part="answer")),
+        ({"schema": {"type": "object"}}, JsonFormat(schema={"type": "object"})),
+        ({"schema": False}, JsonFormat(schema=False)),
+    ],
+)
+def test_the_name_makes_the_format_that_is_given(parameters, reward):
+    assert make_format(**parameters) == reward
+    loaded = load_reward({"name": "format", **parameters})
+    assert (loaded.func.reward, loaded.name) == (reward, "format")
+    assert pickle.loads(pickle.dumps(reward)) == reward
+    assert hash(pickle.loads(pickle.dumps(reward))) == hash(reward)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "remedy"),
+    [
+        ({}, "is given no format; give exactly one of pattern, tags and schema"),
+        ({"pattern": "a", "tags": ["a"]}, "is given pattern and tags; give exactly one"),
+        ({"tags": ["a"], "full": True}, "full has no meaning for 'tags'; remove it"),
+        ({"schema": {}, "part": "answer"}, "part has no meaning for 'schema'; remove it"),
+    ],
+)
+def test_the_name_asks_for_exactly_one_format(parameters, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        make_format(**parameters)
+    with pytest.raises(RewardLoadError, match=remedy):
+        load_reward({"name": "format", **parameters})

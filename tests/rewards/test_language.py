@@ -1,0 +1,173 @@
+"""The language reward: scripts, guesses, mixtures, what does not count."""
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+from rloo_kit.rewards import Language
+
+from rloo_kit.errors import RewardLoadError
+
+TEXTS = {
+    "en": "So we need the sum of the first ten odd numbers. Let me think. The answer is a hundred.",
+    "de": "Wir brauchen die Summe der ersten zehn ungeraden Zahlen. Lass mich kurz nachdenken.",
+    "fr": "Donc il faut la somme des dix premiers nombres impairs. Un plus trois font quatre.",
+    "es": "Entonces necesitamos la suma de los diez primeros números impares, que es cien.",
+    "ru": "Итак, нужна сумма первых десяти нечётных чисел. Она равна квадрату их количества.",
+    "uk": "Отже, потрібна сума перших десяти непарних чисел. Вона дорівнює квадрату кількості.",
+    "ar": "حسنا، نحتاج إلى مجموع أول عشرة أعداد فردية. إذن الجواب مئة.",
+    "fa": "خب، باید مجموع ده عدد فرد اول را پیدا کنم. پس جواب صد است.",
+    "hi": "हमें पहली दस विषम संख्याओं का योग ज्ञात करना है। इसलिए उत्तर सौ है।",
+    "zh": "我需要求前十个奇数的和。奇数是一、三、五等等。所以答案是一百。",
+    "ja": "では、最初の十個の奇数の和を求めます。答えは百です。",
+    "ko": "처음 열 개의 홀수의 합을 구해야 합니다. 답은 백입니다.",
+    "el": "Ζητείται το άθροισμα των πρώτων δέκα περιττών αριθμών.",
+}
+CHINESE = "我们先把两个数加起来然后再检查一遍结果"  # 19 letters
+
+
+def score(language, text, **parameters):
+    return Language(language, part="completion", **parameters)(completions=[text])[0]
+
+
+@pytest.mark.parametrize("language", TEXTS)
+def test_each_language_is_told_from_all_others(language):
+    scores = {other: score(language, text) for other, text in TEXTS.items()}
+    assert scores == {other: float(other == language) for other in TEXTS}
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "expected"),
+    [
+        ("el", "αβγδ εζηθ. abcd", 8 / 12),
+        ("el", "αβγδ 1234 !?", 1.0),
+        ("zh", CHINESE + ". abc", 19 / 22),
+        ("en", CHINESE, 0.0),
+        ("ja", "これは四です。" + CHINESE + "。", 6 / 25),
+        ("zh", "これは四です。" + CHINESE + "。", 19 / 25),
+        ("ko", "답은 백입니다. 漢字", 6 / 8),
+        ("zh", "\uff42\uff43\uff44" + CHINESE, 19 / 22),
+    ],
+)
+def test_letters_are_counted_by_script(language, text, expected):
+    assert score(language, text, min_letters=1) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("other", ["de", "fr", "es", "zh", "ja", "ru"])
+def test_a_foreign_sentence_lowers_the_score_by_its_letters(other):
+    english, foreign = TEXTS["en"], TEXTS[other]
+    letters = [sum(map(str.isalpha, text)) for text in (english, foreign)]
+    letters[0] -= 1  # "a", a single letter, does not count
+    expected = letters[0] / sum(letters)
+    for text in (f"{english} {foreign}", f"{foreign} {english}", f"{english}\n{foreign}"):
+        assert score("en", text) == pytest.approx(expected)
+    assert 0 < expected < 1
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        "```python\n변수 = 1\n```",
+        "```\nunfinished = 변수",
+        "`변수 = 1`",
+        "$\\text{변수} x = 4$",
+        "\\(\\alpha + \\text{변수}\\)",
+        "https://example.org/변수",
+        "my_변수 x_1",
+        "\u03b1 \u03b2 x \u03c0",
+        "<think> </answer>",
+        "12 345 67.8 % ?! 😀",
+        "\ud800",
+    ],
+)
+def test_what_is_no_language_does_not_count(noise):
+    for language in ("en", "zh"):
+        assert score(language, f"{TEXTS[language]}\n{noise}") == 1.0
+
+
+@pytest.mark.parametrize("text", ["", "4 + 4 = 8", "ok", "x y z", "1" * 1000])
+def test_too_few_letters_are_not_judged(text):
+    assert score("en", text) is None
+    assert score("zh", text) is None
+
+
+def test_the_fewest_letters_are_a_parameter():
+    assert score("zh", CHINESE) is None
+    assert score("zh", CHINESE, min_letters=19) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("part", "prompt", "text", "expected"),
+    [
+        ("thought", "Q", "<think>EN</think>ZH", 1.0),
+        ("thought", "Q<think>", "EN</think>ZH", 1.0),
+        ("thought", "Q<think>", "ZH</think>EN", 0.0),
+        ("thought", "Q<think>", "EN", 1.0),
+        ("thought", "Q", "<think>EN", 1.0),
+        ("thought", "Q", "EN", None),
+        ("answer", "Q", "<think>ZH</think>EN", 1.0),
+        ("answer", "Q", "EN", 1.0),
+        ("answer", "Q<think>", "EN", None),
+        ("answer", "Q", "<think>EN", None),
+        ("completion", "Q<think>", "EN", 1.0),
+    ],
+)
+def test_only_the_part_is_judged(part, prompt, text, expected):
+    text = text.replace("EN", TEXTS["en"]).replace("ZH", TEXTS["zh"])
+    assert Language(part=part)(completions=[text], prompts=[prompt]) == [expected]
+
+
+def test_relatives_pass_for_each_other():
+    indonesian = "Kita harus menjumlahkan sepuluh bilangan ganjil pertama dan hasilnya seratus."
+    assert score("id", indonesian) == score("ms", indonesian) == 1.0
+
+
+def test_conversations_are_judged_by_the_template_of_the_tokenizer(qwen3_tokenizer, monkeypatch):
+    row = {
+        "completions": [[{"role": "assistant", "content": TEXTS["en"]}]],
+        "prompts": [[{"role": "user", "content": "Q"}]],
+    }
+    for ending, expected in {"<think>": 1.0, "": None}.items():
+        monkeypatch.setattr(qwen3_tokenizer, "chat_template", f"Q{ending}")
+        assert Language().bind(qwen3_tokenizer)(**row) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "remedy"),
+    [
+        ({"language": "english"}, "give one of: .*en.* quote 'no'"),
+        ({"language": False}, "quote 'no'"),
+        ({"part": "prompt"}, "give one of: completion, thought, answer"),
+        ({"min_letters": 0}, "set it to 1 or more"),
+    ],
+)
+def test_parameters_that_cannot_be_are_refused(parameters, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        Language(**parameters)
+
+
+def test_every_language_can_be_asked_for():
+    from rloo_kit.rewards.language import _SCRIPT_OF
+
+    for code in _SCRIPT_OF:
+        assert score(code, TEXTS["en"]) in (0.0, 1.0), code
+
+
+def test_a_missing_py3langid_is_named_with_the_remedy():
+    code = (
+        "import sys; sys.modules['py3langid'] = None\n"
+        "from rloo_kit.rewards.language import Language\n"
+        "print(Language('zh').language)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert RewardLoadError.__name__ in done.stderr
+    assert 'pip install "rloo-kit[rewards]"' in done.stderr
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_it_pickles_and_takes_any_text(language):
+    reward = Language(language, part="completion")
+    assert pickle.loads(pickle.dumps(reward)) == reward
+    for text in ("\n" * 100_000, "$" * 100_000, "\\(" * 50_000, "<a" * 50_000, "\ud800" * 100_000):
+        assert reward(completions=[text])[0] in (None, 0.0, 1.0)

@@ -1,0 +1,64 @@
+"""The repetition penalty: n-grams of tokens and of words."""
+
+import pickle
+
+import pytest
+from rloo_kit.rewards import Repetition
+from rloo_kit.rewards.repetition import repetition
+
+from rloo_kit.errors import RewardContractError
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([], 0.0),
+        ([1, 2], 0.0),
+        ([1, 2, 3], 0.0),
+        ([1, 2, 3, 4, 5], 0.0),
+        ([1, 2, 3, 1, 2, 3], -1 / 4),  # 123 231 312 123
+        ([5] * 5, -2 / 3),  # 555 555 555
+        ([1, 2] * 4, -4 / 6),  # 121 212 121 212 121 212
+    ],
+)
+def test_penalty_is_the_share_of_trigrams_that_come_again(ids, expected):
+    assert repetition(completions=["x"], completion_ids=[ids]) == [pytest.approx(expected)]
+
+
+def test_size_and_penalty_are_parameters():
+    reward = Repetition(ngram_size=1, max_penalty=-2.0)
+    assert reward(completions=["", ""], completion_ids=[[1, 1, 1, 1], [1, 2]]) == [-1.5, 0.0]
+    assert Repetition(max_penalty=0)(completions=[""], completion_ids=[[1] * 9]) == [0.0]
+
+
+def test_words_are_compared_without_case():
+    reward = Repetition(ngram_size=2, unit="words")
+    chat = [[{"role": "assistant", "content": "No no  NO\nno"}]]
+    assert reward(completions=chat) == [pytest.approx(-2 / 3)]
+    assert reward(completions=["no", "", "a b a c"]) == [0.0, 0.0, 0.0]
+
+
+def test_tokens_that_are_not_there_are_named_with_the_remedy():
+    with pytest.raises(RewardContractError, match="set unit to 'words'"):
+        repetition(completions=["a"])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "remedy"),
+    [
+        ({"ngram_size": 0}, "set it to 1 or more"),
+        ({"max_penalty": 0.1}, "number of 0 or less"),
+        ({"max_penalty": float("-inf")}, "number of 0 or less"),
+        ({"max_penalty": float("nan")}, "number of 0 or less"),
+        ({"unit": "lines"}, "give 'tokens' or 'words'"),
+    ],
+)
+def test_a_penalty_that_cannot_be_is_refused(parameters, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        Repetition(**parameters)
+
+
+def test_it_pickles_and_takes_enormous_completions():
+    assert pickle.loads(pickle.dumps(repetition)) == repetition
+    assert repetition(completions=[""], completion_ids=[[7] * 300_000])[0] < -0.99
+    assert Repetition(unit="words")(completions=["\ud800 " * 300_000])[0] < -0.99
