@@ -39,7 +39,7 @@ BUILTIN: dict[str, str] = {
     "length": "rloo_kit.rewards.length:Length",
     "length_band": "rloo_kit.rewards.length:LengthBand",
     "repetition": "rloo_kit.rewards.repetition:Repetition",
-    "reward_model": "rloo_kit.rewards.reward_model:reward_model",
+    "reward_model": "rloo_kit.rewards.reward_model:RewardModel",
     "soft_overlong": "rloo_kit.rewards.soft_overlong:SoftOverlong",
     "thinking": "rloo_kit.rewards.thinking:Thinking",
     "thinking_budget": "rloo_kit.rewards.thinking:ThinkingBudget",

@@ -1,5 +1,10 @@
 """Reward model: a trained sequence classifier with one output scores every completion."""
 
+import contextlib
+import math
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -7,48 +12,91 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rloo_kit.errors import ModelError
 from rloo_kit.types import Completion, Score
 
-from ._text import completion_text, content_text, text_after_thought
+from ._classifier import (
+    CALIBRATION,
+    Source,
+    find_source,
+    load_classifier,
+    logits,
+    read_json,
+    token_ids,
+)
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
+
+TOKENS_PER_BATCH = 8192
+CACHE_SIZE = 4096
 
 
 @dataclass
 class RewardModel:
     """Reward what a trained model prefers: the one logit of a sequence classifier.
 
-    Range: any finite number, higher is better; the scale is the model's own. The model and its
-    own tokenizer are loaded at the first call and dropped by ``release``; a pickle holds the
-    parameters only. Conversational prompts go through the model's own chat template; plain ones
-    are put before the completion as they are.
+    Range: any finite number, higher is better; the scale is the model's own. Where the folder
+    holds a ``calibration.json``, a score counts standard deviations from the mean given there:
+    (logit - mean) / std. Never None. The model and its own tokenizer are loaded at the first call
+    and dropped by ``release``; a pickle holds the parameters only. Conversational prompts go
+    through the model's own chat template; plain ones are put before the completion as they are.
 
-    >>> reward = RewardModel("models/my-reward-model", batch_size=8)
-    >>> reward.__name__, reward.is_loaded
-    ('reward_model', False)
+    A folder is a whole model, or a PEFT adapter with its score head (as ``rloo-kit reward-model
+    train`` writes it), which is attached to its base. Weights are read from safetensors files
+    alone, and no code that comes with a model is run.
+
+    >>> reward = RewardModel("models/my-reward-model", tokens_per_batch=4096, clip=(-3, 3))
+    >>> reward.__name__, reward.is_loaded, reward.clip
+    ('reward_model', False, (-3, 3))
     """
 
     __name__: ClassVar[str] = "reward_model"
 
-    name_or_path: str
-    """Folder with config.json, weights and tokenizer, or a hub name."""
-    batch_size: int = 16
-    """Completions per forward pass."""
+    model: str
+    """Folder with config.json (or adapter_config.json), weights and tokenizer, or a hub name."""
+    batch_size: int | None = None
+    """Most completions per forward pass; None: as many as ``tokens_per_batch`` holds."""
     max_length: int | None = None
-    """Most tokens of prompt and completion; the left is cut off. None: the model's own limit."""
-    keep_thought: bool = False
-    """Whether the model reads the thought; else only what follows the last ``</think>``."""
+    """Most tokens of prompt and completion; the left is cut off. None: what it was trained with,
+    where that is noted, else the model's own limit."""
+    keep_thought: bool | None = None
+    """Whether the model reads the thought; else only what follows the last ``</think>``. None: as
+    it was trained, where that is noted, else no."""
     device: str | None = None
     """Such as "cpu" or "cuda:0"; None: the GPU if there is one."""
-    _loaded: "tuple[PreTrainedModel, PreTrainedTokenizerBase] | None" = field(
-        default=None, init=False, repr=False, compare=False
+    tokens_per_batch: int = TOKENS_PER_BATCH
+    """Most tokens of a forward pass, padding included."""
+    load_in_4bit: bool | None = None
+    """NF4 weights (bitsandbytes), the score head apart. None: as an adapter's base was trained."""
+    offload: bool | None = None
+    """Whether the weights wait in the machine's memory between scorings; None: on a GPU. Without
+    effect on a CPU."""
+    cache_size: int = CACHE_SIZE
+    """Scores that are remembered, by the exact tokens; 0: none."""
+    calibration: str | None = None
+    """JSON file with ``mean`` and ``std``; None: ``calibration.json`` in the model's folder."""
+    calibrated: bool | None = None
+    """Whether scores are centred and scaled; None: if there is a calibration; True: it must be
+    there; False: the logits as they are."""
+    clip: tuple[float, float] | None = None
+    """Lowest and highest score, applied last."""
+    base: str | None = None
+    """Folder or hub name of an adapter's base, where it is not found by itself."""
+    _loaded: "_Loaded | None" = field(default=None, init=False, repr=False, compare=False)
+    _cache: "OrderedDict[bytes, float]" = field(
+        default_factory=OrderedDict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
-        """Refuse sizes below 1."""
-        for name in ("batch_size", "max_length"):
+        """Refuse sizes below 1 and bounds out of order."""
+        for name in ("batch_size", "max_length", "tokens_per_batch"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value!r}; set it to 1 or more")
+        if self.cache_size < 0:
+            raise ValueError(f"cache_size is {self.cache_size!r}; set it to 0 or more")
+        if self.calibration is not None and self.calibrated is False:
+            raise ValueError("calibrated is False beside a calibration; remove one of the two")
+        if self.clip is not None:
+            self.clip = _as_bounds(self.clip)
 
     @property
     def is_loaded(self) -> bool:
@@ -56,12 +104,13 @@ class RewardModel:
         return self._loaded is not None
 
     def release(self) -> None:
-        """Drop the model; the next call loads it again."""
+        """Drop the model and the scores it gave; the next call loads it again."""
         self._loaded = None
+        self._cache.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the parameters, without the model."""
-        return {**self.__dict__, "_loaded": None}
+        return {**self.__dict__, "_loaded": None, "_cache": OrderedDict()}
 
     def __call__(
         self, completions: list[Completion], prompts: list[Completion], **_: object
@@ -73,125 +122,152 @@ class RewardModel:
             prompts: B prompts, conversational or plain.
 
         Raises:
-            ModelError: The model or its tokenizer cannot be loaded.
+            ModelError: The model, its tokenizer or its calibration cannot be loaded.
         """
-        import torch
-
         if self._loaded is None:
             self._loaded = self._load()
-        model, tokenizer = self._loaded
+        loaded = self._loaded
         rows = [
-            self._token_ids(tokenizer, prompt, completion)
+            token_ids(
+                loaded.tokenizer,
+                prompt,
+                completion,
+                keep_thought=loaded.keep_thought,
+                max_length=loaded.max_length,
+            )
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        # Neighbours of like length need little padding; the scores go back to their own rows.
-        order = sorted(range(len(rows)), key=lambda row: len(rows[row]), reverse=True)
-        scores: list[Score] = [None] * len(rows)
-        with torch.inference_mode():
-            for start in range(0, len(order), self.batch_size):
-                chosen = order[start : start + self.batch_size]
-                batch = tokenizer.pad({"input_ids": [rows[i] for i in chosen]}, return_tensors="pt")
-                logits = model(**batch.to(model.device)).logits  # (batch, 1)
-                for row, score in zip(chosen, logits[:, 0].float().tolist(), strict=True):
-                    scores[row] = score
-        return scores
+        return [self._finished(logit) for logit in self._logits(loaded, rows)]
 
-    def _token_ids(
-        self, tokenizer: "PreTrainedTokenizerBase", prompt: Completion, completion: Completion
-    ) -> list[int]:
-        """Return the ids of prompt and completion, cut from the left."""
-        answer = completion_text(completion)
-        if not self.keep_thought:
-            answer = text_after_thought(answer)
-        has_template = isinstance(prompt, list) and bool(tokenizer.chat_template)
-        if has_template:
-            turn = [*prompt, {"role": "assistant", "content": answer}]
-            text = str(tokenizer.apply_chat_template(turn, tokenize=False))
-        elif isinstance(prompt, list):
-            text = "\n".join([*(content_text(turn.get("content")) for turn in prompt), answer])
-        else:
-            text = prompt + answer
-        text = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate is no text to it
-        # A template writes the special tokens itself.
-        ids = tokenizer.encode(text, add_special_tokens=not has_template, truncation=True)
-        # No token at all is no row a model can read: an empty completion of an empty prompt.
-        return ids or [tokenizer.pad_token_id]
+    def _finished(self, logit: float) -> float:
+        """Return a logit centred, scaled and clipped; NaN stays NaN."""
+        assert self._loaded is not None
+        score = (logit - self._loaded.mean) / self._loaded.std
+        if self.clip is None:
+            return score
+        low, high = self.clip
+        return max(min(score, high), low)
 
-    def _load(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-        """Return the model, in evaluation mode, and its tokenizer, ready to pad and to cut."""
+    def _logits(self, loaded: "_Loaded", rows: Sequence[list[int]]) -> list[float]:
+        """Return one logit per row, each text being read once."""
+        keys = [array("I", row).tobytes() for row in rows]
+        known = {key: self._cache[key] for key in keys if key in self._cache}
+        fresh = {key: row for key, row in zip(keys, rows, strict=True) if key not in known}
+        if fresh:
+            with loaded.at_work() as model:
+                found = logits(
+                    model,
+                    loaded.tokenizer.pad_token_id,
+                    list(fresh.values()),
+                    self.tokens_per_batch,
+                    self.batch_size,
+                )
+            known.update(zip(fresh, found, strict=True))
+        for key in keys:
+            self._cache[key] = known[key]
+            self._cache.move_to_end(key)
+        while len(self._cache) > self.cache_size:
+            self._cache.popitem(last=False)
+        return [known[key] for key in keys]
+
+    def _load(self) -> "_Loaded":
+        """Return the model where it waits, its tokenizer, and how it reads and counts."""
         import torch
 
-        if Path(self.name_or_path).is_absolute() and not Path(self.name_or_path).is_dir():
-            raise ModelError(
-                f"reward model {self.name_or_path!r} is not a folder; give a folder with "
-                "config.json, weights and tokenizer, or a hub name"
-            )
-        try:
-            model, tokenizer, missing = self._from_pretrained()
-        except (OSError, ValueError, RuntimeError, ImportError, KeyError) as exc:
-            reason = (str(exc).strip() or type(exc).__name__).splitlines()[0][:200]
-            raise ModelError(
-                f"reward model {self.name_or_path!r} cannot be loaded ({reason}); give a folder "
-                "with config.json, weights and tokenizer, or a hub name while online"
-            ) from exc
-        if missing:
-            raise ModelError(
-                f"reward model {self.name_or_path!r} has no trained weights for "
-                f"{', '.join(sorted(missing))}; give a sequence classifier with one output"
-            )
-        self._set_up_tokenizer(model, tokenizer)
-        default = "cuda" if torch.cuda.is_available() else "cpu"
-        model.eval()
-        model.to(self.device or default)  # pyright: ignore[reportArgumentType]
-        return model, tokenizer
-
-    def _from_pretrained(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, set[str]]":
-        """Return model, tokenizer and the names of the weights the checkpoint lacks."""
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(self.name_or_path)
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            self.name_or_path, num_labels=1, dtype="auto", output_loading_info=True
+        source = find_source(self.model)
+        mean, std = self._mean_and_std(source)
+        facts = source.facts
+        in_4bit = self.load_in_4bit
+        if in_4bit is None:
+            in_4bit = bool(source.is_adapter and facts.get("load_in_4bit"))
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        model, tokenizer = load_classifier(
+            source, load_in_4bit=in_4bit, device=device, base=self.base
         )
-        return model, tokenizer, set(info["missing_keys"])
+        keep = self.keep_thought
+        offload = device != "cpu" and self.offload is not False
+        model.to("cpu" if offload else device)
+        return _Loaded(
+            model,
+            tokenizer,
+            device=device,
+            offload=offload,
+            keep_thought=bool(facts.get("keep_thought")) if keep is None else keep,
+            max_length=self.max_length or facts.get("max_length"),
+            mean=mean,
+            std=std,
+        )
 
-    def _set_up_tokenizer(
-        self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
-    ) -> None:
-        """Give the pair a pad token, right padding, and one limit, cut from the left."""
-        if tokenizer.pad_token is None:
-            if tokenizer.eos_token is None:
-                raise ModelError(
-                    f"the tokenizer of reward model {self.name_or_path!r} has neither pad nor eos "
-                    "token; set pad_token in its tokenizer_config.json"
-                )
-            tokenizer.pad_token = tokenizer.eos_token
-        config = model.config.get_text_config()
-        config.pad_token_id = tokenizer.pad_token_id
-        limit = getattr(config, "max_position_embeddings", tokenizer.model_max_length)
-        tokenizer.model_max_length = self.max_length or min(limit, tokenizer.model_max_length)
-        tokenizer.truncation_side = "left"
-        tokenizer.padding_side = "right"
+    def _mean_and_std(self, source: Source) -> tuple[float, float]:
+        """Return what scores are centred on and divided by; (0, 1) without a calibration."""
+        if self.calibrated is False:
+            return 0.0, 1.0
+        path = Path(self.calibration).expanduser() if self.calibration else None
+        if path is None and source.folder is not None:
+            path = source.folder / CALIBRATION
+        if path is None or not path.is_file():
+            if self.calibration is None and not self.calibrated:
+                return 0.0, 1.0
+            raise ModelError(
+                f"reward model {self.model!r} has no calibration in "
+                f"{str(path or CALIBRATION)!r}; give a JSON file with mean and std as "
+                "calibration, or set calibrated to False"
+            )
+        return _read_mean_and_std(path)
 
 
-def reward_model(
-    model: str,
-    *,
-    batch_size: int = 16,
-    max_length: int | None = None,
-    keep_thought: bool = False,
-    device: str | None = None,
-) -> RewardModel:
-    """Return a RewardModel; the parameters are those of a run file's ``reward_model`` table.
+@dataclass
+class _Loaded:
+    """A model in memory, and how it is used."""
 
-    >>> reward_model("models/my-reward-model", batch_size=8).batch_size
-    8
+    model: Any
+    tokenizer: "PreTrainedTokenizerBase"
+    device: str
+    offload: bool
+    keep_thought: bool
+    max_length: int | None
+    mean: float
+    std: float
 
-    Args:
-        model: Folder with config.json, weights and tokenizer, or a hub name.
-        batch_size: Completions per forward pass.
-        max_length: Most tokens of prompt and completion; None: the model's own limit.
-        keep_thought: Whether the model reads the thought.
-        device: Such as "cpu" or "cuda:0"; None: the GPU if there is one.
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[Any]:
+        """Give the model on its device; bring it back afterwards where it is offloaded."""
+        if not self.offload:
+            yield self.model
+            return
+        import torch
+
+        self.model.to(self.device)
+        try:
+            yield self.model
+        finally:
+            self.model.to("cpu")
+            torch.accelerator.empty_cache()
+
+
+def _as_bounds(clip: Any) -> tuple[float, float]:
+    """Return (low, high).
+
+    Raises:
+        ValueError: They are not two finite numbers in order.
     """
-    return RewardModel(model, batch_size, max_length, keep_thought, device)
+    hint = "give the lowest and the highest score, such as [-3, 3]"
+    if not isinstance(clip, list | tuple) or len(clip) != 2:
+        raise ValueError(f"clip is {clip!r}; {hint}")
+    low, high = clip
+    numbers = all(isinstance(n, int | float) and math.isfinite(n) for n in (low, high))
+    if not numbers or low >= high:
+        raise ValueError(f"clip is {clip!r}; {hint}")
+    return low, high
+
+
+def _read_mean_and_std(path: Path) -> tuple[float, float]:
+    content = read_json(path)
+    mean, std = content.get("mean"), content.get("std")
+    numbers = all(isinstance(n, int | float) and math.isfinite(n) for n in (mean, std))
+    if not numbers or std <= 0:
+        raise ModelError(
+            f"the calibration {str(path)!r} has mean {mean!r} and std {std!r}; give a number for "
+            "mean and one above 0 for std"
+        )
+    return float(mean), float(std)

@@ -295,7 +295,8 @@ def _path(text: str, base: Path) -> Path:
 
 
 def _is_model(text: str, base: Path) -> bool:
-    return bool(text) and (_path(text, base) / "config.json").is_file()
+    files = ("config.json", "adapter_config.json")
+    return bool(text) and any((_path(text, base) / file).is_file() for file in files)
 
 
 def _resolve_model_folder(parameters: dict[str, Any], base: Path) -> None:

@@ -143,9 +143,9 @@ def test_folder_of_a_model_becomes_a_reward_model(tmp_path):
     (tmp_path / "judge" / "config.json").write_text("{}")
     table = {"name": "reward_model", "model": "judge", "batch_size": 2}
     bare, weighted, tabled = load_rewards(["judge", "judge:0.5", table], base_dir=tmp_path)
-    assert bare.func.reward.name_or_path == str(tmp_path / "judge")
+    assert bare.func.reward.model == str(tmp_path / "judge")
     assert weighted.weight == 0.5
-    assert tabled.func.reward.name_or_path == str(tmp_path / "judge")
+    assert tabled.func.reward.model == str(tmp_path / "judge")
     assert tabled.func.reward.batch_size == 2
     assert tabled.name == "reward_model_3"
 
@@ -194,7 +194,7 @@ def test_same_names_get_a_number():
         ({"name": "thinking", "weight": True}, "not a finite number"),
         ({"name": "thinking:2", "weight": 1}, "remove ':2' from its name"),
         ({"weight": 1.0}, "add 'name'"),
-        ({"name": "thinking", "lnog": 3}, r"did you mean 'long'\?.* give one of: end_token_id"),
+        ({"name": "thinking", "lnog": 3}, r"did you mean 'long'\?.* give one of: short, long"),
         ({"name": "my.py:polite", "wrod": "x"}, "did you mean 'word'"),
         ({"name": "my.py:short", "limt": 1}, "did you mean 'limit'"),
         ({"name": "thinking", "short": 99}, "set 0 <= short <= long"),

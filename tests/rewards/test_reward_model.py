@@ -1,13 +1,23 @@
-"""The reward model: right rows, right text, truncation, loading and its errors."""
+"""The reward model: right rows, right text, memory, calibration, adapters, loading and errors."""
 
+import json
+import math
 import pickle
 import shutil
 
 import pytest
 from rloo_kit.rewards import RewardModel
-from rloo_kit.rewards.reward_model import reward_model
+from rloo_kit.rewards._classifier import (
+    batches,
+    find_base,
+    find_source,
+    fingerprint,
+    set_up_tokenizer,
+    token_ids,
+)
 
 from rloo_kit.errors import ModelError
+from rloo_kit.models import TINY_THINKER
 
 TEXTS = ["a", "b c d e f g", "h i", "j k l m n o p q r s t", "u v w"]
 PROMPTS = ["x "] * len(TEXTS)
@@ -48,7 +58,7 @@ def test_conversations_go_through_the_models_chat_template(reward):
 def test_the_thought_is_read_only_if_kept(reward, model_folder):
     plain = reward(completions=["a"], prompts=["x "])
     assert reward(completions=["b c </think>a"], prompts=["x "]) == pytest.approx(plain, abs=1e-5)
-    keeping = reward_model(str(model_folder), keep_thought=True, device="cpu")
+    keeping = RewardModel(str(model_folder), keep_thought=True, device="cpu")
     assert keeping(completions=["b c </think> a"], prompts=["x "]) != pytest.approx(plain, abs=1e-5)
 
 
@@ -118,7 +128,447 @@ def test_a_tokenizer_with_neither_pad_nor_eos_is_refused(model_folder, tmp_path)
         RewardModel(str(tmp_path), device="cpu")(completions=["a"], prompts=["x"])
 
 
-@pytest.mark.parametrize("parameter", ["batch_size", "max_length"])
+@pytest.mark.parametrize("parameter", ["batch_size", "max_length", "tokens_per_batch"])
 def test_sizes_below_one_are_refused(parameter):
     with pytest.raises(ValueError, match="set it to 1 or more"):
         RewardModel("anywhere", **{parameter: 0})
+
+
+def test_lone_surrogates_are_read(reward):
+    assert math.isfinite(reward(completions=["a \ud800 b"], prompts=["x "])[0])
+
+
+# --- passes and what is remembered ---------------------------------------------------------------
+
+
+def count_rows(reward):
+    """Return the list to which every forward pass of the loaded model adds its number of rows."""
+    passes = []
+    reward._loaded.model.register_forward_hook(
+        lambda module, args, kwargs, output: passes.append(kwargs["input_ids"].shape[0]),
+        with_kwargs=True,
+    )
+    return passes
+
+
+def test_batches_hold_every_row_once_within_the_budget():
+    lengths = [3, 17, 5, 5, 1, 40, 2, 5]
+    found = batches(lengths, tokens_per_batch=20)
+    assert sorted(row for batch in found for row in batch) == list(range(len(lengths)))
+    for batch in found:
+        padded = max(lengths[row] for row in batch) * len(batch)
+        assert padded <= 20 or len(batch) == 1
+    assert found[0] == [5]  # longer than the budget
+    assert len(found) == 4
+    assert max(map(len, batches(lengths, tokens_per_batch=10_000, batch_size=3))) == 3
+    assert batches([], tokens_per_batch=8) == []
+
+
+def test_scores_do_not_depend_on_the_budget(reward, model_folder):
+    expected = reward(completions=TEXTS, prompts=PROMPTS)
+    tight = RewardModel(str(model_folder), tokens_per_batch=1, cache_size=0, device="cpu")
+    assert tight(completions=TEXTS, prompts=PROMPTS) == pytest.approx(expected, abs=1e-5)
+    passes = count_rows(tight)
+    tight(completions=TEXTS, prompts=PROMPTS)
+    assert passes == [1] * len(TEXTS)
+
+
+def test_a_text_is_read_once_in_a_batch_and_not_again_later(model_folder):
+    reward = RewardModel(str(model_folder), device="cpu")
+    reward(completions=["z"], prompts=["x "])
+    passes = count_rows(reward)
+    first = reward(completions=["a", "b", "a", "a"], prompts=["x "] * 4)
+    assert sum(passes) == 2
+    assert first[0] == first[2] == first[3] != first[1]
+    assert reward(completions=["b", "a"], prompts=["x "] * 2) == [first[1], first[0]]
+    assert sum(passes) == 2
+    reward(completions=["a"], prompts=["y "])
+    assert sum(passes) == 3
+
+
+def test_the_cache_forgets_what_was_used_longest_ago(model_folder):
+    reward = RewardModel(str(model_folder), cache_size=2, device="cpu")
+    reward(completions=["a", "b"], prompts=["x "] * 2)
+    passes = count_rows(reward)
+    reward(completions=["a"], prompts=["x "])
+    reward(completions=["c"], prompts=["x "])  # b goes
+    assert sum(passes) == 1
+    reward(completions=["a"], prompts=["x "])
+    assert sum(passes) == 1
+    reward(completions=["b"], prompts=["x "])
+    assert sum(passes) == 2
+    assert len(reward(completions=TEXTS, prompts=PROMPTS)) == len(TEXTS)  # more than it holds
+
+
+def test_without_a_cache_nothing_is_kept(model_folder):
+    reward = RewardModel(str(model_folder), cache_size=0, device="cpu")
+    reward(completions=["a"], prompts=["x "])
+    passes = count_rows(reward)
+    reward(completions=["a", "a"], prompts=["x "] * 2)
+    reward(completions=["a"], prompts=["x "])
+    assert passes == [1, 1]
+    with pytest.raises(ValueError, match="set it to 0 or more"):
+        RewardModel("anywhere", cache_size=-1)
+
+
+# --- calibration ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calibrated_folder(model_folder, tmp_path):
+    folder = tmp_path / "calibrated"
+    shutil.copytree(model_folder, folder)
+    (folder / "calibration.json").write_text('{"mean": 0.5, "std": 2.0}')
+    return folder
+
+
+def test_a_calibration_in_the_folder_centres_and_scales(reward, calibrated_folder):
+    raw = reward(completions=TEXTS, prompts=PROMPTS)
+    expected = [(score - 0.5) / 2 for score in raw]
+    for given in ({}, {"calibrated": True}):
+        found = RewardModel(str(calibrated_folder), device="cpu", **given)
+        assert found(completions=TEXTS, prompts=PROMPTS) == pytest.approx(expected, abs=1e-5)
+    off = RewardModel(str(calibrated_folder), device="cpu", calibrated=False)
+    assert off(completions=TEXTS, prompts=PROMPTS) == pytest.approx(raw, abs=1e-5)
+
+
+def test_a_calibration_elsewhere_goes_before_that_of_the_folder(
+    reward, calibrated_folder, tmp_path
+):
+    path = tmp_path / "mine.json"
+    path.write_text('{"mean": -1, "std": 4}')
+    found = RewardModel(str(calibrated_folder), device="cpu", calibration=str(path))
+    raw = reward(completions=["a"], prompts=["x "])[0]
+    assert found(completions=["a"], prompts=["x "]) == pytest.approx([(raw + 1) / 4], abs=1e-5)
+
+
+def test_a_calibration_that_was_asked_for_must_be_there(model_folder, tmp_path):
+    for given in ({"calibrated": True}, {"calibration": str(tmp_path / "none.json")}):
+        with pytest.raises(ModelError, match="give a JSON file with mean and std"):
+            RewardModel(str(model_folder), device="cpu", **given)(completions=["a"], prompts=["x"])
+    with pytest.raises(ValueError, match="remove one of the two"):
+        RewardModel("anywhere", calibration="c.json", calibrated=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "remedy"),
+    [
+        ('{"mean": 0, "std": 0}', "above 0 for std"),
+        ('{"mean": 0, "std": NaN}', "above 0 for std"),
+        ('{"mean": "1", "std": 1}', "above 0 for std"),
+        ('{"std": 1}', "above 0 for std"),
+        ("[1, 2]", "write it again"),
+        ("{", "write it again"),
+    ],
+)
+def test_a_bad_calibration_is_refused(calibrated_folder, content, remedy):
+    (calibrated_folder / "calibration.json").write_text(content)
+    with pytest.raises(ModelError, match=remedy):
+        RewardModel(str(calibrated_folder), device="cpu")(completions=["a"], prompts=["x"])
+
+
+def test_clip_bounds_the_scaled_score(reward, calibrated_folder):
+    raw = [(score - 0.5) / 2 for score in reward(completions=TEXTS, prompts=PROMPTS)]
+    middle = sorted(raw)[2]
+    clipped = RewardModel(str(calibrated_folder), device="cpu", clip=[middle - 0.01, middle + 0.01])
+    found = clipped(completions=TEXTS, prompts=PROMPTS)
+    assert min(found) == middle - 0.01
+    assert max(found) == middle + 0.01
+    assert middle == pytest.approx(found[raw.index(middle)], abs=1e-5)
+
+
+def test_clip_does_not_hide_a_score_that_is_no_number(model_folder):
+    import torch
+
+    reward = RewardModel(str(model_folder), device="cpu", clip=(-1, 1), cache_size=0)
+    reward(completions=["a"], prompts=["x"])
+    torch.nn.init.constant_(reward._loaded.model.score.weight, math.nan)
+    assert math.isnan(reward(completions=["a"], prompts=["x"])[0])
+
+
+@pytest.mark.parametrize("clip", [(1, 1), (2, -2), [1], 3, ("a", "b"), (0, math.inf)])
+def test_bounds_out_of_order_are_refused(clip):
+    with pytest.raises(ValueError, match=r"such as \[-3, 3\]"):
+        RewardModel("anywhere", clip=clip)
+
+
+# --- 4 bit, and where the weights wait -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wide_folder(model_folder, tmp_path_factory):
+    """The same classifier with 64 dimensions, so that its layers can be quantised on a CPU."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(1)
+    config = LlamaConfig.from_pretrained(model_folder)
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 32
+    model = LlamaForSequenceClassification(config)
+    torch.nn.init.normal_(model.model.embed_tokens.weight)
+    torch.nn.init.normal_(model.score.weight)
+    folder = tmp_path_factory.mktemp("wide")
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
+    return folder
+
+
+def test_in_4_bit_the_head_stays_and_scores_stay_close(wide_folder):
+    whole = RewardModel(str(wide_folder), device="cpu")
+    small = RewardModel(str(wide_folder), device="cpu", load_in_4bit=True, cache_size=0)
+    expected = whole(completions=TEXTS, prompts=PROMPTS)
+    found = small(completions=TEXTS, prompts=PROMPTS)
+    kinds = {name: type(m).__name__ for name, m in small._loaded.model.named_modules()}
+    assert kinds["score"] == "Linear"
+    assert kinds["model.layers.0.mlp.up_proj"] == "Linear4bit"
+    assert found == pytest.approx(expected, abs=1.0)
+    assert found != pytest.approx(expected, abs=1e-3)
+    alone = [small(completions=[text], prompts=["x "])[0] for text in TEXTS]
+    assert found == pytest.approx(alone, abs=1e-4)
+
+
+def test_on_a_cpu_offload_changes_nothing(model_folder, reward):
+    offloaded = RewardModel(str(model_folder), device="cpu", offload=True)
+    expected = reward(completions=TEXTS, prompts=PROMPTS)
+    assert offloaded(completions=TEXTS, prompts=PROMPTS) == pytest.approx(expected, abs=1e-6)
+    assert not offloaded._loaded.offload
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_4bit", [False, True])
+def test_on_a_gpu_the_weights_wait_in_the_machines_memory(wide_folder, in_4bit):
+    reward = RewardModel(str(wide_folder), load_in_4bit=in_4bit, cache_size=0)
+    staying = RewardModel(str(wide_folder), load_in_4bit=in_4bit, offload=False)
+    first = reward(completions=TEXTS, prompts=PROMPTS)
+    assert {p.device.type for p in reward._loaded.model.parameters()} == {"cpu"}
+    assert reward(completions=TEXTS, prompts=PROMPTS) == pytest.approx(first, abs=1e-3)
+    assert staying(completions=TEXTS, prompts=PROMPTS) == pytest.approx(first, abs=1e-3)
+    assert {p.device.type for p in staying._loaded.model.parameters()} == {"cuda"}
+
+
+# --- adapters ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base_folder(wide_folder, tmp_path_factory):
+    """A causal language model: it has no score head."""
+    import torch
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    torch.manual_seed(2)
+    folder = tmp_path_factory.mktemp("bases") / "base"
+    model = LlamaForCausalLM.from_pretrained(wide_folder)
+    torch.nn.init.normal_(model.model.embed_tokens.weight)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(wide_folder).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def adapter_folder(base_folder, tmp_path):
+    """A project with models/base and runs/mine, an adapter on it; (folder, expected score)."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    shutil.copytree(base_folder, tmp_path / "project" / "models" / "base")
+    folder = tmp_path / "project" / "runs" / "mine"
+    torch.manual_seed(3)
+    base = AutoModelForSequenceClassification.from_pretrained(base_folder, num_labels=1)
+    lora = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj", "down_proj"])
+    model = get_peft_model(base, lora)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.5 if "lora" in name else 1.0)
+    model.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(base_folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "README.md").unlink()
+    facts = {"base": "models/base", "base_folder": "../../models/base"}
+    facts["base_fingerprint"] = fingerprint(base_folder)
+    (folder / "reward_model.json").write_text(json.dumps(facts))
+    model.eval()
+    with torch.no_grad():
+        ids = tokenizer("x a b", return_tensors="pt")["input_ids"]
+        return folder, model(ids).logits[0, 0].item()
+
+
+def one(reward):
+    return reward(completions=["a b"], prompts=["x "])[0]
+
+
+def test_an_adapter_is_attached_to_its_base(adapter_folder, base_folder):
+    folder, expected = adapter_folder
+    reward = RewardModel(str(folder), device="cpu")
+    assert one(reward) == pytest.approx(expected, abs=1e-4)
+    bare = RewardModel(str(folder), device="cpu")
+    bare(completions=["z"], prompts=["x "])
+    with bare._loaded.model.disable_adapter():
+        assert one(bare) != pytest.approx(expected, abs=1e-2)  # the adapter matters
+
+
+def test_the_base_is_found_from_another_place(adapter_folder, tmp_path, monkeypatch):
+    _, expected = adapter_folder
+    moved = tmp_path / "elsewhere"
+    (tmp_path / "project").rename(moved)
+    monkeypatch.chdir(tmp_path)
+    assert one(RewardModel("elsewhere/runs/mine", device="cpu")) == pytest.approx(
+        expected, abs=1e-4
+    )
+    (moved / "runs" / "mine").rename(tmp_path / "alone")
+    monkeypatch.chdir(moved)  # models/base, as it was given
+    assert one(RewardModel("../alone", device="cpu")) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_base_that_is_not_here_is_named_with_the_remedy(adapter_folder, base_folder, tmp_path):
+    folder, expected = adapter_folder
+    shutil.rmtree(tmp_path / "project" / "models")
+    with pytest.raises(ModelError, match=r"on 'models/base', which is not here; give the folder"):
+        one(RewardModel(str(folder), device="cpu"))
+    found = RewardModel(str(folder), device="cpu", base=str(base_folder))
+    assert one(found) == pytest.approx(expected, abs=1e-4)
+
+
+def test_another_model_in_the_place_of_the_base_is_refused(adapter_folder, tmp_path):
+    from transformers import LlamaForCausalLM
+
+    folder, _ = adapter_folder
+    place = tmp_path / "project" / "models" / "base"
+    model = LlamaForCausalLM.from_pretrained(place)
+    model.lm_head.weight.data[0, 0] += 1.0
+    model.save_pretrained(place)
+    with pytest.raises(ModelError, match="was trained on another 'models/base'"):
+        one(RewardModel(str(folder), device="cpu"))
+
+
+def test_the_embedded_model_is_found_by_its_name(adapter_folder):
+    folder, _ = adapter_folder
+    (folder / "reward_model.json").write_text('{"base": "tiny-thinker"}')
+    assert find_base(find_source(str(folder))) == str(TINY_THINKER)
+
+
+def test_without_facts_the_base_is_the_one_that_peft_noted(adapter_folder, base_folder):
+    folder, expected = adapter_folder
+    (folder / "reward_model.json").unlink()
+    assert find_base(find_source(str(folder))) == str(base_folder)
+    assert one(RewardModel(str(folder), device="cpu")) == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_adapter_reads_as_it_was_trained_unless_told_otherwise(adapter_folder):
+    folder, _ = adapter_folder
+    facts = json.loads((folder / "reward_model.json").read_text())
+    facts |= {"keep_thought": True, "max_length": 7, "load_in_4bit": True}
+    (folder / "reward_model.json").write_text(json.dumps(facts))
+    reward = RewardModel(str(folder), device="cpu")
+    one(reward)
+    assert (reward._loaded.keep_thought, reward._loaded.max_length) == (True, 7)
+    kinds = {type(m).__name__ for m in reward._loaded.model.modules()}
+    assert "Linear4bit" in kinds
+    other = RewardModel(
+        str(folder), device="cpu", keep_thought=False, max_length=9, load_in_4bit=False
+    )
+    one(other)
+    assert (other._loaded.keep_thought, other._loaded.max_length) == (False, 9)
+    assert "Linear4bit" not in {type(m).__name__ for m in other._loaded.model.modules()}
+
+
+def test_an_adapter_without_a_score_head_is_refused(adapter_folder):
+    from safetensors.torch import load_file, save_file
+
+    folder, _ = adapter_folder
+    weights = load_file(folder / "adapter_model.safetensors")
+    assert "base_model.model.score.weight" in weights
+    weights.pop("base_model.model.score.weight")
+    save_file(weights, folder / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=r"score\.weight; give a sequence classifier"):
+        one(RewardModel(str(folder), device="cpu"))
+
+
+def test_an_adapter_of_another_task_is_refused(adapter_folder):
+    folder, _ = adapter_folder
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "task_type": "CAUSAL_LM"}))
+    with pytest.raises(ModelError, match="is an adapter for 'CAUSAL_LM'; give one for 'SEQ_CLS'"):
+        one(RewardModel(str(folder), device="cpu"))
+
+
+# --- weights and code of unknown origin ----------------------------------------------------------
+
+
+class Trap:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def test_pickled_weights_are_never_read(model_folder, adapter_folder, tmp_path):
+    import torch
+
+    sprung = tmp_path / "sprung"
+    whole = tmp_path / "whole"
+    shutil.copytree(model_folder, whole)
+    (whole / "model.safetensors").unlink()
+    torch.save(Trap(sprung), whole / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        one(RewardModel(str(whole), device="cpu"))
+    adapter, _ = adapter_folder
+    (adapter / "adapter_model.safetensors").unlink()
+    torch.save(Trap(sprung), adapter / "adapter_model.bin")
+    with pytest.raises(ModelError, match=r"save the adapter again as safetensors"):
+        one(RewardModel(str(adapter), device="cpu"))
+    assert not sprung.exists()
+    torch.load(whole / "pytorch_model.bin", weights_only=False)
+    assert sprung.exists()  # the trap works
+
+
+def test_code_that_comes_with_a_model_is_not_run(model_folder, tmp_path):
+    folder = tmp_path / "own"
+    shutil.copytree(model_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "code.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        one(RewardModel(str(folder), device="cpu"))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_broken_files_are_one_sentence(model_folder, tmp_path):
+    folder = tmp_path / "cut"
+    shutil.copytree(model_folder, folder)
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ModelError, match=r"cannot be loaded .* give a folder") as caught:
+        one(RewardModel(str(folder), device="cpu"))
+    assert "\n" not in str(caught.value)
+
+
+# --- the thought ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def thinker():
+    """The embedded model's tokenizer: its template opens thoughts and cuts them out of answers."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TINY_THINKER)
+    model = AutoModelForSequenceClassification.from_pretrained(TINY_THINKER, num_labels=1)
+    set_up_tokenizer(model, tokenizer, "tiny-thinker")
+    return tokenizer
+
+
+@pytest.mark.parametrize("opened", ["", "<think>", "<think>\n"])
+def test_a_thought_is_read_also_where_the_template_cuts_it_out(thinker, opened):
+    prompt = [{"role": "user", "content": "2+2?"}]
+    completion = [{"role": "assistant", "content": f"{opened}2+2=4\n</think>\n\n4"}]
+    text = thinker.decode(token_ids(thinker, prompt, completion, keep_thought=True))
+    assert text == (
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+        "2+2=4\n</think>\n\n4<|im_end|>"
+    )
+    text = thinker.decode(token_ids(thinker, prompt, completion))
+    assert text == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"

@@ -1,0 +1,448 @@
+"""A sequence classifier with one output: found, loaded whole or as an adapter, and run."""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rloo_kit.errors import KitError, ModelError
+from rloo_kit.types import Completion
+
+from ._text import THINK_CLOSE, THINK_OPEN, completion_text, content_text, text_after_thought
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+EMBEDDED = "tiny-thinker"
+"""Name of the model that is part of the kit; it can be the base of an adapter."""
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+FACTS = "reward_model.json"
+"""File that ``rloo-kit reward-model train`` leaves in the folder: the base, and what was read."""
+CALIBRATION = "calibration.json"
+"""File with the mean and the standard deviation of the model's scores."""
+HEADS = ("score", "classifier", "v_head", "lm_head", ".*pooler.*")
+"""Layers that stay as they are in 4 bit: one output is too few to quantise."""
+WHAT_TO_GIVE = "give a folder with config.json, weights and tokenizer, or a hub name"
+FINGERPRINT_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the name of a reward model stands for, before anything is loaded."""
+
+    name: str
+    folder: Path | None = None
+    """Where its files lie; None: a whole model on the hub."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What its training left in ``reward_model.json``."""
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is a PEFT adapter that needs a base."""
+        return (
+            self.folder is not None
+            and (self.folder / ADAPTER_CONFIG).is_file()
+            and not (self.folder / "config.json").is_file()
+        )
+
+    @property
+    def place(self) -> str:
+        """The folder or hub name that transformers can open."""
+        return str(self.folder or self.name)
+
+
+# --- finding -------------------------------------------------------------------------------------
+
+
+def find_source(name: str) -> Source:
+    """Return what a folder or hub name stands for.
+
+    Raises:
+        ModelError: It is a path and not a folder, or its facts cannot be read.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return Source(name, path, read_json(path / FACTS) if (path / FACTS).is_file() else {})
+    if _looks_like_path(name):
+        raise ModelError(f"reward model {name!r} is not a folder; {WHAT_TO_GIVE}")
+    folder = _adapter_on_hub(name)
+    facts = read_json(folder / FACTS) if folder and (folder / FACTS).is_file() else {}
+    return Source(name, folder, facts)
+
+
+def find_base(source: Source, base: str | None = None) -> str:
+    """Return the folder or hub name of the model that an adapter was trained on.
+
+    Tried in this order: ``base``, the place relative to the adapter's folder that its training
+    noted, the name as it was given then. The embedded model is found by its name.
+
+    Raises:
+        ModelError: It is a folder that is not here, or another model than the one trained on.
+    """
+    config = read_json(Path(source.place) / ADAPTER_CONFIG)
+    given = base or source.facts.get("base") or config.get("base_model_name_or_path") or ""
+    relative = None if base else source.facts.get("base_folder")
+    if given == EMBEDDED:
+        found = Path(str(files("rloo_kit"))) / "assets" / EMBEDDED
+    elif relative and (Path(source.place) / relative).is_dir():
+        found = (Path(source.place) / relative).resolve()
+    else:
+        found = Path(given).expanduser()
+    if found.is_dir():
+        noted = source.facts.get("base_fingerprint")
+        if noted and noted != fingerprint(found):
+            raise ModelError(
+                f"reward model {source.name!r} was trained on another {given!r} than the one in "
+                f"{str(found)!r}; give the folder of the right one as base, or train it again"
+            )
+        return str(found)
+    if not given or relative or _looks_like_path(given):
+        raise ModelError(
+            f"reward model {source.name!r} is an adapter on {given!r}, which is not here; give "
+            "the folder of that model as base"
+        )
+    return given
+
+
+def fingerprint(folder: Path) -> str:
+    """Return a digest of a model's weights: sizes, and both ends of every safetensors file."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        with file.open("rb") as content:
+            digest.update(f"{file.name} {size} ".encode() + content.read(FINGERPRINT_BYTES))
+            content.seek(max(0, size - FINGERPRINT_BYTES))
+            digest.update(content.read())
+    return digest.hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        ModelError: It cannot be read, or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise ModelError(f"{str(path)!r} cannot be read ({exc}); write it again") from exc
+    if not isinstance(content, dict):
+        raise ModelError(f"{str(path)!r} holds no JSON object; write it again")
+    return content
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_absolute()
+
+
+def _adapter_on_hub(name: str) -> Path | None:
+    """Return the downloaded folder of a hub name that is an adapter; None of a whole model."""
+    from huggingface_hub import snapshot_download
+    from transformers.utils import cached_file
+
+    def has(file: str) -> bool:
+        try:
+            return cached_file(name, file, _raise_exceptions_for_missing_entries=False) is not None
+        except OSError:  # offline, or no such name: loading says it better
+            return False
+
+    if has("config.json") or not has(ADAPTER_CONFIG):
+        return None
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+def load_classifier(
+    source: Source, *, load_in_4bit: bool = False, device: str = "cpu", base: str | None = None
+) -> "tuple[Any, PreTrainedTokenizerBase]":
+    """Return the model in evaluation mode, and its tokenizer, ready to pad and to cut.
+
+    Weights come from safetensors files alone, and no code of the model's own is run.
+
+    Args:
+        source: As ``find_source`` returned it.
+        load_in_4bit: NF4 by bitsandbytes, the head left as it is.
+        device: 4-bit weights are loaded onto it; others are left in the machine's memory.
+        base: Of an adapter, in the place of the one it was trained on.
+
+    Raises:
+        ModelError: It cannot be loaded, or has no trained score weights.
+    """
+    try:
+        with calm(local=source.folder is not None):
+            model, missing = _load_model(source, load_in_4bit, device, base)
+            tokenizer = _load_tokenizer(source, base)
+    except KitError:
+        raise
+    except Exception as exc:  # what is raised differs by library and version
+        reason = (str(exc).strip() or type(exc).__name__).splitlines()[0][:200]
+        raise ModelError(
+            f"reward model {source.name!r} cannot be loaded ({reason}); {WHAT_TO_GIVE} while online"
+        ) from exc
+    if missing:
+        raise ModelError(
+            f"reward model {source.name!r} has no trained weights for "
+            f"{', '.join(sorted(missing))}; give a sequence classifier with one output"
+        )
+    set_up_tokenizer(model, tokenizer, source.name)
+    model.eval()
+    return model, tokenizer
+
+
+def _load_model(
+    source: Source, load_in_4bit: bool, device: str, base: str | None
+) -> tuple[Any, set[str]]:
+    """Return the model and the names of weights that no file holds."""
+    if not source.is_adapter:
+        return load_base(source.place, load_in_4bit=load_in_4bit, device=device)
+    from peft import PeftModel
+
+    saved = _adapter_keys(source)
+    place = find_base(source, base)
+    model, missing = load_base(place, load_in_4bit=load_in_4bit, device=device)
+    missing -= saved
+    if not missing:
+        target = device if load_in_4bit else "cpu"
+        model = PeftModel.from_pretrained(model, source.place, torch_device=target)
+    return model, missing
+
+
+def load_base(place: str, *, load_in_4bit: bool, device: str) -> tuple[Any, set[str]]:
+    """Return a sequence classifier with one output, and the names of weights it has no file for.
+
+    Args:
+        place: A folder or hub name.
+        load_in_4bit: NF4 by bitsandbytes, the head left as it is.
+        device: 4-bit weights are loaded onto it; others are left in the machine's memory.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification, BitsAndBytesConfig
+
+    settings: dict[str, Any] = {"dtype": torch.float32 if device == "cpu" else "auto"}
+    config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    if load_in_4bit and not hasattr(config, "quantization_config"):
+        half = device != "cpu"
+        native = half and torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = torch.float32 if not half else torch.bfloat16 if native else torch.float16
+        settings = {"dtype": dtype, "device_map": {"": device}}
+        settings["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+            llm_int8_skip_modules=list(HEADS),
+        )
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        place,
+        num_labels=1,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        **settings,
+    )
+    for module in model.modules():
+        # On a CPU bitsandbytes repacks for inference: coarser, and no gradient afterwards.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model, set(info["missing_keys"])
+
+
+def _adapter_keys(source: Source) -> set[str]:
+    """Return the names of the weights in an adapter's file, as the base calls them.
+
+    Raises:
+        ModelError: It is an adapter of another task, or its weights are not a safetensors file.
+    """
+    from safetensors import safe_open
+
+    config = read_json(Path(source.place) / ADAPTER_CONFIG)
+    if config.get("task_type") != "SEQ_CLS":
+        raise ModelError(
+            f"reward model {source.name!r} is an adapter for {config.get('task_type')!r}; give "
+            "one for 'SEQ_CLS', as rloo-kit reward-model train writes it"
+        )
+    weights = Path(source.place) / ADAPTER_WEIGHTS
+    if not weights.is_file():
+        raise ModelError(
+            f"reward model {source.name!r} has no {ADAPTER_WEIGHTS}; save the adapter again as "
+            "safetensors (pickled weights are not read)"
+        )
+    with safe_open(str(weights), "pt") as file:
+        return {key.removeprefix("base_model.model.") for key in file.keys()}  # noqa: SIM118
+
+
+def _load_tokenizer(source: Source, base: str | None) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer
+
+    place = source.place
+    if source.is_adapter and not (Path(place) / "tokenizer_config.json").is_file():
+        place = find_base(source, base)
+    return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+
+
+def set_up_tokenizer(model: Any, tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
+    """Give the pair a pad token, right padding, and one limit, cut from the left.
+
+    Raises:
+        ModelError: The tokenizer has neither pad nor eos token.
+    """
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ModelError(
+                f"the tokenizer of reward model {name!r} has neither pad nor eos token; set "
+                "pad_token in its tokenizer_config.json"
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    config = model.config.get_text_config()
+    config.pad_token_id = tokenizer.pad_token_id
+    limit = getattr(config, "max_position_embeddings", tokenizer.model_max_length)
+    tokenizer.model_max_length = min(limit, tokenizer.model_max_length)
+    tokenizer.truncation_side = "left"
+    tokenizer.padding_side = "right"
+
+
+@contextlib.contextmanager
+def calm(*, local: bool) -> Iterator[None]:
+    """Keep loading reports off the screen (a base lacks the head), and bars of local files."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if local:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+# --- reading and scoring -------------------------------------------------------------------------
+
+
+def token_ids(
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: Completion,
+    completion: Completion,
+    *,
+    keep_thought: bool = False,
+    max_length: int | None = None,
+) -> list[int]:
+    """Return the ids of prompt and completion as a reward model reads them, cut from the left.
+
+    Args:
+        tokenizer: The reward model's own, set up by ``set_up_tokenizer``.
+        prompt: Chat messages, which go through the tokenizer's chat template, or plain text.
+        completion: What is scored, conversational or plain.
+        keep_thought: Whether the thought is read; else only what follows the last ``</think>``.
+        max_length: Most tokens; None: the tokenizer's limit.
+    """
+    answer = completion_text(completion)
+    if not keep_thought and (THINK_OPEN in answer or THINK_CLOSE in answer):
+        answer = text_after_thought(answer).lstrip("\n")  # as chat templates cut it
+    has_template = isinstance(prompt, list) and bool(tokenizer.chat_template)
+    if has_template:
+        text = _rendered(tokenizer, prompt, answer, keep_thought=keep_thought)
+    elif isinstance(prompt, list):
+        text = "\n".join([*(content_text(turn.get("content")) for turn in prompt), answer])
+    else:
+        text = prompt + answer
+    text = text.encode("utf-8", "replace").decode("utf-8")  # a tokenizer refuses lone surrogates
+    # A template writes the special tokens itself.
+    ids = tokenizer.encode(
+        text, add_special_tokens=not has_template, truncation=True, max_length=max_length
+    )
+    # No token at all is no row a model can read: an empty completion of an empty prompt.
+    return ids or [tokenizer.pad_token_id]
+
+
+def _rendered(
+    tokenizer: "PreTrainedTokenizerBase", prompt: list[Any], answer: str, *, keep_thought: bool
+) -> str:
+    """Return the conversation as the tokenizer's chat template writes it.
+
+    Many templates cut thoughts out. Where one does and the thought is to be read, the answer
+    follows the prompt as it does when a policy writes it.
+    """
+    if not keep_thought or not _drops_thoughts(tokenizer):
+        turn = [*prompt, {"role": "assistant", "content": answer}]
+        return str(tokenizer.apply_chat_template(turn, tokenize=False))
+    opened = str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+    if opened.rstrip().endswith(THINK_OPEN):
+        answer = answer.lstrip().removeprefix(THINK_OPEN).lstrip("\n")
+    return opened + answer + (tokenizer.eos_token or "")
+
+
+def _drops_thoughts(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Return whether the chat template cuts the thought out of the last answer."""
+    thought = "a thought to look for"
+    turn = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": f"{THINK_OPEN}\n{thought}\n{THINK_CLOSE}\n\n."},
+    ]
+    return thought not in str(tokenizer.apply_chat_template(turn, tokenize=False))
+
+
+def batches(
+    lengths: Sequence[int], tokens_per_batch: int, batch_size: int | None = None
+) -> list[list[int]]:
+    """Return rows in batches of like length, the longest first.
+
+    Args:
+        lengths: Tokens of each row.
+        tokens_per_batch: Most positions, padding included; a longer row is a batch of its own.
+        batch_size: Most rows; None: no limit.
+
+    >>> batches([3, 9, 4, 1], tokens_per_batch=8)
+    [[1], [2, 0], [3]]
+    """
+    order = sorted(range(len(lengths)), key=lambda row: lengths[row], reverse=True)
+    found: list[list[int]] = []
+    while order:
+        rows = max(1, tokens_per_batch // lengths[order[0]])
+        rows = min(rows, batch_size or rows)
+        found.append(order[:rows])
+        order = order[rows:]
+    return found
+
+
+def logits(
+    model: Any,
+    pad_token_id: int,
+    rows: Sequence[list[int]],
+    tokens_per_batch: int,
+    batch_size: int | None = None,
+) -> list[float]:
+    """Return the model's one output for every row, in order.
+
+    Args:
+        model: On the device it is to run on.
+        pad_token_id: As its configuration has it.
+        rows: Token ids, none of them empty.
+        tokens_per_batch: Most positions of a forward pass, padding included.
+        batch_size: Most rows of a forward pass.
+    """
+    import torch
+
+    device = next(model.parameters()).device
+    found = [0.0] * len(rows)
+    with torch.inference_mode():
+        for batch in batches(list(map(len, rows)), tokens_per_batch, batch_size):
+            width = len(rows[batch[0]])
+            ids = torch.full((len(batch), width), pad_token_id)
+            mask = torch.zeros_like(ids)
+            for place, row in enumerate(batch):
+                ids[place, : len(rows[row])] = torch.tensor(rows[row])
+                mask[place, : len(rows[row])] = 1
+            output = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+            for row, score in zip(batch, output[:, 0].float().tolist(), strict=True):  # (batch, 1)
+                found[row] = score
+    return found
