@@ -17,9 +17,11 @@ if __name__ != "rloo_kit.rewards":
 
 if TYPE_CHECKING:
     from .accuracy import Accuracy
+    from .code import Code
     from .format import JsonFormat, RegexFormat, TagFormat
     from .language import Language
     from .length import Length, LengthBand
+    from .math import Math
     from .repetition import Repetition
     from .reward_model import RewardModel
     from .soft_overlong import SoftOverlong
@@ -34,10 +36,12 @@ if TYPE_CHECKING:
 
 BUILTIN: dict[str, str] = {
     "accuracy": "rloo_kit.rewards.accuracy:Accuracy",
+    "code": "rloo_kit.rewards.code:Code",
     "format": "rloo_kit.rewards.format:make_format",
     "language": "rloo_kit.rewards.language:Language",
     "length": "rloo_kit.rewards.length:Length",
     "length_band": "rloo_kit.rewards.length:LengthBand",
+    "math": "rloo_kit.rewards.math:Math",
     "repetition": "rloo_kit.rewards.repetition:Repetition",
     "reward_model": "rloo_kit.rewards.reward_model:RewardModel",
     "soft_overlong": "rloo_kit.rewards.soft_overlong:SoftOverlong",
@@ -52,10 +56,12 @@ BUILTIN: dict[str, str] = {
 _HOMES = {
     "Accuracy": "accuracy",
     "ClosedOnce": "thinking",
+    "Code": "code",
     "JsonFormat": "format",
     "Language": "language",
     "Length": "length",
     "LengthBand": "length",
+    "Math": "math",
     "RegexFormat": "format",
     "Repetition": "repetition",
     "RewardModel": "reward_model",
@@ -72,10 +78,12 @@ __all__ = [
     "BUILTIN",
     "Accuracy",
     "ClosedOnce",
+    "Code",
     "JsonFormat",
     "Language",
     "Length",
     "LengthBand",
+    "Math",
     "RegexFormat",
     "Repetition",
     "RewardModel",

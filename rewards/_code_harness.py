@@ -1,0 +1,111 @@
+"""Run a program against its tests, inside the sandbox; the expected values are not here.
+
+This file is the source of a program that ``code.py`` runs. It imports the standard library alone.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+HEADER_BYTES = 16
+"""The length of the job, as text, before it; after it follows the secret."""
+SECRET_BYTES = 32
+
+
+def canonical(value: Any) -> Any:
+    """Return plain JSON that is the same for two values if, and only if, they are equal.
+
+    True for None, text, bytes, numbers of any type, and lists, tuples, sets and dictionaries of
+    these; another object is its type's name and its ``repr``. No method ``__eq__`` is called.
+
+    >>> canonical((1.0, True)) == canonical((1, 1)), canonical([1]) == canonical((1,))
+    (True, False)
+    """
+    if value is None or isinstance(value, str):
+        return value
+    for tag, kinds in (("list", list), ("tuple", tuple)):
+        if isinstance(value, kinds):
+            return [tag, *map(canonical, value)]
+    if isinstance(value, set | frozenset):
+        return ["set", *sorted(map(_text, value))]
+    if isinstance(value, dict):
+        return ["dict", *sorted([_text(key), _text(value[key])] for key in value)]
+    if isinstance(value, bytes | bytearray):
+        return ["bytes", value.hex()]
+    if isinstance(value, complex):
+        return (
+            ["complex", *map(canonical, (value.real, value.imag))]
+            if value.imag
+            else (canonical(value.real))
+        )
+    try:  # of int, float, Fraction, Decimal
+        numerator, denominator = value.as_integer_ratio()
+    except (AttributeError, OverflowError, TypeError, ValueError):
+        return ["object", f"{type(value).__module__}.{type(value).__qualname__}", repr(value)]
+    return ["number", f"{numerator:x}/{denominator:x}"]
+
+
+def _text(value: Any) -> str:
+    return json.dumps(canonical(value))
+
+
+def run(job: dict[str, Any], report: Any) -> None:
+    """Run the program, then each case; report a value, or that a check passed.
+
+    Args:
+        job: ``program``; ``cases`` of ``setup`` (statements), ``value`` (an expression or "") and
+            ``check`` (statements); ``lenient``, whether set-up may fail.
+        report: Called with the number of a case and what became of it; not called for a failure.
+    """
+    module = type(sys)("program")
+    sys.modules["program"] = module
+    names = module.__dict__
+    text = _text  # what the program puts in its place does not count
+    try:
+        exec(compile(job["program"], "program.py", "exec", dont_inherit=True), names)
+    except BaseException:
+        return
+    for number, case in enumerate(job["cases"]):
+        try:
+            for statement in case["setup"]:
+                try:
+                    exec(statement, names)
+                except Exception:
+                    if not job["lenient"]:
+                        raise
+            if case["value"]:
+                answer = text(eval(case["value"], names))
+            else:
+                exec(case["check"], names)
+                answer = "passed"
+            report(number, answer)
+        except BaseException:
+            continue
+
+
+def main() -> None:
+    """Take the job from standard input, and the pipes away from the program."""
+    begin = os.lseek(0, 0, os.SEEK_CUR) + HEADER_BYTES
+    size = int(os.read(0, HEADER_BYTES))
+    job = b""
+    while len(job) < size:
+        job += os.read(0, size - len(job))
+    questions, answers, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    pread, write = os.pread, os.write
+
+    def report(number: int, answer: str) -> None:
+        # Read only now: while the program runs, the secret is not in this process's memory.
+        line = pread(questions, SECRET_BYTES, begin + size) + f" {number} {answer}\n".encode()
+        while line:
+            line = line[write(answers, line) :]
+
+    end = os._exit  # threads that the program left behind are not waited for
+    run(json.loads(job), report)
+    end(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Compare answers by math-verify: the child's side of ``math.py``.
+
+Started with ``-m``; one JSON request per line of standard input, one JSON reply per line of
+standard output. A request that takes too long ends the process.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+_DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed|\\begin\{(?:equation|align)")
+_MAX_LINE = 200
+"""Characters of a line that may be bare mathematics; a loop of 4,000 takes seconds to read."""
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_WORD = re.compile(r"[A-Za-z]{2,}")
+
+
+def main() -> None:
+    """Say whether the library is there, then answer until the input ends."""
+    seconds, memory_mib = float(sys.argv[1]), int(sys.argv[2])
+    replies = os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)  # whatever a library prints
+    try:
+        import logging
+
+        import math_verify
+
+        logging.disable()
+        _limit_memory(memory_mib)
+    except Exception as exc:
+        _send(replies, {"error": f"{type(exc).__name__}: {exc}"})
+        return
+    _send(replies, {"ready": True})
+
+    @functools.lru_cache(maxsize=1024)
+    def read(text: str) -> list[Any]:
+        return expressions(text, lambda text: math_verify.parse(text, parsing_timeout=None))
+
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        _end_after(seconds + 1)  # the parent ends this process first, unless it is gone
+        try:
+            if "answer" in request:
+                reply = math_verify.verify(
+                    read(request["gold"]), read(request["answer"]), timeout_seconds=None
+                )
+            else:
+                reply = bool(read(request["gold"]))
+        except BaseException:  # memory that ran out, recursion
+            reply = False
+        _end_after(0)
+        _send(replies, {"reply": bool(reply)})
+
+
+def expressions(text: str, parse: Callable[[str], list[Any]]) -> list[Any]:
+    r"""Return what ``parse`` finds in a text; one line of bare mathematics is read as a whole.
+
+    math-verify reads LaTeX only between delimiters, and of a bare ``2\pi`` the 2.
+    """
+    line = text.strip().strip("*#").rstrip(".").strip()
+    bare = f"\\boxed{{{line}}}"
+    is_line = len(line) <= _MAX_LINE and "\n" not in line and not _DELIMITED.search(line)
+    if is_line and not _WORD.search(_COMMAND.sub(" ", re.sub(r"\\text\{[^{}]*\}", "", line))):
+        return parse(bare) or parse(text)
+    return parse(text) or (parse(bare) if is_line else [])
+
+
+def _send(replies: BinaryIO, reply: dict[str, Any]) -> None:
+    replies.write(json.dumps(reply).encode() + b"\n")
+    replies.flush()
+
+
+def _limit_memory(mib: int) -> None:
+    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows, macOS
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (mib << 20, mib << 20))
+
+
+def _end_after(seconds: float) -> None:
+    if hasattr(signal, "setitimer"):  # its default is to end the process, even in the midst of C
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+if __name__ == "__main__":
+    main()

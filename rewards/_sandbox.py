@@ -1,0 +1,205 @@
+"""Run untrusted Python in a process of its own; the parent's side of the sandbox."""
+
+import contextlib
+import math
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from rloo_kit.errors import BackendError
+
+from . import _confinement
+
+_START_SECONDS = 30.0
+"""A worker that says nothing for so long has failed; a loaded machine starts one in a second."""
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use."""
+
+    timeout_seconds: float = 5.0
+    """Wall time, from the moment the program begins; CPU time is limited a little above it."""
+    memory_mib: int = 512
+    """Address space of the process; Python itself takes about 40 MiB of it."""
+    disk_mib: int = 16
+    """All files together where the folder is a file system of its own, else each file."""
+    output_kib: int = 1024
+    """Standard output; a program that prints more is ended."""
+    max_threads: int = 32
+    """Threads, where the kernel counts them for this program alone."""
+
+    def __post_init__(self) -> None:
+        """Refuse a limit that no program could keep."""
+        least = {"timeout_seconds": 0.1, "memory_mib": 64, "output_kib": 1, "max_threads": 1}
+        for name, value in {**least, "disk_mib": 1}.items():
+            given = getattr(self, name)
+            if not value <= given < 2**31:
+                raise ValueError(f"{name} is {given!r}; set it to {value} or more")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one program."""
+
+    ok: bool
+    """Whether it ended by itself, within its limits, with exit code 0."""
+    reason: str
+    """"" if it is ok, else "exit", "signal", "timeout" or "output"."""
+    stdout: str
+    """What it printed, up to the limit; bytes that are not UTF-8 replaced."""
+    layers: tuple[str, ...] = field(default=(), repr=False)
+    """The protections it ran under, of those that ``protections`` names."""
+
+
+def run_python(
+    source: str, *, stdin: str = "", limits: Limits | None = None, allow_weak: bool = False
+) -> Outcome:
+    """Run a program in a fresh process, confined, and return what became of it.
+
+    The process has the standard library alone, an empty environment, an empty folder that goes
+    with it, no network, no other process to start or to reach. See docs/code_sandbox.md.
+
+    Args:
+        source: The program, which runs as ``__main__``.
+        stdin: All of its standard input.
+        limits: What it may use; None: the defaults.
+        allow_weak: Run it even where neither files nor the network are protected.
+
+    Raises:
+        BackendError: The protections do not hold on this machine, or the process did not start.
+    """
+    limits = limits or Limits()
+    if os.name != "posix":
+        raise BackendError(
+            f"the code sandbox needs Linux, and this is {sys.platform}; use WSL or a container"
+        )
+    program = source.encode("utf-8", "surrogatepass")  # no Python, and its compiler says so
+    with _folder() as folder:
+        given = folder / "input"
+        given.write_bytes(program + stdin.encode("utf-8", "surrogatepass"))
+        with given.open("rb") as file:
+            given.unlink()
+            process = _start(file, folder, len(program), limits, allow_weak=allow_weak)
+        try:
+            header, output, reason = _watch(process, limits)
+        finally:
+            _end(process)
+    word, *rest = header.split() or [""]
+    if word != _confinement.READY:
+        raise BackendError(_refusal(word, rest))
+    if not reason and process.returncode:
+        reason = "exit" if process.returncode > 0 else "signal"
+    return Outcome(not reason, reason, output.decode("utf-8", "replace"), tuple(rest))
+
+
+def protections() -> dict[str, bool]:
+    """Return which protections hold for programs on this machine, by trying them.
+
+    >>> sorted(protections())
+    ['landlock', 'namespaces', 'other_user', 'rlimits', 'seccomp', 'tmpfs']
+    """
+    held = run_python("", allow_weak=True).layers if os.name == "posix" else ()
+    return {name: name in held for name in _confinement.LAYERS}
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    folder = tempfile.mkdtemp(prefix="rloo-kit-code-")
+    try:
+        yield Path(folder)
+    finally:
+        # Only a program under weak protection leaves anything here, such as folders a thousand
+        # deep.
+        with contextlib.suppress(RecursionError):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(
+    stdin: IO[bytes], folder: Path, size: int, limits: Limits, *, allow_weak: bool
+) -> subprocess.Popen:
+    numbers = (
+        os.getpid(), size, math.ceil(limits.timeout_seconds) + 1, limits.memory_mib,
+        limits.disk_mib, limits.max_threads, int(allow_weak),
+    )  # fmt: skip
+    # Isolated, without site-packages, writing no bytecode.
+    flags = ["-I", "-S", "-B", "-X", "utf8"]
+    try:
+        return subprocess.Popen(
+            [sys.executable, *flags, str(_confinement.__file__), str(folder), *map(str, numbers)],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={},
+            start_new_session=True,
+        )
+    except OSError as exc:
+        raise BackendError(
+            f"the code sandbox cannot start {sys.executable!r}: {exc}; free memory or processes, "
+            "or lower max_workers"
+        ) from exc
+
+
+def _watch(process: subprocess.Popen, limits: Limits) -> tuple[str, bytes, str]:
+    """Return the worker's first line, the program's output, and why it must be ended, if so."""
+    output, header = bytearray(), ""
+    deadline = time.monotonic() + _START_SECONDS
+    assert process.stdout is not None
+    fd = process.stdout.fileno()
+    with selectors.DefaultSelector() as selector:
+        selector.register(fd, selectors.EVENT_READ)
+        while True:
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                return header, bytes(output), "timeout"
+            chunk = os.read(fd, _CHUNK)
+            output += chunk
+            if not header and b"\n" in output:
+                line, _, output = output.partition(b"\n")
+                header = line.decode("ascii")
+                deadline = time.monotonic() + limits.timeout_seconds
+            if len(output) > limits.output_kib << 10:
+                return header, bytes(output[: limits.output_kib << 10]), "output"
+            if not chunk:
+                break
+    try:  # it may have closed its output and go on
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return header, bytes(output), "timeout"
+    return header, bytes(output), ""
+
+
+def _end(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _refusal(word: str, rest: list[str]) -> str:
+    if word != _confinement.REFUSED:
+        return (
+            "a process of the code sandbox did not start; free memory or processes, or lower "
+            "max_workers"
+        )
+    if not set(rest) <= set(_confinement.LAYERS):
+        return (
+            f"the code sandbox failed to confine a program: {' '.join(rest)}; raise memory_mib if "
+            "memory ran out"
+        )
+    return (
+        f"the code sandbox lacks {' and '.join(rest)} on this machine, so a program could reach "
+        "your files or the network; use Linux 5.13 or newer with Landlock on, or say "
+        "allow_weak=True where nothing can be harmed"
+    )

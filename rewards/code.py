@@ -1,0 +1,366 @@
+"""Code: the program in the answer passes its tests, run in a sandbox."""
+
+import ast
+import functools
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from rloo_kit.errors import RewardContractError
+from rloo_kit.types import Completion, Score
+
+from . import _code_harness
+from ._sandbox import Limits, run_python
+from ._text import completion_text, is_unclosed, text_after_thought
+from .thinking import TemplateAware
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_PATIENCE_SECONDS = 30.0
+"""For what the dataset alone decides: a loaded machine must not make a test weaker."""
+_PYTHON_TAGS = {"python", "python3", "py"}
+
+
+def fenced_code(text: str) -> str | None:
+    r"""Return the last closed block of Python between fences, or the last one of no language.
+
+    >>> fenced_code("So:\n```python\nx = 1\n```\nIt prints:\n```\n1\n```")
+    'x = 1\n'
+    >>> fenced_code("x = 1") is None
+    True
+    """
+    found: dict[bool, str] = {}  # by whether the block says that it is Python
+    tag: str | None = None
+    block: list[str] = []
+    for line in text.splitlines(keepends=True):
+        stripped = line.strip()
+        if tag is None and stripped.startswith("```"):
+            tag, block = stripped.lstrip("`").strip().lower(), []
+        elif tag is not None and stripped == "```":
+            if tag in {"", *_PYTHON_TAGS}:
+                found[tag != ""] = "".join(block)
+            tag = None
+        else:
+            block.append(line)
+    return found.get(True, found.get(False))
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """One test of a program that reads and prints."""
+
+    stdin: str
+    stdout: str
+
+
+@dataclass(frozen=True)
+class _Check:
+    """One test in Python: statements, or an assertion that two expressions are equal."""
+
+    setup: tuple[str, ...]
+    statements: str
+    sides: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What the process of the program is asked, and the answer that passes."""
+
+    setup: tuple[str, ...]
+    value: str
+    check: str = ""
+    expected: str = "passed"
+
+
+_Tests = tuple[_Exchange, ...] | tuple[_Check, ...]
+
+
+@dataclass(frozen=True)
+class Code(TemplateAware):
+    r"""Reward a program by the share of its tests that pass.
+
+    Range: [0.0, 1.0]; with ``all_or_nothing`` 1.0 or 0.0. The program is the last block between
+    ``` fences of what follows the last ``</think>``. It runs in a process of its own with the
+    standard library alone, confined as docs/code_sandbox.md says: whatever it does, it costs its
+    own sample the reward and nothing else. None where there are no tests.
+
+    The column holds, per row, a list or its JSON text. Of strings, each one is Python (one assert,
+    as in MBPP, or ``check`` and its call, as in HumanEval), run after the program in the same
+    process; where it is ``assert a == b``, the values are compared outside of it. Of objects
+    ``{"input", "output"}``, or one object of two lists ``{"inputs", "outputs"}`` (APPS), each is
+    a run of its own, right if it prints the output, white space at the ends of lines and of the
+    whole aside; after a run that took too long the others count as failed.
+
+    >>> row = {"tests": [["assert add(1, 2) == 3", "assert add(1, 1) == 2"]]}
+    >>> Code()(completions=["```python\ndef add(a, b): return 3\n```"], **row)
+    [0.5]
+    >>> Code()(completions=["No program.", "Nothing to test."], tests=[row["tests"][0], None])
+    [0.0, None]
+    """
+
+    __name__: ClassVar[str] = "code"
+
+    column: str = "tests"
+    """Dataset column of the tests."""
+    all_or_nothing: bool = False
+    """Score 1.0 if all tests pass, else 0.0."""
+    require_fence: bool = True
+    """Score 0.0 without a closed block between fences; else the whole answer is the program."""
+    timeout_seconds: float = 5.0
+    """Wall time of one run: of all tests in Python together, or of one input."""
+    memory_mib: int = 512
+    """Address space of one run."""
+    disk_mib: int = 16
+    """Files of one run, all together."""
+    output_kib: int = 1024
+    """Output of one run; one that prints more is ended."""
+    max_workers: int | None = None
+    """Programs run at the same time; None: one per core."""
+    allow_weak: bool = False
+    """Run programs even on a machine that cannot keep them from files and network."""
+    require_closed_thought: bool = True
+    """Score 0.0 for a thought that was opened, in the prompt or the completion, and not closed."""
+
+    def __post_init__(self) -> None:
+        """Refuse limits that no program could keep."""
+        _ = self._limits
+        if self.max_workers is not None and self.max_workers < 1:
+            raise ValueError(f"max_workers is {self.max_workers!r}; set it to 1 or more")
+
+    @property
+    def _limits(self) -> Limits:
+        return Limits(self.timeout_seconds, self.memory_mib, self.disk_mib, self.output_kib)
+
+    def __call__(
+        self,
+        completions: list[Completion],
+        prompts: list[Completion] | None = None,
+        **columns: Any,
+    ) -> list[Score]:
+        """Return one score per completion, or None without tests.
+
+        Args:
+            completions: B completions, conversational or plain.
+            prompts: B prompts, conversational or plain.
+            **columns: Other columns of B values; the one named ``column`` holds the tests.
+
+        Raises:
+            RewardContractError: The column is not there, or holds something else than tests.
+            BackendError: Programs cannot be confined on this machine.
+        """
+        if self.column not in columns:
+            raise RewardContractError(
+                f"reward {self.__name__!r} needs the dataset column {self.column!r}, which is not "
+                "there; add it, or name another one with the parameter 'column'"
+            )
+        asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
+        tests = [_read_tests(value, self.column) for value in columns[self.column]]
+        programs = [
+            self._program(completion_text(completion), prompt)
+            for completion, prompt in zip(completions, asked, strict=True)
+        ]
+        rows = [
+            (row, program, tests[row])
+            for row, program in enumerate(programs)
+            if program is not None and tests[row]
+        ]
+        scores: list[Score] = [0.0 if row else None for row in tests]
+        # Once for all samples of a prompt, before they ask for it at the same time.
+        self._map(self._prepared, {row[2] for row in rows})
+        for (row, *_), score in zip(rows, self._map(self._score, rows), strict=True):
+            scores[row] = score
+        return scores
+
+    def _program(self, text: str, prompt: Completion) -> str | None:
+        if self.require_closed_thought and is_unclosed(text, opened=self.is_opened(prompt)):
+            return None
+        answer = text_after_thought(text)
+        program = fenced_code(answer)
+        return answer if program is None and not self.require_fence else program
+
+    def _map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        pool = ThreadPoolExecutor(self.max_workers or os.cpu_count() or 1, "rloo-kit code")
+        try:
+            return list(pool.map(function, items))
+        finally:  # an error, Ctrl-C and a time limit wait only for the programs that run
+            pool.shutdown(cancel_futures=True)
+
+    def _score(self, row: tuple[int, str, _Tests]) -> float:
+        _, program, tests = row
+        if isinstance(tests[0], _Exchange):
+            passed = self._exchanges_passed(program, tests)
+        else:
+            passed = self._checks_passed(program, self._prepared(tests))
+        return float(passed == len(tests)) if self.all_or_nothing else passed / len(tests)
+
+    def _exchanges_passed(self, program: str, tests: Sequence[Any]) -> int:
+        passed = 0
+        for test in tests:
+            outcome = run_python(
+                program, stdin=test.stdin, limits=self._limits, allow_weak=self.allow_weak
+            )
+            right = outcome.ok and _lines(outcome.stdout) == _lines(test.stdout)
+            passed += right
+            if outcome.reason == "timeout" or (self.all_or_nothing and not right):
+                break
+        return passed
+
+    def _checks_passed(self, program: str, cases: tuple[_Case, ...]) -> int:
+        answers = _answers(program, cases, self._limits, self.allow_weak)
+        return sum(answers.get(str(i)) == case.expected for i, case in enumerate(cases))
+
+    def _prepared(self, tests: _Tests) -> tuple[_Case, ...]:
+        if isinstance(tests[0], _Exchange):
+            return ()
+        return _with_expected_values(tests, self._limits, self.allow_weak)
+
+
+def _answers(
+    program: str, cases: Iterable[_Case], limits: Limits, allow_weak: bool, *, lenient: bool = False
+) -> dict[str, str]:
+    """Return what a process says of each case, by its number; nothing of those that failed."""
+    job = {
+        "program": program,
+        "cases": [{"setup": c.setup, "value": c.value, "check": c.check} for c in cases],
+        "lenient": lenient,
+    }
+    text, secret = json.dumps(job), secrets.token_hex(_code_harness.SECRET_BYTES // 2)
+    harness = Path(_code_harness.__file__).read_text(encoding="utf-8")
+    stdin = f"{len(text):{_code_harness.HEADER_BYTES}}{text}{secret}"
+    outcome = run_python(harness, stdin=stdin, limits=limits, allow_weak=allow_weak)
+    lines = [line.split(" ", 2) for line in outcome.stdout.split("\n")]
+    return {line[1]: line[2] for line in lines if len(line) == 3 and line[0] == secret}
+
+
+@functools.lru_cache(maxsize=4096)
+def _with_expected_values(
+    checks: tuple[_Check, ...], limits: Limits, allow_weak: bool
+) -> tuple[_Case, ...]:
+    """Find the side of each equation that needs no program, in a process without one.
+
+    That value is expected of the other side, and never seen by the program.
+    """
+    sides = [_Case(check.setup, side) for check in checks for side in check.sides or ()]
+    patient = replace(limits, timeout_seconds=max(_PATIENCE_SECONDS, limits.timeout_seconds))
+    answers = _answers("", sides, patient, allow_weak, lenient=True) if sides else {}
+    cases, asked = [], 0
+    for check in checks:
+        case = _Case(check.setup, "", check.statements)
+        if check.sides is not None:
+            left, right = answers.get(str(asked)), answers.get(str(asked + 1))
+            asked += 2
+            if right is not None:
+                case = _Case(check.setup, check.sides[0], expected=right)
+            elif left is not None:
+                case = _Case(check.setup, check.sides[1], expected=left)
+        cases.append(case)
+    return tuple(cases)
+
+
+# --- tests as datasets store them -----------------------------------------------------------------
+
+
+def _read_tests(value: Any, column: str) -> _Tests:
+    """Return the tests of one row; none where the value is missing."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = [value] if value.strip() else None
+    if value is None or value != value:  # only NaN differs from itself
+        return ()
+    if isinstance(value, dict):
+        value = _as_rows(value)
+    if isinstance(value, list | tuple):
+        if all(isinstance(test, str) for test in value):
+            return tuple(check for test in value for check in _checks(test, column))
+        if all(isinstance(test, dict) and {"input", "output"} <= {*test} for test in value):
+            return tuple(_Exchange(_joined(t["input"]), _joined(t["output"])) for t in value)
+    raise RewardContractError(
+        f"the column {column!r} holds {str(value)[:200]!r}, which are no tests; give a list of "
+        'asserts, or of {"input": ..., "output": ...}'
+    )
+
+
+def _as_rows(table: dict[str, Any]) -> Any:
+    """Return {"inputs": [...], "outputs": [...]} as a list of objects; anything else as it is."""
+    for given, wanted in (("inputs", "outputs"), ("input", "output")):
+        columns = table.get(given), table.get(wanted)
+        if all(isinstance(column, list) for column in columns) and "fn_name" not in table:
+            return [{"input": i, "output": o} for i, o in zip(*columns, strict=True)]
+    return table
+
+
+def _joined(text: Any) -> str:
+    return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def _checks(source: str, column: str) -> list[_Check]:
+    """Return the asserts of a piece of Python as checks of their own, or the whole as one."""
+    try:
+        body = _unfolded(ast.parse(source).body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as exc:
+        raise RewardContractError(
+            f"the column {column!r} holds the test {source[:200]!r}, which is no Python ({exc}); "
+            "correct it"
+        ) from exc
+    asserts = [node for node in body if isinstance(node, ast.Assert)]
+    setup = [node for node in body if not isinstance(node, ast.Assert)]
+    idle = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+    if not asserts and all(isinstance(node, idle) or _is_comment(node) for node in body):
+        raise RewardContractError(
+            f"the column {column!r} holds the test {source[:200]!r}, which every program passes; "
+            "add an assert, or a call of the function that has them"
+        )
+    if not asserts or body != [*setup, *asserts]:
+        return [_Check((), source)]
+    before = tuple(map(ast.unparse, setup))
+    return [_Check(before, ast.unparse(node), _sides(node.test)) for node in asserts]
+
+
+def _unfolded(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Return statements with calls of functions that only assert replaced by what they assert."""
+    checks = {
+        node.name: node
+        for node in body
+        if isinstance(node, ast.FunctionDef)
+        and all(isinstance(s, ast.Assert) or _is_comment(s) for s in node.body)
+    }
+    unfolded: list[ast.stmt] = []
+    for node in body:
+        match node:
+            case ast.Expr(ast.Call(ast.Name(name), arguments, [])) if name in checks and len(
+                arguments
+            ) == len(checks[name].args.args):
+                parameters = [ast.Name(a.arg, ast.Store()) for a in checks[name].args.args]
+                unfolded += [
+                    ast.fix_missing_locations(ast.Assign([parameter], argument))
+                    for parameter, argument in zip(parameters, arguments, strict=True)
+                ]
+                unfolded += [s for s in checks[name].body if isinstance(s, ast.Assert)]
+            case _:
+                unfolded.append(node)
+    return unfolded
+
+
+def _is_comment(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Pass) or (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    )
+
+
+def _sides(test: ast.expr) -> tuple[str, str] | None:
+    match test:
+        case ast.Compare(left, [ast.Eq()], [right]):
+            return ast.unparse(left), ast.unparse(right)
+    return None

@@ -1,0 +1,258 @@
+"""Math: what follows the thought is the expected mathematical answer, by math-verify."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import IO, Any, ClassVar
+
+from rloo_kit.errors import RewardContractError, RewardLoadError
+from rloo_kit.types import Completion, Score
+
+from ._text import completion_text, is_unclosed, text_after_thought
+from .thinking import TemplateAware
+
+_START_SECONDS = 120.0
+"""Importing sympy takes two seconds; on a loaded machine, many."""
+_MAX_CHARACTERS = 4000
+"""Only the end of an answer is read: math-verify's patterns are slow in long texts."""
+
+
+class _Worker:
+    """A process that has math-verify loaded; started when first asked, and again when it died."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+
+    def __reduce__(self) -> tuple[type["_Worker"], tuple[()]]:
+        """Pickle as a worker that has not started."""
+        return type(self), ()
+
+    def ask(self, request: dict[str, str], timeout_seconds: float, memory_mib: int) -> bool | None:
+        """Return the reply, or None where the process took too long or died of the request.
+
+        Raises:
+            RewardLoadError: math-verify is missing, or the process does not start.
+        """
+        if self._owner != os.getpid():  # after a fork: the process belongs to the parent
+            self._process, self._lock, self._owner = None, threading.Lock(), os.getpid()
+        with self._lock:
+            try:
+                if self._process is None or self._process.poll() is not None:
+                    self._start(timeout_seconds, memory_mib)
+                reply = self._exchange(json.dumps(request), timeout_seconds)
+            except BaseException:  # Ctrl-C: a late reply must not be taken for the next one's
+                self.end()
+                raise
+            if reply is None:
+                self.end()
+                return None
+            return reply["reply"]
+
+    def end(self) -> None:
+        """End the process, if there is one and it is this process's own."""
+        process, self._process = self._process, None
+        if process is not None:
+            _end(process, self._owner)
+
+    def _start(self, timeout_seconds: float, memory_mib: int) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise RewardLoadError(
+                "the reward 'math' needs math-verify; pip install \"rloo-kit[rewards]\""
+            )
+        self.end()
+        paths = os.pathsep.join(map(os.path.abspath, sys.path))
+        kept = {"SYSTEMROOT": os.environ["SYSTEMROOT"]} if "SYSTEMROOT" in os.environ else {}
+        self._process = process = subprocess.Popen(
+            [
+                *(sys.executable, "-P", "-m", f"{__package__}._math_worker"),
+                *(str(timeout_seconds), str(memory_mib)),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={"PYTHONPATH": paths, **kept},
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+        weakref.finalize(self, _end, process, self._owner)
+        self._replies = queue.SimpleQueue()
+        threading.Thread(
+            target=_read, args=(process.stdout, self._replies), name="rloo-kit math", daemon=True
+        ).start()
+        first = self._reply(_START_SECONDS)
+        if first is None or "error" in first:
+            self.end()
+            raise RewardLoadError(
+                "the process of the reward 'math' did not start: "
+                f"{(first or {}).get('error', 'it ended or took too long')}; "
+                'pip install "rloo-kit[rewards]", or raise memory_mib'
+            )
+
+    def _exchange(self, request: str, timeout_seconds: float) -> dict[str, Any] | None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(request.encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            return None
+        return self._reply(timeout_seconds)
+
+    def _reply(self, seconds: float) -> dict[str, Any] | None:
+        try:
+            return json.loads(self._replies.get(timeout=seconds))
+        except (queue.Empty, ValueError):  # too late; or the process ended
+            return None
+
+
+def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
+    """End a process, unless this is a fork of the one that started it."""
+    if os.getpid() != owner or process.returncode is not None:
+        return
+    process.kill()
+    process.wait()
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+
+
+def _read(output: IO[bytes], replies: "queue.SimpleQueue[bytes]") -> None:
+    """Pass on the lines of a process, and an empty one at its end."""
+    with output:
+        for line in output:
+            replies.put(line)
+    replies.put(b"")
+
+
+@dataclass(frozen=True)
+class Math(TemplateAware):
+    r"""Reward the expected mathematical answer: 1.0 if it is given, 0.0 if not.
+
+    What follows the last ``</think>`` is compared by math-verify: numbers, fractions, percentages,
+    roots, symbolic expressions, equations, sets, intervals, matrices, written plainly, in LaTeX or
+    in ``\boxed``; units are left out. Where several are written, its rules choose: what is called
+    the final answer, then ``\boxed``, then the last one. Read are the last 4,000 characters.
+
+    None where the expected answer is missing (None, NaN or blank), or math-verify cannot read it:
+    then no answer could be right. The metric ``rewards/math/gold_not_parsed`` counts the latter.
+    The comparison runs in a process of its own, started at the first call (two seconds); an answer
+    that takes it too long or too much memory scores 0.0.
+
+    Source: math-verify 0.9 (``parse`` and ``verify`` with their defaults); departure: a single
+    line without delimiters is read as LaTeX.
+
+    >>> reward = Math()
+    >>> reward(completions=["hm</think>It is $\\frac{2}{4}$.", "0.51"], answer=["1/2", "1/2"])
+    [1.0, 0.0]
+    >>> reward.release()
+    """
+
+    __name__: ClassVar[str] = "math"
+
+    column: str = "answer"
+    """Dataset column of the expected answers."""
+    require_boxed: bool = False
+    r"""Read the last ``\boxed{...}`` alone, and score 0.0 without one."""
+    require_closed_thought: bool = True
+    """Score 0.0 for a thought that was opened, in the prompt or the completion, and not closed."""
+    timeout_seconds: float = 3.0
+    """Wall time of one row; a row that takes longer costs two seconds more, for a new process."""
+    memory_mib: int = 1024
+    """Address space of the process that compares."""
+    _worker: _Worker = field(default_factory=_Worker, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Refuse limits that nothing could keep."""
+        for name, least in (("timeout_seconds", 0.1), ("memory_mib", 256)):
+            if not least <= getattr(self, name) < 2**31:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; set it to {least} or more")
+
+    def __call__(
+        self,
+        completions: list[Completion],
+        prompts: list[Completion] | None = None,
+        **columns: Any,
+    ) -> list[Score]:
+        """Return one score per completion, in {0.0, 1.0}, or None without an expected answer.
+
+        Args:
+            completions: B completions, conversational or plain.
+            prompts: B prompts, conversational or plain.
+            **columns: Other columns of B values; the one named ``column`` holds the answers.
+
+        Raises:
+            RewardContractError: The answer column is not there.
+            RewardLoadError: math-verify is not installed, or its process does not start.
+        """
+        if self.column not in columns:
+            raise RewardContractError(
+                f"reward {self.__name__!r} needs the dataset column {self.column!r}, which is not "
+                "there; add it, or name another one with the parameter 'column'"
+            )
+        asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
+        golds = [_expected(value) for value in columns[self.column]]
+        known = {gold: self._ask({"gold": gold}) for gold in dict.fromkeys(golds) if gold}
+        unread = sum(gold is not None and not known[gold] for gold in golds)
+        if unread and "log_metric" in columns:
+            columns["log_metric"](f"rewards/{self.__name__}/gold_not_parsed", float(unread))
+        scored: dict[tuple[str, str], Score] = {}
+        scores: list[Score] = []
+        for completion, prompt, gold in zip(completions, asked, golds, strict=True):
+            if gold is None or not known[gold]:
+                scores.append(None)
+                continue
+            pair = gold, self._answer(completion_text(completion), prompt)
+            if pair not in scored:
+                equal = bool(pair[1]) and self._ask({"gold": gold, "answer": pair[1]})
+                scored[pair] = 1.0 if equal else 0.0
+            scores.append(scored[pair])
+        return scores
+
+    def release(self) -> None:
+        """End the process that compares; the next call starts one again."""
+        self._worker.end()
+
+    def _ask(self, request: dict[str, str]) -> bool | None:
+        return self._worker.ask(request, self.timeout_seconds, self.memory_mib)
+
+    def _answer(self, text: str, prompt: Completion) -> str:
+        """Return what is compared; "" for what is wrong without a look at it."""
+        if self.require_closed_thought and is_unclosed(text, opened=self.is_opened(prompt)):
+            return ""
+        answer = text_after_thought(text).strip()
+        return last_boxed(answer) if self.require_boxed else answer[-_MAX_CHARACTERS:]
+
+
+def last_boxed(text: str) -> str:
+    r"""Return the last ``\boxed{...}`` with its braces; "" without one, or where it does not close.
+
+    >>> last_boxed(r"\boxed{1}, or \boxed{\frac{1}{2}}. Done.")
+    '\\boxed{\\frac{1}{2}}'
+    """
+    _, boxed, rest = text.rpartition("\\boxed{")
+    depth = 1 if boxed else 0
+    for end, character in enumerate(rest[:_MAX_CHARACTERS]):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if boxed and depth == 0:
+            return boxed + rest[: end + 1]
+    return ""
+
+
+def _expected(answer: Any) -> str | None:
+    """Return the expected answer as text; None where it is missing (None, NaN or blank)."""
+    if answer is None or answer != answer:  # only NaN differs from itself
+        return None
+    return str(answer).strip() or None
+
+
+math = Math()
+"""The reward with its defaults."""

@@ -1,0 +1,414 @@
+"""Code: a program earns the share of its tests that it passes, and nothing by other means."""
+
+import contextlib
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from rloo_kit.rewards import Code
+from rloo_kit.rewards._code_harness import canonical
+from rloo_kit.rewards._sandbox import protections
+from rloo_kit.rewards.code import fenced_code
+
+from rloo_kit.errors import RewardContractError
+
+HELD = protections()
+strong = pytest.mark.skipif(
+    not (HELD["landlock"] and HELD["seccomp"]), reason="this machine cannot confine a program"
+)
+ADD = "def add(a, b):\n    return a + b\n"
+TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
+ECHO = [{"input": "a b\n", "output": "a b"}]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A place of its own for the folders of programs: at the end no file, and no process."""
+    own = tmp_path / "own"
+    own.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(own))
+    yield own
+    assert [*own.iterdir()] == []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            assert os.fsencode(own) not in (process / "cmdline").read_bytes()
+
+
+def fenced(program, tag="python"):
+    return f"Let me see.</think>This is it:\n```{tag}\n{program}\n```\nDone."
+
+
+def score(program, tests, **parameters):
+    return Code(**parameters)(completions=[fenced(program)], tests=[tests])[0]
+
+
+# --- what is the program --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python\nx\n```", "x\n"), ("```py\nx\n```", "x\n"), ("```\nx\n```", "x\n"),
+        ("```Python3\nx\n```", "x\n"), ("a\n  ```python\r\nx\r\n```", "x\r\n"),
+        ("```python\na\n```\n```python\nb\n```", "b\n"),
+        ("```python\na\n```\n```\noutput\n```", "a\n"),
+        ("```bash\npip\n```", None), ("```bash\npip\n```\n```\nx\n```", "x\n"),
+        ("```python\nx", None), ("x", None), ("", None), ("```python\n```", ""),
+        ("``` python\nx\n```", "x\n"), ("```python\ns = '```'\n```", "s = '```'\n"),
+    ],
+)  # fmt: skip
+def test_the_last_closed_block_of_python_is_the_program(text, program):
+    assert fenced_code(text) == program
+
+
+def test_without_a_block_nothing_runs():
+    assert Code()(completions=[ADD, ""], tests=[TESTS] * 2) == [0.0, 0.0]
+
+
+@strong
+def test_without_a_block_the_answer_can_be_the_program():
+    reward = Code(require_fence=False)
+    assert reward(completions=[f"hm</think>{ADD}", "no"], tests=[TESTS] * 2) == [1.0, 0.0]
+
+
+@strong
+def test_a_block_in_the_thought_does_not_count():
+    thought = f"<think>```python\n{ADD}\n```"
+    texts = [f"{thought}</think>I give up.", thought, f"{thought}</think>{fenced(ADD)}"]
+    assert Code()(completions=texts, tests=[TESTS] * 3) == [0.0, 0.0, 1.0]
+    answer = f"```python\n{ADD}\n```"
+    assert Code()(completions=[answer], prompts=["Q <think>"], tests=[TESTS]) == [0.0]
+    free = Code(require_closed_thought=False)
+    assert free(completions=[answer], prompts=["Q <think>"], tests=[TESTS]) == [1.0]
+    chat = {"completions": [[{"role": "assistant", "content": answer}]], "prompts": [[]]}
+    assert Code(thought_opened=True)(**chat, tests=[TESTS]) == [0.0]
+    assert Code(thought_opened=False)(**chat, tests=[TESTS]) == [1.0]
+
+
+@strong
+def test_messages_are_scored():
+    chat = [{"role": "assistant", "content": fenced(ADD)}]
+    assert Code()(completions=[chat], tests=[TESTS]) == [1.0]
+
+
+# --- what are the tests ---------------------------------------------------------------------------
+
+
+@strong
+@pytest.mark.parametrize(
+    ("tests", "wanted"),
+    [
+        (TESTS, 1.0), (json.dumps(TESTS), 1.0), (tuple(TESTS), 1.0),
+        (TESTS[0], 1.0), ("\n".join(TESTS), 1.0),
+        ([*TESTS, "assert add(1, 1) == 3"], 2 / 3), (["assert 3 == add(1, 2)", "assert 0"], 0.5),
+        (["assert add(1, 1) != 3, 'message'", "assert add(1, 1) in (1, 2)"], 1.0),
+        (["import math\nassert math.isclose(add(.1, .2), .3)"], 1.0),
+        (["x = add(1, 2)\nassert x == 3\nx += 1\nassert x == 4"], 1.0),
+        (["M = {}\ndef check(candidate):\n    'all'\n    assert candidate(1, 2) == 3\n"
+          "    assert candidate(1, 1) == 3\ncheck(add)"], 0.5),
+        (["def check(f):\n    for n in range(3):\n        assert f(n, 0) == n\ncheck(add)"], 1.0),
+        (["assert add([1], [2]) == [1, 2]", "assert add((), ()) == ()"], 1.0),
+        (["import collections\nassert collections.Counter(add('a', 'a')) == {'a': 2}"], 1.0),
+        (["assert add(0.1, 0.2) == 0.30000000000000004", "assert add(1, 0) == True"], 1.0),
+        (["assert add(1, 2) == nothing"], 0.0), (["assert add(add, 1)"], 0.0),
+    ],
+)  # fmt: skip
+def test_tests_in_python(tests, wanted):
+    assert score(ADD, tests) == pytest.approx(wanted)
+
+
+@strong
+@pytest.mark.parametrize(
+    ("tests", "wanted"),
+    [
+        (ECHO, 1.0), (json.dumps(ECHO), 1.0), ([*ECHO, {"input": "a\n", "output": "b\n"}], 0.5),
+        ({"inputs": ["a\n", "b\n"], "outputs": ["a\n", "b\n"]}, 1.0),
+        ({"input": ["a"], "output": ["c"]}, 0.0),
+        ([{"input": ["1", "2"], "output": ["1  ", "2", ""], "id": 7}], 1.0),
+        ([{"input": "é\n", "output": "é"}], 1.0), ([{"input": "a", "output": "A"}], 0.0),
+    ],
+)  # fmt: skip
+def test_tests_of_input_and_output(tests, wanted):
+    assert score("import sys\nprint(sys.stdin.read())", tests) == wanted
+
+
+def test_without_tests_there_is_no_score():
+    tests = [None, [], "", " ", "[]", "null", float("nan"), {"inputs": [], "outputs": []}]
+    assert Code()(completions=["x"] * 8, tests=tests) == [None] * 8
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [7, [7], ["assert 1", {}], [{"input": "a"}], {"a": 1}, {"inputs": ["a"], "outputs": "b"},
+     {"fn_name": "f", "inputs": [[1]], "outputs": [2]}, "7"],
+)  # fmt: skip
+def test_what_is_no_test_is_named(tests):
+    with pytest.raises(RewardContractError, match=r"'tests' holds .* give a list of asserts"):
+        Code()(completions=["x"], tests=[tests])
+
+
+def test_a_test_that_is_no_python_is_named():
+    with pytest.raises(RewardContractError, match=r"'assert add\(1' ?, which is no Python"):
+        Code()(completions=["x"], tests=[["assert add(1"]])
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["", "import math", "x = 1", "def test_add():\n    assert add(1, 2) == 4", "def f(): 0\n'f'"],
+)  # fmt: skip
+def test_a_test_that_every_program_passes_is_refused(test):
+    with pytest.raises(RewardContractError, match="which every program passes; add an assert"):
+        Code()(completions=["x"], tests=[[test]])
+
+
+@strong
+def test_all_or_nothing():
+    tests = [*TESTS, "assert add(1, 1) == 3"]
+    assert score(ADD, tests, all_or_nothing=True) == 0.0
+    assert score(ADD, TESTS, all_or_nothing=True) == 1.0
+    assert score("print(input())", [*ECHO, *ECHO], all_or_nothing=True) == 1.0
+    assert score("print('a b')", [*ECHO, {"input": "a", "output": "a"}], all_or_nothing=True) == 0.0
+
+
+def test_the_column_is_a_parameter_and_a_missing_one_is_named():
+    assert Code(column="cases")(completions=["x"], cases=[TESTS]) == [0.0]
+    with pytest.raises(RewardContractError, match=r"'cases'.* add it, or name another one"):
+        Code(column="cases")(completions=["x"], tests=[TESTS])
+
+
+def test_limits_are_checked_at_once():
+    with pytest.raises(ValueError, match="max_workers is 0; set it to 1 or more"):
+        Code(max_workers=0)
+    with pytest.raises(ValueError, match="timeout_seconds is 0; set it to"):
+        Code(timeout_seconds=0)
+
+
+@strong
+def test_it_pickles_and_runs_from_a_thread_and_after_a_fork():
+    reward = pickle.loads(pickle.dumps(Code(timeout_seconds=4)))
+    columns = {"completions": [fenced(ADD)], "tests": [TESTS]}
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(reward, **columns).result() == [1.0]
+    child = os.fork()
+    if not child:
+        os._exit(reward(**columns) == [1.0])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+@strong
+def test_a_main_block_runs_with_input_and_not_with_asserts():
+    program = f"{ADD}\nif __name__ == '__main__':\n    print(input())"
+    assert score(program, TESTS) == score(program, ECHO) == 1.0
+
+
+# --- a verdict cannot be had by other means -------------------------------------------------------
+
+FORGED = {
+    "sys.exit before the tests": "import sys; sys.exit(0)",
+    "os._exit before the tests": "import os; os._exit(0)",
+    "sys.exit in the tests": "def add(a, b): raise SystemExit(0)",
+    "os._exit in the tests": "import os\ndef add(a, b): os._exit(0)",
+    "a printed verdict": "print('0 passed\\n1 passed\\nOK')\nfor n in range(3, 20):\n  try:\n"
+    "    import os; os.write(n, b'0 passed\\n1 passed\\n')\n  except OSError: pass",
+    "equal to everything": "class Any:\n  def __eq__(s, o): return True\n  __hash__ = None\n"
+    "def add(a, b): return Any()",
+    "equal text": "class Any(str):\n  def __eq__(s, o): return True\n"
+    "def add(a, b): return Any()",
+    "a repr": "class Any:\n  def __repr__(s): return '3'\ndef add(a, b): return Any()",
+    "json in its own hand": "import json\njson.dumps = lambda *a: 'passed'\n"
+    "def add(a, b): return 0",
+    "pipes closed": "import os; os.closerange(3, 64)\ndef add(a, b): return 0",
+    "a bad syntax": "def add(a, b) return",
+    "no such name": "def sub(a, b): return a",
+    "an error": "1 / 0",
+    "nothing": "",
+}  # fmt: skip
+
+
+@strong
+@pytest.mark.parametrize("program", FORGED.values(), ids=FORGED)
+def test_a_verdict_cannot_be_forged(program):
+    tests = ["assert add(1, 2) == 3", "assert add(271828, 271828 * 2) == 815484"]
+    assert score(program, tests, timeout_seconds=2) == 0.0
+
+
+@strong
+@pytest.mark.parametrize("name", [name for name in FORGED if "equal" not in name])
+def test_nor_that_of_a_test_judged_where_the_program_runs(name):
+    tests = ["assert add(1, 2) in [3]", "for n in range(3):\n    assert add(n, 4) == n + 4"]
+    assert score(FORGED[name], tests, timeout_seconds=2) == 0.0
+
+
+SEARCH = """
+import gc, sys
+def add(a, b):
+    frame, seen = sys._getframe(), repr(gc.get_objects())
+    while frame: seen += repr(frame.f_locals); frame = frame.f_back
+    return a + b if str(a + b) in seen else None
+"""
+
+
+@strong
+def test_the_expected_value_is_not_in_the_memory_of_the_program():
+    assert score(SEARCH, ["assert add(271828, 543656) == 815484"]) == 0.0
+    # Only of an equation: another test is judged where the program runs, and can be searched.
+    assert score(SEARCH, ["assert add(271828, 543656) in [815484]"]) == 1.0
+
+
+@strong
+def test_nor_with_input_and_output():
+    programs = ["import sys; sys.exit(0)", "print('passed')", "import sys; sys.stderr.write('a b')"]
+    completions = [*map(fenced, programs), fenced("print(input())\nraise SystemExit(1)")]
+    assert Code()(completions=completions, tests=[ECHO] * 4) == [0.0] * 4
+
+
+@strong
+def test_a_test_that_ends_the_process_costs_no_test_before_it():
+    program = "import os\ndef add(a, b): return a + b if a == 1 else os._exit(0)"
+    assert score(program, TESTS) == 0.5
+
+
+@strong
+def test_threads_that_are_left_do_not_hold_up_the_score():
+    program = (
+        f"import threading, time\nthreading.Thread(target=time.sleep, args=(9,)).start()\n{ADD}"
+    )
+    began = time.monotonic()
+    assert score(program, TESTS) == 1.0
+    assert time.monotonic() - began < 4
+
+
+# --- what a program does costs its own sample the reward, and nothing else ------------------------
+
+SECRET = "the-key-of-the-parent"
+ATTACKS = {
+    "fork bomb": "import os\nwhile True: os.fork()",
+    "patient fork bomb": "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
+    "bomb of threads": "import threading, time\nwhile True:\n"
+    "  try: threading.Thread(target=time.sleep, args=(9,)).start()\n  except RuntimeError: pass",
+    "endless print": "while True: print('x' * 1000)",
+    "endless print to stderr": "import sys\nwhile True: sys.stderr.write('x' * 1000)",
+    "busy": "while True: pass",
+    "asleep": "import time; time.sleep(100)",
+    "asleep for good": "import signal\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\n"
+    "while True: signal.pause()",
+    "one big text": "'x' * 10**11",
+    "a growing list": "a = []\nwhile True: a.append(bytes(1 << 22))",
+    "deep recursion": "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+    "deep recursion in C": "a = []\nfor n in range(10**6): a = [a]\nrepr(a); exec('(' * 10**6)",
+    "many files": "n = 0\nwhile True: open(str(n), 'w').write('x' * 1000); n += 1",
+    "a deep folder": "import os\nwhile True: os.mkdir('a'); os.chdir('a')",
+    "a large file": "f = open('a', 'wb')\nwhile True: f.write(bytes(1 << 20))",
+    "a segmentation fault": "import ctypes; ctypes.string_at(0)",
+    "kill the parent": "import os\nos.kill(os.getppid(), 9); print('done')",
+    "kill all": "import os\nos.kill(-1, 0); print('done')",
+    "kill the group": "import os\nos.killpg(0, 9); print('done')",
+    "a daemon": "import subprocess\nsubprocess.Popen(['sleep', '9'], start_new_session=True)\n"
+    "print('done')",
+    "a server": "import socket\nsocket.create_server(('127.0.0.1', 0)); print('done')",
+    "the environment": "import os\nprint(os.environ['RLOO_KIT_SECRET'])",
+    "the parent's environment": "import os\n"
+    "print('=' in open(f'/proc/{os.getppid()}/environ').read() and 'done')",
+    "a file of the parent": "print(open('ENV').read())",
+    "a file of the parent by the way up": "import os\nfor n in range(9):\n  os.chdir('..')\n"
+    "  if os.path.isfile('.env'): print(open('.env').read())\nos.listdir('.')",
+    "a file outside": "open('OUTSIDE', 'w').write('x'); print('done')",
+    "loopback": "import socket\nprint(socket.create_connection(('127.0.0.1', PORT)).recv(99))",
+}  # fmt: skip
+
+
+@pytest.fixture
+def surroundings(tmp_path, monkeypatch):
+    """A .env in the working folder, a key in the environment, a server, a place to write."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLOO_KIT_SECRET", SECRET)
+    (tmp_path / ".env").write_text(SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        values = {
+            "ENV": str(tmp_path / ".env"),
+            "OUTSIDE": str(tmp_path / "outside"),
+            "PORT": str(server.getsockname()[1]),
+        }
+
+        def fill(program):
+            for name, value in values.items():
+                program = program.replace(name, value)
+            return program
+
+        yield fill, server
+
+
+@strong
+def test_attacks_in_one_batch_cost_their_own_rewards_and_nothing_else(surroundings, tmp_path):
+    """What an attack is after is what its test expects: it scores if it succeeds."""
+    fill, server = surroundings
+    programs = [fill(program) for program in ATTACKS.values()]
+    programs += [f"{ADD}\n{program}" for program in programs]  # by asserts as well
+    expected = [[{"input": "", "output": SECRET}, {"input": "", "output": "done"}]] * len(ATTACKS)
+    tests = [*expected, *[TESTS] * len(ATTACKS)]
+    for row in range(0, 2 * len(ATTACKS) + 9, 9):  # good ones among them
+        programs.insert(row, f"{ADD}\nprint('a b')")
+        tests.insert(row, [TESTS, ECHO][row % 2])
+    good = ["print('a b')" in program for program in programs]
+    reward = Code(timeout_seconds=1, max_workers=16, memory_mib=256)
+    began = time.monotonic()
+    scores = reward(completions=[*map(fenced, programs)], tests=tests)
+    assert time.monotonic() - began < 60
+    wrong = [
+        program
+        for program, is_good, given in zip(programs, good, scores, strict=True)
+        if given != float(is_good)
+    ]
+    assert wrong == []
+    assert not (tmp_path / "outside").exists()
+    server.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        server.accept()
+
+
+def test_the_attacks_on_files_keys_and_network_succeed_without_a_sandbox(surroundings, tmp_path):
+    fill, server = surroundings
+    thread = threading.Thread(target=lambda: server.accept()[0].sendall(b"done"))
+    thread.start()
+    for name in ("the environment", "the parent's environment", "a file of the parent",
+                 "a file outside", "loopback", "a server"):  # fmt: skip
+        code = fill(ATTACKS[name])
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert SECRET in done.stdout or "done" in done.stdout, (name, done.stderr)
+    thread.join()
+    assert (tmp_path / "outside").exists()
+
+
+# --- values as text -------------------------------------------------------------------------------
+
+
+EQUAL = [
+    (1, 1.0), (1, True), (1, 1 + 0j), ({1, 2}, frozenset({2, 1.0})), (b"a", bytearray(b"a")),
+    ({1: "a", 2: "b"}, {2: "b", 1: "a"}), ([1, (2,)], [1, (2.0,)]), (10**5000, 10**5000),
+    (0.0, -0.0), (float("inf"), float("inf")), (None, None), ("1", "1"),
+    (Fraction(1, 2), 0.5), (Decimal("0.5"), 0.5), (Counter("aa"), {"a": 2}),
+]  # fmt: skip
+DIFFERENT = [
+    (1, "1"), ([1], (1,)), (0.1 + 0.2, 0.3), ({1}, [1]), (b"a", "a"), (None, "None"), ({}, set()),
+    (["list", 1], [[1]]), (1j, 1), (float("inf"), float("-inf")), (int, float), ({1: 2}, {1: 3}),
+    ("\ud800", "\ud801"), ("null", None), ({"1", "2"}, {1, 2}), (Decimal("0.1"), 0.1),
+]  # fmt: skip
+
+
+def test_values_are_the_same_text_if_and_only_if_they_are_equal():
+    for values, equal in ((EQUAL, True), (DIFFERENT, False)):
+        for one, other in values:
+            assert (one == other) is equal
+            assert (json.dumps(canonical(one)) == json.dumps(canonical(other))) is equal

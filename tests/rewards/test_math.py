@@ -1,0 +1,259 @@
+"""Math: answers are compared as mathematics, in a process that may die without harm."""
+
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rloo_kit.rewards import Math
+from rloo_kit.rewards.math import last_boxed
+
+from rloo_kit.errors import RewardContractError, RewardLoadError
+from rloo_kit.reward_contract import OverdueError, within
+
+pytest.importorskip("math_verify")
+BOMB = "9^{9^{9^9}}"
+
+
+@pytest.fixture(scope="module")
+def reward():
+    reward = Math()
+    yield reward
+    reward.release()
+
+
+def score(reward, text, answer, **columns):
+    return reward(completions=[f"hm</think>{text}"], answer=[answer], **columns)[0]
+
+
+def process_of(reward):
+    return reward._worker._process
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "wanted"),
+    [
+        ("85", "85", 1), ("85", 85, 1), ("85.0", 85, 1), ("84", "85", 0), ("-3", "3", 0),
+        ("The answer is 42.", "42", 1), ("**42**", "42", 1), ("42.", 42.0, 1), ("#### 42", "42", 1),
+        ("6 * 7 = 42", "42", 1), ("1,234", "1234", 1), ("$1,234.50", "1234.5", 1),
+        (r"$\frac{1}{2}$", "1/2", 1), (r"\[x = \frac12\]", "0.5", 1), (r"\(0.5\)", r"\frac12", 1),
+        (r"\boxed{3}, and not 4", "3", 1), (r"\boxed{4}", "3", 0),
+        (r"so \boxed{\frac{2}{4}}", "1/2", 1),
+        ("50%", "0.5", 1), (r"50\%", "50%", 1), ("5 cm", "5", 1), (r"5\text{ cm}", "5 m", 1),
+        (r"2\pi", r"2\pi", 1), (r"2\pi", "2", 0), (r"\sqrt{8}", r"2\sqrt{2}", 1),
+        ("x^2 + 2x + 1", "(x+1)^2", 1), ("x = 5", "5", 1), ("5", "x=5", 1), ("x=5", "y=5", 0),
+        ("{3, 1, 2}", r"\{1,2,3\}", 1), ("{1, 2}", "{1,2,3}", 0), ("[1, 2)", "[1,2)", 1),
+        ("[1, 2)", "(1,2)", 0), (r"$(-\infty, 2] \cup [3, 4)$", r"(-\infty,2]\cup[3,4)", 1),
+        (r"$\begin{pmatrix}1\\2\end{pmatrix}$", r"\begin{pmatrix}1\\2\end{pmatrix}", 1),
+        ("C", r"\text{(C)}", 1), ("B", r"\text{(C)}", 0), ("blue", r"\text{blue}", 1),
+        ("I do not know.", "42", 0), ("", "42", 0), ("3\n4", "4", 1),
+        ("Sum.\n#### 72", "Long.\nLonger.\n#### 72", 1),
+    ],
+)  # fmt: skip
+def test_answers_are_compared_as_mathematics(reward, text, answer, wanted):
+    assert score(reward, text, answer) == wanted
+
+
+def test_without_an_expected_answer_there_is_no_score(reward):
+    said = []
+    columns = {"log_metric": lambda name, value: said.append((name, value))}
+    answers = [None, float("nan"), "", "  ", "1"]
+    assert reward(completions=["1"] * 5, answer=answers, **columns) == [None] * 4 + [1.0]
+    assert said == []
+
+
+def test_an_expected_answer_that_cannot_be_read_is_no_score_and_is_counted(reward):
+    said = []
+    columns = {"log_metric": lambda name, value: said.append((name, value))}
+    given = reward(completions=["1"] * 4, answer=["$$", "?\n!", "1", "$$"], **columns)
+    assert given == [None, None, 1.0, None]
+    assert said == [("rewards/math/gold_not_parsed", 3.0)]
+
+
+def test_the_thought_does_not_count(reward):
+    texts = ["<think>4", "<think>5</think>4", "4<think>", "4"]
+    assert reward(completions=texts, answer=["4"] * 4) == [0.0, 1.0, 0.0, 1.0]
+    assert reward(completions=["4"], prompts=["2 + 2 <think>"], answer=["4"]) == [0.0]
+    chat = {"completions": [[{"role": "assistant", "content": "4"}]], "prompts": [[]]}
+    assert reward(**chat, answer=["4"]) == [1.0]
+    assert Math(thought_opened=True)(**chat, answer=[None]) == [None]
+
+
+def test_a_box_can_be_asked_for():
+    boxed = Math(require_boxed=True)
+    texts = ["4", r"\boxed{4}", r"\boxed{4} or \boxed{5}", r"\boxed{5}. The final answer is $4$.",
+             r"\boxed{4", r"$\boxed{\frac{8}{2}}$, done"]  # fmt: skip
+    assert boxed(completions=texts, answer=["4"] * 6) == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+    boxed.release()
+
+
+def test_the_last_box_ends_where_its_brace_closes():
+    assert last_boxed(r"\boxed{1}{2}") == r"\boxed{1}"
+    assert last_boxed(r"\boxed{a{b}{c{d}}}}") == r"\boxed{a{b}{c{d}}}"
+    assert last_boxed(r"\boxed{1} \boxed{2") == last_boxed("{1}") == last_boxed("") == ""
+
+
+def test_a_row_that_takes_too_long_or_too_much_costs_itself_alone():
+    reward = Math(timeout_seconds=1, memory_mib=512)
+    try:
+        texts = ["1", rf"\boxed{{{BOMB}}}", "2", "10000000!!!!!!", "3"]
+        given = reward(completions=texts, answer=["1", "7", "2", "7", "3"])
+        assert given == [1.0, 0.0, 1.0, 0.0, 1.0]
+        assert score(reward, "7", "7") == 1.0
+        os.kill(process_of(reward).pid, signal.SIGKILL)
+        process_of(reward).wait()
+        assert score(reward, "8", "8") == 1.0
+    finally:
+        reward.release()
+
+
+def test_release_ends_the_process_and_the_next_call_starts_one():
+    reward = Math()
+    assert score(reward, "1", "1") == 1.0
+    first = process_of(reward)
+    reward.release()
+    assert first.poll() is not None
+    assert process_of(reward) is None
+    reward.release()
+    assert score(reward, "1", "1") == 1.0
+    second = process_of(reward)
+    del reward
+    assert second.poll() is not None
+
+
+def test_a_copy_by_pickle_has_a_process_of_its_own(reward):
+    assert score(reward, "1", "1") == 1.0
+    copy = pickle.loads(pickle.dumps(reward))
+    assert copy == reward
+    assert process_of(copy) is None
+    assert process_of(reward).poll() is None
+
+
+def test_threads_share_the_process(reward):
+    with ThreadPoolExecutor(8) as pool:
+        given = list(pool.map(lambda n: score(reward, str(n), str(n // 2 * 2)), range(64)))
+    assert given == [1.0, 0.0] * 32
+
+
+def test_a_fork_does_not_take_the_process_of_its_parent(reward):
+    assert score(reward, "1", "1") == 1.0
+    pid = process_of(reward).pid
+    child = os.fork()
+    if not child:
+        right = score(reward, "2", "2") == 1.0 and process_of(reward).pid != pid
+        reward.release()
+        os._exit(right)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert process_of(reward).pid == pid
+    assert score(reward, "3", "3") == 1.0
+
+
+def test_the_alarm_of_the_trainer_stays_and_a_late_reply_is_not_the_next_ones(reward):
+    assert score(reward, "1", "1") == 1.0
+    with pytest.raises(OverdueError):
+        within(0.5, lambda: score(reward, f"${BOMB}$", "7"))
+    assert score(reward, "4", "5") == 0.0
+    assert score(reward, "5", "5") == 1.0
+    assert within(60, lambda: score(reward, "6", "6")) == 1.0
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+
+def test_it_works_from_a_thread_and_prints_nothing():
+    code = (
+        "import threading\nfrom rloo_kit.rewards import Math\n"
+        "r = Math(timeout_seconds=0.5)\ngiven = []\n"
+        "def run(): given.extend(r(completions=['1', '$9^{9^{9^9}}$'], answer=['1', '7']))\n"
+        "t = threading.Thread(target=run); t.start(); t.join()\n"
+        "print(given, r._worker._process and r._worker._process.pid)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
+    assert done.stdout.split(" ")[:2] == ["[1.0,", "0.0]"]
+    assert done.stderr == ""
+
+
+def test_the_process_ends_with_its_parent():
+    code = (
+        "import time\nfrom rloo_kit.rewards import Math\nr = Math()\n"
+        "r(completions=['1'], answer=['1'])\nprint(r._worker._process.pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        pid = int(parent.stdout.readline())
+        assert b"_math_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_a_missing_column_and_a_missing_library_are_named(monkeypatch):
+    with pytest.raises(RewardContractError, match=r"'gold'.* add it, or name another one"):
+        Math(column="gold")(completions=["1"], answer=["1"])
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(RewardLoadError, match=r'pip install "rloo-kit\[rewards\]"'):
+        Math()(completions=["1"], answer=["1"])
+
+
+def test_a_process_that_does_not_start_is_an_error_and_not_a_score(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RewardLoadError, match=r"did not start: .*raise memory_mib"):
+        Math()(completions=["1"], answer=["1"])
+
+
+def test_limits_are_checked_at_once():
+    with pytest.raises(ValueError, match=r"timeout_seconds is 0; set it to 0\.1 or more"):
+        Math(timeout_seconds=0)
+    with pytest.raises(ValueError, match="memory_mib is 1; set it to 256 or more"):
+        Math(memory_mib=1)
+
+
+PIECES = ["\\boxed{", "}", "{", "$", "\\frac", "\\(", "\\]", "^", "_", "(", "[", ",", "=", "<", "%",
+          "1", "/", " ", "\n", "x", "\\sqrt", "\\text{", "answer", "and",
+          "\ud800", "\x00", "é", "∞",
+          "\\begin{matrix}", "&", "\\\\", "!", "|", "#"]  # fmt: skip
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(*[st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=25).map("".join))] * 2)
+def test_junk_is_scored(reward, text, answer):
+    given = score(reward, text, answer)
+    assert given is None or given in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["85 " * 100_000, "x" * 10**6, "$" * 10**5, "{" * 10**5, "(" * 4000, "answer: " * 10**4,
+             "\\boxed{" * 10**4, "\\frac{1}{" * 300 + "1" + "}" * 300, "1+" * 2000 + "1"],
+    ids=lambda text: text[:8],
+)  # fmt: skip
+def test_an_enormous_answer_is_quick(reward, text):
+    began = time.monotonic()
+    assert score(reward, text, "86") == 0.0
+    assert time.monotonic() - began < 3
+
+
+def test_numbers_are_compared_by_the_thousand(reward):
+    assert score(reward, "1", "1") == 1.0
+    texts = [rf"So \boxed{{{n}}}." for n in range(256)]
+    began = time.monotonic()
+    assert math.fsum(reward(completions=texts, answer=[str(n % 8) for n in range(256)])) == 8
+    assert time.monotonic() - began < 10
+    assert threading.active_count() < 20

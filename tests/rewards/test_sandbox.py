@@ -1,0 +1,385 @@
+"""A program in the sandbox does its work, reaches nothing, and leaves nothing."""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from rloo_kit.rewards import _confinement
+from rloo_kit.rewards._sandbox import Limits, Outcome, protections, run_python
+
+from rloo_kit.errors import BackendError
+
+HELD = protections()
+strong = pytest.mark.skipif(
+    not (HELD["landlock"] and HELD["seccomp"]), reason="this machine cannot confine a program"
+)
+SHORT = Limits(timeout_seconds=1)
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A place of its own for the folders of programs, empty again at the end of each test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield tmp_path
+    assert workers(tmp_path) == []
+    assert [*tmp_path.iterdir()] == []
+
+
+def workers(place):
+    """Ids of the processes that run a program in a folder there."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_bytes()
+            if b"_confinement.py" in words and os.fsencode(place) in words:
+                found.append(int(process.name))
+    return found
+
+
+# --- what a program can do ------------------------------------------------------------------------
+
+
+@strong
+def test_a_program_reads_its_input_and_prints():
+    outcome = run_python("print(int(input()) + 1)\nprint('é')", stdin="41\n")
+    assert outcome == Outcome(True, "", "42\né\n", outcome.layers)
+    assert set(outcome.layers) == {name for name, holds in HELD.items() if holds}
+
+
+@strong
+def test_it_has_the_standard_library_threads_and_event_loops_and_nothing_else():
+    program = """
+import asyncio, bisect, dataclasses, decimal, heapq, json, random, re, sqlite3, threading, zoneinfo
+threading.Thread(target=print, args=("thread",)).start()
+async def answer(): return 7
+print(asyncio.run(answer()), __name__, bool(dataclasses.make_dataclass("A", ["x"])(1)))
+try: import pytest
+except ImportError: print("no pytest")
+"""
+    outcome = run_python(program)
+    assert outcome.stdout.split() == ["thread", "7", "__main__", "True", "no", "pytest"]
+
+
+@strong
+def test_its_folder_is_empty_its_own_and_small():
+    program = """
+import os
+print(os.listdir("."), set(os.environ) <= {"LC_CTYPE"})
+open("a", "w").write("b"); os.rename("a", "c"); print(open("c").read(), os.listdir("."))
+written = 0
+try:
+    for n in range(20):
+        with open(str(n), "wb") as file: file.write(bytes(1 << 20))
+        written += 1
+except OSError: print("full")
+print(written < 5)
+"""
+    outcome = run_python(program, limits=Limits(disk_mib=4))
+    if HELD["tmpfs"]:
+        assert outcome.stdout.splitlines() == ["[] True", "b ['c']", "full", "True"]
+    else:
+        assert not outcome.ok
+
+
+@strong
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("import sys; sys.exit(0)", ""), ("import sys; sys.exit(3)", "exit"), ("1/0", "exit"),
+        ("(", "exit"), ("a\0", "exit"), ("'\ud800'", "exit"),
+        ("import ctypes; ctypes.string_at(0)", "signal"),
+        ("'x' * 10**11", "exit"), ("def f(): f()\nf()", "exit"),
+        ("while True: print('x' * 1000)", "output"),
+        ("import os\nos.close(1)\nwhile True: pass", "timeout"),
+        ("import signal, time\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\n"
+         "time.sleep(100)", "timeout"),
+    ],
+)  # fmt: skip
+def test_the_reason_says_how_it_ended(program, reason):
+    began = time.monotonic()
+    outcome = run_python(program, limits=Limits(timeout_seconds=0.5, output_kib=64))
+    assert (outcome.ok, outcome.reason) == (not reason, reason)
+    assert len(outcome.stdout) <= 64 << 10
+    assert time.monotonic() - began < 10
+
+
+@strong
+def test_many_programs_run_at_the_same_time():
+    with ThreadPoolExecutor(16) as pool:
+        outcomes = pool.map(lambda n: run_python("print(input())", stdin=str(n)), range(32))
+        assert [outcome.stdout for outcome in outcomes] == [f"{n}\n" for n in range(32)]
+
+
+@strong
+def test_a_parent_with_thousands_of_open_files_can_run_programs(tmp_path):
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip("too few files may be open")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    opened = [open(os.devnull) for _ in range(1100)]  # noqa: SIM115
+    try:
+        program = "import os\nprint([n for n in range(3, 64) if os.path.exists(f'/dev/fd/{n}')])"
+        assert run_python(program).stdout == "[]\n"
+    finally:
+        for file in opened:
+            file.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# --- what it cannot reach -------------------------------------------------------------------------
+
+FORBIDDEN = {
+    "fork": "os.fork()",
+    "exec": "os.execv('/bin/true', ['true'])",
+    "subprocess": "subprocess.run(['true'])",
+    "spawn": "os.posix_spawn('/bin/true', ['true'], {})",
+    "multiprocessing": "multiprocessing.get_context('spawn').Process(target=print).start()",
+    "kill": "os.kill(os.getppid(), 0)",
+    "kill by a pidfd": "os.pidfd_open(os.getppid())",
+    "kill by a limit": "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (64, 64))",
+    "kill by SIGIO": "fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
+    "slow down": "os.sched_setaffinity(os.getppid(), {0})",
+    "socket": "socket.socket()",
+    "unix socket": "socket.socket(socket.AF_UNIX)",
+    "read": "open('/etc/passwd').read()",
+    "list": "os.listdir('/')",
+    "environment": "open(f'/proc/{os.getppid()}/environ', 'rb').read()",
+    "write": "open('/tmp/rloo-kit-written', 'w').write('x')",
+    "chmod": "os.chmod('/tmp', 0o777)",
+    "truncate": "os.truncate('/tmp', 0)",
+    "utime": "os.utime('/tmp')",
+    "library": "open(os.__file__, 'a')",
+    "library without asking to write": "os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)",
+    "leave the session": "os.setsid()",
+    "memory outside of the limit": "os.memfd_create('x')",
+    "a new syscall": "call(451, 0, 0, 0, 0) == 0 or failed()",
+    "outlive the parent": "ctypes.CDLL(None, use_errno=True).prctl(1, 0, 0, 0, 0) == 0 or failed()",
+}
+
+
+@strong
+def test_nothing_outside_can_be_reached():
+    tries = "\n".join(
+        f"try: {code}\nexcept OSError: pass\nelse: print({name!r})"
+        for name, code in FORBIDDEN.items()
+    )
+    program = f"""
+import ctypes, fcntl, multiprocessing, os, resource, socket, subprocess
+call = ctypes.CDLL(None, use_errno=True).syscall
+def failed(): raise OSError(ctypes.get_errno())
+{tries}
+print("end")
+"""
+    outcome = run_python(program)
+    assert outcome.stdout == "end\n"
+
+
+@strong
+def test_the_same_is_reached_without_a_sandbox():
+    """The tries above succeed where they may, so that what refused them was the sandbox."""
+    harmless = ["subprocess", "kill", "socket", "unix socket", "read", "list", "utime",
+                "kill by a pidfd", "environment", "memory outside of the limit"]  # fmt: skip
+    code = "\n".join(["import os, socket, subprocess", *(FORBIDDEN[name] for name in harmless)])
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@strong
+def test_a_link_in_its_folder_leads_nowhere():
+    outcome = run_python("import os\nos.symlink('/etc/passwd', 'a')\nopen('a').read()")
+    assert outcome.reason == "exit"
+
+
+@strong
+def test_a_server_of_this_machine_is_out_of_reach():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code = f"import socket; socket.create_connection(('127.0.0.1', {port}), 1); print('there')"
+        assert run_python(code).stdout == ""
+        assert not select.select([server], [], [], 0)[0]
+        outside = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+        assert outside.stdout == b"there\n"
+
+
+@strong
+def test_threads_are_counted():
+    program = """
+import threading, time
+n = 0
+try:
+    while n < 200:
+        threading.Thread(target=time.sleep, args=(0.2,)).start(); n += 1
+except RuntimeError: print(n < 60)
+"""
+    assert run_python(program).stdout == "True\n"
+
+
+@strong
+def test_a_program_ends_with_its_parent(place):
+    code = (
+        "from rloo_kit.rewards._sandbox import Limits, run_python\n"
+        "run_python('import time; time.sleep(60)', limits=Limits(timeout_seconds=60))"
+    )
+    environment = {**os.environ, "TMPDIR": str(place)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment) as parent:
+        wait_for(lambda: workers(place) != [])
+        parent.kill()
+        parent.wait()
+    wait_for(lambda: workers(place) == [])
+    for folder in place.iterdir():  # the parent had no time to
+        folder.rmdir()
+
+
+@strong
+def test_ctrl_c_ends_the_program(place):
+    def press():
+        wait_for(lambda: workers(place) != [])
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_python("import time; time.sleep(60)", limits=Limits(timeout_seconds=60))
+    thread.join()
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# --- a machine that lacks a protection ------------------------------------------------------------
+
+WITHOUT = """
+import ctypes, struct, sys
+from rloo_kit.rewards import _sandbox
+libc, number, argument = ctypes.CDLL(None), int(sys.argv[1]), int(sys.argv[2])
+lines = [(0x20, 0, 0, 0), (0x15, 1, 0, number), (0x06, 0, 0, 0x7FFF0000)]
+if argument >= 0:
+    lines += [(0x20, 0, 0, 16), (0x15, 1, 0, argument), (0x06, 0, 0, 0x7FFF0000)]
+lines += [(0x06, 0, 0, 0x50026)]
+code = b"".join(struct.pack("<HBBI", *line) for line in lines)
+buffer = ctypes.create_string_buffer(code, len(code))
+libc.prctl(38, 1, 0, 0, 0)
+program = struct.pack("@HP", len(lines), ctypes.addressof(buffer))
+assert libc.prctl(22, 2, program, 0, 0) == 0
+try: print(_sandbox.run_python("print('ran')").stdout)
+except _sandbox.BackendError as error: print(error)
+print(_sandbox.run_python("print('ran')", allow_weak=True).stdout)
+print([name for name, holds in _sandbox.protections().items() if not holds])
+"""
+"""The kernel without one system call, or without it for one first argument."""
+
+
+@strong
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of x86_64")
+@pytest.mark.parametrize(
+    ("number", "argument", "layer", "refused"),
+    [(444, -1, "landlock", True), (157, 22, "seccomp", True), (272, -1, "namespaces", False)],
+    ids=["landlock", "seccomp", "namespaces"],
+)
+def test_a_machine_without_a_layer(number, argument, layer, refused):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, str(number), str(argument)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, *rest = done.stdout.split("\n\n") if not refused else done.stdout.split("\n", 1)
+    if refused:
+        assert f"lacks {layer} on this machine" in first
+        assert "allow_weak=True" in first
+    else:
+        assert first == "ran"
+    assert "ran" in rest[0]
+    assert layer in done.stdout.splitlines()[-1]
+
+
+def test_a_limit_that_nothing_could_keep_is_refused():
+    with pytest.raises(ValueError, match="memory_mib is 1; set it to 64 or more"):
+        Limits(memory_mib=1)
+    with pytest.raises(ValueError, match="timeout_seconds is nan; set it to"):
+        Limits(timeout_seconds=float("nan"))
+
+
+@strong
+def test_the_least_memory_runs_a_program():
+    assert run_python("print(1)", limits=Limits(memory_mib=64)).ok
+
+
+@strong
+def test_an_interpreter_that_does_not_start_is_an_error_and_not_a_score(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(BackendError, match=r"did not start; .*lower max_workers"):
+        run_python("print(1)")
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(BackendError, match="cannot start ''"):
+        run_python("print(1)")
+
+
+# --- the filter of system calls -------------------------------------------------------------------
+
+ALLOWED, DENIED, MISSING, KILLED = 0x7FFF0000, 0x50001, 0x50026, 0x80000000
+ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+
+
+def verdict(lines, architecture, number, *arguments):
+    """What the kernel would say: the few operations of BPF that the filter has."""
+    data = {0: number, 4: architecture}
+    data |= {16 + 8 * i: argument for i, argument in enumerate(arguments)}
+    at = value = 0
+    while True:
+        operation, if_true, if_false, operand = lines[at]
+        at += 1
+        if operation == 0x20:
+            value = data.get(operand, 0)
+        elif operation == 0x54:
+            value &= operand
+        elif operation == 0x06:
+            return operand
+        else:
+            holds = value == operand if operation == 0x15 else value > operand
+            at += if_true if holds else if_false
+
+
+@pytest.mark.parametrize(
+    ("machine", "names"),
+    [
+        ("x86_64", {"socket": 41, "fork": 57, "execve": 59, "kill": 62, "clone": 56, "read": 0,
+                    "openat": 257, "prlimit64": 302, "ptrace": 101, "shmget": 29}),
+        ("aarch64", {"socket": 198, "execve": 221, "kill": 129, "clone": 220, "read": 63,
+                     "openat": 56, "prlimit64": 261, "ptrace": 117, "shmget": 194}),
+    ],
+)  # fmt: skip
+def test_the_filter_on_each_architecture(machine, names):
+    lines = _confinement.system_call_filter(machine)
+    own = ARCHITECTURE[machine]
+
+    def say(name, *arguments):
+        return verdict(lines, own, names[name], *arguments)
+
+    for name in {"socket", "fork", "execve", "kill", "ptrace", "shmget"} & set(names):
+        assert say(name) == DENIED, name
+    assert say("read") == ALLOWED
+    assert say("clone", 0x3D0F00) == ALLOWED  # the flags of a thread
+    assert say("clone", 0x1200011) == DENIED  # those of fork
+    assert say("prlimit64", 0) == ALLOWED
+    assert say("prlimit64", 1) == DENIED
+    assert say("openat", 0, 0, os.O_RDONLY) == ALLOWED
+    assert say("openat", 0, 0, os.O_RDONLY | os.O_TRUNC) == DENIED
+    assert verdict(lines, own, 435) == verdict(lines, own, 451) == MISSING
+    assert verdict(lines, own, 0x40000000 | 41) == MISSING  # the x32 numbers
+    assert verdict(lines, 0x40000003, 4) == KILLED  # 32 bit
