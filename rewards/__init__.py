@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .accuracy import Accuracy
     from .code import Code
     from .format import JsonFormat, RegexFormat, TagFormat
+    from .judge import Judge
     from .language import Language
     from .length import Length, LengthBand
     from .math import Math
@@ -38,6 +39,7 @@ BUILTIN: dict[str, str] = {
     "accuracy": "rloo_kit.rewards.accuracy:Accuracy",
     "code": "rloo_kit.rewards.code:Code",
     "format": "rloo_kit.rewards.format:make_format",
+    "judge": "rloo_kit.rewards.judge:Judge",
     "language": "rloo_kit.rewards.language:Language",
     "length": "rloo_kit.rewards.length:Length",
     "length_band": "rloo_kit.rewards.length:LengthBand",
@@ -58,6 +60,7 @@ _HOMES = {
     "ClosedOnce": "thinking",
     "Code": "code",
     "JsonFormat": "format",
+    "Judge": "judge",
     "Language": "language",
     "Length": "length",
     "LengthBand": "length",
@@ -80,6 +83,7 @@ __all__ = [
     "ClosedOnce",
     "Code",
     "JsonFormat",
+    "Judge",
     "Language",
     "Length",
     "LengthBand",
