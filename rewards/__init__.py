@@ -18,7 +18,9 @@ if __name__ != "rloo_kit.rewards":
 if TYPE_CHECKING:
     from .accuracy import Accuracy
     from .code import Code
+    from .countdown import Countdown
     from .format import JsonFormat, RegexFormat, TagFormat
+    from .gym import ReasoningGym
     from .judge import Judge
     from .language import Language
     from .length import Length, LengthBand
@@ -38,12 +40,14 @@ if TYPE_CHECKING:
 BUILTIN: dict[str, str] = {
     "accuracy": "rloo_kit.rewards.accuracy:Accuracy",
     "code": "rloo_kit.rewards.code:Code",
+    "countdown": "rloo_kit.rewards.countdown:Countdown",
     "format": "rloo_kit.rewards.format:make_format",
     "judge": "rloo_kit.rewards.judge:Judge",
     "language": "rloo_kit.rewards.language:Language",
     "length": "rloo_kit.rewards.length:Length",
     "length_band": "rloo_kit.rewards.length:LengthBand",
     "math": "rloo_kit.rewards.math:Math",
+    "reasoning_gym": "rloo_kit.rewards.gym:ReasoningGym",
     "repetition": "rloo_kit.rewards.repetition:Repetition",
     "reward_model": "rloo_kit.rewards.reward_model:RewardModel",
     "soft_overlong": "rloo_kit.rewards.soft_overlong:SoftOverlong",
@@ -59,12 +63,14 @@ _HOMES = {
     "Accuracy": "accuracy",
     "ClosedOnce": "thinking",
     "Code": "code",
+    "Countdown": "countdown",
     "JsonFormat": "format",
     "Judge": "judge",
     "Language": "language",
     "Length": "length",
     "LengthBand": "length",
     "Math": "math",
+    "ReasoningGym": "gym",
     "RegexFormat": "format",
     "Repetition": "repetition",
     "RewardModel": "reward_model",
@@ -82,12 +88,14 @@ __all__ = [
     "Accuracy",
     "ClosedOnce",
     "Code",
+    "Countdown",
     "JsonFormat",
     "Judge",
     "Language",
     "Length",
     "LengthBand",
     "Math",
+    "ReasoningGym",
     "RegexFormat",
     "Repetition",
     "RewardModel",

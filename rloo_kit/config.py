@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 import warnings
@@ -194,16 +195,36 @@ def did_you_mean(name: str, known: typing.Iterable[str]) -> str:
     return f"; known are {', '.join(known)}" if len(known) <= 12 else ""
 
 
+def read_settings(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return ``key=value`` settings that are in no section; values are YAML, and ``1e-3`` a number.
+
+    Raises:
+        ConfigError: One is not of that form.
+    """
+    found: dict[str, Any] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise ConfigError(f"--set {override!r} is not of the form key=value: write it so")
+        found[key.strip()] = _read_value(text)
+    return found
+
+
+def _read_value(text: str) -> Any:
+    if re.fullmatch(r"\s*[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+\s*", text):
+        return float(text)  # YAML 1.1 wants a point and a sign: 1.0e-3
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):
+        return text
+
+
 def _apply_override(content: dict[str, Any], override: str, faults: list[str]) -> None:
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys) or len(keys) > 2:
         faults.append(f"--set {override!r} is not of the form section.key=value")
         return
-    try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
-        value = text
     table = content
     if len(keys) == 2:
         section = content.get(keys[0]) or {}
@@ -211,7 +232,7 @@ def _apply_override(content: dict[str, Any], override: str, faults: list[str]) -
             faults.append(f"--set {override!r}: {keys[0]!r} is no section with keys of its own")
             return
         table = content[keys[0]] = dict(section)
-    table[keys[-1]] = value
+    table[keys[-1]] = _read_value(text)
 
 
 def _make_section(name: str, value: object, faults: list[str]) -> object:
@@ -541,6 +562,7 @@ def _check_ranges(config: RunConfig) -> list[str]:
         "lora.lora_alpha": (config.lora.lora_alpha, 1),
         "data.num_prompts": (config.data.num_prompts, 1),
         "data.held_out": (config.data.held_out, 0),
+        "data.max_prompt_tokens": (config.data.max_prompt_tokens, 1),
         "seed": (config.seed, 0),
     }
     for name, (value, low) in minimum.items():

@@ -1,29 +1,31 @@
-"""Prompts: the built-in task, files, hub datasets.
+"""Prompts: built-in tasks, reasoning-gym's tasks, files, hub datasets.
 
 Every dataset has a ``prompt`` column (chat messages, or a plain string with ``chat=False``); every
 other column reaches the reward functions under its own name.
 """
 
-import csv
-import json
-from collections.abc import Iterable, Iterator
+import math
+import random
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rloo_kit.data_files import as_dataset, raw_prompts, read_source
 from rloo_kit.errors import DataError
-from rloo_kit.tasks import make_arithmetic
+from rloo_kit.gym_tasks import PREFIX, make_gym_rows
+from rloo_kit.tasks import SPLITS, TASKS, make_rows
 from rloo_kit.types import Row
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-BUILTIN = ("arithmetic",)
-FILE_TYPES = (".jsonl", ".csv", ".parquet")
+BUILTIN = tuple(TASKS)
 NUM_BUILTIN_PROMPTS = 1024
 MAX_HELD_OUT = 256
 
 
-def load_prompts(
+def load_prompts(  # noqa: PLR0913
     name: str | Path,
     *,
     split: str = "train",
@@ -31,27 +33,63 @@ def load_prompts(
     system: str | None = None,
     chat: bool = True,
     seed: int = 42,
+    columns: Mapping[str, str] | None = None,
+    level: int | list[int] | None = None,
+    curriculum: bool = False,
+    settings: dict[str, Any] | None = None,
+    tokenizer: Any = None,
+    max_prompt_tokens: int | None = None,
 ) -> "Dataset":
     """Return prompts as a Dataset with a ``prompt`` column and whatever else the source has.
 
     Args:
-        name: ``arithmetic``, a .jsonl, .csv or .parquet file, or a hub dataset.
-        split: Of a hub dataset; ``train`` or ``held_out`` of a built-in task.
-        num_prompts: Keep the first so many (a built-in task makes 1,024 when None).
+        name: A built-in task (``arithmetic``, ``countdown``, ``letter_count``, ``sort``),
+            ``reasoning_gym:TASK``, a .jsonl, .csv or .parquet file, or a hub dataset.
+        split: Of a hub dataset; ``train`` or ``held_out`` of a task.
+        num_prompts: Keep the first so many (a task makes 1,024 when None).
         system: A system message put before every prompt.
         chat: Make a plain string a user message, so that the model's chat template is applied.
-        seed: Order and choice of a built-in task.
+        seed: Order and choice of a task's problems; order within a level of a curriculum.
+        columns: Names in the kit -> names in the file or hub dataset, such as
+            ``{"prompt": "question", "answer": "solution"}``; other columns keep their names.
+        level: Difficulty of a built-in task, one or several in equal parts; None: its first.
+        curriculum: Order the rows by the column ``level``, easiest first. The trainer needs
+            ``shuffle_dataset=False`` to keep that order; a run file sets it.
+        settings: Of a reasoning-gym task, under its own names.
+        tokenizer: Counts for ``max_prompt_tokens``.
+        max_prompt_tokens: Leave out longer prompts, of those that ``num_prompts`` kept.
 
     Raises:
-        DataError: No such source, no ``prompt`` column, no rows, or a bad line, with its number.
+        DataError: No such source, no ``prompt`` column, no rows, a bad line, with its number, or an
+            argument that this source has no use for.
     """
-    if str(name) in BUILTIN:
-        rows = make_arithmetic(num_prompts or NUM_BUILTIN_PROMPTS, split=split, seed=seed)
+    name = str(name)
+    _check_arguments(name, columns, level, settings)
+    if max_prompt_tokens is not None and tokenizer is None:
+        raise DataError("max_prompt_tokens needs the tokenizer that counts: give tokenizer too")
+    if is_task(name):
+        source = _make_task(name, num_prompts or NUM_BUILTIN_PROMPTS, split, seed, level, settings)
     else:
-        rows = _first(_read(str(name), split), num_prompts)
-    if not rows:
-        raise DataError(f"{str(name)!r} has no rows: put at least one prompt in it")
-    return _as_dataset([_as_prompt(row, system, chat=chat) for row in rows])
+        source = read_source(name, split, num_prompts, columns, (*BUILTIN, f"{PREFIX}TASK"))
+    if not len(source):
+        where = f" in the split {split!r}: change its settings" if is_task(name) else ""
+        raise DataError(f"{name!r} has no rows{where or ': put at least one prompt in it'}")
+    dataset = _with_prompts(source, system, chat=chat)
+    if max_prompt_tokens is not None:
+        dataset, dropped = drop_long_prompts(dataset, tokenizer, max_prompt_tokens)
+        if dropped:
+            warnings.warn(
+                f"{dropped} of {dropped + len(dataset)} prompts have more than {max_prompt_tokens} "
+                "tokens and are left out",
+                UserWarning,
+                stacklevel=2,
+            )
+    return order_by_level(dataset, seed) if curriculum else dataset
+
+
+def is_task(name: str) -> bool:
+    """Return whether prompts of this name are made on the spot, with a held-out split."""
+    return name in BUILTIN or name.startswith(PREFIX)
 
 
 def split_held_out(dataset: "Dataset", held_out: int | None) -> "tuple[Dataset, Dataset | None]":
@@ -69,155 +107,170 @@ def split_held_out(dataset: "Dataset", held_out: int | None) -> "tuple[Dataset, 
     if kept >= size:
         raise DataError(
             f"data.held_out {kept} leaves none of the {size} prompts to train on: lower it to at "
-            f"most "
-            f"{size - 1}"
+            f"most {size - 1}"
         )
     if kept == 0:
         return dataset, None
     return dataset.select(range(size - kept)), dataset.select(range(size - kept, size))
 
 
-# --- files and the hub ---------------------------------------------------------------------------
+def order_by_level(dataset: "Dataset", seed: int = 42) -> "Dataset":
+    """Return the rows ordered by the column ``level``, easiest first, shuffled within a level.
 
+    Args:
+        dataset: Its column ``level`` holds numbers; n rows.
+        seed: Order within a level.
 
-def _read(name: str, split: str) -> Iterable[Row]:
-    path = Path(name).expanduser()
-    looks_local = path.suffix.lower() in (*FILE_TYPES, ".json", ".txt") or name.startswith(
-        (".", "/", "~")
-    )
-    if not path.exists() and not looks_local:
-        return _read_hub(name, split)
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
+    Raises:
+        DataError: There is no such column, or it holds something else than a number.
+    """
+    if "level" not in dataset.column_names:
         raise DataError(
-            f"data file {name!r} {what}: give the path of a .jsonl, .csv or .parquet file"
+            f"a curriculum orders prompts by the column 'level', and there are only "
+            f"{sorted(dataset.column_names)}: add it, or name the one that is meant with columns, "
+            "as in {level: difficulty}"
         )
-    readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet}
-    if path.suffix.lower() not in readers:
-        raise DataError(
-            f"data file {name!r} is none of {', '.join(FILE_TYPES)}: convert it to .jsonl"
-        )
-    try:
-        return list(readers[path.suffix.lower()](path))
-    except (OSError, UnicodeDecodeError) as exc:
-        raise DataError(f"data file {name!r} cannot be read: {exc}; save it as UTF-8 text") from exc
-
-
-def _read_jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as exc:
-                raise DataError(
-                    f"{path}, line {number}: not valid JSON ({exc.msg}); mend or delete it"
-                ) from exc
-            if not isinstance(row, dict):
-                raise DataError(
-                    f"{path}, line {number}: holds a {type(row).__name__}, must be an object like "
-                    f'{{"prompt": "..."}}'
-                )
-            yield _checked(row, f"{path}, line {number}")
-
-
-def _read_csv(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines, strict=True)
-        try:
-            for row in reader:
-                place = f"{path}, line {reader.line_num}"
-                if None in row or None in row.values():
-                    raise DataError(
-                        f"{place}: has not the {len(reader.fieldnames or [])} fields of line 1; "
-                        f"mend it"
-                    )
-                yield _checked(row, place)
-        except csv.Error as exc:
+    levels = dataset["level"][:]
+    for number, level in enumerate(levels, 1):
+        if type(level) not in (int, float) or not math.isfinite(level):
             raise DataError(
-                f"{path}, line {reader.reader.line_num}: not valid CSV ({exc}); mend it"
-            ) from exc
+                f"the level of prompt {number} is {level!r}, must be a number to order prompts by: "
+                "number the levels 1, 2, 3, easiest first"
+            )
+    order = list(range(len(levels)))
+    random.Random(f"{seed} curriculum").shuffle(order)
+    return dataset.select(sorted(order, key=levels.__getitem__))
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
+def drop_long_prompts(
+    dataset: "Dataset",
+    tokenizer: Any,
+    max_prompt_tokens: int,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> "tuple[Dataset, int]":
+    """Return the prompts of at most so many tokens, and the number of those left out.
 
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowException as exc:
+    Args:
+        dataset: Prompts, n rows. Images in them are not counted.
+        tokenizer: With the chat template that the policy is prompted with.
+        max_prompt_tokens: Longest that is kept.
+        chat_template_kwargs: Passed to the chat template, such as ``enable_thinking``.
+
+    Raises:
+        DataError: None is left.
+    """
+    lengths = [
+        len(prompt_ids(tokenizer, prompt, chat_template_kwargs)) for prompt in raw_prompts(dataset)
+    ]
+    kept = [row for row, length in enumerate(lengths) if length <= max_prompt_tokens]
+    if not kept:
         raise DataError(
-            f"{path} is not a whole Parquet file ({str(exc)[:120]}): write it again"
+            f"max_prompt_tokens {max_prompt_tokens} leaves none of the {len(lengths)} prompts: "
+            f"raise it, the shortest has {min(lengths)} tokens"
+        )
+    if len(kept) == len(lengths):
+        return dataset, 0
+    return dataset.select(kept), len(lengths) - len(kept)
+
+
+def prompt_ids(
+    tokenizer: Any, prompt: str | list[dict[str, Any]], settings: dict[str, Any] | None = None
+) -> list[int]:
+    """Return the tokens of a prompt as the policy sees it: T ints.
+
+    Raises:
+        DataError: The tokenizer has no chat template, or its template refuses the messages.
+    """
+    from jinja2 import TemplateError
+
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    try:
+        return tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **(settings or {})
+        )["input_ids"]
+    except (TemplateError, ValueError) as exc:
+        raise DataError(
+            f"the model's chat template cannot render a prompt ({str(exc).splitlines()[0][:160]}): "
+            f"set data.chat: false for a model without one, or change roles and data.system"
         ) from exc
-    for number, row in enumerate(table.to_pylist(), 1):
-        yield _checked(row, f"{path}, row {number}")
 
 
-def _read_hub(name: str, split: str) -> Iterable[Row]:
+# --- one source ----------------------------------------------------------------------------------
+
+
+def _check_arguments(
+    name: str,
+    columns: Mapping[str, str] | None,
+    level: int | list[int] | None,
+    settings: dict[str, Any] | None,
+) -> None:
+    """Refuse arguments that would have no effect on this source."""
+    is_gym = name.startswith(PREFIX)
+    if columns and is_task(name):
+        raise DataError(
+            f"columns renames what a file or a hub dataset has, and {name!r} is made here: drop it"
+        )
+    if level is not None and name not in BUILTIN:
+        instead = (
+            "set its difficulty with settings"
+            if is_gym
+            else "drop it, and name the column to order by with columns, as in {level: difficulty}"
+        )
+        raise DataError(f"level is of a built-in task, and {name!r} is none: {instead}")
+    if settings and not is_gym:
+        raise DataError(f"settings are of a reasoning-gym task, and {name!r} is none: drop them")
+
+
+def _make_task(
+    name: str,
+    num: int,
+    split: str,
+    seed: int,
+    level: int | list[int] | None,
+    settings: dict[str, Any] | None,
+) -> list[Row]:
+    if split not in SPLITS:
+        raise DataError(f"{name} has the splits train and held_out, not {split!r}")
+    if name in BUILTIN:
+        return make_rows(name, num, split=split, seed=seed, level=level)
+    return make_gym_rows(name, num, split=split, seed=seed, settings=settings)
+
+
+def _with_prompts(source: "list[Row] | Dataset", system: str | None, *, chat: bool) -> "Dataset":
+    """Return the source as a Dataset whose prompts are as the model gets them."""
+    if isinstance(source, list):
+        return as_dataset(
+            [{**row, "prompt": _as_prompt(row["prompt"], system, chat=chat)} for row in source]
+        )
+    stored = raw_prompts(source)
+    prompts = [_as_prompt(prompt, system, chat=chat) for prompt in stored]
+    if prompts == stored:
+        return source
     import datasets
 
-    try:
-        dataset = datasets.load_dataset(name, split=split)
-    except Exception as exc:  # hub, network, script and split errors have no common base
-        raise DataError(
-            f"data {name!r} is neither built in ({', '.join(BUILTIN)}), a file here, nor a hub "
-            f"dataset "
-            f"that can be loaded now ({type(exc).__name__}: {str(exc).splitlines()[0][:160]}): "
-            f"check the "
-            f"name, its split {split!r} and the network"
-        ) from exc
-    return (_checked(dict(row), f"{name}, row {n}") for n, row in enumerate(dataset, 1))
+    # Messages keep the type of the column they come from: there may be images among them.
+    features = (
+        None
+        if isinstance(stored[0], str)
+        else datasets.Features({"prompt": source.features["prompt"]})
+    )
+    made = datasets.Dataset.from_dict({"prompt": prompts}, features=features)
+    if source.column_names == ["prompt"]:
+        return made
+    both = datasets.concatenate_datasets([made, source.remove_columns("prompt")], axis=1)
+    return both.select_columns(source.column_names)
 
 
-def _checked(row: Row, place: str) -> Row:
-    """Return ``row`` if its prompt is a non-empty string or a list of chat messages."""
-    prompt = row.get("prompt")
-    if isinstance(prompt, str) and prompt.strip():
-        return row
-    if isinstance(prompt, list) and prompt:
-        for message in prompt:
-            if not (isinstance(message, dict) and {"role", "content"} <= set(message)):
-                raise DataError(f"{place}: every message of prompt needs `role` and `content`")
-        return row
-    if "prompt" not in row:
-        raise DataError(
-            f"{place}: has no `prompt`, only {sorted(map(str, row))}: rename the column to prompt"
-        )
-    raise DataError(f"{place}: prompt is {prompt!r}, must be text or a list of chat messages")
-
-
-def _first(rows: Iterable[Row], num: int | None) -> list[Row]:
-    kept = []
-    for row in rows:
-        if num is not None and len(kept) == num:
-            break
-        kept.append(row)
-    return kept
-
-
-def _as_prompt(row: Row, system: str | None, *, chat: bool) -> Row:
-    prompt = row["prompt"]
+def _as_prompt(prompt: Any, system: str | None, *, chat: bool) -> Any:
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    if system and isinstance(prompt, str):
+    if not system:
+        return prompt
+    if isinstance(prompt, str):
         raise DataError("a system message needs chat prompts: leave chat=True, or drop system")
-    if system and prompt[0].get("role") != "system":
-        prompt = [{"role": "system", "content": system}, *prompt]
-    return {**row, "prompt": prompt}
-
-
-def _as_dataset(rows: list[Row]) -> "Dataset":
-    import datasets
-
-    columns: dict[str, list[Any]] = {}
-    for name in dict.fromkeys(key for row in rows for key in row):
-        columns[name] = [row.get(name) for row in rows]
-    try:
-        return datasets.Dataset.from_dict(columns)
-    except Exception as exc:  # pyarrow: a column of mixed types
-        raise DataError(
-            f"a column holds values of different types ({str(exc).splitlines()[0][:160]}): give "
-            f"each "
-            f"column one type"
-        ) from exc
+    if prompt[0].get("role") == "system":
+        return prompt
+    in_parts = isinstance(prompt[0]["content"], list)
+    content = [{"type": "text", "text": system}] if in_parts else system
+    return [{"role": "system", "content": content}, *prompt]

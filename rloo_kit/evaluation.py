@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from rloo_kit.data import prompt_ids
 from rloo_kit.errors import DataError
 from rloo_kit.generation import Sampling
 
@@ -119,6 +120,19 @@ def evaluate(
     return Evaluation(means, len(rows), mean_length, temperature, samples)
 
 
+def sampling_of(args: Any) -> dict[str, Any]:
+    """Return keywords of ``evaluate`` that draw as a run's ``LeaveOneOutConfig`` says."""
+    names = ("top_p", "top_k", "min_p", "repetition_penalty")
+    return {
+        "max_completion_length": args.max_completion_length,
+        "temperature": args.temperature,
+        "sampling": {name: getattr(args, name) for name in names},
+        "chat_template_kwargs": args.chat_template_kwargs,
+        "batch_size": args.per_device_train_batch_size,
+        "seed": args.seed,
+    }
+
+
 def _mean(values: list[float | None]) -> float | None:
     scored = [value for value in values if value is not None]
     return sum(scored) / len(scored) if scored else None
@@ -165,29 +179,6 @@ def _complete(
             width = inputs["input_ids"].shape[1]
             found += [_until_end(row[width:].tolist(), ends) for row in output]
     return found
-
-
-def prompt_ids(
-    tokenizer: Any, prompt: str | list[dict[str, Any]], settings: dict[str, Any] | None = None
-) -> list[int]:
-    """Return the tokens of a prompt as the policy sees it: T ints.
-
-    Raises:
-        DataError: The tokenizer has no chat template, or its template refuses the messages.
-    """
-    from jinja2 import TemplateError
-
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    try:
-        return tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **(settings or {})
-        )["input_ids"]
-    except (TemplateError, ValueError) as exc:
-        raise DataError(
-            f"the model's chat template cannot render a prompt ({str(exc).splitlines()[0][:160]}): "
-            f"set data.chat: false for a model without one, or change roles and data.system"
-        ) from exc
 
 
 def _until_end(ids: list[int], ends: set[int]) -> list[int]:

@@ -1,15 +1,23 @@
 """What a run file asks for, made ready: settings, prompts, trainer arguments, the policy."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rloo_kit.config import RunConfig, find_run_file, read_run_file
-from rloo_kit.data import BUILTIN, MAX_HELD_OUT, load_prompts, split_held_out
+from rloo_kit.data import (
+    MAX_HELD_OUT,
+    drop_long_prompts,
+    is_task,
+    load_prompts,
+    order_by_level,
+    prompt_ids,
+    split_held_out,
+)
 from rloo_kit.engines import asked_for
-from rloo_kit.errors import DataError
-from rloo_kit.evaluation import prompt_ids
+from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.generation import room_for_rank
 from rloo_kit.models import attach_lora, load_model
 
@@ -28,32 +36,80 @@ def _beside(name: str, base: Path) -> str:
 
 
 def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
-    """Return the prompts to train on, and those held out or None."""
+    """Return the prompts to train on, and those held out or None.
+
+    With ``data.curriculum`` the former are in the order that they are trained in.
+    """
+    train, held_out = _both_splits(config, base)
+    return (order_by_level(train, config.seed) if config.data.curriculum else train), held_out
+
+
+def _both_splits(config: RunConfig, base: Path) -> tuple[Any, Any]:
     data = config.data
     common = {
         "num_prompts": data.num_prompts,
         "system": data.system,
         "chat": data.chat,
         "seed": config.seed,
+        "columns": data.columns,
+        "level": data.level,
+        "settings": data.settings,
     }
-    if data.prompts in BUILTIN:
-        held_out = MAX_HELD_OUT if data.held_out is None else data.held_out
-        kept = None
-        if held_out:
-            kept = load_prompts(
-                data.prompts, split="held_out", **{**common, "num_prompts": held_out}
-            )
-        return load_prompts(data.prompts, **common), kept
-    everything = load_prompts(_beside(data.prompts, base), split=data.split, **common)
-    return split_held_out(everything, data.held_out)
+    if not is_task(data.prompts):
+        everything = load_prompts(_beside(data.prompts, base), split=data.split, **common)
+        return split_held_out(everything, data.held_out)
+    held_out = MAX_HELD_OUT if data.held_out is None else data.held_out
+    kept = None
+    if held_out:
+        kept = load_prompts(data.prompts, split="held_out", **{**common, "num_prompts": held_out})
+    return load_prompts(data.prompts, **common), kept
 
 
 def make_trainer_args(config: RunConfig, folder: Path) -> Any:
-    """Return the run's ``LeaveOneOutConfig``."""
+    """Return the run's ``LeaveOneOutConfig``: ``trainer:``, and what ``data:`` says to the trainer.
+
+    Raises:
+        ConfigError: The two contradict each other.
+    """
     from rloo_kit.trainer import LeaveOneOutConfig
 
-    return LeaveOneOutConfig(
-        **{"save_strategy": "no", **config.trainer}, output_dir=str(folder), seed=config.seed
+    settings = {"save_strategy": "no", **config.trainer, **_from_data(config)}
+    return LeaveOneOutConfig(**settings, output_dir=str(folder), seed=config.seed)
+
+
+def _from_data(config: RunConfig) -> dict[str, Any]:
+    """Return the trainer settings that ``data.curriculum`` and ``data.enable_thinking`` make."""
+    settings: dict[str, Any] = {}
+    if config.data.curriculum:
+        if config.trainer.get("shuffle_dataset"):
+            raise ConfigError(
+                "data.curriculum is true, and trainer.shuffle_dataset true would undo its order: "
+                "remove one of them"
+            )
+        settings["shuffle_dataset"] = False
+    wanted = config.data.enable_thinking
+    if wanted is not None:
+        given = _template_settings(config.trainer.get("chat_template_kwargs"))
+        if given.get("enable_thinking", wanted) != wanted:
+            raise ConfigError(
+                f"data.enable_thinking is {wanted}, and trainer.chat_template_kwargs says "
+                f"{given['enable_thinking']}: remove one of them"
+            )
+        settings["chat_template_kwargs"] = {**given, "enable_thinking": wanted}
+    return settings
+
+
+def _template_settings(value: Any) -> dict[str, Any]:
+    """Return ``trainer.chat_template_kwargs`` as a dict; TRL takes JSON text too."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value or {}
+    except ValueError:
+        found = None
+    if isinstance(found, dict):
+        return found
+    raise ConfigError(
+        f"trainer.chat_template_kwargs is {value!r}, must be names and values, as in "
+        "{enable_thinking: false}"
     )
 
 
@@ -70,7 +126,37 @@ def load_policy(config: RunConfig, base: Path, args: Any) -> tuple[Any, Any]:
     return attach_lora(model, **asdict(config.lora), seed=config.seed), tokenizer
 
 
-def check_prompt_lengths(tokenizer: Any, rows: list[Any], config: RunConfig, args: Any) -> None:
+def fitting_prompts(
+    tokenizer: Any,
+    prompts: Any,
+    held_out: Any,
+    config: RunConfig,
+    args: Any,
+    say: Callable[[str], None],
+) -> tuple[Any, Any]:
+    """Return both splits without the prompts over ``data.max_prompt_tokens``.
+
+    Raises:
+        DataError: None is left of a split, or a prompt leaves no room for its completion.
+    """
+    limit = config.data.max_prompt_tokens
+    if limit is not None:
+        kept = [prompts, held_out]
+        dropped = 0
+        for place, split in enumerate(kept):
+            if split is not None:
+                kept[place], number = drop_long_prompts(
+                    split, tokenizer, limit, args.chat_template_kwargs
+                )
+                dropped += number
+        prompts, held_out = kept
+        if dropped:
+            say(f"{dropped:,} prompts of more than {limit} tokens left out")
+    _check_room(tokenizer, [*prompts, *(held_out or [])], config, args)
+    return prompts, held_out
+
+
+def _check_room(tokenizer: Any, rows: list[Any], config: RunConfig, args: Any) -> None:
     """Refuse a prompt that leaves no room for its completion."""
     room = config.model.max_seq_length - args.max_completion_length
     for number, row in enumerate(rows, 1):

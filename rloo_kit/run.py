@@ -15,13 +15,14 @@ from rloo_kit.config import EXAMPLES, RunConfig
 from rloo_kit.engines import check_engine, start_engine
 from rloo_kit.environment import Environment, setup
 from rloo_kit.errors import ConfigError, KitError
-from rloo_kit.evaluation import Evaluation, evaluate
+from rloo_kit.evaluation import Evaluation, evaluate, sampling_of
 from rloo_kit.generation import Choice, Engine
 from rloo_kit.hardware import GIB, TESTED, installed_version
 from rloo_kit.memory import Released, belongs_to_session, session
 from rloo_kit.models import save_adapter
+from rloo_kit.output_folder import free_folder
 from rloo_kit.preparation import (
-    check_prompt_lengths,
+    fitting_prompts,
     load_policy,
     make_trainer_args,
     read_config,
@@ -31,7 +32,6 @@ from rloo_kit.reward_contract import guarded
 from rloo_kit.reward_loading import LoadedReward, load_rewards
 
 Say = Callable[[str], None]
-SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,12 @@ def _train_and_score(config: RunConfig, base: Path, say: Say) -> RunResult:
     load_rewards(config.rewards, base_dir=rewards_base)
     environment = setup(config.model.backend)
     prompts, held_out = read_prompts(config, base)
-    folder = _free_folder(Path(config.output_dir))
+    folder = free_folder(config.output_dir)
     args = make_trainer_args(config, folder)
     check_engine(args)
     model, tokenizer = load_policy(config, base, args)
     rewards = load_rewards(config.rewards, tokenizer=tokenizer, base_dir=rewards_base)
-    check_prompt_lengths(tokenizer, [*prompts, *(held_out or [])], config, args)
+    prompts, held_out = fitting_prompts(tokenizer, prompts, held_out, config, args, say)
     engine, choice = start_engine(model, args)
     _introduce(say, config, environment, len(prompts), len(held_out or []), folder)
     if engine is not None or choice.reason:
@@ -125,20 +125,6 @@ def _train_and_score(config: RunConfig, base: Path, say: Say) -> RunResult:
 
 
 # --- preparation ---------------------------------------------------------------------------------
-
-
-def _free_folder(wanted: Path) -> Path:
-    """Return ``wanted``, or the next ``wanted-N`` that does not exist; nothing is overwritten."""
-    folder, number = wanted, 1
-    while folder.exists():
-        number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
-    parent = next(p for p in folder.absolute().parents if p.exists())
-    if not parent.is_dir():
-        raise ConfigError(
-            f"output_dir {str(wanted)!r} lies in {str(parent)!r}, which is a file: choose another"
-        )
-    return folder
 
 
 def _make_trainer(  # noqa: PLR0913
@@ -196,13 +182,8 @@ def _scorer(
             tokenizer,
             held_out,
             judges,
-            max_completion_length=args.max_completion_length,
-            temperature=args.temperature,
-            sampling={name: getattr(args, name) for name in SAMPLING},
-            chat_template_kwargs=args.chat_template_kwargs,
-            batch_size=args.per_device_train_batch_size,
-            seed=args.seed,
             engine=engine,
+            **sampling_of(args),
         )
 
     return score

@@ -178,6 +178,7 @@ def test_a_file_that_is_no_mapping_names_what_to_start_from(tmp_path, text, kind
         ({"lora": {"lora_alpha": 0}}, "lora.lora_alpha is 0, must be at least 1"),
         ({"data": {"num_prompts": 0}}, "data.num_prompts is 0, must be at least 1"),
         ({"data": {"held_out": -1}}, "data.held_out is -1, must be at least 0"),
+        ({"data": {"max_prompt_tokens": 0}}, "data.max_prompt_tokens is 0, must be at least 1"),
         ({"seed": -1}, "seed is -1, must be at least 0"),
         ({"lora": {"lora_dropout": 1.0}}, "lora.lora_dropout is 1.0, must be in [0, 1)"),
         ({"lora": {"target_modules": []}}, "name at least one linear layer, such as q_proj"),

@@ -209,3 +209,65 @@ def test_an_async_reward_and_one_that_wants_the_trainers_keywords(tmp_path):
     assert main(["quickstart", *SHORT, *two]) == 0
     evaluation = json.loads(Path("runs/quickstart/evaluation.json").read_text())
     assert evaluation["after"]["rewards"]["later"] == 1.0
+
+
+def test_prompts_are_trained_on_from_easy_to_hard_and_long_ones_left_out(tmp_path, capsys):
+    lines = [
+        {"prompt": f"What is {n} + 222?", "answer": str(n + 222), "level": n % 4}
+        for n in range(100, 124)
+    ]
+    long = {"prompt": "What is " + "1 + " * 40 + "1?", "answer": "41", "level": 9}
+    text = "".join(json.dumps(row) + "\n" for row in [long, *lines])
+    (tmp_path / "sums.jsonl").write_text(text)
+    content = {
+        "data": {
+            "prompts": "sums.jsonl", "held_out": 0, "curriculum": True, "max_prompt_tokens": 60,
+        },
+        "trainer": {
+            "max_steps": 6, "max_completion_length": 16, "per_device_train_batch_size": 8,
+            "num_generations": 2,
+        },
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    assert main(["train", "run.yaml"]) == 0
+    assert "1 prompts of more than 60 tokens left out" in capsys.readouterr().out
+    asked = [row["prompt"] for row in rows("runs/run/completions.jsonl")]
+    numbers = [int(re.search(r"What is (\d+) ", str(prompt))[1]) for prompt in asked[::2]]
+    assert sorted(numbers) == [*range(100, 124)]
+    assert [n % 4 for n in numbers] == sorted(n % 4 for n in numbers)
+
+
+@pytest.mark.parametrize(
+    ("task", "settings"),
+    [
+        ("basic_arithmetic", {"max_terms": 2, "max_digits": 2}),
+        ("chain_sum", {"max_terms": 2, "max_digits": 3}),
+        ("countdown", {"min_numbers": 2, "max_numbers": 3}),
+    ],
+)
+def test_a_task_of_reasoning_gym_trains_with_its_own_verifier(tmp_path, task, settings):
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    content = {
+        "model": {"max_seq_length": 512},
+        "data": {
+            "prompts": f"reasoning_gym:{task}", "settings": settings, "num_prompts": 8,
+            "held_out": 2,
+        },
+        "rewards": ["reasoning_gym"],
+        "trainer": {
+            "max_steps": 2, "max_completion_length": 32, "per_device_train_batch_size": 16,
+            "num_generations": 4,
+        },
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    assert main(["train", "run.yaml"]) == 0
+    verifier = reasoning_gym.create_dataset(task, size=1, seed=0, **settings)
+    completions = rows("runs/run/completions.jsonl")
+    assert len(completions) == 32
+    prompts = {row["prompt"]: row for row in rk.load_prompts(
+        f"reasoning_gym:{task}", settings=settings, num_prompts=8, chat=False)}  # fmt: skip
+    for row in completions:
+        asked = json.loads(prompts[row["prompt"][-1]["content"]]["entry"])
+        _, closed, answer = row["completion"][-1]["content"].rpartition("</think>")
+        expected = verifier.score_answer(answer.strip(), asked) if closed else 0.0
+        assert row["rewards"]["reasoning_gym"] == pytest.approx(expected)

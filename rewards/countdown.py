@@ -1,0 +1,181 @@
+"""Countdown: an expression over given numbers that reaches the target, computed exactly."""
+
+import ast
+import operator
+import re
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar
+
+from rloo_kit.errors import RewardContractError
+from rloo_kit.types import Completion, Score
+
+from ._answer import parsed_expression, tagged_answer
+from ._text import completion_text, is_unclosed
+from .thinking import TemplateAware
+
+MAX_CHARACTERS = 200
+"""A longer answer is no expression: six numbers need about fifty."""
+
+_EXPRESSION = re.compile(r"[0-9+\-*/() \t\n]+")
+_SIGNS = str.maketrans("\u00d7\u00f7\u2212", "*/-")
+_OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
+    """Return (exact value, whole numbers used) of an arithmetic expression, or None.
+
+    Allowed, and nothing else: whole numbers in digits, ``+ - * /`` (or the signs that print has for
+    times, division and minus), brackets, a minus before a term; at most 200 characters. It is
+    parsed and computed in fractions, never run.
+
+    >>> evaluate_expression("(7 - 3) / 8")
+    (Fraction(1, 2), [7, 3, 8])
+    >>> evaluate_expression("2 ** 9"), evaluate_expression("1 / 0"), evaluate_expression("x")
+    (None, None, None)
+    """
+    text = text.translate(_SIGNS)
+    if len(text) > MAX_CHARACTERS or not _EXPRESSION.fullmatch(text):
+        return None
+    # In brackets, so that a line break in it is white space as any other.
+    tree = parsed_expression(f"({text})")
+    used: list[int] = []
+    try:
+        return (_value(tree, used), used) if tree is not None else None
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def _value(node: ast.expr, used: list[int]) -> Fraction:
+    """Return the value of a tree; its numbers are added to ``used``."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used.append(node.value)
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, used)
+    operation = _OPERATIONS.get(type(getattr(node, "op", None)))
+    if operation is None:
+        raise ValueError(type(node).__name__)
+    return operation(_value(node.left, used), _value(node.right, used))
+
+
+@dataclass(frozen=True)
+class Countdown(TemplateAware):
+    """Reward an expression that reaches the target: 1.0 if it does, 0.0 if not.
+
+    The expression is all that follows the last ``</think>``, or what stands in the last
+    ``<answer>`` there; one full stop and ``= TARGET`` may follow it. It may use each of the row's
+    ``numbers`` at most once (twice where it is there twice), with ``+ - * /`` and brackets, and is
+    computed exactly. Range [0, 1]. None where the row has no ``numbers`` or no ``target``. Source:
+    the countdown reward of TinyZero (github.com/Jiayi-Pan/TinyZero, verl/utils/reward_score),
+    which wants every number used (``use_all``), gives 0.1 for an expression that keeps the rules
+    (``valid_score``), and compares with a tolerance.
+
+    >>> reward = Countdown()
+    >>> reward(completions=["8*3</think>(7 - 3) * 6", "4 * 6 = 24."], numbers=[[7, 3, 6], [4, 6]],
+    ...        target=[24, 24])
+    [1.0, 1.0]
+    >>> reward(completions=["6 * 6", "24", "5 * 5"], numbers=[[6, 4], [6, 4], None],
+    ...        target=[36, 24, 25])
+    [0.0, 0.0, None]
+    """
+
+    __name__: ClassVar[str] = "countdown"
+
+    use_all: bool = False
+    """Whether every number has to be used."""
+    valid_score: float = 0.0
+    """Score of an expression that keeps the rules and misses the target."""
+    require_closed_thought: bool = True
+    """Score 0.0 for a thought that was opened, in the prompt or the completion, and not closed."""
+
+    def __post_init__(self) -> None:
+        """Refuse a score of a miss that is not below that of a hit."""
+        if not 0 <= self.valid_score < 1:
+            raise ValueError(
+                f"valid_score is {self.valid_score!r}, must be at least 0 and below the 1 of an "
+                "expression that reaches the target; 0.1 is usual"
+            )
+
+    def __call__(
+        self,
+        completions: list[Completion],
+        numbers: list[list[int] | None],
+        target: list[int | float | None],
+        prompts: list[Completion] | None = None,
+        **_: object,
+    ) -> list[Score]:
+        """Return one score per completion, or None without numbers and target.
+
+        Args:
+            completions: B completions, conversational or plain.
+            numbers: B lists of whole numbers.
+            target: B numbers.
+            prompts: B prompts, conversational or plain.
+
+        Raises:
+            RewardContractError: A row holds something else than whole numbers and a number.
+        """
+        asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
+        return [
+            self._score(completion_text(completion), self.is_opened(prompt), given, wanted)
+            for completion, prompt, given, wanted in zip(
+                completions, asked, numbers, target, strict=True
+            )
+        ]
+
+    def _score(self, text: str, opened: bool, numbers: Any, target: Any) -> Score:
+        if numbers is None or target is None or target != target:  # only NaN differs from itself
+            return None
+        available = _whole_numbers(numbers)
+        wanted = _fraction(target)
+        if self.require_closed_thought and is_unclosed(text, opened=opened):
+            return 0.0
+        found = _stated_expression(tagged_answer(text))
+        if found is None:
+            return 0.0
+        value, used = found
+        if Counter(used) - available or (self.use_all and available - Counter(used)):
+            return 0.0
+        return 1.0 if value == wanted else self.valid_score
+
+
+def _stated_expression(answer: str) -> tuple[Fraction, list[int]] | None:
+    """Return value and numbers of ``EXPRESSION``, or of ``EXPRESSION = ITS VALUE``."""
+    expression, equals, result = answer.removesuffix(".").partition("=")
+    found = evaluate_expression(expression)
+    if not equals or found is None:
+        return found
+    stated = evaluate_expression(result)
+    return found if stated is not None and stated[0] == found[0] else None
+
+
+def _whole_numbers(numbers: Any) -> Counter:
+    if isinstance(numbers, list | tuple) and all(
+        type(number) is int or (type(number) is float and number.is_integer()) for number in numbers
+    ):
+        return Counter(int(number) for number in numbers)
+    raise RewardContractError(
+        f"reward 'countdown' got {numbers!r} in the column 'numbers', must be a list of whole "
+        "numbers such as [7, 3, 6]; write the column so"
+    )
+
+
+def _fraction(target: Any) -> Fraction:
+    try:
+        return Fraction(target)
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise RewardContractError(
+            f"reward 'countdown' got {target!r} in the column 'target', must be a finite number; "
+            "write the column so"
+        ) from exc
+
+
+countdown = Countdown()
+"""The reward with its defaults."""

@@ -1,0 +1,248 @@
+"""ReasoningGym: the verifier of a reasoning-gym task scores the answer."""
+
+import ast
+import functools
+import importlib
+import json
+import math
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rloo_kit.errors import RewardContractError, RewardLoadError
+from rloo_kit.types import Completion, Score
+
+from ._answer import parsed_expression, tagged_answer
+from ._text import completion_text, is_unclosed
+from .thinking import TemplateAware
+
+MAX_CHARACTERS = 20_000
+"""A longer answer is scored as an empty one: the slowest verifiers compare trees."""
+
+
+@dataclass(frozen=True)
+class ReasoningGym(TemplateAware):
+    """Reward the answer as the task's own verifier does.
+
+    Range [0, 1], as the verifier gives it: most give 1.0 for a right answer, many a little for one
+    that is wrong and well formed. The answer is what stands in the last ``<answer>`` after the
+    thought, else all after the thought, without white space at its ends. None where the row has no
+    ``entry``, the column that ``load_prompts("reasoning_gym:TASK")`` makes. 0.0 where the verifier
+    raises. Source: ``score_answer`` of the tasks of reasoning-gym 0.1.25.
+
+    Nine verifiers run the answer as Python, two count up to a number in it, one takes ``nan`` for
+    right. There an answer that is more than a literal (four of the nine) or a formula (five), has
+    such a number, or is ``nan``, is scored as an empty one; a run's ``reward_timeout_seconds``
+    limits what is left. The verifier of game_of_life_halting accepts every text, so the answer is
+    compared in its place.
+
+    >>> from rloo_kit.rewards import ReasoningGym
+    >>> ReasoningGym()(completions=["4"], entry=[None])
+    [None]
+    """
+
+    __name__: ClassVar[str] = "reasoning_gym"
+
+    require_closed_thought: bool = True
+    """Score 0.0 for a thought that was opened, in the prompt or the completion, and not closed."""
+
+    def __call__(
+        self,
+        completions: list[Completion],
+        entry: list[str | None],
+        prompts: list[Completion] | None = None,
+        **_: object,
+    ) -> list[Score]:
+        """Return one score per completion, or None for a row of another source.
+
+        Args:
+            completions: B completions, conversational or plain.
+            entry: B entries as JSON.
+            prompts: B prompts, conversational or plain.
+
+        Raises:
+            RewardContractError: An entry is none that ``load_prompts`` writes.
+            RewardLoadError: reasoning-gym is not installed.
+        """
+        asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of answers that are read as Python
+            return [
+                self._score(completion_text(completion), self.is_opened(prompt), one)
+                for completion, prompt, one in zip(completions, asked, entry, strict=True)
+            ]
+
+    def _score(self, text: str, opened: bool, entry: str | None) -> Score:
+        if entry is None:
+            return None
+        task, settings, content = _read_entry(entry)
+        verify = _verifier(task, settings)
+        if self.require_closed_thought and is_unclosed(text, opened=opened):
+            return 0.0
+        answer = tagged_answer(text)
+        if len(answer) > MAX_CHARACTERS or not _GUARDS.get(task, _accept)(answer):
+            answer = ""
+        try:
+            score = float(verify(answer, content))
+        except Exception:  # each verifier reads answers in its own way
+            return 0.0
+        return min(max(score, 0.0), 1.0) if math.isfinite(score) else 0.0
+
+
+# --- the entry and its verifier ------------------------------------------------------------------
+
+
+def _read_entry(text: str) -> tuple[str, str, dict[str, Any]]:
+    """Return (task, its settings as JSON, the entry as the task made it)."""
+    try:
+        entry = json.loads(text, object_hook=_restored)
+        settings = json.dumps(entry.pop("settings"), sort_keys=True)
+        return entry["metadata"]["source_dataset"], settings, entry
+    except (TypeError, ValueError, KeyError, AttributeError) as exc:
+        raise RewardContractError(
+            f"reward 'reasoning_gym' got {str(text)[:80]!r} in the column 'entry', which is no "
+            "entry of reasoning-gym; make the prompts with load_prompts('reasoning_gym:TASK')"
+        ) from exc
+
+
+def _restored(value: dict[str, Any]) -> Any:
+    """Return the tuple or the dict with other keys than text that stands behind a tag."""
+    if value.keys() == {"__tuple__"}:
+        return tuple(value["__tuple__"])
+    if value.keys() == {"__items__"}:
+        return dict(value["__items__"])
+    return value
+
+
+@functools.lru_cache(maxsize=128)
+def _verifier(task: str, settings: str) -> Callable[[str, dict[str, Any]], float]:
+    if task == "game_of_life_halting":
+        return _is_the_answer
+    try:
+        package = importlib.import_module("reasoning_gym")
+    except ImportError as exc:
+        raise RewardLoadError(
+            f"reward 'reasoning_gym' needs the package reasoning-gym ({exc}): "
+            'pip install "rloo-kit[gym]"'
+        ) from exc
+    try:
+        return package.create_dataset(task, size=1, seed=0, **json.loads(settings)).score_answer
+    except Exception as exc:  # each task checks in its own way, most by assert
+        raise RewardContractError(
+            f"reasoning-gym has no task {task!r} with the settings {settings} ({exc}); make the "
+            "prompts with the version that is installed"
+        ) from exc
+
+
+def _is_the_answer(answer: str, entry: dict[str, Any]) -> float:
+    return float(answer.lower() == entry["answer"].lower())
+
+
+# --- answers that a verifier must not get --------------------------------------------------------
+
+
+def _accept(_: str) -> bool:
+    return True
+
+
+_LITERAL = (ast.List, ast.Tuple, ast.Constant, ast.Name, ast.UnaryOp, ast.USub, ast.Load)
+
+
+def _is_literal(text: str) -> bool:
+    """Return whether ``eval`` of the text would fail, or make lists of constants and no more."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError):  # then it fails in the verifier too
+        return True
+    except (RecursionError, MemoryError):
+        return False
+    return all(isinstance(node, _LITERAL) for node in ast.walk(tree.body))
+
+
+_FORMULA = (
+    *(ast.BinOp, ast.UnaryOp, ast.Constant, ast.Name, ast.Call, ast.Load),
+    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.USub, ast.UAdd),
+)
+_FUNCTIONS = (
+    *("sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
+    *("asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "Abs"),
+)
+MAX_FORMULA_CHARACTERS = 300
+MAX_EXPONENT = 30
+_DECIMAL = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
+
+
+def _is_formula(text: str) -> bool:
+    """Return whether the text is arithmetic, powers, variables and elementary functions alone."""
+    tree = parsed_expression(text) if len(text) <= MAX_FORMULA_CHARACTERS else None
+    if tree is None:
+        return False
+    return all(_is_of_a_formula(node, text) for node in ast.walk(tree)) and _nesting(tree) <= 2
+
+
+def _is_of_a_formula(node: ast.AST, text: str) -> bool:
+    if isinstance(node, ast.Constant):
+        return bool(_DECIMAL.fullmatch(ast.get_source_segment(text.strip(), node) or ""))
+    if isinstance(node, ast.Call):
+        named = isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
+        return named and not node.keywords
+    if isinstance(node, ast.Name):
+        return not node.id.startswith("_")
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return _is_small(node.right)
+    return isinstance(node, _FORMULA)
+
+
+def _is_small(exponent: ast.AST) -> bool:
+    """Return whether an exponent has no power in it, and at most two numbers, both small."""
+    nodes = list(ast.walk(exponent))
+    values = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    return (
+        not any(isinstance(node, ast.Pow) for node in nodes)
+        and len(values) <= 2
+        and all(isinstance(value, int | float) and value <= MAX_EXPONENT for value in values)
+    )
+
+
+def _nesting(node: ast.AST) -> int:
+    """Return how many powers stand in one another."""
+    inside = max(map(_nesting, ast.iter_child_nodes(node)), default=0)
+    return inside + (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow))
+
+
+_LONG = re.compile(r"[eE+-][0-9]{4}")
+
+
+def _has_no_long_number(text: str) -> bool:
+    """Return whether no exponent and no signed number has four digits or more."""
+    return not _LONG.search(text)
+
+
+def _is_no_nan(text: str) -> bool:
+    return "nan" not in text.lower()
+
+
+_GUARDS: dict[str, Callable[[str], bool]] = {
+    **dict.fromkeys(
+        ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), _is_literal
+    ),
+    **dict.fromkeys(
+        (
+            "countdown",
+            "intermediate_integration",
+            "polynomial_multiplication",
+            "puzzle24",
+            "simple_integration",
+        ),
+        _is_formula,
+    ),
+    "complex_arithmetic": _is_no_nan,
+    "coin_flip": _has_no_long_number,
+    "rush_hour": _has_no_long_number,
+}
+"""Task whose verifier cannot be given everything -> whether an answer may reach it."""
+
+reasoning_gym = ReasoningGym()
+"""The reward with its defaults."""

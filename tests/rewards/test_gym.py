@@ -1,0 +1,291 @@
+"""ReasoningGym: each task's verifier, on entries that were text; answers that must not run."""
+
+import ast
+import contextlib
+import datetime
+import inspect
+import io
+import itertools
+import json
+import math
+import pickle
+import re
+import sys
+import time
+import warnings
+from decimal import Decimal
+
+import pytest
+from rloo_kit.rewards import ReasoningGym
+from rloo_kit.rewards.gym import _GUARDS, _read_entry, _verifier
+
+from rloo_kit.data import load_prompts
+from rloo_kit.errors import DataError, RewardContractError, RewardLoadError
+from rloo_kit.gym_tasks import _as_json, make_gym_rows
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    from reasoning_gym.factory import DATASETS
+
+WITHOUT_AN_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+SLOW_TO_MAKE = {"futoshiki", "knight_swap", "zebra_puzzles"}
+TASKS = sorted(set(DATASETS) - WITHOUT_AN_ANSWER - SLOW_TO_MAKE - {"composite"})
+ONE_EACH = {}
+
+
+def row_of(task):
+    """One row of a task, as load_prompts makes it; made once."""
+    if task not in ONE_EACH:
+        (ONE_EACH[task],) = make_gym_rows(f"reasoning_gym:{task}", 1)
+    return ONE_EACH[task]
+
+
+def score(task, answer, **parameters):
+    (found,) = ReasoningGym(**parameters)(completions=[answer], entry=[row_of(task)["entry"]])
+    return found
+
+
+# --- every task -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_right_answer_scores_one_after_the_entry_was_text(task):
+    answer = row_of(task)["answer"]
+    assert score(task, answer) == 1.0
+    assert score(task, f"<think>hm</think>\n\n<answer>{answer}</answer>") == 1.0
+
+
+@pytest.mark.parametrize("task", sorted({*TASKS, *WITHOUT_AN_ANSWER}))
+def test_an_entry_is_the_same_after_it_was_text(task):
+    with contextlib.redirect_stdout(io.StringIO()):
+        dataset = reasoning_gym.create_dataset(task, size=256, seed=42)
+        entry = dataset[0]
+    name, settings, read = _read_entry(_as_json(entry, {"a": (1, 2)}, task))
+    assert (name, settings) == (task, '{"a": [1, 2]}')
+    assert read == entry
+
+
+def test_most_tasks_of_the_package_are_tried():
+    assert len(TASKS) >= 95
+
+
+@pytest.mark.parametrize("task", sorted({*TASKS, *WITHOUT_AN_ANSWER}))
+def test_junk_is_scored_low_and_never_raises(task):
+    junk = ["", "well", "nan", "nan+nanj", "-inf", "[" * 300, "1/0", "null",
+            '{"a": 1}', "[[1], 2]", "\ud800", "x y " * 2000, "9" * 5000]  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = ReasoningGym()(
+            completions=junk, entry=[row_of(task)["entry"]] * len(junk), prompts=["Q"] * len(junk)
+        )
+    assert all(type(one) is float and 0 <= one <= 1 and math.isfinite(one) for one in found)
+    assert max(found) < 0.5
+
+
+def test_a_partial_score_is_the_verifiers_own():
+    numbers = json.loads(row_of("countdown")["entry"])["metadata"]["numbers"]
+    assert score("countdown", "+".join(map(str, numbers))) == 0.05
+    assert score("countdown", "nothing") == 0.01
+
+
+# --- the answer part ------------------------------------------------------------------------------
+
+
+def test_only_what_follows_the_thought_counts():
+    answer = row_of("chain_sum")["answer"]
+    assert score("chain_sum", f"{answer}</think>0") < 1
+    assert score("chain_sum", f"<think>{answer}") == 0.0
+    assert score("chain_sum", f"0</think>  {answer}\n") == 1.0
+    assert score("chain_sum", f"<answer>0</answer></think><answer>{answer}</answer>.") == 1.0
+    assert score("chain_sum", f"<answer>{answer}</answer> or <answer>0</answer>") < 1
+
+
+def test_a_thought_that_the_prompt_opened_has_to_be_closed():
+    row = row_of("chain_sum")
+    columns = {"completions": [row["answer"]], "entry": [row["entry"]], "prompts": ["Q <think>"]}
+    assert ReasoningGym()(**columns) == [0.0]
+    assert ReasoningGym(require_closed_thought=False)(**columns) == [1.0]
+
+
+def test_chat_completions_and_columns_of_a_dataset():
+    dataset = load_prompts("reasoning_gym:chain_sum", num_prompts=4)
+    columns = {name: dataset[name][:] for name in dataset.column_names if name != "prompt"}
+    completions = [
+        [{"role": "assistant", "content": f"hm</think>{answer}"}] for answer in columns["answer"]
+    ]
+    reward = pickle.loads(pickle.dumps(ReasoningGym()))
+    found = reward(completions=completions, prompts=dataset["prompt"][:], **columns)
+    assert found == [1.0] * 4
+
+
+def test_rows_of_other_sources_are_not_scored_and_tasks_may_be_mixed():
+    tasks = ["chain_sum", "basic_arithmetic", "rush_hour", "spell_backward"]
+    rows = [row_of(task) for task in tasks]
+    columns = {
+        "completions": [row.get("answer", "?") for row in rows] + ["4"],
+        "entry": [row["entry"] for row in rows] + [None],
+    }
+    expected = [1.0, 1.0, 0.01, 1.0, None]
+    assert ReasoningGym()(**columns) == expected
+    for order in itertools.permutations(range(5)):
+        moved = {name: [values[i] for i in order] for name, values in columns.items()}
+        assert ReasoningGym()(**moved) == [expected[i] for i in order]
+
+
+# --- settings and entries -------------------------------------------------------------------------
+
+
+def test_the_verifier_has_the_settings_of_the_task():
+    strict = make_gym_rows("reasoning_gym:puzzle24", 1, settings={"max_value": 6})[0]
+    values = json.loads(strict["entry"])["metadata"]["numbers"]
+    assert max(values) <= 6
+    completions = ["8 + 8 + 4 + 4"]  # 24, of numbers above the largest
+    assert ReasoningGym()(completions=completions, entry=[strict["entry"]]) == [0.01]
+    assert score("puzzle24", completions[0]) == 1.0
+    assert _verifier("puzzle24", '{"max_value": 6}') is _verifier("puzzle24", '{"max_value": 6}')
+
+
+@pytest.mark.parametrize(
+    "entry", ["", "nothing", "{}", '{"metadata": {}, "settings": {}}', "[1]", 3]
+)
+def test_an_entry_that_is_none_is_refused(entry):
+    with pytest.raises(RewardContractError, match=r"no entry of reasoning-gym; make the prompts"):
+        ReasoningGym()(completions=["4"], entry=[entry])
+
+
+def test_a_task_or_setting_that_the_installed_version_lacks_is_refused():
+    lost = '{"settings": {"lost": 1}, "metadata": {"source_dataset": "chain_sum"}}'
+    with pytest.raises(RewardContractError, match="make the prompts with the version"):
+        ReasoningGym()(completions=["4"], entry=[lost])
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    _verifier.cache_clear()
+    with pytest.raises(RewardLoadError, match=re.escape('pip install "rloo-kit[gym]"')):
+        score("chain_sum", "4")
+
+
+def test_tuples_and_keys_that_are_no_text_come_back():
+    metadata = {"t": ((1, [2.5, None]), ()), "k": {(1, 2): 3, 4: {"a": True}}}
+    entry = {"question": "?", "answer": "4", "metadata": {"source_dataset": "x", **metadata}}
+    assert _read_entry(_as_json(entry, {}, "x")) == ("x", "{}", entry)
+
+
+@pytest.mark.parametrize("value", [Decimal(1), datetime.date(2026, 1, 1), {1, 2}])
+def test_a_value_that_text_cannot_hold_is_refused_when_prompts_are_made(value):
+    entry = {"question": "?", "answer": "4", "metadata": {"a": value}}
+    with pytest.raises(DataError, match=r"cannot be kept as text \(.*\): choose another task"):
+        _as_json(entry, {}, "reasoning_gym:x")
+
+
+# --- answers that must not be run -----------------------------------------------------------------
+
+
+RUN_NOTHING = {"coin_flip", "complex_arithmetic", "rush_hour"}
+"""Guarded for another reason: numbers of many digits, and nan."""
+
+
+def calls_in(source):
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            function = node.func
+            names.add(getattr(function, "id", getattr(function, "attr", "")))
+    return names
+
+
+def test_every_verifier_that_runs_answers_is_guarded():
+    running = {
+        "eval",
+        "exec",
+        "parse_expr",
+        "sympify",
+        "S",
+        "compile",
+        "literal_eval",
+        "parse_latex",
+    }
+    found = set()
+    for task, (cls, _) in DATASETS.items():
+        source = inspect.cleandoc("\n" + inspect.getsource(cls.score_answer))
+        if calls_in(source) & running:
+            found.add(task)
+    # number_sorting runs nothing but the answer that the task made.
+    assert found - {"number_sorting"} == set(_GUARDS) - RUN_NOTHING
+
+
+RUNS = [
+    "__import__('pathlib').Path({path!r}).write_text('')",
+    "open({path!r}, 'w')",
+    "[open({path!r}, 'w') for _ in '1']",
+    "(lambda: open({path!r}, 'w'))()",
+    "x + open({path!r}, 'w')",
+    "sin(open({path!r}, 'w'))",
+    "[].__class__.__base__.__subclasses__()",
+    "f'{{open({path!r}, chr(119))}}'",
+]
+
+
+@pytest.mark.parametrize("task", sorted(_GUARDS))
+def test_an_answer_is_never_run(task, tmp_path):
+    path = str(tmp_path / "made")
+    empty = score(task, "")
+    for text in RUNS:
+        found = score(task, text.format(path=path))
+        assert found == empty or task in RUN_NOTHING
+        assert not (tmp_path / "made").exists()
+
+
+def test_the_verifiers_alone_would_run_it(tmp_path):
+    """The guard is not there for nothing."""
+    task, settings, entry = _read_entry(row_of("string_insertion")["entry"])
+    with contextlib.suppress(Exception):
+        _verifier(task, settings)(RUNS[1].format(path=str(tmp_path / "made")), entry)
+    assert (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("task", sorted(_GUARDS))
+@pytest.mark.parametrize(
+    "text",
+    ["9**9**9**9", "1e999999999", "1E+99999999", "E+99999999", "[0] * 10**10", "-" * 3000 + "1",
+     "[" * 90 + "]" * 90, "2**(10*10*10*10*10)", "(" * 300, "((9**30)**30)**30", "\\d 1if 2else 3"],
+)  # fmt: skip
+def test_numbers_of_many_digits_take_no_time(task, text):
+    score(task, "")  # loads what the verifier needs
+    start = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert score(task, text) < 1
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("task", sorted(_GUARDS))
+def test_right_answers_pass_the_guard(task):
+    rows = make_gym_rows(f"reasoning_gym:{task}", 12)
+    answers = [row["answer"] for row in rows if "answer" in row]
+    # An integral that is left as it is would be right by definition.
+    assert [text for text in answers if not _GUARDS[task](text) and "Integral(" not in text] == []
+
+
+def test_a_list_that_a_verifier_takes_for_part_of_the_score_still_counts():
+    answer = row_of("spiral_matrix")["answer"]
+    assert score("spiral_matrix", str([int(digit) for digit in answer.split()])) == 0.1
+
+
+def test_where_the_verifier_takes_every_text_the_answer_is_compared():
+    answer = row_of("game_of_life_halting")["answer"]
+    assert score("game_of_life_halting", answer.lower()) == 1.0
+    assert score("game_of_life_halting", str(answer != "True")) == 0.0
+    assert reasoning_gym.get_score_answer_fn("game_of_life_halting")("well", {"answer": "x"}) == 1
+
+
+def test_an_integral_left_as_it_is_earns_nothing():
+    integrand = json.loads(row_of("simple_integration")["entry"])["metadata"]
+    text = f"Integral({integrand['integrand']}, {integrand['variable']}) + C"
+    assert score("simple_integration", text) == 0.0
+
+
+def test_an_enormous_answer_is_scored_as_an_empty_one():
+    assert score("countdown", "1 + " * 300_000) == score("countdown", "")
