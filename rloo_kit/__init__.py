@@ -23,6 +23,7 @@ _HOMES = {
     "RewardError": "errors",
     "RunConfig": "config",
     "attach_lora": "models",
+    "check_rewards": "reward_lab",
     "evaluate": "evaluation",
     "gated": "composition",
     "leave_one_out_advantages": "advantages",
@@ -39,6 +40,7 @@ _HOMES = {
     "setup": "environment",
     "shutdown_kernel": "memory",
     "train": "run",
+    "train_reward_model": "reward_training",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])

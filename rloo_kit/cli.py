@@ -8,6 +8,7 @@ import argparse
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from rloo_kit import __version__
 from rloo_kit.errors import KitError
@@ -53,7 +54,43 @@ def _parser() -> argparse.ArgumentParser:
     show = verbs.add_parser("show", help="one reward: what it earns, its parameters, an example")
     show.add_argument("name", metavar="NAME")
     show.set_defaults(call=_rewards_show)
+    _add_check(verbs)
+    model = commands.add_parser("reward-model", help="a reward that is learnt from pairs")
+    _add_reward_model(model.add_subparsers(required=True, metavar="VERB"))
     return parser
+
+
+def _add_check(verbs: Any) -> None:
+    text = "try the rewards of a run file on the model's own completions, before any training"
+    check = verbs.add_parser("check", help=text, description=text)
+    check.set_defaults(call=_rewards_check)
+    check.add_argument("run_file", metavar="RUN.yaml")
+    check.add_argument("--completions", metavar="FILE.jsonl", help="score these; no model needed")
+    check.add_argument("--prompts", type=int, default=16, metavar="N", help="prompts to sample")
+    check.add_argument(
+        "--generations", type=int, metavar="G", help="completions of each; as in the run file"
+    )
+    check.add_argument(
+        "--output-dir", metavar="DIR", help="write the table, the completions and a picture here"
+    )
+    _add_set(check)
+
+
+def _add_reward_model(verbs: Any) -> None:
+    text = "train a reward model on pairs of a better and a worse text"
+    train = verbs.add_parser("train", help=text, description=text)
+    train.set_defaults(call=_reward_model_train)
+    train.add_argument("pairs", metavar="PAIRS.jsonl", help="rows with prompt, chosen, rejected")
+    train.add_argument("--model", default="tiny-thinker", help="the base: a folder or a hub name")
+    train.add_argument("--output-dir", default="runs/reward-model", metavar="DIR")
+    train.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an argument of train_reward_model or a field of TRL's RewardConfig, such as "
+        "max_steps=100 or load_in_4bit=false (may be repeated)",
+    )
 
 
 def _add_set(command: argparse.ArgumentParser) -> None:
@@ -95,6 +132,29 @@ def _rewards_show(args: argparse.Namespace) -> int:
 
     print(entry_text(describe_reward(args.name)))
     return 0
+
+
+def _rewards_check(args: argparse.Namespace) -> int:
+    from rloo_kit.reward_lab import check_rewards
+
+    found = check_rewards(
+        args.run_file,
+        overrides=args.set,
+        completions=args.completions,
+        num_prompts=args.prompts,
+        num_generations=args.generations,
+        output_dir=args.output_dir,
+    )
+    return 1 if found.has_errors else 0
+
+
+def _reward_model_train(args: argparse.Namespace) -> int:
+    from rloo_kit.config import read_settings
+    from rloo_kit.reward_training import train_reward_model
+
+    settings = {"model": args.model, "output_dir": args.output_dir, **read_settings(args.set)}
+    result = train_reward_model(args.pairs, **settings)
+    return 130 if result.interrupted else 0
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:

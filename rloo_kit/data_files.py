@@ -46,11 +46,7 @@ def read_source(
     )
     if not path.exists() and not looks_local:
         return _checked_table(_read_hub(name, split, builtin), name, num, columns)
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise DataError(
-            f"data file {name!r} {what}: give the path of a .jsonl, .csv or .parquet file"
-        )
+    _check_file(path)
     if path.suffix.lower() == ".parquet":
         return _checked_table(_read_parquet(path), str(path), num, columns)
     return _checked_rows(read_rows(path), columns)[:num]
@@ -62,6 +58,7 @@ def read_rows(path: Path) -> list[PlacedRow]:
     Raises:
         DataError: It cannot be read, or a line is no row.
     """
+    _check_file(path)
     readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet_rows}
     reader = readers.get(path.suffix.lower())
     if reader is None:
@@ -74,6 +71,14 @@ def read_rows(path: Path) -> list[PlacedRow]:
         raise DataError(
             f"data file {str(path)!r} cannot be read: {exc}; save it as UTF-8 text"
         ) from exc
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise DataError(
+            f"data file {str(path)!r} {what}: give the path of a .jsonl, .csv or .parquet file"
+        )
 
 
 def as_dataset(rows: list[Row]) -> "Dataset":
