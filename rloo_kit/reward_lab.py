@@ -4,20 +4,12 @@ The model is the run's own, with its fresh adapter; or completions come from a f
 model is loaded and nothing heavy is imported.
 """
 
-import asyncio
 import functools
-import inspect
 import json
-import math
 import random
-import re
-import sys
-import textwrap
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +19,7 @@ from rloo_kit.data import prompt_ids
 from rloo_kit.data_files import read_rows
 from rloo_kit.engines import start_engine
 from rloo_kit.environment import setup
-from rloo_kit.errors import ConfigError, DataError, RewardContractError
+from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation import RESERVED, evaluate, sampling_of
 from rloo_kit.memory import belongs_to_session, session
 from rloo_kit.output_folder import free_folder
@@ -38,31 +30,22 @@ from rloo_kit.preparation import (
     read_config,
     read_prompts,
 )
-from rloo_kit.reward_contract import CheckedReward, OverdueError, guarded
-from rloo_kit.reward_findings import Finding, find_all, verdict, wanted_probes
+from rloo_kit.reward_check import RewardCheck, draw, text_of
+from rloo_kit.reward_contract import CheckedReward
+from rloo_kit.reward_findings import find_all, verdict
 from rloo_kit.reward_loading import LoadedReward, RewardSpec, load_rewards
+from rloo_kit.reward_probes import TOLD_BY_TOKENIZER, probe
 from rloo_kit.reward_statistics import (
     Batch,
-    Fault,
     Probed,
-    RewardStats,
     Settings,
-    Signal,
     signal_of,
     statistics_of,
     total_scores,
 )
-from rloo_kit.types import Completion, Row, Score
+from rloo_kit.types import Row, Score
 
 Say = Callable[[str], None]
-PROBE_SECONDS = 0.5
-"""A probe is called with as many rows as take about so long, at least with ``FEWEST_ROWS``."""
-FEWEST_ROWS, ROWS_ALONE = 4, 8
-ENDLESS_SECONDS = 5.0
-CALLS = ("first", "again", "permuted", "alone")
-"""Probes that alter no completion."""
-LARGEST_SCORE = 1e100
-"""Scores beyond it count as it: their squares would be no numbers."""
 UNSET: dict[str, Any] = {
     "beta": 0.05,
     "max_completion_length": 512,
@@ -70,46 +53,6 @@ UNSET: dict[str, Any] = {
     "temperature": 1.0,
 }
 """What a run file that is silent means; read where ``LeaveOneOutConfig`` would import torch."""
-TOLD_BY_TOKENIZER = ("thought_opened", "start_token_id", "end_token_id")
-"""What rewards learn from a tokenizer; the lab writes it beside a completion, with ..."""
-ABOUT_ROWS = ("group", "truncated", "generation_seconds", *TOLD_BY_TOKENIZER)
-"""... what else it knows of it. These columns are not the dataset's."""
-BARS = " ▁▂▃▄▅▆▇█"
-
-
-@dataclass(frozen=True, repr=False)
-class RewardCheck:
-    """What the rewards of a run say of the completions it would train on."""
-
-    verdict: str
-    """Whether RLOO will learn from them, in one sentence."""
-    findings: list[Finding]
-    """The most harmful first."""
-    table: list[RewardStats]
-    """One row a reward."""
-    total: RewardStats
-    """The same of the weighted sum."""
-    signal: Signal
-    samples: list[dict[str, Any]]
-    """Every prompt, completion, its rewards and its score, in order."""
-    notes: list[str] = field(default_factory=list)
-    """What was not checked, and why."""
-
-    @property
-    def has_errors(self) -> bool:
-        """Whether there is a fault from which the run cannot learn."""
-        return any(finding.level == "error" for finding in self.findings)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
-
-    def __repr__(self) -> str:
-        return f"RewardCheck({self.verdict!r}, {len(self.findings)} findings)"
-
-    def __str__(self) -> str:
-        parts = [_table_text(self), textwrap.fill(self.verdict, 100), _findings_text(self.findings)]
-        return "\n\n".join([*parts, _samples_text(self.samples), *self.notes])
 
 
 @dataclass(frozen=True)
@@ -405,16 +348,6 @@ def _settings(get: Callable[..., Any], config: RunConfig) -> Settings:
     )
 
 
-def text_of(completion: Completion) -> str:
-    """Return the text of a completion, plain or conversational."""
-    if isinstance(completion, str):
-        return completion
-    content = completion[-1].get("content") if completion else ""
-    if isinstance(content, list):
-        return "".join(part.get("text") or "" for part in content)
-    return content or ""
-
-
 # --- calling the rewards -------------------------------------------------------------------------
 
 
@@ -431,7 +364,7 @@ def _examined(material: _Material) -> RewardCheck:
     probed = []
     for reward in callable_ones:
         belongs_to_session(reward.func)
-        probed.append(_probed(reward, material))
+        probed.append(probe(reward, columns, batch, timeout=material.timeout, bound=material.bound))
     totals = total_scores(probed, batch, settings)
     signal = signal_of(totals, batch, settings)
     findings = find_all(probed, batch, settings, signal)
@@ -458,324 +391,6 @@ def _examined(material: _Material) -> RewardCheck:
     )
 
 
-def _probed(reward: LoadedReward, material: _Material) -> Probed:
-    """Return what one reward answers to the completions and, where it can be called, to probes."""
-    columns, batch = material.columns, material.batch
-    func = guarded(reward.func, material.timeout, "stop")
-    count = len(batch.texts)
-    bare = Probed(
-        reward.name,
-        reward.weight_at(0.0),
-        [None] * count,
-        unbound=frozenset() if material.bound else frozenset(_unbound(func)),
-        blank_columns=_blank_columns(func, columns),
-    )
-    started = time.perf_counter()
-    try:
-        scores = _call(func, columns)
-    except RewardContractError as exc:
-        return replace(bare, fault=_fault(func, columns, exc))
-    seconds = (time.perf_counter() - started) / count
-    num = min(count, max(FEWEST_ROWS, int(PROBE_SECONDS / max(seconds, 1e-9))))
-    first = replace(
-        bare, scores=scores, seconds=seconds, rows=[row * count // num for row in range(num)]
-    )
-    return _with_probes(first, func, material)
-
-
-@dataclass
-class _Answers:
-    """What a reward said to each probe: scores, or what it raised."""
-
-    func: CheckedReward
-    scores: dict[str, list[Score]] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-
-    def ask(self, name: str, columns: dict[str, Any]) -> None:
-        """Call the reward; of ``endless`` no more than one row, and not for long."""
-        func = self.func
-        if name == "endless":
-            limit = min(func.timeout or ENDLESS_SECONDS, ENDLESS_SECONDS)
-            func, columns = guarded(func, limit, "stop"), _take(columns, [0])
-        try:
-            self.scores[name] = _call(func, columns if name in CALLS else _altered(name, columns))
-        except RewardContractError as exc:
-            cause = exc.__cause__
-            self.errors[name] = escaped(f"{type(cause).__name__}: {cause}" if cause else str(exc))
-
-
-def _with_probes(probed: Probed, func: CheckedReward, material: _Material) -> Probed:
-    """Return the same with the answers to other calls."""
-    own, count = _take(material.columns, probed.rows), len(probed.rows)
-    answers = _Answers(func)
-    if count < len(probed.scores):
-        answers.ask("first", own)
-    started = time.perf_counter()
-    answers.ask("again", own)
-    seconds = (time.perf_counter() - started) / count
-    order = random.Random(0).sample(range(count), count)
-    answers.ask("permuted", _take(own, order))
-    if "permuted" in answers.scores:
-        moved = dict(zip(order, answers.scores["permuted"], strict=True))
-        answers.scores["permuted"] = [moved[row] for row in range(count)]
-    alone: list[Score] = []
-    for row in range(min(count, ROWS_ALONE)):
-        answers.ask("alone", _take(own, [row]))
-        alone += answers.scores.get("alone", [None])
-    answers.scores["alone"] = [] if "alone" in answers.errors else alone
-    for name in wanted_probes(material.batch, probed):
-        answers.ask(name, own)
-    # The second call is without what the first one imports.
-    seconds = min(seconds, probed.seconds)
-    return replace(probed, probes=answers.scores, probe_errors=answers.errors, seconds=seconds)
-
-
-def _call(func: CheckedReward, columns: dict[str, Any]) -> list[Score]:
-    """Return the scores of one call, awaited where the reward is async."""
-    found: Any = func(**columns)
-    if inspect.isawaitable(found):
-        with ThreadPoolExecutor(1) as pool:  # a notebook's thread has a running loop
-            found = pool.submit(asyncio.run, found).result()  # type: ignore[arg-type]
-    limit = LARGEST_SCORE
-    return [None if score is None else min(max(score, -limit), limit) for score in found]
-
-
-def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractError) -> Fault:
-    """Return which part of the contract a reward broke."""
-    text = escaped(str(exc))
-    asked = getattr(func.reward, "column", None)
-    missing = [name for name in func.required if name not in columns]
-    if missing == ["completion_ids"]:
-        return Fault("missing_ids", text)
-    if missing or (isinstance(asked, str) and asked not in columns):
-        return Fault("missing_column", text)
-    if isinstance(exc.__cause__, OverdueError):
-        return Fault("timeout", text)
-    if exc.__cause__ is not None:
-        return Fault("raises", text)
-    num_bad: list[float] = []
-    counting = {**columns, "log_metric": lambda name, value: num_bad.append(value)}
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        try:
-            _call(replace(func, on_error="skip"), counting)
-        except RewardContractError:  # of a reward within this one
-            return Fault("raises", text)
-    if any(issubclass(warning.category, RuntimeWarning) for warning in said):
-        return Fault("wrong_output", text)
-    count = len(columns["completions"])
-    return Fault("not_finite", f"{max(num_bad):.0f} of {count} scores are no finite number; {text}")
-
-
-def _unbound(reward: Any) -> Iterator[str]:
-    """Yield what a reward, or one within it, has not learned from a tokenizer."""
-    if not is_dataclass(reward) or isinstance(reward, type):
-        return
-    for item in fields(reward):
-        value = getattr(reward, item.name)
-        if item.name in ("end_token_id", "thought_opened") and value is None:
-            yield item.name
-        else:
-            yield from _unbound(value)
-
-
-def _blank_columns(func: CheckedReward, columns: dict[str, Any]) -> dict[str, float]:
-    """Return the share of blank values in each dataset column that the reward may read."""
-    given = ("prompts", "completions", "completion_ids", *ABOUT_ROWS)
-    names = [name for name, value in columns.items() if isinstance(value, list)]
-    asked = getattr(func.reward, "column", None)
-    if isinstance(asked, str):
-        names = [asked] if asked in names else []
-    elif func.accepted is not None:
-        names = [name for name in names if name in func.accepted]
-    shares = {
-        name: sum(map(_is_blank, columns[name])) / len(columns[name])
-        for name in names
-        if name not in given
-    }
-    return {name: share for name, share in shares.items() if share}
-
-
-def _is_blank(value: Any) -> bool:
-    if isinstance(value, str):
-        return not value.strip()
-    return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-# --- altered completions -------------------------------------------------------------------------
-
-
-def _take(columns: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """Return the columns of some rows."""
-    count = len(columns["completions"])
-    return {
-        name: [value[row] for row in rows]
-        if isinstance(value, list) and len(value) == count
-        else value
-        for name, value in columns.items()
-    }
-
-
-def _prefixed(tag: str) -> Callable[[str], str]:
-    return lambda text: text if "<think>" in text else f"{tag}\n{text}"
-
-
-def _same(ids: list[int]) -> list[int]:
-    return ids
-
-
-_ALTERED: dict[str, tuple[Callable[[str], str], Callable[[list[int]], list[int]]]] = {
-    "opened": (_prefixed("<think>"), _same),
-    "tagged": (_prefixed("<notes>"), _same),
-    "masked": (lambda text: re.sub(r"\S", "x", text), lambda ids: [0] * len(ids)),
-    "answerless": (lambda text: "".join(text.rpartition("</think>")[:2]) or text, _same),
-    "repeated": (
-        lambda text: text[: len(text) // 4 + 1][:2000] * 20 + text,
-        lambda ids: ids[: len(ids) // 4 + 1][:500] * 20 + ids,
-    ),
-    "endless": (
-        lambda text: f"{text or 'x'} " * (100_000 // (len(text) + 1) + 1),
-        lambda ids: (ids or [0]) * (40_000 // (len(ids) or 1) + 1),
-    ),
-    "first_words": (lambda text: f"{' '.join(text.split()[:20])}.", lambda ids: ids[:20]),
-    "empty": (lambda text: "", lambda ids: []),
-    "unclosed": (
-        lambda text: text.partition("</think>")[0][: max(1, len(text) // 2)],
-        lambda ids: ids[: len(ids) // 2],
-    ),
-}
-"""Probe -> (the text, the token ids) as it makes them; see ``wanted_probes``."""
-
-
-def _altered(name: str, columns: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns with every completion altered."""
-    completions, ids = columns["completions"], columns.get("completion_ids")
-    if name == "swapped":
-        num = len(completions)
-        rows = [(row + num // 2) % num for row in range(num)]
-        completions = [completions[row] for row in rows]
-        ids = ids and [ids[row] for row in rows]
-    else:
-        new_text, new_ids = _ALTERED[name]
-        completions = [_with_text(one, new_text(text_of(one))) for one in completions]
-        ids = ids and [new_ids(row) for row in ids]
-    changed = {**columns, "completions": completions}
-    return changed if ids is None else {**changed, "completion_ids": ids}
-
-
-def _with_text(completion: Completion, text: str) -> Completion:
-    if isinstance(completion, str):
-        return text
-    last = completion[-1] if completion else {"role": "assistant"}
-    return [*completion[:-1], {**last, "content": text}]
-
-
-# --- on the screen -------------------------------------------------------------------------------
-
-
-def escaped(text: str) -> str:
-    """Return text that cannot steer a terminal: what is not printable as an escape."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
-    )
-
-
-def _table_text(check: RewardCheck) -> str:
-    rows = [*check.table, *([check.total] if len(check.table) > 1 else [])]
-    width = min(24, max(len("reward"), *(len(row.name) for row in rows)))
-    head = (
-        f"{'reward':<{width}} {'weight':>6} {'mean':>7} {'std':>6} {'in-group':>8} {'range':>15} "
-        f"{'fires':>5} {'none':>5} {'ms':>6} {'length':>6}  scores"
-    )
-    return "\n".join([head, *(_row_text(row, width) for row in rows)])
-
-
-def _row_text(row: RewardStats, width: int) -> str:
-    name = escaped(row.name)
-    start = f"{name if len(name) <= width else name[: width - 1] + '…':<{width}} {row.weight:>6.3g}"
-    if row.mean is None:
-        return f"{start}    {'no scores' if row.fault is None else 'faulty, see below'}"
-    numbers = f"{_short(row.mean):>7} {_short(row.std):>6} {_short(row.group_std):>8}"
-    span = f"{_short(row.low)} .. {_short(row.high)}"
-    correlation = row.length_correlation
-    length = "-" if correlation is None else f"{correlation:+.2f}"
-    return (
-        f"{start} {numbers} {span:>15} {row.fires or 0:>5.0%} {row.none_share:>5.0%} "
-        f"{_milliseconds(row):>6} {length:>6}  {_bars(row.histogram)}"
-    )
-
-
-def _milliseconds(row: RewardStats) -> str:
-    if 0 < row.milliseconds < 0.01:
-        return "<0.01"
-    return _short(row.milliseconds or None)
-
-
-def _short(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
-
-
-def _bars(counts: list[int]) -> str:
-    """Return a histogram of one character a bin; what is not 0 can be seen."""
-    bars = BARS if _can_print(BARS) else " .:-=+*#@"
-    most = max(*counts, 1)
-    return "".join(bars[math.ceil(8 * count / most)] for count in counts)
-
-
-def _can_print(text: str) -> bool:
-    try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _findings_text(findings: list[Finding]) -> str:
-    if not findings:
-        return "nothing is wrong with the rewards"
-    return "\n".join(
-        line
-        for number, finding in enumerate(findings, 1)
-        for line in _finding_lines(finding, number)
-    )
-
-
-def _finding_lines(finding: Finding, number: int) -> list[str]:
-    of = f" ({finding.reward})" if finding.reward else ""
-    parts = {"seen": finding.evidence, "why": finding.why, "do": finding.remedy}
-    if finding.setting:
-        parts["set"] = finding.setting
-    lines = [f"{number}. {finding.level}: {finding.kind}{escaped(of)}"]
-    for name, text in parts.items():
-        indent = {"initial_indent": f"   {name:<5}", "subsequent_indent": " " * 8}
-        lines += textwrap.wrap(escaped(text), 100, **indent)
-    return lines
-
-
-def _samples_text(samples: list[dict[str, Any]], num: int = 2) -> str:
-    """Return the best and the worst completions in a line each."""
-    different = {(str(s["prompt"]), s["completion"]): s for s in samples if s["score"] is not None}
-    scored = sorted(different.values(), key=lambda sample: -sample["score"])
-    if not scored:
-        return f"sample        {_sample_text(samples[0])}"
-    lines = [f"{'best':<6}{_short(s['score']):>6}  {_sample_text(s)}" for s in scored[:num]]
-    rest = [sample for sample in scored[num:] if sample["score"] < scored[0]["score"]]
-    lines += [f"{'worst':<6}{_short(s['score']):>6}  {_sample_text(s)}" for s in rest[-num:]]
-    return "\n".join(lines)
-
-
-def _sample_text(sample: dict[str, Any]) -> str:
-    return f"{_cut(text_of(sample['prompt']), 40)} -> {_cut(sample['completion'], 90)}"
-
-
-def _cut(text: str, limit: int) -> str:
-    """Return the beginning and, since the answer stands there, the end."""
-    flat = text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
-    return escaped(flat)
-
-
 # --- what is written -----------------------------------------------------------------------------
 
 
@@ -789,7 +404,7 @@ def _write(folder: Path, check: RewardCheck, material: _Material, say: Say) -> N
         if find_spec("matplotlib") is None:
             say('no picture without matplotlib: pip install "rloo-kit[notebook]"')
         else:
-            _draw(check.table, folder / "rewards_check.png")
+            draw(check.table, folder / "rewards_check.png")
     except OSError as exc:
         raise ConfigError(
             f"output_dir {str(folder)!r} cannot be written ({exc}): choose another"
@@ -819,25 +434,3 @@ def _rows(material: _Material) -> Iterator[Row]:
             **{name: value for name, value in about.items() if value is not None},
             **{name: columns[name][row] for name in others},
         }
-
-
-def _draw(table: list[RewardStats], path: Path) -> None:
-    """Draw a histogram of every reward."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 0.6 + 1.9 * len(table)), layout="constrained")
-    for place, row in enumerate(table, 1):
-        axes = figure.add_subplot(len(table), 1, place)
-        low, high = row.low or 0.0, row.high or 0.0
-        span = (high - low) or 1.0
-        start = low if high > low else low - 0.5
-        width = span / len(row.histogram)
-        places = [start + width * (n + 0.5) for n in range(len(row.histogram))]
-        axes.bar(places, row.histogram, width * 0.92)
-        spread = _short(row.group_std)
-        axes.set_title(
-            f"{escaped(row.name)}: mean {_short(row.mean)}, spread within a group {spread}",
-            fontsize=10, loc="left", parse_math=False,
-        )  # fmt: skip
-        axes.set_ylabel("completions")
-    figure.savefig(path, dpi=120)
