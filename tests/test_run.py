@@ -6,7 +6,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -271,3 +273,62 @@ def test_a_task_of_reasoning_gym_trains_with_its_own_verifier(tmp_path, task, se
         _, closed, answer = row["completion"][-1]["content"].rpartition("</think>")
         expected = verifier.score_answer(answer.strip(), asked) if closed else 0.0
         assert row["rewards"]["reasoning_gym"] == pytest.approx(expected)
+
+
+class JudgeThatGoes(ThreadingHTTPServer):
+    """Grades by what it reads; after so many requests it hangs up on everybody."""
+
+    daemon_threads = True
+
+    def __init__(self, last_request):
+        super().__init__(("127.0.0.1", 0), JudgeHandler)
+        self.left = last_request
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    def handle_error(self, *_):
+        """A client that went away is no news."""
+
+
+class JudgeHandler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        asked = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.left -= 1
+        if self.server.left < 0:
+            return
+        content = json.dumps({"score": sum(asked) % 11})
+        body = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "skip"])
+def test_a_run_whose_judge_goes_away_stops_or_goes_on_as_asked(on_failure, capsys):
+    server = JudgeThatGoes(last_request=8)
+    judge = (
+        f"{{name: judge, base_url: 'http://127.0.0.1:{server.server_port}/v1', model: any, "
+        f"on_failure: {on_failure}, max_retries: 0}}"
+    )
+    settings = [*SHORT, "--set", "data.held_out=0", "--set", f"rewards=[{judge}, 'accuracy']"]
+    code = main(["quickstart", *settings])
+    server.shutdown()
+    server.server_close()
+    printed = capsys.readouterr()
+    completions = rows("runs/quickstart/completions.jsonl")
+    given = [row["rewards"]["judge"] for row in completions]
+    if on_failure == "stop":
+        assert code == 2
+        assert "or set on_failure: skip" in printed.err
+        assert "adapter saved in runs/quickstart/adapter" in printed.out
+        assert len(completions) < 64
+        assert None not in given
+    else:
+        assert code == 0
+        assert len(completions) == 64
+        assert None in given
+        assert None not in given[:8]
+        assert all(row["rewards"]["accuracy"] is not None for row in completions)
