@@ -23,7 +23,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rloo_kit.rewards.judge import Judge, read_verdict
+from rloo_kit.rewards._judge_server import read_verdict
+from rloo_kit.rewards.judge import Judge
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.reward_contract import AsyncCheckedReward, guarded
