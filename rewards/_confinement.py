@@ -5,6 +5,7 @@ program from the start of its standard input and leaves the rest to the program.
 output says which protections hold; only then the program runs.
 """
 
+import builtins
 import contextlib
 import ctypes
 import os
@@ -88,6 +89,7 @@ def main() -> None:
     program = b""
     while len(program) < size:
         program += os.read(0, size - len(program))
+    builtins.exit = builtins.quit = sys.exit  # site makes them elsewhere
     module = type(sys)("__main__")
     sys.modules["__main__"], sys.argv = module, ["program.py"]
     exec(compile(program, "program.py", "exec", dont_inherit=True), module.__dict__)

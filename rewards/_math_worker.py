@@ -14,11 +14,22 @@ import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-_DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed|\\begin\{(?:equation|align)")
+_DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed|\\begin\{(?:equation|align)")
 _MAX_LINE = 200
 """Characters of a line that may be bare mathematics; a loop of 4,000 takes seconds to read."""
-_COMMAND = re.compile(r"\\[A-Za-z]+")
+_WRAPPED = re.compile(r"\\text\{[^{}]*\}")
+_COMMAND = re.compile(r"\\(?:begin|end)\{[A-Za-z*]+\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
+_STUCK = re.compile(r"(?:[0-9)\]}^_*=(+-]|@\s*)$")
+"""What stands right before letters that are a product; @ is a command."""
+_PLAIN_NAME = re.compile(r"(?<![\\A-Za-z])(pi|sin|cos|tan|log|ln|exp)(?![A-Za-z])")
+_NO_PROSE = {"or", "and", "pi", "sin", "cos", "tan", "log", "ln", "exp", "sqrt"}
+_UNITS = frozenset(
+    """
+    mm cm dm km in ft yd mi sq mg kg lb lbs oz ml mL cl dl gal sec min hr hrs ms mph kph kmh Hz kHz
+    MHz kW kWh cents cent degrees degree deg
+    """.split()  # noqa: SIM905 - a table
+)
 
 
 def main() -> None:
@@ -65,11 +76,24 @@ def expressions(text: str, parse: Callable[[str], list[Any]]) -> list[Any]:
     math-verify reads LaTeX only between delimiters, and of a bare ``2\pi`` the 2.
     """
     line = text.strip().strip("*#").rstrip(".").strip()
-    bare = f"\\boxed{{{line}}}"
+    bare = "\\boxed{" + _PLAIN_NAME.sub(r"\\\1 ", line) + "}"
     is_line = len(line) <= _MAX_LINE and "\n" not in line and not _DELIMITED.search(line)
-    if is_line and not _WORD.search(_COMMAND.sub(" ", re.sub(r"\\text\{[^{}]*\}", "", line))):
+    if is_line and not _is_prose(line):
         return parse(bare) or parse(text)
     return parse(text) or (parse(bare) if is_line else [])
+
+
+def _is_prose(line: str) -> bool:
+    """Return whether a line holds a word or a unit, and not only products of letters."""
+    bare = _COMMAND.sub("@", _WRAPPED.sub("", line))
+    for match in _WORD.finditer(bare):
+        word, follows = match[0], bare[match.end() : match.end() + 1]
+        if word in _NO_PROSE:
+            continue
+        is_product = _STUCK.search(bare[: match.start()]) or (follows and follows in "^_*=(")
+        if word in _UNITS or not is_product:
+            return True
+    return False
 
 
 def _send(replies: BinaryIO, reply: dict[str, Any]) -> None:

@@ -42,20 +42,26 @@ _NUMBER_INSIDE = re.compile(
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
     r"(?:[eE][+-]?[0-9]{1,3})?"
 )
+_LATEX_GROUP = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,!]|,\\ )(?=[0-9]{3}(?![0-9]))")
+"""What LaTeX writes between thousands: 72{,}000 and 72\\,000 and 72,\\!000."""
 _DIGITS = "0123456789"
 _OF_A_NUMBER = _DIGITS + "+-.,eE"
 _MINUS = str.maketrans("\u2212\u2013\uff0d", "---")
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number written in a text, exactly, or None.
+    r"""Return the last number written in a text, exactly, or None.
 
     Written in ASCII digits, with or without thousands separators; signs, a currency sign and a unit
     may stand around it. A fraction is two numbers, and the exponent of ``cm^2`` is one.
 
     >>> last_number("6 + 6 = 12, so $1,234.50 in total."), last_number("from 5-3 to -2%")
     (Decimal('1234.50'), Decimal('-2'))
+    >>> last_number("\\boxed{72{,}000}")
+    Decimal('72000')
     """
+    if "\\" in text or "{" in text:
+        text = _LATEX_GROUP.sub(",", text)
     end = max(map(text.rfind, _DIGITS)) + 1
     if not end:
         return None
@@ -72,19 +78,21 @@ def last_number(text: str) -> Decimal | None:
 _NOT_IN_WORD = r"(?![A-Za-z0-9_'])"
 _LETTER = (
     r"[\s*_:([{$\"'`]{0,12}(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{[\s*(]{0,4}){0,3}"
-    rf"([A-HJ-Z]|I(?!\s+[a-z])|(?<=\()[a-z](?=\))){_NOT_IN_WORD}"
+    rf"([A-HJ-Z]|I(?!\s+[a-z])|(?<=\()[a-z](?=\))|(?<=\{{)[a-z](?=\}})"
+    rf"|(?<=: )[a-z](?=[.)*]|\s*$)){_NOT_IN_WORD}"
 )
 # "Answer: B", "the answer is **(B)**", "option B", "\boxed{B}".
 _STATED = re.compile(
     r"(?:\b(?i:answer|option|choice|choose|pick|select)\b(?:\W{0,3}\b(?i:is|would be|to be)\b)?"
-    rf"|\\boxed\{{){_LETTER}"
+    rf"|\\boxed\{{){_LETTER}",
+    re.MULTILINE,
 )
 _STATING = [
-    form
-    for word in ("answer", "option", "choice", "choose", "pick", "select", "\\boxed{")
-    for form in {word, word.capitalize(), word.upper()}
+    [form for word in words for form in {word, word.capitalize(), word.upper()}]
+    for words in (("answer", "\\boxed{"), ("option", "choice", "choose", "pick", "select"))
 ]
-"""What ``_STATED`` begins with: plain searches for these are ten times faster than the pattern."""
+"""What ``_STATED`` begins with, the surer words first, since options are also talked about. Plain
+searches for these are ten times faster than the pattern."""
 # "(B)", "**B**", "**B. Paris**", and "B", "B.", "B) Paris" at the beginning of a line.
 _MARKED = re.compile(
     r"[(\[{]\s{0,4}\*{0,2}([A-Z])\*{0,2}\s{0,4}[)\]}]|\*\*\(?([A-Z])(?:\)|\*\*|[.:])"
@@ -101,9 +109,10 @@ def chosen_letter(text: str) -> str | None:
     r"""Return the letter of the option that a multiple-choice answer chooses, or None.
 
     A text that is nothing but one letter, in brackets or bold or not, chooses it. Else the last
-    letter that is called the answer counts ("Answer: B", "option (B)", "\boxed{B}"); where there
-    is none, the last one that is marked ("(B)", "**B**", "B. Paris" at the beginning of a line);
-    where there is none, the one capital letter that stands alone in the text, if it is one.
+    letter that is called the answer counts ("Answer: B", "\boxed{B}"); where there is none, the
+    last one that is called chosen ("option (B)", "I pick B"); where there is none, the last one
+    that is marked ("(B)", "**B**", "B. Paris" at the beginning of a line); where there is none,
+    the one capital letter that stands alone in the text, if it is one.
 
     >>> [chosen_letter(text) for text in ("b", "(A) no. Answer: **B**", "I pick C.", "A cat or B?")]
     ['B', 'B', 'C', 'B']
@@ -113,10 +122,11 @@ def chosen_letter(text: str) -> str | None:
     whole = _WHOLE.fullmatch(text)
     if whole:
         return whole[1].upper()
-    for start in sorted({*_places_of(_STATING, text)}, reverse=True):
-        stated = _STATED.match(text, start)
-        if stated:
-            return stated[1].upper()
+    for words in _STATING:
+        for start in sorted({*_places_of(words, text)}, reverse=True):
+            stated = _STATED.match(text, start)
+            if stated:
+                return stated[1].upper()
     if not _LONE_CAPITAL.search(text):
         return None
     marked = [*_MARKED.finditer(text)]

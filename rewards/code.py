@@ -4,6 +4,7 @@ import ast
 import functools
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ R = TypeVar("R")
 _PATIENCE_SECONDS = 30.0
 """For what the dataset alone decides: a loaded machine must not make a test weaker."""
 _PYTHON_TAGS = {"python", "python3", "py"}
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`{]*)[^`\n]*\n?")
 
 
 def fenced_code(text: str) -> str | None:
@@ -38,16 +40,18 @@ def fenced_code(text: str) -> str | None:
     found: dict[bool, str] = {}  # by whether the block says that it is Python
     tag: str | None = None
     block: list[str] = []
+    indent = marks = ""
     for line in text.splitlines(keepends=True):
-        stripped = line.strip()
-        if tag is None and stripped.startswith("```"):
-            tag, block = stripped.lstrip("`").strip().lower(), []
-        elif tag is not None and stripped == "```":
+        fence = _FENCE.fullmatch(line)
+        if tag is None and fence:
+            indent, marks, tag = fence[1], fence[2], fence[3].lower()
+            block = []
+        elif tag is not None and (end := line.strip()).startswith(marks) and not end.strip(marks):
             if tag in {"", *_PYTHON_TAGS}:
                 found[tag != ""] = "".join(block)
             tag = None
         else:
-            block.append(line)
+            block.append(line.removeprefix(indent))
     return found.get(True, found.get(False))
 
 
@@ -253,14 +257,45 @@ def _with_expected_values(
     for check in checks:
         case = _Case(check.setup, "", check.statements)
         if check.sides is not None:
-            left, right = answers.get(str(asked)), answers.get(str(asked + 1))
+            known = answers.get(str(asked + 1)), answers.get(str(asked))
             asked += 2
-            if right is not None:
-                case = _Case(check.setup, check.sides[0], expected=right)
-            elif left is not None:
-                case = _Case(check.setup, check.sides[1], expected=left)
+            for side, expected in zip(check.sides, known, strict=True):
+                if expected is not None:
+                    case = _Case(_setup_of(side, check.setup), side, expected=expected)
+                    break
         cases.append(case)
     return tuple(cases)
+
+
+def _setup_of(side: str, setup: Sequence[str]) -> tuple[str, ...]:
+    """Return the set-up that an expression needs: the rest may hold the value expected of it."""
+    needed = _names_in(side)
+    kept: list[str] = []
+    for statement in reversed(setup):
+        made = _names_made(statement)
+        if made is None or made & needed:
+            kept.append(statement)
+            needed |= _names_in(statement)
+    return tuple(reversed(kept))
+
+
+def _names_in(source: str) -> set[str]:
+    return {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+
+
+def _names_made(statement: str) -> set[str] | None:
+    """Return the names that a statement makes; None where it may do something else."""
+    (node,) = ast.parse(statement).body
+    match node:
+        case ast.FunctionDef(name) | ast.ClassDef(name):
+            return {name}
+        case ast.Import(names) | ast.ImportFrom(names=names):
+            return {(name.asname or name.name).partition(".")[0] for name in names} - {"*"} or None
+        case ast.Assign(targets) if all(isinstance(target, ast.Name) for target in targets):
+            return {target.id for target in targets}
+        case ast.AnnAssign(target=ast.Name(name)):
+            return {name}
+    return None
 
 
 # --- tests as datasets store them -----------------------------------------------------------------
@@ -292,7 +327,8 @@ def _as_rows(table: dict[str, Any]) -> Any:
     """Return {"inputs": [...], "outputs": [...]} as a list of objects; anything else as it is."""
     for given, wanted in (("inputs", "outputs"), ("input", "output")):
         columns = table.get(given), table.get(wanted)
-        if all(isinstance(column, list) for column in columns) and "fn_name" not in table:
+        is_pair = all(isinstance(column, list) for column in columns)
+        if is_pair and len(columns[0]) == len(columns[1]) and "fn_name" not in table:
             return [{"input": i, "output": o} for i, o in zip(*columns, strict=True)]
     return table
 
@@ -314,6 +350,7 @@ def _checks(source: str, column: str) -> list[_Check]:
             f"the column {column!r} holds the test {source[:200]!r}, which is no Python ({exc}); "
             "correct it"
         ) from exc
+    body = [node for node in body if not _always_holds(node)]
     asserts = [node for node in body if isinstance(node, ast.Assert)]
     setup = [node for node in body if not isinstance(node, ast.Assert)]
     idle = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
@@ -330,7 +367,7 @@ def _checks(source: str, column: str) -> list[_Check]:
 
 def _unfolded(body: list[ast.stmt]) -> list[ast.stmt]:
     """Return statements with calls of functions that only assert replaced by what they assert."""
-    checks = {
+    checks: dict[str, ast.FunctionDef] = {
         node.name: node
         for node in body
         if isinstance(node, ast.FunctionDef)
@@ -350,7 +387,16 @@ def _unfolded(body: list[ast.stmt]) -> list[ast.stmt]:
                 unfolded += [s for s in checks[name].body if isinstance(s, ast.Assert)]
             case _:
                 unfolded.append(node)
-    return unfolded
+    # What was unfolded holds the expected values; it stays only where something still calls it.
+    others = [node for node in unfolded if node not in checks.values()]
+    called = {name.id for node in others for name in ast.walk(node) if isinstance(name, ast.Name)}
+    return [node for node in unfolded if node in others or node.name in called]
+
+
+def _always_holds(node: ast.stmt) -> bool:
+    """Return whether it is ``assert True``, which HumanEval's tests have, or the like."""
+    test = node.test if isinstance(node, ast.Assert) else None
+    return isinstance(test, ast.Constant) and bool(test.value)
 
 
 def _is_comment(node: ast.stmt) -> bool:

@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, ClassVar
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
@@ -35,8 +36,8 @@ class ReasoningGym(TemplateAware):
     Nine verifiers run the answer as Python, two count up to a number in it, one takes ``nan`` for
     right. There an answer that is more than a literal (four of the nine) or a formula (five), has
     such a number, or is ``nan``, is scored as an empty one; a run's ``reward_timeout_seconds``
-    limits what is left. The verifier of game_of_life_halting accepts every text, so the answer is
-    compared in its place.
+    limits what is left. The verifier of game_of_life_halting accepts every text, and the one of
+    coin_flip "0" for nearly every probability, so the answer is compared in their place.
 
     >>> from rloo_kit.rewards import ReasoningGym
     >>> ReasoningGym()(completions=["4"], entry=[None])
@@ -118,8 +119,8 @@ def _restored(value: dict[str, Any]) -> Any:
 
 @functools.lru_cache(maxsize=128)
 def _verifier(task: str, settings: str) -> Callable[[str, dict[str, Any]], float]:
-    if task == "game_of_life_halting":
-        return _is_the_answer
+    if task in _MENDED:
+        return _MENDED[task]
     try:
         package = importlib.import_module("reasoning_gym")
     except ImportError as exc:
@@ -138,6 +139,18 @@ def _verifier(task: str, settings: str) -> Callable[[str, dict[str, Any]], float
 
 def _is_the_answer(answer: str, entry: dict[str, Any]) -> float:
     return float(answer.lower() == entry["answer"].lower())
+
+
+def _is_the_probability(answer: str, entry: dict[str, Any]) -> float:
+    try:
+        given, expected = (float(Fraction(text)) for text in (answer, entry["answer"]))
+    except (ValueError, ZeroDivisionError, OverflowError):
+        return 0.0
+    return float(abs(given - expected) <= 1e-4)
+
+
+_MENDED = {"coin_flip": _is_the_probability, "game_of_life_halting": _is_the_answer}
+"""Tasks whose verifier gives itself away: one takes any text, one "0" for every "0.…"."""
 
 
 # --- answers that a verifier must not get --------------------------------------------------------

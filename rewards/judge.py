@@ -351,6 +351,11 @@ def _reference_text(reference: Any, *, keep_thought: bool) -> str:
 
 
 def _check_secrets(judge: Judge) -> None:
+    if judge.base_url is not None and not isinstance(judge.base_url, str):
+        raise RewardLoadError(
+            "base_url of reward 'judge' is no text; give an address such as "
+            "http://127.0.0.1:8000/v1"
+        )
     # No value is shown, and no ValueError raised: its text would be given with all parameters.
     if judge.api_key_env is not None and not (
         isinstance(judge.api_key_env, str)

@@ -200,16 +200,21 @@ def _letters(text: str) -> Counter[str]:
 
 
 def _joined(sentences: Iterable[str], script: str) -> Iterator[str]:
-    """Yield the sentences, those with few letters of the script joined to the next."""
+    """Yield the sentences, those with few letters of the script joined to the next.
+
+    The last one, which has no next, is joined to the one before.
+    """
+    full: list[str] = []
     waiting: list[str] = []
     count = 0
     for sentence in sentences:
         waiting.append(sentence)
         count += _letters(sentence)[script]
         if count >= _PASSAGE_LETTERS:
-            yield "\n".join(waiting)
-            waiting, count = [], 0
-    yield "\n".join(waiting)
+            if full:
+                yield "\n".join(full)
+            full, waiting, count = waiting, [], 0
+    yield "\n".join([*full, *waiting])
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,6 +1,6 @@
-"""What a chat template says of its model: where a turn ends, and who opens the thought."""
+"""What a chat template says of its model, and the settings it is given."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,3 +28,23 @@ def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     known = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
     fits = [token for token in known if token in vocabulary and after.startswith(token)]
     return vocabulary[max(fits, key=len)] if fits else None
+
+
+class WithSettings:
+    """A tokenizer whose chat template is always given a run's settings.
+
+    A reward that asks the template who opens the thought then sees what the policy is prompted
+    with, such as a thought switched off by ``enable_thinking: false``.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", settings: dict[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._settings = settings
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the tokenizer has."""
+        return getattr(self._tokenizer, name)
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        """Render as the tokenizer does, with the settings."""
+        return self._tokenizer.apply_chat_template(conversation, **{**self._settings, **kwargs})

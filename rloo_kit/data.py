@@ -130,7 +130,7 @@ def order_by_level(dataset: "Dataset", seed: int = 42) -> "Dataset":
             f"{sorted(dataset.column_names)}: add it, or name the one that is meant with columns, "
             "as in {level: difficulty}"
         )
-    levels = dataset["level"][:]
+    levels = [_number(level) for level in dataset["level"][:]]
     for number, level in enumerate(levels, 1):
         if type(level) not in (int, float) or not math.isfinite(level):
             raise DataError(
@@ -140,6 +140,14 @@ def order_by_level(dataset: "Dataset", seed: int = 42) -> "Dataset":
     order = list(range(len(levels)))
     random.Random(f"{seed} curriculum").shuffle(order)
     return dataset.select(sorted(order, key=levels.__getitem__))
+
+
+def _number(level: Any) -> Any:
+    """Return what a text says as a number, as a CSV file has it; anything else as it is."""
+    try:
+        return float(level) if isinstance(level, str) else level
+    except ValueError:
+        return level
 
 
 def drop_long_prompts(

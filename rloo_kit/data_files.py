@@ -94,10 +94,21 @@ def as_dataset(rows: list[Row]) -> "Dataset":
         columns[name] = [row.get(name) for row in rows]
     try:
         return datasets.Dataset.from_dict(columns)
-    except Exception as exc:  # pyarrow: a column of mixed types
+    except Exception:  # pyarrow: a column of mixed types, or values it cannot hold
+        for name, values in columns.items():
+            _check_column(name, values)
+        raise
+
+
+def _check_column(name: str, values: list[Any]) -> None:
+    import datasets
+
+    try:
+        datasets.Dataset.from_dict({name: values})
+    except Exception as exc:
         raise DataError(
-            f"a column holds values of different types ({str(exc).splitlines()[0][:160]}): give "
-            f"each column one type"
+            f"the column {name!r} cannot be stored ({str(exc).splitlines()[0][:160]}): give it "
+            "values of one type, text in valid Unicode and numbers of at most 64 bits"
         ) from exc
 
 

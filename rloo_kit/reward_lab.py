@@ -148,7 +148,7 @@ def _sampled(
     prompts, _ = fitting_prompts(tokenizer, prompts, None, config, args, say)
     num_prompts, size = min(chosen[0], len(prompts)), chosen[1] or args.num_generations
     numbers = sorted(random.Random(config.seed).sample(range(len(prompts)), num_prompts))
-    rewards = load(tokenizer)
+    rewards = load(tokenizer, args.chat_template_kwargs)
     say(
         f"sampling {num_prompts} prompts x {size} completions of {config.model.name}, "
         f"temperature {args.temperature:g}, at most {args.max_completion_length} tokens"
@@ -309,14 +309,20 @@ def _batch_of(rows: list[Row], columns: dict[str, Any], settings: Settings) -> B
 
 
 def _load(
-    config: RunConfig, base: Path, specs: Sequence[RewardSpec] | None, tokenizer: Any = None
+    config: RunConfig,
+    base: Path,
+    specs: Sequence[RewardSpec] | None,
+    tokenizer: Any = None,
+    template_settings: dict[str, Any] | None = None,
 ) -> list[LoadedReward]:
     """Return the rewards to check with their weights at the start of the run."""
+    load = functools.partial(
+        load_rewards, tokenizer=tokenizer, chat_template_kwargs=template_settings
+    )
     if specs is not None:
-        found = load_rewards(specs, tokenizer=tokenizer)
+        found = load(specs)
     else:
-        home = Path() if base == EXAMPLES else base
-        found = load_rewards(config.rewards, tokenizer=tokenizer, base_dir=home)
+        found = load(config.rewards, base_dir=Path() if base == EXAMPLES else base)
         weights = config.trainer.get("reward_weights")
         if weights is not None:
             if len(weights) != len(found):

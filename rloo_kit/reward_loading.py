@@ -33,6 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
+from rloo_kit.chat_templates import WithSettings
 from rloo_kit.composition import WeightSchedule, gated, rescaled, routed
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.reward_contract import checked, keywords_of, name_of
@@ -57,7 +58,10 @@ class LoadedReward:
 
 
 def load_rewards(
-    specs: Iterable[RewardSpec], tokenizer: Any = None, base_dir: str | Path | None = None
+    specs: Iterable[RewardSpec],
+    tokenizer: Any = None,
+    base_dir: str | Path | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[LoadedReward]:
     """Return one loaded reward per spec, in order, with distinct names (``polite``, ``polite_2``).
 
@@ -65,10 +69,14 @@ def load_rewards(
         specs: See the module's text.
         tokenizer: The policy's; rewards with a ``bind`` method are bound to it.
         base_dir: Folder that relative paths start from; None: the working directory.
+        chat_template_kwargs: What the policy's chat template is given, such as
+            ``enable_thinking``; it may decide who opens the thought.
 
     Raises:
         RewardLoadError: A reward cannot be found, imported or made.
     """
+    if tokenizer is not None and chat_template_kwargs:
+        tokenizer = WithSettings(tokenizer, dict(chat_template_kwargs))
     loaded: list[LoadedReward] = []
     for spec in specs:
         reward = load_reward(spec, tokenizer, base_dir)

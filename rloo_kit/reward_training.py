@@ -166,7 +166,7 @@ def train_reward_model(  # noqa: PLR0913
             **settings,
         },
     )
-    _check(job, held_out)
+    _check({**vars(job), **job.settings, "held_out": held_out, "chat": chat})
     train, kept = split_pairs(read, held_out, seed)
     with session():
         return _train_and_save(job, train, kept, say)
@@ -190,12 +190,9 @@ def read_pairs(source: str | Path | Iterable[Row], *, chat: bool = True) -> list
     else:
         rows = [(f"row {number}", row) for number, row in enumerate(source, 1)]
     if not rows:
-        raise DataError(f"{_shown(source)} holds no pairs: put rows with chosen and rejected in it")
+        shown = repr(str(source)) if isinstance(source, str | Path) else "the list of pairs"
+        raise DataError(f"{shown} holds no pairs: put rows with chosen and rejected in it")
     return [_pair(row, place, chat=chat) for place, row in rows]
-
-
-def _shown(source: object) -> str:
-    return repr(str(source)) if isinstance(source, str | Path) else "the list of pairs"
 
 
 def _pair(row: Any, place: str, *, chat: bool) -> Pair:
@@ -315,28 +312,27 @@ def _place(model: str) -> str:
 WHOLE = ("r", "lora_alpha", "max_length", "per_device_train_batch_size", "max_steps")
 
 
-def _check(job: _Job, held_out: Any) -> None:
+def _check(given: dict[str, Any]) -> None:
     """Refuse numbers out of range before anything heavy is loaded.
 
     Raises:
         ConfigError: One is.
     """
-    given = {**vars(job), **job.settings, "held_out": held_out}
-    if given["max_steps"] == -1:
-        del given["max_steps"]
     for name in (*WHOLE, "learning_rate", "num_train_epochs", "held_out"):
-        value = given.get(name, 1)
-        kind = int if name in WHOLE else int | float
-        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
-            what = "a whole number" if name in WHOLE else "a number"
+        value, is_whole = given[name], name in WHOLE
+        if name == "max_steps" and value == -1:  # TRL's word for: by epochs
+            continue
+        kinds = int if is_whole else int | float
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+            what = "a whole number" if is_whole else "a number"
             raise ConfigError(f"{name} is {value!r}: give {what} above 0")
-    if held_out > 1 and held_out != int(held_out):
-        raise ConfigError(f"held_out is {held_out!r}: give a share below 1 or a whole number")
-    for name in ("load_in_4bit", "keep_thought"):
+    if given["held_out"] > 1 and given["held_out"] % 1:
+        raise ConfigError(f"held_out is {given['held_out']!r}: give a share below 1 or a number")
+    for name in ("load_in_4bit", "keep_thought", "chat"):
         if not isinstance(given[name], bool):
             raise ConfigError(f"{name} is {given[name]!r}: give true or false")
-    if type(job.seed) is not int or job.seed < 0:
-        raise ConfigError(f"seed is {job.seed!r}: give a whole number, 0 or more")
+    if type(given["seed"]) is not int or given["seed"] < 0:
+        raise ConfigError(f"seed is {given['seed']!r}: give a whole number, 0 or more")
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -543,8 +539,7 @@ def _progress(say: Say) -> Any:
     class Progress(TrainerCallback):
         """Say about ten lines of a training."""
 
-        def __init__(self) -> None:
-            self.start = time.monotonic()
+        start = 0.0
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.start = time.monotonic()

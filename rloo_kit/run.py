@@ -1,6 +1,7 @@
 """One run told from top to bottom: set up, load, attach, train, save, release."""
 
 import contextlib
+import functools
 import json
 import shutil
 import time
@@ -95,7 +96,10 @@ def _train_and_score(config: RunConfig, base: Path, say: Say) -> RunResult:
     args = make_trainer_args(config, folder)
     check_engine(args)
     model, tokenizer = load_policy(config, base, args)
-    rewards = load_rewards(config.rewards, tokenizer=tokenizer, base_dir=rewards_base)
+    load = functools.partial(
+        load_rewards, tokenizer=tokenizer, chat_template_kwargs=args.chat_template_kwargs
+    )
+    rewards = load(config.rewards, base_dir=rewards_base)
     prompts, held_out = fitting_prompts(tokenizer, prompts, held_out, config, args, say)
     engine, choice = start_engine(model, args)
     _introduce(say, config, environment, len(prompts), len(held_out or []), folder)
@@ -104,7 +108,7 @@ def _train_and_score(config: RunConfig, base: Path, say: Say) -> RunResult:
 
     judges = [
         replace(judge, func=guarded(judge.func, args.reward_timeout_seconds, args.on_reward_error))
-        for judge in _judges(rewards, held_out, tokenizer)
+        for judge in _judges(rewards, held_out, load)
     ]
     for judge in judges:
         belongs_to_session(judge.func)
@@ -158,12 +162,14 @@ def _make_trainer(  # noqa: PLR0913
     return trainer
 
 
-def _judges(rewards: list[LoadedReward], held_out: Any, tokenizer: Any) -> list[LoadedReward]:
+def _judges(
+    rewards: list[LoadedReward], held_out: Any, load: Callable[..., list[LoadedReward]]
+) -> list[LoadedReward]:
     """Return the rewards, with accuracy first when the held-out prompts have answers."""
     named = {reward.name for reward in rewards}
     if held_out is None or "accuracy" in named or "answer" not in held_out.column_names:
         return rewards
-    return [*load_rewards(["accuracy"], tokenizer=tokenizer), *rewards]
+    return [*load(["accuracy"]), *rewards]
 
 
 def _scorer(

@@ -664,7 +664,9 @@ class LeaveOneOutTrainer(RLOOTrainer):
 def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Any) -> list[LoadedReward]:
     """Load the rewards and put their weights into ``args``."""
     listed = specs if isinstance(specs, list | tuple) else [specs]
-    rewards = load_rewards(listed, tokenizer=tokenizer)
+    rewards = load_rewards(
+        listed, tokenizer=tokenizer, chat_template_kwargs=args.chat_template_kwargs
+    )
     if args.reward_weights is None:
         args.reward_weights = [reward.weight_at(0.0) for reward in rewards]
     elif any(reward.weight != 1.0 for reward in rewards):

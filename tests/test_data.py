@@ -260,7 +260,9 @@ def test_a_file_of_another_kind_is_to_be_converted(tmp_path, name):
 )
 def test_a_column_of_two_types_is_refused(tmp_path, first, second):
     rows = [{"prompt": "Why?", "answer": first}, {"prompt": "Why?", "answer": second}]
-    with pytest.raises(DataError, match=r"different types .*: give each column one type"):
+    with pytest.raises(
+        DataError, match=r"the column 'answer' cannot be stored .*: give it values of one type"
+    ):
         load_prompts(write(tmp_path, "p.jsonl", lines(*rows)))
 
 
@@ -806,3 +808,17 @@ def test_at_most_256_are_held_out_by_default():
 def test_holding_everything_out_is_refused_with_the_largest_that_works(prompts, wanted):
     with pytest.raises(DataError, match="lower it to at most 39"):
         split_held_out(prompts, wanted)
+
+
+def test_levels_of_a_csv_file_are_numbers(tmp_path):
+    (tmp_path / "p.csv").write_text("prompt,level\na,10\nb,9\n")
+    ordered = load_prompts(tmp_path / "p.csv", curriculum=True, chat=False)
+    assert ordered["prompt"][:] == ["b", "a"]
+
+
+@pytest.mark.parametrize("value", ["a\ud800", 2**70])
+def test_a_value_that_cannot_be_stored_is_told_with_its_column(tmp_path, value):
+    rows = [{"prompt": "a", "note": value}, {"prompt": "b", "note": value}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="the column 'note' cannot be stored"):
+        load_prompts(tmp_path / "p.jsonl")

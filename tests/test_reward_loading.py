@@ -13,6 +13,7 @@ from rloo_kit.rewards import Accuracy, Length, Thinking
 import rloo_kit.reward_contract
 import rloo_kit.reward_loading
 from rloo_kit.errors import ModelError, RewardContractError, RewardLoadError
+from rloo_kit.models import TINY_THINKER
 from rloo_kit.reward_loading import checked, load_reward, load_rewards
 
 FILE = '''
@@ -139,13 +140,13 @@ def test_same_file_name_in_two_folders_gives_two_rewards(folder):
 
 
 def test_folder_of_a_model_becomes_a_reward_model(tmp_path):
-    (tmp_path / "judge").mkdir()
-    (tmp_path / "judge" / "config.json").write_text("{}")
-    table = {"name": "reward_model", "model": "judge", "batch_size": 2}
-    bare, weighted, tabled = load_rewards(["judge", "judge:0.5", table], base_dir=tmp_path)
-    assert bare.func.reward.model == str(tmp_path / "judge")
+    (tmp_path / "taste").mkdir()
+    (tmp_path / "taste" / "config.json").write_text("{}")
+    table = {"name": "reward_model", "model": "taste", "batch_size": 2}
+    bare, weighted, tabled = load_rewards(["taste", "taste:0.5", table], base_dir=tmp_path)
+    assert bare.func.reward.model == str(tmp_path / "taste")
     assert weighted.weight == 0.5
-    assert tabled.func.reward.model == str(tmp_path / "judge")
+    assert tabled.func.reward.model == str(tmp_path / "taste")
     assert tabled.func.reward.batch_size == 2
     assert tabled.name == "reward_model_3"
 
@@ -333,3 +334,21 @@ def test_docstring_examples_run():
     results = doctest.testmod(rloo_kit.reward_contract)
     assert results.attempted > 0
     assert results.failed == 0
+
+
+def test_the_settings_of_the_chat_template_decide_who_opens_the_thought(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TINY_THINKER)
+    tokenizer.chat_template = (
+        "{{ messages[0].content }}"
+        "{{ '<think></think>' if enable_thinking is false else '<think>' }}"
+    )
+    columns = {
+        "completions": [[{"role": "assistant", "content": "4"}]],
+        "prompts": [[{"role": "user", "content": "2+2"}]],
+        "answer": ["4"],
+    }
+    for settings, score in (({"enable_thinking": False}, 1.0), ({}, 0.0), (None, 0.0)):
+        (reward,) = load_rewards(["accuracy"], tokenizer, chat_template_kwargs=settings)
+        assert reward.func(**columns) == [score]

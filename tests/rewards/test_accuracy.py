@@ -259,3 +259,23 @@ def test_it_pickles_and_takes_any_text(match):
     answer = "B" if match == "choice" else "4"
     for text in ("\ud800" * 100_000, "1" * 100_000, "1,111" * 20_000, "\\boxed{" * 20_000):
         assert score(text, answer, reward=reward) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("Answer: B\n\n**Explanation:** Option D is a distractor.", "B"),
+        ("The correct answer is **B**.\n- Option A is wrong.\n- Option C is wrong.", "B"),
+        ("Answer: b", "B"),
+        ("Answer: b.\nSo it is.", "B"),
+        (r"$\boxed{b}$", "B"),
+        ("The answer: a cat", None),
+    ],
+)
+def test_options_that_are_talked_about_are_not_chosen(text, letter):
+    assert chosen_letter(text) == letter
+
+
+@pytest.mark.parametrize("text", [r"72{,}000", r"72\,000", r"72,\!000", r"72,\ 000", "72,000"])
+def test_thousands_are_read_as_latex_writes_them(text):
+    assert last_number(rf"$\boxed{{{text}}}$") == 72000

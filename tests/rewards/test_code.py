@@ -412,3 +412,59 @@ def test_values_are_the_same_text_if_and_only_if_they_are_equal():
         for one, other in values:
             assert (one == other) is equal
             assert (json.dumps(canonical(one)) == json.dumps(canonical(other))) is equal
+
+
+CHECK = (
+    "def check(candidate):\n    assert candidate(1) == 11\n    assert candidate(2) == 22\n"
+    "    assert True, 'reached'\n\ncheck(f)"
+)
+
+
+@strong
+@pytest.mark.parametrize(
+    ("program", "test", "share"),
+    [
+        ("def f(x): return 11 * x", CHECK, 1.0),
+        ("def f(x): pass", CHECK, 0.0),
+        (
+            "def f(x):\n    known = globals()['check'].__code__.co_consts\n"
+            "    return known[known.index(x) + 1]",
+            CHECK,
+            0.0,
+        ),
+        ("def f(x): return globals().get('wanted')", "wanted = 5\nassert f(2) == wanted", 0.0),
+        ("def f(x): return 5", "wanted = 5\nassert f(2) == wanted", 1.0),
+        ("f = lambda x: ref(x)", "def ref(x): return x + 1\nassert f(3) == ref(3)", 0.0),
+        ("f = lambda x: x + 1", "def ref(x): return x + 1\nassert f(3) == ref(3)", 1.0),
+        ("f = sum", "rows = [1, 2]\nassert f(rows) == 3", 1.0),
+        ("f = abs", "import math\nassert f(-math.pi) == math.pi", 1.0),
+    ],
+)
+def test_the_program_gets_no_more_of_the_set_up_than_is_asked_of_it(program, test, share):
+    completion = f"```python\n{program}\n```"
+    assert Code()(completions=[completion], tests=[[test]]) == [share]
+
+
+@strong
+def test_exit_ends_a_program_as_in_any_other():
+    completion = "```python\nprint(2 * int(input()))\nexit()\n```"
+    assert Code()(completions=[completion], tests=[[{"input": "3", "output": "6"}]]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1. Here:\n\n   ```python\n   x = 1\n   ```\n",
+        "````python\nx = 1\n````",
+        '```python title="a.py"\nx = 1\n```',
+        "```Python 3\nx = 1\n```",
+        "~~~python\nx = 1\n~~~",
+    ],
+)
+def test_a_fence_may_be_written_in_any_way(text):
+    assert fenced_code(text) == "x = 1\n"
+
+
+def test_a_table_of_unequal_lists_is_named():
+    with pytest.raises(RewardContractError, match="are no tests; give a list of asserts"):
+        Code()(completions=["x"], tests=[{"inputs": ["1"], "outputs": ["2", "3"]}])

@@ -54,7 +54,7 @@ def columns_of(texts, ids, *, conversational=False):
     per_row = {
         "answer": ["85", None, 85, 85.0, "d", "85"],
         "reference": ["86", None, "a", "b", "", "c"],
-        "tests": [["assert f(1) == 2"], None, [], ["assert True"], None, None],
+        "tests": [["assert f(1) == 2"], None, [], ["assert f(2) == 3"], None, None],
         "numbers": [[1, 84], None, [85], [5, 80], [1], [85]],
         "target": [85, None, 85, 85, 1, 85],
         "entry": [ENTRY, None, ENTRY, ENTRY, None, ENTRY],

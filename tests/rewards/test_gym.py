@@ -289,3 +289,10 @@ def test_an_integral_left_as_it_is_earns_nothing():
 
 def test_an_enormous_answer_is_scored_as_an_empty_one():
     assert score("countdown", "1 + " * 300_000) == score("countdown", "")
+
+
+def test_a_probability_is_right_or_wrong():
+    (row,) = load_prompts("reasoning_gym:coin_flip", num_prompts=1, chat=False)
+    answers = ["0", "0.", row["answer"][:4] + "9", row["answer"], "1e9999", "a/0"]
+    scores = ReasoningGym()(completions=answers, entry=[row["entry"]] * len(answers))
+    assert scores == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0]

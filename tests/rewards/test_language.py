@@ -171,3 +171,14 @@ def test_it_pickles_and_takes_any_text(language):
     assert pickle.loads(pickle.dumps(reward)) == reward
     for text in ("\n" * 100_000, "$" * 100_000, "\\(" * 50_000, "<a" * 50_000, "\ud800" * 100_000):
         assert reward(completions=[text])[0] in (None, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "thought",
+    [
+        "Let me add the two numbers carefully now.\nUnits digit",
+        "Okay, so I need to find 17*23. First compute 17*20=340, then 17*3=51. Total 391.",
+    ],
+)
+def test_a_short_last_sentence_is_judged_with_the_one_before(thought):
+    assert Language("en")(completions=[f"{thought}</think>391"]) == [1.0]

@@ -257,3 +257,26 @@ def test_numbers_are_compared_by_the_thousand(reward):
     assert math.fsum(reward(completions=texts, answer=[str(n % 8) for n in range(256)])) == 8
     assert time.monotonic() - began < 10
     assert threading.active_count() < 20
+
+
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        ("6xy", "6xy", "6"),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "2"),
+        (r"2\pi rh", r"2\pi rh", "2"),
+        ("2pi", r"2\pi", "2"),
+        ("2 sin(x)", r"2\sin(x)", "2"),
+        ("2 or 3", "2, 3", "3"),
+        (r"-\frac12 xy^2", r"-\frac{1}{2}xy^2", "2"),
+        ("2sqrt(3)", r"2\sqrt{3}", "2"),
+        (r"\$18", "18", "17"),
+        (r"\$32,\!348", "32348", "32"),
+        ("5 dollars", "5", "6"),
+        ("12 cm^2", "12", "13"),
+        ("60 km/h", "60", "6"),
+    ],
+)
+def test_a_bare_gold_is_read_whole(reward, gold, right, wrong):
+    boxed = [rf"hm</think>$\boxed{{{text}}}$" for text in (right, wrong)]
+    assert reward(completions=[*boxed, f"hm</think>{gold}"], answer=[gold] * 3) == [1.0, 0.0, 1.0]
