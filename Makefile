@@ -2,6 +2,8 @@
 SHELL := bash
 PYTHON ?= python3
 PY := .venv/bin/python
+# Test files side by side, each with one thread: two programs that both use all cores wait for each other.
+JOBS ?= 2
 VPY := .venv-vllm/bin/python
 WHEELS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
 UV := $(shell command -v uv || echo .cache/uv/bin/uv)
@@ -12,7 +14,8 @@ quickstart: setup
 	.venv/bin/rloo-kit quickstart
 
 test: setup setup-gym
-	$(PY) -m pytest -q -m "not slow and not gpu and not vllm and not notebook"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile \
+	  -m "not slow and not gpu and not vllm and not notebook"
 
 test-notebooks: setup
 	$(PY) -m pytest -q -m notebook tests/test_notebooks.py

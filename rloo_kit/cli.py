@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rloo_kit import __version__
-from rloo_kit.errors import KitError
+from rloo_kit.errors import ConfigError, KitError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,6 +153,8 @@ def _reward_model_train(args: argparse.Namespace) -> int:
     from rloo_kit.reward_training import train_reward_model
 
     settings = {"model": args.model, "output_dir": args.output_dir, **read_settings(args.set)}
+    for name in {"pairs", "say"} & set(settings):
+        raise ConfigError(f"--set {name!r} is no setting of a reward model: leave it out")
     result = train_reward_model(args.pairs, **settings)
     return 130 if result.interrupted else 0
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from rloo_kit.errors import BackendError, ImportOrderError
 from rloo_kit.hardware import Hardware, detect_hardware, installed_version, why_not_unsloth
@@ -206,6 +207,21 @@ def quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def precision_as_asked(args: Any) -> Iterator[None]:
+    """Keep Unsloth's patched class from turning bf16 or fp16 on where ``args`` turns both off."""
+    name = "UNSLOTH_MIXED_PRECISION"  # "bfloat16" is its word for: leave both off
+    before = os.environ.get(name)
+    if not args.bf16 and not args.fp16:
+        os.environ[name] = "bfloat16"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 def _where_imported(name: str) -> str | None:

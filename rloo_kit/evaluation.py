@@ -120,7 +120,7 @@ def evaluate(
     return Evaluation(means, len(rows), mean_length, temperature, samples)
 
 
-def sampling_of(args: Any) -> dict[str, Any]:
+def settings_of(args: Any) -> dict[str, Any]:
     """Return keywords of ``evaluate`` that draw as a run's ``LeaveOneOutConfig`` says."""
     names = ("top_p", "top_k", "min_p", "repetition_penalty")
     return {

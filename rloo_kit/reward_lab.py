@@ -20,7 +20,7 @@ from rloo_kit.data_files import read_rows
 from rloo_kit.engines import start_engine
 from rloo_kit.environment import setup
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.evaluation import RESERVED, evaluate, sampling_of
+from rloo_kit.evaluation import RESERVED, evaluate, settings_of
 from rloo_kit.memory import belongs_to_session, session
 from rloo_kit.output_folder import free_folder
 from rloo_kit.preparation import (
@@ -193,7 +193,7 @@ def _complete(model: Any, tokenizer: Any, prompts: Any, args: Any) -> tuple[dict
         prompts,
         [LoadedReward(keep, "kept")],
         engine=engine,
-        **sampling_of(args),
+        **settings_of(args),
     )
     return columns, time.perf_counter() - started
 

@@ -12,14 +12,14 @@ import shutil
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rloo_kit.config import PROJECTIONS
 from rloo_kit.data_files import read_rows
-from rloo_kit.environment import quiet, setup
+from rloo_kit.environment import precision_as_asked, quiet, setup
 from rloo_kit.errors import ConfigError, DataError, KitError, MemoryRanOutError, ModelError
 from rloo_kit.hardware import TESTED, Hardware, installed_version
 from rloo_kit.memory import belongs_to_session, session
@@ -310,6 +310,7 @@ def _place(model: str) -> str:
 
 
 WHOLE = ("r", "lora_alpha", "max_length", "per_device_train_batch_size", "max_steps")
+"""Settings that are counts."""
 
 
 def _check(given: dict[str, Any]) -> None:
@@ -326,8 +327,9 @@ def _check(given: dict[str, Any]) -> None:
         if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
             what = "a whole number" if is_whole else "a number"
             raise ConfigError(f"{name} is {value!r}: give {what} above 0")
-    if given["held_out"] > 1 and given["held_out"] % 1:
-        raise ConfigError(f"held_out is {given['held_out']!r}: give a share below 1 or a number")
+    held_out = given["held_out"]
+    if held_out > 1 and held_out % 1:
+        raise ConfigError(f"held_out is {held_out!r}: give a share below 1 or a whole number")
     for name in ("load_in_4bit", "keep_thought", "chat"):
         if not isinstance(given[name], bool):
             raise ConfigError(f"{name} is {given[name]!r}: give true or false")
@@ -500,7 +502,7 @@ def _make_trainer(arguments: Any, model: Any, tokenizer: Any, ids: Sequence[Ids]
     from transformers import PrinterCallback
     from trl import RewardTrainer
 
-    with _precision_as_asked(arguments), quiet():
+    with precision_as_asked(arguments), quiet():
         trainer = RewardTrainer(
             model=model,
             args=arguments,
@@ -516,21 +518,6 @@ def _make_trainer(arguments: Any, model: Any, tokenizer: Any, ids: Sequence[Ids]
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32)
     return trainer
-
-
-@contextlib.contextmanager
-def _precision_as_asked(arguments: Any) -> Iterator[None]:
-    """Keep a class that Unsloth patched from turning bf16 on where it was turned off."""
-    name = "UNSLOTH_MIXED_PRECISION"
-    before = os.environ.get(name)
-    if not arguments.bf16 and not arguments.fp16:
-        os.environ[name] = "bfloat16"  # its word for: leave both off
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
 
 
 def _progress(say: Say) -> Any:

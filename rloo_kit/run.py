@@ -16,7 +16,7 @@ from rloo_kit.config import EXAMPLES, RunConfig
 from rloo_kit.engines import check_engine, start_engine
 from rloo_kit.environment import Environment, setup
 from rloo_kit.errors import ConfigError, KitError
-from rloo_kit.evaluation import Evaluation, evaluate, sampling_of
+from rloo_kit.evaluation import Evaluation, evaluate, settings_of
 from rloo_kit.generation import Choice, Engine
 from rloo_kit.hardware import GIB, TESTED, installed_version
 from rloo_kit.memory import Released, belongs_to_session, session
@@ -189,7 +189,7 @@ def _scorer(
             held_out,
             judges,
             engine=engine,
-            **sampling_of(args),
+            **settings_of(args),
         )
 
     return score

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
-import os
 import time
 import warnings
 from collections import deque
@@ -18,7 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PrinterCallback
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from trl import RLOOConfig, RLOOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
@@ -28,7 +28,7 @@ from rloo_kit.canary import Canary
 from rloo_kit.composition import WeightSchedule
 from rloo_kit.config import DEFAULT_BATCH, translate_trainer_arguments
 from rloo_kit.engines import asked_for, sampling_of, start_engine
-from rloo_kit.environment import setup
+from rloo_kit.environment import precision_as_asked, setup
 from rloo_kit.errors import ConfigError
 from rloo_kit.generation import Engine
 from rloo_kit.hardware import GIB, detect_hardware
@@ -217,7 +217,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
             args.use_vllm = False  # the kit samples; TRL need not start an engine of its own
         _drop_old_reference(parts["model"])
         adapter = _adapter_values(parts["model"])
-        with _precision_as_asked(args):
+        with precision_as_asked(args):
             super().__init__(
                 reward_funcs=[
                     guarded(reward.func, args.reward_timeout_seconds, args.on_reward_error)
@@ -231,7 +231,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
         _restore(self.model, adapter)
         if _starts_at_base(adapter):
             _drop_old_reference(self.model)  # the adapter switched off is the same, and cheaper
-        for callback in (ProgressCallback, PrinterCallback):  # the kit prints one calm line a step
+        for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):  # one calm line instead
             self.remove_callback(callback)
         self._use_trl_path = why_trl_path(self)
         self._staged = [
@@ -693,21 +693,6 @@ def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
     missing = [name for name in ("model", "reward_funcs", "train_dataset") if parts[name] is None]
     if missing:
         raise ConfigError(f"LeaveOneOutTrainer needs {' and '.join(missing)}")
-
-
-@contextlib.contextmanager
-def _precision_as_asked(args: LeaveOneOutConfig) -> Iterator[None]:
-    """Keep Unsloth's patched class from turning bf16 or fp16 on where both were turned off."""
-    name = "UNSLOTH_MIXED_PRECISION"  # "bfloat16" is its word for: leave both off
-    before = os.environ.get(name)
-    if not args.bf16 and not args.fp16:
-        os.environ[name] = "bfloat16"
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
 
 
 def _drop_old_reference(model: Any) -> None:

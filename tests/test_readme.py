@@ -30,6 +30,11 @@ FEW = [
     "--set", "trainer.per_device_train_batch_size=8", "--set", "trainer.num_generations=4",
 ]  # fmt: skip
 
+EXTRA = {
+    "rewards check": ["--prompts", "4"],
+    "reward-model train": ["--set", "max_steps=1", "--set", "held_out=4"],
+}
+
 
 def block(language, containing):
     (found,) = [text for kind, text in BLOCKS if kind == language and containing in text]
@@ -68,8 +73,18 @@ def test_command(command, tmp_path, monkeypatch):
             model = ["--set", "model.name=tiny-thinker"]
             assert main([*arguments, *model, *FEW, "--set", "data.num_prompts=16"]) == 0
     else:
-        extra = FEW if arguments[0] in ("train", "quickstart") else []
+        write_pairs(tmp_path / "pairs.jsonl")
+        few = EXTRA.get(" ".join(arguments[:2]), [])
+        extra = FEW if arguments[0] in ("train", "quickstart") else few
         assert main([*arguments, *extra]) == 0
+
+
+def write_pairs(path):
+    rows = (
+        {"prompt": f"Say {n}.", "chosen": f"{n}, if you please.", "rejected": f"{n}!"}
+        for n in range(16)
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_the_python_program_runs(tmp_path):
@@ -94,11 +109,14 @@ def test_the_reward_of_ones_own_works(tmp_path):
     assert reward.weight == 0.5
 
 
-def test_the_reward_table_is_complete():
-    rows = re.findall(r"^\| `(\w+)` \|", README, re.M)
+def test_every_reward_is_named_here_and_in_the_table_of_the_docs():
     from rloo_kit.rewards import BUILTIN
 
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/rewards.md").read_text(), re.M)
     assert sorted(rows) == sorted(BUILTIN)
+    assert len(BUILTIN) == 18  # "Eighteen come with the kit"
+    for name in BUILTIN:
+        assert f"`{name}`" in README
 
 
 def test_the_tree_names_every_file():

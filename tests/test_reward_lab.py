@@ -302,7 +302,7 @@ OVERLONG = {"name": "soft_overlong", "max_completion_length": 48, "soft_punish_c
         ["accuracy", {**OVERLONG, "max_completion_length": 900}],
         [{"name": "accuracy", "only_for": {"level": [1, 2]}}],
     ],
-    ids=str,
+    ids=lambda specs: " ".join(getattr(spec, "__name__", str(spec)) for spec in specs),
 )
 @pytest.mark.parametrize("source", [None, "quickstart"])
 def test_good_rewards_are_left_alone(rewards, source):
