@@ -1,10 +1,28 @@
-"""The answer of a completion, apart from the thought and from what is written around it."""
+"""The answer of a completion, apart from what stands around it; and the one expected of it."""
 
 import ast
+from collections.abc import Mapping
+from typing import Any
+
+from rloo_kit.errors import RewardContractError
 
 from ._text import text_after_thought
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
+
+
+def column_of(columns: Mapping[str, Any], name: str, reward: str) -> list[Any]:
+    """Return the dataset column that a reward compares with.
+
+    Raises:
+        RewardContractError: It is not there.
+    """
+    if name not in columns:
+        raise RewardContractError(
+            f"reward {reward!r} needs the dataset column {name!r}, which is not there; add it, or "
+            "name another one with the parameter 'column'"
+        )
+    return columns[name]
 
 
 def tagged_answer(text: str) -> str:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, ClassVar, Literal, get_args
 
-from rloo_kit.errors import RewardContractError
 from rloo_kit.types import Completion, Score
 
+from ._answer import column_of
 from ._text import completion_text, is_unclosed, text_after_thought
 from .thinking import TemplateAware
 
@@ -210,17 +210,11 @@ class Accuracy(TemplateAware):
         Raises:
             RewardContractError: The answer column is not there.
         """
-        if self.column not in columns:
-            raise RewardContractError(
-                f"reward {self.__name__!r} needs the dataset column {self.column!r}, which is not "
-                "there; add it, or name another one with the parameter 'column'"
-            )
+        answers = column_of(columns, self.column, self.__name__)
         asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
         return [
             self._score(completion_text(completion), prompt, answer)
-            for completion, prompt, answer in zip(
-                completions, asked, columns[self.column], strict=True
-            )
+            for completion, prompt, answer in zip(completions, asked, answers, strict=True)
         ]
 
     def _score(self, text: str, prompt: Completion, answer: Answer) -> Score:

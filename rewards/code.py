@@ -16,6 +16,7 @@ from rloo_kit.errors import RewardContractError
 from rloo_kit.types import Completion, Score
 
 from . import _code_harness
+from ._answer import column_of
 from ._sandbox import Limits, run_python
 from ._text import completion_text, is_unclosed, text_after_thought
 from .thinking import TemplateAware
@@ -158,13 +159,9 @@ class Code(TemplateAware):
             RewardContractError: The column is not there, or holds something else than tests.
             BackendError: Programs cannot be confined on this machine.
         """
-        if self.column not in columns:
-            raise RewardContractError(
-                f"reward {self.__name__!r} needs the dataset column {self.column!r}, which is not "
-                "there; add it, or name another one with the parameter 'column'"
-            )
+        column = column_of(columns, self.column, self.__name__)
         asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
-        tests = [_read_tests(value, self.column) for value in columns[self.column]]
+        tests = [_read_tests(value, self.column) for value in column]
         programs = [
             self._program(completion_text(completion), prompt)
             for completion, prompt in zip(completions, asked, strict=True)

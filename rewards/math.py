@@ -12,9 +12,10 @@ import weakref
 from dataclasses import dataclass, field
 from typing import IO, Any, ClassVar
 
-from rloo_kit.errors import RewardContractError, RewardLoadError
+from rloo_kit.errors import RewardLoadError
 from rloo_kit.types import Completion, Score
 
+from ._answer import column_of
 from ._text import completion_text, is_unclosed, text_after_thought
 from .thinking import TemplateAware
 
@@ -193,13 +194,8 @@ class Math(TemplateAware):
             RewardContractError: The answer column is not there.
             RewardLoadError: math-verify is not installed, or its process does not start.
         """
-        if self.column not in columns:
-            raise RewardContractError(
-                f"reward {self.__name__!r} needs the dataset column {self.column!r}, which is not "
-                "there; add it, or name another one with the parameter 'column'"
-            )
         asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
-        golds = [_expected(value) for value in columns[self.column]]
+        golds = [_expected(value) for value in column_of(columns, self.column, self.__name__)]
         known = {gold: self._ask({"gold": gold}) for gold in dict.fromkeys(golds) if gold}
         unread = sum(gold is not None and not known[gold] for gold in golds)
         if unread and "log_metric" in columns:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.reward_findings import Finding
+from rloo_kit.findings import Finding, escaped, findings_text
 from rloo_kit.reward_statistics import RewardStats, Signal
 from rloo_kit.types import Completion
 
@@ -45,7 +45,11 @@ class RewardCheck:
         return f"RewardCheck({self.verdict!r}, {len(self.findings)} findings)"
 
     def __str__(self) -> str:
-        parts = [_table_text(self), textwrap.fill(self.verdict, 100), _findings_text(self.findings)]
+        parts = [
+            _table_text(self),
+            textwrap.fill(self.verdict, 100),
+            findings_text(self.findings) or "nothing is wrong with the rewards",
+        ]
         return "\n\n".join([*parts, _samples_text(self.samples), *self.notes])
 
 
@@ -60,13 +64,6 @@ def text_of(completion: Completion) -> str:
 
 
 # --- on the screen -------------------------------------------------------------------------------
-
-
-def escaped(text: str) -> str:
-    """Return text that cannot steer a terminal: what is not printable as an escape."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
-    )
 
 
 def _table_text(check: RewardCheck) -> str:
@@ -119,28 +116,6 @@ def _can_print(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _findings_text(findings: list[Finding]) -> str:
-    if not findings:
-        return "nothing is wrong with the rewards"
-    return "\n".join(
-        line
-        for number, finding in enumerate(findings, 1)
-        for line in _finding_lines(finding, number)
-    )
-
-
-def _finding_lines(finding: Finding, number: int) -> list[str]:
-    of = f" ({finding.reward})" if finding.reward else ""
-    parts = {"seen": finding.evidence, "why": finding.why, "do": finding.remedy}
-    if finding.setting:
-        parts["set"] = finding.setting
-    lines = [f"{number}. {finding.level}: {finding.kind}{escaped(of)}"]
-    for name, text in parts.items():
-        indent = {"initial_indent": f"   {name:<5}", "subsequent_indent": " " * 8}
-        lines += textwrap.wrap(escaped(text), 100, **indent)
-    return lines
 
 
 def _samples_text(samples: list[dict[str, Any]], num: int = 2) -> str:

@@ -7,9 +7,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from statistics import fmean, stdev
 
+from rloo_kit.findings import Finding
 from rloo_kit.reward_statistics import (
     Batch,
     Fault,
@@ -43,26 +44,6 @@ LARGE_SCORES, SCORES_PER_BETA, KL_DECIDES = 10.0, 1000.0, 0.1
 
 _MEANS_LENGTH = re.compile(r"len|brev|brief|concis|short|long|word|token|budget", re.I)
 _MEANS_FORM = re.compile(r"think|thought|reason|reflect|repeti", re.I)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One fault: what was seen, why it matters, what to change."""
-
-    kind: str
-    level: str
-    """``error``: the run cannot learn from this; ``warning``: it can, and something is off."""
-    reward: str | None
-    """None: it concerns all of them."""
-    evidence: str
-    why: str
-    remedy: str
-    setting: str = ""
-    """For the run file, or after ``--set``; "" where there is none."""
-
-    def as_dict(self) -> dict[str, str | None]:
-        """Return plain values for JSON."""
-        return asdict(self)
 
 
 KINDS: dict[str, tuple[str, str]] = {

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from rloo_kit.errors import RewardContractError
-from rloo_kit.reward_check import escaped, text_of
+from rloo_kit.findings import escaped
+from rloo_kit.reward_check import text_of
 from rloo_kit.reward_contract import CheckedReward, OverdueError, guarded
 from rloo_kit.reward_findings import wanted_probes
 from rloo_kit.reward_loading import LoadedReward

@@ -17,7 +17,7 @@ import pytest
 import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.errors import ConfigError, DataError, RewardLoadError
-from rloo_kit.reward_check import escaped
+from rloo_kit.findings import escaped
 from rloo_kit.reward_findings import KINDS
 from rloo_kit.reward_lab import check_rewards
 

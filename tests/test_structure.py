@@ -34,6 +34,7 @@ RANKS = {
     "reward_contract": 1,
     "reward_statistics": 1,
     "data_files": 1,
+    "findings": 1,
     "gym_tasks": 1,
     "tasks": 1,
     "composition": 2,
