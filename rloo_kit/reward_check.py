@@ -148,11 +148,12 @@ def draw(table: list[RewardStats], path: Path) -> None:
     for place, row in enumerate(table, 1):
         axes = figure.add_subplot(len(table), 1, place)
         low, high = row.low or 0.0, row.high or 0.0
-        span = (high - low) or 1.0
-        start = low if high > low else low - 0.5
-        width = span / len(row.histogram)
-        places = [start + width * (n + 0.5) for n in range(len(row.histogram))]
-        axes.bar(places, row.histogram, width * 0.92)
+        width = (high - low) / len(row.histogram) or 0.1
+        places = [low + width * (n + 0.5) for n in range(len(row.histogram))]
+        counts = row.histogram
+        if low == high:  # one bar on the value
+            places, counts = [low], [sum(row.histogram)]
+        axes.bar(places, counts, width * 0.92)
         spread = _short(row.group_std)
         axes.set_title(
             f"{escaped(row.name)}: mean {_short(row.mean)}, spread within a group {spread}",
