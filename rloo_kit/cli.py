@@ -1,7 +1,8 @@
 """The ``rloo-kit`` command: parse, call, print, exit code.
 
-Exit codes: 0 done; 1 training cannot start here (doctor); 2 the input is wrong, with one sentence
-that says what to change; 130 ended by Ctrl-C.
+Exit codes: 0 done; 1 training cannot start here, or a run did not learn (doctor), or could not
+(rewards check); 2 the input is wrong, with one sentence that says what to change; 130 ended by
+Ctrl-C.
 """
 
 import argparse
@@ -44,8 +45,10 @@ def _parser() -> argparse.ArgumentParser:
         if name == "train":
             command.add_argument("run_file", metavar="RUN.yaml")
         _add_set(command)
-    doctor = commands.add_parser("doctor", help="what this machine can run, and what to mend")
+    text = "what this machine can run; or, of a run, what went wrong and what to change"
+    doctor = commands.add_parser("doctor", help=text, description=text)
     doctor.set_defaults(call=_doctor)
+    doctor.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run")
     rewards = commands.add_parser("rewards", help="the reward library")
     verbs = rewards.add_subparsers(required=True, metavar="VERB")
     verbs.add_parser("list", help="every reward with a short name, in one line").set_defaults(
@@ -111,11 +114,23 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    if args.run is not None:
+        return _doctor_of_a_run(args.run)
     from rloo_kit.diagnostics import examine
 
     report = examine()
     print("\n".join(report.lines))
     return 0 if report.can_train else 1
+
+
+def _doctor_of_a_run(folder: str) -> int:
+    from rloo_kit.findings import findings_text
+    from rloo_kit.run_findings import find_in_run, read_run, verdict
+
+    record = read_run(folder)
+    findings = find_in_run(record)
+    print("\n\n".join(filter(None, (verdict(record, findings), findings_text(findings)))))
+    return int(any(finding.level == "error" for finding in findings))
 
 
 def _rewards_list(args: argparse.Namespace) -> int:

@@ -11,7 +11,8 @@ class Finding:
 
     kind: str
     level: str
-    """``error``: the run cannot learn from this; ``warning``: it can, and something is off."""
+    """``error``: the run cannot learn from this; ``warning``: it can, and something is off;
+    ``note``: normal, though it looks odd."""
     reward: str | None
     """None: it concerns all of them."""
     evidence: str

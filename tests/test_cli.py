@@ -1,5 +1,6 @@
 """The command: version, wrong commands, doctor."""
 
+import json
 import os
 import subprocess
 import sys
@@ -63,3 +64,32 @@ def test_doctor_exits_with_1_when_training_cannot_start(tmp_path):
     assert "training cannot start" in done.stdout
     assert "libcudart is missing" in done.stdout
     assert "pip install torch==" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("rewards", "code", "told"),
+    [
+        ([0.1 * step for step in range(12)], 0, "It learned: the reward went from"),
+        ([0.0] * 12, 1, "1. error: cold_start (accuracy)"),
+    ],
+)
+def test_the_doctor_of_a_run_tells_whether_it_learned(tmp_path, capsys, rewards, code, told):
+    rows = [
+        {
+            "step": step,
+            "reward": reward,
+            "reward_std": 0.2 * bool(reward),
+            "rewards/accuracy/mean": reward,
+            "signal/groups_without": float(not reward),
+        }
+        for step, reward in enumerate(rewards, 1)
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 13, "rew')  # killed
+    assert main(["doctor", str(tmp_path)]) == code
+    assert told in capsys.readouterr().out
+
+
+def test_the_doctor_refuses_a_folder_of_something_else(tmp_path, capsys):
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "is no folder of a run" in capsys.readouterr().err

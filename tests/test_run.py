@@ -67,6 +67,8 @@ def test_a_run_leaves_everything_that_belongs_to_it(capsys):
     ):
         assert part in printed
     assert "\x1b" not in printed  # not a terminal: plain lines
+    assert main(["doctor", "runs/quickstart"]) in (0, 1)
+    assert "accuracy on 32 held-out prompts" in capsys.readouterr().out
 
 
 def test_the_run_file_it_leaves_reads_back():

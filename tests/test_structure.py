@@ -40,6 +40,7 @@ RANKS = {
     "composition": 2,
     "data": 2,
     "reward_findings": 2,
+    "run_findings": 2,
     "environment": 2,
     "gguf": 2,
     "child": 1,

@@ -1,0 +1,1095 @@
+"""What is wrong with a run that trained, by the folder it left; and a verdict.
+
+Findings are made cause first: a cause that explains another finding replaces it. The thresholds
+come from runs of the embedded model that were spoiled on purpose and from healthy ones
+(tests/scripts/spoiled_runs.py), the remedies from the ranges of the literature.
+"""
+
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+from rloo_kit.config import RunConfig, batch_plan, make_run_config, read_run_file
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.findings import Finding
+
+KEPT_ROWS = 4000
+"""Completions that are read from the beginning of a large file, and as many from its end."""
+WINDOW = 20
+"""Steps, at most, that count as the beginning of a run and as its end; a quarter of a short one."""
+SURE = 3.0
+"""Standard errors from which a change is none of chance."""
+LITTLE_SIGNAL, ALMOST_NONE = 0.25, 0.05
+"""Share of groups with differing scores: below the first most work is for nothing."""
+MOSTLY = 0.9
+"""Share of the completions, or groups, that makes one fault the fault of the run."""
+KL_TOKEN, KL_TOKEN_WORSE, KL_NEGATIVE = 1.0, 0.3, -0.02
+"""Nats a token: gone; gone where the run also got worse; no noise any more."""
+KL_FLAT = 0.01
+"""Nats a completion, from the reference, of a policy that stands still."""
+LOWEST_RATE, USUAL_RATE, TINY_RATE = 1e-6, 1e-5, 1e-3
+"""Learning rates with LoRA: too low below the first; usual; of the embedded model."""
+LONGER = 1.5
+"""Growth of the mean length that is noticed."""
+BARE_TOKENS = 3.0
+"""Mean length of completions that hold nothing, their EOS included."""
+ALIKE = 0.5
+"""Other texts in a group beside the first, in the mean, of a sampler that draws the same."""
+ENTROPY_GONE, ENTROPY_LEFT, TEXTS_LEFT = 0.1, 0.25, 0.3
+"""Of the first entropy: gone; gone where the texts of a group are alike too. Of the first number of
+other texts in a group: all alike."""
+NOISY_PAIRS = 0.1
+"""Share of equal completions of one prompt with unequal scores that makes a reward noise."""
+CLIPPED, RATIO_OFF = 0.2, 0.01
+"""Share of tokens (or completions) beyond the clip range in the worst quarter of the steps, where
+the policy may differ from the one that sampled; deviation of the ratio from 1 where it may not."""
+SLOW_SHARE, SLOW_SECONDS = 1 / 3, 0.1
+"""Of the time of a step, and seconds a step, that rewards may take."""
+CREEP_SHARE, CREEP_GIB, CREEP_RISES, CREEP_EVEN = 0.4, 0.1, 0.8, 0.6
+"""Growth of the peak memory over the second half of a run: relative to its beginning; GiB; in which
+share of the steps it rises; its median a step over its mean (a high-water mark rises in jumps)."""
+
+DEFAULTS: dict[str, Any] = {
+    "beta": 0.05,
+    "gradient_accumulation_steps": 1,
+    "kl_estimator": "k1",
+    "learning_rate": 1e-5,
+    "max_completion_length": 512,
+    "num_generations": 4,
+    "num_iterations": 1,
+    "temperature": 1.0,
+}
+"""Of the trainer, where the run file says nothing."""
+
+KINDS: dict[str, tuple[str, str]] = {
+    "stale_sampler": (
+        "completions of another policy are trained as if they were this one's, so the gradient "
+        "points elsewhere",
+        "restart the engine with the same model folder and temperature, or sample with "
+        "transformers",
+    ),
+    "clip_noise": (
+        "what is clipped trains nothing, and what is far from a ratio of 1 was drawn by another "
+        "policy than the one it trains",
+        "train each batch once, or lower the learning rate",
+    ),
+    "negative_kl": (
+        "a KL is never negative in the mean: single tokens near 0 are noise, but this is the "
+        "reference, or the sampler, being another model than is thought",
+        "check that the reference is the base the adapter began from, and that the engine samples "
+        "at the trainer's temperature; rollout_correction makes up for small differences",
+    ),
+    "kl_explosion": (
+        "so far from the reference the model no longer writes language, and no reward brings it "
+        "back",
+        "begin again with a lower learning rate, with beta 0.1 and max_grad_norm 0.5",
+    ),
+    "all_truncated": (
+        "a completion that is cut off never reaches its answer, so the reward cannot tell one "
+        "from another",
+        "raise the limit on completion length, or make the thoughts shorter",
+    ),
+    "empty_output": (
+        "the model found that saying nothing pays most, or ends its turn at once",
+        "pay for an answer, add a length term with a lower bound (length_band), and begin again "
+        "from the base with beta 0.05 and a lower learning rate",
+    ),
+    "length_explosion": (
+        "length is paid and content is not: every step costs more, and the limit cuts the answers "
+        "off",
+        "add a length term (soft_overlong, thinking_budget), keep beta above 0, and begin again "
+        "from the base",
+    ),
+    "constant_reward": (
+        "RLOO learns from differences within a group, and there are none",
+        "check that the reward looks at the completion: rloo-kit rewards check tries it without "
+        "training",
+    ),
+    "saturated_reward": (
+        "the model earned it nearly always from the first step on: nothing is left to learn",
+        "take harder prompts, ask for more, or check that the reward looks at the completion",
+    ),
+    "cold_start": (
+        "a reward that is never earned teaches nothing: the base must sometimes succeed",
+        "rule a fault of the reward out with rloo-kit rewards check; then take easier prompts, "
+        "give partial credit, draw more completions of each prompt, or fine-tune on examples first",
+    ),
+    "reward_collapse": (
+        "equal scores cancel: since then the run trains nothing, or the KL penalty alone",
+        "look at the last completions and at what the reward gave them; then spread the reward "
+        "(partial credit), raise the temperature, or take more diverse prompts",
+    ),
+    "reward_hacking": (
+        "the model found a way to be paid that is not the task",
+        "read the best paid of the last completions; use a stricter, verifiable reward, and raise "
+        "beta",
+    ),
+    "entropy_collapse": (
+        "a model that always writes the same has nothing to compare, and explores no more",
+        "begin again with a lower learning rate or a higher beta, and sample at temperature 1",
+    ),
+    "no_signal": (
+        "equal scores in a group cancel, and the group trains nothing",
+        "take prompts that the model solves sometimes, or draw more completions of each",
+    ),
+    "learning_rate_too_low": (
+        "the scores say what to learn, and the model does not move",
+        "raise the learning rate: with LoRA 1e-6 to 1e-5 is usual, more for a tiny model",
+    ),
+    "high_variance": (
+        "the noise of the gradient is larger than what it says",
+        "draw more completions of each prompt (4 to 8; 8 to 16 for hard reasoning), lower the "
+        "learning rate, raise beta, or take more prompts a step",
+    ),
+    "slow_reward": (
+        "the model waits while the reward computes",
+        "batch its work, cache repeated texts, or make it async, so that several run at once",
+    ),
+    "memory_creeping": (
+        "what grows with every step ends the run sooner or later",
+        "look for a list that keeps completions or tensors, in a reward or a callback; where it "
+        "runs out before it is found: fewer generations, shorter completions, gradient "
+        "checkpointing",
+    ),
+    "loss_near_zero": (
+        "advantages sum to 0 within a group, so the loss of a policy gradient is about 0 by "
+        "construction, and says nothing about learning",
+        "look at the reward and at the held-out prompts instead",
+    ),
+}
+"""Kind of a finding -> (why it matters, remedy), the most harmful first."""
+
+_ALL_ALIKE = "no_signal high_variance entropy_collapse"
+EXPLAINS: dict[str, str] = {
+    "stale_sampler": "clip_noise negative_kl kl_explosion reward_collapse high_variance",
+    "clip_noise": f"kl_explosion all_truncated empty_output length_explosion reward_collapse "
+    f"reward_hacking {_ALL_ALIKE}",
+    "negative_kl": "high_variance",
+    "kl_explosion": f"all_truncated empty_output length_explosion cold_start reward_collapse "
+    f"reward_hacking {_ALL_ALIKE}",
+    "all_truncated": f"constant_reward saturated_reward cold_start {_ALL_ALIKE}",
+    "empty_output": f"reward_collapse reward_hacking {_ALL_ALIKE}",
+    "length_explosion": f"all_truncated reward_collapse reward_hacking {_ALL_ALIKE}",
+    "constant_reward": _ALL_ALIKE,
+    "saturated_reward": _ALL_ALIKE,
+    "cold_start": _ALL_ALIKE,
+    "reward_collapse": "no_signal high_variance",
+    "reward_hacking": _ALL_ALIKE,
+    "entropy_collapse": "reward_collapse no_signal high_variance",
+    "no_signal": "learning_rate_too_low high_variance",
+    "learning_rate_too_low": "high_variance",
+}
+"""Kind of a finding -> the findings that it explains, and so replaces."""
+
+
+# --- the folder ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run left in its folder."""
+
+    metrics: list[dict[str, Any]]
+    """A row a step, as in metrics.jsonl."""
+    completions: list[dict[str, Any]] = field(default_factory=list)
+    """A row a completion; of a large file the first and the last ``KEPT_ROWS``."""
+    evaluation: dict[str, Any] | None = None
+    """``before`` and ``after`` on held-out prompts; None where the run made none."""
+    config: RunConfig | None = None
+    """None where run.yaml is missing or cannot be read."""
+    folder: Path | None = None
+
+
+def read_run(folder: str | Path) -> RunRecord:
+    """Read what a run left; a line that a killed run wrote half is left out.
+
+    Args:
+        folder: Of the run, with metrics.jsonl in it.
+
+    Raises:
+        DataError: It is no folder of a run, or its metrics cannot be read.
+    """
+    place = Path(folder)
+    if not (place / "metrics.jsonl").is_file() and not (place / "run.yaml").is_file():
+        raise DataError(
+            f"{str(folder)!r} is no folder of a run: it holds neither metrics.jsonl nor run.yaml; "
+            f"give the folder that rloo-kit train wrote"
+        )
+    try:
+        metrics, damaged = _read_rows(place / "metrics.jsonl", None)
+        completions, _ = _read_rows(place / "completions.jsonl", KEPT_ROWS)
+        evaluation = _read_json(place / "evaluation.json")
+    except OSError as exc:
+        raise DataError(f"run folder {str(folder)!r} cannot be read: {exc}") from exc
+    if damaged and not metrics:
+        raise DataError(
+            f"{str(place / 'metrics.jsonl')!r} holds no line of JSON: it was not written by a run, "
+            f"or is damaged; give another folder"
+        )
+    return RunRecord(metrics, completions, evaluation, _read_config(place / "run.yaml"), place)
+
+
+def _read_rows(path: Path, kept: int | None) -> tuple[list[dict[str, Any]], int]:
+    """Return the objects of a JSONL file and how many lines are none; [] where it is missing."""
+    if not path.is_file():
+        return [], 0
+    first: list[bytes] = []
+    last: deque[bytes] = deque(maxlen=kept)
+    with path.open("rb") as lines:
+        for line in lines:
+            (first if kept and len(first) < kept else last).append(line)
+    rows, damaged = [], 0
+    for line in (*first, *last):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            damaged += bool(line.strip())
+    return rows, damaged
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _read_config(path: Path) -> RunConfig | None:
+    try:
+        return read_run_file(path)
+    except (ConfigError, RecursionError):
+        return None
+
+
+# --- what the rows amount to ---------------------------------------------------------------------
+
+
+def _number(value: object) -> float | None:
+    """Return a finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < 1e300 else None
+
+
+def _numbers(values: Iterable[object]) -> list[float]:
+    return [number for value in values if (number := _number(value)) is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def _trend(values: Sequence[float]) -> float:
+    """Return the slope of the least squares line over its standard error; 0 where none is known."""
+    count = len(values)
+    if count < 4:
+        return 0.0
+    middle, mean = (count - 1) / 2, fmean(values)
+    size = sum((place - middle) ** 2 for place in range(count))
+    slope = sum((place - middle) * (y - mean) for place, y in enumerate(values)) / size
+    rest = sum((y - mean - slope * (place - middle)) ** 2 for place, y in enumerate(values))
+    error = math.sqrt(rest / (count - 2) / size)
+    if abs(slope) * count < 1e-9 * max(1.0, abs(mean)):
+        return 0.0
+    return slope / error if error > 0 else math.copysign(math.inf, slope)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One reward on the held-out prompts, before and after."""
+
+    name: str
+    before: float
+    after: float
+    error: float
+    """Standard error of the difference; the prompts are the same."""
+    num: int
+
+    @property
+    def change(self) -> float:
+        """Standard errors by which it rose; 0 where it moved by less than a hundredth."""
+        moved = self.after - self.before
+        if abs(moved) < 0.01 * max(1.0, abs(self.before)):
+            return 0.0
+        return moved / self.error if self.error else math.copysign(math.inf, moved)
+
+    def __str__(self) -> str:
+        moved = "rose" if self.after > self.before else "fell"
+        where = f"{self.name} on {self.num} held-out prompts"
+        if not self.change:
+            return f"{where} stayed at {self.after:.3f}"
+        chance = "" if abs(self.change) > 2 else ", which may be chance"
+        return f"{where} {moved} from {self.before:.3f} to {self.after:.3f}{chance}"
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A record with what its rows amount to."""
+
+    record: RunRecord
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """Of steps that sampled: a further pass over a batch, and the summary, have no reward."""
+        return [row for row in self.record.metrics if "reward" in row]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.rows)
+
+    @property
+    def window(self) -> int:
+        """Steps that are the beginning, or the end."""
+        return max(2, min(WINDOW, self.num_steps // 4))
+
+    def step(self, place: int) -> int:
+        """Return the number of the step in that row."""
+        return int(_number(self.rows[place].get("step")) or range(1, self.num_steps + 1)[place])
+
+    def series(self, *names: str) -> list[float]:
+        """Return the values of the first of these metrics that the run has."""
+        for name in names:
+            values = _numbers(row.get(name) for row in self.record.metrics)
+            if values:
+                return values
+        return []
+
+    def first(self, *names: str) -> float | None:
+        """Return the mean over the beginning."""
+        return _mean(self.series(*names)[: self.window])
+
+    def last(self, *names: str) -> float | None:
+        """Return the mean over the end."""
+        return _mean(self.series(*names)[-self.window :])
+
+    def setting(self, name: str) -> Any:
+        """Return a setting of the trainer."""
+        given = self.record.config.trainer if self.record.config else {}
+        return given.get(name, DEFAULTS.get(name))
+
+    # --- completions -----------------------------------------------------------------------------
+
+    def completions(self, *, at_end: bool) -> list[dict[str, Any]]:
+        """Return the kept completions of the beginning, or of the end."""
+        if not self.rows:
+            return []
+        if at_end:
+            bound = self.step(-min(self.window, self.num_steps))
+            return [r for r in self.record.completions if (_number(r.get("step")) or 0) >= bound]
+        bound = self.step(min(self.window, self.num_steps) - 1)
+        return [r for r in self.record.completions if (_number(r.get("step")) or 0) <= bound]
+
+    def scores(self) -> list[float]:
+        """Return the kept scores."""
+        return _numbers(row.get("score") for row in self.record.completions)
+
+    def others(self, *, at_end: bool) -> float | None:
+        """Return how many different texts a group holds beside one, in the mean."""
+        groups: dict[tuple[Any, Any], set[str]] = {}
+        for row in self.completions(at_end=at_end):
+            groups.setdefault((row.get("step"), row.get("group")), set()).add(_text(row))
+        return _mean([len(texts) - 1.0 for texts in groups.values()])
+
+    # --- how it went -----------------------------------------------------------------------------
+
+    @cached_property
+    def with_signal(self) -> list[float]:
+        """Share of the groups of each step whose scores differ."""
+        return [1.0 - v for v in self.series("signal/groups_without", "frac_reward_zero_std")]
+
+    @cached_property
+    def trend(self) -> float:
+        """Standard errors by which the reward rose over the run."""
+        return _trend(self.series("reward"))
+
+    @cached_property
+    def scored_twice(self) -> list[HeldOut]:
+        """Every reward on the held-out prompts, accuracy first, those never above 0 last."""
+        found = self.record.evaluation or {}
+        parts = [found.get(name) for name in ("before", "after")]
+        means = [part.get("rewards") if isinstance(part, dict) else None for part in parts]
+        if not all(isinstance(mean, dict) for mean in means):
+            return []
+        twice = [
+            _held_out(name, parts)
+            for name in means[0]
+            if None not in (_number(means[0][name]), _number(means[1].get(name)))
+        ]
+        # Accuracy is also measured where the run does not pay it, and then may never be above 0.
+        return sorted(
+            twice, key=lambda one: (not (one.before or one.after), one.name != "accuracy")
+        )
+
+    @property
+    def held_out(self) -> HeldOut | None:
+        """Accuracy before and after where there is one, else the first reward."""
+        return next(iter(self.scored_twice), None)
+
+    @property
+    def paid_more(self) -> HeldOut | None:
+        """Another reward than that which rose on the held-out prompts."""
+        return next((one for one in self.scored_twice[1:] if one.change > 2), None)
+
+    @property
+    def better(self) -> bool:
+        return self.held_out is not None and self.held_out.change > 2
+
+    @property
+    def worse(self) -> bool:
+        return self.held_out is not None and self.held_out.change < -2
+
+    @property
+    def rose(self) -> bool:
+        return self.trend > SURE
+
+    @property
+    def fell(self) -> bool:
+        return self.trend < -SURE
+
+    @property
+    def learned(self) -> bool:
+        """Whether held-out prompts say so, or, where they say nothing, the reward."""
+        return self.better or (self.rose and not self.worse)
+
+
+def _held_out(name: str, parts: list[dict[str, Any]]) -> HeldOut:
+    before, after = (float(part["rewards"][name]) for part in parts)
+    pairs = _pairs(parts[0].get("samples"), parts[1].get("samples"), name)
+    num = len(pairs) or int(_number(parts[1].get("num_prompts")) or 1)
+    moved = [b - a for a, b in pairs]
+    error = stdev(moved) / math.sqrt(num) if len(moved) > 1 else 0.5 / math.sqrt(num)
+    return HeldOut(name, before, after, error, num)
+
+
+def _pairs(before: object, after: object, name: str) -> list[tuple[float, float]]:
+    """Return the scores of each held-out prompt that was scored twice."""
+    if not isinstance(before, list) or not isinstance(after, list) or len(before) != len(after):
+        return []
+    found = []
+    for old, new in zip(before, after, strict=True):
+        try:
+            pair = _number(old["rewards"][name]), _number(new["rewards"][name])
+        except (KeyError, TypeError, IndexError):
+            return []
+        if None not in pair:
+            found.append(pair)
+    return found
+
+
+def _text(row: dict[str, Any]) -> str:
+    completion = row.get("completion")
+    if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
+        completion = completion[-1].get("content")
+    return completion if isinstance(completion, str) else ""
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+def _valid(run: _Run, *choices: str) -> str:
+    """Return the first of these settings that the run file takes; "" where there is none."""
+    config = run.record.config
+    if config is None:
+        return ""
+    for choice in choices:
+        try:
+            make_run_config(config.as_dict(), [line for line in choice.split(", ") if line])
+        except ConfigError:
+            continue
+        return choice
+    return ""
+
+
+def _usual_rate(run: _Run) -> float:
+    config = run.record.config
+    return TINY_RATE if config and config.model.name == "tiny-thinker" else USUAL_RATE
+
+
+def _lower_rate(run: _Run) -> str:
+    """Return the setting of a learning rate that is usual, or a third where it was."""
+    rate = _rate(run)
+    usual = _usual_rate(run)
+    return f"trainer.learning_rate={usual if rate > usual else rate / 3:.1g}"
+
+
+def _rate(run: _Run) -> float:
+    """Return the highest learning rate of the run."""
+    given = _number(run.setting("learning_rate"))
+    return max(run.series("learning_rate", "lr"), default=given or DEFAULTS["learning_rate"])
+
+
+def _higher_beta(run: _Run) -> str:
+    beta = _number(run.setting("beta")) or 0.0
+    return f"trainer.beta={0.1 if beta < 0.1 else 2 * beta:.1g}"
+
+
+def _more_generations(run: _Run) -> list[str]:
+    """Return settings with more completions of each prompt, the batch enlarged where it must be."""
+    size = run.setting("num_generations")
+    wanted = 8 if size < 8 else 16
+    if size >= 16:
+        return []
+    more = f"trainer.num_generations={wanted}"
+    return [more, f"{more}, trainer.per_device_train_batch_size={wanted}"]
+
+
+def _longer(run: _Run) -> str:
+    """Return settings with four times the room for completions."""
+    limit, config = run.setting("max_completion_length"), run.record.config
+    more = f"trainer.max_completion_length={limit * 4}"
+    if config and limit * 4 > config.model.max_seq_length / 2:  # the prompt keeps its room
+        more += f", model.max_seq_length={config.model.max_seq_length + 3 * limit}"
+    return more
+
+
+def _finding(
+    kind: str,
+    evidence: str,
+    level: str = "error",
+    *,
+    reward: str | None = None,
+    remedy: str = "",
+    setting: str = "",
+) -> Finding:
+    why, usual = KINDS[kind]
+    return Finding(kind, level, reward, evidence, why, remedy or usual, setting)
+
+
+# --- findings ------------------------------------------------------------------------------------
+
+
+def _stale_sampler(run: _Run) -> Finding | None:
+    seen = []
+    for name, what in (("adapter_reached", "its base"), ("step_reached", "itself a step ago")):
+        share = run.last(f"sampling/{name}")
+        if share is not None and share < 0.5:
+            seen.append(f"the sampler stands at {share:.2f} between {what} (0) and the policy (1)")
+    probe, noise = run.last("sampling/probe_difference"), run.last("sampling/rounding_noise")
+    if probe is not None and noise is not None and probe > max(0.01, 4 * noise):
+        seen.append(
+            f"log-probabilities differ by {probe:.3g} nats a token, rounding explains {noise:.2g}"
+        )
+    apart = run.last("sampling/logp_difference_mean")
+    if probe is None and apart is not None and apart > 0.1:
+        seen.append(f"log-probabilities of sampler and trainer differ by {apart:.3g} nats a token")
+    if not seen:
+        return None
+    setting = _valid(run, "trainer.generation=transformers")
+    return _finding("stale_sampler", "; ".join(seen), setting=setting)
+
+
+def _clip_noise(run: _Run) -> Finding | None:
+    iterations = run.setting("num_iterations")
+    accumulation = run.setting("gradient_accumulation_steps")
+    slices = run.setting("steps_per_generation") or accumulation
+    clipped = sorted(run.series("policy/clipfrac_avg", "clip_ratio/region_mean"))
+    worst = _mean(clipped[-max(1, len(clipped) // 4) :]) or 0.0
+    ratios = run.series("val/ratio")
+    off = max((abs(ratio - 1) for ratio in ratios), default=0.0)
+    nulled = max(run.series("clip_ratio/nulled_rows"), default=0.0)
+    if iterations == 1 and slices <= accumulation:
+        if off <= RATIO_OFF and worst <= RATIO_OFF:
+            return None
+        return _finding(
+            "clip_noise",
+            f"every batch is trained once, and yet the ratio is up to {off:.3g} away from 1 and "
+            f"{worst:.1%} of the tokens are clipped",
+            "warning",
+            remedy="leave skip_old_pass on, and check that the engine samples the policy",
+            setting=_valid(run, "trainer.skip_old_pass=true"),
+        )
+    if worst < CLIPPED or run.better:
+        return None
+    once = "trainer.num_iterations=1" if iterations > 1 else "trainer.steps_per_generation=1"
+    return _finding(
+        "clip_noise",
+        f"each batch is trained {iterations * max(1, slices // accumulation)} times at learning "
+        f"rate {_rate(run):.1g}; in the worst quarter of the steps {worst:.0%} is clipped, and "
+        f"up to {nulled:.0f} completions train nothing for it",
+        setting=_valid(run, once),
+    )
+
+
+def _negative_kl(run: _Run) -> Finding | None:
+    values = run.series("kl/token", "kl")
+    half = values[len(values) // 2 :]
+    if len(half) < 2 or run.setting("kl_estimator") == "k3":
+        return None
+    if fmean(half) > KL_NEGATIVE or sum(v < 0 for v in half) < MOSTLY * len(half):
+        return None
+    engine = any(name.startswith("sampling/") for row in run.rows for name in row)
+    return _finding(
+        "negative_kl",
+        f"the KL from the reference is {fmean(half):.3g} nats a token over the last {len(half)} "
+        f"steps, and below 0 in {sum(v < 0 for v in half)} of them",
+        setting=_valid(run, "trainer.generation=transformers") if engine else "",
+    )
+
+
+def _kl_explosion(run: _Run) -> Finding | None:
+    values = run.series("kl/token", "kl")
+    end = run.last("kl/token", "kl")
+    if end is None or run.better:
+        return None
+    gone = end > KL_TOKEN or (end > KL_TOKEN_WORSE and (run.worse or run.fell))
+    if not gone:
+        return None
+    limit = KL_TOKEN if end > KL_TOKEN else KL_TOKEN_WORSE
+    since = next(place for place, value in enumerate(values) if value > limit)
+    return _finding(
+        "kl_explosion",
+        f"the KL from the reference passed {limit:g} nat a token at step {run.step(since)} and "
+        f"is {end:.3g} at the end, at learning rate {_rate(run):.1g} and beta "
+        f"{run.setting('beta'):g}; {_went(run)}",
+        setting=_valid(run, f"{_lower_rate(run)}, {_higher_beta(run)}", _lower_rate(run)),
+    )
+
+
+def _all_truncated(run: _Run) -> Finding | None:
+    names = ("completions/truncated", "completions/clipped_ratio")
+    begin, end = run.first(*names), run.last(*names)
+    if begin is None or end is None:
+        return None
+    little = (_mean(run.with_signal) or 0.0) < LITTLE_SIGNAL
+    if not (begin >= MOSTLY and end >= MOSTLY) and not (begin > 0.5 and end > 0.5 and little):
+        return None
+    return _finding(
+        "all_truncated",
+        f"{begin:.0%} of the first completions and {end:.0%} of the last reached the limit of "
+        f"{run.setting('max_completion_length')} tokens",
+        "warning" if run.learned else "error",
+        setting=_valid(run, _longer(run)),
+    )
+
+
+def _empty_output(run: _Run) -> Finding | None:
+    begin, end = run.first("completions/mean_length"), run.last("completions/mean_length")
+    rows = run.completions(at_end=True)
+    blank = sum(not _text(row).strip() for row in rows)
+    bare = end is not None and begin is not None and end <= BARE_TOKENS < begin / 3
+    if run.better or not (bare or (rows and blank > len(rows) / 2)):
+        return None
+    seen = f"{blank} of the last {len(rows)} completions hold no text" if rows else ""
+    if begin is not None and end is not None:
+        seen += f"{'; ' if seen else ''}the mean length went from {begin:.1f} to {end:.1f} tokens"
+    return _finding(
+        "empty_output",
+        f"{seen}; {_went(run)}",
+        setting=_valid(run, f"{_lower_rate(run)}, {_higher_beta(run)}"),
+    )
+
+
+def _length_explosion(run: _Run) -> Finding | None:
+    begin, end = run.first("completions/mean_length"), run.last("completions/mean_length")
+    if not begin or end is None or end < LONGER * begin or run.better:
+        return None
+    cut = run.last("completions/truncated", "completions/clipped_ratio") or 0.0
+    if not (cut > 0.5 or run.worse or end > 3 * begin):
+        return None
+    return _finding(
+        "length_explosion",
+        f"the mean length went from {begin:.0f} to {end:.0f} tokens, and {cut:.0%} of the last "
+        f"completions reached the limit of {run.setting('max_completion_length')}; {_went(run)}",
+        setting=_valid(run, _higher_beta(run)),
+    )
+
+
+def _constant(run: _Run) -> Finding | None:
+    """Return that all scores of the run are one: nothing, all that can be had, or anything."""
+    spreads, means = run.series("reward_std"), run.series("reward")
+    if not spreads or max(spreads) > 1e-8 or max(means) - min(means) > 1e-6 * abs(max(means)):
+        return None
+    value = means[0]
+    unpaid = _never_paid(run)
+    if value <= 0 or unpaid:
+        return _cold(
+            run, f"every completion of {run.num_steps} steps got {value:.3g}", reward=unpaid
+        )
+    kind = "saturated_reward" if value >= 1 else "constant_reward"
+    return _finding(kind, f"every completion of {run.num_steps} steps got {value:.3g}")
+
+
+def _never_paid(run: _Run) -> str | None:
+    """Return the name of a reward that gave 0 to every completion of the run."""
+    names = [
+        key.removesuffix("/mean").removeprefix("rewards/")
+        for key in run.rows[0]
+        if key.startswith("rewards/") and key.endswith("/mean")
+    ]
+    for name in names:
+        means = run.series(f"rewards/{name}/mean")
+        spreads = run.series(f"rewards/{name}/std")
+        if means and not any(means) and not any(spreads):
+            return name
+    return None
+
+
+def _one_unpaid(run: _Run) -> Finding | None:
+    """Return that one reward of several never paid."""
+    name = _never_paid(run)
+    if name is None or not any(run.series("reward")):
+        return None
+    return _finding(
+        "constant_reward",
+        f"it gave 0 to every completion of {run.num_steps} steps",
+        "warning",
+        reward=name,
+    )
+
+
+def _cold(run: _Run, seen: str, level: str = "error", *, reward: str | None = None) -> Finding:
+    config = run.record.config
+    now = config.data.level if config else None
+    easier = [f"data.level={now - 1}"] if isinstance(now, int) and now > 1 else []
+    setting = _valid(run, *easier, *_more_generations(run))
+    return _finding("cold_start", seen, level, reward=reward, setting=setting)
+
+
+def _saturated_or_cold(run: _Run) -> Finding | None:
+    """Return that from the first step nearly all earned the most, or the least."""
+    begin = _mean(run.with_signal[: run.window])
+    scores = run.scores()
+    if begin is None or not scores or run.learned:
+        return None
+    throughout = _mean(run.with_signal) or 0.0
+    top, low = max(scores), min(scores)
+    at_top = sum(score == top for score in scores) / len(scores)
+    at_low = sum(score == low for score in scores) / len(scores)
+    if top == low or max(begin, throughout) >= LITTLE_SIGNAL:
+        return None
+    if at_top > 0.95:
+        return _finding(
+            "saturated_reward",
+            f"{at_top:.1%} of {len(scores)} completions got the highest score of {top:.3g}; scores "
+            f"differ in {throughout:.0%} of the groups",
+        )
+    if at_low > 0.98 and begin < ALMOST_NONE:
+        return _cold(
+            run,
+            f"{at_low:.1%} of {len(scores)} completions got the lowest score of {low:.3g}; scores "
+            f"differ in {throughout:.0%} of the groups",
+        )
+    return None
+
+
+def _late_start(run: _Run) -> Finding | None:
+    """Return that a run which learned in the end had nothing to learn from for long."""
+    cold = next((p for p, s in enumerate(run.with_signal) if s > ALMOST_NONE), run.num_steps)
+    if not run.learned or cold < max(5, run.num_steps // 5):
+        return None
+    step = run.step(min(cold, run.num_steps - 1))
+    return _cold(run, f"scores did not differ in any group before step {step}", "warning")
+
+
+def _reward_collapse(run: _Run) -> Finding | None:
+    """Return that scores differed once, and are all alike now, at less than the best."""
+    signal, rewards = run.with_signal, run.series("reward")
+    dead = next((n for n, s in enumerate(reversed(signal)) if s > 0.01), len(signal))
+    alive = signal[: len(signal) - dead]
+    if dead < max(3, len(signal) // 10) or len(signal) != len(rewards):
+        return None
+    if not alive or max(alive) < LITTLE_SIGNAL:
+        return None
+    end, before = fmean(rewards[-dead:]), rewards[: len(alive)]
+    if end >= max(before) - 0.02 * max(abs(max(before)), 1e-6):
+        return None
+    alike = (run.others(at_end=True) or 0.0) < ALIKE
+    hot = max(1.0, 1.25 * (_number(run.setting("temperature")) or 1.0))
+    return _finding(
+        "reward_collapse",
+        f"scores differed in {fmean(alive):.0%} of the groups up to step "
+        f"{run.step(len(alive) - 1)}, and in none of the {dead} steps since; the reward went from "
+        f"{fmean(before[-run.window :]):.3g} to {end:.3g}",
+        setting=_valid(run, f"trainer.temperature={hot:g}") if alike else "",
+    )
+
+
+def _reward_hacking(run: _Run) -> Finding | None:
+    paid = run.paid_more
+    if not run.worse or not (run.rose or paid):
+        return None
+    seen = f"the reward rose from {run.first('reward'):.3g} to {run.last('reward'):.3g}"
+    return _finding(
+        "reward_hacking",
+        f"{seen if run.rose else paid}, while {run.held_out}",
+        setting=_valid(run, _higher_beta(run)),
+    )
+
+
+def _entropy_collapse(run: _Run) -> Finding | None:
+    values = [
+        entropy
+        for row in run.rows
+        if (entropy := _number(row.get("policy/entropy_avg", row.get("entropy")))) is not None
+        and row.get("passes/trained") != 0
+    ]
+    if len(values) < 4 or run.better or (run.rose and run.held_out is None):
+        return None
+    begin, end = fmean(values[: run.window]), fmean(values[-run.window :])
+    left = end / begin if begin > 0 else 1.0
+    before, after = run.others(at_end=False), run.others(at_end=True)
+    texts = after / before if before and after is not None else 1.0
+    together = left < ENTROPY_LEFT and texts < 2 * TEXTS_LEFT
+    if left >= ENTROPY_GONE and texts >= TEXTS_LEFT and not together:
+        return None
+    told = f"; beside the first {after:.2g} other texts in a group, once {before:.2g}"
+    return _finding(
+        "entropy_collapse",
+        f"the entropy went from {begin:.3g} to {end:.3g} nats a token"
+        f"{told if before and after is not None else ''}; {_went(run)}",
+        setting=_valid(run, f"{_lower_rate(run)}, {_higher_beta(run)}"),
+    )
+
+
+def _no_signal(run: _Run) -> Finding | None:
+    half = run.with_signal[: max(2, run.num_steps // 2)]
+    share = _mean(half)
+    if share is None or share >= LITTLE_SIGNAL or run.learned:
+        return None
+    others = run.others(at_end=False)
+    temperature = _number(run.setting("temperature")) or 1.0
+    seen = (
+        f"scores differ in {share:.0%} of the groups of the first {len(half)} steps, at "
+        f"temperature {temperature:g}"
+    )
+    remedy, setting = "", _valid(run, *_more_generations(run))
+    if others is not None and others < ALIKE:
+        seen += f"; beside the first {others:.2g} other texts in a group"
+        hot = max(1.0, 1.5 * temperature)
+        remedy = "sample more variedly: raise the temperature"
+        setting = _valid(run, f"trainer.temperature={hot:g}")
+    level = "error" if share < ALMOST_NONE else "warning"
+    return _finding("no_signal", seen, level, remedy=remedy, setting=setting)
+
+
+def _learning_rate_too_low(run: _Run) -> Finding | None:
+    share, rate = _mean(run.with_signal), _rate(run)
+    moved = run.better or run.worse or run.rose or run.fell
+    if share is None or share < LITTLE_SIGNAL or moved:
+        return None
+    kl = run.last("kl/sequence", "objective/kl")
+    still = kl is not None and abs(kl) < KL_FLAT and run.num_steps >= 8
+    if not still and not (rate < LOWEST_RATE and (kl is None or abs(kl) < KL_FLAT)):
+        return None
+    usual = _usual_rate(run)
+    wanted = usual if rate < usual else 3 * rate
+    seen = (
+        f"scores differ in {share:.0%} of the groups, the reward stays at {run.last('reward'):.3g}"
+    )
+    if kl is not None:
+        seen += f", the KL of a completion at {kl:.2g} nats"
+    return _finding(
+        "learning_rate_too_low",
+        f"{seen}; the highest learning rate was {rate:.1g}",
+        "error" if rate < LOWEST_RATE else "warning",
+        setting=_valid(run, f"trainer.learning_rate={wanted:.1g}"),
+    )
+
+
+def _high_variance(run: _Run) -> Finding | None:
+    share = _mean(run.with_signal)
+    if share is None or share < LITTLE_SIGNAL or run.num_steps < 8:
+        return None
+    seen = []
+    pairs, unequal = _equal_texts(run)
+    noisy = pairs >= 10 and unequal > NOISY_PAIRS * pairs
+    if run.learned and not noisy:
+        return None
+    if noisy:
+        seen.append(
+            f"of {pairs} sets of equal completions of one prompt {unequal} got unequal scores: the "
+            f"reward itself is noise"
+        )
+    size = run.setting("num_generations")
+    if size < 4:
+        seen.append(f"{size} completions of each prompt")
+    if run.worse or run.fell:
+        seen.append(f"{_went(run)}, at learning rate {_rate(run):.1g}")
+    if not seen:
+        return None
+    spread = stdev(run.series("reward"))
+    setting = _valid(run, *_more_generations(run)) if size < 8 else _valid(run, _lower_rate(run))
+    return _finding(
+        "high_variance",
+        f"{'; '.join(seen)}; from step to step the reward spreads by {spread:.2g} around "
+        f"{fmean(run.series('reward')):.3g}",
+        "error" if run.worse or run.fell or (noisy and not run.learned) else "warning",
+        setting=setting,
+    )
+
+
+def _equal_texts(run: _Run) -> tuple[int, int]:
+    """Return how many sets of equal completions there are, and how many with unequal scores."""
+    found: dict[tuple[Any, Any, str], list[float]] = {}
+    for row in run.record.completions:
+        score = _number(row.get("score"))
+        if score is not None and not row.get("truncated"):
+            found.setdefault((row.get("step"), row.get("group"), _text(row)), []).append(score)
+    several = [scores for scores in found.values() if len(scores) > 1]
+    return len(several), sum(max(s) - min(s) > 1e-6 for s in several)
+
+
+def _slow_reward(run: _Run) -> Finding | None:
+    if run.setting("dynamic_sampling") or run.record.config is None:
+        return None
+    num = batch_plan({k: v for k, v in run.record.config.trainer.items() if v}).num_completions
+    waits, total, tokens = [], [], 0.0
+    for row in run.rows:
+        now = _number(row.get("num_tokens")) or tokens
+        drawn, tokens = now - tokens, now
+        seconds = _number(row.get("step_time"))
+        speed = _number(row.get("speed/generation_tokens_per_second"))
+        learning = _number(row.get("speed/learning_tokens_per_second"))
+        length = _number(row.get("completions/mean_length"))
+        if not (seconds and speed and learning and length):
+            continue
+        total.append(seconds)
+        waits.append(seconds - num * length / speed - drawn / learning)
+    if not total or sum(waits) < SLOW_SHARE * sum(total) or fmean(waits) < SLOW_SECONDS:
+        return None
+    return _finding(
+        "slow_reward",
+        f"{fmean(waits):.2g} s of {fmean(total):.2g} s a step are neither sampling nor learning: "
+        f"{sum(waits) / sum(total):.0%}",
+        "warning",
+    )
+
+
+def _memory_creeping(run: _Run) -> Finding | None:
+    values = run.series("memory/peak_gib")
+    half = values[len(values) // 2 :]
+    if len(half) < 6:
+        return None
+    steps = [b - a for a, b in pairwise(half)]
+    grown, rises = sum(steps), sum(step > 0 for step in steps) / len(steps)
+    if grown < max(CREEP_GIB, CREEP_SHARE * values[0]) or rises < CREEP_RISES:
+        return None
+    if median(steps) < CREEP_EVEN * fmean(steps):
+        return None
+    return _finding(
+        "memory_creeping",
+        f"the peak memory rose from {half[0]:.2f} to {half[-1]:.2f} GiB over the last {len(half)} "
+        f"steps, {1024 * fmean(steps):.0f} MiB a step, and in {rises:.0%} of them",
+        "warning",
+    )
+
+
+def _loss_near_zero(run: _Run) -> Finding | None:
+    losses = run.series("loss")
+    if not losses or abs(fmean(losses)) > 0.05:
+        return None
+    return _finding(
+        "loss_near_zero",
+        f"the loss is {fmean(losses):.2g} in the mean and {max(losses, key=abs):.2g} at most",
+        "note",
+    )
+
+
+def _went(run: _Run) -> str:
+    """Return how the run went, in half a sentence."""
+    if run.held_out is not None:
+        return str(run.held_out)
+    begin, end = run.first("reward"), run.last("reward")
+    if begin is None or end is None:
+        return "no reward is known"
+    return f"the reward went from {begin:.3g} to {end:.3g}"
+
+
+_FINDERS: tuple[Callable[[_Run], Finding | None], ...] = (
+    _stale_sampler,
+    _clip_noise,
+    _negative_kl,
+    _kl_explosion,
+    _all_truncated,
+    _empty_output,
+    _length_explosion,
+    _constant,
+    _one_unpaid,
+    _saturated_or_cold,
+    _late_start,
+    _reward_collapse,
+    _reward_hacking,
+    _entropy_collapse,
+    _no_signal,
+    _learning_rate_too_low,
+    _high_variance,
+    _slow_reward,
+    _memory_creeping,
+)
+
+
+def find_in_run(record: RunRecord, *, notes: bool = False) -> list[Finding]:
+    """Return every finding, the most harmful first; a cause replaces what it explains.
+
+    Args:
+        record: As ``read_run`` returns it; of less than two steps nothing is said.
+        notes: Also explain what looks odd and is no fault, where nothing else was found.
+    """
+    run = _Run(record)
+    if run.num_steps < 2:
+        return []
+    found = [finding for find in _FINDERS if (finding := find(run)) is not None]
+    causes = [f.kind for f in found if f.level == "error"]
+    explained = {kind for cause in causes for kind in EXPLAINS.get(cause, "").split()}
+    order = list(KINDS)
+    found = [f for f in found if f.kind not in explained]
+    found.sort(key=lambda f: (f.level != "error", order.index(f.kind)))
+    if notes and not found and (note := _loss_near_zero(run)):
+        found.append(note)
+    return found
+
+
+# --- the verdict ---------------------------------------------------------------------------------
+
+
+def verdict(record: RunRecord, findings: Sequence[Finding]) -> str:
+    """Return one sentence: whether the run learned, and what to change first.
+
+    Args:
+        record: As ``read_run`` returns it.
+        findings: As ``find_in_run`` returns them.
+    """
+    run = _Run(record)
+    if run.num_steps < 2:
+        counted = "1 step" if run.num_steps else "no step"
+        return f"Nothing can be told: the run made {counted}, and two are needed."
+    text = f"{_outcome(run)}: {_went(run)}"
+    serious = [f for f in findings if f.level != "note"]
+    if not serious:
+        spent = _nothing_left(run)
+        return f"{text}{spent}."
+    first = serious[0]
+    what = first.setting or first.remedy.partition(";")[0]
+    return f"{text}; change first ({first.kind}): {what}."
+
+
+def _outcome(run: _Run) -> str:
+    if run.better or (run.held_out is None and run.rose):
+        return "It learned"
+    if run.worse or (run.held_out is None and run.fell):
+        return "It got worse"
+    if run.rose:
+        return "The reward rose, and held-out prompts do not show it"
+    return "It did not learn"
+
+
+def _nothing_left(run: _Run) -> str:
+    """Return that a run which learned ended with nothing left to learn from."""
+    spent = next((n for n, s in enumerate(reversed(run.with_signal)) if s > 0.2), run.num_steps)
+    if not run.learned or spent < 3:
+        return ""
+    return f"; in the last {spent} steps little was left to learn, so harder prompts come next"
