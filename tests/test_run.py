@@ -281,6 +281,7 @@ class JudgeThatGoes(ThreadingHTTPServer):
     """Grades by what it reads; after so many requests it hangs up on everybody."""
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, last_request):
         super().__init__(("127.0.0.1", 0), JudgeHandler)

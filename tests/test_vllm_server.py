@@ -115,6 +115,12 @@ class FakeVllm:
         return {"choices": choices[::-1]}
 
 
+class Busy(ThreadingHTTPServer):
+    """As many may wait to be let in as a real server allows; Python's five are too few."""
+
+    request_queue_size = 128
+
+
 @contextlib.contextmanager
 def serving(*, keeps_connections=True, **answers):
     """A server at a free port."""
@@ -141,7 +147,7 @@ def serving(*, keeps_connections=True, **answers):
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Busy(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), name="fake vLLM")
     thread.start()

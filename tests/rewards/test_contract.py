@@ -97,7 +97,8 @@ class Server(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def judge_url():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    kind = type("Busy", (ThreadingHTTPServer,), {"request_queue_size": 128})
+    server = kind(("127.0.0.1", 0), Server)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/v1"
