@@ -149,6 +149,14 @@ class Composed:
         """Yield the calls to make, and return the scores."""
         raise NotImplementedError
 
+    def scored(self, columns: dict[str, Any], rows: list[int], scores: list[Score]) -> Steps:
+        """Call the reward for some rows alone, and return the scores with theirs filled in."""
+        if rows:
+            found = yield self.reward, _only(columns, rows)
+            for row, score in zip(rows, found, strict=True):
+                scores[row] = score
+        return scores
+
     def __call__(self, **columns: Any) -> list[Score] | Coroutine[Any, Any, list[Score]]:
         """Return B scores, or a coroutine that does."""
         if self.is_async:
@@ -192,12 +200,7 @@ class Gated(Composed):
         rows = [row for row in rows if gate[row] >= self.at_least]  # type: ignore[operator]
         if "log_metric" in columns and gate:
             columns["log_metric"](f"rewards/{self.reward.name}/gate_open", len(rows) / len(gate))
-        scores: list[Score] = [self.otherwise] * len(gate)
-        if rows:
-            found = yield self.reward, _only(columns, rows)
-            for row, score in zip(rows, found, strict=True):
-                scores[row] = score
-        return scores
+        return (yield from self.scored(columns, rows, [self.otherwise] * len(gate)))
 
 
 @dataclass(frozen=True)
@@ -218,12 +221,7 @@ class Routed(Composed):
                     "only_for"
                 )
             rows = [row for row in rows if columns[column][row] in values]
-        scores: list[Score] = [None] * count
-        if rows:
-            found = yield self.reward, _only(columns, rows)
-            for row, score in zip(rows, found, strict=True):
-                scores[row] = score
-        return scores
+        return (yield from self.scored(columns, rows, [None] * count))
 
 
 @dataclass(frozen=True)
