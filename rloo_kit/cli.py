@@ -125,7 +125,8 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _doctor_of_a_run(folder: str) -> int:
     from rloo_kit.findings import findings_text
-    from rloo_kit.run_findings import find_in_run, read_run, verdict
+    from rloo_kit.run_findings import find_in_run, verdict
+    from rloo_kit.run_record import read_run
 
     record = read_run(folder)
     findings = find_in_run(record)

@@ -1,31 +1,27 @@
-"""What is wrong with a run that trained, by the folder it left; and a verdict.
+"""What is wrong with a run that trained, by the record it left; and a verdict.
 
 Findings are made cause first: a cause that explains another finding replaces it. The thresholds
 come from runs of the embedded model that were spoiled on purpose and from healthy ones
 (tests/scripts/spoiled_runs.py), the remedies from the ranges of the literature.
 """
 
-import json
-import math
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from rloo_kit.config import RunConfig, batch_plan, make_run_config, read_run_file
-from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.config import batch_plan, make_run_config
+from rloo_kit.errors import ConfigError
 from rloo_kit.findings import Finding
+from rloo_kit.run_record import (
+    DEFAULTS,
+    RunRecord,
+    RunStatistics,
+    finite_number,
+    mean_or_none,
+    text_of_row,
+)
 
-KEPT_ROWS = 4000
-"""Completions that are read from the beginning of a large file, and as many from its end."""
-WINDOW = 20
-"""Steps, at most, that count as the beginning of a run and as its end; a quarter of a short one."""
-SURE = 3.0
-"""Standard errors from which a change is none of chance."""
 LITTLE_SIGNAL, ALMOST_NONE = 0.25, 0.05
 """Share of groups with differing scores: below the first most work is for nothing."""
 MOSTLY = 0.9
@@ -55,18 +51,6 @@ SLOW_SHARE, SLOW_SECONDS = 1 / 3, 0.1
 CREEP_SHARE, CREEP_GIB, CREEP_RISES, CREEP_EVEN = 0.4, 0.1, 0.8, 0.6
 """Growth of the peak memory over the second half of a run: relative to its beginning; GiB; in which
 share of the steps it rises; its median a step over its mean (a high-water mark rises in jumps)."""
-
-DEFAULTS: dict[str, Any] = {
-    "beta": 0.05,
-    "gradient_accumulation_steps": 1,
-    "kl_estimator": "k1",
-    "learning_rate": 1e-5,
-    "max_completion_length": 512,
-    "num_generations": 4,
-    "num_iterations": 1,
-    "temperature": 1.0,
-}
-"""Of the trainer, where the run file says nothing."""
 
 KINDS: dict[str, tuple[str, str]] = {
     "stale_sampler": (
@@ -189,318 +173,10 @@ EXPLAINS: dict[str, str] = {
 """Kind of a finding -> the findings that it explains, and so replaces."""
 
 
-# --- the folder ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """What a run left in its folder."""
-
-    metrics: list[dict[str, Any]]
-    """A row a step, as in metrics.jsonl."""
-    completions: list[dict[str, Any]] = field(default_factory=list)
-    """A row a completion; of a large file the first and the last ``KEPT_ROWS``."""
-    evaluation: dict[str, Any] | None = None
-    """``before`` and ``after`` on held-out prompts; None where the run made none."""
-    config: RunConfig | None = None
-    """None where run.yaml is missing or cannot be read."""
-    folder: Path | None = None
-
-
-def read_run(folder: str | Path) -> RunRecord:
-    """Read what a run left; a line that a killed run wrote half is left out.
-
-    Args:
-        folder: Of the run, with metrics.jsonl in it.
-
-    Raises:
-        DataError: It is no folder of a run, or its metrics cannot be read.
-    """
-    place = Path(folder)
-    if not (place / "metrics.jsonl").is_file() and not (place / "run.yaml").is_file():
-        raise DataError(
-            f"{str(folder)!r} is no folder of a run: it holds neither metrics.jsonl nor run.yaml; "
-            f"give the folder that rloo-kit train wrote"
-        )
-    try:
-        metrics, damaged = _read_rows(place / "metrics.jsonl", None)
-        completions, _ = _read_rows(place / "completions.jsonl", KEPT_ROWS)
-        evaluation = _read_json(place / "evaluation.json")
-    except OSError as exc:
-        raise DataError(f"run folder {str(folder)!r} cannot be read: {exc}") from exc
-    if damaged and not metrics:
-        raise DataError(
-            f"{str(place / 'metrics.jsonl')!r} holds no line of JSON: it was not written by a run, "
-            f"or is damaged; give another folder"
-        )
-    return RunRecord(metrics, completions, evaluation, _read_config(place / "run.yaml"), place)
-
-
-def _read_rows(path: Path, kept: int | None) -> tuple[list[dict[str, Any]], int]:
-    """Return the objects of a JSONL file and how many lines are none; [] where it is missing."""
-    if not path.is_file():
-        return [], 0
-    first: list[bytes] = []
-    last: deque[bytes] = deque(maxlen=kept)
-    with path.open("rb") as lines:
-        for line in lines:
-            (first if kept and len(first) < kept else last).append(line)
-    rows, damaged = [], 0
-    for line in (*first, *last):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
-            damaged += bool(line.strip())
-    return rows, damaged
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def _read_config(path: Path) -> RunConfig | None:
-    try:
-        return read_run_file(path)
-    except (ConfigError, RecursionError):
-        return None
-
-
-# --- what the rows amount to ---------------------------------------------------------------------
-
-
-def _number(value: object) -> float | None:
-    """Return a finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if abs(value) < 1e300 else None
-
-
-def _numbers(values: Iterable[object]) -> list[float]:
-    return [number for value in values if (number := _number(value)) is not None]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return fmean(values) if values else None
-
-
-def _trend(values: Sequence[float]) -> float:
-    """Return the slope of the least squares line over its standard error; 0 where none is known."""
-    count = len(values)
-    if count < 4:
-        return 0.0
-    middle, mean = (count - 1) / 2, fmean(values)
-    size = sum((place - middle) ** 2 for place in range(count))
-    slope = sum((place - middle) * (y - mean) for place, y in enumerate(values)) / size
-    rest = sum((y - mean - slope * (place - middle)) ** 2 for place, y in enumerate(values))
-    error = math.sqrt(rest / (count - 2) / size)
-    if abs(slope) * count < 1e-9 * max(1.0, abs(mean)):
-        return 0.0
-    return slope / error if error > 0 else math.copysign(math.inf, slope)
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """One reward on the held-out prompts, before and after."""
-
-    name: str
-    before: float
-    after: float
-    error: float
-    """Standard error of the difference; the prompts are the same."""
-    num: int
-
-    @property
-    def change(self) -> float:
-        """Standard errors by which it rose; 0 where it moved by less than a hundredth."""
-        moved = self.after - self.before
-        if abs(moved) < 0.01 * max(1.0, abs(self.before)):
-            return 0.0
-        return moved / self.error if self.error else math.copysign(math.inf, moved)
-
-    def __str__(self) -> str:
-        moved = "rose" if self.after > self.before else "fell"
-        where = f"{self.name} on {self.num} held-out prompts"
-        if not self.change:
-            return f"{where} stayed at {self.after:.3f}"
-        chance = "" if abs(self.change) > 2 else ", which may be chance"
-        return f"{where} {moved} from {self.before:.3f} to {self.after:.3f}{chance}"
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A record with what its rows amount to."""
-
-    record: RunRecord
-
-    @cached_property
-    def rows(self) -> list[dict[str, Any]]:
-        """Of steps that sampled: a further pass over a batch, and the summary, have no reward."""
-        return [row for row in self.record.metrics if "reward" in row]
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.rows)
-
-    @property
-    def window(self) -> int:
-        """Steps that are the beginning, or the end."""
-        return max(2, min(WINDOW, self.num_steps // 4))
-
-    def step(self, place: int) -> int:
-        """Return the number of the step in that row."""
-        return int(_number(self.rows[place].get("step")) or range(1, self.num_steps + 1)[place])
-
-    def series(self, *names: str) -> list[float]:
-        """Return the values of the first of these metrics that the run has."""
-        for name in names:
-            values = _numbers(row.get(name) for row in self.record.metrics)
-            if values:
-                return values
-        return []
-
-    def first(self, *names: str) -> float | None:
-        """Return the mean over the beginning."""
-        return _mean(self.series(*names)[: self.window])
-
-    def last(self, *names: str) -> float | None:
-        """Return the mean over the end."""
-        return _mean(self.series(*names)[-self.window :])
-
-    def setting(self, name: str) -> Any:
-        """Return a setting of the trainer."""
-        given = self.record.config.trainer if self.record.config else {}
-        return given.get(name, DEFAULTS.get(name))
-
-    # --- completions -----------------------------------------------------------------------------
-
-    def completions(self, *, at_end: bool) -> list[dict[str, Any]]:
-        """Return the kept completions of the beginning, or of the end."""
-        if not self.rows:
-            return []
-        if at_end:
-            bound = self.step(-min(self.window, self.num_steps))
-            return [r for r in self.record.completions if (_number(r.get("step")) or 0) >= bound]
-        bound = self.step(min(self.window, self.num_steps) - 1)
-        return [r for r in self.record.completions if (_number(r.get("step")) or 0) <= bound]
-
-    def scores(self) -> list[float]:
-        """Return the kept scores."""
-        return _numbers(row.get("score") for row in self.record.completions)
-
-    def others(self, *, at_end: bool) -> float | None:
-        """Return how many different texts a group holds beside one, in the mean."""
-        groups: dict[tuple[Any, Any], set[str]] = {}
-        for row in self.completions(at_end=at_end):
-            groups.setdefault((row.get("step"), row.get("group")), set()).add(_text(row))
-        return _mean([len(texts) - 1.0 for texts in groups.values()])
-
-    # --- how it went -----------------------------------------------------------------------------
-
-    @cached_property
-    def with_signal(self) -> list[float]:
-        """Share of the groups of each step whose scores differ."""
-        return [1.0 - v for v in self.series("signal/groups_without", "frac_reward_zero_std")]
-
-    @cached_property
-    def trend(self) -> float:
-        """Standard errors by which the reward rose over the run."""
-        return _trend(self.series("reward"))
-
-    @cached_property
-    def scored_twice(self) -> list[HeldOut]:
-        """Every reward on the held-out prompts, accuracy first, those never above 0 last."""
-        found = self.record.evaluation or {}
-        parts = [found.get(name) for name in ("before", "after")]
-        means = [part.get("rewards") if isinstance(part, dict) else None for part in parts]
-        if not all(isinstance(mean, dict) for mean in means):
-            return []
-        twice = [
-            _held_out(name, parts)
-            for name in means[0]
-            if None not in (_number(means[0][name]), _number(means[1].get(name)))
-        ]
-        # Accuracy is also measured where the run does not pay it, and then may never be above 0.
-        return sorted(
-            twice, key=lambda one: (not (one.before or one.after), one.name != "accuracy")
-        )
-
-    @property
-    def held_out(self) -> HeldOut | None:
-        """Accuracy before and after where there is one, else the first reward."""
-        return next(iter(self.scored_twice), None)
-
-    @property
-    def paid_more(self) -> HeldOut | None:
-        """Another reward than that which rose on the held-out prompts."""
-        return next((one for one in self.scored_twice[1:] if one.change > 2), None)
-
-    @property
-    def better(self) -> bool:
-        return self.held_out is not None and self.held_out.change > 2
-
-    @property
-    def worse(self) -> bool:
-        return self.held_out is not None and self.held_out.change < -2
-
-    @property
-    def rose(self) -> bool:
-        return self.trend > SURE
-
-    @property
-    def fell(self) -> bool:
-        return self.trend < -SURE
-
-    @property
-    def learned(self) -> bool:
-        """Whether held-out prompts say so, or, where they say nothing, the reward."""
-        return self.better or (self.rose and not self.worse)
-
-
-def _held_out(name: str, parts: list[dict[str, Any]]) -> HeldOut:
-    before, after = (float(part["rewards"][name]) for part in parts)
-    pairs = _pairs(parts[0].get("samples"), parts[1].get("samples"), name)
-    num = len(pairs) or int(_number(parts[1].get("num_prompts")) or 1)
-    moved = [b - a for a, b in pairs]
-    error = stdev(moved) / math.sqrt(num) if len(moved) > 1 else 0.5 / math.sqrt(num)
-    return HeldOut(name, before, after, error, num)
-
-
-def _pairs(before: object, after: object, name: str) -> list[tuple[float, float]]:
-    """Return the scores of each held-out prompt that was scored twice."""
-    if not isinstance(before, list) or not isinstance(after, list) or len(before) != len(after):
-        return []
-    found = []
-    for old, new in zip(before, after, strict=True):
-        try:
-            pair = _number(old["rewards"][name]), _number(new["rewards"][name])
-        except (KeyError, TypeError, IndexError):
-            return []
-        if None not in pair:
-            found.append(pair)
-    return found
-
-
-def _text(row: dict[str, Any]) -> str:
-    completion = row.get("completion")
-    if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
-        completion = completion[-1].get("content")
-    return completion if isinstance(completion, str) else ""
-
-
 # --- settings ------------------------------------------------------------------------------------
 
 
-def _valid(run: _Run, *choices: str) -> str:
+def _valid(run: RunStatistics, *choices: str) -> str:
     """Return the first of these settings that the run file takes; "" where there is none."""
     config = run.record.config
     if config is None:
@@ -514,30 +190,30 @@ def _valid(run: _Run, *choices: str) -> str:
     return ""
 
 
-def _usual_rate(run: _Run) -> float:
+def _usual_rate(run: RunStatistics) -> float:
     config = run.record.config
     return TINY_RATE if config and config.model.name == "tiny-thinker" else USUAL_RATE
 
 
-def _lower_rate(run: _Run) -> str:
+def _lower_rate(run: RunStatistics) -> str:
     """Return the setting of a learning rate that is usual, or a third where it was."""
     rate = _rate(run)
     usual = _usual_rate(run)
     return f"trainer.learning_rate={usual if rate > usual else rate / 3:.1g}"
 
 
-def _rate(run: _Run) -> float:
+def _rate(run: RunStatistics) -> float:
     """Return the highest learning rate of the run."""
-    given = _number(run.setting("learning_rate"))
+    given = finite_number(run.setting("learning_rate"))
     return max(run.series("learning_rate", "lr"), default=given or DEFAULTS["learning_rate"])
 
 
-def _higher_beta(run: _Run) -> str:
-    beta = _number(run.setting("beta")) or 0.0
+def _higher_beta(run: RunStatistics) -> str:
+    beta = finite_number(run.setting("beta")) or 0.0
     return f"trainer.beta={0.1 if beta < 0.1 else 2 * beta:.1g}"
 
 
-def _more_generations(run: _Run) -> list[str]:
+def _more_generations(run: RunStatistics) -> list[str]:
     """Return settings with more completions of each prompt, the batch enlarged where it must be."""
     size = run.setting("num_generations")
     wanted = 8 if size < 8 else 16
@@ -547,7 +223,7 @@ def _more_generations(run: _Run) -> list[str]:
     return [more, f"{more}, trainer.per_device_train_batch_size={wanted}"]
 
 
-def _longer(run: _Run) -> str:
+def _longer(run: RunStatistics) -> str:
     """Return settings with four times the room for completions."""
     limit, config = run.setting("max_completion_length"), run.record.config
     more = f"trainer.max_completion_length={limit * 4}"
@@ -572,7 +248,7 @@ def _finding(
 # --- findings ------------------------------------------------------------------------------------
 
 
-def _stale_sampler(run: _Run) -> Finding | None:
+def _stale_sampler(run: RunStatistics) -> Finding | None:
     seen = []
     for name, what in (("adapter_reached", "its base"), ("step_reached", "itself a step ago")):
         share = run.last(f"sampling/{name}")
@@ -592,12 +268,12 @@ def _stale_sampler(run: _Run) -> Finding | None:
     return _finding("stale_sampler", "; ".join(seen), setting=setting)
 
 
-def _clip_noise(run: _Run) -> Finding | None:
+def _clip_noise(run: RunStatistics) -> Finding | None:
     iterations = run.setting("num_iterations")
     accumulation = run.setting("gradient_accumulation_steps")
     slices = run.setting("steps_per_generation") or accumulation
     clipped = sorted(run.series("policy/clipfrac_avg", "clip_ratio/region_mean"))
-    worst = _mean(clipped[-max(1, len(clipped) // 4) :]) or 0.0
+    worst = mean_or_none(clipped[-max(1, len(clipped) // 4) :]) or 0.0
     ratios = run.series("val/ratio")
     off = max((abs(ratio - 1) for ratio in ratios), default=0.0)
     nulled = max(run.series("clip_ratio/nulled_rows"), default=0.0)
@@ -624,7 +300,7 @@ def _clip_noise(run: _Run) -> Finding | None:
     )
 
 
-def _negative_kl(run: _Run) -> Finding | None:
+def _negative_kl(run: RunStatistics) -> Finding | None:
     values = run.series("kl/token", "kl")
     half = values[len(values) // 2 :]
     if len(half) < 2 or run.setting("kl_estimator") == "k3":
@@ -640,7 +316,7 @@ def _negative_kl(run: _Run) -> Finding | None:
     )
 
 
-def _kl_explosion(run: _Run) -> Finding | None:
+def _kl_explosion(run: RunStatistics) -> Finding | None:
     values = run.series("kl/token", "kl")
     end = run.last("kl/token", "kl")
     if end is None or run.better:
@@ -659,12 +335,12 @@ def _kl_explosion(run: _Run) -> Finding | None:
     )
 
 
-def _all_truncated(run: _Run) -> Finding | None:
+def _all_truncated(run: RunStatistics) -> Finding | None:
     names = ("completions/truncated", "completions/clipped_ratio")
     begin, end = run.first(*names), run.last(*names)
     if begin is None or end is None:
         return None
-    little = (_mean(run.with_signal) or 0.0) < LITTLE_SIGNAL
+    little = (mean_or_none(run.with_signal) or 0.0) < LITTLE_SIGNAL
     if not (begin >= MOSTLY and end >= MOSTLY) and not (begin > 0.5 and end > 0.5 and little):
         return None
     return _finding(
@@ -676,10 +352,10 @@ def _all_truncated(run: _Run) -> Finding | None:
     )
 
 
-def _empty_output(run: _Run) -> Finding | None:
+def _empty_output(run: RunStatistics) -> Finding | None:
     begin, end = run.first("completions/mean_length"), run.last("completions/mean_length")
     rows = run.completions(at_end=True)
-    blank = sum(not _text(row).strip() for row in rows)
+    blank = sum(not text_of_row(row).strip() for row in rows)
     bare = end is not None and begin is not None and end <= BARE_TOKENS < begin / 3
     if run.better or not (bare or (rows and blank > len(rows) / 2)):
         return None
@@ -693,7 +369,7 @@ def _empty_output(run: _Run) -> Finding | None:
     )
 
 
-def _length_explosion(run: _Run) -> Finding | None:
+def _length_explosion(run: RunStatistics) -> Finding | None:
     begin, end = run.first("completions/mean_length"), run.last("completions/mean_length")
     if not begin or end is None or end < LONGER * begin or run.better:
         return None
@@ -708,7 +384,7 @@ def _length_explosion(run: _Run) -> Finding | None:
     )
 
 
-def _constant(run: _Run) -> Finding | None:
+def _constant(run: RunStatistics) -> Finding | None:
     """Return that all scores of the run are one: nothing, all that can be had, or anything."""
     spreads, means = run.series("reward_std"), run.series("reward")
     if not spreads or max(spreads) > 1e-8 or max(means) - min(means) > 1e-6 * abs(max(means)):
@@ -723,7 +399,7 @@ def _constant(run: _Run) -> Finding | None:
     return _finding(kind, f"every completion of {run.num_steps} steps got {value:.3g}")
 
 
-def _never_paid(run: _Run) -> str | None:
+def _never_paid(run: RunStatistics) -> str | None:
     """Return the name of a reward that gave 0 to every completion of the run."""
     names = [
         key.removesuffix("/mean").removeprefix("rewards/")
@@ -738,7 +414,7 @@ def _never_paid(run: _Run) -> str | None:
     return None
 
 
-def _one_unpaid(run: _Run) -> Finding | None:
+def _one_unpaid(run: RunStatistics) -> Finding | None:
     """Return that one reward of several never paid."""
     name = _never_paid(run)
     if name is None or not any(run.series("reward")):
@@ -751,7 +427,9 @@ def _one_unpaid(run: _Run) -> Finding | None:
     )
 
 
-def _cold(run: _Run, seen: str, level: str = "error", *, reward: str | None = None) -> Finding:
+def _cold(
+    run: RunStatistics, seen: str, level: str = "error", *, reward: str | None = None
+) -> Finding:
     config = run.record.config
     now = config.data.level if config else None
     easier = [f"data.level={now - 1}"] if isinstance(now, int) and now > 1 else []
@@ -759,13 +437,13 @@ def _cold(run: _Run, seen: str, level: str = "error", *, reward: str | None = No
     return _finding("cold_start", seen, level, reward=reward, setting=setting)
 
 
-def _saturated_or_cold(run: _Run) -> Finding | None:
+def _saturated_or_cold(run: RunStatistics) -> Finding | None:
     """Return that from the first step nearly all earned the most, or the least."""
-    begin = _mean(run.with_signal[: run.window])
+    begin = mean_or_none(run.with_signal[: run.window])
     scores = run.scores()
     if begin is None or not scores or run.learned:
         return None
-    throughout = _mean(run.with_signal) or 0.0
+    throughout = mean_or_none(run.with_signal) or 0.0
     top, low = max(scores), min(scores)
     at_top = sum(score == top for score in scores) / len(scores)
     at_low = sum(score == low for score in scores) / len(scores)
@@ -786,7 +464,7 @@ def _saturated_or_cold(run: _Run) -> Finding | None:
     return None
 
 
-def _late_start(run: _Run) -> Finding | None:
+def _late_start(run: RunStatistics) -> Finding | None:
     """Return that a run which learned in the end had nothing to learn from for long."""
     cold = next((p for p, s in enumerate(run.with_signal) if s > ALMOST_NONE), run.num_steps)
     if not run.learned or cold < max(5, run.num_steps // 5):
@@ -795,7 +473,7 @@ def _late_start(run: _Run) -> Finding | None:
     return _cold(run, f"scores did not differ in any group before step {step}", "warning")
 
 
-def _reward_collapse(run: _Run) -> Finding | None:
+def _reward_collapse(run: RunStatistics) -> Finding | None:
     """Return that scores differed once, and are all alike now, at less than the best."""
     signal, rewards = run.with_signal, run.series("reward")
     dead = next((n for n, s in enumerate(reversed(signal)) if s > 0.01), len(signal))
@@ -808,7 +486,7 @@ def _reward_collapse(run: _Run) -> Finding | None:
     if end >= max(before) - 0.02 * max(abs(max(before)), 1e-6):
         return None
     alike = (run.others(at_end=True) or 0.0) < ALIKE
-    hot = max(1.0, 1.25 * (_number(run.setting("temperature")) or 1.0))
+    hot = max(1.0, 1.25 * (finite_number(run.setting("temperature")) or 1.0))
     return _finding(
         "reward_collapse",
         f"scores differed in {fmean(alive):.0%} of the groups up to step "
@@ -818,7 +496,7 @@ def _reward_collapse(run: _Run) -> Finding | None:
     )
 
 
-def _reward_hacking(run: _Run) -> Finding | None:
+def _reward_hacking(run: RunStatistics) -> Finding | None:
     paid = run.paid_more
     if not run.worse or not (run.rose or paid):
         return None
@@ -830,11 +508,11 @@ def _reward_hacking(run: _Run) -> Finding | None:
     )
 
 
-def _entropy_collapse(run: _Run) -> Finding | None:
+def _entropy_collapse(run: RunStatistics) -> Finding | None:
     values = [
         entropy
         for row in run.rows
-        if (entropy := _number(row.get("policy/entropy_avg", row.get("entropy")))) is not None
+        if (entropy := finite_number(row.get("policy/entropy_avg", row.get("entropy")))) is not None
         and row.get("passes/trained") != 0
     ]
     if len(values) < 4 or run.better or (run.rose and run.held_out is None):
@@ -855,13 +533,13 @@ def _entropy_collapse(run: _Run) -> Finding | None:
     )
 
 
-def _no_signal(run: _Run) -> Finding | None:
+def _no_signal(run: RunStatistics) -> Finding | None:
     half = run.with_signal[: max(2, run.num_steps // 2)]
-    share = _mean(half)
+    share = mean_or_none(half)
     if share is None or share >= LITTLE_SIGNAL or run.learned:
         return None
     others = run.others(at_end=False)
-    temperature = _number(run.setting("temperature")) or 1.0
+    temperature = finite_number(run.setting("temperature")) or 1.0
     seen = (
         f"scores differ in {share:.0%} of the groups of the first {len(half)} steps, at "
         f"temperature {temperature:g}"
@@ -876,8 +554,8 @@ def _no_signal(run: _Run) -> Finding | None:
     return _finding("no_signal", seen, level, remedy=remedy, setting=setting)
 
 
-def _learning_rate_too_low(run: _Run) -> Finding | None:
-    share, rate = _mean(run.with_signal), _rate(run)
+def _learning_rate_too_low(run: RunStatistics) -> Finding | None:
+    share, rate = mean_or_none(run.with_signal), _rate(run)
     moved = run.better or run.worse or run.rose or run.fell
     if share is None or share < LITTLE_SIGNAL or moved:
         return None
@@ -900,8 +578,8 @@ def _learning_rate_too_low(run: _Run) -> Finding | None:
     )
 
 
-def _high_variance(run: _Run) -> Finding | None:
-    share = _mean(run.with_signal)
+def _high_variance(run: RunStatistics) -> Finding | None:
+    share = mean_or_none(run.with_signal)
     if share is None or share < LITTLE_SIGNAL or run.num_steps < 8:
         return None
     seen = []
@@ -932,29 +610,30 @@ def _high_variance(run: _Run) -> Finding | None:
     )
 
 
-def _equal_texts(run: _Run) -> tuple[int, int]:
+def _equal_texts(run: RunStatistics) -> tuple[int, int]:
     """Return how many sets of equal completions there are, and how many with unequal scores."""
     found: dict[tuple[Any, Any, str], list[float]] = {}
     for row in run.record.completions:
-        score = _number(row.get("score"))
+        score = finite_number(row.get("score"))
         if score is not None and not row.get("truncated"):
-            found.setdefault((row.get("step"), row.get("group"), _text(row)), []).append(score)
+            key = (row.get("step"), row.get("group"), text_of_row(row))
+            found.setdefault(key, []).append(score)
     several = [scores for scores in found.values() if len(scores) > 1]
     return len(several), sum(max(s) - min(s) > 1e-6 for s in several)
 
 
-def _slow_reward(run: _Run) -> Finding | None:
+def _slow_reward(run: RunStatistics) -> Finding | None:
     if run.setting("dynamic_sampling") or run.record.config is None:
         return None
     num = batch_plan({k: v for k, v in run.record.config.trainer.items() if v}).num_completions
     waits, total, tokens = [], [], 0.0
     for row in run.rows:
-        now = _number(row.get("num_tokens")) or tokens
+        now = finite_number(row.get("num_tokens")) or tokens
         drawn, tokens = now - tokens, now
-        seconds = _number(row.get("step_time"))
-        speed = _number(row.get("speed/generation_tokens_per_second"))
-        learning = _number(row.get("speed/learning_tokens_per_second"))
-        length = _number(row.get("completions/mean_length"))
+        seconds = finite_number(row.get("step_time"))
+        speed = finite_number(row.get("speed/generation_tokens_per_second"))
+        learning = finite_number(row.get("speed/learning_tokens_per_second"))
+        length = finite_number(row.get("completions/mean_length"))
         if not (seconds and speed and learning and length):
             continue
         total.append(seconds)
@@ -969,7 +648,7 @@ def _slow_reward(run: _Run) -> Finding | None:
     )
 
 
-def _memory_creeping(run: _Run) -> Finding | None:
+def _memory_creeping(run: RunStatistics) -> Finding | None:
     values = run.series("memory/peak_gib")
     half = values[len(values) // 2 :]
     if len(half) < 6:
@@ -988,7 +667,7 @@ def _memory_creeping(run: _Run) -> Finding | None:
     )
 
 
-def _loss_near_zero(run: _Run) -> Finding | None:
+def _loss_near_zero(run: RunStatistics) -> Finding | None:
     losses = run.series("loss")
     if not losses or abs(fmean(losses)) > 0.05:
         return None
@@ -999,7 +678,7 @@ def _loss_near_zero(run: _Run) -> Finding | None:
     )
 
 
-def _went(run: _Run) -> str:
+def _went(run: RunStatistics) -> str:
     """Return how the run went, in half a sentence."""
     if run.held_out is not None:
         return str(run.held_out)
@@ -1009,7 +688,7 @@ def _went(run: _Run) -> str:
     return f"the reward went from {begin:.3g} to {end:.3g}"
 
 
-_FINDERS: tuple[Callable[[_Run], Finding | None], ...] = (
+_FINDERS: tuple[Callable[[RunStatistics], Finding | None], ...] = (
     _stale_sampler,
     _clip_noise,
     _negative_kl,
@@ -1039,7 +718,7 @@ def find_in_run(record: RunRecord, *, notes: bool = False) -> list[Finding]:
         record: As ``read_run`` returns it; of less than two steps nothing is said.
         notes: Also explain what looks odd and is no fault, where nothing else was found.
     """
-    run = _Run(record)
+    run = RunStatistics(record)
     if run.num_steps < 2:
         return []
     found = [finding for find in _FINDERS if (finding := find(run)) is not None]
@@ -1063,7 +742,7 @@ def verdict(record: RunRecord, findings: Sequence[Finding]) -> str:
         record: As ``read_run`` returns it.
         findings: As ``find_in_run`` returns them.
     """
-    run = _Run(record)
+    run = RunStatistics(record)
     if run.num_steps < 2:
         counted = "1 step" if run.num_steps else "no step"
         return f"Nothing can be told: the run made {counted}, and two are needed."
@@ -1077,7 +756,7 @@ def verdict(record: RunRecord, findings: Sequence[Finding]) -> str:
     return f"{text}; change first ({first.kind}): {what}."
 
 
-def _outcome(run: _Run) -> str:
+def _outcome(run: RunStatistics) -> str:
     if run.better or (run.held_out is None and run.rose):
         return "It learned"
     if run.worse or (run.held_out is None and run.fell):
@@ -1087,7 +766,7 @@ def _outcome(run: _Run) -> str:
     return "It did not learn"
 
 
-def _nothing_left(run: _Run) -> str:
+def _nothing_left(run: RunStatistics) -> str:
     """Return that a run which learned ended with nothing left to learn from."""
     spent = next((n for n, s in enumerate(reversed(run.with_signal)) if s > 0.2), run.num_steps)
     if not run.learned or spent < 3:

@@ -8,15 +8,8 @@ import yaml
 from rloo_kit.config import make_run_config, read_run_file
 from rloo_kit.errors import DataError
 from rloo_kit.findings import findings_text
-from rloo_kit.run_findings import (
-    EXPLAINS,
-    KEPT_ROWS,
-    KINDS,
-    RunRecord,
-    find_in_run,
-    read_run,
-    verdict,
-)
+from rloo_kit.run_findings import EXPLAINS, KINDS, find_in_run, verdict
+from rloo_kit.run_record import KEPT_ROWS, RunRecord, read_run
 
 STEPS = 24
 GROUPS, SIZE = 8, 8

@@ -1,6 +1,6 @@
 """Train runs that are spoiled on purpose, and healthy ones; tell what is found first in each.
 
-python spoiled_runs.py FOLDER [--only NAME ...] [--again] [--read]
+python spoiled_runs.py FOLDER [--only NAME ...] [--again] [--read] [--seed N]
 
 A run that lies in the folder is not trained twice, unless --again; --read trains nothing. The file
 is also the rewards file of the spoiled runs.
@@ -15,7 +15,8 @@ from pathlib import Path
 
 from rloo_kit.config import make_run_config
 from rloo_kit.findings import findings_text
-from rloo_kit.run_findings import find_in_run, read_run, verdict
+from rloo_kit.run_findings import find_in_run, verdict
+from rloo_kit.run_record import read_run
 
 # --- rewards that spoil a run ---------------------------------------------------------------------
 
@@ -128,8 +129,10 @@ HEALTHY = {
 }
 
 
-def config_of(folder, name, changes):
+def config_of(folder, name, changes, seed=None):
     changes = dict(changes)
+    if seed is not None:
+        changes["seed"] = seed + changes.get("seed", 0)
     data = {"prompts": changes.pop("prompts", "arithmetic"), "level": changes.pop("level", None)}
     if data["prompts"].endswith(".jsonl"):  # without answers
         data["prompts"] = str(folder / data["prompts"])
@@ -151,7 +154,7 @@ def config_of(folder, name, changes):
     )
 
 
-def train_all(folder, names, *, again):
+def train_all(folder, names, *, again, seed):
     import shutil
 
     from rloo_kit.run import train
@@ -164,7 +167,7 @@ def train_all(folder, names, *, again):
             start = time.monotonic()
             changes = SPOILED.get(name) or HEALTHY[name]
             shutil.rmtree(place, ignore_errors=True)
-            train(config_of(folder, name, changes), say=lambda line: None)
+            train(config_of(folder, name, changes, seed), say=lambda line: None)
             print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
 
@@ -192,10 +195,11 @@ def main():
     parser.add_argument("--only", nargs="+", default=[*SPOILED, *HEALTHY])
     parser.add_argument("--again", action="store_true", help="train what lies there once more")
     parser.add_argument("--read", action="store_true", help="train nothing")
+    parser.add_argument("--seed", type=int, help="other runs than those of the thresholds")
     parser.add_argument("--verbose", action="store_true", help="print the findings in full")
     args = parser.parse_args()
     if not args.read:
-        train_all(args.folder, args.only, again=args.again)
+        train_all(args.folder, args.only, again=args.again, seed=args.seed)
     there = [name for name in args.only if (args.folder / name / "metrics.jsonl").exists()]
     return 1 if report(args.folder, there, verbose=args.verbose) else 0
 
