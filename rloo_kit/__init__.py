@@ -24,6 +24,7 @@ _HOMES = {
     "RunConfig": "config",
     "attach_lora": "models",
     "check_rewards": "reward_lab",
+    "diagnose": "run_findings",
     "evaluate": "evaluation",
     "gated": "composition",
     "leave_one_out_advantages": "advantages",
@@ -41,6 +42,7 @@ _HOMES = {
     "shutdown_kernel": "memory",
     "train": "run",
     "train_reward_model": "reward_training",
+    "write_report": "report",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])

@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help=text, description=text)
     doctor.set_defaults(call=_doctor)
     doctor.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run")
+    _add_report(commands)
     rewards = commands.add_parser("rewards", help="the reward library")
     verbs = rewards.add_subparsers(required=True, metavar="VERB")
     verbs.add_parser("list", help="every reward with a short name, in one line").set_defaults(
@@ -61,6 +62,18 @@ def _parser() -> argparse.ArgumentParser:
     model = commands.add_parser("reward-model", help="a reward that is learnt from pairs")
     _add_reward_model(model.add_subparsers(required=True, metavar="VERB"))
     return parser
+
+
+def _add_report(commands: Any) -> None:
+    text = "one page that says what a run did, why, and what to change; or compares several"
+    report = commands.add_parser("report", help=text, description=text)
+    report.set_defaults(call=_report)
+    report.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run")
+    report.add_argument(
+        "--output",
+        metavar="FILE.html",
+        help="report.html in the run's folder, comparison.html here for several, where not given",
+    )
 
 
 def _add_check(verbs: Any) -> None:
@@ -124,14 +137,24 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _doctor_of_a_run(folder: str) -> int:
-    from rloo_kit.findings import findings_text
+    from rloo_kit.run_findings import diagnose
+
+    findings = diagnose(folder)
+    return int(any(finding.level == "error" for finding in findings))
+
+
+def _report(args: argparse.Namespace) -> int:
+    from rloo_kit.report import names_of, write_report
     from rloo_kit.run_findings import find_in_run, verdict
     from rloo_kit.run_record import read_run
 
-    record = read_run(folder)
-    findings = find_in_run(record)
-    print("\n\n".join(filter(None, (verdict(record, findings), findings_text(findings)))))
-    return int(any(finding.level == "error" for finding in findings))
+    path = write_report(args.runs, args.output)
+    records = [read_run(folder) for folder in args.runs]
+    for name, record in zip(names_of(records), records, strict=True):
+        said = verdict(record, find_in_run(record))
+        print(said if len(records) == 1 else f"{name}: {said}")
+    print(path)
+    return 0
 
 
 def _rewards_list(args: argparse.Namespace) -> int:

@@ -67,6 +67,8 @@ class DataSection:
     held_out: int | None = None
     """Prompts kept out of training for before and after; null: 256 of a built-in task, an eighth of
     a file (at most 256); 0: none, and no before and after."""
+    held_out_every: int | None = None
+    """Score them every so many steps during training too; null: before and after only."""
     system: str | None = None
     """A system message put before every prompt."""
     chat: bool = True
@@ -305,6 +307,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 FLAGS = frozenset(
     {
         "canary",
+        "doctor",
         "dynamic_sampling",
         "gate_on_score",
         "skip_no_signal",
@@ -502,6 +505,25 @@ def _check_trainer(value: object, faults: list[str]) -> dict[str, Any]:
         return dict(value)
 
 
+STOP_ON = (
+    "stale_sampler",
+    "clip_noise",
+    "negative_kl",
+    "kl_explosion",
+    "all_truncated",
+    "empty_output",
+    "length_explosion",
+    "constant_reward",
+    "saturated_reward",
+    "cold_start",
+    "reward_collapse",
+    "reward_hacking",
+    "entropy_collapse",
+    "no_signal",
+    "learning_rate_too_low",
+    "high_variance",
+)
+"""What ``trainer.stop_on`` may name: the doctor's findings that can make a run worthless."""
 TEXTS = frozenset({"vllm_adapter_dir"})
 """Trainer settings of the kit that are text or null."""
 NUMBERS: dict[str, tuple[type, float, float]] = {
@@ -542,6 +564,8 @@ def check_values(values: Mapping[str, Any]) -> list[str]:
             faults.append(f"trainer.{name} is {item!r}, must be one of {options}")
         if name in FLAGS and not _fits(item, bool):
             faults.append(_wrong_type(f"trainer.{name}", item, bool))
+        if name == "stop_on":
+            faults += _check_stop_on(item)
         if name in TEXTS and not _fits(item, str | None):
             faults.append(_wrong_type(f"trainer.{name}", item, str | None))
         kind, low, high = NUMBERS.get(name, (None, 0, 0))
@@ -554,6 +578,33 @@ def check_values(values: Mapping[str, Any]) -> list[str]:
     return faults
 
 
+def _check_stop_on(kinds: object) -> list[str]:
+    """Return what is wrong with the findings that are to end a run."""
+    if kinds is None:
+        return []
+    if isinstance(kinds, list) and all(isinstance(k, str) and k in STOP_ON for k in kinds):
+        return []
+    wrong = [k for k in kinds if k not in STOP_ON] if isinstance(kinds, list) else []
+    near = "".join(did_you_mean(str(kind), STOP_ON) for kind in wrong[:1]).removeprefix("; ")
+    return [
+        f"trainer.stop_on is {kinds!r}, must be a list of findings, such as [kl_explosion], among "
+        f"{', '.join(STOP_ON)}{near and f' ({near})'}"
+    ]
+
+
+def _check_held_out(config: RunConfig) -> list[str]:
+    """Return what is wrong with scoring held-out prompts during training."""
+    every, stops = config.data.held_out_every, config.trainer.get("stop_on")
+    if every and config.data.held_out == 0:
+        return ["data.held_out_every needs held-out prompts: set data.held_out above 0"]
+    if isinstance(stops, list) and "reward_hacking" in stops and not every:
+        return [
+            "trainer.stop_on names reward_hacking, which only held-out prompts show: set "
+            "data.held_out_every, such as 10"
+        ]
+    return []
+
+
 def _check_ranges(config: RunConfig) -> list[str]:
     faults = []
     minimum = {
@@ -562,6 +613,7 @@ def _check_ranges(config: RunConfig) -> list[str]:
         "lora.lora_alpha": (config.lora.lora_alpha, 1),
         "data.num_prompts": (config.data.num_prompts, 1),
         "data.held_out": (config.data.held_out, 0),
+        "data.held_out_every": (config.data.held_out_every, 1),
         "data.max_prompt_tokens": (config.data.max_prompt_tokens, 1),
         "seed": (config.seed, 0),
     }
@@ -578,6 +630,7 @@ def _check_ranges(config: RunConfig) -> list[str]:
         faults.append(
             f"model.backend is {config.model.backend!r}, must be auto, unsloth or transformers"
         )
+    faults += _check_held_out(config)
     if not config.rewards:
         faults.append("rewards: is empty, so there is nothing to learn from: give at least one")
     if not Path(config.output_dir).name:

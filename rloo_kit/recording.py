@@ -1,114 +1,115 @@
-"""What a run leaves while it goes: a line on the screen, metrics.jsonl, completions.jsonl."""
+"""What a run leaves in its folder while it goes: metrics, completions, scores, the report."""
 
 import json
 import math
-import sys
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from transformers import TrainerCallback
 
-from rloo_kit.rollout import Rollout
+from rloo_kit.evaluation import Evaluation
+from rloo_kit.report import write_report
 
-
-class LiveProgress(TrainerCallback):
-    """Print one line a step; on a terminal the line is rewritten in place."""
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self.stream = stream or sys.stdout
-        self._start = self._last = 0.0
-        self._tokens = 0.0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start the clock."""
-        self._start = self._last = time.monotonic()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        """Print the step's line."""
-        if "reward" not in logs:
-            return
-        now = time.monotonic()
-        total = state.max_steps
-        left = (now - self._start) / max(1, state.global_step) * (total - state.global_step)
-        tokens = logs.get("num_tokens") or self._tokens
-        speed = (tokens - self._tokens) / max(1e-9, now - self._last)
-        line = progress_line(state.global_step, total, logs, speed, left)
-        self._last, self._tokens = now, tokens
-        if self.stream.isatty():
-            self.stream.write(f"\r\x1b[K{line}")
-        else:
-            self.stream.write(f"{line}\n")
-        self.stream.flush()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave the last line standing."""
-        if self.stream.isatty():
-            self.stream.write("\n")
+ALONG_THE_WAY = ("rewards", "num_prompts", "mean_length")
+"""What is kept of an evaluation during training."""
+REPORT_SHARE = 0.012
+"""Of the run's time, at most, that writing the report takes while it goes."""
 
 
 class RunRecorder(TrainerCallback):
-    """Append every step's metrics and every completion to the run's folder."""
+    """Write what belongs to a run into its folder: while it goes, so that a killed run has it too.
+
+    Args:
+        folder: Of the run; it exists.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.steps = 0
+        """Optimizer steps that were recorded."""
+        self._evaluation: dict[str, Any] = {}
+        self._next_report = 0.0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         """Append one line to metrics.jsonl."""
         row = {"step": state.global_step, "time": time.time(), **logs}
         _append(self.folder / "metrics.jsonl", [row])
+        self.steps = state.global_step
+        if self.steps > 1 and time.monotonic() > self._next_report:
+            self.write_report()
 
-    def write_completions(self, step: int, rollout: Rollout, names: list[str]) -> None:
-        """Append the completions of one generation batch, with rewards, KL and advantages.
+    def on_completions(
+        self, args: Any, state: Any, control: Any, records: list[dict[str, Any]], **_: Any
+    ) -> None:
+        """Append the completions of one generation batch, with rewards, KL and advantages."""
+        _append(self.folder / "completions.jsonl", records)
+
+    def write_evaluation(self, evaluation: Evaluation, step: int | None = None) -> None:
+        """Write scores on held-out prompts to evaluation.json.
 
         Args:
-            step: Optimizer step they train first.
-            rollout: The batch, its advantages final.
-            names: Of the reward functions.
+            evaluation: The scores.
+            step: Optimizer steps before it; 0 is before the training, None after it.
         """
-        rows = [{"step": step, **record} for record in rollout.records(names)]
-        _append(self.folder / "completions.jsonl", rows)
+        found = evaluation.as_dict()
+        if step:
+            found = {"step": step, **{name: found[name] for name in ALONG_THE_WAY}}
+            self._evaluation.setdefault("during", []).append(found)
+        else:
+            self._evaluation["after" if step is None else "before"] = found
+        _write(self.folder / "evaluation.json", self._evaluation)
+
+    def write_end(self, how: str, reason: str, steps: int, seconds: float) -> None:
+        """Write how the run ended to end.json.
+
+        Args:
+            how: finished, interrupted, stopped or failed.
+            reason: In a sentence; "" where it finished.
+            steps: Optimizer steps.
+            seconds: Of the training.
+        """
+        end = {"how": how, "reason": reason, "steps": steps, "seconds": seconds}
+        _write(self.folder / "end.json", {**end, "time": time.time()})
+
+    def write_report(self) -> None:
+        """Write report.html; a report that cannot be written ends no run."""
+        started = time.monotonic()
+        try:
+            write_report([self.folder])
+        except Exception as exc:
+            warnings.warn(f"report.html was not written: {exc}", RuntimeWarning, stacklevel=2)
+        now = time.monotonic()
+        self._next_report = now + (now - started) / REPORT_SHARE
 
 
-def progress_line(
-    step: int, total: int, logs: dict[str, Any], tokens_per_second: float, seconds_left: float
-) -> str:
-    """Return one step as text: rewards, KL, length, speed, time left.
+class HeldOutScores(TrainerCallback):
+    """Score held-out prompts every so many steps of a training.
 
     Args:
-        step: Optimizer steps done.
-        total: Optimizer steps of the run.
-        logs: As TRL logs them.
-        tokens_per_second: Prompt and completion tokens of this step over its wall time.
-        seconds_left: Estimate for the rest.
+        every: Steps.
+        score: Scores them.
+        tell: Called with the scores and the steps done.
     """
-    parts = [f"step {step:>{len(str(total))}}/{total}", f"reward {_number(logs['reward'], 3)}"]
-    names = [
-        key.split("/")[1] for key in logs if key.startswith("rewards/") and key.endswith("/mean")
-    ]
-    if len(names) > 1:
-        parts += [f"{name} {_number(logs[f'rewards/{name}/mean'], 3)}" for name in names]
-    if "kl" in logs:
-        parts.append(f"kl {_number(logs['kl'], 4)}")
-    length = logs.get("completions/mean_length")
-    if length is not None:
-        parts.append(f"length {_number(length, 1)}")
-    if logs.get("signal/groups_without"):
-        parts.append(f"no signal {logs['signal/groups_without']:.0%}")
-    if logs.get("completions/clipped_ratio"):
-        parts.append(f"cut off {logs['completions/clipped_ratio']:.0%}")
-    parts += [f"{tokens_per_second:.0f} tokens/s", f"{_clock(seconds_left)} left"]
-    return "  ".join(parts)
+
+    def __init__(
+        self, every: int, score: Callable[[], Evaluation], tell: Callable[[Evaluation, int], None]
+    ) -> None:
+        self.every, self.score, self.tell = every, score, tell
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Score when it is time; the end of the training has a score of its own."""
+        if state.global_step % self.every == 0 and state.global_step < state.max_steps:
+            self.tell(self.score(), state.global_step)
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "none" if value is None else f"{value:.{digits}f}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON beside the file, and then in its place: a killed run leaves no half of it."""
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(_finite(content), ensure_ascii=False) + "\n", encoding="utf-8")
+    beside.replace(path)
 
 
 def _append(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -31,6 +31,11 @@ from rloo_kit.preparation import (
 )
 from rloo_kit.reward_contract import guarded
 from rloo_kit.reward_loading import LoadedReward, load_rewards
+from rloo_kit.run_findings import find_in_run, verdict
+from rloo_kit.run_record import read_run
+
+if TYPE_CHECKING:
+    from rloo_kit.recording import RunRecorder
 
 Say = Callable[[str], None]
 
@@ -116,15 +121,14 @@ def _train_and_score(config: RunConfig, base: Path, say: Say) -> RunResult:
     before = score()
     if before:
         say(f"before: {_means(before)}")
-    with _new_folder(folder, config, environment):
-        trainer = _make_trainer(args, model, tokenizer, rewards, prompts, folder, engine)
+    with _new_folder(folder, config, environment) as recorder:
+        trainer = _make_trainer(args, model, tokenizer, rewards, prompts, recorder, engine)
+        _watch(trainer, recorder, config, score, before)
         seconds, interrupted = _train(trainer, folder, say)
         adapter = save_adapter(model, tokenizer, folder / "adapter")
-
-    after, interrupted = _score_again(score, interrupted=interrupted)
-    _write_evaluation(folder, before, after)
+        after, interrupted = _score_again(score, interrupted=interrupted)
+        steps = _finish(trainer, recorder, after, seconds, interrupted=interrupted)
     _compare(say, before, after)
-    steps = trainer.state.global_step
     return RunResult(folder, adapter, before, after, steps, seconds, interrupted)
 
 
@@ -137,15 +141,13 @@ def _make_trainer(  # noqa: PLR0913
     tokenizer: Any,
     rewards: list[LoadedReward],
     prompts: Any,
-    folder: Path,
+    recorder: "RunRecorder",
     engine: Engine | None,
 ) -> Any:
-    from rloo_kit.recording import RunRecorder
     from rloo_kit.trainer import LeaveOneOutTrainer
 
-    recorder = RunRecorder(folder)
     try:
-        trainer = LeaveOneOutTrainer(
+        return LeaveOneOutTrainer(
             model=model,
             reward_funcs=rewards,
             args=args,
@@ -158,8 +160,31 @@ def _make_trainer(  # noqa: PLR0913
         if isinstance(exc, KitError):
             raise
         raise ConfigError(f"TRL refuses the trainer settings: {exc}") from exc
-    trainer.on_completions = recorder.write_completions
-    return trainer
+
+
+def _watch(
+    trainer: Any,
+    recorder: "RunRecorder",
+    config: RunConfig,
+    score: Callable[[], Evaluation | None],
+    before: Evaluation | None,
+) -> None:
+    """Let the doctor know the run file and the scores on held-out prompts."""
+    from rloo_kit.recording import HeldOutScores
+
+    def tell(evaluation: Evaluation, step: int) -> None:
+        recorder.write_evaluation(evaluation, step)
+        if trainer.watch is not None:
+            trainer.watch.see_held_out(step, evaluation.as_dict())
+
+    if trainer.watch is not None:
+        trainer.watch.config = config
+    if before is not None:
+        tell(before, 0)
+        if config.data.held_out_every:
+            if trainer.watch is not None:
+                trainer.watch.by_held_out = True
+            trainer.add_callback(HeldOutScores(config.data.held_out_every, score, tell))
 
 
 def _judges(
@@ -217,8 +242,15 @@ def _train(trainer: Any, folder: Path, say: Say) -> tuple[float, bool]:
 
 
 @contextlib.contextmanager
-def _new_folder(folder: Path, config: RunConfig, environment: Environment) -> Iterator[None]:
-    """Make the run's folder with its first files; take it away if the body fails before a step."""
+def _new_folder(
+    folder: Path, config: RunConfig, environment: Environment
+) -> Iterator["RunRecorder"]:
+    """Make the run's folder with its first files; take it away if the body fails before a step.
+
+    A fault after it is written to the folder, and its report with it.
+    """
+    from rloo_kit.recording import RunRecorder
+
     made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     facts = asdict(environment)
     facts["versions"] = {name: installed_version(name) for name in ("rloo_kit", *TESTED)}
@@ -230,15 +262,20 @@ def _new_folder(folder: Path, config: RunConfig, environment: Environment) -> It
         raise ConfigError(
             f"output_dir {str(folder)!r} cannot be written ({exc}): choose another"
         ) from exc
+    recorder, start = RunRecorder(folder), time.monotonic()
     try:
-        yield
-    except BaseException:
+        yield recorder
+    except BaseException as exc:
         learned = ("metrics.jsonl", "completions.jsonl", "adapter")
         if not any((folder / name).exists() for name in learned):
             shutil.rmtree(folder, ignore_errors=True)
             with contextlib.suppress(OSError):  # a parent that is in use by now
                 for parent in made[1:]:
                     parent.rmdir()
+        else:
+            reason = f"{type(exc).__name__}: {exc}"
+            recorder.write_end("failed", reason, recorder.steps, time.monotonic() - start)
+            recorder.write_report()
         raise
 
 
@@ -254,14 +291,23 @@ def _score_again(
         return None, True
 
 
-def _write_evaluation(folder: Path, before: Evaluation | None, after: Evaluation | None) -> None:
-    content = {
-        name: evaluation.as_dict()
-        for name, evaluation in (("before", before), ("after", after))
-        if evaluation is not None
-    }
-    if content:
-        (folder / "evaluation.json").write_text(json.dumps(content, ensure_ascii=False) + "\n")
+def _finish(
+    trainer: Any,
+    recorder: "RunRecorder",
+    after: Evaluation | None,
+    seconds: float,
+    *,
+    interrupted: bool,
+) -> int:
+    """Write the second scores, how the run ended, and the last report; return the steps."""
+    if after is not None:
+        recorder.write_evaluation(after)
+    how = "interrupted" if interrupted else "stopped" if trainer.stop_reason else "finished"
+    reason = "by Ctrl-C" if interrupted else trainer.stop_reason or ""
+    steps = trainer.state.global_step
+    recorder.write_end(how, reason, steps, seconds)
+    recorder.write_report()
+    return steps
 
 
 def _introduce(
@@ -338,7 +384,10 @@ def _who_samples(engine: Engine | None, choice: Choice) -> str:
 
 
 def _conclude(say: Say, result: RunResult) -> None:
-    say(f"\n{result.steps} steps in {result.seconds:.0f} s; adapter in {result.adapter}")
+    record = read_run(result.folder)
+    say(f"\n{verdict(record, find_in_run(record))}")
+    say(f"{result.steps} steps in {result.seconds:.0f} s; adapter in {result.adapter}")
+    say(f"read {result.folder / 'report.html'} in a browser")
     say(str(result.released))
     if not result.interrupted:
         say(

@@ -7,18 +7,20 @@ come from runs of the embedded model that were spoiled on purpose and from healt
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
 from rloo_kit.config import batch_plan, make_run_config
 from rloo_kit.errors import ConfigError
-from rloo_kit.findings import Finding
+from rloo_kit.findings import Finding, findings_text
 from rloo_kit.run_record import (
     DEFAULTS,
     RunRecord,
     RunStatistics,
     finite_number,
     mean_or_none,
+    read_run,
     text_of_row,
 )
 
@@ -772,3 +774,19 @@ def _nothing_left(run: RunStatistics) -> str:
     if not run.learned or spent < 3:
         return ""
     return f"; in the last {spent} steps little was left to learn, so harder prompts come next"
+
+
+def diagnose(folder: str | Path, say: Callable[[str], None] = print) -> list[Finding]:
+    """Say whether a run learned, what went wrong and what to change; return the findings.
+
+    Args:
+        folder: Of the run; it may still be going on.
+        say: Called with the text.
+
+    Raises:
+        DataError: It is no folder of a run.
+    """
+    record = read_run(folder)
+    findings = find_in_run(record)
+    say("\n\n".join(filter(None, (verdict(record, findings), findings_text(findings)))))
+    return findings

@@ -76,6 +76,7 @@ def read_run(folder: str | Path) -> RunRecord:
             f"{str(place / 'metrics.jsonl')!r} holds no line of JSON: it was not written by a run, "
             f"or is damaged; give another folder"
         )
+    completions = [row for row in completions if _has_place(row)]
     return RunRecord(metrics, completions, evaluation, _read_config(place / "run.yaml"), place)
 
 
@@ -99,6 +100,11 @@ def _read_rows(path: Path, kept: int | None) -> tuple[list[dict[str, Any]], int]
         else:
             damaged += bool(line.strip())
     return rows, damaged
+
+
+def _has_place(row: dict[str, Any]) -> bool:
+    """Return whether step and group can be places in the run: a damaged row may hold a list."""
+    return not any(isinstance(row.get(name), list | dict) for name in ("step", "group"))
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,19 +27,27 @@ from trl.trainer.utils import use_adapter
 from rloo_kit.batching import MicroBatch, TokenRows, default_token_budget, pass_overhead
 from rloo_kit.canary import Canary
 from rloo_kit.composition import WeightSchedule
-from rloo_kit.config import DEFAULT_BATCH, translate_trainer_arguments
+from rloo_kit.config import (
+    DEFAULT_BATCH,
+    ModelSection,
+    RunConfig,
+    translate_trainer_arguments,
+)
 from rloo_kit.engines import asked_for, sampling_of, start_engine
 from rloo_kit.environment import precision_as_asked, setup
 from rloo_kit.errors import ConfigError
 from rloo_kit.generation import Engine
 from rloo_kit.hardware import GIB, detect_hardware
 from rloo_kit.learner import Learner, Scored, Tally
+from rloo_kit.live import live_progress
 from rloo_kit.memory import belongs_to_session, take_peak
 from rloo_kit.objective import RunningMoments
-from rloo_kit.recording import LiveProgress
 from rloo_kit.reward_contract import AsyncCheckedReward, guarded
 from rloo_kit.reward_loading import LoadedReward, load_rewards
 from rloo_kit.rollout import Rollout, Sampled, Shaping
+from rloo_kit.run_record import DEFAULTS
+from rloo_kit.thoughts import ThoughtFinder
+from rloo_kit.watch import RunWatch
 
 NO_SIGNAL_BATCHES = 10
 """Generation batches that ``max_no_signal_fraction`` looks back on."""
@@ -107,6 +116,10 @@ class LeaveOneOutConfig(RLOOConfig):
     """Largest such weight."""
     vllm_adapter_dir: str | None = None
     """Folder for the adapter that a vLLM server also sees; null: shared memory."""
+    doctor: bool = True
+    """Look for what goes wrong while the run goes, and say it (docs/doctor.md)."""
+    stop_on: list[str] | None = None
+    """Findings that end the run, such as ``[kl_explosion]``; its best weights are kept."""
 
     def __init__(self, output_dir: str | None = None, **arguments: Any) -> None:
         values = translate_trainer_arguments(arguments)
@@ -224,7 +237,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
                     for reward in rewards
                 ],
                 args=args,
-                callbacks=[*(callbacks or []), LiveProgress()],
+                callbacks=[*(callbacks or []), *self._watching(args, model), live_progress()],
                 **parts,
                 **others,
             )
@@ -251,6 +264,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
         """Set what a training keeps from batch to batch."""
         self.reward_moments = RunningMoments()
         self.stop_reason: str | None = None
+        self._thoughts = ThoughtFinder(self._tokenizer)
         self._learner: Learner | None = None
         self._window: list[tuple[Rollout, torch.Tensor]] = []
         self._window_at: tuple[Any, int] = (None, -1)
@@ -263,9 +277,49 @@ class LeaveOneOutTrainer(RLOOTrainer):
         self._synced: tuple[Any, int] = (None, -1)
         self._drawn_log_probs: list[list[float]] | None = None
 
-    on_completions: Callable[[int, Rollout, list[str]], None] | None = None
-    """Called once for every generation batch of training, when its advantages are final, with
-    (step it trains, the rollout, names of the reward functions)."""
+    watch: RunWatch | None = None
+    """The doctor's rules on this training; None where ``args.doctor`` is off."""
+
+    def _watching(self, args: LeaveOneOutConfig, model: Any) -> list[RunWatch]:
+        if not args.doctor:
+            return []
+        self.watch = RunWatch(
+            _config_of(args, model),
+            tell=lambda findings: self._tell("on_findings", findings=findings),
+            stop=self._stop,
+            stop_on=args.stop_on or (),
+            parameters=lambda: [p for p in self.model.parameters() if p.requires_grad],
+        )
+        return [self.watch]
+
+    def _tell(self, event: str, **values: Any) -> None:
+        """Call the callbacks that know one of the kit's events.
+
+        - ``on_completions(args, state, control, records, rollout)``: once for every generation
+          batch of training, when its advantages are final and before its first optimizer step;
+          records as ``Rollout.records`` gives them, with ``step``.
+        - ``on_findings(args, state, control, findings)``: what the doctor finds has changed.
+        """
+        for callback in self.callback_handler.callbacks:
+            heard = getattr(callback, event, None)
+            if heard is not None:
+                heard(self.args, self.state, self.control, **values)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, as TRL's trainer does; views of the run are closed however it ends."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            for callback in self.callback_handler.callbacks:
+                close = getattr(callback, "close", None)
+                if close is not None:
+                    close()
+
+    def _stop(self, reason: str) -> None:
+        """End the training after this step, and say why."""
+        self.stop_reason = reason
+        warnings.warn(f"training stops: {reason}", RuntimeWarning, stacklevel=2)
+        self.control.should_training_stop = True
 
     # --- sampling --------------------------------------------------------------------------------
 
@@ -478,13 +532,11 @@ class LeaveOneOutTrainer(RLOOTrainer):
         share = sum(self._no_signal) / len(self._no_signal)
         if limit is None or len(self._no_signal) < NO_SIGNAL_BATCHES or share <= limit:
             return
-        self.stop_reason = (
+        self._stop(
             f"{share:.0%} of the groups of the last {NO_SIGNAL_BATCHES} batches have equal scores "
             f"(max_no_signal_fraction {limit:g}): choose prompts the model sometimes solves, raise "
             f"trainer.temperature or trainer.num_generations, or look at the reward"
         )
-        warnings.warn(f"training stops: {self.stop_reason}", RuntimeWarning, stacklevel=2)
-        self.control.should_training_stop = True
 
     # --- passes ----------------------------------------------------------------------------------
 
@@ -625,15 +677,22 @@ class LeaveOneOutTrainer(RLOOTrainer):
     def _note_rollout(self, rollout: Rollout) -> None:
         for name, value in rollout.metrics(self.reward_func_names).items():
             self._note(name, value)
-        records = rollout.records(self.reward_func_names)
+        step = self.state.global_step + 1
+        records = [
+            {"step": step, **record, **self._thoughts(ids, record["completion"])}
+            for record, ids in zip(
+                rollout.records(self.reward_func_names),
+                rollout.sampled.tokens.completion_ids,
+                strict=True,
+            )
+        ]
         self._logs["prompt"].extend(rollout.sampled.prompts)
         self._logs["completion"].extend(rollout.sampled.completions)
         self._logs["advantages"].extend(record["advantage"] for record in records)
         for name in self.reward_func_names:
             self._logs["rewards"][name].extend(record["rewards"][name] for record in records)
         self._flush_reward_logs(len(rollout))
-        if self.on_completions:
-            self.on_completions(self.state.global_step + 1, rollout, self.reward_func_names)
+        self._tell("on_completions", records=records, rollout=rollout)
 
     def _flush_reward_logs(self, num_rows: int) -> None:
         """Move what rewards logged (``log_extra``, ``log_metric``) to TRL's logs."""
@@ -659,6 +718,17 @@ class LeaveOneOutTrainer(RLOOTrainer):
         for name, value in (("episode", self._episodes), ("eps", self._episodes / elapsed)):
             self._metrics["train"][name] = [value]  # a count so far, not a mean of counts
         self._current_train_step_time = self._elsewhere = 0.0
+
+
+def _config_of(args: LeaveOneOutConfig, model: Any) -> RunConfig:
+    """Return what a run file would say of a trainer that has none."""
+    names = {*DEFAULTS, "per_device_train_batch_size", "steps_per_generation", "max_steps"}
+    names |= {"dynamic_sampling", "skip_old_pass"}
+    path = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
+    return RunConfig(
+        model=ModelSection(name=Path(path).name, max_seq_length=4 * args.max_completion_length),
+        trainer={name: getattr(args, name) for name in sorted(names)},
+    )
 
 
 def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Any) -> list[LoadedReward]:

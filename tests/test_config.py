@@ -458,6 +458,11 @@ OWN = {  # right values, then wrong ones
     "canary": ((True, False), NOT_SWITCHES),
     "rollout_correction": ((None, "sequence", "token"), ("tokens", True, 2)),
     "rollout_correction_cap": ((1, 2.0, 8), (0.5, "2", True, None, math.inf)),
+    "doctor": ((True, False), NOT_SWITCHES),
+    "stop_on": (
+        (None, [], ["kl_explosion", "reward_collapse"]),
+        ("kl_explosion", ["kl"], ["slow_reward"], [1], True, {"kl_explosion": 1}),
+    ),
     "vllm_adapter_dir": ((None, "shared/adapters"), (1, True, ["a"])),
 }
 
@@ -517,7 +522,7 @@ def test_the_defaults_of_the_own_settings_are_right():
     defaults = {field.name: field.default for field in OWN_FIELDS}
     assert translate_trainer_arguments(defaults) == defaults
     assert {name for name, value in defaults.items() if value is None} == {
-        *OPTIONAL_NUMBERS, "normalize_reward", "rollout_correction", "vllm_adapter_dir"
+        *OPTIONAL_NUMBERS, "normalize_reward", "rollout_correction", "stop_on", "vllm_adapter_dir"
     }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 import rloo_kit as rk
 
@@ -16,6 +17,16 @@ import rloo_kit as rk
 def policy():
     model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256, load_in_4bit=False)
     return rk.attach_lora(model, r=4), tokenizer
+
+
+class Rollouts(TrainerCallback):
+    """Keep the batches of a training."""
+
+    def __init__(self, kept):
+        self.kept = kept
+
+    def on_completions(self, args, state, control, rollout, **_):
+        self.kept.append(rollout)
 
 
 def trainer_for(policy, tmp_path, rewards, prompts=None, **settings):
@@ -204,7 +215,7 @@ def test_dynamic_sampling_fills_the_batch_with_signal(policy, tmp_path):
     trainer = trainer_for(
         policy, tmp_path, ones, dynamic_sampling=True, dynamic_sampling_rounds=20, **settings
     )
-    trainer.on_completions = lambda step, rollout, names: recorded.append(rollout)
+    trainer.add_callback(Rollouts(recorded))
     trainer.train()
     assert any(row["signal/groups_without"] > 0 for row in logs(plain))
     for rollout in recorded:

@@ -33,6 +33,16 @@ def rows(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def thoughts_are_told_from_answers(completions):
+    for row in completions:
+        text = row["completion"][-1]["content"]
+        closed = "</think>" in text
+        assert (row["answer_at"] is not None) == (row["thought_tokens"] is not None) == closed
+        if closed:
+            assert text[: row["answer_at"]].endswith("</think>")
+            assert row["thought_tokens"] < row["tokens"] <= 48
+
+
 def test_a_run_leaves_everything_that_belongs_to_it(capsys):
     assert main(["quickstart", *SHORT]) == 0
     printed = capsys.readouterr().out
@@ -52,8 +62,12 @@ def test_a_run_leaves_everything_that_belongs_to_it(capsys):
     assert config["trainer"]["max_steps"] == 4
     facts = json.loads((folder / "environment.json").read_text())
     assert facts["versions"]["trl"] == "1.15.0"
+    thoughts_are_told_from_answers(completions)
     evaluation = json.loads((folder / "evaluation.json").read_text())
     assert len(evaluation["after"]["samples"]) == 32
+    end = json.loads((folder / "end.json").read_text())
+    assert (end["how"], end["reason"], end["steps"]) == ("finished", "", 4)
+    assert "</html>" in (folder / "report.html").read_text(encoding="utf-8")
     assert (folder / "adapter" / "adapter_model.safetensors").stat().st_size > 100_000
     assert not (folder / "adapter" / "ref").exists()
     for part in (
@@ -142,6 +156,10 @@ def test_a_reward_that_fails_later_leaves_the_adapter_and_the_metrics(tmp_path, 
     assert "the judge is gone" in printed.err
     assert "adapter saved in runs/quickstart/adapter" in printed.out
     assert Path("runs/quickstart/adapter/adapter_model.safetensors").exists()
+    end = json.loads(Path("runs/quickstart/end.json").read_text())
+    assert (end["how"], end["steps"]) == ("failed", 2)
+    assert "the judge is gone" in end["reason"]
+    assert "the judge is gone" in Path("runs/quickstart/report.html").read_text(encoding="utf-8")
 
 
 def test_ctrl_c_saves_the_adapter_and_says_so(tmp_path):
@@ -161,6 +179,33 @@ def test_ctrl_c_saves_the_adapter_and_says_so(tmp_path):
     assert process.returncode == 130, err[-2000:]
     assert "saving the adapter" in out
     assert (metrics.parent / "adapter" / "adapter_model.safetensors").exists()
+    assert json.loads((metrics.parent / "end.json").read_text())["how"] == "interrupted"
+
+
+def test_a_run_that_is_killed_has_a_report_and_one_can_be_built_again(tmp_path, capsys):
+    long = ["quickstart", "--set", "trainer.max_steps=400", "--set", "data.held_out=16"]
+    process = subprocess.Popen(
+        [*COMMAND, *long], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    report = tmp_path / "runs" / "quickstart" / "report.html"
+    metrics = report.with_name("metrics.jsonl")
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        if report.exists() and len(metrics.read_text().splitlines()) >= 3:
+            break
+        time.sleep(0.1)
+    process.kill()
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    left = report.read_text(encoding="utf-8")
+    assert left.rstrip().endswith("</html>")
+    assert not report.with_name("end.json").exists()
+    assert (
+        json.loads(report.with_name("evaluation.json").read_text())["before"]["num_prompts"] == 16
+    )
+    report.unlink()
+    assert main(["report", str(report.parent)]) == 0
+    assert str(report) in capsys.readouterr().out
+    assert report.read_text(encoding="utf-8").rstrip().endswith("</html>")
 
 
 def test_prompts_come_from_the_run_files_folder(tmp_path, monkeypatch):

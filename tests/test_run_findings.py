@@ -542,6 +542,15 @@ def test_what_is_damaged_beside_the_metrics_is_left_out(folder, name, content):
     assert run.metrics == read_run(folder).metrics
 
 
+@pytest.mark.parametrize("damage", [{"step": [1]}, {"group": {}}])
+def test_a_completion_that_has_no_place_in_the_run_is_left_out(folder, damage):
+    rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    write(folder / "completions.jsonl", [{**rows[0], **damage}, *rows])
+    run = read_run(folder)
+    assert len(run.completions) == len(rows)
+    assert told(run) == told(RunRecord(run.metrics, rows, run.evaluation, run.config))
+
+
 @pytest.mark.parametrize("value", [None, "high", True, float("nan"), 10**400, [], {}])
 def test_values_that_are_no_numbers_are_passed_over(value):
     rows = [dict.fromkeys(row, value) for row in metrics()]

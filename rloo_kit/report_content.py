@@ -1,0 +1,320 @@
+"""What a report says of a run, as plain values for its page."""
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.config import DEFAULT_BATCH, RunConfig
+from rloo_kit.findings import Finding
+from rloo_kit.page_json import page_json
+from rloo_kit.run_curves import Chart, curves_of, held_out_points, rows_of
+from rloo_kit.run_findings import find_in_run, verdict
+from rloo_kit.run_groups import completion_parts, kept_groups, messages_of, place_of_row
+from rloo_kit.run_record import DEFAULTS, RunRecord, RunStatistics, finite_number
+
+GROUP_BYTES = 3 << 19
+"""Of all runs together, about; 1.5 MiB."""
+SAMPLE_BYTES = 3 << 17
+"""Of held-out prompts with two completions each, all runs together; 384 KiB."""
+SAMPLE_LENGTH = 4000
+"""Characters of a prompt, or a completion, of those."""
+UNKNOWN = "not known here"
+"""In place of a default that the kit does not set itself."""
+
+
+def run_content(
+    record: RunRecord, name: str, charts: Sequence[Chart], share: int = 1
+) -> dict[str, Any]:
+    """Return all that the page shows of a run.
+
+    Args:
+        record: As ``read_run`` returns it.
+        name: Of the run on the page.
+        charts: As ``charts_of`` returns them.
+        share: Runs on the page, which divide the room there is.
+    """
+    known = [row for row in record.completions if place_of_row(row) is not None]
+    record = replace(record, completions=known)
+    findings = find_in_run(record, notes=True)
+    kept = kept_groups(record, GROUP_BYTES // share)
+    return {
+        "name": name,
+        "verdict": verdict(record, findings),
+        "findings": [_finding(finding, record) for finding in findings],
+        "end": _end(record),
+        "facts": _facts(record),
+        "held_out": _held_out(record),
+        "samples": _samples(record, SAMPLE_BYTES // share),
+        "curves": curves_of(record, charts),
+        "points": held_out_points(record),
+        "groups": kept.groups,
+        "num_groups": kept.num_groups,
+        "num_completions": kept.num_completions,
+        "beta": _beta(record),
+        "config": _settings(record.config),
+        "environment": _environment(record),
+        "files": _files(record.folder),
+        "command": _command(record),
+        "notices": _notices(record.config),
+    }
+
+
+# --- how it went ---------------------------------------------------------------------------------
+
+
+def _finding(finding: Finding, record: RunRecord) -> dict[str, Any]:
+    settings = re.split(r", (?=[\w.]+=)", finding.setting) if finding.setting else []
+    command = " ".join(f"--set {shlex.quote(setting)}" for setting in settings)
+    return {
+        **finding.as_dict(),
+        "settings": settings,
+        "command": f"{_command(record)} {command}" if settings else "",
+    }
+
+
+def _end(record: RunRecord) -> dict[str, Any]:
+    """Return how the run ended, and when; without end.json by what else it left."""
+    steps = rows_of(record).steps
+    times = [time for row in record.metrics if (time := finite_number(row.get("time")))]
+    end = _read_object(record.folder, "end.json")
+    evaluated = "after" in (record.evaluation or {})
+    seconds = [finite_number(row.get("train_runtime")) for row in record.metrics[-1:]]
+    return {
+        "how": str(end.get("how") or ("finished" if evaluated else "open")),
+        "reason": str(end.get("reason") or ""),
+        "steps": finite_number(end.get("steps")) or (steps[-1] if steps else 0),
+        "planned": finite_number(record.config.trainer.get("max_steps")) if record.config else None,
+        "seconds": finite_number(end.get("seconds")) or next(iter(seconds), None),
+        "began": times[0] if times else None,
+        "ended": finite_number(end.get("time")) or (times[-1] if times else None),
+    }
+
+
+def _facts(record: RunRecord) -> list[tuple[str, str]]:
+    """Return what a reader wants to know first, as pairs of name and value."""
+    config, hardware = record.config, _hardware(record)
+    facts = []
+    if config:
+        quantized = ", 4-bit" if config.model.load_in_4bit else ", 16-bit"
+        facts += [
+            ("model", f"{config.model.name}{quantized}, LoRA r={config.lora.r}"),
+            ("prompts", str(config.data.prompts)),
+            ("rewards", ", ".join(map(_reward_name, config.rewards))),
+            ("seed", str(config.seed)),
+        ]
+    return [*facts, *hardware[:1]]
+
+
+def _reward_name(reward: object) -> str:
+    if not isinstance(reward, dict):
+        return str(reward)
+    weight = reward.get("weight")
+    return f"{reward.get('name')}{'' if weight is None else f':{weight}'}"
+
+
+def _held_out(record: RunRecord) -> dict[str, Any]:
+    """Return every reward before and after; ``sure`` where the difference is more than chance."""
+    found = record.evaluation or {}
+    parts = {
+        name: part for name in ("before", "after") if isinstance(part := found.get(name), dict)
+    }
+    compared = {one.name: one for one in RunStatistics(record).scored_twice}
+    means = {name: part.get("rewards") for name, part in parts.items()}
+    names = dict.fromkeys(
+        [*compared, *(n for mean in means.values() if isinstance(mean, dict) for n in mean)]
+    )
+    rewards = []
+    for name in names:
+        row: dict[str, Any] = {"name": name}
+        for part, mean in means.items():
+            row[part] = finite_number(mean.get(name)) if isinstance(mean, dict) else None
+        if one := compared.get(name):
+            row |= {"error": one.error, "num": one.num, "change": _sign(one.change)}
+        rewards.append(row)
+    return {
+        "rewards": rewards,
+        **{
+            name: {
+                k: finite_number(part.get(k)) for k in ("num_prompts", "mean_length", "temperature")
+            }
+            for name, part in parts.items()
+        },
+    }
+
+
+def _sign(change: float) -> str:
+    """Return what a difference in standard errors amounts to."""
+    if abs(change) <= 2:
+        return "chance" if change else "same"
+    return "rose" if change > 0 else "fell"
+
+
+# --- held-out prompts ----------------------------------------------------------------------------
+
+
+def _samples(record: RunRecord, budget: int) -> dict[str, Any]:
+    """Return held-out prompts with both completions, those whose rewards changed most first."""
+    found = record.evaluation or {}
+    lists = [
+        part.get("samples") if isinstance(part := found.get(name), dict) else None
+        for name in ("before", "after")
+    ]
+    before, after = (
+        [s for s in one if isinstance(s, dict)] if isinstance(one, list) else [] for one in lists
+    )
+    if not before or len(before) != len(after):
+        after = [{}] * len(before)
+    pairs = sorted(zip(before, after, strict=True), key=lambda pair: -abs(_change(*pair)))
+    kept = []
+    for old, new in pairs:
+        pair = {
+            "prompt": messages_of(old.get("prompt"), SAMPLE_LENGTH),
+            "before": _sample(old),
+            "after": _sample(new) if new else None,
+            "change": _change(old, new),
+        }
+        budget -= len(page_json(pair).encode())
+        if budget < 0:
+            break
+        kept.append(pair)
+    return {"pairs": kept, "total": len(pairs)}
+
+
+def _change(old: dict[str, Any], new: dict[str, Any]) -> float:
+    """Return by how much the rewards of a prompt rose, in sum."""
+    before, after = (
+        one if isinstance(one := sample.get("rewards"), dict) else {} for sample in (old, new)
+    )
+    known = [(finite_number(before[name]), finite_number(after.get(name))) for name in before]
+    return math.fsum(new - old for old, new in known if old is not None and new is not None)
+
+
+def _sample(sample: dict[str, Any]) -> dict[str, Any]:
+    rewards = sample.get("rewards")
+    return {
+        **completion_parts(sample, SAMPLE_LENGTH),
+        "rewards": {name: finite_number(value) for name, value in rewards.items()}
+        if isinstance(rewards, dict)
+        else {},
+    }
+
+
+# --- how it was made -----------------------------------------------------------------------------
+
+
+def _beta(record: RunRecord) -> float | None:
+    """Return what a nat of KL costs; None where advantages are of tokens."""
+    run = RunStatistics(record)
+    return None if run.setting("token_level_kl") else finite_number(run.setting("beta"))
+
+
+def _settings(config: RunConfig | None) -> list[dict[str, Any]]:
+    """Return every setting with its default, and whether it differs."""
+    if config is None:
+        return []
+    defaults = _flat(RunConfig().as_dict())
+    defaults |= {f"trainer.{name}": _shown(v) for name, v in (DEFAULT_BATCH | DEFAULTS).items()}
+    return [
+        {
+            "name": name,
+            "value": value,
+            "default": (usual := defaults.get(name, UNKNOWN)),
+            "differs": value != usual,
+        }
+        for name, value in _flat(config.as_dict()).items()
+    ]
+
+
+def _flat(config: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for name, value in config.items():
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        for key, item in inner:
+            found[f"{name}.{key}" if key else name] = _shown(item)
+    return found
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ", ".join(value)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return f"{value:g}"
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _environment(record: RunRecord) -> list[tuple[str, str]]:
+    """Return hardware, backend and versions as pairs of name and value."""
+    facts = _read_object(record.folder, "environment.json")
+    found = _hardware(record)
+    if facts.get("backend"):
+        why = facts.get("why_not_unsloth")
+        found.append(("backend", f"{facts['backend']}{f' ({why})' if why else ''}"))
+    versions = facts.get("versions")
+    if isinstance(versions, dict):
+        found += [
+            (str(name), str(version or "not installed")) for name, version in versions.items()
+        ]
+    return found
+
+
+def _hardware(record: RunRecord) -> list[tuple[str, str]]:
+    hardware = _read_object(record.folder, "environment.json").get("hardware")
+    if not isinstance(hardware, dict) or not hardware.get("name"):
+        return []
+    memory, num = (
+        finite_number(hardware.get("total_memory")),
+        finite_number(hardware.get("num_devices")),
+    )
+    return [
+        (
+            "hardware",
+            f"{f'{num:g} x ' if num and num > 1 else ''}{hardware['name']}"
+            f"{f', {memory / (1 << 30):.0f} GiB' if memory else ''}",
+        )
+    ]
+
+
+def _files(folder: Path | None) -> list[tuple[str, int]]:
+    """Return what lies in the folder of the run, with sizes in bytes."""
+    found = []
+    try:
+        for entry in sorted(folder.iterdir()) if folder else ():
+            files = entry.rglob("*") if entry.is_dir() else [entry]
+            size = sum(file.stat().st_size for file in files if file.is_file())
+            if not entry.name.startswith("."):
+                found.append((f"{entry.name}/" if entry.is_dir() else entry.name, size))
+    except OSError:  # a file that a run which still goes on replaced just now
+        pass
+    return found
+
+
+def _command(record: RunRecord) -> str:
+    place = (record.folder / "run.yaml").as_posix() if record.folder else "run.yaml"
+    return f"rloo-kit train {shlex.quote(place)}"
+
+
+def _notices(config: RunConfig | None) -> list[str]:
+    """Return what a reader should know before running it again."""
+    if config is None:
+        return ["run.yaml is missing or cannot be read: the settings are not known"]
+    trusting = re.findall(
+        r"[\w.\"]*trust_remote_code\"?(?:: | = )true",
+        "\n".join(f"{name} = {value}" for name, value in _flat(config.as_dict()).items()),
+    )
+    return [f"{setting}: code that came with the model was run" for setting in trusting]
+
+
+def _read_object(folder: Path | None, name: str) -> dict[str, Any]:
+    """Return a JSON object of the run's folder; {} where there is none."""
+    try:
+        content = json.loads((folder / name).read_bytes()) if folder else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

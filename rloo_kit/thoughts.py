@@ -1,0 +1,42 @@
+"""Where the thought of a completion ends, by token id."""
+
+from typing import Any
+
+THOUGHT_ENDS = "</think>"
+
+
+class ThoughtFinder:
+    """Tell the thought of a completion from its answer, by the id of the closing token.
+
+    Args:
+        tokenizer: Of the model; one without a single token for ``</think>`` finds no thought.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        closing = tokenizer.convert_tokens_to_ids(THOUGHT_ENDS)
+        known = closing is not None and tokenizer.convert_ids_to_tokens(closing) == THOUGHT_ENDS
+        self.closing_id: int | None = closing if known else None
+
+    def __call__(self, completion_ids: list[int], completion: Any) -> dict[str, int | None]:
+        """Return what a row of completions.jsonl says of the thought.
+
+        Args:
+            completion_ids: Token ids.
+            completion: The same as text, or as messages.
+
+        Returns:
+            ``tokens`` of the completion; ``thought_tokens`` before the first closing token;
+            ``answer_at``, the characters of the text up to the last one, itself included. The last
+            two are None where no thought was closed.
+        """
+        found = {"tokens": len(completion_ids), "thought_tokens": None, "answer_at": None}
+        if self.closing_id not in completion_ids:
+            return found
+        found["thought_tokens"] = completion_ids.index(self.closing_id)
+        end = len(completion_ids) - completion_ids[::-1].index(self.closing_id)
+        thought = self._tokenizer.decode(completion_ids[:end], skip_special_tokens=True)
+        text = completion if isinstance(completion, str) else completion[-1].get("content")
+        if isinstance(text, str) and text.startswith(thought):
+            found["answer_at"] = len(thought)
+        return found

@@ -1,0 +1,481 @@
+"""The report's page in a real Chromium: what it loads, shows, and lets a person do."""
+
+import base64
+import json
+import re
+from itertools import pairwise
+
+import pytest
+from selenium.webdriver import ActionChains, Keys
+
+from rloo_kit.report import write_report
+
+pytestmark = pytest.mark.browser
+
+STEPS, GROUPS, SIZE = 20, 4, 4
+
+
+def metrics_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+
+
+# --- what it loads --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["single", "compared"])
+def test_the_page_asks_for_nothing_and_complains_of_nothing(page, which, request):
+    path = request.getfixturevalue(which)
+    page.open(path)
+    for details in page.all("details"):
+        page.run("arguments[0].open = true", details)
+    assert page.all("#more-charts .uplot")
+    assert page.logged() == []
+    assert set(page.requested()) == {path.as_uri()}
+
+
+def test_the_page_may_not_load_anything(page, single):
+    page.open(single)
+    page.run("new Image().src = 'http://127.0.0.1:9/'")
+    page.run(
+        "document.body.append(Object.assign(document.createElement('script'), {text: 'hit = 1'}))"
+    )
+    assert page.run("return window.hit") is None
+    messages = page.logged()
+    assert any("img-src" in message and message.startswith("SEVERE") for message in messages)
+    assert any("script-src" in message for message in messages)
+
+
+HOSTILE = {
+    0: "<script>window.hit = 1</script><img src=x onerror='window.hit = 2'>",
+    1: "</script><!-- \u202eturned\u202c \x00\x1b[31m half \ud83d",
+    2: "w" * 100_000,
+    3: None,
+}
+
+
+def test_hostile_completions_are_shown_and_do_nothing(page, make_run):
+    places = iter(range(10**6))
+
+    def change(row):
+        text = HOSTILE[next(places) % SIZE]
+        return {**row, "completion": text, "prompt": text, "answer_at": None}
+
+    page.open(write_report(make_run("hostile", change)))
+    assert page.run("return window.hit") is None
+    assert page.logged() == []
+    texts = [card.text for card in page.all("#group .card")]
+    assert HOSTILE[0] in texts[0]
+    assert "</script><!-- \\u202eturned\\u202c \\u0000\\u001b[31m half \ufffd" in texts[1]
+    assert "94,000 characters left out" in page.text("#completion-3")
+    assert "nothing" in texts[3]
+    assert page.all("#completion-2 .escape")
+    assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+
+
+# --- what it says ---------------------------------------------------------------------------------
+
+
+def test_the_verdict_and_how_it_ended_come_first(page, single):
+    page.open(single)
+    assert page.text("h1") == "first"
+    assert page.text(".said").startswith("It learned: accuracy on 24 held-out prompts rose")
+    ending = page.text(".ending")
+    assert ending.startswith("Stopped after 20 steps: no signal in ten batches, 1 min 1 s")
+    headings = page.run(
+        "return [...document.querySelectorAll('h1,h2,h3,h4')].map((h) => h.tagName)"
+    )
+    levels = [int(name[1]) for name in headings]
+    assert levels[0] == 1
+    assert all(b - a <= 1 for a, b in pairwise(levels))
+
+
+def test_before_and_after_stand_side_by_side(page, single):
+    page.open(single)
+    cells = page.run(
+        "return [...document.querySelectorAll('#held-out-table tbody tr:first-child > *')]"
+        ".map((cell) => cell.textContent)"
+    )
+    assert cells[:3] == ["accuracy", "0.250", "0.750"]
+    assert cells[3].startswith("+0.500 \u00b1 0.")
+    assert cells[5] == "more than chance"
+    assert len(page.all("#samples .pair")) == 6
+    page.find("#all-samples").click()
+    assert len(page.all("#samples .pair")) == 24
+    first = page.find("#samples .pair .two").text
+    assert "before\naccuracy 0" in first
+    assert "after\naccuracy 1" in first
+
+
+def test_how_to_run_it_again_is_told(page, single, first_run):
+    page.open(single)
+    assert page.text("#setting-parts code") == f"rloo-kit train {first_run}/run.yaml"
+    marked = page.run(
+        "return [...document.querySelectorAll('#settings .differs > th')].map((one) =>"
+        " one.textContent)"
+    )
+    assert "trainer.learning_rate" in marked
+    assert "model.name" not in marked
+    page.find("#setting-parts .command button").click()
+    page.run("return new Promise((done) => setTimeout(done, 200))")
+    assert page.text("#setting-parts .command button") in ("Copied", "Selected")
+
+
+# --- curves ---------------------------------------------------------------------------------------
+
+
+def chart(page, title):
+    """The plot of the chart with that title."""
+    return page.run(
+        "return [...document.querySelectorAll('.chart')].find((one) =>"
+        "one.querySelector('h3').textContent === arguments[0]).querySelector('.plot')", title
+    )  # fmt: skip
+
+
+def value(page, title):
+    """What stands beside the first line of the chart."""
+    return page.run(
+        "return arguments[0].parentNode.querySelector('output').value", chart(page, title)
+    )
+
+
+def test_hovering_reads_the_values_of_one_step_in_all_charts(page, single, first_run):
+    page.open(single)
+    over = chart(page, "Reward").find_element("css selector", ".u-over")
+    page.run("arguments[0].scrollIntoView({block: 'center'})", over)
+    ActionChains(page.driver).move_to_element_with_offset(over, 40, 0).perform()
+    step = int(re.fullmatch(r"step (\d+)", page.text("#at-step"))[1])
+    row = metrics_of(first_run)[step - 1]
+    assert 10 < step < 15
+    assert float(value(page, "Reward")) == pytest.approx(row["reward"], abs=1e-3)
+    assert float(value(page, "KL of a completion")) == pytest.approx(row["kl/sequence"], abs=1e-3)
+    ActionChains(page.driver).move_to_element(page.find("h1")).perform()
+    assert float(value(page, "Reward")) == pytest.approx(
+        metrics_of(first_run)[-1]["reward"], abs=1e-3
+    )
+
+
+def test_arrow_keys_read_the_values_aloud(page, single, first_run):
+    page.open(single)
+    page.run("arguments[0].focus()", chart(page, "KL of a completion"))
+    page.keys(Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    kl = metrics_of(first_run)[2]["kl/sequence"]
+    assert page.text("#live") == f"KL of a completion, step 3: KL {kl:.2f}"
+    page.keys(Keys.END)
+    assert "step 20: KL 0.60" in page.text("#live")
+    focused = chart(page, "KL of a completion")
+    assert focused.get_attribute("aria-valuenow") == "20"
+    assert value(page, "Entropy") == "0.30"
+
+
+def shown_range(page):
+    return [int(page.find(f"#zoom-{end}").get_attribute("value")) for end in ("from", "to")]
+
+
+def test_dragging_zooms_every_chart_and_a_double_click_ends_it(page, single):
+    page.open(single)
+    whole = shown_range(page)
+    assert whole == [0, 20]
+    over = chart(page, "Entropy").find_element("css selector", ".u-over")
+    page.run("arguments[0].scrollIntoView({block: 'center'})", over)
+    drag = ActionChains(page.driver).move_to_element_with_offset(over, -80, 0).click_and_hold()
+    drag.move_by_offset(100, 0).release().perform()
+    low, high = shown_range(page)
+    assert 0 < low < high < 20
+    scales = page.run("return charts.map(({u}) => [u.scales.x.min, u.scales.x.max])")
+    assert len({tuple(scale) for scale in scales}) == 1
+    assert scales[0][0] > 0
+    ActionChains(page.driver).double_click(over).perform()
+    assert shown_range(page) == whole
+
+
+def test_keys_and_fields_zoom_too(page, single):
+    page.open(single)
+    page.run("arguments[0].focus()", chart(page, "Entropy"))
+    page.keys("+")
+    assert shown_range(page) == [5, 15]
+    page.keys("0")
+    assert shown_range(page) == [0, 20]
+    field = page.find("#zoom-from")
+    field.clear()
+    field.send_keys("12", Keys.TAB)
+    assert page.run("return charts[0].u.scales.x.min") == 12
+
+
+def test_smoothing_adds_a_line_and_takes_it_away(page, single):
+    page.open(single)
+    shown = "return charts[0].u.series.filter((one) => one.role === 'smooth' && one.show).length"
+    assert page.run(shown) == 0
+    page.find("#smooth").click()
+    assert page.run(shown) == 1
+    page.find("#smooth").click()
+    assert page.run(shown) == 0
+
+
+def test_the_numbers_behind_the_curves_are_in_a_table(page, single, first_run):
+    page.open(single)
+    page.find("#numbers summary").click()
+    page.run("return new Promise((done) => setTimeout(done, 100))")
+    rows = page.all("#numbers tbody tr")
+    assert len(rows) == STEPS
+    assert rows[4].text.split()[:2] == ["5", f"{metrics_of(first_run)[4]['reward']:.2f}"]
+
+
+def test_an_unknown_metric_is_drawn_on_demand(page, single):
+    page.open(single)
+    page.find("#more-charts summary").click()
+    page.run("return new Promise((done) => setTimeout(done, 100))")
+    assert value(page, "my/own") == "20"
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+
+def test_a_group_shows_leave_one_out_at_work(page, single, first_run):
+    page.open(single, hash="#group=12-3")
+    rows = [row for row in rows_of(first_run) if (row["step"], row["group"]) == (12, 3)]
+    assert page.text("#group-title") == "Step 12, prompt 3"
+    for place, (card, row) in enumerate(zip(page.all("#group .card"), rows, strict=True)):
+        sign = "+" if row["advantage"] > 0 else "\u2212"
+        advantage = f"{sign}{abs(row['advantage']):.2f}"
+        assert card.find_element("css selector", ".advantage").text == advantage
+        side = "up-card" if sign == "+" else "down-card"
+        assert side in card.get_attribute("class")
+        told = card.find_element("css selector", ".card-sum").text
+        assert told.endswith(f"mean of the 3 others {row['baseline']:.2f} = {advantage}")
+        assert told.startswith(f"score {row['score']:.2f} \u2212 ")
+        assert ("KL" in told) == (place > 0)
+        parts = [part.text for part in card.find_elements("css selector", ".text > div")]
+        assert parts[0].startswith("thought")
+        assert parts[1].startswith("answer")
+        assert "</think>" not in card.text
+
+
+def test_a_column_of_the_picture_tells_its_sum(page, single):
+    page.open(single, hash="#group=12-3")
+    column = page.all("#group .column")[1]
+    page.run("arguments[0].focus()", column)
+    assert page.text(".sum") == "Completion 2: " + page.text("#completion-2 .card-sum")
+    assert "lit" in page.find("#completion-2").get_attribute("class")
+    page.run("arguments[0].blur()", column)
+    assert page.text(".sum").startswith("Bar: score")
+    page.run("arguments[0].scrollIntoView({block: 'center'})", column)
+    ActionChains(page.driver).move_to_element(column).perform()
+    assert page.text(".sum").startswith("Completion 2: score")
+
+
+def groups_where(folder, wanted):
+    found = {}
+    for row in rows_of(folder):
+        found.setdefault((row["step"], row["group"]), []).append(row)
+    return [key for key, rows in found.items() if wanted(rows)]
+
+
+@pytest.mark.parametrize(
+    ("filters", "wanted"),
+    [
+        ({"from": "5", "to": "6"}, lambda rows: rows[0]["step"] in (5, 6)),
+        ({"signal": "yes"}, lambda rows: len({row["score"] for row in rows}) > 1),
+        ({"signal": "no"}, lambda rows: len({row["score"] for row in rows}) == 1),
+        ({"truncated": "yes"}, lambda rows: any(row["truncated"] for row in rows)),
+        ({"reward": "accuracy", "least": "1"},
+         lambda rows: any(row["rewards"]["accuracy"] >= 1 for row in rows)),
+        ({"most": "0.5"}, lambda rows: any(row["score"] <= 0.5 for row in rows)),
+        ({"text": "TRY 7.2.1"}, lambda rows: (rows[0]["step"], rows[0]["group"]) == (7, 2)),
+        ({"text": "what is 3 + 1?"}, lambda rows: (rows[0]["step"], rows[0]["group"]) == (3, 1)),
+    ],
+    ids=["steps", "signal", "no signal", "cut off", "reward", "score", "completion", "prompt"],
+)  # fmt: skip
+def test_filters_keep_the_groups_they_name(page, single, first_run, filters, wanted):
+    page.open(single)
+    assert len(page.listed()) == STEPS * GROUPS
+    for name, entry in filters.items():
+        page.fill(name, entry)
+    expected = groups_where(first_run, wanted)
+    assert 0 < len(expected) < STEPS * GROUPS
+    assert page.listed() == expected
+    assert page.text("#kept").startswith(f"{len(expected)} group")
+    page.find("#clear").click()
+    assert len(page.listed()) == STEPS * GROUPS
+
+
+def test_a_search_marks_what_it_found_and_says_when_it_found_nothing(page, single):
+    page.open(single)
+    page.find("#filters [name=text]").send_keys("carry the")
+    assert page.text("#group .card mark") == "Carry the"
+    page.find("#filters [name=text]").send_keys(" zzz")
+    assert page.listed() == []
+    assert "No group is like that" in page.text("#group")
+
+
+def test_groups_are_sorted_by_their_advantages(page, single, first_run):
+    page.open(single)
+    best = {}
+    for row in rows_of(first_run):
+        key = (row["step"], row["group"])
+        best[key] = max(best.get(key, -9), row["advantage"])
+    page.fill("order", "highest")
+    found = [round(best[key], 4) for key in page.listed()]
+    assert found == sorted(found, reverse=True)
+    assert found[0] > found[-1]
+    page.fill("order", "latest")
+    assert page.listed()[0] == (20, 0)
+
+
+def test_keys_go_from_group_to_group(page, single):
+    page.open(single, hash="#group=3-1")
+    page.run("document.querySelector('#group-list [aria-current]').focus()")
+    page.keys("n")
+    assert page.text("#group-title") == "Step 3, prompt 2"
+    assert page.run("return location.hash") == "#group=3-2"
+    page.keys("p", "p")
+    assert page.text("#group-title") == "Step 3, prompt 0"
+    page.keys(Keys.ARROW_DOWN)
+    assert page.text("#group-title") == "Step 3, prompt 1"
+    assert page.run("return document.activeElement.getAttribute('aria-current')") == "true"
+    page.find(".moves button:last-child").click()
+    assert page.text("#group-title") == "Step 3, prompt 2"
+    assert page.run("return document.activeElement.textContent") == "Next"
+
+
+def test_a_key_typed_into_the_search_moves_nothing(page, single):
+    page.open(single, hash="#group=3-1")
+    page.find("#filters [name=text]").send_keys("n")
+    title = page.text("#group-title")
+    page.find("#filters [name=text]").send_keys("n")
+    assert page.find("#filters [name=text]").get_attribute("value") == "nn"
+    assert page.run("return location.hash") == "#group=3-1"
+    assert title
+
+
+# --- for everybody --------------------------------------------------------------------------------
+
+
+def test_the_tab_key_reaches_everything_and_shows_where_it_is(page, single):
+    page.open(single)
+    page.run(
+        "window.seen = []; addEventListener('focusin', ({target: at}) => seen.push(["
+        "at.id || at.name || at.getAttribute('class') || at.textContent,"
+        " getComputedStyle(at).outlineStyle]))"
+    )
+    page.keys(*[Keys.TAB] * 90)
+    visited = page.run("return seen")
+    round_again = next(n for n, stop in enumerate(visited) if n and stop == visited[0])
+    visited = visited[:round_again]
+    seen = [name for name, _ in visited]
+    unseen = [name for name, outline in visited if outline == "none"]
+    assert seen[:3] == ["skip", "theme", "Verdict"]
+    wanted = ["all-samples", "smooth", "zoom-from", "plot", "text", "signal", "order", "clear",
+              "prompt", "column"]  # fmt: skip
+    places = [seen.index(name) for name in wanted]
+    assert places == sorted(places)
+    assert seen.count("plot") == len(page.all("#charts .plot"))
+    assert unseen == []
+
+
+def background(page):
+    colour = page.run("return getComputedStyle(document.body).backgroundColor")
+    return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
+
+
+def test_dark_colours_follow_the_system_and_the_button(page, single):
+    page.open(single, scheme="dark")
+    assert background(page) < 60
+    drawn = "return document.querySelector('.plot canvas').toDataURL()"
+    dark = page.run(drawn)
+    assert page.find("#theme").get_attribute("aria-pressed") == "true"
+    page.find("#theme").click()
+    assert background(page) > 200
+    assert page.find("#theme").get_attribute("aria-pressed") == "false"
+    assert (
+        page.run(
+            f"return new Promise((done) => setTimeout(() => done((() => {{{drawn}}})()), 100))"
+        )
+        != dark
+    )
+    page.open(single, scheme="light")
+    assert background(page) > 200
+
+
+@pytest.mark.parametrize(
+    ("which", "scheme"), [("single", "light"), ("single", "dark"), ("compared", "light")]
+)
+def test_axe_finds_nothing_serious(page, which, scheme, request):
+    page.open(request.getfixturevalue(which), scheme=scheme)
+    for details in page.all("details:not(#more-charts)"):
+        page.run("arguments[0].open = true", details)
+    page.fill("from", "19")  # axe looks at every item of a list
+    assert page.violations(*(["color-contrast"] if scheme == "dark" else [])) == []
+
+
+def test_axe_sees_a_faint_text(page, single):
+    page.open(single)
+    page.fill("from", "19")
+    page.run("document.querySelector('.said').style.color = '#ddd'")
+    assert [rule for rule, _ in page.violations("color-contrast")] == ["color-contrast"]
+
+
+@pytest.mark.parametrize("width", [360, 1024, 1920])
+@pytest.mark.parametrize("which", ["single", "compared"])
+def test_no_width_needs_a_sideways_scroll(page, which, width, request):
+    page.open(request.getfixturevalue(which), width=width)
+    assert page.run("return innerWidth") == width
+    assert page.run("return document.documentElement.scrollWidth") <= width
+    narrow = page.run("return Math.min(...charts.map(({plot}) => plot.clientWidth))")
+    assert narrow > 250
+
+
+def test_the_page_prints_in_light_colours_without_its_controls(page, single):
+    page.open(single, scheme="dark")
+    page.run(
+        "addEventListener('beforeprint', () => {"
+        " window.printedIn = document.documentElement.dataset.theme; })"
+    )
+    pdf = base64.b64decode(page.driver.execute_cdp_cmd("Page.printToPDF", {})["data"])
+    assert pdf.startswith(b"%PDF")
+    assert len(re.findall(rb"/Type\s*/Page\b", pdf)) > 1
+    assert len(pdf) > 60_000
+    assert page.run("return printedIn") == "light"
+    assert background(page) < 60
+    page.emulate("dark", media="print")
+    assert background(page) == 255
+    assert not page.find("#filters").is_displayed()
+    assert page.find("#charts canvas").is_displayed()
+    page.emulate("dark")
+
+
+# --- several runs ---------------------------------------------------------------------------------
+
+
+def test_a_comparison_shows_both_runs_in_every_part(page, compared):
+    page.open(compared)
+    assert page.text("h1") == "2 runs compared"
+    assert len(page.all(".verdict .said")) == 2
+    assert page.run("return charts[0].lines.map((line) => line.label)") == ["first", "second"]
+    differing = page.text("#setting-differences tbody")
+    assert differing == "trainer.learning_rate0.0010.0005"
+    assert "0.250 \u2192 0.750" in page.text("#held-out-table tbody td:last-child")
+    looks = page.run("return charts[0].u.series.filter((one) => one.role === 'main').map((one) =>"
+                     "[one._stroke, String(one.dash)])")  # fmt: skip
+    assert looks[0][0] != looks[1][0]
+    assert looks[0][1] != looks[1][1]
+
+
+def test_a_run_can_be_hidden_from_all_curves(page, compared):
+    page.open(compared)
+    page.all("#run-legend input")[0].click()
+    shown = page.run("return charts.map(({u}) => u.series.filter((one) => one.role === 'main'"
+                     "&& one.show).map((one) => one.line.run))")  # fmt: skip
+    assert {run for runs in shown for run in runs} == {1}
+
+
+def test_the_groups_of_either_run_can_be_read(page, compared):
+    page.open(compared, hash="#group=4-2&run=2")
+    assert page.text("#group-title") == "Step 4, prompt 2"
+    assert page.find("#filters [name=run]").get_attribute("value") == "1"
+    page.fill("run", "0")
+    page.all("#group-list button")[3].click()
+    assert page.run("return location.hash") == "#group=1-3&run=1"
