@@ -19,7 +19,7 @@ test: setup setup-gym
 	  -m "not slow and not gpu and not vllm and not notebook and not browser"
 
 test-notebooks: setup
-	$(PY) -m pytest -q -m notebook tests/test_notebooks.py
+	$(PY) -m pytest -q -m notebook tests/test_notebooks.py tests/test_live.py
 
 # The report's page in a real Chromium; no library of the training is loaded for it.
 test-browser: setup-browser

@@ -43,10 +43,10 @@ from trl import RLOOConfig, RLOOTrainer
 
 from rloo_kit.config import PROJECTIONS
 from rloo_kit.hardware import installed_version
+from rloo_kit.live import LiveView
 from rloo_kit.logprobs import route_trl_lm_head
 from rloo_kit.memory import take_peak
 from rloo_kit.models import TINY_THINKER
-from rloo_kit.recording import LiveProgress
 
 RESULTS = Path(__file__).parent / "results"
 GENERATIONS, PROMPTS = 4, 4
@@ -285,7 +285,7 @@ class Bench:
                 train_dataset=Dataset.from_dict({"prompt": prompts * 4}),
                 processing_class=self.tokenizer,
             )
-            for callback in (PrinterCallback, LiveProgress):
+            for callback in (PrinterCallback, LiveView):
                 trainer.remove_callback(callback)
             trainer.recorded = completions_of(
                 cell, options.longest, self.vocabulary, self.tokenizer.eos_token_id

@@ -19,6 +19,7 @@ from rloo_kit.errors import ConfigError, KitError
 from rloo_kit.evaluation import Evaluation, evaluate, settings_of
 from rloo_kit.generation import Choice, Engine
 from rloo_kit.hardware import GIB, TESTED, installed_version
+from rloo_kit.live import live_progress
 from rloo_kit.memory import Released, belongs_to_session, session
 from rloo_kit.models import save_adapter
 from rloo_kit.output_folder import free_folder
@@ -83,6 +84,7 @@ def train(
 
         return call_in_child(train, (source, overrides), say)
     config, base = read_config(source, overrides)
+    live_progress()  # a wrong RLOO_KIT_LIVE is told at once
     with session() as opened:
         result = _train_and_score(config, base, say)
     result = replace(result, released=opened.released)

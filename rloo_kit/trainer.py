@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import math
 import time
 import warnings
 from collections import deque
@@ -66,6 +67,7 @@ class LeaveOneOutConfig(RLOOConfig):
 
     Older names are translated. Defaults that differ from TRL's, for one consumer GPU and a LoRA
     adapter: ``num_generations`` 4, ``learning_rate`` 1e-5, ``logging_steps`` 1, ``report_to`` none,
+    ``num_completions_to_print`` 0 (``log_completions`` fills the tables of ``report_to``),
     ``bf16``/``fp16`` by the device, ``gradient_checkpointing`` on a GPU only. Defaults that
     Unsloth's patched class changes are TRL's again, so that one file means the same with and
     without Unsloth.
@@ -146,6 +148,7 @@ class LeaveOneOutConfig(RLOOConfig):
             **DEFAULT_BATCH,
             "learning_rate": 1e-5,
             "logging_steps": 1,
+            "num_completions_to_print": 0,
             "report_to": "none",
             "gradient_checkpointing": not on_cpu,
             "vllm_enable_sleep_mode": not on_cpu,
@@ -690,15 +693,17 @@ class LeaveOneOutTrainer(RLOOTrainer):
         self._logs["completion"].extend(rollout.sampled.completions)
         self._logs["advantages"].extend(record["advantage"] for record in records)
         for name in self.reward_func_names:
-            self._logs["rewards"][name].extend(record["rewards"][name] for record in records)
+            values = (record["rewards"][name] for record in records)
+            self._logs["rewards"][name].extend(math.nan if v is None else v for v in values)
         self._flush_reward_logs(len(rollout))
         self._tell("on_completions", records=records, rollout=rollout)
 
     def _flush_reward_logs(self, num_rows: int) -> None:
         """Move what rewards logged (``log_extra``, ``log_metric``) to TRL's logs."""
         for column, values in self._pending_extra_logs.items():
-            if len(values) == num_rows:  # dynamic sampling scores more rows than it trains
-                self._logs["extra"][column].extend(values)
+            # Dynamic sampling scores more rows than it trains: which is whose is then not known.
+            of_rows = values if len(values) == num_rows else [None] * num_rows
+            self._logs["extra"][column].extend(of_rows)
         self._pending_extra_logs.clear()
         for name, values in self._pending_metrics.items():
             self._note(name, sum(values) / len(values))

@@ -225,6 +225,40 @@ def test_dynamic_sampling_fills_the_batch_with_signal(policy, tmp_path):
     assert sum(row["signal/groups_drawn_again"] for row in logs(trainer)) > 0
 
 
+def test_rows_that_a_reward_cannot_score_are_in_the_table_of_completions(policy, tmp_path, capsys):
+    def some(completions, log_extra, **_):
+        log_extra("length", [len(text) for text in texts(completions)])
+        return [None, *ones(completions)[1:]]
+
+    trainer = trainer_for(
+        policy, tmp_path, some, log_completions=True, num_completions_to_print=2, max_steps=2
+    )
+    trainer.train()
+    scores = list(trainer._logs["rewards"]["some"])
+    assert math.isnan(scores[0])
+    assert not any(map(math.isnan, scores[1:]))
+    assert [len(text) for text in texts(trainer._logs["completion"])] == list(
+        trainer._logs["extra"]["length"]
+    )
+    assert "some" in capsys.readouterr().out
+
+
+def test_extras_of_other_rows_are_not_put_beside_a_batch(policy, tmp_path):
+    def noted(completions, log_extra, **_):
+        log_extra("length", [len(text) for text in texts(completions)])
+        return ones(completions)
+
+    trainer = trainer_for(
+        policy, tmp_path, noted, beta=0.0, dynamic_sampling=True, log_completions=True, max_steps=3
+    )
+    trainer.train()
+    extras = list(trainer._logs["extra"]["length"])
+    completions = texts(trainer._logs["completion"])
+    assert len(extras) == len(completions)
+    for extra, text in zip(extras, completions, strict=True):
+        assert extra in (None, len(text))
+
+
 def test_dynamic_sampling_ends_at_its_limit(policy, tmp_path):
     trainer = trainer_for(
         policy, tmp_path, equal, beta=0.0, dynamic_sampling=True, dynamic_sampling_rounds=2

@@ -74,9 +74,17 @@ def test_command(command, tmp_path, monkeypatch):
             assert main([*arguments, *model, *FEW, "--set", "data.num_prompts=16"]) == 0
     else:
         write_pairs(tmp_path / "pairs.jsonl")
+        for folder in re.findall(r"runs/quickstart(?:-\d)?", command):
+            write_run(tmp_path / folder)
         few = EXTRA.get(" ".join(arguments[:2]), [])
         extra = FEW if arguments[0] in ("train", "quickstart") else few
         assert main([*arguments, *extra]) == 0
+
+
+def write_run(folder):
+    folder.mkdir(parents=True)
+    rows = ({"step": step, "reward": 0.1 * step, "kl": 0.0} for step in range(1, 9))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_pairs(path):
