@@ -127,6 +127,15 @@ def test_every_reward_is_named_here_and_in_the_table_of_the_docs():
         assert f"`{name}`" in README
 
 
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.stem
+)
+def test_what_a_page_links_to_is_there(page):
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert missing == []
+
+
 def test_the_tree_names_every_file():
     tree = block("", "rloo_kit/")
     for path in (ROOT / "rloo_kit").glob("*.py"):
