@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -151,6 +152,8 @@ def _set_variables() -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    # tqdm wants ipywidgets in a notebook, and uses text without them: nothing is missing.
+    warnings.filterwarnings("ignore", message="IProgress not found")
 
 
 def cache_folder() -> Path:

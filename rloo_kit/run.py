@@ -5,6 +5,7 @@ import functools
 import json
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -229,7 +230,9 @@ def _train(trainer: Any, folder: Path, say: Say) -> tuple[float, bool]:
     """Train; return seconds and whether Ctrl-C ended it. A fault saves what was learned first."""
     start = time.monotonic()
     try:
-        trainer.train()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="training stops")  # it is said below
+            trainer.train()
     except KeyboardInterrupt:
         say(f"\ninterrupted after step {trainer.state.global_step}: saving the adapter")
         return time.monotonic() - start, True
@@ -359,9 +362,9 @@ def _changed_samples(
     def total(sample: dict[str, Any]) -> float:
         return sum(value for value in sample["rewards"].values() if value is not None)
 
-    pairs = sorted(
-        zip(before.samples, after.samples, strict=True), key=lambda p: total(p[0]) - total(p[1])
-    )
+    twice = zip(before.samples, after.samples, strict=True)
+    pairs = [pair for pair in twice if total(pair[1]) > total(pair[0])]
+    pairs.sort(key=lambda pair: total(pair[0]) - total(pair[1]))
     lines = []
     for old, new in pairs[:num]:
         prompt = old["prompt"]

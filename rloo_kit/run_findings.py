@@ -215,6 +215,12 @@ def _higher_beta(run: RunStatistics) -> str:
     return f"trainer.beta={0.1 if beta < 0.1 else 2 * beta:.1g}"
 
 
+def _harder_clip(run: RunStatistics) -> str:
+    """Return a further setting that clips the gradient at 0.5; "" where it is."""
+    norm = finite_number(run.setting("max_grad_norm"))
+    return "" if norm is not None and 0 < norm <= 0.5 else ", trainer.max_grad_norm=0.5"
+
+
 def _more_generations(run: RunStatistics) -> list[str]:
     """Return settings with more completions of each prompt, the batch enlarged where it must be."""
     size = run.setting("num_generations")
@@ -333,7 +339,12 @@ def _kl_explosion(run: RunStatistics) -> Finding | None:
         f"the KL from the reference passed {limit:g} nat a token at step {run.step(since)} and "
         f"is {end:.3g} at the end, at learning rate {_rate(run):.1g} and beta "
         f"{run.setting('beta'):g}; {_went(run)}",
-        setting=_valid(run, f"{_lower_rate(run)}, {_higher_beta(run)}", _lower_rate(run)),
+        setting=_valid(
+            run,
+            f"{_lower_rate(run)}, {_higher_beta(run)}{_harder_clip(run)}",
+            f"{_lower_rate(run)}, {_higher_beta(run)}",
+            _lower_rate(run),
+        ),
     )
 
 

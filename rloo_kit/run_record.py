@@ -25,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "kl_estimator": "k1",
     "learning_rate": 1e-5,
     "max_completion_length": 512,
+    "max_grad_norm": 1.0,
     "num_generations": 4,
     "num_iterations": 1,
     "temperature": 1.0,

@@ -96,6 +96,10 @@ class BestWeights:
             parameter.data.copy_(values)
         return bool(self._kept)
 
+    def let_go(self) -> None:
+        """Hold neither the model's weights nor their copies any more."""
+        self._parameters, self._kept = [], []
+
 
 class RunWatch(TrainerCallback):
     """Look for the doctor's findings after every step.
@@ -196,6 +200,11 @@ class RunWatch(TrainerCallback):
         """Put the best weights back if a finding ended the run."""
         if self.stopped_on and self.best:
             self.best.restore()
+
+    def close(self) -> None:
+        """Hold nothing of the model once the training is over, however it ended."""
+        if self.best:
+            self.best.let_go()
 
     @property
     def _is_healthy(self) -> bool:

@@ -333,9 +333,14 @@ def test_a_finding_comes_with_the_command_that_tries_its_remedy(run):
     folder = run(config=config, metrics=[metric(n, **kl) for n in range(1, STEPS + 1)])
     finding = content(folder)["findings"][0]
     assert finding["kind"] == "kl_explosion"
-    assert finding["settings"] == ["trainer.learning_rate=0.001", "trainer.beta=0.1"]
+    assert finding["settings"] == [
+        "trainer.learning_rate=0.001",
+        "trainer.beta=0.1",
+        "trainer.max_grad_norm=0.5",
+    ]
     assert finding["command"] == (
         f"rloo-kit train {folder}/run.yaml --set trainer.learning_rate=0.001 --set trainer.beta=0.1"
+        " --set trainer.max_grad_norm=0.5"
     )
 
 
