@@ -144,16 +144,9 @@ def _doctor_of_a_run(folder: str) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from rloo_kit.report import names_of, write_report
-    from rloo_kit.run_findings import find_in_run, verdict
-    from rloo_kit.run_record import read_run
+    from rloo_kit.report import write_report
 
-    path = write_report(args.runs, args.output)
-    records = [read_run(folder) for folder in args.runs]
-    for name, record in zip(names_of(records), records, strict=True):
-        said = verdict(record, find_in_run(record))
-        print(said if len(records) == 1 else f"{name}: {said}")
-    print(path)
+    print(write_report(args.runs, args.output, say=print))
     return 0
 
 

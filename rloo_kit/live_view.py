@@ -27,7 +27,7 @@ REFRESH_SECONDS = 0.25
 BLOCKS = "▁▂▃▄▅▆▇█"
 FOLLOWED: dict[str, tuple[str, ...]] = {
     "reward": ("reward",),
-    "spread": ("score/group_std", "reward_std"),
+    "spread": ("score/raw_group_std", "score/group_std", "reward_std"),
     "kl/token": ("kl/token", "kl"),
     "kl/sequence": ("kl/sequence", "objective/kl"),
     "length": ("completions/mean_length",),

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,38 @@ def _beside(name: str, base: Path) -> str:
     """Return a path relative to the run file where one exists there, else the name as it is."""
     candidate = base / name
     return str(candidate) if not Path(name).exists() and candidate.exists() else name
+
+
+def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunConfig:
+    """Return the settings with whole paths, so that they mean the same from any folder.
+
+    Args:
+        config: As it was read.
+        base: Folder that the paths of model and prompts start from.
+        rewards_base: Folder that those of the rewards start from.
+    """
+    name, prompts = (_beside(text, base) for text in (config.model.name, config.data.prompts))
+    model, data = config.model, config.data
+    if Path(name).exists() and name != "tiny-thinker":
+        model = replace(model, name=str(Path(name).resolve()))
+    if Path(prompts).exists() and not is_task(prompts):
+        data = replace(data, prompts=str(Path(prompts).resolve()))
+    rewards = [_with_whole_paths(reward, rewards_base) for reward in config.rewards]
+    return replace(config, model=model, data=data, rewards=rewards)
+
+
+def _with_whole_paths(reward: Any, base: Path) -> Any:
+    """Return a reward as the run file has it, what is a path in it whole."""
+    if isinstance(reward, dict):
+        return {key: _with_whole_paths(value, base) for key, value in reward.items()}
+    if isinstance(reward, list):
+        return [_with_whole_paths(value, base) for value in reward]
+    if not isinstance(reward, str):
+        return reward
+    path, colon, rest = reward.partition(":")
+    if ("/" in path or path.endswith(".py")) and (base / path).exists():
+        return f"{(base / path).resolve()}{colon}{rest}"
+    return reward
 
 
 def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from rloo_kit.evaluation import Evaluation
 from rloo_kit.report import write_report
+from rloo_kit.watch import RunWatch
 
 ALONG_THE_WAY = ("rewards", "num_prompts", "mean_length")
 """What is kept of an evaluation during training."""
@@ -62,7 +63,9 @@ class RunRecorder(TrainerCallback):
             self._evaluation["after" if step is None else "before"] = found
         _write(self.folder / "evaluation.json", self._evaluation)
 
-    def write_end(self, how: str, reason: str, steps: int, seconds: float) -> None:
+    def write_end(
+        self, how: str, reason: str, steps: int, seconds: float, watch: RunWatch | None = None
+    ) -> None:
         """Write how the run ended to end.json.
 
         Args:
@@ -70,8 +73,12 @@ class RunRecorder(TrainerCallback):
             reason: In a sentence; "" where it finished.
             steps: Optimizer steps.
             seconds: Of the training.
+            watch: What may have ended it.
         """
         end = {"how": how, "reason": reason, "steps": steps, "seconds": seconds}
+        if watch is not None and watch.stopped_on:
+            end["finding"] = watch.stopped_on.as_dict()
+            end["kept_step"] = watch.best.step if watch.best else None
         _write(self.folder / "end.json", {**end, "time": time.time()})
 
     def write_report(self) -> None:
@@ -92,17 +99,23 @@ class HeldOutScores(TrainerCallback):
         every: Steps.
         score: Scores them.
         tell: Called with the scores and the steps done.
+        rest: Called after that; an engine gives the memory of its weights back.
     """
 
     def __init__(
-        self, every: int, score: Callable[[], Evaluation], tell: Callable[[Evaluation, int], None]
+        self,
+        every: int,
+        score: Callable[[], Evaluation],
+        tell: Callable[[Evaluation, int], None],
+        rest: Callable[[], None],
     ) -> None:
-        self.every, self.score, self.tell = every, score, tell
+        self.every, self.score, self.tell, self.rest = every, score, tell, rest
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Score when it is time; the end of the training has a score of its own."""
         if state.global_step % self.every == 0 and state.global_step < state.max_steps:
             self.tell(self.score(), state.global_step)
+            self.rest()
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

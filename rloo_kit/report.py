@@ -11,7 +11,7 @@ import html
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from rloo_kit.hardware import installed_version
 from rloo_kit.page_json import page_json
 from rloo_kit.report_content import run_content
 from rloo_kit.run_curves import charts_of
+from rloo_kit.run_findings import find_in_run, verdict
 from rloo_kit.run_record import RunRecord, read_run
 
 ASSETS = Path(__file__).resolve().parent / "assets" / "report"
@@ -36,7 +37,9 @@ PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
 def write_report(
-    folders: str | Path | Sequence[str | Path], path: str | Path | None = None
+    folders: str | Path | Sequence[str | Path],
+    path: str | Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Write the report of a run, or a comparison of several; whoever reads it never sees half.
 
@@ -44,6 +47,7 @@ def write_report(
         folders: Of the runs, as ``rloo-kit train`` left them; a run may still be going on.
         path: Of the page. None: report.html in the folder of a single run, comparison.html in the
             current folder for several.
+        say: Called with the verdict on each run.
 
     Returns:
         Where the page is.
@@ -56,6 +60,9 @@ def write_report(
     place = _place([Path(folder) for folder in given], path)
     records = [read_run(folder) for folder in given]
     _write(place, report_html(records))
+    for name, record in zip(names_of(records), records, strict=True):
+        said = verdict(record, find_in_run(record))
+        say(said if len(records) == 1 else f"{name}: {said}")
     return place
 
 

@@ -23,6 +23,8 @@ SAMPLE_BYTES = 3 << 17
 """Of held-out prompts with two completions each, all runs together; 384 KiB."""
 SAMPLE_LENGTH = 4000
 """Characters of a prompt, or a completion, of those."""
+SECRET = re.compile(r"(^|_)(token|key|secret|password)$")
+"""Names of settings whose values are not shown."""
 UNKNOWN = "not known here"
 """In place of a default that the kit does not set itself."""
 
@@ -50,7 +52,7 @@ def run_content(
         "facts": _facts(record),
         "held_out": _held_out(record),
         "samples": _samples(record, SAMPLE_BYTES // share),
-        "curves": curves_of(record, charts),
+        "curves": curves_of(record, charts, share),
         "points": held_out_points(record),
         "groups": kept.groups,
         "num_groups": kept.num_groups,
@@ -81,7 +83,7 @@ def _end(record: RunRecord) -> dict[str, Any]:
     """Return how the run ended, and when; without end.json by what else it left."""
     steps = rows_of(record).steps
     times = [time for row in record.metrics if (time := finite_number(row.get("time")))]
-    end = _read_object(record.folder, "end.json")
+    end = record.end
     evaluated = "after" in (record.evaluation or {})
     seconds = [finite_number(row.get("train_runtime")) for row in record.metrics[-1:]]
     return {
@@ -89,6 +91,7 @@ def _end(record: RunRecord) -> dict[str, Any]:
         "reason": str(end.get("reason") or ""),
         "steps": finite_number(end.get("steps")) or (steps[-1] if steps else 0),
         "planned": finite_number(record.config.trainer.get("max_steps")) if record.config else None,
+        "rows": RunStatistics(record).num_steps,
         "seconds": finite_number(end.get("seconds")) or next(iter(seconds), None),
         "began": times[0] if times else None,
         "ended": finite_number(end.get("time")) or (times[-1] if times else None),
@@ -235,8 +238,17 @@ def _flat(config: dict[str, Any]) -> dict[str, str]:
     for name, value in config.items():
         inner = value.items() if isinstance(value, dict) else [("", value)]
         for key, item in inner:
-            found[f"{name}.{key}" if key else name] = _shown(item)
+            found[f"{name}.{key}" if key else name] = _shown(_without_secrets(item, key or name))
     return found
+
+
+def _without_secrets(value: object, name: str = "") -> object:
+    """Return a setting with what is a secret by its name blacked out."""
+    if isinstance(value, dict):
+        return {key: _without_secrets(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(item) for item in value]
+    return "***" if value and SECRET.search(name) else value
 
 
 def _shown(value: object) -> str:

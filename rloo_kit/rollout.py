@@ -274,6 +274,7 @@ class Rollout:
             "score/shaped": _mean(scores),
             "score/after_kl": _mean(rewards),
             "score/group_std": _mean(self._group_std(scores)),
+            "score/raw_group_std": _mean(self._group_std(raw)),
             "objective/scores": _mean(raw),
             "val/num_eos_tokens": float(ended.sum()),
             "completions/truncated": 1.0 - float(ended.mean()),

@@ -30,6 +30,7 @@ from rloo_kit.preparation import (
     make_trainer_args,
     read_config,
     read_prompts,
+    with_whole_paths,
 )
 from rloo_kit.reward_contract import guarded
 from rloo_kit.reward_loading import LoadedReward, load_rewards
@@ -85,7 +86,6 @@ def train(
 
         return call_in_child(train, (source, overrides), say)
     config, base = read_config(source, overrides)
-    live_progress()  # a wrong RLOO_KIT_LIVE is told at once
     with session() as opened:
         result = _train_and_score(config, base, say)
     result = replace(result, released=opened.released)
@@ -98,7 +98,7 @@ def _train_and_score(config: RunConfig, base: Path, say: Say) -> RunResult:
     rewards_base = Path() if base == EXAMPLES else base  # rewards of one's own are not shipped
     # Once before anything is loaded: a wrong name then costs a second, not a model load.
     load_rewards(config.rewards, base_dir=rewards_base)
-    environment = setup(config.model.backend)
+    environment = _set_up(config.model.backend)
     prompts, held_out = read_prompts(config, base)
     folder = free_folder(config.output_dir)
     args = make_trainer_args(config, folder)
@@ -124,7 +124,7 @@ def _train_and_score(config: RunConfig, base: Path, say: Say) -> RunResult:
     before = score()
     if before:
         say(f"before: {_means(before)}")
-    with _new_folder(folder, config, environment) as recorder:
+    with _new_folder(folder, with_whole_paths(config, base, rewards_base), environment) as recorder:
         trainer = _make_trainer(args, model, tokenizer, rewards, prompts, recorder, engine)
         _watch(trainer, recorder, config, score, before)
         seconds, interrupted = _train(trainer, folder, say)
@@ -133,6 +133,12 @@ def _train_and_score(config: RunConfig, base: Path, say: Say) -> RunResult:
         steps = _finish(trainer, recorder, after, seconds, interrupted=interrupted)
     _compare(say, before, after)
     return RunResult(folder, adapter, before, after, steps, seconds, interrupted)
+
+
+def _set_up(backend: str) -> Environment:
+    environment = setup(backend)
+    live_progress()  # a wrong RLOO_KIT_LIVE, of .env too, is told before the model is loaded
+    return environment
 
 
 # --- preparation ---------------------------------------------------------------------------------
@@ -187,7 +193,9 @@ def _watch(
         if config.data.held_out_every:
             if trainer.watch is not None:
                 trainer.watch.by_held_out = True
-            trainer.add_callback(HeldOutScores(config.data.held_out_every, score, tell))
+            engine = trainer.engine
+            rest = engine.sleep if engine is not None else lambda: None
+            trainer.add_callback(HeldOutScores(config.data.held_out_every, score, tell, rest))
 
 
 def _judges(
@@ -279,7 +287,8 @@ def _new_folder(
                     parent.rmdir()
         else:
             reason = f"{type(exc).__name__}: {exc}"
-            recorder.write_end("failed", reason, recorder.steps, time.monotonic() - start)
+            with contextlib.suppress(OSError):  # a full disk must not hide what happened first
+                recorder.write_end("failed", reason, recorder.steps, time.monotonic() - start)
             recorder.write_report()
         raise
 
@@ -310,7 +319,7 @@ def _finish(
     how = "interrupted" if interrupted else "stopped" if trainer.stop_reason else "finished"
     reason = "by Ctrl-C" if interrupted else trainer.stop_reason or ""
     steps = trainer.state.global_step
-    recorder.write_end(how, reason, steps, seconds)
+    recorder.write_end(how, reason, steps, seconds, trainer.watch)
     recorder.write_report()
     return steps
 

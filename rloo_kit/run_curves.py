@@ -48,7 +48,7 @@ CHARTS = (
         "reward",
         "Reward",
         "mean score of a step",
-        (Line("reward", ("reward",), ("score/group_std",)),),
+        (Line("reward", ("reward",), ("score/raw_group_std",)),),
         band_note="band: one standard deviation within a group",
     ),
     Chart(
@@ -201,18 +201,20 @@ def held_out_points(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
     """Return of every reward its means on the held-out prompts, as pairs of step and value.
 
     Args:
-        record: As ``read_run`` returns it; before stands at step 0, after at the last.
+        record: As ``read_run`` returns it; before stands at step 0, after at the last or, where the
+            best weights were put back, at theirs.
     """
     found = record.evaluation or {}
     during = found.get("during")
     last = max(rows_of(record).steps, default=0)
+    kept = finite_number(record.end.get("kept_step"))
     parts = [(0, found.get("before"))]
     parts += [
         (int(finite_number(part.get("step")) or 0), part)
         for part in (during if isinstance(during, list) else [])
         if isinstance(part, dict)
     ]
-    parts.append((last, found.get("after")))
+    parts.append((last if kept is None else int(kept), found.get("after")))
     points: dict[str, list[tuple[int, float]]] = {}
     for step, part in parts:
         rewards = part.get("rewards") if isinstance(part, dict) else None
@@ -225,12 +227,13 @@ def held_out_points(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
 # --- the points ----------------------------------------------------------------------------------
 
 
-def curves_of(record: RunRecord, charts: Sequence[Chart]) -> dict[str, Any]:
+def curves_of(record: RunRecord, charts: Sequence[Chart], share: int = 1) -> dict[str, Any]:
     """Return the points of every chart, at most ``POINTS`` a curve.
 
     Args:
         record: As ``read_run`` returns it.
         charts: As ``charts_of`` returns them.
+        share: Runs on the page, which divide the points there are.
 
     Returns:
         ``from`` and ``to``, the steps that each point tells of; ``lines``, by ``ID/NUMBER`` of the
@@ -238,8 +241,9 @@ def curves_of(record: RunRecord, charts: Sequence[Chart]) -> dict[str, Any]:
         ``lo`` and ``hi``; ``more``, by name, the metrics that no chart shows.
     """
     run = rows_of(record)
-    width = max(1, -(-len(run.steps) // POINTS))
+    width = max(1, -(-len(run.steps) * share // POINTS))
     cuts = [slice(at, at + width) for at in range(0, len(run.steps), width)]
+    others = _other_metrics(run, charts)[: max(1, MORE // share)]
     lines = {}
     for chart in charts:
         for place, line in enumerate(chart.lines):
@@ -249,7 +253,7 @@ def curves_of(record: RunRecord, charts: Sequence[Chart]) -> dict[str, Any]:
         "from": [run.steps[cut][0] for cut in cuts],
         "to": [run.steps[cut][-1] for cut in cuts],
         "lines": lines,
-        "more": {name: _means(run.values((name,)), cuts) for name in _other_metrics(run, charts)},
+        "more": {name: _means(run.values((name,)), cuts) for name in others},
     }
 
 
@@ -294,4 +298,4 @@ def _other_metrics(run: Rows, charts: Sequence[Chart]) -> list[str]:
     names = dict.fromkeys(name for row in run.rows for name in row)
     # A reward without a chart is the only one, and the first chart tells it.
     wanted = [n for n in names if n not in shown and n not in NO_METRICS and not _is_reward(n)]
-    return [name for name in wanted if run.values((name,))][:MORE]
+    return [name for name in wanted if run.values((name,))]

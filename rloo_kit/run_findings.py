@@ -6,12 +6,13 @@ come from runs of the embedded model that were spoiled on purpose and from healt
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from rloo_kit.config import batch_plan, make_run_config
+from rloo_kit.config import make_run_config
 from rloo_kit.errors import ConfigError
 from rloo_kit.findings import Finding, findings_text
 from rloo_kit.run_record import (
@@ -34,6 +35,8 @@ KL_FLAT = 0.01
 """Nats a completion, from the reference, of a policy that stands still."""
 LOWEST_RATE, USUAL_RATE, TINY_RATE = 1e-6, 1e-5, 1e-3
 """Learning rates with LoRA: too low below the first; usual; of the embedded model."""
+CHANCE = 1e-3
+"""Probability from which so many groups without signal in a row are none of chance."""
 LONGER = 1.5
 """Growth of the mean length that is noticed."""
 BARE_TOKENS = 3.0
@@ -206,8 +209,10 @@ def _lower_rate(run: RunStatistics) -> str:
 
 def _rate(run: RunStatistics) -> float:
     """Return the highest learning rate of the run."""
-    given = finite_number(run.setting("learning_rate"))
-    return max(run.series("learning_rate", "lr"), default=given or DEFAULTS["learning_rate"])
+    given = finite_number(run.setting("learning_rate")) or DEFAULTS["learning_rate"]
+    logged = run.series("learning_rate", "lr")
+    known = [given] if run.record.config or not logged else []  # of a warm-up it is still to come
+    return max([*logged, *known])
 
 
 def _higher_beta(run: RunStatistics) -> str:
@@ -400,7 +405,9 @@ def _length_explosion(run: RunStatistics) -> Finding | None:
 def _constant(run: RunStatistics) -> Finding | None:
     """Return that all scores of the run are one: nothing, all that can be had, or anything."""
     spreads, means = run.series("reward_std"), run.series("reward")
-    if not spreads or max(spreads) > 1e-8 or max(means) - min(means) > 1e-6 * abs(max(means)):
+    if not spreads or not means or max(spreads) > 1e-8:
+        return None
+    if max(means) - min(means) > 1e-6 * abs(max(means)):
         return None
     value = means[0]
     unpaid = _never_paid(run)
@@ -495,8 +502,12 @@ def _reward_collapse(run: RunStatistics) -> Finding | None:
         return None
     if not alive or max(alive) < LITTLE_SIGNAL:
         return None
+    if (1 - fmean(alive)) ** (dead * run.groups_per_step) > CHANCE:
+        return None
     end, before = fmean(rewards[-dead:]), rewards[: len(alive)]
-    if end >= max(before) - 0.02 * max(abs(max(before)), 1e-6):
+    firsts = range(max(1, len(before) - run.window + 1))
+    best = max(fmean(before[n : n + run.window]) for n in firsts)
+    if end >= best - 0.02 * max(abs(best), 1e-6):
         return None
     alike = (run.others(at_end=True) or 0.0) < ALIKE
     hot = max(1.0, 1.25 * (finite_number(run.setting("temperature")) or 1.0))
@@ -513,10 +524,12 @@ def _reward_hacking(run: RunStatistics) -> Finding | None:
     paid = run.paid_more
     if not run.worse or not (run.rose or paid):
         return None
-    seen = f"the reward rose from {run.first('reward'):.3g} to {run.last('reward'):.3g}"
+    seen = str(paid)
+    if run.rose:
+        seen = f"the reward rose from {run.first('reward'):.3g} to {run.last('reward'):.3g}"
     return _finding(
         "reward_hacking",
-        f"{seen if run.rose else paid}, while {run.held_out}",
+        f"{seen}, while {run.held_out}",
         setting=_valid(run, _higher_beta(run)),
     )
 
@@ -537,11 +550,12 @@ def _entropy_collapse(run: RunStatistics) -> Finding | None:
     together = left < ENTROPY_LEFT and texts < 2 * TEXTS_LEFT
     if left >= ENTROPY_GONE and texts >= TEXTS_LEFT and not together:
         return None
-    told = f"; beside the first {after:.2g} other texts in a group, once {before:.2g}"
+    told = ""
+    if before is not None and after is not None:
+        told = f"; beside the first {after:.2g} other texts in a group, once {before:.2g}"
     return _finding(
         "entropy_collapse",
-        f"the entropy went from {begin:.3g} to {end:.3g} nats a token"
-        f"{told if before and after is not None else ''}; {_went(run)}",
+        f"the entropy went from {begin:.3g} to {end:.3g} nats a token{told}; {_went(run)}",
         setting=_valid(run, f"{_lower_rate(run)}, {_higher_beta(run)}"),
     )
 
@@ -569,6 +583,8 @@ def _no_signal(run: RunStatistics) -> Finding | None:
 
 def _learning_rate_too_low(run: RunStatistics) -> Finding | None:
     share, rate = mean_or_none(run.with_signal), _rate(run)
+    if max(run.series("learning_rate", "lr"), default=rate) < rate / 2:
+        return None  # it is still being warmed up
     moved = run.better or run.worse or run.rose or run.fell
     if share is None or share < LITTLE_SIGNAL or moved:
         return None
@@ -593,7 +609,8 @@ def _learning_rate_too_low(run: RunStatistics) -> Finding | None:
 
 def _high_variance(run: RunStatistics) -> Finding | None:
     share = mean_or_none(run.with_signal)
-    if share is None or share < LITTLE_SIGNAL or run.num_steps < 8:
+    rewards = run.series("reward")
+    if share is None or share < LITTLE_SIGNAL or len(rewards) < 8:
         return None
     seen = []
     pairs, unequal = _equal_texts(run)
@@ -612,12 +629,11 @@ def _high_variance(run: RunStatistics) -> Finding | None:
         seen.append(f"{_went(run)}, at learning rate {_rate(run):.1g}")
     if not seen:
         return None
-    spread = stdev(run.series("reward"))
     setting = _valid(run, *_more_generations(run)) if size < 8 else _valid(run, _lower_rate(run))
     return _finding(
         "high_variance",
-        f"{'; '.join(seen)}; from step to step the reward spreads by {spread:.2g} around "
-        f"{fmean(run.series('reward')):.3g}",
+        f"{'; '.join(seen)}; from step to step the reward spreads by {stdev(rewards):.2g} "
+        f"around {fmean(rewards):.3g}",
         "error" if run.worse or run.fell or (noisy and not run.learned) else "warning",
         setting=setting,
     )
@@ -638,7 +654,7 @@ def _equal_texts(run: RunStatistics) -> tuple[int, int]:
 def _slow_reward(run: RunStatistics) -> Finding | None:
     if run.setting("dynamic_sampling") or run.record.config is None:
         return None
-    num = batch_plan({k: v for k, v in run.record.config.trainer.items() if v}).num_completions
+    num = run.groups_per_step * run.setting("num_generations")
     waits, total, tokens = [], [], 0.0
     for row in run.rows:
         now = finite_number(row.get("num_tokens")) or tokens
@@ -728,18 +744,24 @@ def find_in_run(record: RunRecord, *, notes: bool = False) -> list[Finding]:
     """Return every finding, the most harmful first; a cause replaces what it explains.
 
     Args:
-        record: As ``read_run`` returns it; of less than two steps nothing is said.
+        record: As ``read_run`` returns it; of less than two steps nothing is said. Of a run that a
+            finding ended, that finding is the first.
         notes: Also explain what looks odd and is no fault, where nothing else was found.
     """
+    ended_by = record.ended_by if record.ended_by and record.ended_by.kind in KINDS else None
+    if ended_by:  # what was scored after it are the weights that were put back, not the run's last
+        record = replace(record, evaluation=None)
     run = RunStatistics(record)
     if run.num_steps < 2:
         return []
     found = [finding for find in _FINDERS if (finding := find(run)) is not None]
+    if ended_by:
+        found = [ended_by, *(f for f in found if f.kind != ended_by.kind)]
     causes = [f.kind for f in found if f.level == "error"]
     explained = {kind for cause in causes for kind in EXPLAINS.get(cause, "").split()}
     order = list(KINDS)
-    found = [f for f in found if f.kind not in explained]
-    found.sort(key=lambda f: (f.level != "error", order.index(f.kind)))
+    found = [f for f in found if f is ended_by or f.kind not in explained]
+    found.sort(key=lambda f: (f is not ended_by, f.level != "error", order.index(f.kind)))
     if notes and not found and (note := _loss_near_zero(run)):
         found.append(note)
     return found
@@ -757,9 +779,14 @@ def verdict(record: RunRecord, findings: Sequence[Finding]) -> str:
     """
     run = RunStatistics(record)
     if run.num_steps < 2:
-        counted = "1 step" if run.num_steps else "no step"
-        return f"Nothing can be told: the run made {counted}, and two are needed."
+        counted = "one step" if run.num_steps else "no step"
+        return f"Nothing can be told: the run recorded {counted}, and two are needed."
     text = f"{_outcome(run)}: {_went(run)}"
+    if record.ended_by:
+        kept = record.end.get("kept_step")
+        text = f"It was ended by {record.ended_by.kind}"
+        text += "" if kept is None else f" and keeps its weights after step {kept}"
+        text += f": {_went(run)}"
     serious = [f for f in findings if f.level != "note"]
     if not serious:
         spent = _nothing_left(run)

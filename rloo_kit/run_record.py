@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from rloo_kit.config import RunConfig, read_run_file
+from rloo_kit.config import RunConfig, batch_plan, read_run_file
 from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.findings import Finding
 
 KEPT_ROWS = 4000
 """Completions that are read from the beginning of a large file, and as many from its end."""
@@ -48,7 +49,21 @@ class RunRecord:
     """``before`` and ``after`` on held-out prompts; None where the run made none."""
     config: RunConfig | None = None
     """None where run.yaml is missing or cannot be read."""
+    end: dict[str, Any] = field(default_factory=dict)
+    """How it ended: ``how``, ``reason``, ``steps``, ``seconds``, ``time``, and of a run that a
+    finding ended ``finding`` and ``kept_step``; {} while it goes, and of one that was killed."""
     folder: Path | None = None
+
+    @property
+    def ended_by(self) -> Finding | None:
+        """The finding that ended the run."""
+        found = self.end.get("finding")
+        if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
+            return None
+        try:
+            return Finding(**{name: None if v is None else str(v) for name, v in found.items()})
+        except TypeError:  # other fields than a finding has
+            return None
 
 
 def read_run(folder: str | Path) -> RunRecord:
@@ -61,24 +76,34 @@ def read_run(folder: str | Path) -> RunRecord:
         DataError: It is no folder of a run, or its metrics cannot be read.
     """
     place = Path(folder)
-    if not (place / "metrics.jsonl").is_file() and not (place / "run.yaml").is_file():
-        raise DataError(
-            f"{str(folder)!r} is no folder of a run: it holds neither metrics.jsonl nor run.yaml; "
-            f"give the folder that rloo-kit train wrote"
-        )
     try:
-        metrics, damaged = _read_rows(place / "metrics.jsonl", None)
-        completions, _ = _read_rows(place / "completions.jsonl", KEPT_ROWS)
-        evaluation = _read_json(place / "evaluation.json")
+        return _read_folder(place)
     except OSError as exc:
         raise DataError(f"run folder {str(folder)!r} cannot be read: {exc}") from exc
+
+
+def _read_folder(place: Path) -> RunRecord:
+    if not (place / "metrics.jsonl").is_file() and not (place / "run.yaml").is_file():
+        raise DataError(
+            f"{str(place)!r} is no folder of a run: it holds neither metrics.jsonl nor run.yaml; "
+            f"give the folder that rloo-kit train wrote"
+        )
+    metrics, damaged = _read_rows(place / "metrics.jsonl", None)
+    completions, _ = _read_rows(place / "completions.jsonl", KEPT_ROWS)
     if damaged and not metrics:
         raise DataError(
             f"{str(place / 'metrics.jsonl')!r} holds no line of JSON: it was not written by a run, "
             f"or is damaged; give another folder"
         )
     completions = [row for row in completions if _has_place(row)]
-    return RunRecord(metrics, completions, evaluation, _read_config(place / "run.yaml"), place)
+    return RunRecord(
+        metrics,
+        completions,
+        _read_json(place / "evaluation.json"),
+        _read_config(place / "run.yaml"),
+        _read_json(place / "end.json") or {},
+        place,
+    )
 
 
 def _read_rows(path: Path, kept: int | None) -> tuple[list[dict[str, Any]], int]:
@@ -234,6 +259,15 @@ class RunStatistics:
         """Return a setting of the trainer."""
         given = self.record.config.trainer if self.record.config else {}
         return given.get(name, DEFAULTS.get(name))
+
+    @cached_property
+    def groups_per_step(self) -> int:
+        """Prompts that an optimizer step samples; 1 where the run file is not known."""
+        if self.record.config is None:
+            return 1
+        plan = batch_plan({k: v for k, v in self.record.config.trainer.items() if v})
+        batches = (self.setting("gradient_accumulation_steps") or 1) // plan.steps_per_generation
+        return max(1, plan.num_prompts * max(1, batches))
 
     # --- completions -----------------------------------------------------------------------------
 

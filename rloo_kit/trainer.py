@@ -267,6 +267,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
         """Set what a training keeps from batch to batch."""
         self.reward_moments = RunningMoments()
         self.stop_reason: str | None = None
+        self._groups_of_step = (0, 0)
         self._thoughts = ThoughtFinder(self._tokenizer)
         self._learner: Learner | None = None
         self._window: list[tuple[Rollout, torch.Tensor]] = []
@@ -681,8 +682,16 @@ class LeaveOneOutTrainer(RLOOTrainer):
         for name, value in rollout.metrics(self.reward_func_names).items():
             self._note(name, value)
         step = self.state.global_step + 1
+        of_step, first = self._groups_of_step
+        first = first if of_step == step else 0  # a step may learn from several batches
+        self._groups_of_step = (step, first + len(rollout) // self.num_generations)
         records = [
-            {"step": step, **record, **self._thoughts(ids, record["completion"])}
+            {
+                "step": step,
+                **record,
+                "group": first + record["group"],
+                **self._thoughts(ids, record["completion"]),
+            }
             for record, ids in zip(
                 rollout.records(self.reward_func_names),
                 rollout.sampled.tokens.completion_ids,
@@ -811,7 +820,7 @@ def _starts_at_base(adapter: dict[str, torch.Tensor]) -> bool:
     return bool(kinds["b"]) and only_lora and not any(values.any() for values in kinds["b"])
 
 
-CHANGES_THE_GRADIENT = (
+KIT_PATH_ONLY = (
     "gate_on_score",
     "token_level_kl",
     "kl_estimator",
@@ -821,6 +830,7 @@ CHANGES_THE_GRADIENT = (
     "dynamic_sampling",
     "max_no_signal_fraction",
     "rollout_correction",
+    "stop_on",
 )
 """Settings of the kit that TRL's own path cannot serve."""
 
@@ -842,7 +852,7 @@ def why_trl_path(trainer: LeaveOneOutTrainer) -> str | None:
     given = [
         field.name
         for field in OWN_FIELDS
-        if field.name in CHANGES_THE_GRADIENT and getattr(trainer.args, field.name) != field.default
+        if field.name in KIT_PATH_ONLY and getattr(trainer.args, field.name) != field.default
     ]
     if reason and given:
         raise ConfigError(

@@ -6,6 +6,7 @@ what only held-out prompts show, when two looks at them agree.
 
 import math
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import fmean, variance
@@ -23,7 +24,14 @@ IN_A_ROW = 3
 FIRST_STEPS, FIRST_STEPS_OF_SIGNAL = 5, 10
 """Steps before the first finding is told; where it is about scores that do not differ."""
 ABOUT_SIGNAL = frozenset(
-    {"cold_start", "constant_reward", "learning_rate_too_low", "no_signal", "saturated_reward"}
+    {
+        "cold_start",
+        "constant_reward",
+        "learning_rate_too_low",
+        "no_signal",
+        "reward_collapse",
+        "saturated_reward",
+    }
 )
 BY_HELD_OUT = frozenset({"reward_hacking"})
 TIME_SHARE = 0.005
@@ -58,18 +66,25 @@ class BestWeights:
     def see_batch(self, step: int, group_means: list[float], *, healthy: bool) -> None:
         """Copy the weights if the batch that they just sampled puts them among the best.
 
+        The batch alone must be as good as chance allows, too: else the mean of the batches before
+        it would vouch for weights that have just been ruined.
+
         Args:
             step: Optimizer steps that the weights have behind them.
-            group_means: Mean score of each group of the batch.
+            group_means: Mean score of each group of the batch, as the rewards gave it.
             healthy: Whether nothing is found that ought to stop the run.
         """
+        if not group_means:
+            return
         self._batches.append(group_means)
         means = [mean for batch in self._batches for mean in batch]
-        if not means:
+        spread = variance(means) if len(means) > 1 else 0.0
+        if self._kept and not healthy:
             return
-        error = variance(means) / len(means) if len(means) > 1 else 0.0
-        if healthy or not self._kept:
-            self._see(step, fmean(means), error)
+        top, error_of_top = self._top
+        alone = fmean(group_means) >= top - math.sqrt(spread / len(group_means) + error_of_top)
+        if alone or not self._kept:
+            self._see(step, fmean(means), spread / len(means))
 
     def see_held_out(self, step: int, scores: list[float]) -> None:
         """Copy the weights if held-out prompts put them among the best.
@@ -151,7 +166,13 @@ class RunWatch(TrainerCallback):
                 self._see_scores(0, evaluation["before"])
 
     def on_completions(
-        self, args: Any, state: Any, control: Any, records: list[dict[str, Any]], **_: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        records: list[dict[str, Any]],
+        rollout: Any,
+        **_: Any,
     ) -> None:
         """Keep a batch; remember the weights that sampled it when it is among the best."""
         room = max(0, KEPT_ROWS - len(self._first))
@@ -159,10 +180,8 @@ class RunWatch(TrainerCallback):
         self._last += records[room:]
         if self.best is None or self.by_held_out:
             return
-        groups: dict[int, list[Any]] = {}
-        for record in records:
-            groups.setdefault(record["group"], []).append(record["score"])
-        means = [fmean(scores) for group in groups.values() if (scores := finite_numbers(group))]
+        scores = rollout.sampled.scores.view(-1, rollout.num_generations)
+        means = finite_numbers(scores.nanmean(dim=1).tolist())
         self.best.see_batch(state.global_step, means, healthy=self._is_healthy)
 
     def see_held_out(self, step: int, evaluation: dict[str, Any]) -> None:
@@ -192,7 +211,16 @@ class RunWatch(TrainerCallback):
         started = time.monotonic()
         if "reward" not in logs or self.stopped_on or started < self._next_check:
             return
-        self._check(state.global_step)
+        try:
+            self._check(state.global_step)
+        except Exception as exc:
+            self._next_check = math.inf
+            warnings.warn(
+                f"the doctor looks no further and the run goes on: {type(exc).__name__}: {exc}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
         taken = time.monotonic() - started
         self._next_check = started + taken / TIME_SHARE
 
@@ -219,7 +247,7 @@ class RunWatch(TrainerCallback):
         now = (self._checks, self._looks)
         self._since = {f.kind: self._since.get(f.kind, now) for f in found}
         sure = [f for f in found if self._is_sure(f, step)]
-        if [f.kind for f in sure] != [f.kind for f in self.findings]:
+        if list(map(_name, sure)) != list(map(_name, self.findings)):
             self.tell(sure)
         self.findings = sure
         for finding in sure:
@@ -244,3 +272,7 @@ class RunWatch(TrainerCallback):
                 f"{self.best.value:.3g}"
             )
         return f"{finding.kind}: {finding.evidence}{kept}{change}"
+
+
+def _name(finding: Finding) -> tuple[str, str | None, str]:
+    return finding.kind, finding.reward, finding.level

@@ -46,7 +46,7 @@ def reward_svg(record: RunRecord) -> str:
     rows = RunStatistics(record).rows
     steps = [row["step"] for row in rows]
     reward = [row["reward"] for row in rows]
-    spread = [row["score/group_std"] for row in rows]
+    spread = [row["score/raw_group_std"] for row in rows]
     figure = Figure(figsize=(7, 2.8), layout="constrained")
     axis = figure.subplots()
     low, high = zip(*((r - s, r + s) for r, s in zip(reward, spread, strict=True)), strict=True)

@@ -33,7 +33,7 @@ ROW = {
     "num_tokens": 4261.0, "completions/mean_length": 27.578125, "completions/clipped_ratio": 0.0,
     "speed/generation_tokens_per_second": 1630.3704799725574, "signal/groups_without": 0.5,
     "reward": 0.59375, "reward_std": 0.49501481652259827, "frac_reward_zero_std": 0.5,
-    "score/group_std": 0.2540663480758667, "completions/truncated": 0.0,
+    "score/raw_group_std": 0.2540663480758667, "completions/truncated": 0.0,
     "rewards/accuracy/mean": 0.59375, "rewards/accuracy/std": 0.49501481652259827,
     "rewards/thinking/mean": 0.7, "rewards/thinking/std": 0.0,
     "kl": 0.0345, "kl/token": 0.0345, "kl/sequence": 0.991, "objective/kl": 0.991,

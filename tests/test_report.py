@@ -58,7 +58,7 @@ def rows_of_run(steps=STEPS, groups=GROUPS):
 
 def metric(step, **changes):
     return {
-        "step": step, "time": 1.7e9 + step, "reward": step / STEPS, "score/group_std": 0.25,
+        "step": step, "time": 1.7e9 + step, "reward": step / STEPS, "score/raw_group_std": 0.25,
         "rewards/accuracy/mean": step / STEPS, "kl/sequence": 0.1 * step,
         "signal/groups_without": 0.5, "completions/mean_length": 20.0, **changes,
     }  # fmt: skip
@@ -327,6 +327,30 @@ def test_settings_that_differ_from_the_defaults_are_marked(run):
     assert not rows["model.name"]["differs"]
 
 
+def test_what_is_a_secret_by_its_name_is_not_shown(run):
+    config = {
+        "rewards": [{"name": "judge", "api_key": "sk-planted", "model": "some-judge"}],
+        "trainer": {"hub_token": "hf_planted", "max_completion_length": 32},
+    }
+    page = write_report(run(config=config)).read_text(encoding="utf-8")
+    assert "planted" not in page
+    assert "some-judge" in page
+    rows = {row["name"]: row["value"] for row in data_of(page)["runs"][0]["config"]}
+    assert rows["trainer.hub_token"] == "***"
+    assert rows["trainer.max_completion_length"] == "32"
+
+
+def test_of_a_run_that_kept_other_weights_the_last_score_stands_at_theirs(run):
+    scores = {"before": {"rewards": {"accuracy": 0.5}}, "after": {"rewards": {"accuracy": 0.7}}}
+    folder = run(evaluation=scores, end={"how": "stopped", "kept_step": 3})
+    assert content(folder)["points"]["accuracy"] == [[0, 0.5], [3, 0.7]]
+
+
+def test_a_folder_that_cannot_be_entered_is_one_sentence(tmp_path):
+    with pytest.raises(DataError, match="cannot be read"):
+        write_report(tmp_path / ("x" * 300))
+
+
 def test_a_finding_comes_with_the_command_that_tries_its_remedy(run):
     config = {"trainer": {"learning_rate": 0.3}}
     kl = {"kl": 20.0, "kl/sequence": 500.0, "reward": 0.0, "signal/groups_without": 0.2}
@@ -379,7 +403,7 @@ def test_metrics_alone_are_enough(tmp_path):
 
 def test_a_run_without_a_step_says_so(run):
     found = content(run(metrics=[], rows=[]))
-    assert found["verdict"].startswith("Nothing can be told: the run made no step")
+    assert found["verdict"].startswith("Nothing can be told: the run recorded no step")
     assert found["end"]["how"] == "open"
 
 

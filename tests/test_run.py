@@ -246,6 +246,35 @@ def test_every_completion_is_recorded_when_a_step_has_several_generations():
     assert main(["quickstart", *SHORT, *several]) == 0
     completions = rows("runs/quickstart/completions.jsonl")
     assert [row["step"] for row in completions] == [1] * 64 + [2] * 64
+    for step in (completions[:64], completions[64:]):
+        assert [row["group"] for row in step] == [place // 8 for place in range(64)]
+
+
+def test_the_run_file_that_is_left_finds_its_files_again(tmp_path, monkeypatch):
+    home = tmp_path / "project"
+    home.mkdir()
+    (home / "mine.py").write_text(
+        "def digits(completions, **_):\n"
+        "    return [float(sum(c.isdigit() for c in str(text))) for text in completions]\n"
+    )
+    lines = [
+        json.dumps({"prompt": f"What is {n} + 222?", "answer": str(n + 222)})
+        for n in range(100, 120)
+    ]
+    (home / "sums.jsonl").write_text("\n".join(lines))
+    content = {
+        "data": {"prompts": "sums.jsonl", "held_out": 0},
+        "rewards": ["mine.py:digits:0.5", {"name": "accuracy", "only_if": "mine.py:digits"}],
+        "trainer": {"max_steps": 1, "max_completion_length": 32},
+    }
+    (home / "run.yaml").write_text(yaml.safe_dump(content))
+    first = rk.train("project/run.yaml", say=lambda line: None)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    left = (tmp_path / first.folder / "run.yaml").resolve()
+    monkeypatch.chdir(elsewhere)
+    again = rk.train(left, say=lambda line: None)
+    assert again.steps == 1
 
 
 def test_an_async_reward_and_one_that_wants_the_trainers_keywords(tmp_path):

@@ -1,9 +1,15 @@
 """What is found in the folder of a run: on rows made by hand, a fault each, and on healthy ones."""
 
 import json
+import math
+import random
+from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rloo_kit.config import make_run_config, read_run_file
 from rloo_kit.errors import DataError
@@ -441,6 +447,10 @@ def test_a_loss_near_zero_is_explained_when_asked_and_only_then():
 # --- the verdict ----------------------------------------------------------------------------------
 
 
+def kinds(run):
+    return [finding.kind for finding in find_in_run(run)]
+
+
 def told(run):
     return verdict(run, find_in_run(run))
 
@@ -473,7 +483,7 @@ def test_a_reward_that_rose_alone_is_told():
 def test_of_a_run_without_two_steps_nothing_else_is_said(num):
     run = RunRecord(metrics(**all_of(0.0))[:num])
     assert find_in_run(run, notes=True) == []
-    assert told(run).startswith("Nothing can be told: the run made")
+    assert told(run).startswith("Nothing can be told: the run recorded")
 
 
 def test_accuracy_that_the_run_does_not_pay_and_never_has_says_nothing():
@@ -530,7 +540,7 @@ def test_metrics_that_hold_no_row_are_refused(folder):
 def test_a_run_that_was_killed_before_its_first_step_is_no_error(folder):
     for name in ("metrics.jsonl", "completions.jsonl", "evaluation.json"):
         (folder / name).unlink()
-    assert told(read_run(folder)).startswith("Nothing can be told: the run made no step")
+    assert told(read_run(folder)).startswith("Nothing can be told: the run recorded no step")
 
 
 @pytest.mark.parametrize("name", ["completions.jsonl", "evaluation.json", "run.yaml"])
@@ -549,6 +559,27 @@ def test_a_completion_that_has_no_place_in_the_run_is_left_out(folder, damage):
     run = read_run(folder)
     assert len(run.completions) == len(rows)
     assert told(run) == told(RunRecord(run.metrics, rows, run.evaluation, run.config))
+
+
+@given(
+    broken=st.dictionaries(
+        st.sampled_from(sorted({*HEALTHY, "entropy", "policy/entropy_avg", "kl", "val/ratio"})),
+        st.sampled_from([None, math.nan, math.inf, 0.0, -1.0, 1e9, "high"]),
+        max_size=6,
+    ),
+    worsened=st.sampled_from([{}, {"reward": line(0.9, 0.1)}, DULL, all_of(0.0), all_of(1.0)]),
+    sampled=st.booleans(),
+    scored=st.sampled_from([None, held_out(0.6, 0.2), held_out(0.2, 0.6)]),
+)
+@settings(max_examples=300, deadline=None)
+def test_no_metrics_however_odd_are_an_error(broken, worsened, sampled, scored):
+    rows = metrics(**worsened)
+    for place, row in enumerate(rows):
+        row |= {name: value for name, value in broken.items() if place % 3 or value is None}
+        row.setdefault("policy/entropy_avg", 0.5 / (1 + place))
+    said = completions() if sampled else []
+    run = RunRecord(rows, said, scored, config())
+    assert told(run).endswith(".")
 
 
 @pytest.mark.parametrize("value", [None, "high", True, float("nan"), 10**400, [], {}])
@@ -578,3 +609,78 @@ def test_reading_a_run_loads_nothing_heavy():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+# --- runs that a finding ended --------------------------------------------------------------------
+
+
+def ended(**end):
+    finding = find_in_run(record({"kl": line(0.1, 3.0), "reward": line(0.9, 0.1)}))[0]
+    assert finding.kind == "kl_explosion"
+    return {"how": "stopped", "finding": finding.as_dict(), **end}
+
+
+def test_what_ended_a_run_stays_its_first_finding_though_the_kept_weights_are_good():
+    run = replace(
+        record({"kl": line(0.1, 3.0), "reward": line(0.9, 0.1)}, evaluation=held_out(0.4, 0.7)),
+        end=ended(kept_step=7),
+    )
+    found = find_in_run(run)
+    assert found[0].kind == "kl_explosion"
+    assert verdict(run, found).startswith(
+        "It was ended by kl_explosion and keeps its weights after step 7: accuracy on 100 held-out "
+        "prompts rose from 0.400 to 0.700; change first (kl_explosion): trainer.learning_rate="
+    )
+
+
+@pytest.mark.parametrize(
+    "finding", [None, "kl", {"kind": "unheard"}, {"kind": ["kl"]}, {"kind": "kl_explosion", "x": 1}]
+)
+def test_a_damaged_end_is_no_error(finding):
+    run = replace(record(), end={"how": "stopped", "finding": finding, "kept_step": "three"})
+    assert told(run).endswith(".")
+
+
+# --- small batches --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("prompts", "size"), [(1, 4), (2, 4), (2, 8), (4, 4)])
+@pytest.mark.parametrize("rates", [(0.15, 0.4), (0.3, 0.6)])
+def test_chance_in_small_batches_is_no_collapse(prompts, size, rates):
+    accused = 0
+    for seed in range(40):
+        draw = random.Random(seed)
+        rows = []
+        for step in range(60):
+            rate = rates[0] + (rates[1] - rates[0]) * step / 60
+            groups = [[draw.random() < rate for _ in range(size)] for _ in range(prompts)]
+            right = [float(one) for group in groups for one in group]
+            without = sum(len(set(group)) == 1 for group in groups) / prompts
+            rows.append(
+                {"step": step + 1, "reward": fmean(right), "signal/groups_without": without}
+            )
+        settings_of_it = config(num_generations=size, per_device_train_batch_size=prompts * size)
+        for num in range(10, 61):
+            found = find_in_run(RunRecord(rows[:num], config=settings_of_it))
+            if any(finding.kind == "reward_collapse" for finding in found):
+                accused += 1
+                break
+    assert accused <= 1
+
+
+def test_a_learning_rate_that_is_still_warmed_up_is_not_too_low():
+    rising = record(
+        {**FLAT, "learning_rate": line(1e-9, 1e-5), "kl": line(0.0, 0.0)},
+        run_config=config("a-model", learning_rate=1e-4),
+    )
+    assert "learning_rate_too_low" not in kinds(rising)
+
+
+def test_a_step_of_several_batches_waits_for_no_reward():
+    """Four batches of 16: what sampled them is four times what one would have taken."""
+    slow = {"step_time": line(4.2, 4.2), "speed/generation_tokens_per_second": line(450, 450),
+            "speed/learning_tokens_per_second": line(8000, 8000)}  # fmt: skip
+    several = config(
+        per_device_train_batch_size=16, gradient_accumulation_steps=4, steps_per_generation=1
+    )
+    assert "slow_reward" not in kinds(record(slow, run_config=several))

@@ -45,16 +45,23 @@ def batch(step, score=lambda group, place: float((group + place) % 3 > 0)):
     ]
 
 
+def sampled(rows):
+    """The batch of these records, as the trainer hands it on."""
+    scores = torch.tensor([row["score"] for row in rows])
+    return SimpleNamespace(sampled=SimpleNamespace(scores=scores), num_generations=SIZE)
+
+
 def exploded(step):
     return row(step, **{"kl": 3.0, "kl/token": 3.0, "kl/sequence": 60.0, "reward": 0.0})
 
 
-def drive(watch, rows, batches=None):
+def drive(watch, logged, batches=None):
     """Let a watch see a training of these rows; return the state."""
     state = SimpleNamespace(global_step=0)
     watch.on_train_begin(None, state, None)
-    for step, logs in enumerate(rows, 1):
-        watch.on_completions(None, state, None, records=(batches or batch)(step))
+    for step, logs in enumerate(logged, 1):
+        rows = (batches or batch)(step)
+        watch.on_completions(None, state, None, records=rows, rollout=sampled(rows))
         state.global_step = step
         watch.on_log(None, state, None, logs=logs)
         watch._next_check = 0.0  # as if the steps took their usual time
@@ -149,6 +156,26 @@ def test_a_second_training_begins_anew():
     assert watch.findings == []
 
 
+def test_a_rule_with_a_fault_ends_the_looking_and_not_the_run(monkeypatch):
+    def broken(record):
+        raise TypeError("no such thing")
+
+    monkeypatch.setattr(room, "find_in_run", broken)
+    watch, told, stops = watching(stop_on=STOP_ON)
+    with pytest.warns(RuntimeWarning, match="the run goes on: TypeError: no such thing"):
+        drive(watch, [row(step) for step in range(1, 3)])
+    assert (told, stops) == ([], [])
+
+
+def test_a_warning_that_becomes_an_error_is_told_again():
+    watch, told, _ = watching()
+    little = {"signal/groups_without": 0.85, "kl/sequence": 1.0}
+    none = {"signal/groups_without": 1.0, "kl/sequence": 1.0}
+    flat = [row(step, reward=0.5 + 0.02 * (step % 3), **little) for step in range(1, 14)]
+    drive(watch, flat + [row(step, reward=0.5, **none) for step in range(14, 120)])
+    assert told.count(["no_signal"]) == 2
+
+
 # --- the best weights ----------------------------------------------------------------------------
 
 
@@ -186,6 +213,29 @@ def test_weights_under_suspicion_are_not_kept():
     assert best.step == 0
 
 
+def test_weights_whose_own_batch_is_ruined_are_not_kept_though_the_mean_is_high():
+    best = BestWeights([torch.nn.Parameter(torch.zeros(2))])
+    for step in range(20):
+        best.see_batch(step, [1.0, 0.8, 0.9, 1.0, 0.7, 0.9, 1.0, 0.8], healthy=True)
+    best.see_batch(20, [0.0] * 8, healthy=True)
+    assert best.step == 19
+
+
+def test_scores_are_compared_as_the_rewards_gave_them():
+    """Scores over the mean of their batch are 0 in the mean, in the best batch and in the worst."""
+    watch, _, _ = watching(
+        stop_on=["kl_explosion"], parameters=lambda: [torch.nn.Parameter(torch.zeros(1))]
+    )
+    state = SimpleNamespace(global_step=0)
+    watch.on_train_begin(None, state, None)
+    for step in range(20):
+        state.global_step = step
+        given = [{**one, "score": float(step < 10)} for one in batch(step)]
+        normalised = [{**one, "score": 0.0} for one in given]
+        watch.on_completions(None, state, None, records=normalised, rollout=sampled(given))
+    assert watch.best.step < 10
+
+
 def test_nothing_is_put_back_where_nothing_was_kept():
     assert not BestWeights([torch.nn.Parameter(torch.zeros(2))]).restore()
 
@@ -204,7 +254,8 @@ def test_reward_up_and_held_out_down_ends_a_run_at_its_best_held_out_score():
     state = SimpleNamespace(global_step=0)
     watch.on_train_begin(None, state, None)
     for step in range(1, 25):
-        watch.on_completions(None, state, None, records=batch(step))
+        rows = batch(step)
+        watch.on_completions(None, state, None, records=rows, rollout=sampled(rows))
         weight.data.fill_(float(step))
         state.global_step = step
         if step % 4 == 0:
@@ -312,6 +363,9 @@ def test_a_run_that_stops_keeps_its_best_adapter_and_says_how_it_ended(tmp_path)
     end = json.loads((result.folder / "end.json").read_text())
     assert end["how"] == "stopped"
     assert end["reason"].startswith("kl_explosion")
+    assert end["finding"]["kind"] == "kl_explosion"
+    assert end["kept_step"] == 0
+    assert rk.diagnose(result.folder, say=lambda text: None)[0].kind == "kl_explosion"
     found = json.loads((result.folder / "evaluation.json").read_text())
     assert [part["step"] for part in found["during"]] == [2, 4][: len(found["during"])]
     assert found["during"][0]["rewards"]["accuracy"] < 0.2, "after two steps it was ruined"

@@ -45,7 +45,7 @@ def metrics_of_step(step, groups):
     return {
         "step": step, "time": 1.7e9 + 3 * step, "loss": 0.0, "grad_norm": 0.2 + 0.01 * (step % 5),
         "learning_rate": 1e-3 * (1 - step / STEPS), "num_tokens": 900.0 * step,
-        "reward": sum(scores) / len(scores) + 0.1, "score/group_std": 0.3,
+        "reward": sum(scores) / len(scores) + 0.1, "score/raw_group_std": 0.3,
         "rewards/accuracy/mean": sum(scores) / len(scores), "rewards/format/mean": 1.0,
         "kl": 0.001 * step, "kl/token": 0.001 * step, "kl/sequence": 0.03 * step,
         "signal/groups_without": sum(alike) / len(alike), "completions/mean_length": 31.5,

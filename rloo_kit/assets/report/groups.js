@@ -157,7 +157,9 @@ function inWords(group) {
   const { different, signal } = summary(group);
   const size = group.completions.length;
   const texts = different === size ? "" : `, ${different === 1 ? "one text" : `${different} different texts`}`;
-  return `${plural(size, "completion")}${texts}; ${signal ? "scores differ" : "scores are equal: no signal"}`;
+  const moved = group.completions.some((completion) => completion.advantage);
+  const equal = moved ? "scores are equal: only the KL penalty acts" : "scores are equal: no signal";
+  return `${plural(size, "completion")}${texts}; ${signal ? "scores differ" : equal}`;
 }
 
 function moveButton(label, by) {

@@ -44,13 +44,15 @@ function findingOf(finding, level) {
 }
 
 const NOTHING_WRONG = "Nothing is wrong with this run, as far as its record tells.";
+const NOTHING_SEEN = "What was recorded before the end shows nothing wrong.";
 const NOTHING_KNOWN = "Nothing can be told of less than two steps.";
 
 function showFindings() {
   runs.forEach((run, place) => {
     const parts = run.findings.map((finding) => findingOf(finding, several ? "h4" : "h3"));
     const calm = run.findings.every((finding) => finding.level === "note");
-    const said = run.end.steps > 1 ? NOTHING_WRONG : NOTHING_KNOWN;
+    const early = ["failed", "stopped"].includes(run.end.how);
+    const said = run.end.rows < 2 ? NOTHING_KNOWN : early ? NOTHING_SEEN : NOTHING_WRONG;
     byId("finding-list").append(make("div", {}, several ? make("h3", {}, runName(place)) : null,
       calm ? make("p", { class: "calm" }, said) : null,
       parts.length ? make("div", { class: "findings" }, parts) : null));
