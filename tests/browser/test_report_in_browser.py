@@ -426,6 +426,11 @@ def test_no_width_needs_a_sideways_scroll(page, which, width, request):
     assert page.run("return document.documentElement.scrollWidth") <= width
     narrow = page.run("return Math.min(...charts.map(({plot}) => plot.clientWidth))")
     assert narrow > 250
+    cells = page.run(
+        "return [...document.querySelectorAll('.settings-table td')]"
+        ".filter((cell) => cell.offsetParent).map((cell) => cell.clientHeight)"
+    )
+    assert max(cells) < 150, "a value must not stand one letter above the other"
 
 
 def test_the_page_prints_in_light_colours_without_its_controls(page, single):
