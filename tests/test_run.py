@@ -33,6 +33,14 @@ def rows(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def write_sums(path):
+    lines = [
+        json.dumps({"prompt": f"What is {n} + 222?", "answer": str(n + 222)})
+        for n in range(100, 120)
+    ]
+    path.write_text("\n".join(lines))
+
+
 def thoughts_are_told_from_answers(completions):
     for row in completions:
         text = row["completion"][-1]["content"]
@@ -211,11 +219,7 @@ def test_a_run_that_is_killed_has_a_report_and_one_can_be_built_again(tmp_path, 
 def test_prompts_come_from_the_run_files_folder(tmp_path, monkeypatch):
     home = tmp_path / "project"
     home.mkdir()
-    lines = [
-        json.dumps({"prompt": f"What is {n} + 222?", "answer": str(n + 222)})
-        for n in range(100, 120)
-    ]
-    (home / "sums.jsonl").write_text("\n".join(lines))
+    write_sums(home / "sums.jsonl")
     content = {
         "data": {"prompts": "sums.jsonl", "held_out": 4},
         "trainer": {"max_steps": 1, "max_completion_length": 32},
@@ -257,11 +261,7 @@ def test_the_run_file_that_is_left_finds_its_files_again(tmp_path, monkeypatch):
         "def digits(completions, **_):\n"
         "    return [float(sum(c.isdigit() for c in str(text))) for text in completions]\n"
     )
-    lines = [
-        json.dumps({"prompt": f"What is {n} + 222?", "answer": str(n + 222)})
-        for n in range(100, 120)
-    ]
-    (home / "sums.jsonl").write_text("\n".join(lines))
+    write_sums(home / "sums.jsonl")
     content = {
         "data": {"prompts": "sums.jsonl", "held_out": 0},
         "rewards": ["mine.py:digits:0.5", {"name": "accuracy", "only_if": "mine.py:digits"}],
