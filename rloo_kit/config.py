@@ -575,6 +575,8 @@ def check_values(values: Mapping[str, Any]) -> list[str]:
             faults.append(_wrong_type(f"trainer.{name}", item, kind))
         elif not low <= item <= high:
             faults.append(f"trainer.{name} is {item!r}, must be between {low:g} and {high:g}")
+    if values.get("stop_on") and values.get("doctor") is False:
+        faults.append("trainer.stop_on needs the doctor, and trainer.doctor is false: remove one")
     return faults
 
 

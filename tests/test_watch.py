@@ -293,6 +293,12 @@ def test_a_wrong_stop_on_says_what_it_may_be(value, remedy):
         translate_trainer_arguments({"stop_on": value})
 
 
+def test_nothing_is_found_by_a_doctor_that_is_switched_off():
+    with pytest.raises(ConfigError, match=r"trainer\.doctor is false: remove one"):
+        translate_trainer_arguments({"stop_on": ["kl_explosion"], "doctor": False})
+    assert not translate_trainer_arguments({"stop_on": [], "doctor": False})["doctor"]
+
+
 def test_reward_hacking_cannot_be_seen_without_held_out_prompts_on_the_way():
     with pytest.raises(ConfigError, match=r"set data\.held_out_every, such as 10"):
         make_run_config({"trainer": {"stop_on": ["reward_hacking"]}})
