@@ -153,6 +153,7 @@ class RunWatch(TrainerCallback):
         self._evaluation: dict[str, Any] = {}
         self._checks = self._looks = 0
         self._since: dict[str, tuple[int, int]] = {}
+        self._suspected: set[str] = set()
         self._next_check = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -236,7 +237,7 @@ class RunWatch(TrainerCallback):
 
     @property
     def _is_healthy(self) -> bool:
-        return not self.stop_on & set(self._since)
+        return not self.stop_on & self._suspected
 
     def _check(self, step: int) -> None:
         record = RunRecord(
@@ -246,6 +247,7 @@ class RunWatch(TrainerCallback):
         self._checks += 1
         now = (self._checks, self._looks)
         self._since = {f.kind: self._since.get(f.kind, now) for f in found}
+        self._suspected = {f.kind for f in found if f.level == "error"}
         sure = [f for f in found if self._is_sure(f, step)]
         if list(map(_name, sure)) != list(map(_name, self.findings)):
             self.tell(sure)
