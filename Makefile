@@ -15,7 +15,7 @@ quickstart: setup
 	.venv/bin/rloo-kit quickstart
 
 test: setup setup-gym
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile \
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 	  -m "not slow and not gpu and not vllm and not notebook and not browser"
 
 test-notebooks: setup
