@@ -16,11 +16,13 @@ quickstart: setup
 
 test: setup setup-gym
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-	  -m "not slow and not gpu and not vllm and not notebook and not browser"
+	  -m "not slow and not gpu and not vllm and not notebook and not tracker \
+	  and not browser"
 
+# Every notebook from top to bottom, and what a run reports to.
 test-notebooks: setup
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --durations=8 -m notebook \
-	  tests/test_notebooks.py tests/test_live.py
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadgroup --durations=8 \
+	  -m "notebook or tracker" tests/test_notebooks.py tests/test_live.py tests/test_report_to.py
 
 # The report's page in a real Chromium; no library of the training is loaded for it.
 test-browser: setup-browser

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+pytestmark = [pytest.mark.tracker, pytest.mark.xdist_group("tracker")]
+
 TRAINING = """
 import json, socket, sys
 
