@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from rloo_kit.errors import RewardLoadError
+from rloo_kit.thoughts import token_id
 from rloo_kit.types import Completion, Score
 
 from ._text import (
@@ -36,15 +37,7 @@ def end_of_thinking_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     None means that the vocabulary has no single token for it. There is no guess: an id of another
     family would stand for an ordinary word.
     """
-    return _token_id(tokenizer, THINK_CLOSE)
-
-
-def _token_id(tokenizer: "PreTrainedTokenizerBase", token: str) -> int | None:
-    token_id = tokenizer.convert_tokens_to_ids(token)
-    # A token the vocabulary lacks comes back as None or as the id of the unknown token.
-    if not isinstance(token_id, int) or tokenizer.convert_ids_to_tokens(token_id) != token:
-        return None
-    return token_id
+    return token_id(tokenizer, THINK_CLOSE)
 
 
 def _question_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
@@ -110,7 +103,7 @@ class ThoughtTokens:
             )
         start = self.start_token_id
         if start is None:
-            start = _token_id(tokenizer, THINK_OPEN)
+            start = token_id(tokenizer, THINK_OPEN)
         return replace(self, end_token_id=end, start_token_id=start)
 
     def think_ids(self) -> tuple[int | None, int]:

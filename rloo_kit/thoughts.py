@@ -5,6 +5,15 @@ from typing import Any
 THOUGHT_ENDS = "</think>"
 
 
+def token_id(tokenizer: Any, token: str) -> int | None:
+    """Return the id of a token in the tokenizer's vocabulary; None where it is no single one."""
+    found = tokenizer.convert_tokens_to_ids(token)
+    # A token the vocabulary lacks comes back as None or as the id of the unknown token.
+    if not isinstance(found, int) or tokenizer.convert_ids_to_tokens(found) != token:
+        return None
+    return found
+
+
 class ThoughtFinder:
     """Tell the thought of a completion from its answer, by the id of the closing token.
 
@@ -14,9 +23,7 @@ class ThoughtFinder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        closing = tokenizer.convert_tokens_to_ids(THOUGHT_ENDS)
-        known = closing is not None and tokenizer.convert_ids_to_tokens(closing) == THOUGHT_ENDS
-        self.closing_id: int | None = closing if known else None
+        self.closing_id = token_id(tokenizer, THOUGHT_ENDS)
 
     def __call__(self, completion_ids: list[int], completion: Any) -> dict[str, int | None]:
         """Return what a row of completions.jsonl says of the thought.

@@ -21,6 +21,7 @@ REWARDS = ROOT / "rewards"
 
 RANKS = {
     "errors": 0,
+    "thoughts": 0,
     "types": 0,
     "advantages": 1,
     "chat_templates": 1,
@@ -37,7 +38,6 @@ RANKS = {
     "findings": 1,
     "gym_tasks": 1,
     "tasks": 1,
-    "thoughts": 1,
     "page_json": 1,
     "composition": 2,
     "data": 2,
