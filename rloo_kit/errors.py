@@ -7,6 +7,9 @@ KitError
 │   ├── RewardLoadError (ImportError) a reward that cannot be found or imported
 │   └── RewardContractError (TypeError) a reward that returned something else than scores
 ├── ModelError (RuntimeError)         a model, tokenizer or adapter that cannot be loaded
+├── CheckpointError (RuntimeError)    a checkpoint that is broken, or belongs to another run
+├── DiskError (RuntimeError)          a disk that is full or refuses to be written
+├── DivergedError (RuntimeError)      weights or gradients that are no numbers any more
 └── SetupError                        this machine or this process
     ├── ImportOrderError (ImportError)   trl, transformers or peft before unsloth
     ├── BackendError (RuntimeError)      a backend that was asked for and cannot start
@@ -44,6 +47,18 @@ class RewardContractError(RewardError, TypeError):
 
 class ModelError(KitError, RuntimeError):
     """A model, tokenizer or adapter cannot be loaded or saved."""
+
+
+class CheckpointError(KitError, RuntimeError):
+    """A checkpoint is broken, cannot be read, or belongs to another run."""
+
+
+class DiskError(KitError, RuntimeError):
+    """The disk is full, or refuses to be written."""
+
+
+class DivergedError(KitError, RuntimeError):
+    """Weights or gradients are no numbers any more."""
 
 
 class SetupError(KitError):
