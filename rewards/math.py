@@ -30,7 +30,8 @@ class _Worker:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        # A SimpleQueue waits for ever where a signal is handled at the end of its timeout.
+        self._replies: queue.Queue[bytes] = queue.Queue()
         self._lock = threading.Lock()
         self._owner = os.getpid()
 
@@ -85,7 +86,7 @@ class _Worker:
             start_new_session=True,  # Ctrl-C is for this process
         )
         weakref.finalize(self, _end, process, self._owner)
-        self._replies = queue.SimpleQueue()
+        self._replies = queue.Queue()
         threading.Thread(
             target=_read, args=(process.stdout, self._replies), name="rloo-kit math", daemon=True
         ).start()
@@ -126,7 +127,7 @@ def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
             process.stdin.close()
 
 
-def _read(output: IO[bytes], replies: "queue.SimpleQueue[bytes]") -> None:
+def _read(output: IO[bytes], replies: "queue.Queue[bytes]") -> None:
     """Pass on the lines of a process, and an empty one at its end."""
     with output:
         for line in output:

@@ -9,6 +9,7 @@ import math
 import os
 import random
 import shutil
+import signal
 import statistics
 import time
 from collections import Counter
@@ -25,6 +26,7 @@ from rloo_kit.hardware import TESTED, Hardware, installed_version
 from rloo_kit.memory import belongs_to_session, session
 from rloo_kit.models import TINY_THINKER
 from rloo_kit.output_folder import free_folder
+from rloo_kit.stopping import StopSignals
 from rloo_kit.types import Completion, Row
 
 Say = Callable[[str], None]
@@ -62,6 +64,9 @@ class RewardModelResult:
     seconds: float
     """Training alone."""
     interrupted: bool = False
+    """By Ctrl-C or SIGTERM."""
+    terminated: bool = False
+    """By SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -354,7 +359,7 @@ def _train_and_save(job: _Job, train: list[Pair], held: list[Pair], say: Say) ->
     try:
         trainer = _make_trainer(arguments, model, tokenizer, train_ids, say)
         before = _Scores.of(trainer, held_ids)
-        seconds, interrupted = _train(trainer, say)
+        seconds, received = _train(trainer, say)
         after = None
         with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: saved without a score
             after = _Scores.of(trainer, held_ids)
@@ -366,7 +371,8 @@ def _train_and_save(job: _Job, train: list[Pair], held: list[Pair], say: Say) ->
             num_pairs=len(train_ids),
             num_held_out=len(held_ids),
             seconds=seconds,
-            interrupted=interrupted or after is None,
+            interrupted=received is not None or after is None,
+            terminated=received == signal.SIGTERM,
         )
         _save(job, trainer, result, after, partial)
     except BaseException:
@@ -396,7 +402,8 @@ def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
     reader = _reader()
     set_seed(job.seed)
     try:
-        with quiet(), reader.calm(local=Path(job.place).is_dir()):
+        is_here = Path(job.place).is_dir()
+        with quiet(), reader.calm(local=is_here), reader.no_pickles(job.model):
             model, missing = reader.load_base(
                 job.place, load_in_4bit=job.load_in_4bit, device=hardware.device
             )
@@ -404,6 +411,8 @@ def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
     except KitError:
         raise
     except Exception as exc:  # what is raised differs by library, version and network
+        if why := reader.why_refused(job.place, exc):
+            raise ModelError(f"the base {job.model!r} of a reward model {why}") from exc
         reason = (str(exc).strip() or type(exc).__name__).splitlines()[0][:200]
         raise ModelError(
             f"the base {job.model!r} cannot be loaded as a reward model ({reason}): give a whole "
@@ -546,20 +555,32 @@ def _progress(say: Say) -> Any:
     return Progress()
 
 
-def _train(trainer: Any, say: Say) -> tuple[float, bool]:
-    """Train; return seconds and whether Ctrl-C ended it after a step.
+def _stops_for(stop: StopSignals) -> Any:
+    from transformers import TrainerCallback
+
+    class Stops(TrainerCallback):
+        """End the training after the step in which a signal came."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if stop.received is not None:
+                control.should_training_stop = True
+
+        on_log = on_step_end  # it came while the step's line was said
+
+    return Stops()
+
+
+def _train(trainer: Any, say: Say) -> tuple[float, int | None]:
+    """Train; return seconds and the signal that ended it. A second one is raised at once.
 
     Raises:
         MemoryRanOutError: A pass does not fit.
     """
     start = time.monotonic()
     try:
-        trainer.train()
-    except KeyboardInterrupt:
-        if not trainer.state.global_step:
-            raise
-        say(f"interrupted after step {trainer.state.global_step}: saving what was learnt")
-        return time.monotonic() - start, True
+        with StopSignals(lambda name: None, say) as stop:
+            trainer.add_callback(_stops_for(stop))
+            trainer.train()
     except Exception as exc:
         if type(exc).__name__ != "OutOfMemoryError":
             raise
@@ -567,7 +588,9 @@ def _train(trainer: Any, say: Say) -> tuple[float, bool]:
             "memory ran out while the reward model trained: lower per_device_train_batch_size (and "
             "raise gradient_accumulation_steps by as much) or max_length"
         ) from exc
-    return time.monotonic() - start, False
+    if stop.received is not None:
+        say(f"interrupted after step {trainer.state.global_step}: saving what was learnt")
+    return time.monotonic() - start, stop.received
 
 
 @dataclass(frozen=True)

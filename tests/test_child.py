@@ -6,15 +6,18 @@ import os
 import platform
 import random
 import signal
+import subprocess
 import sys
 import textwrap
 import threading
 import time
 
+import psutil
 import pytest
 
 from rloo_kit.child import call_in_child
 from rloo_kit.errors import ConfigError, KitError, RewardContractError, SetupError
+from rloo_kit.stopping import APART, Terminated
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +29,10 @@ def ctrl_c_as_at_a_terminal():
 
 
 HELPERS = """
-import os, pathlib, signal, sys, threading, time
+import os, pathlib, signal, subprocess, sys, threading, time
 
 from rloo_kit.errors import ConfigError, RewardContractError
+from rloo_kit.stopping import StopSignals
 
 def talks(lines):
     for line in lines:
@@ -83,6 +87,40 @@ def waits(place, on_interrupt):
             print("not yet", flush=True)
             time.sleep(30)
         raise
+
+def finishes_its_step():
+    heard = []
+    try:
+        with StopSignals(heard.append) as stop:
+            print("begun", flush=True)
+            while not stop.received:
+                time.sleep(0.01)
+            print("asked", flush=True)
+            time.sleep(30)
+    except KeyboardInterrupt as exc:
+        return [*heard, type(exc).__name__]
+
+def hears_nothing(place):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    pathlib.Path(place).write_text(str(os.getpid()))
+    print("deaf", flush=True)
+    time.sleep(30)
+
+def prints_until_interrupted():
+    try:
+        while True:
+            print("more", flush=True)
+            time.sleep(0.002)
+    except KeyboardInterrupt:
+        return "interrupted"
+
+def starts_another(folder):
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
+    pathlib.Path(folder, "grandchild").write_text(str(other.pid))
+    pathlib.Path(folder, "child").write_text(str(os.getpid()))
+    print("started", flush=True)
+    time.sleep(30)
 """
 
 
@@ -106,11 +144,18 @@ def interrupt():
 
 
 def gone(pid):
+    """Whether a process is no more; one that nobody has waited for has ended too."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return True
-    return False
+
+
+def until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
 
 
 # --- results -------------------------------------------------------------------------------------
@@ -246,11 +291,18 @@ def test_a_killed_child_is_a_setup_error_that_names_memory(helpers):
     assert heard == ["so far"]
 
 
-@pytest.mark.parametrize(("end", "code"), [("signal", -15), ("exit", 7), ("exit", 0)])
-def test_a_child_that_ends_otherwise_does_not_blame_memory(end, code, helpers):
-    function, argument = (helpers.dies, -code) if end == "signal" else (helpers.ends_at_once, code)
+@pytest.mark.parametrize(
+    ("name", "argument", "code"),
+    [
+        ("dies", signal.SIGABRT, -6),
+        ("dies", signal.SIGTERM, 143),
+        ("ends_at_once", 7, 7),
+        ("ends_at_once", 0, 0),
+    ],
+)
+def test_a_child_that_ends_otherwise_does_not_blame_memory(name, argument, code, helpers):
     with pytest.raises(SetupError) as caught:
-        call_in_child(function, (argument,), lambda line: None)
+        call_in_child(getattr(helpers, name), (argument,), lambda line: None)
     assert f"code {code} " in str(caught.value)
     assert "memory" not in str(caught.value)
 
@@ -279,18 +331,114 @@ def test_a_child_may_answer_to_ctrl_c_with_a_result(tmp_path, helpers):
     assert found == "saved"
 
 
-def test_a_second_ctrl_c_ends_a_child_that_goes_on(tmp_path, helpers):
+def test_sigterm_here_is_sigterm_there(tmp_path, helpers):
+    place = tmp_path / "pid"
+    with pytest.raises(Terminated):
+        call_in_child(
+            helpers.waits, (str(place), "raises"), lambda line: signal.raise_signal(signal.SIGTERM)
+        )
+    assert gone(int(place.read_text()))
+
+
+def test_a_child_may_answer_to_sigterm_with_a_result(tmp_path, helpers):
+    found = call_in_child(
+        helpers.waits,
+        (str(tmp_path / "pid"), "answers"),
+        lambda line: signal.raise_signal(signal.SIGTERM),
+    )
+    assert found == "saved"
+
+
+@pytest.mark.parametrize(
+    ("second", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+)
+def test_a_second_signal_ends_a_child_that_goes_on(second, raised, tmp_path, helpers):
     place = tmp_path / "pid"
     heard = []
 
     def say(line):
         heard.append(line)
-        interrupt()
+        if line == "not yet":
+            time.sleep(APART + 0.05)
+        signal.raise_signal(second if line == "not yet" else signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         call_in_child(helpers.waits, (str(place), "goes on"), say)
+    assert caught.type is raised
     assert heard == ["waiting", "not yet"]
     assert gone(int(place.read_text()))
+
+
+def test_a_child_that_asks_before_it_ends_hears_both_signals(tmp_path, helpers):
+    heard = []
+
+    def say(line):
+        heard.append(line)
+        time.sleep(APART + 0.05)
+        signal.raise_signal(signal.SIGTERM)
+
+    assert call_in_child(helpers.finishes_its_step, (), say) == ["SIGTERM", "Terminated"]
+    assert heard == ["begun", "asked"]
+
+
+def test_a_child_that_hears_nothing_is_killed_after_a_second_signal(tmp_path, monkeypatch, helpers):
+    monkeypatch.setattr("rloo_kit.child.GRACE_SECONDS", 0.2)
+    place = tmp_path / "pid"
+
+    def say(line):
+        interrupt()
+        time.sleep(APART + 0.05)
+        interrupt()
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        call_in_child(helpers.hears_nothing, (str(place),), say)
+    assert time.monotonic() - started < 10
+    assert gone(int(place.read_text()))
+
+
+def test_signals_are_passed_on_while_the_child_prints_without_end(tmp_path, helpers):
+    heard = []
+
+    def say(line):
+        heard.append(line)
+        if len(heard) == 1:
+            interrupt()
+
+    assert call_in_child(helpers.prints_until_interrupted, (), say) == "interrupted"
+
+
+def test_handlers_are_as_before(helpers):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    call_in_child(operator.neg, (1,), silent)
+    with pytest.raises(ZeroDivisionError):
+        call_in_child(helpers.divides, (0,), silent)
+    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+PARENT = """
+import sys
+sys.path[:0] = sys.argv[1:2]
+from rloo_kit.child import call_in_child
+helpers = __import__(sys.argv[2])
+call_in_child(helpers.starts_another, (sys.argv[3],), print)
+"""
+
+
+def test_a_child_ends_with_a_parent_that_is_killed(tmp_path, helpers):
+    (tmp_path / "temporary").mkdir()
+    parent = subprocess.Popen(
+        [sys.executable, "-u", "-c", PARENT, *(str(tmp_path), helpers.__name__, str(tmp_path))],
+        env={**os.environ, "TMPDIR": str(tmp_path / "temporary")},
+        stdout=subprocess.PIPE,
+    )
+    assert parent.stdout.readline() == b"started\n"
+    pids = [int((tmp_path / name).read_text()) for name in ("child", "grandchild")]
+    assert not any(map(gone, pids))
+    parent.kill()
+    parent.communicate()
+    until(lambda: all(map(gone, pids)))
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_ctrl_c_before_the_child_has_begun_is_ctrl_c():

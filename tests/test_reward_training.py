@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import signal
 import statistics
 
 import pytest
@@ -306,10 +307,12 @@ def test_after_an_error_nothing_is_left(tmp_path):
 
 
 def test_ctrl_c_saves_what_was_learnt(tmp_path):
-    result = train_reward_model(
-        ROWS, output_dir=tmp_path / "taste", say=stopping(KeyboardInterrupt()), **SHORT
-    )
-    assert result.interrupted
+    def say(line):
+        if line.startswith("step"):
+            signal.raise_signal(signal.SIGINT)
+
+    result = train_reward_model(ROWS, output_dir=tmp_path / "taste", say=say, **SHORT)
+    assert (result.interrupted, result.terminated) == (True, False)
     assert json.loads((result.folder / "reward_model.json").read_text())["interrupted"] is True
     assert len(RewardModel(str(result.folder))(prompts=["a"], completions=["b"])) == 1
 
