@@ -9,7 +9,7 @@ WHEELS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend 
 UV := $(shell command -v uv || echo .cache/uv/bin/uv)
 
 .PHONY: quickstart test test-notebooks test-browser test-vllm
-.PHONY: setup setup-gym setup-browser setup-vllm lock lint clean
+.PHONY: setup setup-gym setup-browser setup-vllm setup-audit lock lint audit clean
 
 quickstart: setup
 	.venv/bin/rloo-kit quickstart
@@ -93,6 +93,18 @@ lock: | $(UV)
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+
+# The locked versions against the database of known vulnerabilities, where that can be reached.
+audit: setup setup-audit
+	$(PY) scripts/audit.py .cache/audit/bin/pip-audit \
+	  requirements.lock requirements-gym.lock requirements-browser.lock
+
+setup-audit: .cache/audit/made
+
+.cache/audit/made: Makefile | $(UV)
+	$(UV) venv --quiet --clear --python ">=3.11,<3.13" .cache/audit
+	$(UV) pip install --quiet --python .cache/audit/bin/python "pip-audit==2.10.1"
+	@touch $@
 
 clean:
 	rm -rf .venv .venv-vllm .cache build dist *.egg-info

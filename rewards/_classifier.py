@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import KitError, ModelError
+from rloo_kit.pickles import CLASSIFIER, WHY, no_safetensors, none_opened, why_not_opened
 from rloo_kit.types import Completion
 
 from ._text import THINK_CLOSE, THINK_OPEN, completion_text, content_text, text_after_thought
@@ -173,15 +174,18 @@ def load_classifier(
         base: Of an adapter, in the place of the one it was trained on.
 
     Raises:
-        ModelError: It cannot be loaded, or has no trained score weights.
+        ModelError: It cannot be loaded, has no trained score weights, is held in a pickle, or needs
+            code of its own.
     """
     try:
-        with calm(local=source.folder is not None):
+        with calm(local=source.folder is not None), no_pickles(source.name):
             model, missing = _load_model(source, load_in_4bit, device, base)
             tokenizer = _load_tokenizer(source, base)
     except KitError:
         raise
     except Exception as exc:  # what is raised differs by library and version
+        if why := why_refused(source.place, exc):
+            raise ModelError(f"reward model {source.name!r} cannot be loaded: it {why}") from exc
         reason = (str(exc).strip() or type(exc).__name__).splitlines()[0][:200]
         raise ModelError(
             f"reward model {source.name!r} cannot be loaded ({reason}); {WHAT_TO_GIVE} while online"
@@ -194,6 +198,32 @@ def load_classifier(
     set_up_tokenizer(model, tokenizer, source.name)
     model.eval()
     return model, tokenizer
+
+
+@contextlib.contextmanager
+def no_pickles(name: str) -> Iterator[None]:
+    """Refuse every pickle that a library would open meanwhile."""
+
+    def refuse(file: str) -> ModelError:
+        return ModelError(
+            f"reward model {name!r} wants {Path(file).name!r} opened, {WHY}: give a model whose "
+            "weights are all in safetensors files"
+        )
+
+    with none_opened(refuse):
+        yield
+
+
+def why_refused(place: str, exc: Exception) -> str | None:
+    """Return what transformers was not allowed to do with a model, with the remedy; else None."""
+    if "trust_remote_code" in str(exc):
+        return (
+            "needs code of its own, which is never run for a reward: give a model of an "
+            "architecture that transformers has"
+        )
+    if "use_safetensors=True" in str(exc):
+        return no_safetensors(place, load_with=CLASSIFIER)
+    return None
 
 
 def _load_model(
@@ -221,10 +251,15 @@ def load_base(place: str, *, load_in_4bit: bool, device: str) -> tuple[Any, set[
         place: A folder or hub name.
         load_in_4bit: NF4 by bitsandbytes, the head left as it is.
         device: 4-bit weights are loaded onto it; others are left in the machine's memory.
+
+    Raises:
+        ModelError: Its weights are a pickle.
     """
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification, BitsAndBytesConfig
 
+    if reason := why_not_opened(Path(place), CLASSIFIER):
+        raise ModelError(f"model {place!r} cannot be loaded: it {reason}")
     settings: dict[str, Any] = {"dtype": torch.float32 if device == "cpu" else "auto"}
     config = AutoConfig.from_pretrained(place, trust_remote_code=False)
     if load_in_4bit and not hasattr(config, "quantization_config"):
@@ -269,10 +304,11 @@ def _adapter_keys(source: Source) -> set[str]:
             "one for 'SEQ_CLS', as rloo-kit reward-model train writes it"
         )
     weights = Path(source.place) / ADAPTER_WEIGHTS
+    if reason := why_not_opened(Path(source.place)):
+        raise ModelError(f"reward model {source.name!r} {reason}")
     if not weights.is_file():
         raise ModelError(
-            f"reward model {source.name!r} has no {ADAPTER_WEIGHTS}; save the adapter again as "
-            "safetensors (pickled weights are not read)"
+            f"reward model {source.name!r} has no {ADAPTER_WEIGHTS}; save the adapter again"
         )
     with safe_open(str(weights), "pt") as file:
         return {key.removeprefix("base_model.model.") for key in file.keys()}  # noqa: SIM118

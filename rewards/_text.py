@@ -56,9 +56,12 @@ def template_opens_thought(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Return whether the tokenizer's chat template ends a prompt with an opened ``<think>``."""
     if not tokenizer.chat_template:
         return False
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=True
-    )
+    try:
+        rendered = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=True
+        )
+    except Exception:  # a broken template is told where the prompts are rendered
+        return False
     return rendered.rstrip().endswith(THINK_OPEN)
 
 

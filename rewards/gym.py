@@ -79,6 +79,7 @@ class ReasoningGym(TemplateAware):
         if entry is None:
             return None
         task, settings, content = _read_entry(entry)
+        _check_what_is_run(task, content)
         verify = _verifier(task, settings)
         if self.require_closed_thought and is_unclosed(text, opened=opened):
             return 0.0
@@ -115,6 +116,34 @@ def _restored(value: dict[str, Any]) -> Any:
     if value.keys() == {"__items__"}:
         return dict(value["__items__"])
     return value
+
+
+_RUN_BY_VERIFIER = {
+    "bitwise_arithmetic": ("metadata", "problem"),
+    "intermediate_integration": ("metadata", "integrand"),
+    "number_sorting": ("answer",),
+    "polynomial_multiplication": ("answer",),
+    "simple_integration": ("metadata", "integrand"),
+}
+"""Task -> the place in its entry that its verifier runs as Python."""
+
+
+def _check_what_is_run(task: str, entry: dict[str, Any]) -> None:
+    """Refuse an entry that would have its verifier run more than arithmetic: a column of any file.
+
+    Raises:
+        RewardContractError: It would, or holds entries of other tasks.
+    """
+    text: Any = entry
+    for key in _RUN_BY_VERIFIER.get(task, ()):
+        text = text.get(key) if isinstance(text, dict) else None
+    is_text = task not in _RUN_BY_VERIFIER or (isinstance(text, str) and _is_arithmetic(text))
+    if task == "composite" or not is_text:
+        raise RewardContractError(
+            f"reward 'reasoning_gym' got an entry of {task!r} whose verifier would run "
+            f"{str(text)[:80]!r} as Python; make the prompts with "
+            "load_prompts('reasoning_gym:TASK'), and trust no other entries"
+        )
 
 
 @functools.lru_cache(maxsize=128)
@@ -223,6 +252,21 @@ def _nesting(node: ast.AST) -> int:
     """Return how many powers stand in one another."""
     inside = max(map(_nesting, ast.iter_child_nodes(node)), default=0)
     return inside + (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow))
+
+
+_ARITHMETIC = (*_LITERAL, *_FORMULA, ast.LShift, ast.RShift)
+
+
+def _is_arithmetic(text: str) -> bool:
+    """Return whether an expression has no more in it than values and elementary functions."""
+    tree = parsed_expression(text)
+    if tree is None:
+        return False
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return all(isinstance(node, _ARITHMETIC) for node in ast.walk(tree)) and all(
+        isinstance(call.func, ast.Name) and call.func.id in _FUNCTIONS and not call.keywords
+        for call in calls
+    )
 
 
 _LONG = re.compile(r"[eE+-][0-9]{4}")

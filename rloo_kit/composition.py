@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from rloo_kit.errors import RewardContractError
 from rloo_kit.reward_contract import AsyncCheckedReward, CheckedReward, checked
 from rloo_kit.types import Score
+from rloo_kit.wording import shown
 
 Steps: TypeAlias = Generator[tuple[CheckedReward, dict[str, Any]], list[Score], list[Score]]
 """Yields (a reward, the columns to call it with), is sent its scores, returns B scores."""
@@ -67,11 +68,11 @@ def rescaled(
 ) -> "Rescaled":
     """Return the reward times ``scale``, then cut to the range ``clip`` (low, high)."""
     if not math.isfinite(scale):
-        raise ValueError(f"scale is {scale!r}; give a finite number")
+        raise ValueError(f"scale is {shown(scale)}; give a finite number")
     if clip is not None:
         low, high = clip
         if not low < high:
-            raise ValueError(f"clip {clip!r} is not (low, high); give the lower number first")
+            raise ValueError(f"clip {shown(clip)} is not (low, high); give the lower number first")
         clip = (float(low), float(high))
     return Rescaled(checked(reward), float(scale), clip)
 
@@ -98,11 +99,12 @@ class WeightSchedule:
         """
         try:
             pairs = sorted((float(progress), float(weight)) for progress, weight in points.items())
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             pairs = []
         if not pairs or not all(0 <= p <= 1 and math.isfinite(w) for p, w in pairs):
             raise ValueError(
-                f"weight {dict(points)!r} is no schedule; give progress (0 to 1): weight, such as "
+                f"weight {shown(dict(points))} is no schedule; give progress (0 to 1): weight, "
+                f"such as "
                 "{0: 1.0, 0.5: 0.2}"
             )
         return cls(tuple(pairs))

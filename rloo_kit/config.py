@@ -7,7 +7,10 @@ of the TRL that is installed.
 import ast
 import dataclasses
 import difflib
+import functools
 import math
+import operator
+import os
 import re
 import types
 import typing
@@ -22,6 +25,7 @@ from typing import Any
 import yaml
 
 from rloo_kit.errors import ConfigError
+from rloo_kit.wording import bare, shown, told, why
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -38,6 +42,8 @@ class ModelSection:
     """NF4 base weights."""
     backend: str = "auto"
     """auto, unsloth or transformers."""
+    trust_remote_code: bool = False
+    """Run the code that comes with the model, where it needs any; only for a source you trust."""
 
 
 @dataclass(frozen=True)
@@ -125,26 +131,128 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: The file is missing or not YAML, or any setting is wrong; all faults are in the
             one message.
     """
-    file = find_run_file(path)
+    name = shown(str(path))
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = _read_text(find_run_file(path), name)
     except FileNotFoundError:
         shipped = ", ".join(sorted(f.stem for f in EXAMPLES.glob("*.yaml")))
         raise ConfigError(
-            f"run file {str(path)!r} does not exist: give the path of a YAML file, or one that "
+            f"run file {name} does not exist: give the path of a YAML file, or one that "
             f"ships with the kit ({shipped})"
         ) from None
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"run file {str(path)!r} cannot be read as text: {exc}") from exc
-    except (yaml.YAMLError, ValueError) as exc:  # ValueError: 2026-13-01 looks like a date
+    except (OSError, UnicodeError) as exc:
+        raise ConfigError(
+            f"run file {name} cannot be read as text ({why(exc)}): save it as UTF-8"
+        ) from exc
+    try:
+        content = _parse(text)
+    except yaml.YAMLError as exc:
         mark = getattr(exc, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
+        problem = ValueError(getattr(exc, "problem", None) or exc)
         raise ConfigError(
-            f"run file {str(path)!r} is not valid YAML{line}: {getattr(exc, 'problem', exc)}; "
-            f"check "
-            f"the indentation and quotes there"
+            f"run file {name} is not valid YAML{line}: {why(problem)}; check the indentation and "
+            f"quotes there"
         ) from exc
     return make_run_config({} if content is None else content, overrides)
+
+
+LARGEST_FILE = 1 << 18
+"""Bytes of a run file; reading more would take longer than a minute."""
+LONGEST_INT = 1024
+"""Bits of a whole number: what a float can hold."""
+MOST_VALUES, DEEPEST = 20_000, 24
+"""Of a run file, every alias counted as often as it is used; levels of lists and tables."""
+
+
+def _read_text(file: Path, name: str) -> str:
+    if file.is_file() and file.stat().st_size > LARGEST_FILE:
+        raise ConfigError(
+            f"run file {name} has {file.stat().st_size:,} bytes, and a run file has at most "
+            f"{LARGEST_FILE:,}: keep prompts in a file of their own, named in data.prompts"
+        )
+    return file.read_text(encoding="utf-8-sig")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, that names the line of every fault and takes a key only once."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Return the value of a node.
+
+        Raises:
+            yaml.YAMLError: It is not what its tag says: 2026-13-01 looks like a date.
+        """
+        try:
+            return super().construct_object(node, deep)
+        except (AttributeError, LookupError, TypeError, ValueError) as exc:
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{shown(node.value)} is no {kind}", node.start_mark
+            ) from exc
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        """Return the table of a node.
+
+        Raises:
+            yaml.YAMLError: A key is there twice; YAML would keep the last one and not say so.
+        """
+        given = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in given:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {shown(key.value)} is there twice", key.start_mark
+                )
+            given.add((key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key))
+        return super().construct_mapping(node, deep)
+
+
+def _parse(text: str) -> Any:
+    """Return what YAML says.
+
+    Raises:
+        yaml.YAMLError: It is not valid, or nested too deeply.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError as exc:
+        raise yaml.YAMLError("lists and tables are nested too deeply") from exc
+
+
+def _check_size(content: object) -> None:
+    """Refuse what a few aliases of YAML make endless, and numbers that cannot be written out.
+
+    Raises:
+        ConfigError: It is.
+    """
+    level, count = [content], 0
+    for _ in range(DEEPEST):
+        items = [item for value in level for item in _items(value)]
+        count += len(items)
+        if huge := [item for item in items if isinstance(item, int) and not _finite(item)]:
+            raise ConfigError(
+                f"the run file holds {shown(huge[0])}, and no setting takes more than "
+                f"{LONGEST_INT} bits: write a smaller number"
+            )
+        if not items:
+            return
+        if count > MOST_VALUES:
+            break
+        level = items
+    raise ConfigError(
+        f"the run file holds more than {MOST_VALUES:,} values or {DEEPEST} levels of lists and "
+        f"tables, its aliases (*NAME) counted out: write what is needed without them"
+    )
+
+
+def _items(value: object) -> list[Any]:
+    """Return what stands directly in a value; of an endless level no more than is too much."""
+    found: typing.Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        found = (part for pair in value.items() for part in pair)
+    elif isinstance(value, list | tuple | set | frozenset):
+        found = value
+    return list(found)
 
 
 def find_run_file(path: str | Path) -> Path:
@@ -159,9 +267,9 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
     if not isinstance(content, Mapping):
         raise ConfigError(
             f"a run file holds `section: {{key: value}}`, not a {type(content).__name__}; start "
-            f"from "
-            f"examples/quickstart.yaml"
+            f"from examples/quickstart.yaml"
         )
+    _check_size(content)
     content = {str(key): value for key, value in content.items()}
     faults: list[str] = []
     for override in overrides:
@@ -171,7 +279,7 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
     hints = typing.get_type_hints(RunConfig)
     for key, value in content.items():
         if key not in known:
-            faults.append(f"unknown section {key!r}{did_you_mean(key, known)}")
+            faults.append(f"unknown section {shown(key)}{did_you_mean(key, known)}")
         elif key in SECTIONS:
             values[key] = _make_section(key, value, faults)
         elif key == "trainer":
@@ -185,16 +293,18 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
         faults = _check_ranges(config)
         if not faults:
             return config
-    raise ConfigError("; ".join(faults))
+    raise ConfigError(told(faults))
 
 
 def did_you_mean(name: str, known: typing.Iterable[str]) -> str:
-    """Return ``; did you mean 'x'?`` with the nearest name, else the list when it is short."""
+    """Return ``; did you mean 'x'?`` with the nearest name, else what there is to choose from."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]!r}?"
-    return f"; known are {', '.join(known)}" if len(known) <= 12 else ""
+    if len(known) > 12:
+        return "; none of the names there are is near it: check the spelling, or remove it"
+    return f"; known are {', '.join(known)}"
 
 
 def read_settings(overrides: Sequence[str]) -> dict[str, Any]:
@@ -207,7 +317,7 @@ def read_settings(overrides: Sequence[str]) -> dict[str, Any]:
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key.strip().isidentifier():
-            raise ConfigError(f"--set {override!r} is not of the form key=value: write it so")
+            raise ConfigError(f"--set {shown(override)} is not of the form key=value: write it so")
         found[key.strip()] = _read_value(text)
     return found
 
@@ -216,22 +326,26 @@ def _read_value(text: str) -> Any:
     if re.fullmatch(r"\s*[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+\s*", text):
         return float(text)  # YAML 1.1 wants a point and a sign: 1.0e-3
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
+        value = _parse(text)
+    except yaml.YAMLError:
         return text
+    _check_size([value])
+    return value
 
 
 def _apply_override(content: dict[str, Any], override: str, faults: list[str]) -> None:
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys) or len(keys) > 2:
-        faults.append(f"--set {override!r} is not of the form section.key=value")
+        faults.append(f"--set {shown(override)} is not of the form section.key=value: write it so")
         return
     table = content
     if len(keys) == 2:
         section = content.get(keys[0]) or {}
         if not isinstance(section, Mapping) or keys[0] not in (*SECTIONS, "trainer"):
-            faults.append(f"--set {override!r}: {keys[0]!r} is no section with keys of its own")
+            faults.append(
+                f"--set {shown(override)}: {shown(keys[0])} is no section with keys of its own"
+            )
             return
         table = content[keys[0]] = dict(section)
     table[keys[-1]] = _read_value(text)
@@ -243,12 +357,12 @@ def _make_section(name: str, value: object, faults: list[str]) -> object:
     if value is None:
         return section()
     if not isinstance(value, Mapping):
-        faults.append(f"{name}: holds `key: value` lines, not {value!r}")
+        faults.append(f"{name}: holds `key: value` lines, not {shown(value)}")
         return section()
     good = {}
     for key, item in value.items():
         if key not in hints:
-            faults.append(f"unknown key {name}.{key}{did_you_mean(str(key), hints)}")
+            faults.append(f"unknown key {name}.{bare(key)}{did_you_mean(str(key), hints)}")
         elif not _fits(item, hints[key]):
             faults.append(_wrong_type(f"{name}.{key}", item, hints[key]))
         else:
@@ -267,20 +381,39 @@ def _fits(value: object, hint: Any) -> bool:
     if typing.get_origin(hint) is dict:
         return isinstance(value, dict)
     if hint is float:
-        return (
-            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        )
+        return isinstance(value, int | float) and not isinstance(value, bool) and _finite(value)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint)
 
 
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond any float
+        return False
+
+
 def _wrong_type(path: str, value: object, hint: Any) -> str:
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    words = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        dict: "a table",
+        list[str]: "a list of texts",
+        list[int]: "a list of whole numbers",
+        list[float]: "a list of numbers",
+    }
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    wanted = [words.get(option, "a list") for option in options if option is not type(None)]
+    wanted = [
+        words.get(option) or words.get(typing.get_origin(option), "a list")
+        for option in options
+        if option is not type(None)
+    ]
     hint_e = " (YAML reads 1e-5 as text: write 1.0e-5)" if isinstance(value, str) else ""
-    return f"{path} is {value!r}, must be {' or '.join(wanted)}{hint_e if float in options else ''}"
+    must = f"must be {' or '.join(wanted)}{hint_e if float in options else ''}"
+    return f"{path} is {shown(value)}, {must}"
 
 
 # --- trainer: names of TRL, of the seeds, and of batches ---------------------------------------
@@ -297,6 +430,7 @@ RENAMED = {
 """Names of TRL before 0.22 on the left; ``total_episodes`` is computed instead."""
 
 CHOICES: dict[str, tuple[Any, ...]] = {
+    "enable_jit_checkpoint": (False,),  # SIGTERM saves anyway, and this would handle it too
     "generation": ("auto", "vllm", "transformers", "server"),
     "rollout_correction": (None, "sequence", "token"),
     "kl_estimator": ("k1", "k3"),
@@ -319,10 +453,15 @@ FLAGS = frozenset(
 """Trainer settings of the kit that are true or false."""
 
 
-@cache
 def known_trainer_fields() -> frozenset[str]:
     """Return every field of LeaveOneOutConfig, read from source; imports neither TRL nor torch."""
-    names: set[str] = set()
+    return frozenset(_annotations())
+
+
+@cache
+def _annotations() -> dict[str, tuple[str, ...]]:
+    """Return name -> the types that the classes in its source give it."""
+    found: dict[str, tuple[str, ...]] = {}
     for package, file in (
         ("rloo_kit", "trainer.py"),
         ("trl", "trainer/rloo_config.py"),
@@ -335,12 +474,41 @@ def known_trainer_fields() -> frozenset[str]:
         tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text("utf-8"))
         wanted = ("LeaveOneOutConfig", "RLOOConfig", "_BaseConfig", "TrainingArguments")
         for cls in (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in wanted):
-            names |= {
-                n.target.id
-                for n in cls.body
-                if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-            }
-    return frozenset(name for name in names if not name.startswith("_"))
+            for node in cls.body:
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    name, kind = node.target.id, ast.unparse(node.annotation)
+                    found[name] = (*found.get(name, ()), kind)
+    return {name: kinds for name, kinds in found.items() if not name.startswith("_")}
+
+
+PLAIN_TYPES: dict[str, Any] = {
+    "bool": bool,
+    "dict": dict,
+    "dict[str, Any]": dict,
+    "dict[str, bool]": dict,
+    "float": float,
+    "int": int,
+    "list[float]": list[float],
+    "list[str]": list[str],
+    "None": type(None),
+    "str": str,
+    "tuple[float, float]": list[float],
+}
+"""Types in the source of TRL that a run file's value can be held against."""
+
+
+def _check_types(values: Mapping[str, Any]) -> list[str]:
+    """Return which settings of TRL are of another type than its source says."""
+    faults = []
+    for name, value in values.items():
+        options = {part for kind in _annotations().get(name, ()) for part in kind.split(" | ")}
+        if not options or not options <= set(PLAIN_TYPES):
+            continue
+        kinds = [PLAIN_TYPES[option] for option in sorted(options)]
+        if not any(_fits(value, kind) for kind in kinds):
+            hint = functools.reduce(operator.or_, kinds)
+            faults.append(_wrong_type(f"trainer.{name}", value, hint))
+    return faults
 
 
 def translate_trainer_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -363,11 +531,11 @@ def translate_trainer_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
             _rename(name, value, values, arguments, faults)
         elif name != "total_episodes":
             hint = did_you_mean(str(name), known | set(RENAMED))
-            faults.append(f"unknown trainer setting {name!r}{hint}")
+            faults.append(f"unknown trainer setting {shown(name)}{hint}")
     faults += check_values(values)
     faults = faults or check_batch(values)
     if faults:
-        raise ConfigError("; ".join(faults))
+        raise ConfigError(told(faults))
     if "total_episodes" in arguments:
         values["max_steps"] = _steps_for(arguments["total_episodes"], values, arguments)
     return values
@@ -387,7 +555,7 @@ def _rename(
 
 def _warn_renamed(old: str, new: str, value: object) -> None:
     warnings.warn(
-        f"{old} is now called {new}: {new}={value!r} is used", FutureWarning, stacklevel=5
+        f"{old} is now called {new}: {new}={shown(value)} is used", FutureWarning, stacklevel=5
     )
 
 
@@ -396,7 +564,9 @@ def _steps_for(episodes: Any, values: Mapping[str, Any], arguments: Mapping[str,
     if "max_steps" in arguments:
         raise ConfigError("total_episodes computes max_steps, and both are given: keep max_steps")
     if not _fits(episodes, int) or episodes < 1:
-        raise ConfigError(f"total_episodes is {episodes!r}, must be a whole number of completions")
+        raise ConfigError(
+            f"total_episodes is {shown(episodes)}, must be a whole number of completions"
+        )
     batch = batch_plan(values)
     accumulation = values.get("gradient_accumulation_steps") or 1
     per_batch = batch.steps_per_generation * (values.get("num_iterations") or 1) / accumulation
@@ -441,7 +611,7 @@ def check_batch(trainer: Mapping[str, Any], num_processes: int = 1) -> list[str]
     names = (*DEFAULT_BATCH, "generation_batch_size", "steps_per_generation")
     values = {**DEFAULT_BATCH, **trainer}
     bad = [
-        f"trainer.{name} is {values[name]!r}, must be a whole number of at least 1"
+        f"trainer.{name} is {shown(values[name])}, must be a whole number of at least 1"
         for name in names
         if (name in values and not _fits(values[name], int | None))
         or (values.get(name) is None and name in DEFAULT_BATCH)
@@ -493,16 +663,20 @@ def _check_trainer(value: object, faults: list[str]) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        faults.append(f"trainer: holds `key: value` lines, not {value!r}")
+        faults.append(f"trainer: holds `key: value` lines, not {shown(value)}")
         return {}
     for name, place in (("output_dir", "output_dir"), ("seed", "seed")):
         if name in value:
             faults.append(f"trainer.{name} belongs at the top of the run file, as `{place}:`")
+    if value.get("trust_remote_code"):
+        faults.append("trainer.trust_remote_code has no effect here: write it under `model:`")
     try:
-        return translate_trainer_arguments(value)
+        values = translate_trainer_arguments(value)
     except ConfigError as exc:
         faults.append(str(exc))
         return dict(value)
+    faults += _check_types(values)
+    return values
 
 
 STOP_ON = (
@@ -524,16 +698,20 @@ STOP_ON = (
     "high_variance",
 )
 """What ``trainer.stop_on`` may name: the doctor's findings that can make a run worthless."""
-TEXTS = frozenset({"vllm_adapter_dir"})
+TEXTS = frozenset({"rescue_dir", "vllm_adapter_dir"})
 """Trainer settings of the kit that are text or null."""
 NUMBERS: dict[str, tuple[type, float, float]] = {
     "beta": (float, 0.0, 100.0),
     "dynamic_sampling_rounds": (int, 1, 100),
     "epsilon": (float, 0.0, 1.0e6),
+    "keep_best": (int, 0, 1_000_000),
+    "keep_last": (int, 1, 1_000_000),
     "learning_rate": (float, 1e-12, 1.0),
     "max_completion_length": (int, 1, 1_000_000),
     "max_grad_norm": (float, 0.0, 1.0e9),
+    "max_hours": (float, 1e-6, 1.0e6),
     "max_no_signal_fraction": (float, 0.0, 1.0),
+    "max_skipped_steps": (int, 1, 1_000_000),
     "max_steps": (int, -1, 1e9),
     "missing_eos_penalty": (float, 0.0, 1.0e9),
     "num_iterations": (int, 1, 1000),
@@ -546,6 +724,7 @@ NUMBERS: dict[str, tuple[type, float, float]] = {
 """Trainer settings whose range is checked before anything is loaded."""
 OPTIONAL_NUMBERS = frozenset(
     {
+        "max_hours",
         "max_no_signal_fraction",
         "missing_eos_penalty",
         "reward_timeout_seconds",
@@ -561,7 +740,7 @@ def check_values(values: Mapping[str, Any]) -> list[str]:
     for name, item in values.items():
         if name in CHOICES and item not in CHOICES[name]:
             options = ", ".join(yaml.safe_dump(v).split()[0] for v in CHOICES[name])
-            faults.append(f"trainer.{name} is {item!r}, must be one of {options}")
+            faults.append(f"trainer.{name} is {shown(item)}, must be one of {options}")
         if name in FLAGS and not _fits(item, bool):
             faults.append(_wrong_type(f"trainer.{name}", item, bool))
         if name == "stop_on":
@@ -574,7 +753,7 @@ def check_values(values: Mapping[str, Any]) -> list[str]:
         if not _fits(item, kind):
             faults.append(_wrong_type(f"trainer.{name}", item, kind))
         elif not low <= item <= high:
-            faults.append(f"trainer.{name} is {item!r}, must be between {low:g} and {high:g}")
+            faults.append(f"trainer.{name} is {shown(item)}, must be between {low:g} and {high:g}")
     if values.get("stop_on") and values.get("doctor") is False:
         faults.append("trainer.stop_on needs the doctor, and trainer.doctor is false: remove one")
     return faults
@@ -589,8 +768,8 @@ def _check_stop_on(kinds: object) -> list[str]:
     wrong = [k for k in kinds if k not in STOP_ON] if isinstance(kinds, list) else []
     near = "".join(did_you_mean(str(kind), STOP_ON) for kind in wrong[:1]).removeprefix("; ")
     return [
-        f"trainer.stop_on is {kinds!r}, must be a list of findings, such as [kl_explosion], among "
-        f"{', '.join(STOP_ON)}{near and f' ({near})'}"
+        f"trainer.stop_on is {shown(kinds)}, must be a list of findings, such as [kl_explosion], "
+        f"among {', '.join(STOP_ON)}{near and f' ({near})'}"
     ]
 
 
@@ -607,21 +786,53 @@ def _check_held_out(config: RunConfig) -> list[str]:
     return []
 
 
+MOST = 1_000_000_000
+"""Of what is counted."""
+
+
+def _check_paths(config: RunConfig) -> list[str]:
+    """Return which texts cannot be a path, nor a name anywhere."""
+    faults = []
+    texts = {
+        "output_dir": config.output_dir,
+        "model.name": config.model.name,
+        "data.prompts": config.data.prompts,
+    }
+    for name, text in texts.items():
+        try:
+            parts = os.fsencode(text).split(b"/")
+        except UnicodeError:
+            parts = [b"\0"]
+        if any(b"\0" in part or len(part) > LONGEST_NAME for part in parts) or len(parts) > 1000:
+            faults.append(
+                f"{name} is {shown(text)}, must be a name or a path: of parts up to {LONGEST_NAME} "
+                "bytes, without the character 0 or half of a character"
+            )
+    return faults
+
+
+LONGEST_NAME = 255
+"""Bytes of a file's name."""
+
+
 def _check_ranges(config: RunConfig) -> list[str]:
     faults = []
-    minimum = {
-        "model.max_seq_length": (config.model.max_seq_length, 2),
-        "lora.r": (config.lora.r, 1),
-        "lora.lora_alpha": (config.lora.lora_alpha, 1),
-        "data.num_prompts": (config.data.num_prompts, 1),
-        "data.held_out": (config.data.held_out, 0),
-        "data.held_out_every": (config.data.held_out_every, 1),
-        "data.max_prompt_tokens": (config.data.max_prompt_tokens, 1),
-        "seed": (config.seed, 0),
+    ranges = {
+        "model.max_seq_length": (config.model.max_seq_length, 2, MOST),
+        "lora.r": (config.lora.r, 1, 1 << 16),
+        "lora.lora_alpha": (config.lora.lora_alpha, 1, MOST),
+        "data.num_prompts": (config.data.num_prompts, 1, MOST),
+        "data.held_out": (config.data.held_out, 0, MOST),
+        "data.held_out_every": (config.data.held_out_every, 1, MOST),
+        "data.max_prompt_tokens": (config.data.max_prompt_tokens, 1, MOST),
+        "seed": (config.seed, 0, (1 << 32) - 1),  # NumPy takes no larger one
     }
-    for name, (value, low) in minimum.items():
+    for name, (value, low, high) in ranges.items():
         if value is not None and value < low:
-            faults.append(f"{name} is {value}, must be at least {low}")
+            faults.append(f"{name} is {shown(value)}, must be at least {low}")
+        elif value is not None and value > high:
+            faults.append(f"{name} is {shown(value)}, must be at most {high}")
+    faults += _check_paths(config)
     if not 0 <= config.lora.lora_dropout < 1:
         faults.append(f"lora.lora_dropout is {config.lora.lora_dropout}, must be in [0, 1)")
     if not config.lora.target_modules:

@@ -16,6 +16,7 @@ from rloo_kit.errors import DataError
 from rloo_kit.gym_tasks import PREFIX, make_gym_rows
 from rloo_kit.tasks import SPLITS, TASKS, make_rows
 from rloo_kit.types import Row
+from rloo_kit.wording import bare, shown, why
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 BUILTIN = tuple(TASKS)
 NUM_BUILTIN_PROMPTS = 1024
 MAX_HELD_OUT = 256
+MOST_MADE = 1_000_000
+"""Problems of a task; of more, making them takes longer than training."""
 
 
 def load_prompts(  # noqa: PLR0913
@@ -73,7 +76,7 @@ def load_prompts(  # noqa: PLR0913
         source = read_source(name, split, num_prompts, columns, (*BUILTIN, f"{PREFIX}TASK"))
     if not len(source):
         where = f" in the split {split!r}: change its settings" if is_task(name) else ""
-        raise DataError(f"{name!r} has no rows{where or ': put at least one prompt in it'}")
+        raise DataError(f"{shown(name)} has no rows{where or ': put at least one prompt in it'}")
     dataset = _with_prompts(source, system, chat=chat)
     if max_prompt_tokens is not None:
         dataset, dropped = drop_long_prompts(dataset, tokenizer, max_prompt_tokens)
@@ -127,14 +130,16 @@ def order_by_level(dataset: "Dataset", seed: int = 42) -> "Dataset":
     if "level" not in dataset.column_names:
         raise DataError(
             f"a curriculum orders prompts by the column 'level', and there are only "
-            f"{sorted(dataset.column_names)}: add it, or name the one that is meant with columns, "
+            f"{shown(sorted(dataset.column_names))}: add it, or name the one that is meant with "
+            f"columns, "
             "as in {level: difficulty}"
         )
     levels = [_number(level) for level in dataset["level"][:]]
     for number, level in enumerate(levels, 1):
         if type(level) not in (int, float) or not math.isfinite(level):
             raise DataError(
-                f"the level of prompt {number} is {level!r}, must be a number to order prompts by: "
+                f"the level of prompt {number} is {shown(level)}, must be a number to order "
+                f"prompts by: "
                 "number the levels 1, 2, 3, easiest first"
             )
     order = list(range(len(levels)))
@@ -189,18 +194,17 @@ def prompt_ids(
     Raises:
         DataError: The tokenizer has no chat template, or its template refuses the messages.
     """
-    from jinja2 import TemplateError
-
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     try:
         return tokenizer.apply_chat_template(
             prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **(settings or {})
         )["input_ids"]
-    except (TemplateError, ValueError) as exc:
+    except Exception as exc:  # a template is a program of its own: it may divide by zero
         raise DataError(
-            f"the model's chat template cannot render a prompt ({str(exc).splitlines()[0][:160]}): "
-            f"set data.chat: false for a model without one, or change roles and data.system"
+            f"the model's chat template cannot render a prompt ({why(exc)}): set data.chat: false "
+            f"for "
+            f"a model without one, or change roles and data.system"
         ) from exc
 
 
@@ -217,7 +221,8 @@ def _check_arguments(
     is_gym = name.startswith(PREFIX)
     if columns and is_task(name):
         raise DataError(
-            f"columns renames what a file or a hub dataset has, and {name!r} is made here: drop it"
+            f"columns renames what a file or a hub dataset has, and {shown(name)} is made here: "
+            f"drop it"
         )
     if level is not None and name not in BUILTIN:
         instead = (
@@ -225,9 +230,11 @@ def _check_arguments(
             if is_gym
             else "drop it, and name the column to order by with columns, as in {level: difficulty}"
         )
-        raise DataError(f"level is of a built-in task, and {name!r} is none: {instead}")
+        raise DataError(f"level is of a built-in task, and {shown(name)} is none: {instead}")
     if settings and not is_gym:
-        raise DataError(f"settings are of a reasoning-gym task, and {name!r} is none: drop them")
+        raise DataError(
+            f"settings are of a reasoning-gym task, and {shown(name)} is none: drop them"
+        )
 
 
 def _make_task(
@@ -238,8 +245,16 @@ def _make_task(
     level: int | list[int] | None,
     settings: dict[str, Any] | None,
 ) -> list[Row]:
+    if num > MOST_MADE:
+        raise DataError(
+            f"{num:,} prompts of {bare(name)} are asked for, and at most {MOST_MADE:,} are made: "
+            f"lower "
+            "data.num_prompts or data.held_out"
+        )
     if split not in SPLITS:
-        raise DataError(f"{name} has the splits train and held_out, not {split!r}")
+        raise DataError(
+            f"{bare(name)} has the splits train and held_out, not {shown(split)}: name one"
+        )
     if name in BUILTIN:
         return make_rows(name, num, split=split, seed=seed, level=level)
     return make_gym_rows(name, num, split=split, seed=seed, settings=settings)

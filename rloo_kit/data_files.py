@@ -6,12 +6,16 @@ as the Dataset it is, so that images stay as they are.
 
 import csv
 import json
+import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import DataError
+from rloo_kit.pickles import WHY, as_json_lines, is_pickle
 from rloo_kit.types import Row
+from rloo_kit.wording import printable, shown, why
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -40,16 +44,35 @@ def read_source(
     Raises:
         DataError: It cannot be read, a column of ``columns`` is not there, or a prompt is none.
     """
-    path = Path(name).expanduser()
+    path = local_path(name)
     looks_local = path.suffix.lower() in (*FILE_TYPES, ".json", ".txt") or name.startswith(
         (".", "/", "~")
     )
-    if not path.exists() and not looks_local:
+    if not os.path.exists(path) and not looks_local:
         return _checked_table(_read_hub(name, split, builtin), name, num, columns)
     _check_file(path)
     if path.suffix.lower() == ".parquet":
         return _checked_table(_read_parquet(path), str(path), num, columns)
     return _checked_rows(read_rows(path), columns)[:num]
+
+
+def local_path(name: str) -> Path:
+    """Return the path of a file, ``~`` resolved.
+
+    Raises:
+        DataError: ``~`` stands for nobody here, or the text can be no path.
+    """
+    try:
+        os.fsencode(name)
+        if "\0" in name:
+            raise ValueError("it holds the character 0")
+        path = Path(name).expanduser()
+    except (RuntimeError, ValueError) as exc:
+        raise DataError(
+            f"data file {shown(name)} can be no path ({why(exc)}): give the path of a .jsonl, .csv "
+            "or .parquet file"
+        ) from exc
+    return path
 
 
 def read_rows(path: Path) -> list[PlacedRow]:
@@ -61,23 +84,28 @@ def read_rows(path: Path) -> list[PlacedRow]:
     _check_file(path)
     readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet_rows}
     reader = readers.get(path.suffix.lower())
+    if reader is None and is_pickle(path):
+        raise DataError(
+            f"data file {shown(str(path))} is {WHY}: where you trust it, write it as .jsonl with "
+            f"{as_json_lines(path)}"
+        )
     if reader is None:
         raise DataError(
-            f"data file {str(path)!r} is none of {', '.join(FILE_TYPES)}: convert it to .jsonl"
+            f"data file {shown(str(path))} is none of {', '.join(FILE_TYPES)}: convert it to .jsonl"
         )
     try:
         return list(reader(path))
     except (OSError, UnicodeDecodeError) as exc:
         raise DataError(
-            f"data file {str(path)!r} cannot be read: {exc}; save it as UTF-8 text"
+            f"data file {shown(str(path))} cannot be read: {why(exc)}; save it as UTF-8 text"
         ) from exc
 
 
 def _check_file(path: Path) -> None:
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
+    if not os.path.isfile(path):
+        what = "is a folder" if os.path.isdir(path) else "does not exist"
         raise DataError(
-            f"data file {str(path)!r} {what}: give the path of a .jsonl, .csv or .parquet file"
+            f"data file {shown(str(path))} {what}: give the path of a .jsonl, .csv or .parquet file"
         )
 
 
@@ -107,7 +135,7 @@ def _check_column(name: str, values: list[Any]) -> None:
         datasets.Dataset.from_dict({name: values})
     except Exception as exc:
         raise DataError(
-            f"the column {name!r} cannot be stored ({str(exc).splitlines()[0][:160]}): give it "
+            f"the column {shown(name)} cannot be stored ({why(exc)}): give it "
             "values of one type, text in valid Unicode and numbers of at most 64 bits"
         ) from exc
 
@@ -120,23 +148,47 @@ def raw_prompts(dataset: "Dataset") -> list[Any]:
 # --- reading -------------------------------------------------------------------------------------
 
 
+def _told(path: Path) -> str:
+    """Return a path as it stands before a line's number."""
+    text = printable(str(path))
+    return text if len(text) <= LONGEST_PATH else f"...{text[-LONGEST_PATH:]}"
+
+
+LONGEST_PATH = 200
+"""Characters of a path that are told with every line."""
+
+
 def _read_jsonl(path: Path) -> Iterator[PlacedRow]:
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
+            place = f"{_told(path)}, line {number}"
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as exc:
+                row = json.loads(line, object_pairs_hook=_once)
+            except (ValueError, RecursionError) as exc:  # a number of 5,000 digits; [[[[[...
                 raise DataError(
-                    f"{path}, line {number}: not valid JSON ({exc.msg}); mend or delete it"
+                    f"{place}: not valid JSON ({getattr(exc, 'msg', why(exc))}); mend or delete it"
                 ) from exc
             if not isinstance(row, dict):
                 raise DataError(
-                    f"{path}, line {number}: holds a {type(row).__name__}, must be an object like "
+                    f"{place}: holds a {type(row).__name__}, must be an object like "
                     f'{{"prompt": "..."}}'
                 )
-            yield f"{path}, line {number}", row
+            yield place, row
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object whose keys are all different."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError(f"the key {_twice(key for key, _ in pairs)} is there twice")
+    return row
+
+
+def _twice(names: Iterable[str]) -> str:
+    """Return the first name that is there more than once."""
+    return shown(Counter(names).most_common(1)[0][0])
 
 
 def _read_csv(path: Path) -> Iterator[PlacedRow]:
@@ -144,7 +196,12 @@ def _read_csv(path: Path) -> Iterator[PlacedRow]:
         reader = csv.DictReader(lines, strict=True)
         try:
             for row in reader:
-                place = f"{path}, line {reader.line_num}"
+                place = f"{_told(path)}, line {reader.line_num}"
+                if len(set(reader.fieldnames or ())) < len(reader.fieldnames or ()):
+                    raise DataError(
+                        f"{_told(path)}, line 1: the column {_twice(reader.fieldnames or ())} is "
+                        "there twice; rename or delete one"
+                    )
                 if None in row or None in row.values():
                     raise DataError(
                         f"{place}: has not the {len(reader.fieldnames or [])} fields of line 1; "
@@ -153,13 +210,13 @@ def _read_csv(path: Path) -> Iterator[PlacedRow]:
                 yield place, row
         except csv.Error as exc:
             raise DataError(
-                f"{path}, line {reader.reader.line_num}: not valid CSV ({exc}); mend it"
+                f"{_told(path)}, line {reader.reader.line_num}: not valid CSV ({why(exc)}); mend it"
             ) from exc
 
 
 def _read_parquet_rows(path: Path) -> Iterator[PlacedRow]:
     for number, row in enumerate(_read_table(path).to_pylist(), 1):
-        yield f"{path}, row {number}", row
+        yield f"{_told(path)}, row {number}", row
 
 
 def _read_parquet(path: Path) -> "Dataset":
@@ -175,8 +232,8 @@ def _read_parquet(path: Path) -> "Dataset":
         return datasets.Dataset(datasets.table.InMemoryTable(table))
     except Exception as exc:
         raise DataError(
-            f"{path} holds a column that datasets cannot take ({str(exc).splitlines()[0][:160]}): "
-            "write it without that column"
+            f"{_told(path)} holds a column that datasets cannot take ({why(exc)}): write it "
+            "without that column"
         ) from exc
 
 
@@ -188,10 +245,12 @@ def _read_table(path: Path) -> Any:
         return pyarrow.parquet.read_table(path)
     except pyarrow.ArrowException as exc:
         raise DataError(
-            f"{path} is not a whole Parquet file ({str(exc)[:120]}): write it again"
+            f"{_told(path)} is not a whole Parquet file ({why(exc)}): write it again"
         ) from exc
     except OSError as exc:
-        raise DataError(f"data file {str(path)!r} cannot be read: {exc}") from exc
+        raise DataError(
+            f"data file {shown(str(path))} cannot be read ({why(exc)}): write it again"
+        ) from exc
 
 
 def _read_hub(name: str, split: str, builtin: Iterable[str]) -> "Dataset":
@@ -201,10 +260,10 @@ def _read_hub(name: str, split: str, builtin: Iterable[str]) -> "Dataset":
         return datasets.load_dataset(name, split=split)
     except Exception as exc:  # hub, network, script and split errors have no common base
         raise DataError(
-            f"data {name!r} is neither built in ({', '.join(builtin)}), a file here, nor a hub "
+            f"data {shown(name)} is neither built in ({', '.join(builtin)}), a file here, nor a "
+            f"hub "
             f"dataset that can be loaded now ({type(exc).__name__}: "
-            f"{str(exc).splitlines()[0][:160]}): check the name, its split {split!r} and the "
-            f"network"
+            f"{why(exc)}): check the name, its split {shown(split)} and the network"
         ) from exc
 
 
@@ -241,29 +300,31 @@ def _new_names(columns: Mapping[str, str] | None, there: list[str]) -> dict[str,
     """Return name in the source -> name in the kit, of the columns that change it."""
     columns = columns or {}
     if not all(isinstance(name, str) for pair in columns.items() for name in pair):
-        raise DataError(f"columns is {columns!r}, must be texts, as in {{prompt: question}}")
+        raise DataError(f"columns is {shown(columns)}, must be texts, as in {{prompt: question}}")
     wanted = {new: old for new, old in columns.items() if new != old}
     for new, old in columns.items():
         if there and old not in there:
             raise DataError(
-                f"columns names {old!r} as the source of {new!r}, and there are only "
-                f"{sorted(map(str, there))}: name one of these"
+                f"columns names {shown(old)} as the source of {shown(new)}, and there are only "
+                f"{shown(sorted(map(str, there)))}: name one of these"
             )
     new_names = {old: new for new, old in wanted.items()}
     if len(new_names) < len(wanted):
-        raise DataError(f"columns gives one column two names ({wanted}): keep one of them")
+        raise DataError(f"columns gives one column two names ({shown(wanted)}): keep one of them")
     for new in wanted:
         if new in there and new not in new_names:
             raise DataError(
-                f"columns makes {wanted[new]!r} the column {new!r}, which there is already: give "
-                f"that one another name too, such as {{{new}: {wanted[new]}, old_{new}: {new}}}"
+                f"columns makes {shown(wanted[new])} the column {shown(new)}, which there is "
+                f"already: give that one another name too, such as "
+                f"{shown({new: wanted[new], f'old_{new}': new})}"
             )
     return new_names if there else {}
 
 
 def _no_prompt(place: str, there: Iterable[object]) -> str:
     return (
-        f"{place}: has no `prompt`, only {sorted(map(str, there))}: rename the column to prompt, "
+        f"{place}: has no `prompt`, only {shown(sorted(map(str, there)))}: rename the column to "
+        f"prompt, "
         "or name it with columns, as in {prompt: question}"
     )
 
@@ -273,7 +334,38 @@ def _check_prompt(prompt: Any, place: str) -> None:
     if isinstance(prompt, str) and prompt.strip():
         return
     if not isinstance(prompt, list) or not prompt:
-        raise DataError(f"{place}: prompt is {prompt!r}, must be text or a list of chat messages")
-    for message in prompt:
-        if not (isinstance(message, dict) and {"role", "content"} <= set(message)):
-            raise DataError(f"{place}: every message of prompt needs `role` and `content`")
+        raise DataError(
+            f"{place}: prompt is {shown(prompt)}, must be text or a list of chat messages"
+        )
+    check_messages(prompt, "prompt", place)
+
+
+def check_messages(messages: list[Any], name: str, place: str) -> None:
+    """Refuse chat messages that no chat template can render.
+
+    Args:
+        messages: At least one.
+        name: Of the column.
+        place: Where the row stands, in words.
+
+    Raises:
+        DataError: One has no role that is a text, or a content that is neither text nor a list of
+            parts; it may be null beside other keys, such as a tool call's.
+    """
+    for message in messages:
+        if not (isinstance(message, Mapping) and {"role", "content"} <= set(message)):
+            raise DataError(f"{place}: every message of {name} needs `role` and `content`")
+        role, content = message["role"], message["content"]
+        if not isinstance(role, str) or not role.strip():
+            raise DataError(
+                f"{place}: the role of a message of {name} is {shown(role)}, must be text, such as "
+                "user"
+            )
+        in_parts = isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
+        others = any(message[key] is not None for key in message if key not in ("role", "content"))
+        if not isinstance(content, str) and not in_parts and (content is not None or not others):
+            raise DataError(
+                f"{place}: the content of a message of {name} is {shown(content)}, must be text, "
+                f"or "
+                "a list of parts such as {type: text, text: ...}"
+            )

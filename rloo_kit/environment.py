@@ -21,6 +21,7 @@ from typing import Any
 
 from rloo_kit.errors import BackendError, ImportOrderError
 from rloo_kit.hardware import Hardware, detect_hardware, installed_version, why_not_unsloth
+from rloo_kit.redaction import remember_settings
 
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """Less fragmentation; CUDA under WSL fails with it, and vLLM's sleep does not go with it."""
@@ -129,11 +130,12 @@ def _check_same(backend: str, environment: Environment) -> None:
 
 
 def _load_dotenv() -> str | None:
-    from dotenv import find_dotenv, load_dotenv
+    from dotenv import dotenv_values, find_dotenv, load_dotenv
 
     path = find_dotenv(usecwd=True)
     if not path:
         return None
+    remember_settings(dotenv_values(path))  # of which the environment may have other values
     load_dotenv(path, override=False)
     return path
 
@@ -149,6 +151,8 @@ def _set_variables() -> None:
         "UNSLOTH_COMPILE_LOCATION": str(cache_folder() / "unsloth_compiled_cache"),
         "TOKENIZERS_PARALLELISM": "false",  # no fork warnings
         "HF_HUB_DISABLE_TELEMETRY": "1",  # no requests, and no thread, that nobody asked for
+        "UNSLOTH_DISABLE_STATISTICS": "1",  # the same
+        "DISABLE_SAFETENSORS_CONVERSION": "1",  # transformers asks a service to convert pickles
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

@@ -17,10 +17,11 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rloo_kit.chat_templates import end_of_turn_id
 from rloo_kit.errors import ModelError
+from rloo_kit.wording import printable, shown, why
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -60,9 +61,29 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
         return goal
     architecture = _check_content(path)
     model, tokenizer = _read(path, architecture)
-    _repair_tokens(model, tokenizer)
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".converting-", dir=cache) as work:
+    try:
+        _repair_tokens(model, tokenizer)
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as exc:
+        raise ModelError(
+            f"the tokenizer in {shown(str(path))} is damaged ({why(exc)}); download it again, or "
+            f"use "
+            "the model's Hugging Face folder or name instead"
+        ) from exc
+    try:
+        _write(model, tokenizer, goal)
+    except OSError as exc:
+        raise ModelError(
+            f"{shown(str(path))} cannot be converted into {shown(str(goal))} ({why(exc)}); free "
+            f"some "
+            "space there"
+        ) from exc
+    return goal
+
+
+def _write(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", goal: Path) -> None:
+    """Write the folder under another name, then put it in its place."""
+    goal.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".converting-", dir=goal.parent) as work:
         folder = Path(work) / goal.name
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -71,7 +92,6 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
         except OSError:
             if not goal.is_dir():  # else another process finished first, with the same content
                 raise
-    return goal
 
 
 def _check_magic(path: Path) -> None:
@@ -79,13 +99,14 @@ def _check_magic(path: Path) -> None:
     try:
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))
-    except OSError as exc:
+    except (OSError, ValueError) as exc:  # ValueError: the character 0 in the path
         raise ModelError(
-            f"cannot read {str(path)!r} ({exc.strerror}); give the path of a .gguf file"
+            f"cannot read {shown(str(path))} ({why(exc)}); give the path of a .gguf file"
         ) from exc
     if magic != MAGIC:
         raise ModelError(
-            f"{str(path)!r} is not a GGUF file: it starts with {magic!r}, not {MAGIC!r}; give the "
+            f"{shown(str(path))} is not a GGUF file: it starts with {magic!r}, not {MAGIC!r}; "
+            f"give the "
             "path of a .gguf file, or download it again (a page or a Git LFS pointer may have been "
             "saved in its place)"
         )
@@ -110,22 +131,67 @@ def _check_content(path: Path) -> str:
             "reading a .gguf file needs the package gguf; install it with "
             'pip install "rloo-kit[gguf]"'
         )
-    from gguf import GGUFReader
-
     try:
-        reader = GGUFReader(path)
-    except (ValueError, IndexError, KeyError) as exc:  # short memory maps, wherever they are cut
+        reader = _strict_reader(path)
+        fields = map(reader.get_field, ("split.count", "general.architecture"))
+        parts, architecture = (None if field is None else field.contents() for field in fields)
+        _check_sizes(reader, str(architecture))
+    except Exception as exc:  # what a damaged file raises depends on where the damage is
         raise ModelError(
-            f"{str(path)!r} is truncated or damaged ({path.stat().st_size} bytes: {exc}); download "
-            "it again"
+            f"{shown(str(path))} is truncated or damaged ({path.stat().st_size} bytes: "
+            f"{why(exc)}); "
+            "download it again"
         ) from exc
-    parts, architecture = map(reader.get_field, ("split.count", "general.architecture"))
-    if parts is not None and parts.contents() > 1:
+    if isinstance(parts, int) and parts > 1:
         raise ModelError(
-            f"{str(path)!r} is one part of several; join them with llama.cpp's "
+            f"{shown(str(path))} is one part of several; join them with llama.cpp's "
             "`llama-gguf-split --merge` and give the joined file"
         )
-    return "unknown" if architecture is None else str(architecture.contents())
+    return "unknown" if architecture is None else printable(str(architecture)[:40])
+
+
+def _strict_reader(path: Path) -> Any:
+    """Return gguf's reader of a file, that ends where the file does.
+
+    gguf reads numbers behind the end as nothing, and so goes on for as long as a damaged count of
+    them says.
+    """
+    from gguf import GGUFReader
+
+    class StrictReader(GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **options: Any) -> Any:
+            found = super()._get(offset, dtype, count, *order, **options)
+            if len(found) < count:
+                raise ValueError(f"it ends before its part at byte {offset}")
+            return found
+
+    return StrictReader(path)
+
+
+def _check_sizes(reader: Any, architecture: str) -> None:
+    """Refuse sizes that the file's tensors do not have: a model of them would fill the memory.
+
+    Raises:
+        ValueError: There is one.
+    """
+    widest = max((int(size) for tensor in reader.tensors for size in tensor.shape), default=0)
+    most = {
+        "block_count": len(reader.tensors),
+        "embedding_length": widest,
+        "feed_forward_length": widest,
+        "vocab_size": widest,
+        "attention.head_count": widest,
+        "attention.head_count_kv": widest,
+        "attention.key_length": widest,
+        "attention.value_length": widest,
+        "expert_count": widest,
+    }
+    for name, limit in most.items():
+        field = reader.get_field(f"{architecture}.{name}")
+        given = None if field is None else field.contents()
+        for size in given if isinstance(given, list) else [given]:
+            if isinstance(size, int) and size > limit:
+                raise ValueError(f"its {name} is {size}, and no tensor is as large")
 
 
 def _read(path: Path, architecture: str) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
@@ -137,21 +203,25 @@ def _read(path: Path, architecture: str) -> tuple["PreTrainedModel", "PreTrained
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(path.parent),
+        "gguf_file": path.name,
+        "trust_remote_code": False,  # of files that lie beside it
+    }
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
         loaded, info = AutoModelForCausalLM.from_pretrained(
             **source, dtype=torch.bfloat16, output_loading_info=True
         )
-    except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as exc:
-        reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+    except Exception as exc:  # the same, and every architecture has readers of its own
         raise ModelError(
-            f"transformers cannot read {str(path)!r}, of architecture {architecture!r} "
-            f"({reason[:200]}); use the model's Hugging Face folder or name instead"
+            f"transformers cannot read {shown(str(path))}, of architecture {architecture!r} "
+            f"({why(exc)}); use the model's Hugging Face folder or name instead"
         ) from exc
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
-            f"{str(path)!r} lacks {len(missing)} weights of its architecture {architecture!r}, "
+            f"{shown(str(path))} lacks {len(missing)} weights of its architecture "
+            f"{architecture!r}, "
             f"{missing[0]!r} first; use the model's Hugging Face folder or name instead"
         )
     return _without_quantization(loaded), tokenizer

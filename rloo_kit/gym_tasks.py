@@ -13,10 +13,13 @@ from typing import Any
 
 from rloo_kit.errors import DataError
 from rloo_kit.types import Row
+from rloo_kit.wording import bare, shown, why
 
 PREFIX = "reasoning_gym:"
 HELD_OUT_ONE_IN = 4
 _CHUNK = 256
+MOST_NAMES = 20
+"""Tasks, or settings, that an error lists where none is near."""
 
 
 def make_gym_rows(
@@ -81,13 +84,13 @@ def _as_row(name: str, entry: dict[str, Any], settings: dict[str, Any]) -> Row:
 def _entries(task: str, seed: int, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the entries of one dataset of the package; some tasks print, and are kept from it."""
     create = _task_maker(task, settings)
-    where = f"{PREFIX}{task}"
+    where = bare(f"{PREFIX}{task}")
     with contextlib.redirect_stdout(io.StringIO()):
         try:
             dataset = create(task, size=_CHUNK, seed=seed, **settings)
         except Exception as exc:  # each task checks in its own way, most by assert
             raise DataError(
-                f"{where} refuses the settings {settings!r} ({_first_line(exc)}): change them in "
+                f"{where} refuses the settings {shown(settings)} ({why(exc)}): change them in "
                 "data.settings"
             ) from exc
     for index in range(_CHUNK):
@@ -96,8 +99,8 @@ def _entries(task: str, seed: int, settings: dict[str, Any]) -> Iterator[dict[st
                 entry = dataset[index]
             except Exception as exc:
                 raise DataError(
-                    f"{where} cannot make a problem with the settings {settings!r} "
-                    f"({_first_line(exc)}): change data.settings, or the seed"
+                    f"{where} cannot make a problem with the settings {shown(settings)} "
+                    f"({why(exc)}): change data.settings, or the seed"
                 ) from exc
         yield entry
 
@@ -111,11 +114,12 @@ def _task_maker(task: str, settings: dict[str, Any]) -> Any:
             known = importlib.import_module("reasoning_gym.factory").DATASETS
     except ImportError as exc:
         raise DataError(
-            f'{PREFIX}{task} needs the package reasoning-gym ({exc}): pip install "rloo-kit[gym]"'
+            f"{bare(PREFIX + task)} needs the package reasoning-gym ({why(exc)}): pip install "
+            '"rloo-kit[gym]"'
         ) from exc
     names = sorted(set(known) - {"composite"})  # a mixture: its entries name other tasks
     if task not in names:
-        raise DataError(f"reasoning-gym has no task {task!r}{_nearest(task, names)}")
+        raise DataError(f"reasoning-gym has no task {shown(task)}{_nearest(task, names)}")
     fields = [field.name for field in dataclasses.fields(known[task][1])]
     for key in settings:
         if key in ("seed", "size"):
@@ -125,7 +129,7 @@ def _task_maker(task: str, settings: dict[str, Any]) -> Any:
             )
         if key not in fields:
             own = [field for field in fields if field not in ("seed", "size")]
-            raise DataError(f"{PREFIX}{task} has no setting {key!r}{_nearest(str(key), own)}")
+            raise DataError(f"{PREFIX}{task} has no setting {shown(key)}{_nearest(str(key), own)}")
     return package.create_dataset
 
 
@@ -133,11 +137,8 @@ def _nearest(name: str, names: list[str]) -> str:
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if near:
         return f"; the nearest {'names are' if len(near) > 1 else 'name is'} {', '.join(near)}"
-    return f"; it has {', '.join(names)}"
-
-
-def _first_line(exc: Exception) -> str:
-    return (str(exc).splitlines() or [type(exc).__name__])[0][:160]
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"; it has {', '.join(names[:MOST_NAMES])}{more}"
 
 
 # --- an entry as text ----------------------------------------------------------------------------

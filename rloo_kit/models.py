@@ -1,6 +1,8 @@
 """Load a model, attach a LoRA adapter, save it: the only room that builds a model."""
 
 import contextlib
+import functools
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +14,21 @@ from rloo_kit.environment import quiet, setup
 from rloo_kit.errors import ConfigError, KitError, ModelError
 from rloo_kit.hardware import GIB, Hardware, host_memory, why_not_vllm
 from rloo_kit.memory import belongs_to_session
+from rloo_kit.pickles import (
+    WHY,
+    is_pickle,
+    no_safetensors,
+    none_opened,
+    why_not_downloaded,
+    why_not_opened,
+)
+from rloo_kit.reward_contract import OverdueError, within
+from rloo_kit.wording import shown, why
 
 TINY_THINKER = Path(__file__).parent / "assets" / "tiny-thinker"
 PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
+TEMPLATE_SECONDS = 5.0
+"""That a chat template may take once; usual ones take a thousandth of a second."""
 NF4_SHARE = 0.32
 """Bytes of NF4 weights with double quantisation over bytes of the bf16 ones, embeddings apart."""
 
@@ -27,6 +41,7 @@ def load_model(
     backend: str = "auto",
     fast_inference: bool = False,
     max_lora_rank: int = 64,
+    trust_remote_code: bool = False,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """Load a causal language model and its tokenizer, ready for ``attach_lora``.
@@ -39,7 +54,10 @@ def load_model(
         fast_inference: On a GPU with Unsloth and vLLM, load the base once for both; elsewhere it
             changes nothing, and a vLLM engine has a copy of its own.
         max_lora_rank: That this shared engine has room for.
-        **kwargs: Passed to Unsloth's or transformers' ``from_pretrained``.
+        trust_remote_code: Run the code that comes with the model, where it needs any. Such code can
+            do all that you can: only for a source you trust.
+        **kwargs: Passed to Unsloth's or transformers' ``from_pretrained``. Weights are read from
+            safetensors files alone.
 
     Returns:
         (model, tokenizer). The tokenizer pads on the left with a pad token that is set; the model
@@ -47,9 +65,16 @@ def load_model(
         layout that trains on right gradients, also after ``generate``.
 
     Raises:
-        ModelError: Not found, not reachable, not a model, or too big for the memory.
+        ModelError: Not found, not reachable, not a model, too big for the memory, held in a pickle,
+            or in need of code of its own that was not allowed.
+        ConfigError: ``use_safetensors`` is turned off.
         ImportOrderError, BackendError: From ``setup()``.
     """
+    if kwargs.get("use_safetensors", True) is not True:
+        raise ConfigError(
+            f"use_safetensors is {kwargs['use_safetensors']!r}, and weights are read from "
+            "safetensors files alone: leave it out"
+        )
     environment = setup(backend)
     source = _find(str(name))
     _check_memory(source, environment.hardware, load_in_4bit=load_in_4bit)
@@ -58,17 +83,24 @@ def load_model(
         load = _load_unsloth
         if fast_inference and environment.hardware.device != "cpu" and why_not_vllm() is None:
             kwargs = {"fast_inference": True, "max_lora_rank": max_lora_rank, **kwargs}
+    kwargs |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}
+    refuse = functools.partial(_refused_pickle, str(name))
     try:
-        with _progress_bars(shown=not Path(source).is_dir()), quiet():
+        with _progress_bars(shown=not Path(source).is_dir()), quiet(), none_opened(refuse):
             model, tokenizer = load(
                 source, environment.hardware, max_seq_length, load_in_4bit=load_in_4bit, **kwargs
             )
+            _prepare_tokenizer(model, tokenizer)
     except KitError:
         raise
     except Exception as exc:  # what is raised differs by library, version and network
+        if not trust_remote_code and any("trust_remote_code" in str(e) for e in _causes(exc)):
+            raise ModelError(
+                f"model {str(name)!r} needs code of its own, which is not run: allow it with "
+                f"model.trust_remote_code: true, only for a source you trust"
+            ) from exc
         raise _as_model_error(str(name), exc) from exc
     keep_trainable_layout(model)
-    _prepare_tokenizer(model, tokenizer)
     model.rloo_kit_backend = environment.backend
     model.rloo_kit_max_seq_length = max_seq_length
     belongs_to_session(model)
@@ -198,7 +230,14 @@ def _find(name: str) -> str:
     """Return a hub name or an existing local folder."""
     if name == "tiny-thinker":
         return str(TINY_THINKER)
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+        path.is_dir()  # a name that is too long
+    except (OSError, RuntimeError, ValueError) as exc:
+        raise ModelError(
+            f"model {shown(name)} can be no path ({why(exc)}): give a model's folder, a .gguf file "
+            "or a hub name"
+        ) from exc
     if path.suffix == ".gguf":
         from rloo_kit.gguf import convert
 
@@ -209,9 +248,12 @@ def _find(name: str) -> str:
                 f"folder {name!r} holds no config.json, so it is not a model: give the folder that "
                 f"save_pretrained wrote"
             )
+        _check_files(name, path)
         return str(path)
     if path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         what = "is a file" if path.is_file() else "does not exist"
+        if path.is_file() and is_pickle(path):
+            what = f"is {WHY}"
         raise ModelError(
             f"model {name!r} {what}: give a model's folder, a .gguf file or a hub name"
         )
@@ -219,15 +261,43 @@ def _find(name: str) -> str:
     return name
 
 
+def _check_files(name: str, folder: Path) -> None:
+    """Refuse a folder whose weights, or those of the model its adapter is for, are no safetensors.
+
+    Raises:
+        ModelError: They are a pickle, or lie outside of the folder.
+    """
+    if reason := why_not_opened(folder):
+        raise ModelError(f"model {name!r} {reason}")
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        config = json.loads((folder / "adapter_config.json").read_bytes())
+        base = Path(str(config.get("base_model_name_or_path") or folder))
+        if base.is_dir() and (reason := why_not_opened(base)):
+            raise ModelError(f"model {name!r} is an adapter on {str(base)!r}, which {reason}")
+
+
 def _ask_hub(name: str) -> None:
     """Raise ModelError now, in one short request, where loading would retry for minutes."""
     import huggingface_hub
 
     try:
-        if not isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
-            huggingface_hub.HfApi().model_info(name, timeout=20)
+        cached = huggingface_hub.try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str):
+            files = [entry.name for entry in Path(cached).parent.iterdir()]
+        else:
+            found = huggingface_hub.HfApi().model_info(name, timeout=20)
+            files = [file.rfilename for file in found.siblings or []]
     except Exception as exc:  # HTTP clients differ by version; _as_model_error tells them apart
         raise _as_model_error(name, exc) from exc
+    if reason := why_not_downloaded(name, files):
+        raise ModelError(f"model {name!r} {reason}")
+
+
+def _refused_pickle(name: str, file: str) -> ModelError:
+    return ModelError(
+        f"model {name!r} wants {Path(file).name!r} opened, {WHY}: give a model whose weights are "
+        "all in safetensors files"
+    )
 
 
 def _check_memory(source: str, hardware: Hardware, *, load_in_4bit: bool) -> None:
@@ -246,19 +316,27 @@ def _check_memory(source: str, hardware: Hardware, *, load_in_4bit: bool) -> Non
         )
 
 
+def _causes(exc: BaseException) -> list[BaseException]:
+    """Return an error and what led to it."""
+    chain = [exc]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
+        chain.append(cause)
+    return chain
+
+
 def _as_model_error(name: str, exc: Exception) -> ModelError:
     """Return one sentence for what transformers, the hub or torch raised."""
     from huggingface_hub import errors as hub
 
-    text = (str(exc).strip().splitlines() or [type(exc).__name__])[0][:200]
-    chain = [exc]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
-        chain.append(cause)
+    text = why(exc)
+    chain = _causes(exc)
     if any(isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError" for e in chain):
         return ModelError(
             f"memory ran out while loading {name!r}: close other programs, use a smaller model or "
             f"load_in_4bit: true"
         )
+    if any("use_safetensors=True" in str(e) for e in chain):
+        return ModelError(f"model {name!r} {no_safetensors(name)}")
     if any(isinstance(e, hub.GatedRepoError) for e in chain):
         return ModelError(
             f"model {name!r} is gated: accept its licence on its page and put HF_TOKEN into .env"
@@ -322,7 +400,12 @@ def _load_transformers(
         source, dtype=dtype, device_map={"": hardware.device}, **kwargs
     )
     model.config.use_cache = False  # training forwards keep no KV cache; generate asks for its own
-    return model, AutoTokenizer.from_pretrained(source, model_max_length=max_seq_length)
+    tokenizer = AutoTokenizer.from_pretrained(
+        source,
+        model_max_length=max_seq_length,
+        trust_remote_code=kwargs["trust_remote_code"],
+    )
+    return model, tokenizer
 
 
 @contextlib.contextmanager
@@ -347,7 +430,14 @@ def _prepare_tokenizer(model: Any, tokenizer: Any) -> None:
     tokenizer.padding_side = "left"
     given = model.generation_config.eos_token_id
     ends = given if isinstance(given, list) else [given]
-    ends = [*ends, tokenizer.eos_token_id, end_of_turn_id(tokenizer)]
+    try:
+        end_of_turn = within(TEMPLATE_SECONDS, lambda: end_of_turn_id(tokenizer))
+    except OverdueError as exc:
+        raise ModelError(
+            f"the chat template of {shown(tokenizer.name_or_path)} takes more than "
+            f"{TEMPLATE_SECONDS:g} s for two short messages: give the tokenizer another one"
+        ) from exc
+    ends = [*ends, tokenizer.eos_token_id, end_of_turn]
     model.generation_config.eos_token_id = list(
         dict.fromkeys(end for end in ends if end is not None)
     )

@@ -118,7 +118,7 @@ def check_rewards(  # noqa: PLR0913
             chosen = (num_prompts, num_generations)
             material = _sampled(config, base or Path(), rewards, chosen, say)
         else:
-            material = _read(completions, config, base, rewards)
+            material = _read(completions, config, base, rewards, say)
         check = _examined(material)
     say(f"\n{check}")
     if folder is not None:
@@ -140,7 +140,7 @@ def _sampled(
 ) -> _Material:
     """Return completions that the run's model draws from some of its prompts."""
     load = functools.partial(_load, config, base, specs)
-    load()  # a wrong name costs a second then, not a model load
+    load(say=say)  # a wrong name costs a second then, not a model load
     setup(config.model.backend)
     prompts, _ = read_prompts(config, base)
     args = make_trainer_args(config, Path(config.output_dir))
@@ -214,9 +214,10 @@ def _read(
     config: RunConfig,
     base: Path | None,
     specs: Sequence[RewardSpec] | None,
+    say: Say,
 ) -> _Material:
     """Return the completions of a file, scored by rewards that no tokenizer is there for."""
-    rewards = _load(config, base or Path(), specs)
+    rewards = _load(config, base or Path(), specs, say=say)
     if isinstance(completions, str | Path):
         rows = [_checked(row, place) for place, row in read_rows(Path(completions))]
     else:
@@ -314,10 +315,11 @@ def _load(
     specs: Sequence[RewardSpec] | None,
     tokenizer: Any = None,
     template_settings: dict[str, Any] | None = None,
+    say: Say | None = None,
 ) -> list[LoadedReward]:
     """Return the rewards to check with their weights at the start of the run."""
     load = functools.partial(
-        load_rewards, tokenizer=tokenizer, chat_template_kwargs=template_settings
+        load_rewards, tokenizer=tokenizer, chat_template_kwargs=template_settings, say=say
     )
     if specs is not None:
         found = load(specs)

@@ -37,7 +37,9 @@ from rloo_kit.chat_templates import WithSettings
 from rloo_kit.composition import WeightSchedule, gated, rescaled, routed
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.reward_contract import checked, keywords_of, name_of
+from rloo_kit.wording import printable, shown, why
 
+Say: TypeAlias = Callable[[str], None]
 RewardSpec: TypeAlias = "str | Mapping[str, Any] | Callable[..., Any] | LoadedReward"
 
 _TABLE_HINT = "write it as a table, {name: ..., weight: ..., parameter: ...}"
@@ -62,6 +64,7 @@ def load_rewards(
     tokenizer: Any = None,
     base_dir: str | Path | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    say: Say | None = None,
 ) -> list[LoadedReward]:
     """Return one loaded reward per spec, in order, with distinct names (``polite``, ``polite_2``).
 
@@ -71,6 +74,7 @@ def load_rewards(
         base_dir: Folder that relative paths start from; None: the working directory.
         chat_template_kwargs: What the policy's chat template is given, such as
             ``enable_thinking``; it may decide who opens the thought.
+        say: Called with a line that names code which is not the kit's, before it is imported.
 
     Raises:
         RewardLoadError: A reward cannot be found, imported or made.
@@ -79,7 +83,7 @@ def load_rewards(
         tokenizer = WithSettings(tokenizer, dict(chat_template_kwargs))
     loaded: list[LoadedReward] = []
     for spec in specs:
-        reward = load_reward(spec, tokenizer, base_dir)
+        reward = load_reward(spec, tokenizer, base_dir, say)
         name = _unused_name(reward.name, {other.name for other in loaded})
         if name != reward.name:
             reward = replace(reward, func=replace(reward.func, name=name), name=name)
@@ -88,7 +92,10 @@ def load_rewards(
 
 
 def load_reward(
-    spec: RewardSpec, tokenizer: Any = None, base_dir: str | Path | None = None
+    spec: RewardSpec,
+    tokenizer: Any = None,
+    base_dir: str | Path | None = None,
+    say: Say | None = None,
 ) -> LoadedReward:
     """Return the reward of one spec; its arguments and errors are those of ``load_rewards``."""
     base = Path(base_dir) if base_dir is not None else Path.cwd()
@@ -98,10 +105,10 @@ def load_reward(
         name = getattr(getattr(spec, "config", None), "name_or_path", "") or "reward_model"
         return LoadedReward(spec, Path(name).name)
     if isinstance(spec, Mapping):
-        func, weight = _from_table(spec, base)
+        func, weight = _from_table(spec, base, say)
     elif isinstance(spec, str):
         name, weight = _split_weight(spec, base)
-        func = _from_name(name, base)
+        func = _from_name(name, base, say)
     else:
         func, weight = _WithGetRewards(spec) if hasattr(spec, "get_rewards") else spec, 1.0
     _refuse_non_reward(func, spec)
@@ -120,36 +127,36 @@ COMPOSING = ("only_if", "only_for", "scaled_by", "clipped_to")
 
 
 def _from_table(
-    table: Mapping[str, Any], base: Path
+    table: Mapping[str, Any], base: Path, say: Say | None
 ) -> tuple[Callable[..., Any], float | WeightSchedule]:
     """Return the reward of a table, composed as its keys say, and its weight."""
     parameters = dict(table)
     name = parameters.pop("name", None)
     if name is None:
         raise RewardLoadError(
-            f"the reward table {dict(table)!r} has no name; add 'name', such as name: thinking"
+            f"the reward table {shown(dict(table))} has no name; add 'name', such as name: thinking"
         )
     given = parameters.pop("weight", None)
     composing = {key: parameters.pop(key) for key in COMPOSING if key in parameters}
     weight = 1.0 if given is None else _checked_weight(given, name)
     if not isinstance(name, str):
         reward = _with_parameters(name, parameters, name_of(name))
-        return _composed(reward, composing, name_of(name), base), weight
+        return _composed(reward, composing, name_of(name), base, say), weight
     target_name, weight_in_name = _split_weight(name, base)
     if given is not None and target_name != name:
         raise RewardLoadError(
-            f"the reward table {dict(table)!r} gives two weights; remove "
+            f"the reward table {shown(dict(table))} gives two weights; remove "
             f"':{weight_in_name:g}' from its name"
         )
     if target_name == "reward_model":
         _resolve_model_folder(parameters, base)
-    reward = _with_parameters(_target(target_name, base), parameters, target_name)
-    reward = _composed(reward, composing, target_name, base)
+    reward = _with_parameters(_target(target_name, base, say), parameters, target_name)
+    reward = _composed(reward, composing, target_name, base, say)
     return reward, (weight_in_name if given is None else weight)
 
 
 def _composed(
-    reward: Callable[..., Any], keys: dict[str, Any], name: str, base: Path
+    reward: Callable[..., Any], keys: dict[str, Any], name: str, base: Path, say: Say | None
 ) -> Callable[..., Any]:
     """Return a reward as the composing keys of its table say."""
     if not keys:
@@ -162,24 +169,27 @@ def _composed(
                 reward, scale=keys.get("scaled_by", 1.0), clip=None if clip is None else tuple(clip)
             )
         if "only_if" in keys:
-            reward = _gated(reward, keys["only_if"], base)
+            reward = _gated(reward, keys["only_if"], base, say)
         if "only_for" in keys:
             reward = routed(reward, **keys["only_for"])
-    except (TypeError, ValueError) as exc:
+    except (TypeError, ValueError, OverflowError) as exc:
         raise RewardLoadError(
-            f"reward {name!r} cannot be composed from {keys!r} ({exc}); write only_if: NAME, "
+            f"reward {shown(name)} cannot be composed from {shown(keys)} ({why(exc)}); write "
+            f"only_if: NAME, "
             "only_for: {column: value}, scaled_by: NUMBER, clipped_to: [low, high]"
         ) from exc
     return reward
 
 
-def _gated(reward: Callable[..., Any], gate: Any, base: Path) -> Callable[..., Any]:
+def _gated(
+    reward: Callable[..., Any], gate: Any, base: Path, say: Say | None
+) -> Callable[..., Any]:
     """Return a reward behind the gate that ``only_if`` describes."""
     limits = {}
     if isinstance(gate, Mapping):
         limits = {key: gate[key] for key in ("at_least", "otherwise") if key in gate}
         gate = {key: value for key, value in gate.items() if key not in limits}
-    loaded = load_reward(gate, base_dir=base)
+    loaded = load_reward(gate, base_dir=base, say=say)
     if loaded.weight != 1.0:
         raise ValueError("a gate has no weight")
     return gated(reward, loaded.func, **{k: _finite(v, k) for k, v in limits.items()})
@@ -187,13 +197,13 @@ def _gated(reward: Callable[..., Any], gate: Any, base: Path) -> Callable[..., A
 
 def _finite(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} is {value!r}, not a finite number")
+        raise ValueError(f"{name} is {shown(value)}, not a finite number")
     return float(value)
 
 
-def _from_name(name: str, base: Path) -> Callable[..., Any]:
+def _from_name(name: str, base: Path, say: Say | None) -> Callable[..., Any]:
     """Return the reward of a text without its weight."""
-    target = _target(name, base)
+    target = _target(name, base, say)
     return _with_parameters(target, {}, name) if name in _builtin() else target
 
 
@@ -231,21 +241,26 @@ def _checked_weight(value: Any, name: object) -> float | WeightSchedule:
         if isinstance(value, Mapping):
             return WeightSchedule.of(value)
         weight = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError) as exc:
+    except (TypeError, ValueError, OverflowError) as exc:
         if isinstance(value, Mapping):
-            raise RewardLoadError(f"reward {name!r}: {exc}") from exc
+            raise RewardLoadError(f"reward {shown(name)}: {exc}") from exc
         weight = math.nan
     if not math.isfinite(weight):
         raise RewardLoadError(
-            f"weight {value!r} of reward {name!r} is not a finite number; give one such as 0.5, "
+            f"weight {shown(value)} of reward {shown(name)} is not a finite number; give one such "
+            f"as 0.5, "
             "or a schedule such as {0: 1.0, 0.5: 0.2} "
             f"(for parameters, {_TABLE_HINT})"
         )
     return weight
 
 
-def _target(name: str, base: Path) -> Any:
-    """Return the object that a text names; of a built-in, the class or factory behind it."""
+def _target(name: str, base: Path, say: Say | None = None) -> Any:
+    """Return the object that a text names; of a built-in, the class or factory behind it.
+
+    What is not the kit's own is named by ``say`` before it is imported.
+    """
+    tell = say if say is not None and name not in _own() else _nobody
     if name in _builtin():
         value = _builtin()[name].partition("[")[0].strip()  # "module:attribute [extra]"
         name = value if ":" in value else f"{value}:"
@@ -254,11 +269,29 @@ def _target(name: str, base: Path) -> Any:
         return importlib.import_module("rloo_kit.rewards.reward_model").RewardModel(model)
     home, colon, attribute = name.rpartition(":")
     if home.endswith(".py") or name.endswith(".py"):
-        module = _load_file(_path(home if colon and home.endswith(".py") else name, base))
-        return _attribute(module, attribute if home.endswith(".py") else "", name)
+        path = _path(home if colon and home.endswith(".py") else name, base)
+        attribute = attribute if home.endswith(".py") else ""
+        if path.is_file():
+            tell(_running(_as_seen_here(path), attribute))
+        return _attribute(_load_file(path), attribute, name)
     if not colon:
         raise RewardLoadError(_unknown(name))
+    tell(_running(f"the installed module {home}", attribute))
     return _attribute(_import(home, name), attribute, name)
+
+
+def _nobody(_: str) -> None:
+    """Hear a line where nobody asked for it."""
+
+
+def _running(whose: str, attribute: str) -> str:
+    return f"running code of {printable(whose)} ({printable(attribute) or 'no function named'})"
+
+
+def _as_seen_here(path: Path) -> str:
+    """Return a path from the working directory, whole where it lies outside."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def named_rewards() -> list[str]:
@@ -298,8 +331,20 @@ def plug_ins() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def _path(text: str, base: Path) -> Path:
-    """Return an absolute path; a relative one starts from the folder of the run file."""
-    return (base / Path(text).expanduser()).resolve()
+    """Return an absolute path; a relative one starts from the folder of the run file.
+
+    Raises:
+        RewardLoadError: No file can be called so.
+    """
+    try:
+        path = (base / Path(text).expanduser()).resolve()
+        path.is_file()  # a name that is too long
+    except (OSError, RuntimeError, ValueError) as exc:
+        raise RewardLoadError(
+            f"reward {shown(text)} can be no path ({why(exc)}); give a built-in reward, or "
+            "'path/to/file.py:function'"
+        ) from exc
+    return path
 
 
 def _is_model(text: str, base: Path) -> bool:
@@ -326,18 +371,20 @@ def _unused_name(name: str, used: set[str]) -> str:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Return the module of a file, run once per process under a name of its own.
+    """Return the module of a file, run once per process and content under a name of its own.
 
     ``sys.path`` is left alone: a file called like a package must not take its place.
     """
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
+    content = path.read_bytes() if path.is_file() else b""  # a file that was mended is run again
+    digest = hashlib.sha256(str(path).encode() + content).hexdigest()[:12]
     name = f"_rloo_kit_reward_{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise RewardLoadError(
-            f"reward file {str(path)!r} does not exist; give its path relative to the run file, "
+            f"reward file {shown(str(path))} does not exist; give its path relative to the run "
+            f"file, "
             "or an absolute one"
         )
     module = importlib.util.module_from_spec(spec)
@@ -346,23 +393,25 @@ def _load_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as exc:
         del sys.modules[name]
-        if not isinstance(exc, Exception):
+        if not isinstance(exc, Exception | SystemExit):
             raise
         raise RewardLoadError(_why_file_failed(path, exc)) from exc
     return module
 
 
-def _why_file_failed(path: Path, exc: Exception) -> str:
+def _why_file_failed(path: Path, exc: Exception | SystemExit) -> str:
     if isinstance(exc, SyntaxError):
         place = f"line {exc.lineno}" if exc.filename == str(path) else f"{exc.filename}"
-        return f"reward file {str(path)!r} has a syntax error ({place}: {exc.msg}); correct it"
+        return f"reward file {shown(str(path))} has a syntax error ({place}: {exc.msg}); correct it"
     if isinstance(exc, ImportError):
         return (
-            f"reward file {str(path)!r} cannot import what it asks for ({exc}); install it, or "
+            f"reward file {shown(str(path))} cannot import what it asks for ({why(exc)}); install "
+            f"it, or "
             "keep helpers in the same file (its folder is not on sys.path)"
         )
     return (
-        f"reward file {str(path)!r} raised {type(exc).__name__} while it was loaded ({exc}); "
+        f"reward file {shown(str(path))} raised {type(exc).__name__} while it was loaded "
+        f"({why(exc)}); "
         "correct it, or move that work into the function"
     )
 
@@ -372,13 +421,14 @@ def _import(module: str, spec: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as exc:
         raise RewardLoadError(
-            f"reward {spec!r} cannot be imported ({exc}); install its package, or give a file as "
+            f"reward {shown(spec)} cannot be imported ({why(exc)}); install its package, or give "
+            f"a file as "
             "'path/to/file.py:function'"
         ) from exc
     except Exception as exc:
         raise RewardLoadError(
-            f"reward {spec!r}: importing {module!r} raised {type(exc).__name__} ({exc}); correct "
-            "that module"
+            f"reward {shown(spec)}: importing {shown(module)} raised {type(exc).__name__} "
+            f"({why(exc)}); correct that module"
         ) from exc
 
 
@@ -391,9 +441,9 @@ def _attribute(module: ModuleType, attribute: str, spec: str) -> Any:
         for name, value in vars(module).items()
         if callable(value) and not name.startswith("_") and _is_from(value, module)
     ]
-    wrong = f"there is no {attribute!r} in it" if attribute else "it names no function"
+    wrong = f"there is no {shown(attribute)} in it" if attribute else "it names no function"
     raise RewardLoadError(
-        f"reward {spec!r} cannot be found: {wrong}{_nearest(attribute, names)}; "
+        f"reward {shown(spec)} cannot be found: {wrong}{_nearest(attribute, names)}; "
         f"add ':function' with one of: {', '.join(names) or '(it has none)'}"
     )
 
@@ -402,14 +452,14 @@ def _is_from(value: object, module: ModuleType) -> bool:
     return getattr(value, "__module__", None) == module.__name__
 
 
-def _nearest(wrong: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(wrong, list(names), n=1)
+def _nearest(wrong: object, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(wrong), list(names), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def _unknown(name: str) -> str:
     return (
-        f"unknown reward {name!r}{_nearest(name, _builtin())}; give a built-in one "
+        f"unknown reward {shown(name)}{_nearest(name, _builtin())}; give a built-in one "
         f"({', '.join(sorted(_builtin()))}), 'file.py:function', 'package.module:function', the "
         "folder of a reward model, or {name: reward_model, model: HUB_NAME}"
     )
@@ -430,7 +480,8 @@ def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
             return replace(target, **parameters)
     except (TypeError, ValueError) as exc:
         raise RewardLoadError(
-            f"reward {name!r} cannot be made from {parameters!r} ({exc}); {_TABLE_HINT}"
+            f"reward {shown(name)} cannot be made from {shown(parameters)} ({why(exc)}); "
+            f"{_TABLE_HINT}"
         ) from exc
     return functools.partial(target, **parameters)
 
@@ -446,7 +497,8 @@ def _refuse_unknown(target: Any, parameters: dict[str, Any], name: str) -> None:
     for parameter in parameters:
         if parameter not in known:
             raise RewardLoadError(
-                f"reward {name!r} has no parameter {parameter!r}{_nearest(parameter, known)}; "
+                f"reward {shown(name)} has no parameter "
+                f"{shown(parameter)}{_nearest(parameter, known)}; "
                 f"give one of: {', '.join(known) or '(none)'}"
             )
 
@@ -455,11 +507,13 @@ def _refuse_non_reward(func: Any, spec: RewardSpec) -> None:
     """Raise RewardLoadError where an object cannot be called as a reward."""
     if inspect.isclass(func):
         raise RewardLoadError(
-            f"reward {spec!r} is a class; give an instance, {func.__name__}(), or {_TABLE_HINT}"
+            f"reward {shown(spec)} is a class; give an instance, {func.__name__}(), or "
+            f"{_TABLE_HINT}"
         )
     if not callable(func):
         raise RewardLoadError(
-            f"reward {spec!r} is of type {type(func).__name__}, which cannot be called; give a "
+            f"reward {shown(spec)} is of type {type(func).__name__}, which cannot be called; give "
+            f"a "
             "function or an object with __call__"
         )
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config import PROJECTIONS
-from rloo_kit.data_files import read_rows
+from rloo_kit.data_files import check_messages, local_path, read_rows
 from rloo_kit.environment import precision_as_asked, quiet, setup
 from rloo_kit.errors import ConfigError, DataError, KitError, MemoryRanOutError, ModelError
 from rloo_kit.hardware import TESTED, Hardware, installed_version
@@ -28,6 +28,7 @@ from rloo_kit.models import TINY_THINKER
 from rloo_kit.output_folder import free_folder
 from rloo_kit.stopping import StopSignals
 from rloo_kit.types import Completion, Row
+from rloo_kit.wording import shown
 
 Say = Callable[[str], None]
 Text = tuple[Completion, Completion]
@@ -191,12 +192,12 @@ def read_pairs(source: str | Path | Iterable[Row], *, chat: bool = True) -> list
         DataError: No such file, a bad line, with its number, or no pairs.
     """
     if isinstance(source, str | Path):
-        rows = read_rows(Path(source).expanduser())
+        rows = read_rows(local_path(str(source)))
     else:
         rows = [(f"row {number}", row) for number, row in enumerate(source, 1)]
     if not rows:
-        shown = repr(str(source)) if isinstance(source, str | Path) else "the list of pairs"
-        raise DataError(f"{shown} holds no pairs: put rows with chosen and rejected in it")
+        where = shown(str(source)) if isinstance(source, str | Path) else "the list of pairs"
+        raise DataError(f"{where} holds no pairs: put rows with chosen and rejected in it")
     return [_pair(row, place, chat=chat) for place, row in rows]
 
 
@@ -213,7 +214,8 @@ def _pair(row: Any, place: str, *, chat: bool) -> Pair:
     for name in ("chosen", "rejected"):
         if row.get(name) is None:
             raise DataError(
-                f"{place}: has no `{name}`, only {sorted(map(str, row))}: every pair needs chosen "
+                f"{place}: has no `{name}`, only {shown(sorted(map(str, row)))}: every pair needs "
+                f"chosen "
                 "and rejected"
             )
     for name in ("prompt", "chosen", "rejected"):
@@ -232,10 +234,10 @@ def _check_text(value: Any, name: str, place: str) -> None:
     if value is None or isinstance(value, str):
         return
     if not isinstance(value, list) or not value:
-        raise DataError(f"{place}: {name} is {value!r}, must be text or a list of chat messages")
-    for message in value:
-        if not (isinstance(message, Mapping) and {"role", "content"} <= set(message)):
-            raise DataError(f"{place}: every message of {name} needs `role` and `content`")
+        raise DataError(
+            f"{place}: {name} is {shown(value)}, must be text or a list of chat messages"
+        )
+    check_messages(value, name, place)
 
 
 def _text(prompt: Any, answer: Any, place: str, *, chat: bool) -> Text:

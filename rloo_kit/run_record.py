@@ -61,7 +61,8 @@ class RunRecord:
         if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
             return None
         try:
-            return Finding(**{name: None if v is None else str(v) for name, v in found.items()})
+            told = {name: "" if v is None else str(v) for name, v in found.items()}
+            return Finding(**{**told, "reward": told.get("reward") or None})
         except TypeError:  # other fields than a finding has
             return None
 

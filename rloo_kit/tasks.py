@@ -9,6 +9,7 @@ from itertools import count, islice
 
 from rloo_kit.errors import DataError
 from rloo_kit.types import Row
+from rloo_kit.wording import shown
 
 SPLITS = ("train", "held_out")
 HELD_OUT_ONE_IN = 8
@@ -80,7 +81,7 @@ def make_rows(
         DataError: Another split, or no such level.
     """
     if split not in SPLITS:
-        raise DataError(f"{name} has the splits train and held_out, not {split!r}")
+        raise DataError(f"{name} has the splits train and held_out, not {shown(split)}: name one")
     streams = [_problems(name, one, split, seed) for one in _checked_levels(name, level)]
     return list(islice((next(streams[turn % len(streams)]) for turn in count()), num))
 
@@ -90,7 +91,7 @@ def _checked_levels(name: str, level: int | list[int] | None) -> list[int]:
     last = len(TASKS[name].levels)
     if not levels or any(type(one) is not int or not 1 <= one <= last for one in levels):
         raise DataError(
-            f"{name} has the levels 1 to {last}, not {level!r}: give one of them, or a list"
+            f"{name} has the levels 1 to {last}, not {shown(level)}: give one of them, or a list"
         )
     return list(levels)
 

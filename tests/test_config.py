@@ -249,7 +249,6 @@ def test_all_faults_come_in_one_message():
         "data": {"held_out": 0.5},
         "rewards": "accuracy",
         "trainer": {"seed": 1, "beta": -1, "num_generation": 4, "kl_estimator": "k2"},
-        "seed": None,
     }
     with pytest.raises(ConfigError) as caught:
         make_run_config(content, ["nonsense"])
@@ -257,7 +256,7 @@ def test_all_faults_come_in_one_message():
     for part in (
         "--set 'nonsense'", "'modle'", "model.nmae", "model.max_seq_length", "lora: holds",
         "data.held_out", "rewards is 'accuracy'", "trainer.seed", "trainer.beta",
-        "'num_generation'", "trainer.kl_estimator", "seed is None",
+        "'num_generation'", "trainer.kl_estimator",
     ):  # fmt: skip
         assert part in message
     assert "\n" not in message
@@ -464,6 +463,11 @@ OWN = {  # right values, then wrong ones
         ("kl_explosion", ["kl"], ["slow_reward"], [1], True, {"kl_explosion": 1}),
     ),
     "vllm_adapter_dir": ((None, "shared/adapters"), (1, True, ["a"])),
+    "keep_last": ((1, 2, 100), (0, -1, 1.5, None, True, "2")),
+    "keep_best": ((0, 1, 5), (-1, 0.5, None, True, "1")),
+    "rescue_dir": ((None, "/other/disk"), (1, True, ["a"])),
+    "max_hours": ((None, 0.5, 8), (0, -1, "8h", True, math.inf)),
+    "max_skipped_steps": ((1, 3), (0, -1, 1.5, None, True)),
 }
 
 
@@ -522,7 +526,8 @@ def test_the_defaults_of_the_own_settings_are_right():
     defaults = {field.name: field.default for field in OWN_FIELDS}
     assert translate_trainer_arguments(defaults) == defaults
     assert {name for name, value in defaults.items() if value is None} == {
-        *OPTIONAL_NUMBERS, "normalize_reward", "rollout_correction", "stop_on", "vllm_adapter_dir"
+        *OPTIONAL_NUMBERS, "normalize_reward", "rollout_correction", "stop_on", "vllm_adapter_dir",
+        "rescue_dir",
     }  # fmt: skip
 
 

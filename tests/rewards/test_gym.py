@@ -17,7 +17,7 @@ from decimal import Decimal
 
 import pytest
 from rloo_kit.rewards import ReasoningGym
-from rloo_kit.rewards.gym import _GUARDS, _read_entry, _verifier
+from rloo_kit.rewards.gym import _GUARDS, _check_what_is_run, _read_entry, _verifier
 
 from rloo_kit.data import load_prompts
 from rloo_kit.errors import DataError, RewardContractError, RewardLoadError
@@ -151,6 +151,45 @@ def test_the_verifier_has_the_settings_of_the_task():
 )
 def test_an_entry_that_is_none_is_refused(entry):
     with pytest.raises(RewardContractError, match=r"no entry of reasoning-gym; make the prompts"):
+        ReasoningGym()(completions=["4"], entry=[entry])
+
+
+RUN_AS_PYTHON = {
+    "bitwise_arithmetic": ("metadata", "problem"),
+    "intermediate_integration": ("metadata", "integrand"),
+    "number_sorting": ("answer",),
+    "polynomial_multiplication": ("answer",),
+    "simple_integration": ("metadata", "integrand"),
+}
+
+
+@pytest.mark.parametrize("task", RUN_AS_PYTHON)
+def test_an_entry_of_a_file_cannot_have_its_verifier_run_code(task, tmp_path):
+    entry = json.loads(row_of(task)["entry"])
+    place = entry
+    *path, last = RUN_AS_PYTHON[task]
+    for key in path:
+        place = place[key]
+    code = f"__import__('pathlib').Path({str(tmp_path / 'ran')!r}).touch() or x"
+    place[last] = code
+    answer = '["1"]' if task == "number_sorting" else "0"
+    DATASETS[task][0](DATASETS[task][1]()).score_answer(answer, entry)
+    assert (tmp_path / "ran").exists()  # reasoning-gym itself runs it
+    (tmp_path / "ran").unlink()
+    with pytest.raises(RewardContractError, match="trust no other entries"):
+        ReasoningGym()(completions=[answer], entry=[json.dumps(entry)])
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("task", RUN_AS_PYTHON)
+def test_every_entry_that_a_task_makes_is_let_through(task):
+    for row in make_gym_rows(f"reasoning_gym:{task}", 8):
+        _check_what_is_run(task, json.loads(row["entry"]))
+
+
+def test_an_entry_of_entries_is_refused():
+    entry = '{"settings": {}, "metadata": {"source_dataset": "composite"}}'
+    with pytest.raises(RewardContractError, match="trust no other entries"):
         ReasoningGym()(completions=["4"], entry=[entry])
 
 

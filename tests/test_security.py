@@ -1,0 +1,424 @@
+"""What a stranger's file cannot do: run code unnamed, be opened as a pickle, write elsewhere."""
+
+import ast
+import functools
+import http.server
+import importlib.util
+import json
+import pickle
+import re
+import shlex
+import sys
+import threading
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+import rloo_kit as rk
+from rloo_kit.data_files import read_source
+from rloo_kit.errors import RewardLoadError
+from rloo_kit.models import _find
+from rloo_kit.pickles import is_pickle, none_opened, pickled_weights, why_not_opened
+from rloo_kit.report import write_report
+from rloo_kit.report_content import run_content
+from rloo_kit.reward_loading import load_rewards, plug_ins
+from rloo_kit.run_curves import charts_of
+from rloo_kit.run_record import read_run
+
+ROOT = Path(__file__).parents[1]
+SPEC = importlib.util.spec_from_file_location("audit", ROOT / "scripts" / "audit.py")
+audit = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(audit)
+
+
+@pytest.fixture
+def ran(tmp_path):
+    """A file that is there once code ran that should not."""
+    return tmp_path / "ran"
+
+
+class Trap:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+# --- pickles -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["a.bin", "b.PT", "c.pth", "d.ckpt", "e.pkl", "f.pickle", "g/h.bin"]
+)
+def test_a_pickle_is_known_by_its_name(name):
+    assert is_pickle(name)
+
+
+def test_a_pickle_holds_the_weights_only_where_safetensors_do_not():
+    assert pickled_weights(["config.json", "model.pt"]) == "model.pt"
+    assert pickled_weights(["adapter_model.safetensors", "adapter_model.bin"]) is None
+    assert pickled_weights(["config.json", "optimizer.pt", "rng_state.pth"]) is None
+
+
+@pytest.mark.parametrize("shard", ["../../secret.safetensors", "/x.safetensors", "a.bin", "a\\b"])
+def test_an_index_names_only_safetensors_of_its_own_folder(shard, tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    assert why_not_opened(tmp_path) is None
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": shard}}))
+    assert "no safetensors file of its own folder" in why_not_opened(tmp_path)
+
+
+def test_torch_opens_nothing_while_a_model_is_loaded(tmp_path, ran):
+    import torch
+
+    torch.save(Trap(ran), tmp_path / "weights")
+    with pytest.raises(rk.ModelError, match="no"), none_opened(lambda _: rk.ModelError("no")):
+        torch.load(tmp_path / "weights", weights_only=False)
+    assert not ran.exists()
+    torch.load(tmp_path / "weights", weights_only=False)
+    assert ran.exists()
+
+
+def test_pickled_prompts_are_refused_and_the_remedy_works(tmp_path, ran):
+    path = tmp_path / "prompts.pkl"
+    path.write_bytes(pickle.dumps(Trap(ran)))
+    with pytest.raises(rk.DataError, match=r"is a pickle, which can run any code") as caught:
+        rk.load_prompts(str(path))
+    assert not ran.exists()
+    pickle.loads(path.read_bytes())
+    assert ran.exists()  # the trap works
+    path.write_bytes(pickle.dumps([{"prompt": "What is 1 + 2?", "answer": "3"}]))
+    words = shlex.split(str(caught.value).partition(".jsonl with ")[2])
+    assert words[:2] == ["python", "-c"]
+    exec(words[2], {})
+    assert read_source(str(tmp_path / "prompts.jsonl"), "train")[0]["answer"] == "3"
+
+
+def test_a_loading_script_of_a_dataset_is_not_run(tmp_path, ran):
+    import datasets
+
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "mine.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    with pytest.raises(rk.DataError, match="is a folder"):
+        rk.load_prompts(str(folder))
+    with pytest.raises(RuntimeError, match="scripts are no longer supported"):  # of the hub, too
+        datasets.load_dataset(str(folder))
+    assert not ran.exists()
+
+
+# --- models on the hub ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub with three models, by the files that they have."""
+    files = {
+        "them/pickled": ["config.json", "pytorch_model.bin", "onnx/model.safetensors"],
+        "them/safe": ["config.json", "model.safetensors", "pytorch_model.bin"],
+        "them/adapter": ["adapter_config.json", "adapter_model.bin"],
+    }
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            name = self.path.partition("?")[0].removeprefix("/api/models/")
+            content = {"id": name, "siblings": [{"rfilename": file} for file in files[name]]}
+            answer = json.dumps(content).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(
+        huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}"
+    )
+    yield
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_pickle_on_the_hub_is_refused_before_it_is_downloaded(hub):
+    assert _find("them/safe") == "them/safe"
+    remedy = r"hf download them/pickled --local-dir pickled\), where you trust it, .*'pickled'"
+    with pytest.raises(rk.ModelError, match=f"pytorch_model.bin, a pickle, .*{remedy}"):
+        _find("them/pickled")
+    with pytest.raises(rk.ModelError, match=r"safe\.save_file"):
+        _find("them/adapter")
+
+
+def test_a_pickle_that_was_downloaded_before_is_refused_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--them--old"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    for name in ("config.json", "pytorch_model.bin"):
+        (snapshot / name).write_text("{}")
+    with pytest.raises(rk.ModelError, match=r"in pytorch_model\.bin, a pickle"):
+        _find("them/old")
+    (snapshot / "model.safetensors").write_text("")
+    assert _find("them/old") == "them/old"
+
+
+# --- a run file ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tag", ["!!python/object/apply:builtins.open", "!!python/object/new:builtins.open"]
+)
+def test_a_tag_of_yaml_makes_no_object(tag, tmp_path, ran):
+    (tmp_path / "run.yaml").write_text(f"output_dir: {tag} [{str(ran)!r}, w]\n")
+    with pytest.raises(rk.ConfigError, match="not valid YAML"):
+        rk.read_run_file(tmp_path / "run.yaml")
+    config = rk.read_run_file("quickstart", [f"output_dir={tag} [{str(ran)!r}, w]"])
+    assert config.output_dir.startswith("!!python")  # a text like any other
+    assert not ran.exists()
+
+
+def test_trusted_code_is_off_and_named_in_the_report_where_it_is_on():
+    assert rk.RunConfig().model.trust_remote_code is False
+    config = rk.read_run_file("quickstart", ["model.trust_remote_code=true"])
+    assert config.model.trust_remote_code is True
+    with pytest.raises(rk.ConfigError, match=r"model.trust_remote_code is 'sure', must be true"):
+        rk.read_run_file("quickstart", ["model.trust_remote_code=sure"])
+    with pytest.raises(rk.ConfigError, match="write it under `model:`"):
+        rk.read_run_file("quickstart", ["trainer.trust_remote_code=true"])
+
+
+def test_the_report_names_trusted_code(tmp_path):
+    (tmp_path / "run.yaml").write_text("model: {trust_remote_code: true}\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    record = read_run(tmp_path)
+    (notice,) = run_content(record, "a", charts_of([record]))["notices"]
+    assert notice.startswith("model.trust_remote_code = true: code that comes with the model")
+
+
+# --- code that a run file names ------------------------------------------------------------------
+
+
+@pytest.fixture
+def rewards(tmp_path, ran, monkeypatch):
+    """A folder with reward files that leave ``ran`` behind, and the way to load from it."""
+    code = f"open({str(ran)!r}, 'w').close()\ndef good(completions, **_): return [1.0] * 2\n"
+    for folder in (tmp_path, tmp_path / "run"):
+        folder.mkdir(exist_ok=True)
+        (folder / "mine.py").write_text(code)
+    monkeypatch.chdir(tmp_path / "run")
+    yield
+    for name in [n for n in sys.modules if n.startswith("_rloo_kit_reward_mine")]:
+        del sys.modules[name]
+
+
+def loaded_lines(spec, ran, base="."):
+    said = []
+
+    def say(line):
+        assert not ran.exists(), "it ran before it was named"
+        said.append(line)
+
+    load_rewards([spec], base_dir=base, say=say)
+    return said
+
+
+SPECS = [
+    "mine.py:good",
+    "mine.py:good:0.5",
+    {"name": "mine.py:good", "weight": {0: 1.0, 1: 0.0}},
+    {"name": "length", "only_if": "mine.py:good"},
+    {"name": "length", "only_if": {"name": "mine.py:good", "at_least": 0.5}},
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_reward_file_is_named_before_it_runs(spec, ran, rewards):
+    assert loaded_lines(spec, ran) == ["running code of mine.py (good)"]
+    assert ran.exists()
+
+
+def test_a_file_outside_is_named_in_full(ran, rewards, tmp_path):
+    whole = f"running code of {tmp_path / 'mine.py'} (good)"
+    assert loaded_lines("../mine.py:good", ran) == [whole]
+    ran.unlink()
+    for name in [n for n in sys.modules if n.startswith("_rloo_kit_reward_mine")]:
+        del sys.modules[name]
+    assert loaded_lines(f"{tmp_path}/run/../mine.py:good", ran, base="/") == [whole]
+
+
+def test_an_installed_package_is_named_and_the_kits_own_is_not(ran, monkeypatch):
+    said = loaded_lines("os.path:basename", ran)
+    assert said == ["running code of the installed module os.path (basename)"]
+    assert loaded_lines("length", ran) == []
+    assert loaded_lines({"name": "thinking", "only_if": "thinking_format"}, ran) == []
+
+    class Entry:
+        value = "os.path:basename"
+
+    plugged = {**plug_ins(), "base": Entry}
+    monkeypatch.setattr("rloo_kit.reward_loading.plug_ins", lambda: plugged)
+    assert loaded_lines("base", ran) == said
+
+
+def test_train_and_rewards_check_name_the_code_first(ran, rewards):
+    spec = {"rewards": ["mine.py:lost"]}
+    Path("run.yaml").write_text(json.dumps(spec))
+    for run in (
+        lambda say: rk.train("run.yaml", say=say),
+        lambda say: rk.check_rewards("run.yaml", say=say),
+        lambda say: rk.check_rewards("run.yaml", completions=[{"prompt": "a"}], say=say),
+    ):
+        said = []
+        with pytest.raises(RewardLoadError, match="there is no 'lost' in it"):
+            run(said.append)
+        assert said == ["running code of mine.py (lost)"]
+
+
+def test_train_says_first_that_code_of_a_model_may_run(rewards):
+    settings = {"model": {"name": "./nowhere", "trust_remote_code": True}}
+    Path("run.yaml").write_text(json.dumps(settings))
+    said = []
+    with pytest.raises(rk.ModelError, match="does not exist"):
+        rk.train("run.yaml", say=said.append)
+    assert len([line for line in said if "model.trust_remote_code" in line]) == 1
+
+
+def test_a_name_cannot_write_a_line_of_its_own(ran, rewards, tmp_path):
+    (tmp_path / "run" / "mine\nall is well.py").write_text("def good(completions): return []\n")
+    (line,) = loaded_lines("mine\nall is well.py:good", ran)
+    assert line == "running code of mine\\nall is well.py (good)"
+
+
+# --- the folder of a run -------------------------------------------------------------------------
+
+
+def test_a_report_writes_one_file_and_follows_no_link(tmp_path):
+    outside, run = tmp_path / "outside", tmp_path / "run"
+    (outside / "deep").mkdir(parents=True)
+    (outside / "deep" / "large").write_bytes(b"x" * 5000)
+    (outside / "page.html").write_text("mine")
+    run.mkdir()
+    (run / "elsewhere").symlink_to(outside)
+    (run / "report.html").symlink_to(outside / "page.html")
+    name = "../../outside/<script>/reward"
+    rows = [{"step": n, "reward": 0.5, f"rewards/{name}/mean": 0.5} for n in range(1, 9)]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    completion = {"step": 1, "group": 0, "prompt": "../../x", "completion": "/etc/x"}
+    completion |= {"rewards": {name: 0.5}, "advantage": 0.1, "score": 0.5}
+    (run / "completions.jsonl").write_text(json.dumps(completion) + "\n")
+    before = sorted(tmp_path.rglob("*"))
+    write_report(run)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (outside / "page.html").read_text() == "mine"
+    assert not (run / "report.html").is_symlink()
+    record = read_run(run)
+    names = [file for file, _ in run_content(record, "a", charts_of([record]))["files"]]
+    assert names == ["completions.jsonl", "metrics.jsonl", "report.html"]
+
+
+# --- the source ----------------------------------------------------------------------------------
+
+OURS = sorted([*(ROOT / "rloo_kit").glob("*.py"), *(ROOT / "rewards").glob("*.py")])
+MAY_RUN = {
+    "child: pickle.loads",  # to a process of its own and back, by a folder of this user's alone
+    "config: yaml.load",  # with a safe loader: see the tags above
+    *(f"{room}: {call}" for room in ("_code_harness", "_confinement") for call in ("exec", "eval")),
+}
+"""The last are the sandbox."""
+RUNS = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "torch.load", "numpy.load", "np.load"}
+RUNS |= {"pickle.load", "pickle.loads", "joblib.load", "pandas.read_pickle", "os.system"}
+
+
+@functools.cache
+def calls_in(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def test_nothing_here_opens_a_pickle_or_runs_a_text():
+    found = {(path.stem, ast.unparse(call.func)) for path in OURS for call in calls_in(path)}
+    assert {f"{room}: {name}" for room, name in found if name in RUNS} <= MAY_RUN
+
+
+def test_every_model_and_tokenizer_is_loaded_without_its_code_unless_it_was_asked_for():
+    seen = 0
+    for path in OURS:
+        for call in calls_in(path):
+            name = ast.unparse(call.func)
+            if not name.endswith(".from_pretrained") or name.startswith("PeftModel"):
+                continue
+            given = {word.arg: word.value for word in call.keywords}  # **kwargs is None here
+            assert {"trust_remote_code", None} & set(given), (path.name, call.lineno)
+            value = given.get("trust_remote_code")
+            if isinstance(value, ast.Constant):
+                assert value.value is False
+            seen += 1
+    assert seen >= 8
+
+
+# --- the audit -----------------------------------------------------------------------------------
+
+
+def package(name, **facts):
+    return {"name": name, "version": "1.0", **facts}
+
+
+def test_an_advisory_with_a_mended_version_fails_the_audit_and_one_without_is_told():
+    known = {"id": "CVE-1", "fix_versions": ["1.1"], "aliases": []}
+    unmended = {"id": "CVE-2", "fix_versions": [], "aliases": []}
+    found = [
+        package("good", vulns=[]),
+        package("bad", vulns=[known]),
+        package("odd", vulns=[unmended]),
+    ]
+    lines, code = audit.verdict({"dependencies": found})
+    assert code == 1
+    assert lines[:3] == [
+        "bad 1.0: CVE-1, mended in 1.1",
+        "odd 1.0: CVE-2, not mended yet",
+        "3 locked packages audited, 2 advisories",
+    ]
+    assert audit.verdict({"dependencies": [found[0], found[2]]})[1] == 0
+
+
+def test_an_audit_that_found_nothing_about_any_package_says_that_it_was_none():
+    nothing = {"dependencies": [package("good", skip_reason="not found on PyPI")]}
+    for report in (nothing, None, {}):
+        assert audit.verdict(report) == ([audit.UNREACHABLE], 0)
+    half = {"dependencies": [*nothing["dependencies"], package("known", vulns=[])]}
+    assert audit.verdict(half)[0][-1] == "1 packages were not found in the database"
+
+
+def test_an_audit_that_cannot_run_gives_no_report(tmp_path):
+    program = tmp_path / "pip-audit"
+    assert audit.ask(str(program), ["requirements.lock"]) is None
+    for body in ("echo no connection; exit 1", "sleep 9"):
+        program.write_text(f"#!/bin/sh\n{body}\n")
+        program.chmod(0o755)
+        assert audit.ask(str(program), ["requirements.lock"], seconds=0.3) is None
+
+
+# --- what is promised ----------------------------------------------------------------------------
+
+
+def test_what_the_page_links_to_is_there():
+    page = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page)
+    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+    assert "SECURITY.md" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_variables_that_the_page_promises_are_set():
+    source = (ROOT / "rloo_kit" / "environment.py").read_text(encoding="utf-8")
+    page = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    promised = set(re.findall(r"`([A-Z_]+)=1`", page)) - {"HF_HUB_OFFLINE"}  # the reader's to set
+    assert len(promised) == 4
+    assert [name for name in promised if f'"{name}": "1"' not in source] == []
