@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from rloo_kit.errors import RewardContractError
+from rloo_kit.redaction import redact
 
 from ._text import content_text, text_after_thought
 
@@ -355,11 +356,11 @@ class Batch:
         )
 
     def _excerpt(self, content: str | bytes | bytearray) -> str:
-        """Return the beginning of a text in one line, without the key."""
+        """Return the beginning of a text in one line, without the key and other secrets."""
         text = content if isinstance(content, str) else bytes(content).decode("utf-8", "replace")
         if self._secret:
             text = text.replace(self._secret, "***")
-        return repr(" ".join(text.split())[:160])
+        return repr(" ".join(redact(text).split())[:160])
 
     def _new_client(self) -> "httpx.AsyncClient":
         """Return a client of this event loop."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
+from rloo_kit.redaction import remember_secret
 from rloo_kit.types import Completion, Score
 
 from ._judge_server import MODES, Batch, Cache, State
@@ -459,4 +460,5 @@ def _key(judge: Judge) -> str | None:
             f"the environment variable {judge.api_key_env} holds a key that no header can carry; "
             "set it again, without line breaks and quotation marks"
         )
+    remember_secret(key, judge.api_key_env or "")
     return key or None

@@ -2,7 +2,7 @@
 
 Exit codes: 0 done; 1 training cannot start here, or a run did not learn (doctor), or could not
 (rewards check); 2 the input is wrong, with one sentence that says what to change; 130 ended by
-Ctrl-C.
+Ctrl-C; 143 by SIGTERM.
 """
 
 import argparse
@@ -13,21 +13,37 @@ from typing import Any
 
 from rloo_kit import __version__
 from rloo_kit.errors import ConfigError, KitError
+from rloo_kit.redaction import hide_on_terminal, remember_arguments
+from rloo_kit.stopping import Terminated, exit_code, terminate_as_interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    parser = _parser()
-    args = parser.parse_args(argv)
+    """Run one command and return its exit code.
+
+    No secret gets to the terminal: until the process ends where it is the command (``argv`` is
+    None), with what the interpreter says of an error that was not foreseen.
+    """
+    remember_arguments(sys.argv[1:] if argv is None else argv)
+    shown_again = hide_on_terminal()
+    try:
+        return _run(argv)
+    finally:
+        if argv is not None:
+            shown_again()
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    args = _parser().parse_args(argv)
     warnings.showwarning = _show_warning
     try:
-        return args.call(args)
+        with terminate_as_interrupt():
+            return args.call(args)
     except KitError as exc:
         print(f"rloo-kit: {exc}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("rloo-kit: interrupted before training began; nothing was written", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as exc:
+        print("rloo-kit: interrupted", file=sys.stderr)
+        return exit_code(exc)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,7 +59,13 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(call=_train, run_file="quickstart")
         if name == "train":
-            command.add_argument("run_file", metavar="RUN.yaml")
+            command.add_argument("run_file", metavar="RUN.yaml", help="or the folder of a run")
+        command.add_argument(
+            "--resume",
+            action="store_true",
+            help="go on with the newest run of output_dir, or with the run in this folder, from "
+            "its newest whole checkpoint; where there is none, begin",
+        )
         _add_set(command)
     text = "what this machine can run; or, of a run, what went wrong and what to change"
     doctor = commands.add_parser("doctor", help=text, description=text)
@@ -122,8 +144,13 @@ def _add_set(command: argparse.ArgumentParser) -> None:
 def _train(args: argparse.Namespace) -> int:
     from rloo_kit.run import train
 
-    result = train(args.run_file, args.set)
-    return 130 if result.interrupted else 0
+    return _code_of(train(args.run_file, args.set, resume=args.resume))
+
+
+def _code_of(result: Any) -> int:
+    if result.interrupted:
+        return exit_code(Terminated() if result.terminated else KeyboardInterrupt())
+    return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -187,8 +214,7 @@ def _reward_model_train(args: argparse.Namespace) -> int:
     settings = {"model": args.model, "output_dir": args.output_dir, **read_settings(args.set)}
     for name in {"pairs", "say"} & set(settings):
         raise ConfigError(f"--set {name!r} is no setting of a reward model: leave it out")
-    result = train_reward_model(args.pairs, **settings)
-    return 130 if result.interrupted else 0
+    return _code_of(train_reward_model(args.pairs, **settings))
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:

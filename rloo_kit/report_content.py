@@ -12,10 +12,17 @@ from typing import Any
 from rloo_kit.config import DEFAULT_BATCH, RunConfig
 from rloo_kit.findings import Finding
 from rloo_kit.page_json import page_json
+from rloo_kit.redaction import redact_tree
 from rloo_kit.run_curves import Chart, curves_of, held_out_points, rows_of
 from rloo_kit.run_findings import find_in_run, verdict
 from rloo_kit.run_groups import completion_parts, kept_groups, messages_of, place_of_row
-from rloo_kit.run_record import DEFAULTS, RunRecord, RunStatistics, finite_number
+from rloo_kit.run_record import (
+    DEFAULTS,
+    RunRecord,
+    RunStatistics,
+    finite_number,
+    finite_numbers,
+)
 
 GROUP_BYTES = 3 << 19
 """Of all runs together, about; 1.5 MiB."""
@@ -44,7 +51,7 @@ def run_content(
     record = replace(record, completions=known)
     findings = find_in_run(record, notes=True)
     kept = kept_groups(record, GROUP_BYTES // share)
-    return {
+    content = {
         "name": name,
         "verdict": verdict(record, findings),
         "findings": [_finding(finding, record) for finding in findings],
@@ -64,6 +71,7 @@ def run_content(
         "command": _command(record),
         "notices": _notices(record.config),
     }
+    return redact_tree(content)  # a run of before secrets were hidden may hold some
 
 
 # --- how it went ---------------------------------------------------------------------------------
@@ -110,6 +118,10 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
             ("rewards", ", ".join(map(_reward_name, config.rewards))),
             ("seed", str(config.seed)),
         ]
+    resumed = record.end.get("resumed_at")
+    steps = finite_numbers(resumed if isinstance(resumed, list) else [])
+    if steps:
+        facts.append(("gone on with", f"after step {', '.join(f'{step:g}' for step in steps)}"))
     return [*facts, *hardware[:1]]
 
 
@@ -248,7 +260,7 @@ def _without_secrets(value: object, name: str = "") -> object:
         return {key: _without_secrets(item, str(key)) for key, item in value.items()}
     if isinstance(value, list):
         return [_without_secrets(item) for item in value]
-    return "***" if value and SECRET.search(name) else value
+    return "***" if value and SECRET.search(name) else redact_tree(value, name)
 
 
 def _shown(value: object) -> str:
@@ -298,6 +310,8 @@ def _files(folder: Path | None) -> list[tuple[str, int]]:
     found = []
     try:
         for entry in sorted(folder.iterdir()) if folder else ():
+            if entry.is_symlink():  # it may lead to the whole disk
+                continue
             files = entry.rglob("*") if entry.is_dir() else [entry]
             size = sum(file.stat().st_size for file in files if file.is_file())
             if not entry.name.startswith("."):
@@ -320,7 +334,7 @@ def _notices(config: RunConfig | None) -> list[str]:
         r"[\w.\"]*trust_remote_code\"?(?:: | = )true",
         "\n".join(f"{name} = {value}" for name, value in _flat(config.as_dict()).items()),
     )
-    return [f"{setting}: code that came with the model was run" for setting in trusting]
+    return [f"{setting}: code that comes with the model may run" for setting in trusting]
 
 
 def _read_object(folder: Path | None, name: str) -> dict[str, Any]:

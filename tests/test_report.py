@@ -540,3 +540,9 @@ def test_the_command_compares_runs_in_the_current_folder(run, tmp_path, monkeypa
 def test_the_command_refuses_what_is_no_run(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert "is no folder of a run" in capsys.readouterr().err
+
+
+def test_a_run_that_was_gone_on_with_says_after_which_steps(run):
+    end = {"how": "finished", "steps": STEPS, "resumed_at": [2, "x", 4]}
+    assert ["gone on with", "after step 2, 4"] in content(run(end=end))["facts"]
+    assert "gone on with" not in dict(content(run("plain"))["facts"])
