@@ -11,7 +11,10 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CheckpointError": "errors",
     "ConfigError": "errors",
+    "DiskError": "errors",
+    "DivergedError": "errors",
     "GenerationError": "errors",
     "StalePolicyError": "errors",
     "DataError": "errors",

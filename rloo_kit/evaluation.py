@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rloo_kit.data import prompt_ids
 from rloo_kit.errors import DataError
 from rloo_kit.generation import Sampling
+from rloo_kit.nonfinite import check_finite, finite_logits
+from rloo_kit.out_of_memory import Pieces
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 RESERVED = ("prompt", "prompts", "completions", "completion_ids")
 """Names that the kit fills itself; a column of that name is not handed on."""
+REMEDY = "lower max_completion_length, take a smaller model, or set model.load_in_4bit"
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,14 @@ def evaluate(
 
     Raises:
         DataError: The dataset is empty.
+        DivergedError: A trained weight is no finite number.
+        MemoryRanOutError: Not even a single completion fits; until then fewer are drawn at a time.
         RewardContractError: From a reward.
     """
     rows = list(dataset)
     if not rows:
         raise DataError("there is no held-out prompt to evaluate on: set data.held_out above 0")
+    check_finite(p for p in model.parameters() if p.requires_grad)
     prompts = [prompt_ids(tokenizer, row["prompt"], chat_template_kwargs) for row in rows]
     if engine is None:
         settings = {"max_new_tokens": max_completion_length, **_sampling(temperature, sampling)}
@@ -166,19 +172,18 @@ def _complete(
     import torch
 
     ends = set(model.generation_config.eos_token_id)
-    found: list[list[int]] = []
+
+    def complete(piece: Sequence[list[int]]) -> list[list[int]]:
+        inputs = tokenizer.pad(
+            {"input_ids": list(piece)}, return_tensors="pt", padding_side="left"
+        ).to(model.device)
+        with torch.inference_mode(), finite_logits():
+            output = model.generate(**inputs, use_cache=True, **settings)
+        width = inputs["input_ids"].shape[1]
+        return [_until_end(row[width:].tolist(), ends) for row in output]
+
     with _inference(model, seed):
-        for start in range(0, len(prompts), batch_size):
-            inputs = tokenizer.pad(
-                {"input_ids": prompts[start : start + batch_size]},
-                return_tensors="pt",
-                padding_side="left",
-            ).to(model.device)
-            with torch.inference_mode():
-                output = model.generate(**inputs, use_cache=True, **settings)
-            width = inputs["input_ids"].shape[1]
-            found += [_until_end(row[width:].tolist(), ends) for row in output]
-    return found
+        return Pieces("evaluating", REMEDY).run(complete, prompts, batch_size)
 
 
 def _until_end(ids: list[int], ends: set[int]) -> list[int]:

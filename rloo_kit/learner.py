@@ -13,6 +13,7 @@ import torch
 from rloo_kit.batching import MicroBatch, TokenRows
 from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.objective import Surrogate, rollout_weights, surrogate
+from rloo_kit.out_of_memory import free_memory, is_out_of_memory
 from rloo_kit.rollout import Rollout
 
 NO_GRAD_FACTOR = 4
@@ -178,8 +179,10 @@ class Learner:
                         _write(found, batch.rows, forward(batch).log_probs)
                         self._count_positions(batch)
                         left.difference_update(piece)
-            except torch.OutOfMemoryError as exc:
+            except Exception as exc:
                 self._lower_budget(exc, tokens, [piece])
+            if left:
+                free_memory()
         return found
 
     def learn(self, rollout: Rollout, weights: torch.Tensor) -> None:
@@ -200,8 +203,10 @@ class Learner:
                 for pieces in self._plan(rollout, left):
                     self._learn_together(rollout, pieces, weights)
                     left.difference_update(row for piece in pieces for row in piece)
-            except torch.OutOfMemoryError as exc:
+            except Exception as exc:
                 self._lower_budget(exc, rollout.sampled.tokens, pieces)
+            if left:
+                free_memory()
 
     def _plan(self, rollout: Rollout, left: set[int]) -> Iterator[list[list[int]]]:
         """Yield micro-batches; those in one list need each other's log-probabilities."""
@@ -248,7 +253,7 @@ class Learner:
                 self.backward(loss)
                 self._count(rollout, batch, scored, objective, loss)
                 del scored, objective, loss
-        except torch.OutOfMemoryError:
+        except BaseException:
             graphs.clear()
             self.tally = counted
             for parameter, grad in zip(self.parameters, before, strict=True):
@@ -321,10 +326,10 @@ class Learner:
         self.tally.tokens += batch.num_tokens
         self.tally.positions += batch.num_positions
 
-    def _lower_budget(
-        self, exc: torch.OutOfMemoryError, tokens: TokenRows, pieces: list[list[int]]
-    ) -> None:
+    def _lower_budget(self, exc: Exception, tokens: TokenRows, pieces: list[list[int]]) -> None:
         """Halve the budget, warn the first time; give up where a single row does not fit.
+
+        What is no lack of memory is raised again.
 
         Args:
             exc: What was raised.
@@ -334,10 +339,12 @@ class Learner:
         Raises:
             MemoryRanOutError: Nothing is left to halve.
         """
+        if not is_out_of_memory(exc):
+            raise exc
         if sum(map(len, pieces)) < 2:
             raise MemoryRanOutError(
                 "memory ran out on a single completion: lower trainer.max_completion_length or "
-                "lora.r, or turn trainer.gradient_checkpointing on"
+                "lora.r, turn trainer.gradient_checkpointing on, or set model.load_in_4bit"
             ) from exc
         tried = sum(len(piece) * max(tokens.lengths[row] for row in piece) for piece in pieces)
         self.budget = max(1, min(self.budget, tried) // 2)

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config import RunConfig, find_run_file, read_run_file
+from rloo_kit.config import RunConfig, find_run_file, make_run_config, read_run_file
 from rloo_kit.data import (
     MAX_HELD_OUT,
     drop_long_prompts,
@@ -20,12 +20,26 @@ from rloo_kit.engines import asked_for
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.generation import room_for_rank
 from rloo_kit.models import attach_lora, load_model
+from rloo_kit.redaction import without_hidden
 
 
 def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, Path]:
-    """Return the run's settings and the folder that its paths start from."""
+    """Return the run's settings and the folder that its paths start from.
+
+    The folder of a run holds the file that it was made with, but for secrets: those are then looked
+    for where they are kept, in the environment and .env.
+    """
     if isinstance(source, RunConfig):
         return source, Path()
+    if Path(source).is_dir():
+        file = Path(source) / "run.yaml"
+        if not file.is_file():
+            raise ConfigError(
+                f"{str(source)!r} is no folder of a run, since it holds no run.yaml: give a run "
+                f"file, or the folder that rloo-kit train wrote"
+            )
+        settings, _ = without_hidden(read_run_file(file).as_dict())
+        return make_run_config(settings, overrides), Path()
     return read_run_file(source, overrides), find_run_file(source).parent
 
 
@@ -105,7 +119,7 @@ def make_trainer_args(config: RunConfig, folder: Path) -> Any:
     """
     from rloo_kit.trainer import LeaveOneOutConfig
 
-    settings = {"save_strategy": "no", **config.trainer, **_from_data(config)}
+    settings = {**config.trainer, **_from_data(config)}
     return LeaveOneOutConfig(**settings, output_dir=str(folder), seed=config.seed)
 
 
@@ -152,6 +166,7 @@ def load_policy(config: RunConfig, base: Path, args: Any) -> tuple[Any, Any]:
         max_seq_length=config.model.max_seq_length,
         load_in_4bit=config.model.load_in_4bit,
         backend=config.model.backend,
+        trust_remote_code=config.model.trust_remote_code,
         fast_inference=asked_for(args) in ("auto", "vllm"),
         max_lora_rank=room_for_rank(config.lora.r),
     )

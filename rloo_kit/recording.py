@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -10,12 +12,15 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from rloo_kit.errors import DiskError
 from rloo_kit.evaluation import Evaluation
+from rloo_kit.redaction import redact_tree
 from rloo_kit.report import write_report
 from rloo_kit.watch import RunWatch
 
 ALONG_THE_WAY = ("rewards", "num_prompts", "mean_length")
 """What is kept of an evaluation during training."""
+APPENDED = ("metrics.jsonl", "completions.jsonl")
 REPORT_SHARE = 0.012
 """Of the run's time, at most, that writing the report takes while it goes."""
 
@@ -31,13 +36,19 @@ class RunRecorder(TrainerCallback):
         self.folder = folder
         self.steps = 0
         """Optimizer steps that were recorded."""
+        self.resumed_at: list[int] = []
+        """Steps that the run was gone on with after."""
+        self.stop: Callable[[str], None] = lambda reason: None
+        """Ends the run when the disk refuses what happened; rows then wait in memory."""
+        self._started, self._earlier = time.monotonic(), 0.0
+        self._waiting: dict[str, list[dict[str, Any]]] = {}
         self._evaluation: dict[str, Any] = {}
         self._next_report = 0.0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         """Append one line to metrics.jsonl."""
         row = {"step": state.global_step, "time": time.time(), **logs}
-        _append(self.folder / "metrics.jsonl", [row])
+        self._append("metrics.jsonl", [row])
         self.steps = state.global_step
         if self.steps > 1 and time.monotonic() > self._next_report:
             self.write_report()
@@ -46,7 +57,74 @@ class RunRecorder(TrainerCallback):
         self, args: Any, state: Any, control: Any, records: list[dict[str, Any]], **_: Any
     ) -> None:
         """Append the completions of one generation batch, with rewards, KL and advantages."""
-        _append(self.folder / "completions.jsonl", records)
+        self._append("completions.jsonl", records)
+
+    def on_state(self, args: Any, state: Any, control: Any, held: dict[str, Any], **_: Any) -> None:
+        """Keep how much of each file belongs to the steps that are done."""
+        sizes = {}
+        for name in APPENDED:
+            path = self.folder / name
+            waiting = _lines(self._waiting.get(name, []))
+            sizes[name] = (path.stat().st_size if path.exists() else 0) + len(waiting)
+        held["record"] = {
+            "sizes": sizes,
+            "resumed_at": list(self.resumed_at),
+            "seconds": self._earlier + time.monotonic() - self._started,
+        }
+
+    def on_resume(
+        self, args: Any, state: Any, control: Any, held: dict[str, Any], **_: Any
+    ) -> None:
+        """Cut off what the files say of later steps, which are made again."""
+        record = held.get("record")
+        if record is None:
+            return
+        self.steps, self._earlier = state.global_step, record["seconds"]
+        self.resumed_at = [*record["resumed_at"], state.global_step]
+        for name in APPENDED:  # and no name that a file says
+            path, size = self.folder / name, record["sizes"][name]
+            if path.exists() and path.stat().st_size > size:
+                os.truncate(path, size)
+        path = self.folder / "evaluation.json"
+        if path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            self._evaluation = {name: found[name] for name in ("before",) if name in found}
+            during = [row for row in found.get("during", []) if row["step"] <= state.global_step]
+            if during:
+                self._evaluation["during"] = during
+            _write(path, self._evaluation)
+
+    def on_rescue(self, args: Any, state: Any, control: Any, folder: Path, **_: Any) -> None:
+        """Take what was recorded to the folder that the checkpoint went to."""
+        for path in self.folder.iterdir():
+            if path.is_file() and path.suffix in (".yaml", ".json", ".jsonl"):
+                shutil.copy(path, folder / path.name)
+        self.folder = folder
+        self.write_waiting()
+
+    def write_waiting(self) -> None:
+        """Write the rows that the disk refused before.
+
+        Raises:
+            DiskError: It refuses still.
+        """
+        for name in list(self._waiting):
+            self._append(name, [], last=True)
+
+    def _append(self, name: str, rows: list[dict[str, Any]], *, last: bool = False) -> None:
+        """Append rows to a file; what the disk refuses waits in memory, and the run stops."""
+        rows = [*self._waiting.pop(name, []), *rows]
+        try:
+            _append(self.folder / name, rows)
+        except OSError as exc:
+            self._waiting[name] = rows
+            told = (
+                f"{name} cannot be written ({exc.strerror or exc}): free some space on the disk of "
+                f"{str(self.folder)!r}"
+            )
+            if last:
+                raise DiskError(told) from exc
+            self.stop(told)
 
     def write_evaluation(self, evaluation: Evaluation, step: int | None = None) -> None:
         """Write scores on held-out prompts to evaluation.json.
@@ -72,10 +150,13 @@ class RunRecorder(TrainerCallback):
             how: finished, interrupted, stopped or failed.
             reason: In a sentence; "" where it finished.
             steps: Optimizer steps.
-            seconds: Of the training.
+            seconds: Of the training, since it was last gone on with.
             watch: What may have ended it.
         """
-        end = {"how": how, "reason": reason, "steps": steps, "seconds": seconds}
+        end = {"how": how, "reason": reason, "steps": steps}
+        end["seconds"] = self._earlier + seconds
+        if self.resumed_at:
+            end["resumed_at"] = self.resumed_at
         if watch is not None and watch.stopped_on:
             end["finding"] = watch.stopped_on.as_dict()
             end["kept_step"] = watch.best.step if watch.best else None
@@ -110,25 +191,46 @@ class HeldOutScores(TrainerCallback):
         rest: Callable[[], None],
     ) -> None:
         self.every, self.score, self.tell, self.rest = every, score, tell, rest
+        self._last: tuple[int, float | None] = (-1, None)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Score when it is time; the end of the training has a score of its own."""
         if state.global_step % self.every == 0 and state.global_step < state.max_steps:
-            self.tell(self.score(), state.global_step)
+            evaluation = self.score()
+            self.tell(evaluation, state.global_step)
+            first = next(iter(evaluation.rewards.values()), None)
+            self._last = (state.global_step, first)
             self.rest()
+
+    def on_state(self, args: Any, state: Any, control: Any, held: dict[str, Any], **_: Any) -> None:
+        """Let the checkpoint of a step that was scored have that score, and others none."""
+        step, score = self._last
+        held["held_out"] = score if step == state.global_step else None
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     """Write JSON beside the file, and then in its place: a killed run leaves no half of it."""
     beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(_finite(content), ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(redact_tree(_finite(content)), ensure_ascii=False)
+    beside.write_text(f"{text}\n", encoding="utf-8")
     beside.replace(path)
 
 
 def _append(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("a", encoding="utf-8") as lines:
-        for row in rows:
-            lines.write(json.dumps(_finite(row), ensure_ascii=False) + "\n")
+    """Append whole lines, or nothing: half of a write is taken back."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("ab") as lines:
+            lines.write(_lines(rows))
+    except OSError:
+        if path.exists():
+            os.truncate(path, size)
+        raise
+
+
+def _lines(rows: list[dict[str, Any]]) -> bytes:
+    lines = (json.dumps(redact_tree(_finite(row)), ensure_ascii=False) + "\n" for row in rows)
+    return "".join(lines).encode("utf-8", "surrogatepass")
 
 
 def _finite(value: Any) -> Any:

@@ -7,7 +7,7 @@ advantages, group by group, as soon as the log-probabilities of a group are in.
 Shapes: P prompts, G generations per prompt, B = P*G completions, T the longest completion.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -189,6 +189,21 @@ class Rollout:
             rollout.settle()
         return rollout
 
+    def as_tree(self) -> dict[str, Any]:
+        """Return all of it in dicts, lists and copies of its tensors, for a checkpoint."""
+        tree = _values_of(self) | {"shaping": asdict(self.shaping)}
+        tokens = _values_of(self.sampled.tokens)
+        tree["sampled"] = _values_of(self.sampled) | {"tokens": tokens}
+        return tree
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any], device: Any) -> "Rollout":
+        """Return what ``as_tree`` gave, with its tensors on a device."""
+        sampled = dict(tree["sampled"])
+        sampled["tokens"] = TokenRows(**sampled["tokens"])
+        values = tree | {"sampled": Sampled(**_on(device, sampled))}
+        return cls(**_on(device, values | {"shaping": Shaping(**tree["shaping"])}))
+
     def __len__(self) -> int:
         return len(self.sampled.tokens)
 
@@ -360,6 +375,15 @@ class Rollout:
             }
             for row in range(len(self))
         ]
+
+
+def _values_of(of: Any) -> dict[str, Any]:
+    values = {field.name: getattr(of, field.name) for field in fields(of)}
+    return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
+
+
+def _on(device: Any, values: dict[str, Any]) -> dict[str, Any]:
+    return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in values.items()}
 
 
 def _padded(rows: list[list[float]] | None, like: torch.Tensor) -> torch.Tensor | None:

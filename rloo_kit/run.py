@@ -2,28 +2,25 @@
 
 import contextlib
 import functools
-import json
-import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from rloo_kit.checkpoints import Checkpoint, find_checkpoint
 from rloo_kit.config import EXAMPLES, RunConfig
 from rloo_kit.engines import check_engine, start_engine
 from rloo_kit.environment import Environment, setup
 from rloo_kit.errors import ConfigError, KitError
 from rloo_kit.evaluation import Evaluation, evaluate, settings_of
 from rloo_kit.generation import Choice, Engine
-from rloo_kit.hardware import GIB, TESTED, installed_version
+from rloo_kit.hardware import GIB
 from rloo_kit.live import live_progress
 from rloo_kit.memory import Released, belongs_to_session, session
 from rloo_kit.models import save_adapter
-from rloo_kit.output_folder import free_folder
+from rloo_kit.output_folder import free_folder, lock_folder
 from rloo_kit.preparation import (
     fitting_prompts,
     load_policy,
@@ -35,7 +32,16 @@ from rloo_kit.preparation import (
 from rloo_kit.reward_contract import guarded
 from rloo_kit.reward_loading import LoadedReward, load_rewards
 from rloo_kit.run_findings import find_in_run, verdict
+from rloo_kit.run_folder import (
+    check_same_settings,
+    earlier_scores,
+    folder_to_resume,
+    has_finished,
+    new_folder,
+    reopened_folder,
+)
 from rloo_kit.run_record import read_run
+from rloo_kit.stopping import Terminated, terminate_as_interrupt
 
 if TYPE_CHECKING:
     from rloo_kit.recording import RunRecorder
@@ -53,8 +59,11 @@ class RunResult:
     after: Evaluation | None
     steps: int
     seconds: float
-    """Training alone."""
+    """Training alone, since it was last gone on with."""
     interrupted: bool
+    """By Ctrl-C or SIGTERM."""
+    terminated: bool = False
+    """By SIGTERM."""
     released: Released | None = None
 
 
@@ -63,44 +72,100 @@ def train(
     overrides: Sequence[str] = (),
     say: Say = print,
     *,
+    resume: bool | str | Path = False,
     in_subprocess: bool = False,
 ) -> RunResult:
     """Train as a run file says, and leave a folder with everything that belongs to the run.
 
     Args:
-        source: A YAML file, the name of one that ships with the kit, or a ``RunConfig``.
+        source: A YAML file, the name of one that ships with the kit, the folder of a run, or a
+            ``RunConfig``.
         overrides: ``section.key=value``, as after ``--set``.
         say: Called with each line for the user.
+        resume: Go on with the newest run of ``output_dir`` (True), or with the run in this folder,
+            from its newest whole checkpoint; where there is none, begin.
         in_subprocess: Train in a child process, so that all its memory returns for certain.
 
     Returns:
-        The folder, before and after, and what was released. Ctrl-C during training saves the
-        adapter and returns with ``interrupted``.
+        The folder, before and after, and what was released. Ctrl-C and SIGTERM let the step in
+        progress end, save, and return with ``interrupted``.
 
     Raises:
         KitError: With the remedy; nothing is written when it comes before the first step, and the
-            adapter is saved when it comes later.
+            last finished step is saved when it comes later.
     """
     if in_subprocess:
         from rloo_kit.child import call_in_child
 
-        return call_in_child(train, (source, overrides), say)
+        return call_in_child(functools.partial(train, resume=resume), (source, overrides), say)
     config, base = read_config(source, overrides)
-    with session() as opened:
-        result = _train_and_score(config, base, say)
+    rewards_base = Path() if base == EXAMPLES else base  # rewards of one's own are not shipped
+    whole = with_whole_paths(config, base, rewards_base)
+    past = folder_to_resume(source, config, resume)
+    with terminate_as_interrupt(), session() as opened, contextlib.ExitStack() as held:
+        if past is not None:
+            held.enter_context(lock_folder(past))
+            check_same_settings(past, whole)
+            if has_finished(past, config.trainer.get("max_steps") or 0):
+                return _already_finished(past, say)
+        elif resume:
+            say(f"no run in {config.output_dir} to resume: a new one begins")
+        made = _prepare(config, base, rewards_base, past, say)
+        result = _train_and_score(made, whole, past, say)
     result = replace(result, released=opened.released)
     _conclude(say, result)
     return result
 
 
-def _train_and_score(config: RunConfig, base: Path, say: Say) -> RunResult:
+@dataclass(frozen=True)
+class _Prepared:
+    """All that a training needs, made and tried once; nothing of it is on the disk yet."""
+
+    config: RunConfig
+    environment: Environment
+    folder: Path
+    args: Any
+    model: Any
+    tokenizer: Any
+    rewards: list[LoadedReward]
+    prompts: Any
+    engine: Engine | None
+    score: Callable[[], Evaluation | None]
+
+
+def _train_and_score(made: _Prepared, whole: RunConfig, past: Path | None, say: Say) -> RunResult:
     """Do all of it but the release; what is made here belongs to the open session."""
-    rewards_base = Path() if base == EXAMPLES else base  # rewards of one's own are not shipped
+    checkpoint = find_checkpoint(past) if past is not None else None
+    before = _scores_before(made.score, past, checkpoint)
+    if before:
+        say(f"before: {_means(before)}")
+    if past is None:
+        folder = new_folder(made.folder, whole, made.environment)
+    else:
+        folder = reopened_folder(past, whole, made.environment, checkpoint)
+    with folder as recorder:
+        made.args.output_dir = str(recorder.folder)
+        trainer = _make_trainer(made, recorder)
+        _watch(trainer, recorder, made, before, past=checkpoint is not None)
+        seconds, by = _train(trainer, recorder, checkpoint, say)
+        adapter = save_adapter(made.model, made.tokenizer, recorder.folder / "adapter")
+        after, by = _score_again(made.score, by)
+        steps = _finish(trainer, recorder, after, seconds, by)
+    _compare(say, before, after)
+    terminated = by == "SIGTERM"
+    return RunResult(recorder.folder, adapter, before, after, steps, seconds, bool(by), terminated)
+
+
+def _prepare(
+    config: RunConfig, base: Path, rewards_base: Path, past: Path | None, say: Say
+) -> _Prepared:
     # Once before anything is loaded: a wrong name then costs a second, not a model load.
-    load_rewards(config.rewards, base_dir=rewards_base)
+    load_rewards(config.rewards, base_dir=rewards_base, say=say)
+    if config.model.trust_remote_code:
+        say(f"code that comes with {config.model.name} may run: model.trust_remote_code is true")
     environment = _set_up(config.model.backend)
     prompts, held_out = read_prompts(config, base)
-    folder = free_folder(config.output_dir)
+    folder = past or free_folder(config.output_dir)
     args = make_trainer_args(config, folder)
     check_engine(args)
     model, tokenizer = load_policy(config, base, args)
@@ -113,7 +178,6 @@ def _train_and_score(config: RunConfig, base: Path, say: Say) -> RunResult:
     _introduce(say, config, environment, len(prompts), len(held_out or []), folder)
     if engine is not None or choice.reason:
         say(_who_samples(engine, choice))
-
     judges = [
         replace(judge, func=guarded(judge.func, args.reward_timeout_seconds, args.on_reward_error))
         for judge in _judges(rewards, held_out, load)
@@ -121,18 +185,26 @@ def _train_and_score(config: RunConfig, base: Path, say: Say) -> RunResult:
     for judge in judges:
         belongs_to_session(judge.func)
     score = _scorer(model, tokenizer, held_out, judges, args, engine)
-    before = score()
-    if before:
-        say(f"before: {_means(before)}")
-    with _new_folder(folder, with_whole_paths(config, base, rewards_base), environment) as recorder:
-        trainer = _make_trainer(args, model, tokenizer, rewards, prompts, recorder, engine)
-        _watch(trainer, recorder, config, score, before)
-        seconds, interrupted = _train(trainer, folder, say)
-        adapter = save_adapter(model, tokenizer, folder / "adapter")
-        after, interrupted = _score_again(score, interrupted=interrupted)
-        steps = _finish(trainer, recorder, after, seconds, interrupted=interrupted)
-    _compare(say, before, after)
-    return RunResult(folder, adapter, before, after, steps, seconds, interrupted)
+    return _Prepared(
+        config, environment, folder, args, model, tokenizer, rewards, prompts, engine, score
+    )
+
+
+def _already_finished(folder: Path, say: Say) -> RunResult:
+    end = read_run(folder).end
+    say(
+        f"the run in {folder} has finished: {end['steps']} steps; raise trainer.max_steps to train "
+        f"on"
+    )
+    return RunResult(folder, folder / "adapter", None, None, end["steps"], 0.0, interrupted=False)
+
+
+def _scores_before(
+    score: Callable[[], Evaluation | None], past: Path | None, checkpoint: Checkpoint | None
+) -> Evaluation | None:
+    """Return the scores on held-out prompts before the training, made now or by the run before."""
+    found = earlier_scores(past) if past is not None and checkpoint is not None else None
+    return score() if found is None else Evaluation(**found)
 
 
 def _set_up(backend: str) -> Environment:
@@ -144,26 +216,18 @@ def _set_up(backend: str) -> Environment:
 # --- preparation ---------------------------------------------------------------------------------
 
 
-def _make_trainer(  # noqa: PLR0913
-    args: Any,
-    model: Any,
-    tokenizer: Any,
-    rewards: list[LoadedReward],
-    prompts: Any,
-    recorder: "RunRecorder",
-    engine: Engine | None,
-) -> Any:
+def _make_trainer(made: _Prepared, recorder: "RunRecorder") -> Any:
     from rloo_kit.trainer import LeaveOneOutTrainer
 
     try:
         return LeaveOneOutTrainer(
-            model=model,
-            reward_funcs=rewards,
-            args=args,
-            train_dataset=prompts,
-            processing_class=tokenizer,
+            model=made.model,
+            reward_funcs=made.rewards,
+            args=made.args,
+            train_dataset=made.prompts,
+            processing_class=made.tokenizer,
             callbacks=[recorder],
-            engine=engine,
+            engine=made.engine,
         )
     except (ValueError, NotImplementedError) as exc:
         if isinstance(exc, KitError):
@@ -174,28 +238,36 @@ def _make_trainer(  # noqa: PLR0913
 def _watch(
     trainer: Any,
     recorder: "RunRecorder",
-    config: RunConfig,
-    score: Callable[[], Evaluation | None],
+    made: _Prepared,
     before: Evaluation | None,
+    *,
+    past: bool,
 ) -> None:
     """Let the doctor know the run file and the scores on held-out prompts."""
     from rloo_kit.recording import HeldOutScores
 
+    watch, every = trainer.watch, made.config.data.held_out_every
+
+    def see(evaluation: Evaluation, step: int) -> None:
+        if watch is not None:
+            watch.see_held_out(step, evaluation.as_dict())
+
     def tell(evaluation: Evaluation, step: int) -> None:
         recorder.write_evaluation(evaluation, step)
-        if trainer.watch is not None:
-            trainer.watch.see_held_out(step, evaluation.as_dict())
+        see(evaluation, step)
 
-    if trainer.watch is not None:
-        trainer.watch.config = config
-    if before is not None:
-        tell(before, 0)
-        if config.data.held_out_every:
-            if trainer.watch is not None:
-                trainer.watch.by_held_out = True
-            engine = trainer.engine
-            rest = engine.sleep if engine is not None else lambda: None
-            trainer.add_callback(HeldOutScores(config.data.held_out_every, score, tell, rest))
+    recorder.stop = trainer.stop
+    if watch is not None:
+        watch.config = made.config
+        watch.past = read_run(recorder.folder) if past else None
+    if before is None:
+        return
+    (see if past else tell)(before, 0)
+    if every:
+        if watch is not None:
+            watch.by_held_out = True
+        rest = trainer.engine.sleep if trainer.engine is not None else lambda: None
+        trainer.add_callback(HeldOutScores(every, made.score, tell, rest))
 
 
 def _judges(
@@ -234,90 +306,70 @@ def _scorer(
 # --- training and what is written ----------------------------------------------------------------
 
 
-def _train(trainer: Any, folder: Path, say: Say) -> tuple[float, bool]:
-    """Train; return seconds and whether Ctrl-C ended it. A fault saves what was learned first."""
+def _train(
+    trainer: Any, recorder: "RunRecorder", checkpoint: Checkpoint | None, say: Say
+) -> tuple[float, str]:
+    """Train; return seconds and what interrupted it, or "". A fault saves what was learned first.
+
+    Args:
+        trainer: The trainer.
+        recorder: Of the run.
+        checkpoint: To go on from; None: from the beginning.
+        say: For lines.
+    """
     start = time.monotonic()
+    if checkpoint is not None:
+        say(f"going on after step {checkpoint.step}, from {checkpoint.folder}")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="training stops")  # it is said below
-            trainer.train()
-    except KeyboardInterrupt:
+            trainer.train(resume_from_checkpoint=checkpoint and checkpoint.folder)
+    except KeyboardInterrupt as exc:
+        by = "SIGTERM" if isinstance(exc, Terminated) else "Ctrl-C"
         say(f"\ninterrupted after step {trainer.state.global_step}: saving the adapter")
-        return time.monotonic() - start, True
+        return time.monotonic() - start, by
     except Exception:
-        if trainer.state.global_step:
-            adapter = save_adapter(trainer.model, trainer.processing_class, folder / "adapter")
-            say(f"\nstopped after step {trainer.state.global_step}: adapter saved in {adapter}")
+        _save_after_fault(trainer, recorder, say)
         raise
     if trainer.stop_reason:
         say(f"\nstopped after step {trainer.state.global_step}: {trainer.stop_reason}")
-    return time.monotonic() - start, False
+    return time.monotonic() - start, ""
 
 
-@contextlib.contextmanager
-def _new_folder(
-    folder: Path, config: RunConfig, environment: Environment
-) -> Iterator["RunRecorder"]:
-    """Make the run's folder with its first files; take it away if the body fails before a step.
-
-    A fault after it is written to the folder, and its report with it.
-    """
-    from rloo_kit.recording import RunRecorder
-
-    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-    facts = asdict(environment)
-    facts["versions"] = {name: installed_version(name) for name in ("rloo_kit", *TESTED)}
+def _save_after_fault(trainer: Any, recorder: "RunRecorder", say: Say) -> None:
+    if not trainer.state.global_step:
+        return
     try:
-        folder.mkdir(parents=True)
-        (folder / "run.yaml").write_text(yaml.safe_dump(config.as_dict(), sort_keys=False))
-        (folder / "environment.json").write_text(json.dumps(facts, indent=2) + "\n")
-    except OSError as exc:
-        raise ConfigError(
-            f"output_dir {str(folder)!r} cannot be written ({exc}): choose another"
-        ) from exc
-    recorder, start = RunRecorder(folder), time.monotonic()
-    try:
-        yield recorder
-    except BaseException as exc:
-        learned = ("metrics.jsonl", "completions.jsonl", "adapter")
-        if not any((folder / name).exists() for name in learned):
-            shutil.rmtree(folder, ignore_errors=True)
-            with contextlib.suppress(OSError):  # a parent that is in use by now
-                for parent in made[1:]:
-                    parent.rmdir()
-        else:
-            reason = f"{type(exc).__name__}: {exc}"
-            with contextlib.suppress(OSError):  # a full disk must not hide what happened first
-                recorder.write_end("failed", reason, recorder.steps, time.monotonic() - start)
-            recorder.write_report()
-        raise
+        trainer.check_weights()
+        adapter = save_adapter(trainer.model, trainer.processing_class, recorder.folder / "adapter")
+    except KitError as exc:  # the fault itself must be what is raised
+        say(f"\nstopped after step {trainer.state.global_step}, adapter not saved: {exc}")
+        return
+    say(
+        f"\nstopped after step {trainer.state.global_step}: adapter saved in {adapter}; go on with "
+        f"rloo-kit train {recorder.folder} --resume"
+    )
 
 
-def _score_again(
-    score: Callable[[], Evaluation | None], *, interrupted: bool
-) -> tuple[Evaluation | None, bool]:
-    """Return the second evaluation and whether Ctrl-C ended the run; the adapter is saved."""
-    if interrupted:
-        return None, True
+def _score_again(score: Callable[[], Evaluation | None], by: str) -> tuple[Evaluation | None, str]:
+    """Return the second evaluation and what interrupted the run; the adapter is saved."""
+    if by:
+        return None, by
     try:
-        return score(), False
-    except KeyboardInterrupt:
-        return None, True
+        return score(), ""
+    except KeyboardInterrupt as exc:
+        return None, "SIGTERM" if isinstance(exc, Terminated) else "Ctrl-C"
 
 
 def _finish(
-    trainer: Any,
-    recorder: "RunRecorder",
-    after: Evaluation | None,
-    seconds: float,
-    *,
-    interrupted: bool,
+    trainer: Any, recorder: "RunRecorder", after: Evaluation | None, seconds: float, by: str
 ) -> int:
     """Write the second scores, how the run ended, and the last report; return the steps."""
+    recorder.write_waiting()
     if after is not None:
         recorder.write_evaluation(after)
-    how = "interrupted" if interrupted else "stopped" if trainer.stop_reason else "finished"
-    reason = "by Ctrl-C" if interrupted else trainer.stop_reason or ""
+    how = "interrupted" if by else "stopped" if trainer.stop_reason else "finished"
+    reason = f"by {by}" if by else trainer.stop_reason or ""
     steps = trainer.state.global_step
     recorder.write_end(how, reason, steps, seconds, trainer.watch)
     recorder.write_report()
@@ -403,7 +455,9 @@ def _conclude(say: Say, result: RunResult) -> None:
     say(f"{result.steps} steps in {result.seconds:.0f} s; adapter in {result.adapter}")
     say(f"read {result.folder / 'report.html'} in a browser")
     say(str(result.released))
-    if not result.interrupted:
+    if record.end.get("how") in ("interrupted", "stopped"):
+        say(f"go on with rloo-kit train {result.folder} --resume")
+    else:
         say(
             "next: rloo-kit rewards list, then copy examples/quickstart.yaml and train your own "
             "model"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from trl import RLOOConfig, RLOOTrainer
 from trl.models.utils import disable_gradient_checkpointing
@@ -37,12 +37,15 @@ from rloo_kit.config import (
 from rloo_kit.engines import asked_for, sampling_of, start_engine
 from rloo_kit.environment import precision_as_asked, setup
 from rloo_kit.errors import ConfigError
+from rloo_kit.exact_resume import ExactResume
 from rloo_kit.generation import Engine
 from rloo_kit.hardware import GIB, detect_hardware
 from rloo_kit.learner import Learner, Scored, Tally
 from rloo_kit.live import live_progress
 from rloo_kit.memory import belongs_to_session, take_peak
+from rloo_kit.nonfinite import StepGuard, check_finite, finite_logits
 from rloo_kit.objective import RunningMoments
+from rloo_kit.out_of_memory import Pieces
 from rloo_kit.reward_contract import AsyncCheckedReward, guarded
 from rloo_kit.reward_loading import LoadedReward, load_rewards
 from rloo_kit.rollout import Rollout, Sampled, Shaping
@@ -52,6 +55,10 @@ from rloo_kit.watch import RunWatch
 
 NO_SIGNAL_BATCHES = 10
 """Generation batches that ``max_no_signal_fraction`` looks back on."""
+SAMPLING_REMEDY = (
+    "lower trainer.max_completion_length, take a smaller model, or set model.load_in_4bit"
+)
+"""Where a single completion does not fit."""
 RENAMED_PARTS = {
     "reward_model": "reward_funcs",
     "config": "args",
@@ -122,6 +129,18 @@ class LeaveOneOutConfig(RLOOConfig):
     """Look for what goes wrong while the run goes, and say it (docs/doctor.md)."""
     stop_on: list[str] | None = None
     """Findings that end the run, such as ``[kl_explosion]``; its best weights are kept."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept (docs/resume.md)."""
+    keep_best: int = 1
+    """Checkpoints that are kept beside them because they scored highest; 0: none."""
+    rescue_dir: str | None = None
+    """Where a checkpoint goes when the disk of ``output_dir`` is full; null: the system's folder
+    for temporary files."""
+    max_hours: float | None = None
+    """Save and stop after the step in which so many hours of this training are over."""
+    max_skipped_steps: int = 3
+    """Stop when so many optimizer steps in a row had to be skipped, since their gradients were no
+    finite numbers."""
 
     def __init__(self, output_dir: str | None = None, **arguments: Any) -> None:
         values = translate_trainer_arguments(arguments)
@@ -151,6 +170,7 @@ class LeaveOneOutConfig(RLOOConfig):
             "num_completions_to_print": 0,
             "report_to": "none",
             "gradient_checkpointing": not on_cpu,
+            "save_steps": 10,
             "vllm_enable_sleep_mode": not on_cpu,
             "dataloader_pin_memory": not on_cpu,
             "use_cpu": on_cpu,
@@ -180,7 +200,7 @@ OWN_FIELDS = tuple(
 """The settings that TRL does not have."""
 
 
-class LeaveOneOutTrainer(RLOOTrainer):
+class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
     """TRL's ``RLOOTrainer``: same gradient, fewer passes, checked scores, honest metrics.
 
     Prompts with images, and several processes, are trained by TRL's own code; there the kit's own
@@ -240,7 +260,12 @@ class LeaveOneOutTrainer(RLOOTrainer):
                     for reward in rewards
                 ],
                 args=args,
-                callbacks=[*(callbacks or []), *self._watching(args, model), live_progress()],
+                callbacks=[
+                    _Boundary(self),
+                    *(callbacks or []),
+                    *self._watching(args, model),
+                    live_progress(),
+                ],
                 **parts,
                 **others,
             )
@@ -273,13 +298,15 @@ class LeaveOneOutTrainer(RLOOTrainer):
         self._window: list[tuple[Rollout, torch.Tensor]] = []
         self._window_at: tuple[Any, int] = (None, -1)
         self._no_signal: deque[float] = deque(maxlen=NO_SIGNAL_BATCHES)
-        self._prompt_order: Iterator[int] = iter(())
+        self._prompt_order: deque[int] = deque()
         self._elsewhere = 0.0
         self._episodes = 0
         self._first_started: float | None = None
         self._canary: Canary | None = None
         self._synced: tuple[Any, int] = (None, -1)
         self._drawn_log_probs: list[list[float]] | None = None
+        self._guard = StepGuard(self.args.max_skipped_steps)
+        self._sampling = Pieces("sampling", SAMPLING_REMEDY)
 
     watch: RunWatch | None = None
     """The doctor's rules on this training; None where ``args.doctor`` is off."""
@@ -290,7 +317,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
         self.watch = RunWatch(
             _config_of(args, model),
             tell=lambda findings: self._tell("on_findings", findings=findings),
-            stop=self._stop,
+            stop=self.stop,
             stop_on=args.stop_on or (),
             parameters=lambda: [p for p in self.model.parameters() if p.requires_grad],
         )
@@ -303,6 +330,10 @@ class LeaveOneOutTrainer(RLOOTrainer):
           batch of training, when its advantages are final and before its first optimizer step;
           records as ``Rollout.records`` gives them, with ``step``.
         - ``on_findings(args, state, control, findings)``: what the doctor finds has changed.
+        - ``on_state(args, state, control, held)``: after every step, and before a checkpoint; what
+          a callback puts into the dict is kept.
+        - ``on_resume(args, state, control, held)``: that dict, when a training goes on.
+        - ``on_rescue(args, state, control, folder)``: a checkpoint had to go to another folder.
         """
         for callback in self.callback_handler.callbacks:
             heard = getattr(callback, event, None)
@@ -310,7 +341,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
                 heard(self.args, self.state, self.control, **values)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, as TRL's trainer does; views of the run are closed however it ends."""
+        """Train, or go on (``ExactResume.train``); views of the run are closed however it ends."""
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -319,11 +350,61 @@ class LeaveOneOutTrainer(RLOOTrainer):
                 if close is not None:
                     close()
 
-    def _stop(self, reason: str) -> None:
-        """End the training after this step, and say why."""
-        self.stop_reason = reason
-        warnings.warn(f"training stops: {reason}", RuntimeWarning, stacklevel=2)
-        self.control.should_training_stop = True
+    # --- what a checkpoint keeps of it -----------------------------------------------------------
+
+    def _held(self) -> dict[str, Any]:
+        """Return what this trainer keeps from step to step, in copies."""
+        in_use = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        started = self._first_started
+        return {
+            "micro_step": self._step,
+            "batch": self._batch_in_use() if in_use and self._buffered_inputs else None,
+            "moments": dataclasses.asdict(self.reward_moments),
+            "no_signal": list(self._no_signal),
+            "prompt_order": list(self._prompt_order),
+            "episodes": self._episodes,
+            "seconds": 0.0 if started is None else time.perf_counter() - started,
+            "budget": None if self._learner is None else self._learner.budget,
+            "at_once": self._sampling.size,
+            "skipped": (self._guard.skipped, self._guard.in_a_row),
+            "groups_of_step": self._groups_of_step,
+            "times": (self._current_train_step_time, self._elsewhere),
+            "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
+        }
+
+    def _batch_in_use(self) -> dict[str, Any]:
+        if self._use_trl_path:
+            return {"inputs": [dict(part) for part in self._buffered_inputs]}
+        rollout = self._buffered_inputs[0][0]
+        return {"rollout": rollout.as_tree(), "order": [rows for _, rows in self._buffered_inputs]}
+
+    def _take_up(self, held: dict[str, Any]) -> None:
+        """Take up what ``_held`` returned."""
+        self._step, batch = held["micro_step"], held["batch"]
+        self._buffered_inputs = None
+        self._learner = None if self._use_trl_path else self._make_learner()
+        if self._learner is not None and not self.args.tokens_per_micro_batch:
+            self._learner.budget = held["budget"] or self._learner.budget
+        if batch is not None and "inputs" in batch:
+            device = self.accelerator.device
+            self._buffered_inputs = [
+                {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in part.items()}
+                for part in batch["inputs"]
+            ]
+        elif batch is not None:
+            rollout = Rollout.from_tree(batch["rollout"], self.accelerator.device)
+            self._buffered_inputs = [(rollout, rows) for rows in batch["order"]]
+        self._sampling.size = held["at_once"]
+        self._guard.skipped, self._guard.in_a_row = held["skipped"]
+        self.reward_moments = RunningMoments(**held["moments"])
+        self._no_signal = deque(held["no_signal"], maxlen=NO_SIGNAL_BATCHES)
+        self._prompt_order = deque(held["prompt_order"])
+        self._episodes = held["episodes"]
+        self._first_started = time.perf_counter() - held["seconds"]
+        self._groups_of_step = held["groups_of_step"]
+        self._current_train_step_time, self._elsewhere = held["times"]
+        self._metrics["train"].clear()
+        self._metrics["train"].update(held["metrics"])
 
     # --- sampling --------------------------------------------------------------------------------
 
@@ -383,10 +464,14 @@ class LeaveOneOutTrainer(RLOOTrainer):
 
         Raises:
             StalePolicyError: It sampled from another policy.
+            DivergedError: The weights are no finite numbers any more.
+            MemoryRanOutError: Not even a single completion fits.
         """
         self._drawn_log_probs = None
+        if self.model.training and self._learner is not None:
+            check_finite(self._learner.parameters, self.state.global_step)
         if self.engine is None:
-            return super()._generate_single_turn(prompt_ids, images, multimodal_fields)
+            return self._generate_here(prompt_ids, images, multimodal_fields)
         sampling = sampling_of(self.args, self.eos_token_ids)
         self._sync_engine(prompt_ids)
         seed = int(torch.randint(2**31, ()))  # of the run's own random state
@@ -398,6 +483,22 @@ class LeaveOneOutTrainer(RLOOTrainer):
             for name, value in found.items():
                 self._note(name, value)
         return drawn.completion_ids
+
+    def _generate_here(
+        self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any
+    ) -> list[list[int]]:
+        """Let the model sample, fewer rows at a time where memory runs out."""
+        sample = super()._generate_single_turn
+
+        def draw(prompts: list[list[int]]) -> list[list[int]]:
+            # TRL turns checkpointing off to sample, and where that fails not on again.
+            kwargs = self.args.gradient_checkpointing_kwargs
+            with finite_logits(), disable_gradient_checkpointing(self.model, kwargs):
+                return sample(prompts, images, multimodal_fields)
+
+        if images or multimodal_fields or self.use_vllm:
+            return draw(prompt_ids)  # what belongs to which row is TRL's to know
+        return self._sampling.run(draw, prompt_ids, len(prompt_ids))
 
     def _sync_engine(self, prompt_ids: list[list[int]]) -> None:
         """Send the adapter where it has changed; before the first step, prove that it arrives."""
@@ -521,13 +622,11 @@ class LeaveOneOutTrainer(RLOOTrainer):
         return drawn
 
     def _next_prompt(self) -> int:
-        place = next(self._prompt_order, None)
-        if place is None:
+        if not self._prompt_order:
             generator = torch.Generator().manual_seed(self.args.seed + self._step)
             order = torch.randperm(len(self.train_dataset), generator=generator)
-            self._prompt_order = iter(order.tolist())
-            place = next(self._prompt_order)
-        return place
+            self._prompt_order.extend(order.tolist())
+        return self._prompt_order.popleft()
 
     def _watch_signal(self, without: torch.Tensor) -> None:
         """Stop the training where too many of the last batches' groups carry no signal."""
@@ -536,7 +635,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
         share = sum(self._no_signal) / len(self._no_signal)
         if limit is None or len(self._no_signal) < NO_SIGNAL_BATCHES or share <= limit:
             return
-        self._stop(
+        self.stop(
             f"{share:.0%} of the groups of the last {NO_SIGNAL_BATCHES} batches have equal scores "
             f"(max_no_signal_fraction {limit:g}): choose prompts the model sometimes solves, raise "
             f"trainer.temperature or trainer.num_generations, or look at the reward"
@@ -654,7 +753,13 @@ class LeaveOneOutTrainer(RLOOTrainer):
         return loss
 
     def _learn(self) -> torch.Tensor:
-        """Add the gradient of the collected slices; return their loss."""
+        """Add the gradient of the collected slices; return their loss.
+
+        Where it is no finite number, no gradient is left, and the optimizer's step moves nothing.
+
+        Raises:
+            DivergedError: That has happened too often in a row, or the weights are at fault.
+        """
         share = 1 / sum(len(rows) for _, rows in self._window)
         rollouts = {id(rollout): rollout for rollout, _ in self._window}
         for key, rollout in rollouts.items():
@@ -671,7 +776,10 @@ class LeaveOneOutTrainer(RLOOTrainer):
             if rollout.on_policy:
                 self._note_rollout(rollout)
             rollout.on_policy = False
-        return torch.tensor(self._learner.tally.loss, device=self.accelerator.device)
+        loss, step = self._learner.tally.loss, self.state.global_step + 1
+        if not self._guard.check(loss, self._learner.parameters, step, self.accelerator.scaler):
+            self._note("grad_norm", math.nan)  # not the 0 of a norm over no gradients
+        return torch.tensor(loss, device=self.accelerator.device)
 
     # --- metrics ---------------------------------------------------------------------------------
 
@@ -728,10 +836,26 @@ class LeaveOneOutTrainer(RLOOTrainer):
         self._note("lr", self._get_learning_rate())
         for name, value in tally.metrics().items():
             self._note(name, value)
+        if self._guard.skipped:
+            self._note("loss", tally.loss)  # transformers would put 0 or a mean for NaN
+            self._metrics["train"]["step/skipped"] = [self._guard.skipped]
         elapsed = time.perf_counter() - self._first_started
         for name, value in (("episode", self._episodes), ("eps", self._episodes / elapsed)):
             self._metrics["train"][name] = [value]  # a count so far, not a mean of counts
         self._current_train_step_time = self._elsewhere = 0.0
+
+
+class _Boundary(TrainerCallback):
+    """Tell the trainer when a step ends, and when the next one is about to change the weights."""
+
+    def __init__(self, trainer: "LeaveOneOutTrainer") -> None:
+        self.forget, self.keep = trainer.forget_boundary, trainer.keep_boundary
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.forget()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.keep()
 
 
 def _config_of(args: LeaveOneOutConfig, model: Any) -> RunConfig:

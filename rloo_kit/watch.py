@@ -105,6 +105,22 @@ class BestWeights:
         self.step, self.value = step, value
         self._kept = [values.detach().to("cpu", copy=True) for values in self._parameters]
 
+    def as_tree(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps; the weights are never changed in place."""
+        return {
+            "step": self.step,
+            "value": self.value,
+            "top": self._top,
+            "batches": list(self._batches),
+            "weights": list(self._kept),
+        }
+
+    def take_up(self, tree: dict[str, Any]) -> None:
+        """Take up what ``as_tree`` returned."""
+        self.step, self.value, self._top = tree["step"], tree["value"], tree["top"]
+        self._batches.extend(tree["batches"])
+        self._kept = tree["weights"]
+
     def restore(self) -> bool:
         """Put the best weights into the model; return whether there were any."""
         for parameter, values in zip(self._parameters, self._kept, strict=False):
@@ -140,6 +156,8 @@ class RunWatch(TrainerCallback):
         self.parameters = parameters
         self.by_held_out = False
         """Whether held-out prompts are scored on the way, and say which weights are best."""
+        self.past: RunRecord | None = None
+        """What a run that is gone on with has left."""
         self._begin()
 
     def _begin(self) -> None:
@@ -165,6 +183,23 @@ class RunWatch(TrainerCallback):
             self.best = BestWeights(self.parameters())
             if self.by_held_out and "before" in evaluation:
                 self._see_scores(0, evaluation["before"])
+
+    def on_state(self, args: Any, state: Any, control: Any, held: dict[str, Any], **_: Any) -> None:
+        """Keep the best weights."""
+        if self.best is not None:
+            held["best_weights"] = self.best.as_tree()
+
+    def on_resume(
+        self, args: Any, state: Any, control: Any, held: dict[str, Any], **_: Any
+    ) -> None:
+        """Take up the record of the steps that are done, and the best weights."""
+        done = state.global_step
+        self._metrics = [row for row in state.log_history if row.get("step", 0) <= done]
+        if self.past is not None:
+            rows = [row for row in self.past.completions if (row.get("step") or 0) <= done]
+            self._first, self._last = rows[:KEPT_ROWS], deque(rows[KEPT_ROWS:], maxlen=KEPT_ROWS)
+        if self.best is not None and "best_weights" in held:
+            self.best.take_up(held["best_weights"])
 
     def on_completions(
         self,

@@ -7,6 +7,7 @@ reference loops over single rows without padding and shares nothing with the kit
 import contextlib
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from rloo_kit.batching import TokenRows
 from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.learner import Learner, Scored, Tally
+from rloo_kit.out_of_memory import is_out_of_memory
 from rloo_kit.rollout import Rollout, Sampled, Shaping
 
 NAN = float("nan")
@@ -91,6 +93,9 @@ def make_rollout(reference=None, **shaping):
 class Machine:
     """A policy behind the learner's calls; it notes them, and runs out of memory on request."""
 
+    error = torch.OutOfMemoryError
+    """What is raised where memory runs out."""
+
     def __init__(self, policy, *, limit=math.inf, no_grad_limit=math.inf, failing=(), late=False):
         self.policy = policy
         self.limit = limit
@@ -104,7 +109,7 @@ class Machine:
     def forward(self, batch):
         recorded = torch.is_grad_enabled()
         if batch.num_positions > (self.limit if recorded else self.no_grad_limit):
-            raise torch.OutOfMemoryError("no memory for the forward pass")
+            raise self.error("no memory for the forward pass: out of memory")
         self.forwards.append((batch.rows.tolist(), recorded))
         ids = batch.input_ids
         of_next = self.policy.of_next(ids)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
@@ -118,7 +123,7 @@ class Machine:
             return
         if self.late:  # some layers already have their gradient when memory runs out
             loss.backward()
-        raise torch.OutOfMemoryError("no memory for the backward pass")
+        raise self.error("no memory for the backward pass: out of memory")
 
     def rows(self, *, recorded=True):
         return sorted(row for rows, how in self.forwards if how == recorded for row in rows)
@@ -626,12 +631,94 @@ def test_a_single_row_that_does_not_fit_its_old_pass_is_the_same_error():
         machine.learner(1).fill_old(make_rollout(), [8])
 
 
-def test_another_error_of_the_model_is_not_taken_for_a_lack_of_memory():
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_another_error_of_the_model_is_not_taken_for_a_lack_of_memory(where):
     machine = Machine(Policy())
+    before = torch.ones_like(machine.policy.bias)
+    machine.policy.bias.grad = before
 
-    def broken(batch):
+    def broken(*_):
+        machine.policy.bias.grad = torch.zeros_like(before)  # as half a backward pass leaves it
         raise RuntimeError("shape mismatch")
 
-    machine.forward = broken
+    setattr(machine, where, broken)
+    learner = machine.learner(30)
     with pytest.raises(RuntimeError, match="shape mismatch"):
-        machine.learner(30).learn(make_rollout(), EVERY_ROW)
+        learner.learn(make_rollout(), EVERY_ROW)
+    assert machine.policy.bias.grad is before, "what was accumulated is as it was"
+    assert learner.tally.loss == 0
+    assert learner.budget == 30
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        learner.log_probs(make_tokens(), [0, 1], broken)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError, MemoryError])
+def test_every_kind_of_lacking_memory_is_one(error):
+    machine = Machine(Policy(), limit=40, no_grad_limit=40, failing=(1,))
+    machine.error = error
+    learner = exact_after_running_out(machine, 80, 0.4)
+    found = learner.log_probs(make_tokens(), [8], machine.forward)
+    assert found[8].any()
+
+
+TEXTS = [
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA out of memory. Tried to allocate 20.00 MiB",
+    "Error out of memory at line 380 in file /src/csrc/ops.cu",
+    "HIP out of memory. Tried to allocate 2.00 GiB",
+    "MPS backend out of memory (MPS allocated: 9.00 GB)",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_libraries_say_of_lacking_memory_is_known(text):
+    assert is_out_of_memory(RuntimeError(text))
+    assert not is_out_of_memory(ValueError(text))
+
+
+def test_the_allocator_of_the_cpu_says_it_as_it_is_known():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(10**16)
+    assert is_out_of_memory(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("shape mismatch"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("out of resource: shared memory, Required: 131072"),
+        MemoryRanOutError("it ran out of memory, and says so itself"),
+        KeyboardInterrupt(),
+    ],
+    ids=repr,
+)
+def test_what_is_not_a_lack_of_memory(error):
+    assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4])
+def test_the_graph_of_an_attempt_that_failed_is_gone_before_the_next_one(beta):
+    machine = Machine(Policy(), failing=(1, 3))
+    machine_forward, graphs, alive = machine.forward, [], []
+
+    def forward(batch):
+        if machine.backwards in (1, 3):  # right after one that failed
+            alive.append(sum(graph() is not None for graph in graphs[: in_hand[-1]]))
+        scored = machine_forward(batch)
+        graphs.append(weakref.ref(scored.log_probs))
+        return scored
+
+    def backward(loss):
+        in_hand.append(len(graphs))
+        Machine.backward(machine, loss)
+
+    in_hand = [0]
+    machine.forward, machine.backward = forward, backward
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        machine.learner(80).learn(make_rollout(Policy(seed=1), beta=beta), EVERY_ROW)
+    assert alive[:2] == [0, 0]
+    assert machine.backwards > 3

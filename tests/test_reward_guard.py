@@ -2,17 +2,23 @@
 
 import asyncio
 import contextlib
+import copy
 import inspect
+import io
 import itertools
+import os
 import re
 import signal
+import sys
 import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
 from rloo_kit.errors import ModelError, RewardContractError
 from rloo_kit.reward_contract import MAX_ROWS_TRIED, OverdueError, checked, within
@@ -559,3 +565,282 @@ def test_an_error_of_the_kit_passes_unchanged(on, is_async, on_error, timeout):
         call(reward, on=on, **COLUMNS, log_metric=metrics)
     assert caught.value is error
     assert metrics == []
+
+
+# --- what a reward does to the process, and to what it is given ---
+
+
+class OwnError(BaseException):
+    """No ``except Exception`` catches it."""
+
+
+ENDS = {
+    "SystemExit: 0": lambda: sys.exit(0),
+    "RecursionError": lambda: deep(0),
+    "MemoryError": lambda: bytearray(2**62),
+    "OwnError: out": lambda: throw(OwnError("out")),
+    "CancelledError": lambda: throw(asyncio.CancelledError()),
+    "ValueError: a b": lambda: throw(ValueError("a\n   b" + " c" * 10_000)),
+}
+
+
+def deep(level):
+    return deep(level + 1)
+
+
+def throw(error):
+    raise error
+
+
+@MAIN_AND_OTHER
+@pytest.mark.parametrize("timeout", [None, 30])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("case", ENDS)
+def test_whatever_a_reward_raises_names_it_in_one_line(case, is_async, timeout, on):
+    def ends(completions):
+        ENDS[case]()
+
+    async def ends_async(completions):
+        ENDS[case]()
+
+    reward = ends_async if is_async else ends
+    message = refusal(guarded(reward, timeout=timeout), on=on)
+    assert f"raised {case}" in message
+    assert message.endswith("correct it, or return None for a row it cannot score")
+    assert len(message) < 400
+    with pytest.warns(RuntimeWarning, match="2 completions count as unscorable"):
+        assert call(guarded(reward, timeout=timeout, on_error="skip"), on=on) == [None, None]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_an_interrupt_is_the_users_and_passes(on_error, is_async):
+    def interrupted(completions):
+        raise KeyboardInterrupt
+
+    async def interrupted_async(completions):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        call(guarded(interrupted_async if is_async else interrupted, on_error=on_error))
+
+
+def test_an_async_reward_that_is_cancelled_from_outside_says_nothing():
+    async def cancel():
+        task = asyncio.create_task(guarded(sleeps_async, on_error="skip")(**COLUMNS))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancel())
+
+
+@UNIX
+def test_a_reward_that_catches_the_alarm_too_is_ended():
+    def stubborn(completions):
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            try:
+                return [time.sleep(5)]
+            except:  # noqa: E722  as a retry around a request does
+                continue
+        return [1.0] * len(completions)
+
+    before, started = sys.gettrace(), time.monotonic()
+    assert "took more than 0.2 s (it was at" in refusal(guarded(stubborn, timeout=LIMIT))
+    assert time.monotonic() - started < 5
+    assert sys.gettrace() is before
+
+
+def vandal(completions, prompts, answer, meta, completion_ids):
+    """Change everything that it is given."""
+    for value in (prompts, answer, completion_ids, meta):
+        value.append("more")
+    completions[0][-1]["content"] = "hacked"
+    completions.pop()
+    answer[0] = "other"
+    meta[0]["nested"].clear()
+    completion_ids[0].clear()
+    raise ValueError("and then it fails")
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_reward_may_change_its_lists_and_nobody_else_sees_it(on_error):
+    columns = {
+        "completions": [[{"role": "assistant", "content": "sure"}] for _ in range(2)],
+        "prompts": ["a", "b"],
+        "answer": ["1", "2"],
+        "meta": [{"nested": [1, 2]}, None],
+        "completion_ids": [[1, 2, 3], [4]],
+    }
+    before = copy.deepcopy(columns)
+    with contextlib.suppress(RewardContractError):
+        call(guarded(vandal, on_error=on_error), **columns)
+    assert columns == before
+
+
+def test_scores_are_counted_against_the_completions_there_were():
+    def drops(completions):
+        completions.pop()
+        return [1.0] * len(completions)
+
+    assert "returned 1 scores for 2 completions" in refusal(guarded(drops))
+
+
+def test_a_large_list_of_tokens_is_copied_in_no_time():
+    ids = [list(range(4000)) for _ in range(64)]
+    reward = guarded(lambda completions, completion_ids: [1.0] * 64)
+    started = time.monotonic()
+    call(reward, completions=["x"] * 64, completion_ids=ids)
+    assert time.monotonic() - started < 0.2
+
+
+RUBBISH = {
+    "generator": (lambda n: (1.0 for _ in range(n)), "returned a generator"),
+    "set": (lambda n: {1.0, 2.0}, "returned a set"),
+    "text": (lambda n: "ab", "returned a str"),
+    "None": (lambda n: None, "returned a NoneType"),
+    "a number": (lambda n: 1.0, "returned a float"),
+    "nested": (lambda n: [[1.0]] * n, r"returned \[1.0\] in row 0"),
+    "a tensor of rows": (lambda n: torch.ones(n, 2), r"returned \[1.0, 1.0\] in row 0"),
+    "a scalar tensor": (lambda n: torch.ones(()), "returned a Tensor"),
+    "a tensor without numbers": (lambda n: torch.ones(n, device="meta"), "returned a Tensor"),
+    "beyond float32": (lambda n: [1e39] * n, "1e.39 in row 0.*float32 holds up to 3.4e.38"),
+    "NaN": (lambda n: torch.full((n,), torch.nan), "returned nan in row 0"),
+    "infinity": (lambda n: np.array([np.inf] * n), "returned inf in row 0"),
+    "of its own mind": (lambda n: [Stubborn()] * n, "returned a Stubborn in row 0"),
+    "too many": (lambda n: [1.0] * 1000, "returned 1000 scores for 2"),
+}
+
+
+class Stubborn(float):
+    def __float__(self):
+        raise RuntimeError
+
+    def __repr__(self):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+@pytest.mark.parametrize("case", RUBBISH)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_rubbish_is_refused_or_unscorable(case, on_error):
+    make, message = RUBBISH[case]
+    reward = guarded(lambda completions: make(len(completions)), on_error=on_error)
+    if on_error == "stop":
+        assert re.search(message, refusal(reward))
+    else:
+        assert call(reward) == [None, None]
+
+
+@pytest.mark.parametrize("value", ["text", None, torch.ones(2), object()], ids=repr)
+def test_a_metric_that_is_no_number_is_the_rewards_error(value):
+    def logs(completions, log_metric):
+        log_metric("length", value)
+        return [1.0] * len(completions)
+
+    metrics = Metrics()
+    message = refusal(guarded(logs), **COLUMNS, log_metric=metrics)
+    assert "raised TypeError: log_metric wants a number, not" in message
+    assert metrics == []
+
+
+def test_a_metric_that_is_a_number_is_logged_as_a_float():
+    def logs(completions, log_metric):
+        for value in (1, True, np.float32(0.5), torch.tensor(2)):
+            log_metric("n", value)
+        return [1.0] * len(completions)
+
+    metrics = Metrics()
+    call(guarded(logs), **COLUMNS, log_metric=metrics)
+    assert metrics == [("n", 1.0), ("n", 1.0), ("n", 0.5), ("n", 2.0)]
+    assert {type(value) for _, value in metrics} == {float}
+
+
+def surroundings():
+    return (
+        os.getcwd(),
+        signal.getsignal(signal.SIGINT),
+        signal.getsignal(signal.SIGTERM),
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.get_rng_state().tolist(),
+    )
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_reward_changes_in_the_process_is_put_back(fails, tmp_path):
+    def meddles(completions):
+        os.chdir(tmp_path)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if fails else signal.SIG_IGN)
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        torch.manual_seed(0)
+        torch.rand(3)
+        if fails:
+            raise ValueError
+        return [1.0] * len(completions)
+
+    torch.manual_seed(12345)
+    torch.rand(2)
+    before = surroundings()
+    with contextlib.suppress(RewardContractError):
+        call(guarded(meddles))
+    assert surroundings() == before
+
+
+def test_random_numbers_that_a_reward_draws_stay_drawn():
+    def noisy(completions):
+        return torch.rand(len(completions))
+
+    torch.manual_seed(12345)
+    assert call(guarded(noisy)) != call(guarded(noisy))
+
+
+def test_a_reward_that_removes_the_folder_it_is_in_is_scored(tmp_path):
+    here = os.getcwd()
+
+    def removes(completions):
+        os.rmdir(os.getcwd())
+        return [1.0, 1.0]
+
+    os.chdir(tmp_path)
+    try:
+        assert call(guarded(removes)) == [1.0, 1.0]
+        assert call(guarded(fine)) == [0.5, 0.5]
+    finally:
+        os.chdir(here)
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_a_reward_that_closes_what_the_run_writes_to_is_named(on_error, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+
+    def closes(completions):
+        sys.stdout.close()
+        return [1.0] * len(completions)
+
+    message = refusal(guarded(closes, on_error=on_error))
+    assert message.startswith("reward 'closes' closed sys.stdout, to which the run writes: leave")
+
+
+@UNIX
+@pytest.mark.parametrize(("ends", "code"), [(None, 1), (0, 0), (7, 7), ("words", 1)])
+def test_a_child_that_a_reward_forked_never_goes_on_as_the_run(ends, code, tmp_path):
+    def forks(completions):
+        child = os.fork()
+        if not child:
+            if ends is None:
+                return [0.0] * len(completions)
+            sys.exit(ends)
+        _, status = os.waitpid(child, 0)
+        return [float(os.waitstatus_to_exitcode(status))] * len(completions)
+
+    parent = os.getpid()
+    scores = call(guarded(forks))
+    (tmp_path / str(os.getpid())).touch()
+    assert scores == [code, code]
+    assert [path.name for path in tmp_path.iterdir()] == [str(parent)]
