@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -101,15 +102,23 @@ NEEDS_VLLM = ("02_thinking_model",)
 """Run by tests/vllm."""
 
 
-def the_carries_are_learnt(printed):
-    """What 01_quickstart prints after training."""
+def the_carries_are_learnt(printed, folder):
+    """What 01_quickstart prints after training; and its adapter does it without the kit, too."""
     found = re.search(r"^before: {'accuracy': (.+)}  after: {'accuracy': (.+)}$", printed, re.M)
     before, after = map(float, found.groups())
     assert before <= 0.7
     assert after >= 0.95
+    script = Path(__file__).parent / "scripts" / "plain_peft_accuracy.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder / "runs" / "first" / "adapter")],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    found = re.search(r"accuracy (\S+)", done.stdout)
+    assert found, done.stderr[-2000:]
+    assert float(found[1]) == pytest.approx(after, abs=0.03)
 
 
-def reward_is_learnt_gamed_and_held(printed):
+def reward_is_learnt_gamed_and_held(printed, _):
     """What 03_reward_model prints: the reward model, then held-out prompts before and after."""
     assert float(re.search(r"^held-out accuracy ([0-9.]+),", printed, re.M)[1]) >= 0.85
     rows = re.findall(r"^(\w.*?) +score ([+-][0-9.]+) +accuracy ([0-9.]+)$", printed, re.M)
@@ -123,13 +132,13 @@ def reward_is_learnt_gamed_and_held(printed):
     assert careful_accuracy >= accuracy
 
 
-def accuracy_rises(printed):
+def accuracy_rises(printed, _):
     """What 04_your_own_reward prints at its end."""
     before, after = re.search(r"^accuracy: ([0-9.]+) -> ([0-9.]+)$", printed, re.M).groups()
     assert float(after) >= float(before) + 0.2
 
 
-def the_fault_is_found_mended_and_stopped(printed):
+def the_fault_is_found_mended_and_stopped(printed, _):
     """What 05_diagnose_a_run prints: the doctor's findings, then its three runs."""
     assert re.search(r"^1\. error: (\w+)", printed, re.M)[1] == "kl_explosion"
     row = r"^(\w+) +(\d+) steps +accuracy ([0-9.]+) -> ([0-9.]+)$"
@@ -173,4 +182,4 @@ def test_runs_from_top_to_bottom(path, tmp_path, record_property, capsys):
     printed = "".join(o.get("text", "") for o in outputs)
     assert "shutting down the kernel" in printed
     assert "released" in printed
-    REACHES[path.stem](printed)
+    REACHES[path.stem](printed, tmp_path)
