@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rloo_kit.errors import KitError, SetupError
+from rloo_kit.redaction import hide_on_terminal
 from rloo_kit.stopping import (
     StopSignals,
     Terminated,
@@ -155,6 +156,7 @@ def _waiting(lines: queue.Queue[str], timeout: float) -> Iterator[str]:
 def _main(order: str, answer: str, watched: str) -> None:
     import importlib
 
+    hide_on_terminal()
     # a parent that was started in the background may have left it ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _end_with_the_parent(int(watched), Path(order).parent)

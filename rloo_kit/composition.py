@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from rloo_kit.errors import RewardContractError
 from rloo_kit.reward_contract import AsyncCheckedReward, CheckedReward, checked
 from rloo_kit.types import Score
-from rloo_kit.wording import shown
+from rloo_kit.wording import bare, shown
 
 Steps: TypeAlias = Generator[tuple[CheckedReward, dict[str, Any]], list[Score], list[Score]]
 """Yields (a reward, the columns to call it with), is sent its scores, returns B scores."""
@@ -104,8 +104,7 @@ class WeightSchedule:
         if not pairs or not all(0 <= p <= 1 and math.isfinite(w) for p, w in pairs):
             raise ValueError(
                 f"weight {shown(dict(points))} is no schedule; give progress (0 to 1): weight, "
-                f"such as "
-                "{0: 1.0, 0.5: 0.2}"
+                f"such as {{0: 1.0, 0.5: 0.2}}"
             )
         return cls(tuple(pairs))
 
@@ -218,9 +217,9 @@ class Routed(Composed):
         for column, values in self.only_for:
             if column not in columns:
                 raise RewardContractError(
-                    f"reward {self.reward.name!r} is only for rows with {column} in "
-                    f"{list(values)!r}, and the dataset has no column {column!r}; add it, or drop "
-                    "only_for"
+                    f"reward {self.reward.name!r} is only for rows with {bare(column)} in "
+                    f"{shown(list(values))}, and the dataset has no column {shown(column)}; add "
+                    f"it, or drop only_for"
                 )
             rows = [row for row in rows if columns[column][row] in values]
         return (yield from self.scored(columns, rows, [None] * count))

@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 
 from rloo_kit.errors import ConfigError
+from rloo_kit.redaction import remember_settings
 from rloo_kit.wording import bare, shown, told, why
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -166,7 +167,7 @@ MOST_VALUES, DEEPEST = 20_000, 24
 
 
 def _read_text(file: Path, name: str) -> str:
-    if file.is_file() and file.stat().st_size > LARGEST_FILE:
+    if os.path.isfile(file) and file.stat().st_size > LARGEST_FILE:
         raise ConfigError(
             f"run file {name} has {file.stat().st_size:,} bytes, and a run file has at most "
             f"{LARGEST_FILE:,}: keep prompts in a file of their own, named in data.prompts"
@@ -258,7 +259,7 @@ def _items(value: object) -> list[Any]:
 def find_run_file(path: str | Path) -> Path:
     """Return the file, or the one of that name that ships with the kit."""
     shipped = EXAMPLES / f"{Path(path).name}.yaml"
-    is_name = not Path(path).is_file() and str(path) == shipped.stem
+    is_name = not os.path.isfile(path) and str(path) == shipped.stem
     return shipped if is_name and shipped.exists() else Path(path)
 
 
@@ -274,6 +275,7 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
     faults: list[str] = []
     for override in overrides:
         _apply_override(content, override, faults)
+    remember_settings(content)
     known = {f.name: f for f in dataclasses.fields(RunConfig)}
     values: dict[str, Any] = {}
     hints = typing.get_type_hints(RunConfig)
@@ -319,6 +321,7 @@ def read_settings(overrides: Sequence[str]) -> dict[str, Any]:
         if not equals or not key.strip().isidentifier():
             raise ConfigError(f"--set {shown(override)} is not of the form key=value: write it so")
         found[key.strip()] = _read_value(text)
+    remember_settings(found)
     return found
 
 
@@ -623,8 +626,7 @@ def check_batch(trainer: Mapping[str, Any], num_processes: int = 1) -> list[str]
     if group < 2:
         return [
             f"num_generations is {group}: leave-one-out compares a completion with its siblings, "
-            f"so "
-            f"it must be at least 2 (4 to 8 are usual)"
+            f"so it must be at least 2 (4 to 8 are usual)"
         ]
     if trainer.get("generation_batch_size") and trainer.get("steps_per_generation"):
         return ["generation_batch_size and steps_per_generation say the same: give one of them"]
@@ -633,7 +635,7 @@ def check_batch(trainer: Mapping[str, Any], num_processes: int = 1) -> list[str]
     if plan.num_completions % slice_size:
         return [
             f"generation_batch_size {plan.num_completions} is not a multiple of the "
-            f"{slice_size} completions of per_device_train_batch_size"
+            f"{slice_size} completions of per_device_train_batch_size: make it one"
         ]
     left = plan.num_completions % group
     if left and trainer.get("generation_batch_size"):
@@ -652,8 +654,7 @@ def check_batch(trainer: Mapping[str, Any], num_processes: int = 1) -> list[str]
         return [
             f"one generation makes {plan.num_completions} completions "
             f"(per_device_train_batch_size {values['per_device_train_batch_size']} x {unit}), "
-            f"which "
-            f"is no whole number of prompts at num_generations {group}: set "
+            f"which is no whole number of prompts at num_generations {group}: set "
             f"per_device_train_batch_size to {fits}"
         ]
     return []

@@ -131,16 +131,14 @@ def order_by_level(dataset: "Dataset", seed: int = 42) -> "Dataset":
         raise DataError(
             f"a curriculum orders prompts by the column 'level', and there are only "
             f"{shown(sorted(dataset.column_names))}: add it, or name the one that is meant with "
-            f"columns, "
-            "as in {level: difficulty}"
+            f"columns, as in {{level: difficulty}}"
         )
     levels = [_number(level) for level in dataset["level"][:]]
     for number, level in enumerate(levels, 1):
         if type(level) not in (int, float) or not math.isfinite(level):
             raise DataError(
                 f"the level of prompt {number} is {shown(level)}, must be a number to order "
-                f"prompts by: "
-                "number the levels 1, 2, 3, easiest first"
+                f"prompts by: number the levels 1, 2, 3, easiest first"
             )
     order = list(range(len(levels)))
     random.Random(f"{seed} curriculum").shuffle(order)
@@ -203,8 +201,7 @@ def prompt_ids(
     except Exception as exc:  # a template is a program of its own: it may divide by zero
         raise DataError(
             f"the model's chat template cannot render a prompt ({why(exc)}): set data.chat: false "
-            f"for "
-            f"a model without one, or change roles and data.system"
+            f"for a model without one, or change roles and data.system"
         ) from exc
 
 
@@ -248,8 +245,7 @@ def _make_task(
     if num > MOST_MADE:
         raise DataError(
             f"{num:,} prompts of {bare(name)} are asked for, and at most {MOST_MADE:,} are made: "
-            f"lower "
-            "data.num_prompts or data.held_out"
+            f"lower data.num_prompts or data.held_out"
         )
     if split not in SPLITS:
         raise DataError(

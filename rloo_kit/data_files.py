@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rloo_kit.errors import DataError
 from rloo_kit.pickles import WHY, as_json_lines, is_pickle
 from rloo_kit.types import Row
-from rloo_kit.wording import printable, shown, why
+from rloo_kit.wording import bare, printable, shown, why
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -121,18 +121,21 @@ def as_dataset(rows: list[Row]) -> "Dataset":
     for name in dict.fromkeys(key for row in rows for key in row):
         columns[name] = [row.get(name) for row in rows]
     try:
-        return datasets.Dataset.from_dict(columns)
+        made = datasets.Dataset.from_dict(columns)
+        for name in columns:  # Arrow ends a name at the character 0, and then has two of one name
+            made.data.column(name).slice(0, 1).to_pylist()
     except Exception:  # pyarrow: a column of mixed types, or values it cannot hold
         for name, values in columns.items():
             _check_column(name, values)
         raise
+    return made
 
 
 def _check_column(name: str, values: list[Any]) -> None:
     import datasets
 
     try:
-        datasets.Dataset.from_dict({name: values})
+        datasets.Dataset.from_dict({name: values}).data.column(name).slice(0, 1).to_pylist()
     except Exception as exc:
         raise DataError(
             f"the column {shown(name)} cannot be stored ({why(exc)}): give it "
@@ -261,8 +264,7 @@ def _read_hub(name: str, split: str, builtin: Iterable[str]) -> "Dataset":
     except Exception as exc:  # hub, network, script and split errors have no common base
         raise DataError(
             f"data {shown(name)} is neither built in ({', '.join(builtin)}), a file here, nor a "
-            f"hub "
-            f"dataset that can be loaded now ({type(exc).__name__}: "
+            f"hub dataset that can be loaded now ({type(exc).__name__}: "
             f"{why(exc)}): check the name, its split {shown(split)} and the network"
         ) from exc
 
@@ -316,7 +318,7 @@ def _new_names(columns: Mapping[str, str] | None, there: list[str]) -> dict[str,
             raise DataError(
                 f"columns makes {shown(wanted[new])} the column {shown(new)}, which there is "
                 f"already: give that one another name too, such as "
-                f"{shown({new: wanted[new], f'old_{new}': new})}"
+                f"{{{bare(new)}: {bare(wanted[new])}, old_{bare(new)}: {bare(new)}}}"
             )
     return new_names if there else {}
 
@@ -324,8 +326,7 @@ def _new_names(columns: Mapping[str, str] | None, there: list[str]) -> dict[str,
 def _no_prompt(place: str, there: Iterable[object]) -> str:
     return (
         f"{place}: has no `prompt`, only {shown(sorted(map(str, there)))}: rename the column to "
-        f"prompt, "
-        "or name it with columns, as in {prompt: question}"
+        f"prompt, or name it with columns, as in {{prompt: question}}"
     )
 
 
@@ -366,6 +367,5 @@ def check_messages(messages: list[Any], name: str, place: str) -> None:
         if not isinstance(content, str) and not in_parts and (content is not None or not others):
             raise DataError(
                 f"{place}: the content of a message of {name} is {shown(content)}, must be text, "
-                f"or "
-                "a list of parts such as {type: text, text: ...}"
+                f"or a list of parts such as {{type: text, text: ...}}"
             )

@@ -66,16 +66,14 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as exc:
         raise ModelError(
             f"the tokenizer in {shown(str(path))} is damaged ({why(exc)}); download it again, or "
-            f"use "
-            "the model's Hugging Face folder or name instead"
+            f"use the model's Hugging Face folder or name instead"
         ) from exc
     try:
         _write(model, tokenizer, goal)
     except OSError as exc:
         raise ModelError(
             f"{shown(str(path))} cannot be converted into {shown(str(goal))} ({why(exc)}); free "
-            f"some "
-            "space there"
+            f"some space there"
         ) from exc
     return goal
 
@@ -106,8 +104,8 @@ def _check_magic(path: Path) -> None:
     if magic != MAGIC:
         raise ModelError(
             f"{shown(str(path))} is not a GGUF file: it starts with {magic!r}, not {MAGIC!r}; "
-            f"give the "
-            "path of a .gguf file, or download it again (a page or a Git LFS pointer may have been "
+            f"give the path of a .gguf file, or download it again (a page or a Git LFS pointer "
+            f"may have been "
             "saved in its place)"
         )
 
@@ -139,8 +137,7 @@ def _check_content(path: Path) -> str:
     except Exception as exc:  # what a damaged file raises depends on where the damage is
         raise ModelError(
             f"{shown(str(path))} is truncated or damaged ({path.stat().st_size} bytes: "
-            f"{why(exc)}); "
-            "download it again"
+            f"{why(exc)}); download it again"
         ) from exc
     if isinstance(parts, int) and parts > 1:
         raise ModelError(
@@ -213,6 +210,7 @@ def _read(path: Path, architecture: str) -> tuple["PreTrainedModel", "PreTrained
         loaded, info = AutoModelForCausalLM.from_pretrained(
             **source, dtype=torch.bfloat16, output_loading_info=True
         )
+        model = _without_quantization(loaded)
     except Exception as exc:  # the same, and every architecture has readers of its own
         raise ModelError(
             f"transformers cannot read {shown(str(path))}, of architecture {architecture!r} "
@@ -221,10 +219,10 @@ def _read(path: Path, architecture: str) -> tuple["PreTrainedModel", "PreTrained
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
             f"{shown(str(path))} lacks {len(missing)} weights of its architecture "
-            f"{architecture!r}, "
-            f"{missing[0]!r} first; use the model's Hugging Face folder or name instead"
+            f"{architecture!r}, {missing[0]!r} first; use the model's Hugging Face folder or name "
+            f"instead"
         )
-    return _without_quantization(loaded), tokenizer
+    return model, tokenizer
 
 
 def _without_quantization(loaded: "PreTrainedModel") -> "PreTrainedModel":

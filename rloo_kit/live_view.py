@@ -14,6 +14,7 @@ from statistics import fmean, median, variance
 from typing import Any
 
 from rloo_kit.findings import Finding, escaped
+from rloo_kit.redaction import redact_tree
 from rloo_kit.run_record import finite_number, finite_numbers, mean_or_none
 
 PACE_STEPS = 20
@@ -242,7 +243,7 @@ class LiveView:
         self, args: Any, state: Any, control: Any, records: Any = (), **_: Any
     ) -> None:
         """Keep the completions of the newest batch, rows as in completions.jsonl."""
-        self._safely(lambda: setattr(self.progress, "completions", list(records or ())))
+        self._safely(lambda: setattr(self.progress, "completions", redact_tree([*(records or ())])))
 
     def on_findings(
         self, args: Any, state: Any, control: Any, findings: Any = (), **_: Any

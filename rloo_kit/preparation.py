@@ -38,9 +38,13 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
                 f"{str(source)!r} is no folder of a run, since it holds no run.yaml: give a run "
                 f"file, or the folder that rloo-kit train wrote"
             )
-        settings, _ = without_hidden(read_run_file(file).as_dict())
-        return make_run_config(settings, overrides), Path()
-    return read_run_file(source, overrides), find_run_file(source).parent
+        return _without_hidden(read_run_file(file, overrides)), Path()
+    return _without_hidden(read_run_file(source, overrides)), find_run_file(source).parent
+
+
+def _without_hidden(config: RunConfig) -> RunConfig:
+    settings, names = without_hidden(config.as_dict())
+    return make_run_config(settings) if names else config
 
 
 def _beside(name: str, base: Path) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rloo_kit.errors import KitError, RewardContractError
+from rloo_kit.redaction import redact
 from rloo_kit.surroundings import put_back
 from rloo_kit.types import Completion, Score
 
@@ -123,7 +124,7 @@ class CheckedReward:
 
         def log_metric(name: str, value: Any) -> None:
             try:
-                log(str(name), float(value))
+                log(redact(str(name)), float(value))
             except Exception as exc:  # of the reward's code, like any other that it raises
                 raise TypeError(
                     f"log_metric wants a number, not {_shortened(_text_of(value))}"
@@ -169,7 +170,7 @@ class CheckedReward:
         return ""
 
     def _attributed(self, exc: BaseException, where: str = "") -> RewardContractError:
-        said = _shortened(" ".join(_text_of(exc, str).split()))
+        said = _shortened(redact(" ".join(_text_of(exc, str).split())))
         error = RewardContractError(
             f"reward {self.name!r}{where} raised {type(exc).__name__}: {said}; correct it, or "
             "return None for a row it cannot score"

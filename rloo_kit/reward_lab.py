@@ -30,6 +30,7 @@ from rloo_kit.preparation import (
     read_config,
     read_prompts,
 )
+from rloo_kit.redaction import redact_tree
 from rloo_kit.reward_check import RewardCheck, draw, text_of
 from rloo_kit.reward_contract import CheckedReward
 from rloo_kit.reward_findings import find_all, verdict
@@ -405,10 +406,11 @@ def _examined(material: _Material) -> RewardCheck:
 def _write(folder: Path, check: RewardCheck, material: _Material, say: Say) -> None:
     try:
         folder.mkdir(parents=True)
-        text = json.dumps(check.as_dict(), indent=1, default=str)
+        text = json.dumps(redact_tree(check.as_dict()), indent=1, default=str)
         (folder / "rewards_check.json").write_text(f"{text}\n", encoding="utf-8")
         with (folder / "completions.jsonl").open("w", encoding="utf-8") as lines:
-            lines.writelines(f"{json.dumps(row, default=str)}\n" for row in _rows(material))
+            rows = map(redact_tree, _rows(material))
+            lines.writelines(f"{json.dumps(row, default=str)}\n" for row in rows)
         if find_spec("matplotlib") is None:
             say('no picture without matplotlib: pip install "rloo-kit[notebook]"')
         else:

@@ -175,8 +175,8 @@ def _composed(
     except (TypeError, ValueError, OverflowError) as exc:
         raise RewardLoadError(
             f"reward {shown(name)} cannot be composed from {shown(keys)} ({why(exc)}); write "
-            f"only_if: NAME, "
-            "only_for: {column: value}, scaled_by: NUMBER, clipped_to: [low, high]"
+            f"only_if: NAME, only_for: {{column: value}}, scaled_by: NUMBER, clipped_to: [low, "
+            f"high]"
         ) from exc
     return reward
 
@@ -248,8 +248,7 @@ def _checked_weight(value: Any, name: object) -> float | WeightSchedule:
     if not math.isfinite(weight):
         raise RewardLoadError(
             f"weight {shown(value)} of reward {shown(name)} is not a finite number; give one such "
-            f"as 0.5, "
-            "or a schedule such as {0: 1.0, 0.5: 0.2} "
+            f"as 0.5, or a schedule such as {{0: 1.0, 0.5: 0.2}} "
             f"(for parameters, {_TABLE_HINT})"
         )
     return weight
@@ -384,8 +383,7 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file() or spec is None or spec.loader is None:
         raise RewardLoadError(
             f"reward file {shown(str(path))} does not exist; give its path relative to the run "
-            f"file, "
-            "or an absolute one"
+            f"file, or an absolute one"
         )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs, as dataclasses and pickle look it up there
@@ -406,13 +404,11 @@ def _why_file_failed(path: Path, exc: Exception | SystemExit) -> str:
     if isinstance(exc, ImportError):
         return (
             f"reward file {shown(str(path))} cannot import what it asks for ({why(exc)}); install "
-            f"it, or "
-            "keep helpers in the same file (its folder is not on sys.path)"
+            f"it, or keep helpers in the same file (its folder is not on sys.path)"
         )
     return (
         f"reward file {shown(str(path))} raised {type(exc).__name__} while it was loaded "
-        f"({why(exc)}); "
-        "correct it, or move that work into the function"
+        f"({why(exc)}); correct it, or move that work into the function"
     )
 
 
@@ -422,8 +418,7 @@ def _import(module: str, spec: str) -> ModuleType:
     except ImportError as exc:
         raise RewardLoadError(
             f"reward {shown(spec)} cannot be imported ({why(exc)}); install its package, or give "
-            f"a file as "
-            "'path/to/file.py:function'"
+            f"a file as 'path/to/file.py:function'"
         ) from exc
     except Exception as exc:
         raise RewardLoadError(
@@ -513,8 +508,7 @@ def _refuse_non_reward(func: Any, spec: RewardSpec) -> None:
     if not callable(func):
         raise RewardLoadError(
             f"reward {shown(spec)} is of type {type(func).__name__}, which cannot be called; give "
-            f"a "
-            "function or an object with __call__"
+            f"a function or an object with __call__"
         )
 
 

@@ -26,6 +26,7 @@ from rloo_kit.hardware import TESTED, Hardware, installed_version
 from rloo_kit.memory import belongs_to_session, session
 from rloo_kit.models import TINY_THINKER
 from rloo_kit.output_folder import free_folder
+from rloo_kit.redaction import redact_tree
 from rloo_kit.stopping import StopSignals
 from rloo_kit.types import Completion, Row
 from rloo_kit.wording import shown
@@ -215,8 +216,7 @@ def _pair(row: Any, place: str, *, chat: bool) -> Pair:
         if row.get(name) is None:
             raise DataError(
                 f"{place}: has no `{name}`, only {shown(sorted(map(str, row)))}: every pair needs "
-                f"chosen "
-                "and rejected"
+                f"chosen and rejected"
             )
     for name in ("prompt", "chosen", "rejected"):
         _check_text(row.get(name), name, place)
@@ -674,7 +674,8 @@ def _save(
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(redact_tree(content), indent=2, ensure_ascii=False)
+    path.write_text(f"{text}\n", encoding="utf-8")
 
 
 def _facts(job: _Job, result: RewardModelResult, steps: int) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from rloo_kit.preparation import (
     read_prompts,
     with_whole_paths,
 )
+from rloo_kit.redaction import redacting
 from rloo_kit.reward_contract import guarded
 from rloo_kit.reward_loading import LoadedReward, load_rewards
 from rloo_kit.run_findings import find_in_run, verdict
@@ -98,6 +99,7 @@ def train(
         from rloo_kit.child import call_in_child
 
         return call_in_child(functools.partial(train, resume=resume), (source, overrides), say)
+    say = redacting(say)
     config, base = read_config(source, overrides)
     rewards_base = Path() if base == EXAMPLES else base  # rewards of one's own are not shipped
     whole = with_whole_paths(config, base, rewards_base)

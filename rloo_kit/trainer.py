@@ -46,6 +46,7 @@ from rloo_kit.memory import belongs_to_session, take_peak
 from rloo_kit.nonfinite import StepGuard, check_finite, finite_logits
 from rloo_kit.objective import RunningMoments
 from rloo_kit.out_of_memory import Pieces
+from rloo_kit.redaction import redact, redact_tree
 from rloo_kit.reward_contract import AsyncCheckedReward, guarded
 from rloo_kit.reward_loading import LoadedReward, load_rewards
 from rloo_kit.rollout import Rollout, Sampled, Shaping
@@ -141,6 +142,10 @@ class LeaveOneOutConfig(RLOOConfig):
     max_skipped_steps: int = 3
     """Stop when so many optimizer steps in a row had to be skipped, since their gradients were no
     finite numbers."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as trackers and checkpoints get them: without secrets."""
+        return redact_tree(super().to_dict())
 
     def __init__(self, output_dir: str | None = None, **arguments: Any) -> None:
         values = translate_trainer_arguments(arguments)
@@ -806,8 +811,8 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
                 strict=True,
             )
         ]
-        self._logs["prompt"].extend(rollout.sampled.prompts)
-        self._logs["completion"].extend(rollout.sampled.completions)
+        self._logs["prompt"].extend(redact_tree(rollout.sampled.prompts))
+        self._logs["completion"].extend(redact_tree(rollout.sampled.completions))
         self._logs["advantages"].extend(record["advantage"] for record in records)
         for name in self.reward_func_names:
             values = (record["rewards"][name] for record in records)
@@ -820,7 +825,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         for column, values in self._pending_extra_logs.items():
             # Dynamic sampling scores more rows than it trains: which is whose is then not known.
             of_rows = values if len(values) == num_rows else [None] * num_rows
-            self._logs["extra"][column].extend(of_rows)
+            self._logs["extra"][redact(column)].extend(redact_tree(of_rows))
         self._pending_extra_logs.clear()
         for name, values in self._pending_metrics.items():
             self._note(name, sum(values) / len(values))

@@ -14,6 +14,7 @@ from typing import Any
 
 from rloo_kit.errors import GenerationError
 from rloo_kit.generation import AdapterFolders, Drawn, Sampling, room_for_rank
+from rloo_kit.redaction import redact
 
 START = (
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m vllm.entrypoints.openai.api_server --model MODEL "
@@ -254,4 +255,4 @@ class VllmServer:
 
 
 def _excerpt(answer: Any, limit: int = 200) -> str:
-    return " ".join(answer.text.split())[:limit]
+    return " ".join(redact(answer.text).split())[:limit]

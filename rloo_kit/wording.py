@@ -9,6 +9,8 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any
 
+from rloo_kit.redaction import redact
+
 LONGEST_VALUE = 100
 """Characters of a value."""
 LONGEST_REASON = 160
@@ -35,6 +37,10 @@ class _Short(reprlib.Repr):
             for key, value in itertools.islice(x.items(), self.maxdict)
         ]
         return f"{{{', '.join([*pairs, *(['...'] if len(x) > self.maxdict else [])])}}}"
+
+    def repr_str(self, x: str, level: int) -> str:
+        """Return a text without the secrets in it; what is cut off here is not seen later."""
+        return super().repr_str(redact(x), level)
 
     def repr_int(self, x: int, level: int) -> str:
         """Return a whole number, or its size where Python refuses to write it out."""
@@ -74,7 +80,7 @@ def why(exc: BaseException) -> str:
         exc: Raised by another library.
     """
     try:
-        lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+        lines = [line.strip() for line in redact(str(exc)).splitlines() if line.strip()]
     except Exception:  # errors of a user's own classes may not even have a text
         lines = []
     return printable(lines[0][:LONGEST_REASON]) if lines else type(exc).__name__

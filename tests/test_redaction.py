@@ -19,7 +19,8 @@ import yaml
 
 from rloo_kit import redaction
 from rloo_kit.cli import main
-from rloo_kit.config import RunConfig
+from rloo_kit.config import RunConfig, make_run_config
+from rloo_kit.errors import ConfigError
 from rloo_kit.redaction import (
     RedactingStream,
     is_plain,
@@ -282,6 +283,26 @@ def test_hidden_settings_are_left_out_when_they_are_read_back():
         "rewards": ["accuracy", {"name": "own", "weight": 2}],
         "data": {"prompts": "https://me:[hidden]@example.org/x.jsonl"},
     }
+
+
+# --- a run file that is read -------------------------------------------------------------------
+
+
+def test_the_secrets_of_a_run_file_are_known_from_the_first_message_on(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"trainer": {"hub_tokn": 1, "api_key": SECRET, "x": SECRET}}))
+    with pytest.raises(ConfigError):
+        make_run_config(yaml.safe_load(path.read_text()))
+    assert SECRET not in redact(SECRET)
+
+
+def test_a_value_is_hidden_before_it_is_cut(monkeypatch):
+    from rloo_kit.wording import shown, why
+
+    monkeypatch.setenv("MY_KEY", SECRET)
+    for length in range(60, 110):
+        assert SECRET[-6:] not in shown("x " * (length // 2) + SECRET + " y" * 60)
+        assert SECRET[:6] not in why(ValueError("x" * (length + 60) + SECRET))
 
 
 # --- files of a run ------------------------------------------------------------------------------

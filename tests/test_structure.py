@@ -20,9 +20,9 @@ CORE = ROOT / "rloo_kit"
 REWARDS = ROOT / "rewards"
 
 RANKS = {
+    "redaction": -1,
     "errors": 0,
     "pickles": 0,
-    "redaction": 0,
     "surroundings": 0,
     "stopping": 0,
     "thoughts": 0,
