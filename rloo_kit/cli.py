@@ -150,7 +150,7 @@ def _train(args: argparse.Namespace) -> int:
 def _code_of(result: Any) -> int:
     if result.interrupted:
         return exit_code(Terminated() if result.terminated else KeyboardInterrupt())
-    return 0
+    return 2 if getattr(result, "rescued", False) else 0
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -217,6 +217,9 @@ def _reward_model_train(args: argparse.Namespace) -> int:
     return _code_of(train_reward_model(args.pairs, **settings))
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
-    if issubclass(category, FutureWarning | UserWarning):
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, *_: object
+) -> None:
+    of_the_kit = issubclass(category, RuntimeWarning) and "rloo_kit" in filename
+    if of_the_kit or issubclass(category, FutureWarning | UserWarning):
         print(f"note: {message}", file=sys.stderr)

@@ -38,6 +38,7 @@ from rloo_kit.checkpoints import (
 )
 from rloo_kit.errors import CheckpointError, ConfigError, DiskError, KitError
 from rloo_kit.nonfinite import check_finite
+from rloo_kit.run_record import finite_numbers
 from rloo_kit.state_files import (
     random_states,
     read_tree,
@@ -136,6 +137,7 @@ class ExactResume:
     _signals: StopSignals | None = None
     _known_facts: dict[str, Any]
     _steps_per_epoch: int = 1
+    _saved_at: int = -1
 
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any
@@ -157,7 +159,8 @@ class ExactResume:
         Raises:
             CheckpointError: There is none, it is broken, or of another run.
         """
-        self._at_boundary = self.rescued = self._state_read = None
+        self._at_boundary = self.rescued = self._state_read = self.stop_reason = None
+        self._saved_at = -1
         self.resumed_from = self._checkpoint_at(resume_from_checkpoint)
         self._known_facts = self._facts()
         place = None
@@ -208,7 +211,8 @@ class ExactResume:
         """Let transformers' loop end, and save, where somebody or something wants it."""
         if self.stop_reason or (self._signals is not None and self._signals.received is not None):
             self.control.should_training_stop = True
-            self.control.should_save |= self.args.save_strategy != "no"
+            saved = self._saved_at == self.state.global_step
+            self.control.should_save |= self.args.save_strategy != "no" and not saved
 
     # --- transformers' hooks, in the order of a training -----------------------------------------
 
@@ -314,6 +318,7 @@ class ExactResume:
         if self.accelerator.num_processes > 1:
             super()._save_checkpoint(model, trial)
             return
+        self._saved_at = self.state.global_step
         self.store_flos()
         self.keep_boundary()
         self._write_or_rescue()
@@ -345,7 +350,12 @@ class ExactResume:
         self._at_boundary = None
 
     def keep_boundary(self) -> None:
-        """Take the small state into memory: called when a step is done."""
+        """Take the small state into memory: called when a step is done, and its weights are good.
+
+        Raises:
+            DivergedError: They are no finite numbers.
+        """
+        self.check_weights()
         self._at_boundary = self._small_state()
 
     def _keep_last_step(self) -> None:
@@ -408,6 +418,7 @@ class ExactResume:
             raise DiskError(
                 f"{str(run)!r} cannot be made ({exc}): choose another output_dir"
             ) from exc
+        self._tell("on_checkpoint")
         checkpoint = write_checkpoint(
             run,
             small["step"],
@@ -434,7 +445,8 @@ class ExactResume:
         """Return what ``keep_best`` compares: held-out prompts where they are scored on the way."""
         if "held_out" in callbacks:
             return callbacks["held_out"]
-        rewards = [row["reward"] for row in self.state.log_history[-BEST_OVER:] if "reward" in row]
+        rows = self.state.log_history[-BEST_OVER:]
+        rewards = finite_numbers(row.get("reward") for row in rows)
         return sum(rewards) / len(rewards) if rewards else None
 
     def _trained(self) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """What a run file asks for, made ready: settings, prompts, trainer arguments, the policy."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
     """
     if isinstance(source, RunConfig):
         return source, Path()
-    if Path(source).is_dir():
+    if os.path.isdir(source):  # False for what can be no path at all
         file = Path(source) / "run.yaml"
         if not file.is_file():
             raise ConfigError(

@@ -1,5 +1,6 @@
 """What a run leaves in its folder while it goes: metrics, completions, scores, the report."""
 
+import contextlib
 import json
 import math
 import os
@@ -38,12 +39,21 @@ class RunRecorder(TrainerCallback):
         """Optimizer steps that were recorded."""
         self.resumed_at: list[int] = []
         """Steps that the run was gone on with after."""
+        self.begin: Callable[[], None] = lambda: None
+        """Called once, when the training begins."""
+        self.began = False
         self.stop: Callable[[str], None] = lambda reason: None
         """Ends the run when the disk refuses what happened; rows then wait in memory."""
         self._started, self._earlier = time.monotonic(), 0.0
         self._waiting: dict[str, list[dict[str, Any]]] = {}
         self._evaluation: dict[str, Any] = {}
         self._next_report = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take the folder into use: from here on nothing refuses the run."""
+        if not self.began:
+            self.began = True
+            self.begin()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         """Append one line to metrics.jsonl."""
@@ -83,8 +93,11 @@ class RunRecorder(TrainerCallback):
         self.resumed_at = [*record["resumed_at"], state.global_step]
         for name in APPENDED:  # and no name that a file says
             path, size = self.folder / name, record["sizes"][name]
-            if path.exists() and path.stat().st_size > size:
+            there = path.stat().st_size if path.exists() else 0
+            if there > size:
                 os.truncate(path, size)
+            elif there < size:
+                self._cut_half_a_line(path)
         path = self.folder / "evaluation.json"
         if path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -93,6 +106,22 @@ class RunRecorder(TrainerCallback):
             if during:
                 self._evaluation["during"] = during
             _write(path, self._evaluation)
+
+    @staticmethod
+    def _cut_half_a_line(path: Path) -> None:
+        warnings.warn(
+            f"{path.name} lost its end, as after a power cut: the run goes on, without those rows",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        if path.exists():
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+    def on_checkpoint(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Bring the rows to the disk, so that they do not end before the checkpoint does."""
+        for name in APPENDED:
+            with contextlib.suppress(OSError), (self.folder / name).open("rb") as file:
+                os.fsync(file.fileno())
 
     def on_rescue(self, args: Any, state: Any, control: Any, folder: Path, **_: Any) -> None:
         """Take what was recorded to the folder that the checkpoint went to."""

@@ -13,7 +13,7 @@ from rloo_kit.checkpoints import Checkpoint, find_checkpoint
 from rloo_kit.config import EXAMPLES, RunConfig
 from rloo_kit.engines import check_engine, start_engine
 from rloo_kit.environment import Environment, setup
-from rloo_kit.errors import ConfigError, KitError
+from rloo_kit.errors import ConfigError, DataError, KitError
 from rloo_kit.evaluation import Evaluation, evaluate, settings_of
 from rloo_kit.generation import Choice, Engine
 from rloo_kit.hardware import GIB
@@ -43,6 +43,7 @@ from rloo_kit.run_folder import (
 )
 from rloo_kit.run_record import read_run
 from rloo_kit.stopping import Terminated, terminate_as_interrupt
+from rloo_kit.wording import why
 
 if TYPE_CHECKING:
     from rloo_kit.recording import RunRecorder
@@ -65,6 +66,8 @@ class RunResult:
     """By Ctrl-C or SIGTERM."""
     terminated: bool = False
     """By SIGTERM."""
+    rescued: bool = False
+    """The disk was full: what there is lies in ``folder``, another one than was asked for."""
     released: Released | None = None
 
 
@@ -155,7 +158,10 @@ def _train_and_score(made: _Prepared, whole: RunConfig, past: Path | None, say: 
         steps = _finish(trainer, recorder, after, seconds, by)
     _compare(say, before, after)
     terminated = by == "SIGTERM"
-    return RunResult(recorder.folder, adapter, before, after, steps, seconds, bool(by), terminated)
+    rescued = trainer.rescued is not None
+    return RunResult(
+        recorder.folder, adapter, before, after, steps, seconds, bool(by), terminated, rescued
+    )
 
 
 def _prepare(
@@ -234,7 +240,7 @@ def _make_trainer(made: _Prepared, recorder: "RunRecorder") -> Any:
     except (ValueError, NotImplementedError) as exc:
         if isinstance(exc, KitError):
             raise
-        raise ConfigError(f"TRL refuses the trainer settings: {exc}") from exc
+        raise ConfigError(f"TRL refuses the trainer settings: {why(exc)}") from exc
 
 
 def _watch(
@@ -261,7 +267,8 @@ def _watch(
     recorder.stop = trainer.stop
     if watch is not None:
         watch.config = made.config
-        watch.past = read_run(recorder.folder) if past else None
+        with contextlib.suppress(DataError):  # what a power cut left of it may hold no line
+            watch.past = read_run(recorder.folder) if past else None
     if before is None:
         return
     (see if past else tell)(before, 0)
@@ -371,6 +378,7 @@ def _finish(
     if after is not None:
         recorder.write_evaluation(after)
     how = "interrupted" if by else "stopped" if trainer.stop_reason else "finished"
+    how = "failed" if trainer.rescued else how
     reason = f"by {by}" if by else trainer.stop_reason or ""
     steps = trainer.state.global_step
     recorder.write_end(how, reason, steps, seconds, trainer.watch)
@@ -457,7 +465,7 @@ def _conclude(say: Say, result: RunResult) -> None:
     say(f"{result.steps} steps in {result.seconds:.0f} s; adapter in {result.adapter}")
     say(f"read {result.folder / 'report.html'} in a browser")
     say(str(result.released))
-    if record.end.get("how") in ("interrupted", "stopped"):
+    if record.end.get("how") != "finished":
         say(f"go on with rloo-kit train {result.folder} --resume")
     else:
         say(

@@ -19,7 +19,6 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.hardware import TESTED, installed_version
 from rloo_kit.output_folder import latest_folder, lock_folder, make_run_folder
 from rloo_kit.redaction import redact_tree, without_hidden
-from rloo_kit.run_record import RunRecord, read_run
 from rloo_kit.wording import shown
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def folder_to_resume(
     """
     if resume is False:
         return None
-    if resume is True and not (isinstance(source, str | Path) and Path(source).is_dir()):
+    if resume is True and not (isinstance(source, str | Path) and os.path.isdir(source)):
         return latest_folder(config.output_dir)
     folder = Path(source if resume is True else resume)
     if not (folder / RUN_FILE).is_file():
@@ -71,7 +70,7 @@ def has_finished(folder: Path, max_steps: int) -> bool:
         folder: Of the run.
         max_steps: That it is to make now; not above 0 where its epochs decide.
     """
-    end = read_run(folder).end
+    end = _read_json(folder / "end.json")
     steps = end.get("steps")
     return (
         end.get("how") == "finished"
@@ -170,20 +169,34 @@ def reopened_folder(
     """
     from rloo_kit.recording import RunRecorder
 
-    for name in RECORD if checkpoint is None else ("end.json",):
-        (folder / name).unlink(missing_ok=True)
-    write_run_file(folder, config)
-    _write_environment(folder, environment)
     recorder = RunRecorder(folder)
+
+    def begin() -> None:
+        for name in RECORD if checkpoint is None else ("end.json",):
+            (folder / name).unlink(missing_ok=True)
+        write_run_file(folder, config)
+        _write_environment(folder, environment)
+
+    if checkpoint is None:
+        begin()
+    else:  # the trainer may still find that the checkpoint is of another run
+        recorder.begin = begin
     with _end_recorded(recorder):
         yield recorder
 
 
 def earlier_scores(folder: Path) -> dict[str, Any] | None:
     """Return the scores on held-out prompts from before the training, where a run has them."""
-    record: RunRecord = read_run(folder)
-    found = (record.evaluation or {}).get("before")
+    found = _read_json(folder / "evaluation.json").get("before")
     return found if isinstance(found, dict) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_run_file(folder: Path, config: RunConfig) -> None:
@@ -222,7 +235,7 @@ def _end_recorded(recorder: "RunRecorder") -> Iterator[None]:
     try:
         yield
     except BaseException as exc:
-        if recorder.steps or (recorder.folder / "metrics.jsonl").exists():
+        if recorder.began and (recorder.folder / "metrics.jsonl").exists():
             reason = f"{type(exc).__name__}: {exc}"
             with contextlib.suppress(OSError):  # a full disk must not hide what happened first
                 recorder.write_end("failed", reason, recorder.steps, time.monotonic() - start)

@@ -53,6 +53,7 @@ from rloo_kit.rollout import Rollout, Sampled, Shaping
 from rloo_kit.run_record import DEFAULTS
 from rloo_kit.thoughts import ThoughtFinder
 from rloo_kit.watch import RunWatch
+from rloo_kit.wording import why
 
 NO_SIGNAL_BATCHES = 10
 """Generation batches that ``max_no_signal_fraction`` looks back on."""
@@ -182,8 +183,8 @@ class LeaveOneOutConfig(RLOOConfig):
         }
         try:
             super().__init__(**{**defaults, **values, "output_dir": output_dir or "runs/trainer"})
-        except (ValueError, TypeError) as exc:
-            raise ConfigError(f"TRL refuses the trainer settings: {exc}") from exc
+        except (ValueError, TypeError, ImportError) as exc:
+            raise ConfigError(f"TRL refuses the trainer settings: {why(exc)}") from exc
         if not self.bf16 and not self.fp16:
             self.mixed_precision = "no"  # else accelerate reads the variable that setup() sets
         self.follows_model = "gradient_checkpointing" not in arguments
@@ -337,6 +338,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         - ``on_findings(args, state, control, findings)``: what the doctor finds has changed.
         - ``on_state(args, state, control, held)``: after every step, and before a checkpoint; what
           a callback puts into the dict is kept.
+        - ``on_checkpoint(args, state, control)``: right before a checkpoint is written.
         - ``on_resume(args, state, control, held)``: that dict, when a training goes on.
         - ``on_rescue(args, state, control, folder)``: a checkpoint had to go to another folder.
         """
@@ -738,7 +740,10 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         Together they can be sorted and cut by length; every row keeps its weight in the mean.
         """
         if self._use_trl_path:
-            return super().training_step(model, inputs, num_items_in_batch)
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            if self.accelerator.sync_gradients:
+                self._guard_step(float(loss), [p for p in model.parameters() if p.requires_grad])
+            return loss
         started = time.perf_counter()
         self._first_started = self._first_started or started
         model.train()
@@ -781,10 +786,14 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
             if rollout.on_policy:
                 self._note_rollout(rollout)
             rollout.on_policy = False
-        loss, step = self._learner.tally.loss, self.state.global_step + 1
-        if not self._guard.check(loss, self._learner.parameters, step, self.accelerator.scaler):
-            self._note("grad_norm", math.nan)  # not the 0 of a norm over no gradients
+        loss = self._learner.tally.loss
+        self._guard_step(loss, self._learner.parameters)
         return torch.tensor(loss, device=self.accelerator.device)
+
+    def _guard_step(self, loss: float, parameters: list[Any]) -> None:
+        step = self.state.global_step + 1
+        if not self._guard.check(loss, parameters, step, self.accelerator.scaler):
+            self._note("grad_norm", math.nan)  # not the 0 of a norm over no gradients
 
     # --- metrics ---------------------------------------------------------------------------------
 

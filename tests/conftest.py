@@ -1,5 +1,6 @@
 """Start the libraries in the kit's order before any test module imports one of them."""
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it
@@ -7,6 +8,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it
 from rloo_kit.environment import setup
 
 setup()
+# Every training collects garbage several times: what the libraries made need not be walked again.
+gc.collect()
+gc.freeze()
 
 LONGEST = (
     "test_run",

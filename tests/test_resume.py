@@ -244,7 +244,7 @@ def test_what_may_change_is_told_and_used(tmp_path, two_steps):
         ({"seed": 7}, "trainer.seed was 42 and is 7"),
         ({"optim": "sgd"}, "trainer.optim was"),
     ],
-    ids=str,
+    ids=["temperature", "num_generations", "prompts", "reward", "seed", "optim"],
 )
 def test_another_run_is_refused_with_what_differs(tmp_path, two_steps, asked, remedy):
     other = new_trainer(tmp_path, **asked)

@@ -1,0 +1,218 @@
+"""Memory that runs out in a pass, numbers that are none: hooks of the model do it."""
+
+import functools
+import os
+
+import pytest
+from kill_and_resume import metrics
+from trials import FAULT_AT, STEPS, Trial
+
+MOST_ROWS = 3
+FAULTY = "FAULT_NOW"
+"""Variable that the reward sets from its third step on."""
+
+
+def hooked(hook):
+    """Return what puts a hook on the model that is trained, right after it is loaded."""
+
+    def prepare():
+        from rloo_kit import run
+
+        real = run.load_policy
+
+        @functools.wraps(real)
+        def load_policy(*args, **kwargs):
+            model, tokenizer = real(*args, **kwargs)
+            model.get_base_model().register_forward_pre_hook(hook, with_kwargs=True)
+            return model, tokenizer
+
+        run.load_policy = load_policy
+
+    return prepare
+
+
+def runs_out(rows):
+    import torch
+
+    if rows > MOST_ROWS:
+        os.write(1, f"fault: no memory for {rows} rows\n".encode())
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def rows_of(kwargs):
+    return kwargs["input_ids"].size(0)
+
+
+def in_generation(model, args, kwargs):
+    if "labels" not in kwargs:
+        runs_out(rows_of(kwargs))
+
+
+def in_log_prob_pass(model, args, kwargs):
+    import torch
+
+    if "labels" in kwargs and not torch.is_grad_enabled():
+        runs_out(rows_of(kwargs))
+
+
+def in_forward(model, args, kwargs):
+    import torch
+
+    if "labels" in kwargs and torch.is_grad_enabled():
+        runs_out(rows_of(kwargs))
+
+
+def in_backward(model, args, kwargs):
+    """Let the gradient of the embedded tokens, the last that is computed, not fit."""
+    import torch
+
+    if "labels" not in kwargs or not torch.is_grad_enabled():
+        return
+    rows = rows_of(kwargs)
+
+    def attach(module, inputs, output):
+        place.remove()
+        if output.requires_grad:
+            output.register_hook(lambda gradient: runs_out(rows))
+
+    place = model.get_decoder().layers[-1].register_forward_hook(attach)
+
+
+PLACES = {
+    "generation": in_generation,
+    "the log-prob pass": in_log_prob_pass,
+    "forward": in_forward,
+    "backward": in_backward,
+}
+
+
+@pytest.mark.fault(
+    "memory runs out in generation, in the log-prob pass, in forward, in backward",
+    "fewer completions are run at a time until they fit, and the run goes on",
+)
+def test_memory_runs_out(tmp_path, reference, seen):
+    wanted = metrics(reference)
+    for place, hook in PLACES.items():
+        one = Trial(tmp_path / hook.__name__, reference)
+        life = one.begin(before=hooked(hook))
+        assert life.finish() == 0, life.text
+        assert "fault: no memory for 8 rows" in life.text, place
+        found = metrics(one.run)
+        assert [row["step"] for row in found] == [row["step"] for row in wanted]
+        if hook is not in_generation:  # fewer rows at a time draw other completions
+            for name in ("reward", "loss", "grad_norm", "kl"):
+                assert found[0][name] == pytest.approx(wanted[0][name], rel=1e-3, abs=1e-6)
+    seen("went on with fewer rows, each time with the same first step", tries=len(PLACES))
+
+
+@pytest.mark.fault(
+    "memory runs out on a single completion",
+    "the run stops and says what to lower; the last finished step is saved",
+)
+def test_not_even_one_fits(trial, seen):
+    import torch
+
+    def never(model, args, kwargs):
+        if FAULTY in os.environ and "labels" in kwargs:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    life = trial.fail(before=hooked(never), FAULT="marks")
+    assert "memory ran out" in life.text
+    assert "lower trainer.max_completion_length" in life.text
+    trial.keeps_all()
+    seen("exit code 2; resumed with memory, the run is the uninterrupted one")
+
+
+def spoiled(model, args, kwargs, *, times):
+    """Make the gradients of ``times`` passes NaN, from the third step on."""
+    import torch
+
+    if FAULTY not in os.environ or "labels" not in kwargs or not torch.is_grad_enabled():
+        return
+    left = int(os.environ.setdefault("FAULT_LEFT", str(times)))
+    if not left:
+        return
+    os.environ["FAULT_LEFT"] = str(left - 1)
+
+    def attach(module, inputs, output):
+        place.remove()
+        output.register_hook(lambda gradient: gradient * float("nan"))
+
+    place = model.get_decoder().layers[-1].register_forward_hook(attach)
+
+
+@pytest.mark.fault(
+    "the gradients of a step are NaN",
+    "the step is skipped and counted, no weight moves, the run goes on",
+)
+def test_one_step_without_numbers(trial, seen):
+    from safetensors.torch import load_file
+
+    life = trial.begin(before=hooked(functools.partial(spoiled, times=1)), FAULT="marks")
+    assert life.finish() == 0, life.text
+    assert [row.get("step/skipped") for row in metrics(trial.run)[:STEPS]] == [None, None, 1, 1]
+    assert trial.saved == STEPS
+    assert trial.is_whole()
+    weights = load_file(trial.run / "adapter" / "adapter_model.safetensors")
+    assert all(bool(values.isfinite().all()) for values in weights.values())
+    seen("one step skipped, the others trained; the adapter is finite")
+
+
+@pytest.mark.fault(
+    "the gradients of many steps in a row are NaN",
+    "the run stops after `max_skipped_steps` and says what to lower; no weight has moved",
+)
+def test_no_step_with_numbers(trial, seen):
+    limit = ["--set", "trainer.max_skipped_steps=2"]
+    life = trial.fail(*limit, before=hooked(functools.partial(spoiled, times=99)), FAULT="marks")
+    assert "in a row" in life.text
+    assert "lower trainer.learning_rate" in life.text
+    assert trial.is_whole()
+    assert trial.saved >= FAULT_AT
+    trial.resume()
+    seen("stopped at the second; resumed from the last step, the run finished")
+
+
+@pytest.mark.fault(
+    "weights become NaN",
+    "the run stops and keeps nothing of them; checkpoints and adapter hold finite numbers",
+)
+def test_weights_without_numbers(tmp_path, reference, seen):
+    import torch
+    from safetensors.torch import load_file
+
+    def poisoned(model, args, kwargs):
+        if FAULTY in os.environ and torch.is_grad_enabled():
+            parameter = next(p for p in model.parameters() if p.requires_grad)
+            parameter.data[0, 0] = float("nan")
+
+    one = Trial(tmp_path / "weights", reference, {"trainer.save_steps": 1})
+    life = one.fail(before=hooked(poisoned), FAULT="marks")
+    assert "NaN or infinity" in life.text
+    for file in one.run.rglob("*.safetensors"):
+        assert all(
+            bool(v.isfinite().all()) for v in load_file(file).values() if v.is_floating_point()
+        )
+    one.keeps_all()
+    seen("stopped; resumed from the last finite step, the run is the uninterrupted one")
+
+
+@pytest.mark.fault(
+    "the model's logits are NaN while it samples",
+    "the run stops and says what to change; the last finished step is saved",
+)
+def test_logits_without_numbers(trial, seen):
+    def no_numbers(model, args, kwargs):
+        if FAULTY in os.environ and "labels" not in kwargs:
+
+            def attach(module, inputs, output):
+                place.remove()
+                output.logits.fill_(float("nan"))
+
+            place = model.register_forward_hook(attach)
+
+    life = trial.fail(before=hooked(no_numbers), FAULT="marks")
+    assert "logits hold NaN" in life.text
+    assert trial.saved == FAULT_AT + 1
+    trial.keeps_all(FAULT_AT + 1)
+    seen("exit code 2; resumed, the run is the uninterrupted one, bit for bit")

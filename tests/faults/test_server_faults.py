@@ -1,0 +1,109 @@
+"""Servers that die in the middle of a run: the judge of a reward, and the one that samples."""
+
+import threading
+import time
+
+import pytest
+from servers import Server
+from trials import FAULT_AT, Trial
+
+
+@pytest.fixture
+def judge():
+    server = Server("judge")
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    server = Server("vllm")
+    yield server
+    server.kill()
+
+
+def uninterrupted(folder, settings):
+    one = Trial(folder, settings=settings)
+    life = one.begin()
+    assert life.finish() == 0, life.text
+    return one.run
+
+
+def judged_by(server, **more):
+    reward = {"name": "judge", "model": "m", "base_url": f"{server.url}/v1", "max_retries": 2}
+    return {
+        "rewards": ["reward.py:right", {**reward, "backoff_seconds": 0.05, **more}],
+        "trainer.save_steps": 1,
+    }
+
+
+@pytest.mark.fault(
+    "the judge's server dies",
+    "after its retries the run stops and names the server; the last finished step is saved",
+)
+def test_the_judge_dies(judge, tmp_path, seen):
+    settings = judged_by(judge)
+    one = Trial(tmp_path / "trial", uninterrupted(tmp_path / "first", settings), settings)
+    life = one.begin(FAULT="waits", FAULT_FILE=str(tmp_path / "gone"))
+    assert life.wait_for_text(f"step {FAULT_AT}/"), life.text
+    judge.kill()
+    (tmp_path / "gone").touch()
+    assert life.finish() == 2, life.text
+    assert "Traceback" not in life.text
+    assert "judge" in life.text
+    assert one.is_whole()
+    judge.start()
+    one.keeps_all()
+    seen("stopped; resumed with the server back, the run is the uninterrupted one")
+
+
+@pytest.mark.fault(
+    "the judge's server is away for a second",
+    "its requests are tried again, and the run goes on",
+)
+def test_the_judge_comes_back(judge, tmp_path, seen):
+    settings = judged_by(judge, max_retries=30, backoff_seconds=0.1)
+    one = Trial(tmp_path / "trial", uninterrupted(tmp_path / "first", settings), settings)
+    life = one.begin(FAULT="waits", FAULT_FILE=str(tmp_path / "gone"))
+    assert life.wait_for_text(f"step {FAULT_AT}/"), life.text
+    judge.kill()
+    (tmp_path / "gone").touch()
+    back = threading.Timer(1.0, judge.start)
+    back.start()
+    assert life.finish() == 0, life.text
+    back.join()
+    assert one.differs() == []
+    seen("went on by itself; the run is the uninterrupted one")
+
+
+@pytest.mark.fault(
+    "the vLLM server that samples dies",
+    "the run stops and says how to start it; the last finished step is saved",
+)
+def test_the_sampler_dies(vllm, tmp_path, seen):
+    settings = {
+        "trainer.generation": "server",
+        "trainer.vllm_server_base_url": vllm.url,
+        "trainer.vllm_server_timeout": 5.0,
+        "trainer.canary": False,  # this stand-in samples from no model
+    }
+    one = Trial(tmp_path / "trial", uninterrupted(tmp_path / "first", settings), settings)
+    life = one.begin(FAULT="waits", FAULT_FILE=str(tmp_path / "gone"))
+    assert life.wait_for_text(f"step {FAULT_AT}/"), life.text
+    vllm.kill()
+    (tmp_path / "gone").touch()
+    assert life.finish() == 2, life.text
+    assert "Traceback" not in life.text
+    assert f"the vLLM server at {vllm.url} is away" in life.text
+    step = one.saved
+    assert step >= FAULT_AT
+    assert one.is_whole()
+    began = time.monotonic()
+    refused = one.begin("--resume")
+    assert refused.finish() == 2, refused.text
+    assert "no vLLM server is up" in refused.text
+    assert time.monotonic() - began < 60
+    vllm.start()
+    one.keeps_all(step)
+    seen("stopped; refused to resume without it; resumed with it, bit for bit", tries=2)

@@ -1,0 +1,164 @@
+"""A small training in which something goes wrong, and what must be left of it."""
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+from lives import Life, begin
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+from kill_and_resume import BASE, QUICKSTART, checkpoint_parts, differences, newest_checkpoint
+
+STEPS = 4
+FAULT_AT = 2
+"""Optimizer steps that are finished when the reward's fault happens."""
+SLOW = 10
+"""Seconds that a slow reward takes."""
+SETTINGS = BASE | {
+    "rewards": ["reward.py:right"],
+    "trainer.max_steps": STEPS,
+    "trainer.save_steps": 10,
+    "trainer.beta": 0.02,
+}
+REWARD = f'''\
+import os
+import time
+from pathlib import Path
+
+kept = []
+
+
+def right(completions, answer, trainer_state=None, **_):
+    """1 for the right answer; what FAULT names happens once, at the third step."""
+    scores = [float(c[-1]["content"].endswith(str(a))) for c, a in zip(completions, answer)]
+    if trainer_state is None or trainer_state.global_step != {FAULT_AT}:
+        return scores
+    fault = os.environ.get("FAULT", "")
+    if fault == "raises":
+        raise ZeroDivisionError("no answer to divide by")
+    if fault == "ends":
+        raise SystemExit(3)
+    if fault == "marks":
+        os.environ["FAULT_NOW"] = "yes"
+    if fault == "slow":
+        time.sleep({SLOW})
+    while fault == "waits" and not Path(os.environ["FAULT_FILE"]).exists():
+        time.sleep(0.01)
+    while fault == "hangs":
+        time.sleep(0.01)
+    while fault == "leaks":
+        kept.append(bytearray(2**22))
+    if fault == "fills":
+        fill(Path(os.environ["FAULT_DISK"]))
+    return {{
+        "text": ["good"] * len(scores),
+        "nan": [float("nan")] * len(scores),
+        "infinite": [float("inf")] * len(scores),
+        "short": scores[:-1],
+        "nothing": None,
+        "nested": [[score] for score in scores],
+    }}.get(fault, scores)
+
+
+def fill(disk):
+    """Leave no byte on a disk."""
+    with (disk / "ballast").open("ab", buffering=0) as ballast:
+        for size in (2**16, 1):
+            try:
+                while ballast.write(bytes(size)) == size:
+                    pass
+            except OSError:
+                continue
+'''
+"""Of a run file's folder; its faults come from outside, so that it need not be mended."""
+
+
+@dataclass
+class Trial:
+    """One training, its folder, and the lives it had."""
+
+    folder: Path
+    reference: Path | None = None
+    """The run of an uninterrupted one with the same settings."""
+    settings: dict[str, object] = field(default_factory=dict)
+    """Beside SETTINGS; ``section.key`` -> value."""
+    lives: int = 0
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    @functools.cached_property
+    def file(self) -> Path:
+        """RUN.yaml, written with the reward beside it at first use."""
+        content = yaml.safe_load(QUICKSTART.read_text())
+        for key, value in {**SETTINGS, **self.settings, "output_dir": str(self.run)}.items():
+            section, _, name = key.partition(".")
+            if name:
+                content.setdefault(section, {})[name] = value
+            else:
+                content[section] = value
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "reward.py").write_text(REWARD)
+        (self.folder / "RUN.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+        return self.folder / "RUN.yaml"
+
+    def begin(self, *more: str, before: Callable[[], object] = bool, **variables: str) -> Life:
+        """Start ``rloo-kit train RUN.yaml MORE``, with variables in its environment."""
+
+        def prepare() -> None:
+            os.environ.update(variables)
+            before()
+
+        self.lives += 1
+        output = self.folder / f"output-{self.lives}.txt"
+        return begin(["train", self.file, *more], output, prepare)
+
+    def fail(self, *more: str, before: Callable[[], object] = bool, **variables: str) -> Life:
+        """Train until the fault ends it; return the life, which must have ended with code 2."""
+        life = self.begin(*more, before=before, **variables)
+        assert life.finish() == 2, life.text
+        assert "Traceback" not in life.text, life.text
+        return life
+
+    def resume(self, *more: str) -> Life:
+        """Go on, now that the cause is gone; return the life, which must have finished."""
+        life = self.begin("--resume", *more)
+        assert life.finish() == 0, life.text
+        return life
+
+    @property
+    def saved(self) -> int:
+        """Step of the newest checkpoint."""
+        return newest_checkpoint(self.run)
+
+    @property
+    def ended(self) -> dict[str, object]:
+        return json.loads((self.run / "end.json").read_text())
+
+    def is_whole(self) -> bool:
+        """Return whether nothing half written lies in the run's folder."""
+        from rloo_kit.checkpoints import read_checkpoint
+
+        names = checkpoint_parts(self.run)
+        for name in names:
+            read_checkpoint(self.run / name)
+        return not any(name.startswith(".") for name in names)
+
+    def differs(self) -> list[str]:
+        """Return what the finished run has that the uninterrupted one does not."""
+        return differences(self.reference, self.run)
+
+    def keeps_all(self, step: int = FAULT_AT) -> None:
+        """Assert that the last finished step is saved and that a resumed run is the same run."""
+        assert self.saved == step
+        assert self.is_whole()
+        resumed = self.resume()
+        assert f"step {step}/" not in resumed.text  # it was not trained twice
+        assert self.differs() == []

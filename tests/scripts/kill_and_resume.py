@@ -1,0 +1,460 @@
+"""Kill trainings at random moments, resume them, and compare them with runs that nobody killed.
+
+    python tests/scripts/kill_and_resume.py [--kills 200] [--seed 1] [--settings NAME ...]
+
+Every run is killed by SIGKILL again and again, while it loads, trains, writes a checkpoint or ends,
+and resumed each time until it finishes. Then its adapter and its completions must be those of the
+uninterrupted run, byte for byte, and its metrics and scores too, but for times and memory. The exit
+code is 1 where anything differs or a run could not be resumed.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import yaml
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "faults"))
+
+from lives import Life, begin, warm_up
+
+QUICKSTART = HERE.parents[1] / "examples" / "quickstart.yaml"
+BASE = {
+    "model.load_in_4bit": False,
+    "data.num_prompts": 48,
+    "data.held_out": 0,
+    "trainer.max_steps": 8,
+    "trainer.per_device_train_batch_size": 8,
+    "trainer.num_generations": 4,
+    "trainer.beta": 0.0,
+    "trainer.save_steps": 2,
+}
+REWARD = '''\
+import asyncio, random
+
+import numpy
+import torch
+
+
+async def lucky(completions, answer, **_):
+    """1 for the answer, and a little luck from every generator of random numbers."""
+    await asyncio.sleep(0.005)
+    texts = [c[-1]["content"] for c in completions]
+    draw = lambda: 0.1 * (random.random() + numpy.random.random() + torch.rand(()).item())
+    return [float(t.endswith(str(a))) + draw() for t, a in zip(texts, answer)]
+'''
+SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
+    "quickstart": (
+        "4-bit model, KL penalty against the reference, a checkpoint every step",
+        {"model.load_in_4bit": True, "trainer.beta": 0.02, "trainer.save_steps": 1},
+    ),
+    "straddling": (
+        "generation batches that straddle optimizer steps (3 slices a step, 4 a batch)",
+        {
+            "trainer.per_device_train_batch_size": 4,
+            "trainer.gradient_accumulation_steps": 3,
+            "trainer.steps_per_generation": 4,
+            "trainer.save_steps": 1,
+            "trainer.max_steps": 6,
+        },
+    ),
+    "twice": (
+        "every batch trained twice, in halves, with a KL penalty",
+        {
+            "trainer.num_iterations": 2,
+            "trainer.steps_per_generation": 2,
+            "trainer.beta": 0.02,
+            "trainer.save_steps": 3,
+            "trainer.max_steps": 10,
+        },
+    ),
+    "drawn_again": (
+        "dynamic sampling, moving reward normalisation, a watch on groups without signal",
+        {
+            "trainer.dynamic_sampling": True,
+            "trainer.normalize_reward": "moving",
+            "trainer.max_no_signal_fraction": 0.99,
+            "data.num_prompts": 12,
+            "trainer.max_steps": 6,
+            "trainer.save_steps": 1,
+        },
+    ),
+    "epochs": (
+        "four epochs over six prompts, two slices a step, in place of a number of steps",
+        {
+            "data.num_prompts": 6,
+            "trainer.max_steps": -1,
+            "trainer.num_train_epochs": 4,
+            "trainer.per_device_train_batch_size": 4,
+            "trainer.gradient_accumulation_steps": 2,
+            "trainer.shuffle_dataset": True,
+        },
+    ),
+    "dropout": (
+        "dropout in the adapter, another seed, metrics every second step",
+        {
+            "seed": 7,
+            "lora.lora_dropout": 0.1,
+            "trainer.logging_steps": 2,
+            "trainer.save_steps": 3,
+            "trainer.beta": 0.05,
+        },
+    ),
+    "schedules": (
+        "cosine learning rate with warm-up, weights that change, an async reward with luck in it",
+        {
+            "trainer.lr_scheduler_type": "cosine",
+            "trainer.warmup_steps": 3,
+            "rewards": [
+                {"name": "reward.py:lucky", "weight": {0: 1.0, 0.5: 0.5}},
+                {"name": "thinking", "weight": {0: 0.0, 1.0: 0.2}},
+            ],
+        },
+    ),
+    "held_out": (
+        "held-out prompts scored every second step, completions cut off and masked",
+        {
+            "data.held_out": 8,
+            "data.held_out_every": 2,
+            "trainer.max_completion_length": 29,
+            "trainer.mask_truncated_completions": True,
+            "trainer.missing_eos_penalty": 0.5,
+            "trainer.save_steps": 3,
+            "trainer.max_steps": 7,
+        },
+    ),
+    "curriculum": (
+        "a curriculum over levels, token-level KL by k3, an optimizer with momentum",
+        {
+            "data.level": [1, 2, 3],
+            "data.curriculum": True,
+            "trainer.beta": 0.05,
+            "trainer.token_level_kl": True,
+            "trainer.kl_estimator": "k3",
+            "trainer.optim": "adafactor",
+        },
+    ),
+}
+"""Name -> what it is, and how its run file differs from the quickstart's with BASE."""
+TIMES = (
+    "time",
+    "step_time",
+    "eps",
+    "speed/",
+    "memory/",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+)
+"""How the metrics begin that differ between any two runs."""
+MOST_KILLS = 8
+"""Of one run; then it may finish."""
+
+
+def write_run_file(folder: Path, overrides: dict[str, object]) -> Path:
+    """Write RUN.yaml, and the reward file beside it; its run goes to FOLDER/run."""
+    content = yaml.safe_load(QUICKSTART.read_text())
+    for key, value in {**BASE, **overrides, "output_dir": str(folder / "run")}.items():
+        section, _, name = key.partition(".")
+        if name:
+            content.setdefault(section, {})[name] = value
+        else:
+            content[section] = value
+    folder.mkdir(parents=True)
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "RUN.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    return folder / "RUN.yaml"
+
+
+# --- comparing -----------------------------------------------------------------------------------
+
+
+def differences(reference: Path, run: Path) -> list[str]:
+    """Return what a finished run has that the uninterrupted one does not, in words."""
+    found = []
+    for name in ("adapter/adapter_model.safetensors", "completions.jsonl"):
+        mine, wanted = _bytes(run / name), _bytes(reference / name)
+        if mine != wanted:
+            found.append(f"{name}: {_first_difference(mine, wanted)}")
+    mine, wanted = metrics(run), metrics(reference)
+    if mine != wanted:
+        found.append(f"metrics.jsonl: {_first_metric(mine, wanted)}")
+    found += [
+        f"{name} differs"
+        for name in ("evaluation.json", "end.json")
+        if _without_times(run / name) != _without_times(reference / name)
+    ]
+    return found
+
+
+def _bytes(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
+def _first_difference(mine: bytes, wanted: bytes) -> str:
+    if not mine:
+        return "missing"
+    pairs = zip(mine.split(b"\n"), wanted.split(b"\n"), strict=False)
+    line = next((n for n, (a, b) in enumerate(pairs, start=1) if a != b), 0)
+    lengths = f"{len(mine)} bytes for {len(wanted)}"
+    return f"{lengths}, from line {line} on" if line else lengths
+
+
+def metrics(run: Path) -> list[dict[str, object]]:
+    """Return the rows of metrics.jsonl without what differs between any two runs."""
+    lines = _bytes(run / "metrics.jsonl").decode().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(TIMES) and not k.endswith("_seconds")}
+        for row in rows
+    ]
+
+
+def _first_metric(mine: list[dict], wanted: list[dict]) -> str:
+    if [row["step"] for row in mine] != [row["step"] for row in wanted]:
+        return f"steps {[row['step'] for row in mine]} for {[row['step'] for row in wanted]}"
+    a, b = next((a, b) for a, b in zip(mine, wanted, strict=True) if a != b)
+    names = sorted(name for name in {*a, *b} if a.get(name) != b.get(name))
+    values = ", ".join(f"{n} {a.get(n)!r} for {b.get(n)!r}" for n in names[:4])
+    return f"step {a['step']}: {values}{' ...' if len(names) > 4 else ''}"
+
+
+def _without_times(path: Path) -> object:
+    if not path.exists():
+        return None
+    content = json.loads(path.read_text())
+    return {k: v for k, v in content.items() if k not in ("time", "seconds", "resumed_at")}
+
+
+# --- killing -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Count:
+    """What came of one setting."""
+
+    setting: str
+    what: str
+    runs: int = 0
+    kills: int = 0
+    while_loading: int = 0
+    while_writing: int = 0
+    """A checkpoint was half written."""
+    while_ending: int = 0
+    """The adapter was written."""
+    resumed_from: list[int] = field(default_factory=list)
+    """Steps; 0: it began anew."""
+    lost: int = 0
+    """Runs that could not be resumed."""
+    different: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Reference:
+    """An uninterrupted run."""
+
+    folder: Path
+    steps: int
+    seconds: float
+
+
+def run_reference(folder: Path, overrides: dict[str, object]) -> Reference:
+    """Train without interruption.
+
+    Raises:
+        RuntimeError: It failed.
+    """
+    life = begin(["train", write_run_file(folder, overrides)], folder / "output.txt")
+    if life.finish(300):
+        raise RuntimeError(f"the uninterrupted run failed:\n{life.text}")
+    steps = json.loads((folder / "run" / "end.json").read_text())["steps"]
+    return Reference(folder / "run", steps, life.seconds)
+
+
+def newest_checkpoint(run: Path) -> int:
+    """Return the step of the newest whole checkpoint; 0 where there is none."""
+    steps = [
+        int(folder.name.removeprefix("checkpoint-"))
+        for folder in run.glob("checkpoint-*")
+        if folder.name.removeprefix("checkpoint-").isdigit()
+    ]
+    return max(steps, default=0)
+
+
+def checkpoint_parts(run: Path) -> set[str]:
+    """Return what lies in the folder of checkpoints, whole or not."""
+    try:
+        return {name for name in os.listdir(run) if "checkpoint" in name}
+    except FileNotFoundError:
+        return set()
+
+
+def kill_somewhere(life: Life, run: Path, expected: float, chance: random.Random) -> bool:
+    """Kill it at a random moment; return False where it had ended before.
+
+    Half of the moments are spread over the whole life, half lie shortly after the write of a
+    checkpoint began, most of them within milliseconds.
+    """
+    if chance.random() < 0.5:
+        if life.wait(chance.uniform(0, expected)):
+            return False
+    else:
+        for _ in range(chance.randint(1, 3)):
+            before = checkpoint_parts(run)
+            if not life.wait_for(lambda before=before: checkpoint_parts(run) - before, 60):
+                return False
+        if life.wait(10 ** chance.uniform(-4, -0.5)):
+            return False
+    life.kill()
+    return True
+
+
+def note_kill(count: Count, life: Life, run: Path) -> None:
+    """Count where in its life it was killed."""
+    count.kills += 1
+    if any(name.startswith(".") for name in checkpoint_parts(run)):
+        count.while_writing += 1
+    elif (run / "adapter").exists():
+        count.while_ending += 1
+    elif not re.search(r"^step +\d+/", life.text, re.MULTILINE):
+        count.while_loading += 1
+
+
+def kill_until_finished(
+    folder: Path, overrides: dict[str, object], reference: Reference, chance: random.Random
+) -> Count:
+    """Train, kill and resume until the run is finished; return what came of it."""
+    count = Count("", "", runs=1)
+    file, run = write_run_file(folder, overrides), folder / "run"
+    while True:
+        step = newest_checkpoint(run)
+        if count.kills:
+            count.resumed_from.append(step)
+        source = run if (run / "run.yaml").exists() and chance.random() < 0.5 else file
+        resume = ["--resume"] if count.kills else []
+        life = begin(["train", source, *resume], folder / f"output-{count.kills}.txt")
+        if count.kills < MOST_KILLS:
+            left = reference.seconds * (1 - step / reference.steps)
+            if kill_somewhere(life, run, left + 0.5, chance):
+                note_kill(count, life, run)
+                continue
+        if life.finish(300):
+            count.lost = 1
+            count.different.append(f"{folder}: code {life.code}: {_last_lines(life.text)}")
+        else:
+            count.different += [f"{folder}: {d}" for d in differences(reference.folder, run)]
+        return count
+
+
+def _last_lines(text: str) -> str:
+    return " | ".join(text.strip().splitlines()[-3:])
+
+
+def kill_and_resume(
+    work: Path, kills: int, names: list[str], seed: int, rows: Path | None = None
+) -> list[Count]:
+    """Kill ``kills`` times, one setting after the other; return a row for each setting.
+
+    Args:
+        work: Folder for the runs; one that came out right is removed.
+        kills: At least so many; the last run is finished.
+        names: Of SETTINGS.
+        seed: Of the moments.
+        rows: Folder that kills.json is written to after every run.
+    """
+    warm_up()
+    counts = {name: Count(name, SETTINGS[name][0]) for name in names}
+    references: dict[str, Reference] = {}
+    number = 0
+    while sum(count.kills for count in counts.values()) < kills:
+        name = names[number % len(names)]
+        number += 1
+        overrides, count = SETTINGS[name][1], counts[name]
+        if name not in references:
+            references[name] = run_reference(work / name, overrides)
+            print(f"{name}: uninterrupted in {references[name].seconds:.1f} s", flush=True)
+        folder = work / f"{name}-{number}"
+        chance = random.Random(f"{seed} {number}")
+        found = kill_until_finished(folder, overrides, references[name], chance)
+        add(count, found)
+        places = ", ".join(map(str, found.resumed_from)) or "never"
+        print(
+            f"{name}: killed {found.kills} times, resumed from {places}: {_came_to(found)}",
+            flush=True,
+        )
+        if not found.different:
+            shutil.rmtree(folder)
+        if rows is not None:
+            rows.mkdir(parents=True, exist_ok=True)
+            content = json.dumps([asdict(count) for count in counts.values()], indent=1)
+            (rows / "kills.json").write_text(content + "\n")
+    return list(counts.values())
+
+
+def add(count: Count, found: Count) -> None:
+    """Add one run to its setting's row."""
+    for name, value in asdict(found).items():
+        if not isinstance(value, str):
+            setattr(count, name, getattr(count, name) + value)
+
+
+def _came_to(found: Count) -> str:
+    return "; ".join(found.different) if found.different else "the same, bit for bit"
+
+
+def table(counts: list[Count]) -> str:
+    """Return a line for each setting and one for all, in columns."""
+    head = ("setting", "runs", "kills", "loading", "writing", "ending", "from", "lost", "differ")
+    rows = [
+        (
+            count.setting,
+            count.runs,
+            count.kills,
+            count.while_loading,
+            count.while_writing,
+            count.while_ending,
+            f"{len(set(count.resumed_from))} places",
+            count.lost,
+            len(count.different) - count.lost,
+        )
+        for count in counts
+    ]
+    numbers = [sum(row[i] for row in rows) for i in (1, 2, 3, 4, 5)]
+    faults = [sum(row[i] for row in rows) for i in (7, 8)]
+    rows.append(("all", *numbers, "", *faults))
+    return "\n".join(
+        f"{row[0]:<12}" + "".join(f"{cell!s:>10}" for cell in row[1:]) for row in (head, *rows)
+    )
+
+
+def main() -> int:
+    """Kill, resume, compare, print."""
+    parser = argparse.ArgumentParser(description="Kill trainings, resume them, compare them.")
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--rows", type=Path, help="folder for kills.json, of which a page is made")
+    args = parser.parse_args()
+    started = time.monotonic()
+    work = Path(tempfile.mkdtemp(prefix="rloo-kit-kills-"))
+    counts = kill_and_resume(work, args.kills, args.settings, args.seed, args.rows)
+    print(f"\n{table(counts)}\n\n{(time.monotonic() - started) / 60:.1f} minutes")
+    faults = [text for count in counts for text in count.different]
+    if faults:
+        print("\n".join(faults), file=sys.stderr)
+        return 1
+    shutil.rmtree(work)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
