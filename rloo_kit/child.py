@@ -37,8 +37,10 @@ GRACE_SECONDS = 10.0
 """From a second signal until the child is killed."""
 
 
-def call_in_child(function: Callable[..., Any], args: tuple[Any, ...], say: Callable) -> Any:
-    """Return ``function(*args)``, called in a child process.
+def call_in_child(
+    function: Callable[..., Any], args: tuple[Any, ...], say: Callable, **keywords: Any
+) -> Any:
+    """Return ``function(*args, **keywords)``, called in a child process.
 
     Ctrl-C and SIGTERM here are the same there: the function may answer a first one with a result,
     and a second one gives it GRACE_SECONDS to clean up. The child ends with this process, however
@@ -48,6 +50,7 @@ def call_in_child(function: Callable[..., Any], args: tuple[Any, ...], say: Call
         function: Importable by its module and name.
         args: What pickle takes.
         say: Called with each line the child prints.
+        **keywords: As ``args``.
 
     Raises:
         SetupError: The child ended without a result, such as when the system killed it.
@@ -60,7 +63,9 @@ def call_in_child(function: Callable[..., Any], args: tuple[Any, ...], say: Call
         StopSignals(lambda name: None) as stop,
     ):
         order, answer = Path(folder) / "order", Path(folder) / "answer"
-        order.write_bytes(pickle.dumps((function.__module__, function.__qualname__, args)))
+        order.write_bytes(
+            pickle.dumps((function.__module__, function.__qualname__, args, keywords))
+        )
         with _started(order, answer) as process:
             second = _relay(process, say, stop)
         if not answer.exists():
@@ -160,11 +165,11 @@ def _main(order: str, answer: str, watched: str) -> None:
     # a parent that was started in the background may have left it ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _end_with_the_parent(int(watched), Path(order).parent)
-    module, name, args = pickle.loads(Path(order).read_bytes())
+    module, name, args, keywords = pickle.loads(Path(order).read_bytes())
     with terminate_as_interrupt():
         try:
             function = operator.attrgetter(name)(importlib.import_module(module))
-            result = (True, function(*args))
+            result = (True, function(*args, **keywords))
         except Terminated:  # not the parent's to raise, unless it was asked too
             sys.exit(exit_code(signal.SIGTERM))
         except BaseException as exc:

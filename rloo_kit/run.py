@@ -101,7 +101,7 @@ def train(
     if in_subprocess:
         from rloo_kit.child import call_in_child
 
-        return call_in_child(functools.partial(train, resume=resume), (source, overrides), say)
+        return call_in_child(train, (source, overrides), say, resume=resume)
     say = redacting(say)
     config, base = read_config(source, overrides)
     rewards_base = Path() if base == EXAMPLES else base  # rewards of one's own are not shipped

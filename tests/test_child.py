@@ -163,6 +163,7 @@ def until(condition, seconds=10.0):
 
 def test_the_result_comes_back():
     assert call_in_child(operator.add, (2, 3), silent) == 5
+    assert call_in_child(sorted, ([1, 3, 2],), silent, reverse=True) == [3, 2, 1]
 
 
 def test_the_child_is_another_process():
