@@ -735,7 +735,9 @@ def test_rubbish_is_refused_or_unscorable(case, on_error):
         assert call(reward) == [None, None]
 
 
-@pytest.mark.parametrize("value", ["text", None, torch.ones(2), object()], ids=repr)
+@pytest.mark.parametrize(
+    "value", ["text", None, torch.ones(2), object()], ids=["text", "none", "two", "thing"]
+)
 def test_a_metric_that_is_no_number_is_the_rewards_error(value):
     def logs(completions, log_metric):
         log_metric("length", value)
