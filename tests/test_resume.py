@@ -23,6 +23,8 @@ from rloo_kit.state_files import (
     write_tree,
 )
 
+pytestmark = pytest.mark.faults  # half a minute of training; make test-faults
+
 STEPS, CUT = 5, 3
 
 

@@ -22,6 +22,8 @@ from rloo_kit.nonfinite import StepGuard, check_finite
 from rloo_kit.out_of_memory import Pieces
 from rloo_kit.reward_loading import load_rewards
 
+pytestmark = pytest.mark.faults  # half a minute of training; make test-faults
+
 ROWS = 8
 """Completions of a generation batch."""
 
