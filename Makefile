@@ -22,7 +22,7 @@ test: setup setup-gym
 # Faults on purpose: signals, kills, full disks, broken checkpoints; docs/reliability.md lists them.
 test-faults: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile --durations=8 \
-	  -m "faults and not slow" tests/faults tests/test_resume.py tests/test_training_faults.py
+	  -m "faults and not slow" tests/faults tests/test_checkpoints.py tests/test_resume.py tests/test_training_faults.py
 
 # Every notebook from top to bottom, and what a run reports to.
 test-notebooks: setup

@@ -26,6 +26,8 @@ from rloo_kit.checkpoints import (
 )
 from rloo_kit.errors import CheckpointError, DiskError
 
+pytestmark = pytest.mark.faults  # hundreds of SIGKILLs; make test-faults
+
 HERE = {"dir": "/dev/shm"} if os.path.isdir("/dev/shm") else {}
 FILES = {"weights.safetensors": bytes(range(256)), "deep/er/state.json": b'{"a": 1}', "empty": b""}
 

@@ -12,7 +12,7 @@ import yaml
 
 import rloo_kit as rk
 from rloo_kit.cli import main
-from rloo_kit.config import find_run_file, make_run_config
+from rloo_kit.config import find_run_file, make_run_config, read_run_file
 from rloo_kit.hardware import TESTED
 
 ROOT = Path(__file__).parents[1]
@@ -85,6 +85,8 @@ def write_run(folder):
     folder.mkdir(parents=True)
     rows = ({"step": step, "reward": 0.1 * step, "kl": 0.0} for step in range(1, 9))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = read_run_file("quickstart", [*FEW[1::2], f"output_dir={folder}"])
+    (folder / "run.yaml").write_text(yaml.safe_dump(config.as_dict()))
 
 
 def write_pairs(path):

@@ -29,8 +29,8 @@ def rounds(number, how):
     [
         (4, "ends", {"end"}),
         pytest.param(10, "ends", {"end"}, marks=pytest.mark.slow),
-        (3, "raises", {"RewardContractError"}),
-        (3, "interrupted", {"KeyboardInterrupt"}),
+        pytest.param(3, "raises", {"RewardContractError"}, marks=pytest.mark.slow),
+        pytest.param(3, "interrupted", {"KeyboardInterrupt"}, marks=pytest.mark.slow),
     ],
 )
 def test_nothing_is_left_behind_round_after_round(number, how, ended):
