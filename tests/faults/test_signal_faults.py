@@ -44,6 +44,7 @@ def test_a_second_signal_stops_at_once(seen, tmp_path, reference):
         one = Trial(tmp_path / number.name, reference, settings)
         life = one.begin(FAULT="slow")
         assert life.wait_for_text("step 2/"), life.text
+        time.sleep(1)  # into step 3: while step 2 is being saved a signal would end it there
         life.signal(number)
         time.sleep(0.5)  # two signals at once are one request
         assert not life.wait(0)
