@@ -19,10 +19,12 @@ test: setup setup-gym
 	  -m "not slow and not gpu and not vllm and not notebook and not tracker \
 	  and not browser and not faults"
 
-# Faults on purpose: signals, kills, full disks, broken checkpoints; docs/reliability.md lists them.
+# Faults on purpose: signals, kills, full disks, broken checkpoints (docs/reliability.md lists them); and
+# several processes, whose tests fork and kill in the same way; and trainings at the limit of memory.
 test-faults: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile --durations=8 \
-	  -m "faults and not slow" tests/faults tests/test_checkpoints.py tests/test_resume.py tests/test_training_faults.py
+	  -m "faults and not slow" tests/faults tests/processes tests/test_checkpoints.py tests/test_resume.py \
+	  tests/test_training_faults.py tests/test_rehearsal.py tests/test_long_context.py
 
 # Every notebook from top to bottom, and what a run reports to.
 test-notebooks: setup

@@ -34,6 +34,7 @@ _HOMES = {
     "load_model": "models",
     "load_prompts": "data",
     "load_rewards": "reward_loading",
+    "plan": "planning",
     "read_run_file": "config",
     "release": "memory",
     "rescaled": "composition",

@@ -118,6 +118,27 @@ class TokenRows:
             room -= tokens
         return bundles, [rows for tokens, rows in sized if tokens > budget]
 
+    def deal(self, units: Sequence[Sequence[int]], num_shares: int) -> list[list[list[int]]]:
+        """Deal units of rows into shares of like many tokens: the longest first, to the least.
+
+        (Longest processing time first: Graham 1969, at most 4/3 of the best possible.)
+
+        Args:
+            units: Rows that stay together.
+            num_shares: How many.
+
+        Returns:
+            The units of each share; all of them once.
+        """
+        shares: list[list[list[int]]] = [[] for _ in range(num_shares)]
+        loads = [0] * num_shares
+        sized = sorted(((self.num_tokens(rows), list(rows)) for rows in units), reverse=True)
+        for tokens, rows in sized:
+            least = loads.index(min(loads))
+            shares[least].append(rows)
+            loads[least] += tokens
+        return shares
+
     def pad(
         self,
         rows: Sequence[int],

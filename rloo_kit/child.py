@@ -60,7 +60,7 @@ def call_in_child(
     """
     with (
         tempfile.TemporaryDirectory(prefix="rloo-kit-child-") as folder,
-        StopSignals(lambda name: None) as stop,
+        StopSignals() as stop,
     ):
         order, answer = Path(folder) / "order", Path(folder) / "answer"
         order.write_bytes(

@@ -1,8 +1,8 @@
 """The ``rloo-kit`` command: parse, call, print, exit code.
 
-Exit codes: 0 done; 1 training cannot start here, or a run did not learn (doctor), or could not
-(rewards check); 2 the input is wrong, with one sentence that says what to change; 130 ended by
-Ctrl-C; 143 by SIGTERM.
+Exit codes: 0 done; 1 training cannot start here, a run did not learn (doctor), could not (rewards
+check) or would not fit (plan); 2 the input is wrong, with one sentence that says what to change; 3
+another process of the same training has ended; 130 ended by Ctrl-C; 143 by SIGTERM.
 """
 
 import argparse
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rloo_kit import __version__
-from rloo_kit.errors import ConfigError, KitError
+from rloo_kit.errors import ConfigError, KitError, ProcessLostError
+from rloo_kit.processes import LOST, asked_size
 from rloo_kit.redaction import hide_on_terminal, remember_arguments
 from rloo_kit.stopping import Terminated, exit_code, terminate_as_interrupt
 
@@ -38,6 +39,9 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         with terminate_as_interrupt():
             return args.call(args)
+    except ProcessLostError as exc:
+        print(f"rloo-kit: {exc}", file=sys.stderr)
+        return LOST
     except KitError as exc:
         print(f"rloo-kit: {exc}", file=sys.stderr)
         return 2
@@ -66,11 +70,19 @@ def _parser() -> argparse.ArgumentParser:
             help="go on with the newest run of output_dir, or with the run in this folder, from "
             "its newest whole checkpoint; where there is none, begin",
         )
+        command.add_argument(
+            "--processes",
+            type=int,
+            default=1,
+            metavar="N",
+            help="divide every batch between so many processes of this machine, one a GPU",
+        )
         _add_set(command)
     text = "what this machine can run; or, of a run, what went wrong and what to change"
     doctor = commands.add_parser("doctor", help=text, description=text)
     doctor.set_defaults(call=_doctor)
     doctor.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run")
+    _add_plan(commands)
     _add_report(commands)
     rewards = commands.add_parser("rewards", help="the reward library")
     verbs = rewards.add_subparsers(required=True, metavar="VERB")
@@ -84,6 +96,23 @@ def _parser() -> argparse.ArgumentParser:
     model = commands.add_parser("reward-model", help="a reward that is learnt from pairs")
     _add_reward_model(model.add_subparsers(required=True, metavar="VERB"))
     return parser
+
+
+def _add_plan(commands: Any) -> None:
+    text = "will it fit: the memory of a run on a card, part by part, and what to change"
+    plan = commands.add_parser("plan", help=text, description=text)
+    plan.set_defaults(call=_plan)
+    plan.add_argument("run_file", metavar="RUN.yaml", help="or the folder of a run")
+    plan.add_argument(
+        "--gpu",
+        default="this",
+        metavar="GPU",
+        help="memory (12GB), a name (rtx4070), or this machine's (default)",
+    )
+    plan.add_argument(
+        "--tune", metavar="FILE.yaml", help="write a run file whose batch and passes fill the card"
+    )
+    _add_set(plan)
 
 
 def _add_report(commands: Any) -> None:
@@ -142,9 +171,27 @@ def _add_set(command: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
+    if args.processes != 1 and asked_size() == 1:
+        return _launch(args)
     from rloo_kit.run import train
 
     return _code_of(train(args.run_file, args.set, resume=args.resume))
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from rloo_kit.launch import launch
+    from rloo_kit.preparation import divided_batch, read_config
+
+    config, _ = read_config(args.run_file, args.set)  # what is wrong there is said once
+    if args.processes > 1:
+        divided_batch(config.trainer, args.processes)
+    again = [word for setting in args.set for word in ("--set", setting)]
+    resume = ["--resume"] if args.resume else []
+
+    def say(text: str) -> None:
+        print(f"rloo-kit: {text}", file=sys.stderr)
+
+    return launch(["train", args.run_file, *resume, *again], args.processes, say)
 
 
 def _code_of(result: Any) -> int:
@@ -175,6 +222,20 @@ def _report(args: argparse.Namespace) -> int:
 
     print(write_report(args.runs, args.output, say=print))
     return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from rloo_kit.planning import make_plan, tune
+    from rloo_kit.preparation import read_config
+
+    config, base = read_config(args.run_file, args.set)
+    plan = make_plan(config, args.gpu, base=base)
+    if args.tune is not None:
+        plan = tune(plan, args.tune, base=base)
+    print(plan)
+    if args.tune is not None:
+        print(f"\nwritten to {args.tune}: rloo-kit train {args.tune}")
+    return 0 if plan.fits else 1
 
 
 def _rewards_list(args: argparse.Namespace) -> int:

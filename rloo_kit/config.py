@@ -433,6 +433,7 @@ RENAMED = {
 """Names of TRL before 0.22 on the left; ``total_episodes`` is computed instead."""
 
 CHOICES: dict[str, tuple[Any, ...]] = {
+    "dry_run": (None, False, True),
     "enable_jit_checkpoint": (False,),  # SIGTERM saves anyway, and this would handle it too
     "generation": ("auto", "vllm", "transformers", "server"),
     "rollout_correction": (None, "sequence", "token"),
@@ -514,11 +515,14 @@ def _check_types(values: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-def translate_trainer_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def translate_trainer_arguments(
+    arguments: Mapping[str, Any], num_processes: int = 1
+) -> dict[str, Any]:
     """Return the arguments under TRL's present names; warn once per older name.
 
     Args:
         arguments: As the user wrote them.
+        num_processes: That each take a batch of ``per_device_train_batch_size``.
 
     Raises:
         ConfigError: A name is unknown (with the nearest one), is given under its old and its new
@@ -536,11 +540,13 @@ def translate_trainer_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
             hint = did_you_mean(str(name), known | set(RENAMED))
             faults.append(f"unknown trainer setting {shown(name)}{hint}")
     faults += check_values(values)
-    faults = faults or check_batch(values)
+    faults = faults or check_batch(values, num_processes)
     if faults:
         raise ConfigError(told(faults))
     if "total_episodes" in arguments:
-        values["max_steps"] = _steps_for(arguments["total_episodes"], values, arguments)
+        values["max_steps"] = _steps_for(
+            arguments["total_episodes"], values, arguments, num_processes
+        )
     return values
 
 
@@ -562,7 +568,9 @@ def _warn_renamed(old: str, new: str, value: object) -> None:
     )
 
 
-def _steps_for(episodes: Any, values: Mapping[str, Any], arguments: Mapping[str, Any]) -> int:
+def _steps_for(
+    episodes: Any, values: Mapping[str, Any], arguments: Mapping[str, Any], num_processes: int
+) -> int:
     """Return the optimizer steps that ``episodes`` completions make (older TRL's count)."""
     if "max_steps" in arguments:
         raise ConfigError("total_episodes computes max_steps, and both are given: keep max_steps")
@@ -570,7 +578,7 @@ def _steps_for(episodes: Any, values: Mapping[str, Any], arguments: Mapping[str,
         raise ConfigError(
             f"total_episodes is {shown(episodes)}, must be a whole number of completions"
         )
-    batch = batch_plan(values)
+    batch = batch_plan(values, num_processes)
     accumulation = values.get("gradient_accumulation_steps") or 1
     per_batch = batch.steps_per_generation * (values.get("num_iterations") or 1) / accumulation
     steps = max(1, math.ceil(math.ceil(episodes / batch.num_completions) * per_batch))

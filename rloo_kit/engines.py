@@ -1,11 +1,16 @@
 """Start the engine that samples for a model: vLLM in this process, a vLLM server, or none."""
 
+from collections.abc import Callable
 from typing import Any
 
 from rloo_kit.errors import ConfigError
-from rloo_kit.generation import Choice, Engine, Sampling, choose, why_no_hot_swap
+from rloo_kit.generation import Choice, Drawn, Engine, Sampling, choose, why_no_hot_swap
 from rloo_kit.hardware import why_not_vllm
 from rloo_kit.memory import belongs_to_session
+from rloo_kit.processes import Team, current_team
+
+WHY_NOT_SEVERAL = "several processes share one vLLM server: start one, and set generation to server"
+"""An engine in each process would open a group of processes of its own."""
 
 
 def start_engine(
@@ -16,20 +21,21 @@ def start_engine(
     Args:
         model: As ``attach_lora`` returned it.
         args: A ``LeaveOneOutConfig``.
-        why_not: Why only TRL's own path can sample here (images, several processes), or None.
+        why_not: Why only TRL's own path can sample here (images, divided weights), or None.
 
     Returns:
-        The engine, None where transformers or TRL samples; and the choice, with its reason.
+        The engine, None where transformers or TRL samples; and the choice, with its reason. One
+        server samples for all processes of a training, and each calls what is returned.
 
     Raises:
         GenerationError: What was asked for by name cannot be used, or does not start.
         ConfigError: Two settings contradict each other.
     """
-    asked = asked_for(args)
+    asked, team = asked_for(args), current_team()
     if asked == "trl":
         return None, Choice("trl")
     if asked in ("vllm", "auto"):
-        why_not = why_not or why_not_vllm()
+        why_not = why_not or (WHY_NOT_SEVERAL if team.size > 1 else None) or why_not_vllm()
     why_not = why_not or why_no_hot_swap(model)
     choice = choose(asked, on_gpu=model.device.type != "cpu", why_not=why_not)
     if choice.engine == "transformers":
@@ -38,17 +44,9 @@ def start_engine(
     if max_length is None:
         max_length = model.config.get_text_config().max_position_embeddings
     if choice.engine == "server":
-        from rloo_kit.vllm_server import VllmServer
-
-        server = VllmServer(
-            args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}",
-            model,
-            max_length=max_length,
-            timeout=args.vllm_server_timeout,
-            adapter_dir=args.vllm_adapter_dir,
-        )
-        belongs_to_session(server)
-        return server, choice
+        if team.size > 1:
+            return SharedEngine(team, lambda: _server(model, args, max_length)), choice
+        return _server(model, args, max_length), choice
     from rloo_kit.vllm_engine import VllmEngine
 
     engine = VllmEngine(
@@ -61,6 +59,70 @@ def start_engine(
     )
     belongs_to_session(engine)
     return engine, choice
+
+
+def _server(model: Any, args: Any, max_length: int) -> Engine:
+    from rloo_kit.vllm_server import VllmServer
+
+    server = VllmServer(
+        args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}",
+        model,
+        max_length=max_length,
+        timeout=args.vllm_server_timeout,
+        adapter_dir=args.vllm_adapter_dir,
+    )
+    belongs_to_session(server)
+    return server
+
+
+class SharedEngine:
+    """One engine, held by the first process, that samples for all of them.
+
+    Every call is made by all processes together.
+
+    Args:
+        team: The processes.
+        start: Starts the engine, in the first process.
+    """
+
+    def __init__(self, team: Team, start: Callable[[], Engine]) -> None:
+        self._team = team
+        self._engine: Engine | None = None
+
+        def facts() -> tuple[str, Any]:
+            self._engine = start()
+            return self._engine.name, self._engine.adapter_dtype
+
+        self.name, self.adapter_dtype = team.lead(facts)
+        self.sync_seconds = 0.0
+
+    def sync(self, model: Any) -> None:
+        """Send the first process's adapter; the others' are the same."""
+
+        def send() -> float:
+            self._engine.sync(model)
+            return self._engine.sync_seconds
+
+        self.sync_seconds = self._team.lead(send)
+
+    def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Drawn:
+        """Complete this process's prompts, and the others', in one call."""
+        parts = self._team.gather(prompt_ids)
+        everything = [ids for part in parts for ids in part]
+        drawn = self._team.lead(lambda: self._engine.generate(everything, sampling, seed))
+        begin = sum(map(len, parts[: self._team.rank]))
+        mine = slice(begin, begin + len(prompt_ids))
+        return Drawn(drawn.completion_ids[mine], drawn.log_probs[mine])
+
+    def sleep(self) -> None:
+        """Let the engine sleep; ``generate`` wakes it up."""
+        if self._engine is not None:
+            self._engine.sleep()
+
+    def close(self) -> None:
+        """Give the engine back."""
+        if self._engine is not None:
+            self._engine.close()
 
 
 def check_engine(args: Any) -> None:

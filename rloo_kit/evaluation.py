@@ -41,6 +41,15 @@ class Evaluation:
         """Return plain values for JSON."""
         return asdict(self)
 
+    @classmethod
+    def joined(cls, parts: "Sequence[Evaluation]") -> "Evaluation":
+        """Return one evaluation of all prompts from those of some each, in order."""
+        samples = [sample for part in parts for sample in part.samples]
+        names = parts[0].rewards
+        means = {name: _mean([s["rewards"][name] for s in samples]) for name in names}
+        length = sum(part.mean_length * part.num_prompts for part in parts) / len(samples)
+        return cls(means, len(samples), length, parts[0].temperature, samples)
+
 
 def evaluate(
     model: Any,

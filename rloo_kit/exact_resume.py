@@ -12,12 +12,15 @@ After every optimizer step the small part of that state is taken into memory. Un
 optimizer step the weights and the optimizer still belong to it, so that a fault in sampling, in a
 reward or in a pass costs nothing: the checkpoint of the last finished step is then written.
 
-Several processes are left to transformers' own checkpoints.
+Several processes hold the same state, so that any of them can write it, and any number of processes
+can go on from it. Weights that FSDP or DeepSpeed divides are left to transformers' own checkpoints.
 """
 
+import contextlib
 import copy
 import importlib.metadata
 import logging
+import math
 import shutil
 import tempfile
 import time
@@ -36,8 +39,10 @@ from rloo_kit.checkpoints import (
     read_checkpoint,
     write_checkpoint,
 )
-from rloo_kit.errors import CheckpointError, ConfigError, DiskError, KitError
+from rloo_kit.errors import CheckpointError, ConfigError, DiskError, KitError, ProcessLostError
 from rloo_kit.nonfinite import check_finite
+from rloo_kit.output_folder import one_at_a_time
+from rloo_kit.processes import Team, lost_peers_told, why_sharded
 from rloo_kit.run_record import finite_numbers
 from rloo_kit.state_files import (
     random_states,
@@ -64,7 +69,6 @@ MUST_STAY = [
     "gate_on_score",
     "generation_batch_size",
     "generation_kwargs",
-    "gradient_accumulation_steps",
     "kl_estimator",
     "mask_truncated_completions",
     "max_completion_length",
@@ -76,16 +80,15 @@ MUST_STAY = [
     "num_iterations",
     "optim",
     "optim_args",
-    "per_device_train_batch_size",
     "repetition_penalty",
     "reward_clip_range",
     "rollout_correction",
     "rollout_correction_cap",
+    "rows_per_step",
     "seed",
     "shuffle_dataset",
     "skip_no_signal",
     "skip_old_pass",
-    "steps_per_generation",
     "temperature",
     "token_level_kl",
     "top_k",
@@ -93,7 +96,11 @@ MUST_STAY = [
     "truncated_in_baseline",
     "weight_decay",
 ]
-"""Settings that decide what is sampled and learned: another value would be another run."""
+"""Settings that decide what is sampled and learned: another value would be another run.
+
+``rows_per_step`` is what an optimizer step learns from: how it is divided into
+``per_device_train_batch_size``, ``gradient_accumulation_steps`` and processes may change.
+"""
 MAY_CHANGE = [
     "generation",
     "gradient_checkpointing",
@@ -124,8 +131,11 @@ WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 class ExactResume:
     """A mixin for a trainer of TRL, before it in the bases.
 
-    The trainer gives ``_held()``, its own state as a tree, and ``_take_up(tree)``.
+    The trainer gives ``_held()``, its own state as a tree, ``_take_up(tree)``, and ``team``, the
+    processes that train.
     """
+
+    team: Team
 
     stop_reason: str | None
     rescued: Path | None = None
@@ -135,6 +145,7 @@ class ExactResume:
     _state_read: dict[str, Any] | None = None
     _at_boundary: dict[str, Any] | None = None
     _signals: StopSignals | None = None
+    _received: int | None = None
     _known_facts: dict[str, Any]
     _steps_per_epoch: int = 1
     _saved_at: int = -1
@@ -160,6 +171,7 @@ class ExactResume:
             CheckpointError: There is none, it is broken, or of another run.
         """
         self._at_boundary = self.rescued = self._state_read = self.stop_reason = None
+        self._received = None
         self._saved_at = -1
         self.resumed_from = self._checkpoint_at(resume_from_checkpoint)
         self._known_facts = self._facts()
@@ -170,18 +182,20 @@ class ExactResume:
             place = str(self.resumed_from.folder)
         self._limit, self._sleep = TimeLimit(self.args.max_hours), SleepWatch()
         self._limit.begin()
-        with StopSignals(lambda name: None, say=print) as self._signals:
+        with StopSignals(say=print if self.team.is_first else None) as self._signals:
             try:
-                output = super().train(place, *args, **kwargs)
+                with lost_peers_told():
+                    output = super().train(place, *args, **kwargs)
+                    self._agree()  # a signal may have come after the last step
             except Exception as exc:
-                self._keep_last_step()
+                saved = self._keep_last_step()
                 if self._signals.received is not None:  # it also ended what the step had started
                     raise interrupt_for(self._signals.received) from exc
+                if isinstance(exc, ProcessLostError):
+                    raise _lost(exc, saved) from exc
                 raise
-            finally:
-                received = self._signals.received
-        if received is not None:
-            raise interrupt_for(received)
+        if self._received is not None:
+            raise interrupt_for(self._received)
         return output
 
     def save_checkpoint(self, folder: str | Path | None = None) -> Path:
@@ -209,10 +223,21 @@ class ExactResume:
 
     def _stop_if_asked(self) -> None:
         """Let transformers' loop end, and save, where somebody or something wants it."""
-        if self.stop_reason or (self._signals is not None and self._signals.received is not None):
+        self._agree()
+        if self.stop_reason or self._received is not None:
             self.control.should_training_stop = True
             saved = self._saved_at == self.state.global_step
             self.control.should_save |= self.args.save_strategy != "no" and not saved
+
+    def _agree(self) -> None:
+        """Let several processes know of each other's signals and reasons to stop.
+
+        So they all make the same steps.
+        """
+        mine = (None if self._signals is None else self._signals.received, self.stop_reason)
+        received, reasons = zip(*self.team.gather(mine), strict=True)
+        self._received = next((number for number in received if number is not None), None)
+        self.stop_reason = next((reason for reason in reasons if reason), None)
 
     # --- transformers' hooks, in the order of a training -----------------------------------------
 
@@ -315,13 +340,23 @@ class ExactResume:
         self._stop_if_asked()
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if self.accelerator.num_processes > 1:
+        if self._is_sharded():
             super()._save_checkpoint(model, trial)
             return
         self._saved_at = self.state.global_step
         self.store_flos()
         self.keep_boundary()
-        self._write_or_rescue()
+        if self.team.is_first:
+            self._write_or_rescue()
+
+    def gathered_weights(self) -> dict[str, Any] | None:
+        """Return whole weights where they are divided, else None; all processes call it."""
+        if not self._is_sharded():
+            return None
+        return self.accelerator.get_state_dict(self.model_wrapped)
+
+    def _is_sharded(self) -> bool:
+        return self.team.size > 1 and why_sharded() is not None
 
     # --- writing ---------------------------------------------------------------------------------
 
@@ -352,23 +387,33 @@ class ExactResume:
     def keep_boundary(self) -> None:
         """Take the small state into memory: called when a step is done, and its weights are good.
 
-        Raises:
-            DivergedError: They are no finite numbers.
+        What the first process has recorded goes to all, since any may have to write it.
         """
-        self.check_weights()
-        self._at_boundary = self._small_state()
+        self._at_boundary = small = self._small_state()
+        if self.team.size > 1:
+            told = {n: held for n, held in small["callbacks"].items() if not _bytes_of(held)}
+            small["callbacks"] |= self.team.share(told)
 
-    def _keep_last_step(self) -> None:
-        """After a fault, write the checkpoint of the last finished step where there is none."""
-        if self._at_boundary is None or self.args.save_strategy == "no":
-            return
+    def _keep_last_step(self) -> int | None:
+        """After a fault, write the checkpoint of the last finished step where there is none.
+
+        Returns:
+            The step of the newest checkpoint, where it is that one.
+        """
+        if self._at_boundary is None or self.args.save_strategy == "no" or self._is_sharded():
+            return None
         step = self._at_boundary["step"]
-        if not step or (Path(self.args.output_dir) / f"checkpoint-{step}").exists():
-            return
+        if not step:
+            return None
+        run = Path(self.args.output_dir)
         try:
-            self._write_or_rescue()
+            with one_at_a_time(run) if self.team.size > 1 else contextlib.nullcontext():
+                if not (run / f"checkpoint-{step}").exists():
+                    self._write_or_rescue()
         except KitError as exc:  # the fault itself must be what is raised
             warnings.warn(f"step {step} was not saved: {exc}", RuntimeWarning, stacklevel=2)
+            return None
+        return step
 
     def _write_or_rescue(self) -> None:
         run = Path(self.args.output_dir)
@@ -472,8 +517,11 @@ class ExactResume:
     def _checkpoint_at(self, wanted: str | Path | bool | None) -> Checkpoint | None:
         if wanted is None or wanted is False:
             return None
-        if self.accelerator.num_processes > 1:
-            raise ConfigError("several processes cannot be resumed yet: begin a new run")
+        if self._is_sharded():
+            raise ConfigError(
+                f"a run whose weights {why_sharded()} divides cannot be resumed: begin a new run, "
+                f"or train with --processes"
+            )
         place = Path(self.args.output_dir if wanted is True else wanted)
         if place.name.startswith("checkpoint-") or (place / TRAINER_STATE_NAME).exists():
             return read_checkpoint(place)
@@ -487,12 +535,14 @@ class ExactResume:
 
     def _facts(self) -> dict[str, Any]:
         args = _plain(self.args.to_dict())
+        args["rows_per_step"] = _rows_per_step(args) * self.team.size
         return {
             "versions": {
                 name: importlib.metadata.version(name)
                 for name in ("rloo-kit", "torch", "transformers", "trl", "peft")
             },
             "threads": torch.get_num_threads(),
+            "processes": self.team.size,
             "model": sum_of_weights(self.accelerator.unwrap_model(self.model)),
             "prompts": sum_of_rows(self.train_dataset),
             "rewards": list(self.reward_func_names),
@@ -506,20 +556,17 @@ class ExactResume:
             CheckpointError: Model, prompts, rewards or a setting that must stay differ.
         """
         name, then, now = checkpoint.folder.name, checkpoint.facts, self._known_facts
-        for what, remedy in (
-            ("model", "model.name, model.load_in_4bit and lora"),
-            ("prompts", "data, or the file that it names,"),
-            ("rewards", "rewards"),
+        for what, told in (
+            ("model", "another model: put model.name, model.load_in_4bit and lora"),
+            ("prompts", "other prompts: put data, or the file that it names,"),
+            ("rewards", "other rewards: put rewards"),
         ):
             if then.get(what) != now[what]:
                 raise CheckpointError(
-                    f"{name} was written with another set of {what}: put {remedy} back to what it "
-                    f"was, or begin a new run"
-                    if what != "model"
-                    else f"{name} was written with another model: put {remedy} back to what they "
-                    f"were, or begin a new run"
+                    f"{name} was written with {told} back to what was there, or begin a new run"
                 )
         old = then.get("settings", {})
+        old.setdefault("rows_per_step", _rows_per_step(old))
         others = [s for s in MUST_STAY if old.get(s) != now["settings"][s]]
         if others:
             changed = ", ".join(
@@ -537,10 +584,10 @@ class ExactResume:
                     UserWarning,
                     stacklevel=3,
                 )
-        if then.get("versions") != now["versions"] or then.get("threads") != now["threads"]:
+        if any(then.get(what) != now[what] for what in ("versions", "threads", "processes")):
             warnings.warn(
-                f"{name} was written with other versions or another number of threads: training "
-                f"goes on, not bit for bit",
+                f"{name} was written with other versions, or another number of threads or "
+                f"processes: training goes on, not bit for bit",
                 UserWarning,
                 stacklevel=3,
             )
@@ -580,6 +627,19 @@ class ExactResume:
         ):
             group["lr"], group["initial_lr"] = rate, first
         schedule._last_lr = rates
+
+
+def _rows_per_step(settings: dict[str, Any]) -> int:
+    """Return the rows that a process learns from in an optimizer step."""
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    return math.prod(settings.get(name) or 0 for name in names)
+
+
+def _lost(exc: ProcessLostError, saved: int | None) -> ProcessLostError:
+    """Say what is left of a training that lost a process."""
+    if saved is None:
+        return exc
+    return ProcessLostError(f"{exc}; step {saved} is saved: go on with --resume")
 
 
 def _of_reward(reward: Any) -> Any:

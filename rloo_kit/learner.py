@@ -14,6 +14,7 @@ from rloo_kit.batching import MicroBatch, TokenRows
 from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.objective import Surrogate, rollout_weights, surrogate
 from rloo_kit.out_of_memory import free_memory, is_out_of_memory
+from rloo_kit.processes import ALONE, Team
 from rloo_kit.rollout import Rollout
 
 NO_GRAD_FACTOR = 4
@@ -65,6 +66,18 @@ class Tally:
         """Return a tally that counts on by itself."""
         lists = {name: [*value] for name, value in vars(self).items() if isinstance(value, list)}
         return replace(self, **lists)
+
+    @classmethod
+    def of_all(cls, tallies: "list[Tally]") -> "Tally":
+        """Return one tally of what several processes did in the same step.
+
+        What all of them know is counted by the first.
+        """
+        whole = cls()
+        for tally in tallies:
+            for name, value in vars(tally).items():
+                setattr(whole, name, getattr(whole, name) + value)
+        return whole
 
     def metrics(self) -> dict[str, float]:
         """Return TRL's names, the older TRL's, and the kit's; means over rows count all of them."""
@@ -118,6 +131,7 @@ class Learner:
         reuse: Take old log-probabilities from the training forward where that is exact.
         correction: (level, cap) of the importance weights against the sampler's log-probabilities.
         pad_to_multiple_of: Widths are rounded up to it.
+        team: The processes that divide the rows; each makes the passes of its share.
     """
 
     def __init__(  # noqa: PLR0913
@@ -135,6 +149,7 @@ class Learner:
         reuse: bool = True,
         correction: tuple[str, float] | None = None,
         pad_to_multiple_of: int | None = None,
+        team: Team = ALONE,
     ) -> None:
         self.forward = forward
         self.backward = backward
@@ -148,25 +163,35 @@ class Learner:
         self.reuse = reuse
         self.correction = correction
         self.pad_to_multiple_of = pad_to_multiple_of
+        self.team = team
         self.tally = Tally()
         self._warned = False
 
     def fill_old(self, rollout: Rollout, rows: list[int]) -> None:
         """Compute and keep the old log-probabilities of rows, in a pass of their own."""
-        if not rows:
-            return
-        found = self.log_probs(rollout.sampled.tokens, rows, self.forward)
-        rollout.old_log_probs[rows] = found[rows]
-        self.tally.old_rows += len(rows)
+        if rows:
+            found = self.log_probs(rollout.sampled.tokens, rows, self.forward)
+            rollout.old_log_probs[rows] = found[rows]
+            self.tally.old_rows += len(rows) * self.team.is_first
 
     def log_probs(self, tokens: TokenRows, rows: list[int], forward: Forward) -> torch.Tensor:
         """Return ``(B, T)`` float32 log-probabilities, without gradient; 0 in other rows.
+
+        All processes call it together, with the same rows, and make the passes of some.
 
         Args:
             tokens: The batch.
             rows: Those that are wanted.
             forward: Of the policy or the reference.
         """
+        if self.team.size == 1:
+            return self._log_probs_here(tokens, rows, forward)
+        mine = tokens.deal([[row] for row in rows], self.team.size)[self.team.rank]
+        found = self._log_probs_here(tokens, sorted(row for [row] in mine), forward)
+        self.team.sum([found])
+        return found
+
+    def _log_probs_here(self, tokens: TokenRows, rows: list[int], forward: Forward) -> torch.Tensor:
         longest = max(map(len, tokens.completion_ids))
         found = torch.zeros(len(tokens), longest, device=self.device)
         left = set(rows)
@@ -194,8 +219,41 @@ class Learner:
         """
         left = set(((weights > 0) & rollout.learnable).nonzero().flatten().tolist())
         in_step = (weights > 0).nonzero().flatten().tolist()
-        self.tally.rows += len(in_step)
-        self.tally.step_tokens += rollout.sampled.tokens.num_tokens(in_step)
+        if self.team.is_first:
+            self.tally.rows += len(in_step)
+            self.tally.step_tokens += rollout.sampled.tokens.num_tokens(in_step)
+        if self.team.size == 1:
+            self._learn_here(rollout, left, weights)
+            return
+        mine = self._share_of(rollout, left)
+        settled = rollout.settled.clone()
+        self._learn_here(rollout, set(mine), weights)
+        if rollout.on_policy:
+            rollout.exchange(sorted(mine), settled, self.team.sum)
+
+    def _share_of(self, rollout: Rollout, rows: set[int]) -> set[int]:
+        """Return the rows that this process learns from.
+
+        Groups whose advantages wait for their log-probabilities stay together. Where that would
+        leave some process with too much, an old-log-prob pass is run for all of them first: it
+        costs a third of what learning does.
+        """
+        tokens, size = rollout.sampled.tokens, self.team.size
+        groups = [[row for row in group if row in rows] for group in rollout.groups]
+        waits = not all(rollout.settled[number] for number, group in enumerate(groups) if group)
+        units = [group for group in groups if group]
+        if waits and units:
+            shares = tokens.deal(units, size)
+            loads = [sum(map(tokens.num_tokens, share)) for share in shares]
+            if 3 * max(loads) > 4 * sum(loads) / size:
+                self.fill_old(rollout, sorted(rows))
+                rollout.settle()
+                waits = False
+        if not waits:
+            units = [[row] for row in sorted(rows)]
+        return {row for unit in tokens.deal(units, size)[self.team.rank] for row in unit}
+
+    def _learn_here(self, rollout: Rollout, left: set[int], weights: torch.Tensor) -> None:
         self.tally.trained += len(left)
         pieces: list[list[int]] = []
         while left:
@@ -218,7 +276,10 @@ class Learner:
         waiting = [groups[number] for number in sorted(unsettled)]
         bundles, too_long = tokens.bundle(waiting, self.budget)
         if too_long:  # a group of its own is more than memory holds: a pass for its KL, then train
-            self.fill_old(rollout, [row for rows in too_long for row in rows])
+            rows = [row for rows in too_long for row in rows]
+            found = self._log_probs_here(tokens, rows, self.forward)
+            rollout.old_log_probs[rows] = found[rows]
+            self.tally.old_rows += len(rows)
             rollout.settle([rows[0] // rollout.num_generations for rows in too_long])
         together = {row for bundle in bundles for row in bundle}
         for piece in self._cut(tokens, left - together):

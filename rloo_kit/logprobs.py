@@ -43,9 +43,9 @@ def token_log_probs(
     none = hidden[:0].sum(dim=-1).float()  # of no token, and still part of the graph
     log_probs, entropies = [none], [none.detach()]
     chunk = max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // len(weight)))
-    for start in range(0, len(targets), chunk):
-        rows = slice(start, start + chunk)
-        args = (hidden[rows], weight, bias, targets[rows], scale, softcap, scale_before_cap)
+    # split, and no slices: the gradient of a slice is as large as all that it was cut from
+    for part, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        args = (part, weight, bias, wanted, scale, softcap, scale_before_cap)
         if torch.is_grad_enabled():  # recompute the chunk's logits in backward, do not keep them
             log_prob, entropy = checkpoint(_chunk, *args, use_reentrant=False)
         else:

@@ -173,8 +173,11 @@ def _release_all(
             errors.append(exc)
     if clear_notebook:
         _clear_notebook()
-    _return_to_system()
-    return Released(before, measure(), tuple(held_tensors())), errors
+    return_to_system()
+    held: list[Held] = []
+    with contextlib.suppress(MemoryError):  # to name them takes some, and none may be left
+        held = held_tensors()
+    return Released(before, measure(), tuple(held)), errors
 
 
 def _release_one(thing: Any) -> None:
@@ -376,10 +379,9 @@ def _release_trainer(trainer: Any) -> None:
         inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         inner.state.clear()
         inner.param_groups.clear()
-    loop = "model optimizer lr_scheduler"
-    _forget(
-        trainer, f"{loop} model_wrapped ref_model _buffered_inputs _learner _window _canary engine"
-    )
+    loop = "model optimizer lr_scheduler model_wrapped ref_model"
+    kept = "_buffered_inputs _learner _window _canary _at_boundary _state_read"
+    _forget(trainer, f"{loop} {kept} engine")
     _forget(trainer.callback_handler, f"{loop} train_dataloader eval_dataloader")
     trainer.accelerator.free_memory()
 
@@ -405,7 +407,8 @@ def _empty_model(model: Any) -> None:
             module.quant_state = None
 
 
-def _return_to_system() -> None:
+def return_to_system() -> None:
+    """Give back to the system, and to a GPU's driver, what nothing holds any more."""
     for thread in threading.enumerate():
         if type(thread).__name__ == "TMonitor":  # watches tqdm's bars; the next bar starts another
             thread.exit()

@@ -14,6 +14,7 @@ from rloo_kit.environment import quiet, setup
 from rloo_kit.errors import ConfigError, KitError, ModelError
 from rloo_kit.hardware import GIB, Hardware, host_memory, why_not_vllm
 from rloo_kit.memory import belongs_to_session
+from rloo_kit.model_shape import TINY_THINKER
 from rloo_kit.pickles import (
     WHY,
     is_pickle,
@@ -25,7 +26,6 @@ from rloo_kit.pickles import (
 from rloo_kit.reward_contract import OverdueError, within
 from rloo_kit.wording import shown, why
 
-TINY_THINKER = Path(__file__).parent / "assets" / "tiny-thinker"
 PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
 TEMPLATE_SECONDS = 5.0
 """That a chat template may take once; usual ones take a thousandth of a second."""
@@ -180,11 +180,19 @@ def attach_lora(
     return peft_model
 
 
-def save_adapter(model: Any, tokenizer: Any, folder: str | Path) -> Path:
+def save_adapter(
+    model: Any, tokenizer: Any, folder: str | Path, weights: dict[str, Any] | None = None
+) -> Path:
     """Write the trained adapter and the tokenizer; the folder is whole or absent.
 
     The folder loads with ``peft.PeftModel.from_pretrained`` or ``AutoPeftModelForCausalLM``. TRL's
     frozen copy of the adapter (``ref``) is left out.
+
+    Args:
+        model: With its adapter.
+        tokenizer: Written beside it.
+        folder: Of an adapter, or one that is not there yet.
+        weights: The model's, gathered, where they are divided between processes.
 
     Raises:
         ModelError: The disk refused, or the folder holds something else than an adapter.
@@ -198,7 +206,7 @@ def save_adapter(model: Any, tokenizer: Any, folder: str | Path) -> Path:
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        model.save_pretrained(str(partial), selected_adapters=["default"])
+        model.save_pretrained(str(partial), selected_adapters=["default"], state_dict=weights)
         tokenizer.save_pretrained(str(partial))
         if folder.exists():
             shutil.rmtree(folder)

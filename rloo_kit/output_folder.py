@@ -144,6 +144,24 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
             os.close(place)
 
 
+@contextlib.contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait until no other process of the same training is in the body, for a folder that exists.
+
+    Where the system or the disk knows no locks, nothing is waited for.
+    """
+    if fcntl is None or not folder.is_dir():
+        yield
+        return
+    place = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(place, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(place)
+
+
 def _open_locked(path: Path) -> int:
     """Return a descriptor of the file of that name, locked where locks are known."""
     for attempt in itertools.count():

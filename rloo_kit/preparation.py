@@ -1,13 +1,14 @@
 """What a run file asks for, made ready: settings, prompts, trainer arguments, the policy."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config import RunConfig, find_run_file, make_run_config, read_run_file
+from rloo_kit.config import DEFAULT_BATCH, RunConfig, find_run_file, make_run_config, read_run_file
 from rloo_kit.data import (
     MAX_HELD_OUT,
     drop_long_prompts,
@@ -48,7 +49,7 @@ def _without_hidden(config: RunConfig) -> RunConfig:
     return make_run_config(settings) if names else config
 
 
-def _beside(name: str, base: Path) -> str:
+def beside(name: str, base: Path) -> str:
     """Return a path relative to the run file where one exists there, else the name as it is."""
     candidate = base / name
     return str(candidate) if not Path(name).exists() and candidate.exists() else name
@@ -62,7 +63,7 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
         base: Folder that the paths of model and prompts start from.
         rewards_base: Folder that those of the rewards start from.
     """
-    name, prompts = (_beside(text, base) for text in (config.model.name, config.data.prompts))
+    name, prompts = (beside(text, base) for text in (config.model.name, config.data.prompts))
     model, data = config.model, config.data
     if Path(name).exists() and name != "tiny-thinker":
         model = replace(model, name=str(Path(name).resolve()))
@@ -107,7 +108,7 @@ def _both_splits(config: RunConfig, base: Path) -> tuple[Any, Any]:
         "settings": data.settings,
     }
     if not is_task(data.prompts):
-        everything = load_prompts(_beside(data.prompts, base), split=data.split, **common)
+        everything = load_prompts(beside(data.prompts, base), split=data.split, **common)
         return split_held_out(everything, data.held_out)
     held_out = MAX_HELD_OUT if data.held_out is None else data.held_out
     kept = None
@@ -116,16 +117,61 @@ def _both_splits(config: RunConfig, base: Path) -> tuple[Any, Any]:
     return load_prompts(data.prompts, **common), kept
 
 
-def make_trainer_args(config: RunConfig, folder: Path) -> Any:
+def make_trainer_args(config: RunConfig, folder: Path, processes: int = 1) -> Any:
     """Return the run's ``LeaveOneOutConfig``: ``trainer:``, and what ``data:`` says to the trainer.
 
+    Args:
+        config: Of the run.
+        folder: That is written to.
+        processes: That divide the batch of the run file between them.
+
     Raises:
-        ConfigError: The two contradict each other.
+        ConfigError: The two contradict each other, or the batch cannot be divided.
     """
     from rloo_kit.trainer import LeaveOneOutConfig
 
     settings = {**config.trainer, **_from_data(config)}
+    if processes > 1:
+        settings |= divided_batch(settings, processes)
     return LeaveOneOutConfig(**settings, output_dir=str(folder), seed=config.seed)
+
+
+def divided_batch(settings: dict[str, Any], processes: int) -> dict[str, int]:
+    """Return what each process does of a run file's batch: the step stays what it is.
+
+    Accumulation is divided first, which leaves the rows of a pass as they are, then the rows.
+
+    Args:
+        settings: ``trainer:`` of the run file.
+        processes: How many.
+
+    Raises:
+        ConfigError: They cannot divide it into equal parts.
+    """
+    rows = settings.get("per_device_train_batch_size", DEFAULT_BATCH["per_device_train_batch_size"])
+    slices = settings.get("gradient_accumulation_steps", 1)
+    common = math.gcd(slices, processes)
+    rest = processes // common
+    if rows % rest:
+        fitting = [n for n in range(1, rows * slices + 1) if rows % (n // math.gcd(slices, n)) == 0]
+        raise ConfigError(
+            f"{processes} processes cannot divide a batch of {rows} x {slices} rows "
+            f"(per_device_train_batch_size x gradient_accumulation_steps): start "
+            f"{' or '.join(str(n) for n in fitting if n > 1) or 1}"
+        )
+    divided = {
+        "per_device_train_batch_size": rows // rest,
+        "gradient_accumulation_steps": slices // common,
+    }
+    per_generation = settings.get("steps_per_generation")
+    if per_generation:
+        if per_generation % common:
+            raise ConfigError(
+                f"{processes} processes cannot divide trainer.steps_per_generation "
+                f"{per_generation}: set it to a multiple of gradient_accumulation_steps {slices}"
+            )
+        divided["steps_per_generation"] = per_generation // common
+    return divided
 
 
 def _from_data(config: RunConfig) -> dict[str, Any]:
@@ -167,7 +213,7 @@ def _template_settings(value: Any) -> dict[str, Any]:
 def load_policy(config: RunConfig, base: Path, args: Any) -> tuple[Any, Any]:
     """Return the model with its adapter, and the tokenizer."""
     model, tokenizer = load_model(
-        _beside(config.model.name, base),
+        beside(config.model.name, base),
         max_seq_length=config.model.max_seq_length,
         load_in_4bit=config.model.load_in_4bit,
         backend=config.model.backend,

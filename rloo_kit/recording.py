@@ -17,6 +17,7 @@ from rloo_kit.errors import DiskError
 from rloo_kit.evaluation import Evaluation
 from rloo_kit.redaction import redact_tree
 from rloo_kit.report import write_report
+from rloo_kit.run_record import finite_number, read_json
 from rloo_kit.watch import RunWatch
 
 ALONG_THE_WAY = ("rewards", "num_prompts", "mean_length")
@@ -98,13 +99,21 @@ class RunRecorder(TrainerCallback):
                 os.truncate(path, size)
             elif there < size:
                 self._cut_half_a_line(path)
+        self._take_up_scores(state.global_step)
+
+    def _take_up_scores(self, step: int) -> None:
+        """Take up the scores of the steps that are done; what is damaged counts as none."""
         path = self.folder / "evaluation.json"
+        found, self._evaluation = read_json(path) or {}, {}
+        before, during = found.get("before"), found.get("during")
+        if isinstance(before, dict):
+            self._evaluation["before"] = before
+        rows = during if isinstance(during, list) else ()
+        done = [row for row in rows if isinstance(row, dict)]
+        done = [row for row in done if (finite_number(row.get("step")) or math.inf) <= step]
+        if done:
+            self._evaluation["during"] = done
         if path.exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            self._evaluation = {name: found[name] for name in ("before",) if name in found}
-            during = [row for row in found.get("during", []) if row["step"] <= state.global_step]
-            if during:
-                self._evaluation["during"] = during
             _write(path, self._evaluation)
 
     @staticmethod

@@ -32,6 +32,8 @@ SAMPLE_LENGTH = 4000
 """Characters of a prompt, or a completion, of those."""
 SECRET = re.compile(r"(^|_)(token|key|secret|password)$")
 """Names of settings whose values are not shown."""
+MOST_PARTS = 40
+"""Of the planned memory."""
 UNKNOWN = "not known here"
 """In place of a default that the kit does not set itself."""
 
@@ -67,6 +69,7 @@ def run_content(
         "beta": _beta(record),
         "config": _settings(record.config),
         "environment": _environment(record),
+        "plan": _plan(record),
         "files": _files(record.folder),
         "command": _command(record),
         "notices": _notices(record.config),
@@ -319,6 +322,27 @@ def _files(folder: Path | None) -> list[tuple[str, int]]:
     except OSError:  # a file that a run which still goes on replaced just now
         pass
     return found
+
+
+def _plan(record: RunRecord) -> dict[str, Any] | None:
+    """Return the memory that was planned at the peak; None where no plan was written."""
+    content = _read_object(record.folder, "plan.json")
+    given = content.get("parts")
+    pairs = [
+        (str(part.get("name")), finite_number(part.get("bytes")))
+        for part in (given if isinstance(given, list) else [])[:MOST_PARTS]
+        if isinstance(part, dict)
+    ]
+    parts = [(name, size) for name, size in pairs if size is not None]
+    if not parts:
+        return None
+    return {
+        "verdict": str(content.get("verdict") or ""),
+        "doing": str(content.get("doing") or ""),
+        "peak": finite_number(content.get("peak")),
+        "room": finite_number(content.get("room")),
+        "parts": parts,
+    }
 
 
 def _command(record: RunRecord) -> str:

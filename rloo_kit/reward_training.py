@@ -580,7 +580,7 @@ def _train(trainer: Any, say: Say) -> tuple[float, int | None]:
     """
     start = time.monotonic()
     try:
-        with StopSignals(lambda name: None, say) as stop:
+        with StopSignals(say) as stop:
             trainer.add_callback(_stops_for(stop))
             trainer.train()
     except Exception as exc:

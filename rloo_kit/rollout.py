@@ -7,6 +7,7 @@ advantages, group by group, as soon as the log-probabilities of a group are in.
 Shapes: P prompts, G generations per prompt, B = P*G completions, T the longest completion.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -74,6 +75,49 @@ class Sampled:
         scores, _ = self.shaped_scores(shaping)
         advantages = leave_one_out_advantages(scores.view(-1, num_generations))
         return (advantages != 0).any(dim=1)
+
+    @classmethod
+    def joined(
+        cls, parts: "list[Sampled]", rewards: torch.Tensor, scores: torch.Tensor
+    ) -> "Sampled":
+        """Return what several processes sampled as one batch, in the order of their ranks.
+
+        Args:
+            parts: Their samples; rewards and scores in them are not looked at.
+            rewards: ``(B, F)`` of all of them.
+            scores: ``(B,)`` of all of them.
+        """
+        log_probs = None
+        if parts[0].sampler_log_probs is not None:
+            log_probs = [row for part in parts for row in part.sampler_log_probs]
+        return cls(
+            [prompt for part in parts for prompt in part.prompts],
+            [completion for part in parts for completion in part.completions],
+            TokenRows(
+                [ids for part in parts for ids in part.tokens.prompt_ids],
+                [ids for part in parts for ids in part.tokens.completion_ids],
+            ),
+            [ended for part in parts for ended in part.ended],
+            rewards,
+            scores,
+            log_probs,
+        )
+
+    def first(self, num_rows: int) -> "Sampled":
+        """Return the sample without the rows from ``num_rows`` on."""
+        if num_rows == len(self.tokens):
+            return self
+        log_probs = self.sampler_log_probs
+        ids = (self.tokens.prompt_ids[:num_rows], self.tokens.completion_ids[:num_rows])
+        return Sampled(
+            self.prompts[:num_rows],
+            self.completions[:num_rows],
+            TokenRows(*ids),
+            self.ended[:num_rows],
+            self.rewards[:num_rows],
+            self.scores[:num_rows],
+            log_probs and log_probs[:num_rows],
+        )
 
     def exchange(
         self, shaping: Shaping, num_generations: int, leaving: list[int], coming: "Sampled"
@@ -248,6 +292,37 @@ class Rollout:
             advantages, self.learnable[rows]
         )
         self.settled[numbers.to(self.settled.device)] = True
+
+    def exchange(
+        self, rows: list[int], settled_before: torch.Tensor, add_up: Callable[[list[Any]], None]
+    ) -> None:
+        """Make several processes' rollouts alike again after each has learned from some rows.
+
+        Args:
+            rows: Those that this process learned from; of a group that was not settled, all
+                learnable ones or none.
+            settled_before: ``(P,)`` what was settled before.
+            add_up: Sums tensors over the processes, in place.
+        """
+        mine = torch.zeros(len(self), device=self.scores.device)
+        mine[rows] = 1.0
+        groups = mine.view(-1, self.num_generations).amax(dim=1) * ~settled_before
+        found = groups.repeat_interleave(self.num_generations)
+        kept = {
+            "old_log_probs": mine,
+            **dict.fromkeys(("kl", "token_kl", "advantages"), found),
+        }
+        parts = {}
+        for name, mask in kept.items():
+            values = getattr(self, name)
+            others = (mask == 0).view(-1, *[1] * (values.ndim - 1))
+            parts[name] = values.masked_fill(others, 0.0)
+        learned = [mine.clone(), found.clone(), groups.clone()]
+        add_up([*learned, *parts.values()])
+        for name, mask in zip(kept, [learned[0]] + [learned[1]] * 3, strict=True):
+            there = mask > 0
+            getattr(self, name)[there] = parts[name][there]
+        self.settled |= learned[2] > 0
 
     def _normalised(self, advantages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return advantages over their spread among comparable rows (tokens, at token level)."""

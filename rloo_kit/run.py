@@ -21,6 +21,7 @@ from rloo_kit.live import live_progress
 from rloo_kit.memory import Released, belongs_to_session, session
 from rloo_kit.models import save_adapter
 from rloo_kit.output_folder import free_folder, lock_folder
+from rloo_kit.planning import remedy, room_here, write_plan
 from rloo_kit.preparation import (
     fitting_prompts,
     load_policy,
@@ -28,6 +29,15 @@ from rloo_kit.preparation import (
     read_config,
     read_prompts,
     with_whole_paths,
+)
+from rloo_kit.processes import (
+    ALONE,
+    Team,
+    asked_rank,
+    asked_size,
+    current_team,
+    join_team,
+    why_sharded,
 )
 from rloo_kit.redaction import redacting
 from rloo_kit.reward_contract import guarded
@@ -102,24 +112,44 @@ def train(
         from rloo_kit.child import call_in_child
 
         return call_in_child(train, (source, overrides), say, resume=resume)
-    say = redacting(say)
+    say = redacting(say) if asked_rank() == 0 else _nothing
     config, base = read_config(source, overrides)
     rewards_base = Path() if base == EXAMPLES else base  # rewards of one's own are not shipped
     whole = with_whole_paths(config, base, rewards_base)
-    past = folder_to_resume(source, config, resume)
     with terminate_as_interrupt(), session() as opened, contextlib.ExitStack() as held:
-        if past is not None:
+        team = _join(config.model.backend)
+
+        def look_back() -> tuple[Path | None, bool]:
+            """Return the run to go on with, locked, and whether it has ended."""
+            past = folder_to_resume(source, config, resume)
+            if past is None:
+                return None, False
             held.enter_context(lock_folder(past))
             check_same_settings(past, whole)
-            if has_finished(past, config.trainer.get("max_steps") or 0):
-                return _already_finished(past, say)
-        elif resume:
+            return past, has_finished(past, config.trainer.get("max_steps") or 0)
+
+        past, finished = team.lead(look_back)
+        if finished:
+            return _already_finished(past, say)
+        if resume and past is None:
             say(f"no run in {config.output_dir} to resume: a new one begins")
         made = _prepare(config, base, rewards_base, past, say)
         result = _train_and_score(made, whole, past, say)
     result = replace(result, released=opened.released)
-    _conclude(say, result)
+    if asked_rank() == 0:
+        _conclude(say, result)
     return result
+
+
+def _join(backend: str) -> Team:
+    """Join the processes that a launcher started; alone, nothing is loaded for it."""
+    if asked_size() == 1:
+        return ALONE
+    return join_team(on_cpu=_set_up(backend).hardware.device == "cpu")
+
+
+def _nothing(line: str) -> None:
+    """Say nothing: in other processes than the first."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +157,8 @@ class _Prepared:
     """All that a training needs, made and tried once; nothing of it is on the disk yet."""
 
     config: RunConfig
+    base: Path
+    """Folder that the paths of model and prompts start from."""
     environment: Environment
     folder: Path
     args: Any
@@ -140,28 +172,45 @@ class _Prepared:
 
 def _train_and_score(made: _Prepared, whole: RunConfig, past: Path | None, say: Say) -> RunResult:
     """Do all of it but the release; what is made here belongs to the open session."""
-    checkpoint = find_checkpoint(past) if past is not None else None
-    before = _scores_before(made.score, past, checkpoint)
-    if before:
-        say(f"before: {_means(before)}")
+    team = current_team()
+    checkpoint, found = team.lead(lambda: _what_is_there(past))
     if past is None:
-        folder = new_folder(made.folder, whole, made.environment)
+        taken = new_folder(made.folder, whole, made.environment)
     else:
-        folder = reopened_folder(past, whole, made.environment, checkpoint)
-    with folder as recorder:
-        made.args.output_dir = str(recorder.folder)
+        taken = reopened_folder(past, whole, made.environment, checkpoint)
+    with taken if team.is_first else contextlib.nullcontext() as recorder:
+        folder = team.share(recorder and recorder.folder)
+        made.args.output_dir = str(folder)
         trainer = _make_trainer(made, recorder)
+        if checkpoint is None:
+            _rehearse(trainer, made, say)
+        before = made.score() if found is None else found
+        if before:
+            say(f"before: {_means(before)}")
         _watch(trainer, recorder, made, before, past=checkpoint is not None)
         seconds, by = _train(trainer, recorder, checkpoint, say)
-        adapter = save_adapter(made.model, made.tokenizer, recorder.folder / "adapter")
+        weights = trainer.gathered_weights()
+        if recorder is not None:
+            save_adapter(made.model, made.tokenizer, recorder.folder / "adapter", weights)
         after, by = _score_again(made.score, by)
-        steps = _finish(trainer, recorder, after, seconds, by)
+        steps, rescued = trainer.state.global_step, trainer.rescued is not None
+        if recorder is not None:
+            _finish(trainer, recorder, after, seconds, by)
+            folder = recorder.folder
     _compare(say, before, after)
     terminated = by == "SIGTERM"
-    rescued = trainer.rescued is not None
-    return RunResult(
-        recorder.folder, adapter, before, after, steps, seconds, bool(by), terminated, rescued
-    )
+    adapter = folder / "adapter"
+    return RunResult(folder, adapter, before, after, steps, seconds, bool(by), terminated, rescued)
+
+
+def _what_is_there(past: Path | None) -> tuple[Checkpoint | None, Evaluation | None]:
+    """Return the checkpoint to go on from, and the scores from before the training."""
+    checkpoint = find_checkpoint(past) if past is not None else None
+    found = earlier_scores(past) if checkpoint is not None else None
+    try:
+        return checkpoint, None if found is None else Evaluation(**found)
+    except TypeError:  # another version's, or damaged: it is scored again
+        return checkpoint, None
 
 
 def _prepare(
@@ -171,10 +220,10 @@ def _prepare(
     load_rewards(config.rewards, base_dir=rewards_base, say=say)
     if config.model.trust_remote_code:
         say(f"code that comes with {config.model.name} may run: model.trust_remote_code is true")
-    environment = _set_up(config.model.backend)
+    environment, team = _set_up(config.model.backend), current_team()
     prompts, held_out = read_prompts(config, base)
-    folder = past or free_folder(config.output_dir)
-    args = make_trainer_args(config, folder)
+    folder = past or team.lead(lambda: free_folder(config.output_dir))
+    args = make_trainer_args(config, folder, team.size)
     check_engine(args)
     model, tokenizer = load_policy(config, base, args)
     load = functools.partial(
@@ -194,7 +243,7 @@ def _prepare(
         belongs_to_session(judge.func)
     score = _scorer(model, tokenizer, held_out, judges, args, engine)
     return _Prepared(
-        config, environment, folder, args, model, tokenizer, rewards, prompts, engine, score
+        config, base, environment, folder, args, model, tokenizer, rewards, prompts, engine, score
     )
 
 
@@ -207,14 +256,6 @@ def _already_finished(folder: Path, say: Say) -> RunResult:
     return RunResult(folder, folder / "adapter", None, None, end["steps"], 0.0, interrupted=False)
 
 
-def _scores_before(
-    score: Callable[[], Evaluation | None], past: Path | None, checkpoint: Checkpoint | None
-) -> Evaluation | None:
-    """Return the scores on held-out prompts before the training, made now or by the run before."""
-    found = earlier_scores(past) if past is not None and checkpoint is not None else None
-    return score() if found is None else Evaluation(**found)
-
-
 def _set_up(backend: str) -> Environment:
     environment = setup(backend)
     live_progress()  # a wrong RLOO_KIT_LIVE, of .env too, is told before the model is loaded
@@ -224,7 +265,7 @@ def _set_up(backend: str) -> Environment:
 # --- preparation ---------------------------------------------------------------------------------
 
 
-def _make_trainer(made: _Prepared, recorder: "RunRecorder") -> Any:
+def _make_trainer(made: _Prepared, recorder: "RunRecorder | None") -> Any:
     from rloo_kit.trainer import LeaveOneOutTrainer
 
     try:
@@ -234,7 +275,7 @@ def _make_trainer(made: _Prepared, recorder: "RunRecorder") -> Any:
             args=made.args,
             train_dataset=made.prompts,
             processing_class=made.tokenizer,
-            callbacks=[recorder],
+            callbacks=[recorder] if recorder is not None else [],
             engine=made.engine,
         )
     except (ValueError, NotImplementedError) as exc:
@@ -245,13 +286,16 @@ def _make_trainer(made: _Prepared, recorder: "RunRecorder") -> Any:
 
 def _watch(
     trainer: Any,
-    recorder: "RunRecorder",
+    recorder: "RunRecorder | None",
     made: _Prepared,
     before: Evaluation | None,
     *,
     past: bool,
 ) -> None:
-    """Let the doctor know the run file and the scores on held-out prompts."""
+    """Let the doctor know the run file and the scores on held-out prompts.
+
+    All processes score them together; the first has a recorder, and a doctor.
+    """
     from rloo_kit.recording import HeldOutScores
 
     watch, every = trainer.watch, made.config.data.held_out_every
@@ -261,10 +305,12 @@ def _watch(
             watch.see_held_out(step, evaluation.as_dict())
 
     def tell(evaluation: Evaluation, step: int) -> None:
-        recorder.write_evaluation(evaluation, step)
+        if recorder is not None:
+            recorder.write_evaluation(evaluation, step)
         see(evaluation, step)
 
-    recorder.stop = trainer.stop
+    if recorder is not None:
+        recorder.stop = trainer.stop
     if watch is not None:
         watch.config = made.config
         with contextlib.suppress(DataError):  # what a power cut left of it may hold no line
@@ -277,6 +323,23 @@ def _watch(
             watch.by_held_out = True
         rest = trainer.engine.sleep if trainer.engine is not None else lambda: None
         trainer.add_callback(HeldOutScores(every, made.score, tell, rest))
+
+
+def _rehearse(trainer: Any, made: _Prepared, say: Say) -> None:
+    """Let memory that is not enough for the longest step run out before the first.
+
+    What was planned for it is written beside, for the report.
+    """
+    from rloo_kit.rehearsal import rehearse_first
+
+    if trainer.team.is_first:
+        write_plan(made.config, Path(made.args.output_dir), base=made.base)
+    rehearse_first(
+        trainer,
+        say,
+        max_prompt_tokens=made.config.data.max_prompt_tokens,
+        remedy=lambda: remedy(made.config, room_here(), base=made.base),
+    )
 
 
 def _judges(
@@ -297,17 +360,25 @@ def _scorer(
     args: Any,
     engine: Engine | None,
 ) -> Callable[[], Evaluation | None]:
+    team, mine = current_team(), held_out
+    # divided weights need every process in every pass: all score all of them
+    divided = team.size > 1 and why_sharded() is None
+    divided = divided and held_out is not None and len(held_out) >= team.size
+    if divided:
+        mine = held_out.shard(team.size, team.rank, contiguous=True)
+
     def score() -> Evaluation | None:
         if held_out is None:
             return None
-        return evaluate(
+        found = evaluate(
             model,
             tokenizer,
-            held_out,
+            mine,
             judges,
             engine=engine,
             **settings_of(args),
         )
+        return Evaluation.joined(team.gather(found)) if divided else found
 
     return score
 
@@ -316,13 +387,13 @@ def _scorer(
 
 
 def _train(
-    trainer: Any, recorder: "RunRecorder", checkpoint: Checkpoint | None, say: Say
+    trainer: Any, recorder: "RunRecorder | None", checkpoint: Checkpoint | None, say: Say
 ) -> tuple[float, str]:
     """Train; return seconds and what interrupted it, or "". A fault saves what was learned first.
 
     Args:
         trainer: The trainer.
-        recorder: Of the run.
+        recorder: Of the run; None in other processes than the first.
         checkpoint: To go on from; None: from the beginning.
         say: For lines.
     """
@@ -345,8 +416,8 @@ def _train(
     return time.monotonic() - start, ""
 
 
-def _save_after_fault(trainer: Any, recorder: "RunRecorder", say: Say) -> None:
-    if not trainer.state.global_step:
+def _save_after_fault(trainer: Any, recorder: "RunRecorder | None", say: Say) -> None:
+    if recorder is None or not trainer.state.global_step:
         return
     try:
         trainer.check_weights()
@@ -372,8 +443,8 @@ def _score_again(score: Callable[[], Evaluation | None], by: str) -> tuple[Evalu
 
 def _finish(
     trainer: Any, recorder: "RunRecorder", after: Evaluation | None, seconds: float, by: str
-) -> int:
-    """Write the second scores, how the run ended, and the last report; return the steps."""
+) -> None:
+    """Write the second scores, how the run ended, and the last report."""
     recorder.write_waiting()
     if after is not None:
         recorder.write_evaluation(after)
@@ -383,7 +454,6 @@ def _finish(
     steps = trainer.state.global_step
     recorder.write_end(how, reason, steps, seconds, trainer.watch)
     recorder.write_report()
-    return steps
 
 
 def _introduce(

@@ -18,7 +18,9 @@ from rloo_kit.environment import Environment
 from rloo_kit.errors import ConfigError
 from rloo_kit.hardware import TESTED, installed_version
 from rloo_kit.output_folder import latest_folder, lock_folder, make_run_folder
+from rloo_kit.processes import current_team
 from rloo_kit.redaction import redact_tree, without_hidden
+from rloo_kit.run_record import read_json
 from rloo_kit.wording import shown
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ def has_finished(folder: Path, max_steps: int) -> bool:
         folder: Of the run.
         max_steps: That it is to make now; not above 0 where its epochs decide.
     """
-    end = _read_json(folder / "end.json")
+    end = read_json(folder / "end.json") or {}
     steps = end.get("steps")
     return (
         end.get("how") == "finished"
@@ -187,16 +189,8 @@ def reopened_folder(
 
 def earlier_scores(folder: Path) -> dict[str, Any] | None:
     """Return the scores on held-out prompts from before the training, where a run has them."""
-    found = _read_json(folder / "evaluation.json").get("before")
+    found = (read_json(folder / "evaluation.json") or {}).get("before")
     return found if isinstance(found, dict) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def write_run_file(folder: Path, config: RunConfig) -> None:
@@ -208,6 +202,7 @@ def write_run_file(folder: Path, config: RunConfig) -> None:
 
 def _write_environment(folder: Path, environment: Environment) -> None:
     facts = asdict(environment)
+    facts["processes"] = current_team().size
     facts["versions"] = {name: installed_version(name) for name in ("rloo_kit", *TESTED)}
     (folder / "environment.json").write_text(json.dumps(redact_tree(facts), indent=2) + "\n")
 

@@ -16,6 +16,8 @@ from rloo_kit.findings import Finding
 
 KEPT_ROWS = 4000
 """Completions that are read from the beginning of a large file, and as many from its end."""
+KEPT_SIZE = 1 << 25
+"""Bytes of them that are read of each end (characters, while a run goes)."""
 WINDOW = 20
 """Steps, at most, that count as the beginning of a run and as its end; a quarter of a short one."""
 SURE = 3.0
@@ -44,7 +46,7 @@ class RunRecord:
     metrics: list[dict[str, Any]]
     """A row a step, as in metrics.jsonl."""
     completions: list[dict[str, Any]] = field(default_factory=list)
-    """A row a completion; of a large file the first and the last ``KEPT_ROWS``."""
+    """A row a completion; of a large file the first and the last ones (``BothEnds``)."""
     evaluation: dict[str, Any] | None = None
     """``before`` and ``after`` on held-out prompts; None where the run made none."""
     config: RunConfig | None = None
@@ -89,8 +91,9 @@ def _read_folder(place: Path) -> RunRecord:
             f"{str(place)!r} is no folder of a run: it holds neither metrics.jsonl nor run.yaml; "
             f"give the folder that rloo-kit train wrote"
         )
-    metrics, damaged = _read_rows(place / "metrics.jsonl", None)
-    completions, _ = _read_rows(place / "completions.jsonl", KEPT_ROWS)
+    metrics, damaged = _read_rows(place / "metrics.jsonl", BothEnds())
+    ends = BothEnds(KEPT_ROWS, KEPT_SIZE)
+    completions, _ = _read_rows(place / "completions.jsonl", ends)
     if damaged and not metrics:
         raise DataError(
             f"{str(place / 'metrics.jsonl')!r} holds no line of JSON: it was not written by a run, "
@@ -100,24 +103,53 @@ def _read_folder(place: Path) -> RunRecord:
     return RunRecord(
         metrics,
         completions,
-        _read_json(place / "evaluation.json"),
+        read_json(place / "evaluation.json"),
         _read_config(place / "run.yaml"),
-        _read_json(place / "end.json") or {},
+        read_json(place / "end.json") or {},
         place,
     )
 
 
-def _read_rows(path: Path, kept: int | None) -> tuple[list[dict[str, Any]], int]:
+class BothEnds:
+    """The first and the last of many rows, the middle left out.
+
+    Args:
+        rows: Most that are kept of each end.
+        size: What those of each end may have together; the very last row is kept in any case.
+    """
+
+    def __init__(self, rows: float = math.inf, size: float = math.inf) -> None:
+        self._most, self._size = rows, size
+        self._first: list[Any] = []
+        self._last: deque[tuple[Any, int]] = deque()
+        self._room, self._held = size, 0
+
+    def add(self, row: Any, size: int) -> None:
+        """Take in the next row, of so many bytes or characters."""
+        if not self._last and len(self._first) < self._most and size <= self._room:
+            self._first.append(row)
+            self._room -= size
+            return
+        self._last.append((row, size))
+        self._held += size
+        while len(self._last) > self._most or (self._held > self._size and len(self._last) > 1):
+            self._held -= self._last.popleft()[1]
+
+    @property
+    def rows(self) -> list[Any]:
+        """All that are kept, in order."""
+        return [*self._first, *(row for row, _ in self._last)]
+
+
+def _read_rows(path: Path, ends: BothEnds) -> tuple[list[dict[str, Any]], int]:
     """Return the objects of a JSONL file and how many lines are none; [] where it is missing."""
     if not path.is_file():
         return [], 0
-    first: list[bytes] = []
-    last: deque[bytes] = deque(maxlen=kept)
     with path.open("rb") as lines:
         for line in lines:
-            (first if kept and len(first) < kept else last).append(line)
+            ends.add(line, len(line))
     rows, damaged = [], 0
-    for line in (*first, *last):
+    for line in ends.rows:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -134,12 +166,13 @@ def _has_place(row: dict[str, Any]) -> bool:
     return not any(isinstance(row.get(name), list | dict) for name in ("step", "group"))
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file; None where it is missing, damaged or none."""
     if not path.is_file():
         return None
     try:
         content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 

@@ -77,15 +77,13 @@ class StopSignals:
     again at the end.
 
     Example:
-        with StopSignals(lambda name: flag.set(), say=print) as stop:
-            while not flag.is_set():
+        with StopSignals(say=print) as stop:
+            while not stop.received:
                 step()
         if stop.received:
             sys.exit(exit_code(stop.received))
 
     Args:
-        ask: Called with ``"Ctrl-C"`` or ``"SIGTERM"`` between two instructions of the main thread,
-            whatever that is at: it may set a flag, and must neither print nor take a lock.
         say: Called with a line for the user, from a thread of its own; None: nothing is said.
 
     Raises:
@@ -93,12 +91,9 @@ class StopSignals:
         Terminated: In the body, by a second signal that is a SIGTERM.
     """
 
-    def __init__(
-        self, ask: Callable[[str], object], say: Callable[[str], object] | None = None
-    ) -> None:
+    def __init__(self, say: Callable[[str], object] | None = None) -> None:
         self.received: int | None = None
         """Number of the first signal."""
-        self._ask = ask
         self._say = say
         self._requests = _Requests()
         self._before: dict[int, Any] = {}
@@ -119,7 +114,6 @@ class StopSignals:
         if self.received is not None:
             raise interrupt_for(number)
         self.received = number
-        self._ask(NAMES[number])
         if self._say is not None:
             # Whatever prints may be what was interrupted, with its lock held; and to start a
             # threading.Thread takes a lock too.

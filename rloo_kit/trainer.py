@@ -14,7 +14,7 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from rloo_kit.memory import belongs_to_session, take_peak
 from rloo_kit.nonfinite import StepGuard, check_finite, finite_logits
 from rloo_kit.objective import RunningMoments
 from rloo_kit.out_of_memory import Pieces
+from rloo_kit.processes import asked_size, current_team, why_sharded
 from rloo_kit.redaction import redact, redact_tree
 from rloo_kit.reward_contract import AsyncCheckedReward, guarded
 from rloo_kit.reward_loading import LoadedReward, load_rewards
@@ -143,13 +144,17 @@ class LeaveOneOutConfig(RLOOConfig):
     max_skipped_steps: int = 3
     """Stop when so many optimizer steps in a row had to be skipped, since their gradients were no
     finite numbers."""
+    dry_run: bool | None = None
+    """Of a run file: take the memory of the longest step a run can have before its first
+    (docs/dry_run.md; in Python ``rehearsal.rehearse(trainer)``); null: on a GPU, until it has
+    fitted once."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as trackers and checkpoints get them: without secrets."""
         return redact_tree(super().to_dict())
 
     def __init__(self, output_dir: str | None = None, **arguments: Any) -> None:
-        values = translate_trainer_arguments(arguments)
+        values = translate_trainer_arguments(arguments, asked_size())
         for field in OWN_FIELDS:
             setattr(self, field.name, values.pop(field.name, field.default))
         hardware = setup().hardware
@@ -180,6 +185,7 @@ class LeaveOneOutConfig(RLOOConfig):
             "vllm_enable_sleep_mode": not on_cpu,
             "dataloader_pin_memory": not on_cpu,
             "use_cpu": on_cpu,
+            **({"ddp_backend": "gloo"} if on_cpu and asked_size() > 1 else {}),
         }
         try:
             super().__init__(**{**defaults, **values, "output_dir": output_dir or "runs/trainer"})
@@ -209,8 +215,9 @@ OWN_FIELDS = tuple(
 class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
     """TRL's ``RLOOTrainer``: same gradient, fewer passes, checked scores, honest metrics.
 
-    Prompts with images, and several processes, are trained by TRL's own code; there the kit's own
-    settings must keep their defaults.
+    In several processes the batch is divided between them, and the step is the one that one process
+    would make (docs/processes.md). Prompts with images, and weights that FSDP or DeepSpeed divides,
+    are trained by TRL's own code; there the kit's own settings must keep their defaults.
 
     Args:
         model: As ``attach_lora`` returned it; anything TRL takes works too.
@@ -253,6 +260,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         _translate_parts(parts, others)
         asked = parts.pop("args") or LeaveOneOutConfig()
         args = copy.copy(asked)  # the caller's stays as it is
+        self.team = current_team()
         _follow_model(args, parts["model"])
         rewards = _load_weighted(parts.pop("reward_funcs"), args, parts["processing_class"])
         if asked_for(args) != "trl":
@@ -269,8 +277,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
                 callbacks=[
                     _Boundary(self),
                     *(callbacks or []),
-                    *self._watching(args, model),
-                    live_progress(),
+                    *(self._views(args, model) if self.team.is_first else ()),
                 ],
                 **parts,
                 **others,
@@ -317,9 +324,10 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
     watch: RunWatch | None = None
     """The doctor's rules on this training; None where ``args.doctor`` is off."""
 
-    def _watching(self, args: LeaveOneOutConfig, model: Any) -> list[RunWatch]:
+    def _views(self, args: LeaveOneOutConfig, model: Any) -> list[TrainerCallback]:
+        """Return what speaks of the training: the first process's part."""
         if not args.doctor:
-            return []
+            return [live_progress()]
         self.watch = RunWatch(
             _config_of(args, model),
             tell=lambda findings: self._tell("on_findings", findings=findings),
@@ -327,7 +335,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
             stop_on=args.stop_on or (),
             parameters=lambda: [p for p in self.model.parameters() if p.requires_grad],
         )
-        return [self.watch]
+        return [self.watch, live_progress()]
 
     def _tell(self, event: str, **values: Any) -> None:
         """Call the callbacks that know one of the kit's events.
@@ -350,7 +358,10 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, or go on (``ExactResume.train``); views of the run are closed however it ends."""
         try:
-            return super().train(*args, **kwargs)
+            output = super().train(*args, **kwargs)
+            if not self._use_trl_path:  # the first process may have put its best weights back
+                self.team.copy_from_first(list(self._trained().values()))
+            return output
         finally:
             for callback in self.callback_handler.callbacks:
                 close = getattr(callback, "close", None)
@@ -365,6 +376,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         started = self._first_started
         return {
             "micro_step": self._step,
+            "slices": self.args.steps_per_generation,
             "batch": self._batch_in_use() if in_use and self._buffered_inputs else None,
             "moments": dataclasses.asdict(self.reward_moments),
             "no_signal": list(self._no_signal),
@@ -387,7 +399,8 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
 
     def _take_up(self, held: dict[str, Any]) -> None:
         """Take up what ``_held`` returned."""
-        self._step, batch = held["micro_step"], held["batch"]
+        batch, slices = held["batch"], self.args.steps_per_generation
+        self._step = held["micro_step"] * slices // held.get("slices", slices)
         self._buffered_inputs = None
         self._learner = None if self._use_trl_path else self._make_learner()
         if self._learner is not None and not self.args.tokens_per_micro_batch:
@@ -400,7 +413,8 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
             ]
         elif batch is not None:
             rollout = Rollout.from_tree(batch["rollout"], self.accelerator.device)
-            self._buffered_inputs = [(rollout, rows) for rows in batch["order"]]
+            order = torch.cat(batch["order"]).split(len(rollout) // slices)
+            self._buffered_inputs = [(rollout, rows) for rows in order]
         self._sampling.size = held["at_once"]
         self._guard.skipped, self._guard.in_a_row = held["skipped"]
         self.reward_moments = RunningMoments(**held["moments"])
@@ -425,7 +439,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         slices = self.args.steps_per_generation
         if self._step % (slices * self.num_iterations) == 0 or self._buffered_inputs is None:
             rollout = self._generate_and_score_completions(generation_batch)
-            order = torch.randperm(len(rollout)).split(len(rollout) // slices)
+            order = self.team.share(torch.randperm(len(rollout))).split(len(rollout) // slices)
             self._run_old_pass(rollout, order)
             self._buffered_inputs = [(rollout, rows) for rows in order]
         return self._buffered_inputs[self._step % slices]
@@ -440,6 +454,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
             self._learner = self._make_learner()
         # Async rewards run while the reference pass computes, unless they decide who gets a pass.
         overlap = bool(self.beta) and not (args.gate_on_score or args.dynamic_sampling)
+        overlap = overlap and self.team.size == 1
         sampled, reference = self._sample(inputs, overlap=overlap)
         without = ~sampled.has_signal(shaping, self.num_generations)
         self._note("signal/groups_without", without.float().mean().item())
@@ -546,8 +561,13 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
     ) -> tuple[Sampled, torch.Tensor | None]:
         """Generate and score; with ``overlap`` and async rewards, run the reference pass meanwhile.
 
+        Args:
+            inputs: The rows of this process; as many in each.
+            overlap: Only in one process.
+
         Returns:
-            The sample, and the reference's ``(B, T)`` log-probabilities where they were computed.
+            The sample of all processes, and the reference's ``(B, T)`` log-probabilities where they
+            were computed.
         """
         started = time.perf_counter()
         prompts = [row["prompt"] for row in inputs]
@@ -570,15 +590,25 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
             rewards = self._calculate_rewards(inputs, prompts, completions, completion_ids)
         finally:
             self.reward_funcs = functions
-        scores = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
-        scores[rewards.isnan().all(dim=1)] = torch.nan
-
-        num_tokens = sum(map(len, completion_ids))
+        log_probs = self._drawn_log_probs
+        scores = self._weighted(rewards)
+        sampled = Sampled(prompts, completions, tokens, ended, rewards, scores, log_probs)
+        if self.team.size > 1:
+            sampled = self._with_the_others(sampled)
+        num_tokens = sum(map(len, sampled.tokens.completion_ids))
         self._note("speed/generation_tokens_per_second", num_tokens / (generated - started))
         self._elsewhere += time.perf_counter() - started - reference_seconds
-        log_probs = self._drawn_log_probs
-        sampled = Sampled(prompts, completions, tokens, ended, rewards, scores, log_probs)
         return sampled, reference
+
+    def _weighted(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Return ``(B,)`` weighted sums of ``(B, F)`` rewards; NaN where no function applied."""
+        scores = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        return scores.masked_fill(rewards.isnan().all(dim=1), torch.nan)
+
+    def _with_the_others(self, sampled: Sampled) -> Sampled:
+        """Return what all processes sampled; the scores are those of all of them already."""
+        mine = dataclasses.replace(sampled, rewards=None, scores=None)
+        return Sampled.joined(self.team.gather(mine), sampled.rewards, sampled.scores)
 
     def _start_async_rewards(
         self,
@@ -623,10 +653,18 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
             inputs = []
             for _ in leaving:
                 inputs += [self.train_dataset[self._next_prompt()]] * self.num_generations
-            more, _ = self._sample(inputs, overlap=False)
+            more, _ = self._sample(self._my_part(inputs), overlap=False)
+            more = more.first(len(inputs))
             sampled.exchange(self.args.shaping, self.num_generations, leaving, more)
             drawn += len(leaving)
         return drawn
+
+    def _my_part(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows of this process, as many as the others have: the last row fills up."""
+        size, rank = self.team.size, self.team.rank
+        each = -(-len(inputs) // size)
+        filled = inputs + [inputs[-1]] * (each * size - len(inputs))
+        return filled[rank * each : (rank + 1) * each]
 
     def _next_prompt(self) -> int:
         if not self._prompt_order:
@@ -666,6 +704,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
             if args.rollout_correction
             else None,
             pad_to_multiple_of=self.pad_to_multiple_of,
+            team=self.team,
         )
 
     def _policy(self, batch: MicroBatch) -> Scored:
@@ -677,6 +716,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         No attention mask: rows are padded on the right alone. (Unsloth's kernels may drop the
         mask while they train, and TRL's left-padded prompts would then attend to their padding.)
         """
+        model = self.accelerator.unwrap_model(model)  # the learner sums gradients, not DDP
         with self.accelerator.autocast():
             output = model(input_ids=batch.input_ids, labels=batch.labels, fused_lm_head=True)
         before = (batch.places - 1).clamp(min=0)  # TRL's head scores a token one column before it
@@ -709,7 +749,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
             model = self.accelerator.unwrap_model(self.model)
             place = use_adapter(model, "ref" if "ref" in model.peft_config else None)
         with place:
-            self._learner.tally.reference_rows += len(rows)
+            self._learner.tally.reference_rows += len(rows) * self.team.is_first
             return self._learner.log_probs(tokens, rows, reference)
 
     def _run_old_pass(self, rollout: Rollout, order: tuple[torch.Tensor, ...]) -> None:
@@ -752,6 +792,8 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         state, step = self._window_at
         if state is not self.state or step != self.state.global_step:
             self._window, self._window_at = [], (self.state, self.state.global_step)
+            if self.team.size > 1:
+                self.team.reseed(self.args.seed, self.state.global_step)
         self._window.append(self._prepare_inputs(inputs))
         loss = torch.zeros((), device=self.accelerator.device)
         if self.accelerator.sync_gradients:
@@ -782,6 +824,9 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         for parameter in self._learner.parameters:  # TRL steps with a gradient of 0, not with none
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        if self.team.size > 1:
+            self.team.sum([parameter.grad for parameter in self._learner.parameters])
+            self._learner.tally = Tally.of_all(self.team.gather(self._learner.tally))
         for rollout in rollouts.values():
             if rollout.on_policy:
                 self._note_rollout(rollout)
@@ -831,12 +876,17 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
 
     def _flush_reward_logs(self, num_rows: int) -> None:
         """Move what rewards logged (``log_extra``, ``log_metric``) to TRL's logs."""
-        for column, values in self._pending_extra_logs.items():
+        logged = dict(self._pending_extra_logs), dict(self._pending_metrics)
+        columns, metrics = (
+            {name: [v for part in parts for v in part.get(name, ())] for name in _names(parts)}
+            for parts in zip(*self.team.gather(logged), strict=True)
+        )
+        for column, values in columns.items():
             # Dynamic sampling scores more rows than it trains: which is whose is then not known.
             of_rows = values if len(values) == num_rows else [None] * num_rows
             self._logs["extra"][redact(column)].extend(redact_tree(of_rows))
         self._pending_extra_logs.clear()
-        for name, values in self._pending_metrics.items():
+        for name, values in metrics.items():
             self._note(name, sum(values) / len(values))
         self._pending_metrics.clear()
 
@@ -846,7 +896,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         learning = max(1e-9, seconds - self._elsewhere)
         self._note("step_time", seconds)
         self._note("speed/learning_tokens_per_second", tally.step_tokens / learning)
-        self._note("memory/peak_gib", take_peak() / GIB)
+        self._note("memory/peak_gib", max(self.team.gather(take_peak())) / GIB)
         self._note("lr", self._get_learning_rate())
         for name, value in tally.metrics().items():
             self._note(name, value)
@@ -864,11 +914,13 @@ class _Boundary(TrainerCallback):
 
     def __init__(self, trainer: "LeaveOneOutTrainer") -> None:
         self.forget, self.keep = trainer.forget_boundary, trainer.keep_boundary
+        self.check = trainer.check_weights
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         self.forget()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.check()
         self.keep()
 
 
@@ -881,6 +933,11 @@ def _config_of(args: LeaveOneOutConfig, model: Any) -> RunConfig:
         model=ModelSection(name=Path(path).name, max_seq_length=4 * args.max_completion_length),
         trainer={name: getattr(args, name) for name in sorted(names)},
     )
+
+
+def _names(parts: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the keys of all of them, each once."""
+    return list(dict.fromkeys(name for part in parts for name in part))
 
 
 def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Any) -> list[LoadedReward]:
@@ -974,17 +1031,18 @@ KIT_PATH_ONLY = (
 
 
 def why_trl_path(trainer: LeaveOneOutTrainer) -> str | None:
-    """Return why TRL's own code must train (images, several processes, a router's loss), or None.
+    """Return why TRL's own code must train (images, divided weights, a router's loss), or None.
 
     Raises:
         ConfigError: It must, and a setting is given that only the kit's path has.
     """
     columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
     reason = None
+    is_stream = not hasattr(trainer.train_dataset, "__len__")
     if columns & {"image", "images"}:
         reason = "prompts with images"
-    elif trainer.accelerator.num_processes > 1:
-        reason = "several processes"
+    elif trainer.accelerator.num_processes > 1 and (why_sharded() or is_stream):
+        reason = f"several processes with {why_sharded() or 'a stream of prompts'}"
     elif trainer.aux_loss_enabled:
         reason = "a mixture of experts with a router loss (router_aux_loss_coef 0 turns it off)"
     given = [
@@ -996,7 +1054,7 @@ def why_trl_path(trainer: LeaveOneOutTrainer) -> str | None:
         raise ConfigError(
             f"{reason} cannot be trained with {' and '.join(given)} yet: leave them out"
         )
-    if trainer.args.dynamic_sampling and not hasattr(trainer.train_dataset, "__len__"):
+    if trainer.args.dynamic_sampling and is_stream:
         raise ConfigError("dynamic_sampling needs a dataset with random access, not a stream")
     return reason
 

@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, variance
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from rloo_kit.config import RunConfig
 from rloo_kit.findings import Finding
 from rloo_kit.run_findings import find_in_run
-from rloo_kit.run_record import RunRecord, finite_numbers
+from rloo_kit.run_record import KEPT_SIZE, BothEnds, RunRecord, finite_numbers, text_of_row
 
 IN_A_ROW = 3
 """Checks that must agree before a finding is told."""
@@ -166,8 +166,7 @@ class RunWatch(TrainerCallback):
         self.stopped_on: Finding | None = None
         self.best: BestWeights | None = None
         self._metrics: list[dict[str, Any]] = []
-        self._first: list[dict[str, Any]] = []
-        self._last: deque[dict[str, Any]] = deque(maxlen=KEPT_ROWS)
+        self._completions = BothEnds(KEPT_ROWS, KEPT_SIZE)
         self._evaluation: dict[str, Any] = {}
         self._checks = self._looks = 0
         self._since: dict[str, tuple[int, int]] = {}
@@ -196,8 +195,7 @@ class RunWatch(TrainerCallback):
         done = state.global_step
         self._metrics = [row for row in state.log_history if row.get("step", 0) <= done]
         if self.past is not None:
-            rows = [row for row in self.past.completions if (row.get("step") or 0) <= done]
-            self._first, self._last = rows[:KEPT_ROWS], deque(rows[KEPT_ROWS:], maxlen=KEPT_ROWS)
+            self._keep(row for row in self.past.completions if (row.get("step") or 0) <= done)
         if self.best is not None and "best_weights" in held:
             self.best.take_up(held["best_weights"])
 
@@ -211,14 +209,16 @@ class RunWatch(TrainerCallback):
         **_: Any,
     ) -> None:
         """Keep a batch; remember the weights that sampled it when it is among the best."""
-        room = max(0, KEPT_ROWS - len(self._first))
-        self._first += records[:room]
-        self._last += records[room:]
+        self._keep(records)
         if self.best is None or self.by_held_out:
             return
         scores = rollout.sampled.scores.view(-1, rollout.num_generations)
         means = finite_numbers(scores.nanmean(dim=1).tolist())
         self.best.see_batch(state.global_step, means, healthy=self._is_healthy)
+
+    def _keep(self, records: Iterable[dict[str, Any]]) -> None:
+        for record in records:
+            self._completions.add(record, len(text_of_row(record)))
 
     def see_held_out(self, step: int, evaluation: dict[str, Any]) -> None:
         """Take scores on held-out prompts into account.
@@ -276,7 +276,7 @@ class RunWatch(TrainerCallback):
 
     def _check(self, step: int) -> None:
         record = RunRecord(
-            self._metrics, [*self._first, *self._last], self._evaluation or None, self.config
+            self._metrics, self._completions.rows, self._evaluation or None, self.config
         )
         found = find_in_run(record)
         self._checks += 1

@@ -8,6 +8,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it
 from rloo_kit.environment import setup
 
 setup()
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
 # Every training collects garbage several times: what the libraries made need not be walked again.
 gc.collect()
 gc.freeze()
@@ -29,3 +33,8 @@ def pytest_collection_modifyitems(items):
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+    if torch.cuda.is_available() or os.environ.get("RLOO_KIT_GPU_TESTS_ON_CPU") == "1":
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))

@@ -32,7 +32,7 @@ HELPERS = """
 import os, pathlib, signal, subprocess, sys, threading, time
 
 from rloo_kit.errors import ConfigError, RewardContractError
-from rloo_kit.stopping import StopSignals
+from rloo_kit.stopping import NAMES, StopSignals
 
 def talks(lines):
     for line in lines:
@@ -89,16 +89,15 @@ def waits(place, on_interrupt):
         raise
 
 def finishes_its_step():
-    heard = []
     try:
-        with StopSignals(heard.append) as stop:
+        with StopSignals() as stop:
             print("begun", flush=True)
             while not stop.received:
                 time.sleep(0.01)
             print("asked", flush=True)
             time.sleep(30)
     except KeyboardInterrupt as exc:
-        return [*heard, type(exc).__name__]
+        return [NAMES[stop.received], type(exc).__name__]
 
 def hears_nothing(place):
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -458,6 +458,7 @@ OWN = {  # right values, then wrong ones
     "rollout_correction": ((None, "sequence", "token"), ("tokens", True, 2)),
     "rollout_correction_cap": ((1, 2.0, 8), (0.5, "2", True, None, math.inf)),
     "doctor": ((True, False), NOT_SWITCHES),
+    "dry_run": ((None, True, False), ("yes", 2, "auto", [True])),
     "stop_on": (
         (None, [], ["kl_explosion", "reward_collapse"]),
         ("kl_explosion", ["kl"], ["slow_reward"], [1], True, {"kl_explosion": 1}),
@@ -527,7 +528,7 @@ def test_the_defaults_of_the_own_settings_are_right():
     assert translate_trainer_arguments(defaults) == defaults
     assert {name for name, value in defaults.items() if value is None} == {
         *OPTIONAL_NUMBERS, "normalize_reward", "rollout_correction", "stop_on", "vllm_adapter_dir",
-        "rescue_dir",
+        "rescue_dir", "dry_run",
     }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import TrainerCallback
 
 import rloo_kit as rk
 from rloo_kit.checkpoints import list_steps, read_checkpoint
@@ -22,6 +23,7 @@ from rloo_kit.state_files import (
     sum_of_rows,
     write_tree,
 )
+from rloo_kit.stopping import Terminated
 
 pytestmark = pytest.mark.faults  # half a minute of training; make test-faults
 
@@ -241,8 +243,8 @@ def test_what_may_change_is_told_and_used(tmp_path, two_steps):
     [
         ({"temperature": 0.5}, r"trainer\.temperature was 2\.0 and is 0\.5"),
         ({"num_generations": 2}, r"trainer\.num_generations was 4 and is 2"),
-        ({"num_prompts": 23}, "another set of prompts: put data"),
-        ({"reward": Moody()}, "another set of rewards"),
+        ({"num_prompts": 23}, "other prompts: put data"),
+        ({"reward": Moody()}, "other rewards: put rewards back"),
         ({"seed": 7}, "trainer.seed was 42 and is 7"),
         ({"optim": "sgd"}, "trainer.optim was"),
     ],
@@ -368,3 +370,15 @@ def test_the_manifest_says_what_the_run_was(two_steps):
     assert facts["rewards"] == ["lottery"]
     assert facts["settings"]["num_generations"] == 4
     assert {"torch", "trl"} <= set(facts["versions"])
+
+
+def test_a_signal_after_the_last_step_is_heard_too(tmp_path):
+    class Late(TrainerCallback):
+        def on_train_end(self, *_, **__):
+            signal.raise_signal(signal.SIGTERM)
+
+    trainer = new_trainer(tmp_path, max_steps=1)
+    trainer.add_callback(Late())
+    with pytest.raises(Terminated):
+        trainer.train()
+    assert list_steps(tmp_path) == [1]

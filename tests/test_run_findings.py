@@ -599,6 +599,19 @@ def test_the_middle_of_a_large_file_is_not_kept(folder):
     assert kept == rows[:KEPT_ROWS] + rows[-KEPT_ROWS:]
 
 
+def test_long_completions_are_kept_up_to_a_size_at_each_end(folder, monkeypatch):
+    monkeypatch.setattr("rloo_kit.run_record.KEPT_SIZE", 5000)
+    rows = [{"step": n, "completion": "x" * 950, "score": 0.0} for n in range(100)]
+    write(folder / "completions.jsonl", rows)
+    assert [row["step"] for row in read_run(folder).completions] == [*range(5), *range(95, 100)]
+
+
+def test_the_last_row_is_kept_however_long_it_is(folder, monkeypatch):
+    monkeypatch.setattr("rloo_kit.run_record.KEPT_SIZE", 100)
+    write(folder / "completions.jsonl", [{"step": n, "completion": "x" * 200} for n in range(3)])
+    assert [row["step"] for row in read_run(folder).completions] == [2]
+
+
 def test_reading_a_run_loads_nothing_heavy():
     import subprocess
     import sys

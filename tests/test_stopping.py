@@ -58,14 +58,13 @@ import sys, time
 from rloo_kit.stopping import *
 
 def run():
-    asked = []
-    with StopSignals(asked.append, say=lambda line: print(line, flush=True)) as stop:
-        while not asked:
+    with StopSignals(say=lambda line: print(line, flush=True)) as stop:
+        while not stop.received:
             started = time.monotonic()
             print("begun", flush=True)
             time.sleep(float(sys.argv[1]))
             assert time.monotonic() - started >= float(sys.argv[1])
-        print("saved", *asked, flush=True)
+        print("saved", NAMES[stop.received], flush=True)
     return exit_code(stop.received)
 
 try:
@@ -157,10 +156,9 @@ PRINTS = """
 import sys
 from rloo_kit.stopping import *
 
-asked = []
-with StopSignals(asked.append, say=print):
+with StopSignals(say=print) as stop:
     print("begun")
-    while len(asked) < 1:
+    while not stop.received:
         print("x" * 50)
     for _ in range(20_000):
         print("y" * 50)
@@ -183,31 +181,30 @@ def test_the_user_is_told_while_the_main_thread_prints():
 
 def test_the_handlers_before_are_put_back():
     before = handlers()
-    with StopSignals(lambda name: None) as stop:
+    with StopSignals() as stop:
         inside = handlers()
     assert handlers() == before
     assert not set(inside) & set(before)
     assert stop.received is None
-    with pytest.raises(ZeroDivisionError), StopSignals(lambda name: None):
+    with pytest.raises(ZeroDivisionError), StopSignals():
         _ = 1 / 0
     assert handlers() == before
 
 
 def test_one_inside_of_another_hears_the_signal():
-    outer, inner = [], []
-    with StopSignals(outer.append) as stop:
-        with StopSignals(inner.append):
+    with StopSignals() as outer:
+        with StopSignals() as inner:
             signal.raise_signal(signal.SIGTERM)
-        assert stop.received is None
+        assert outer.received is None
         signal.raise_signal(signal.SIGINT)
-    assert (outer, inner) == (["Ctrl-C"], ["SIGTERM"])
+    assert (outer.received, inner.received) == (signal.SIGINT, signal.SIGTERM)
 
 
 def test_another_thread_leaves_the_signals_alone():
     before, seen = handlers(), []
 
     def work():
-        with StopSignals(seen.append) as stop, terminate_as_interrupt():
+        with StopSignals() as stop, terminate_as_interrupt():
             seen.append((handlers() == before, stop.received))
 
     thread = threading.Thread(target=work)
@@ -223,7 +220,7 @@ def test_whoever_says_it_may_fail():
         raise BrokenPipeError
 
     seen = []
-    with StopSignals(lambda name: None, say) as stop:
+    with StopSignals(say) as stop:
         signal.raise_signal(signal.SIGINT)
         until(lambda: seen)
     assert stop.received == signal.SIGINT
@@ -274,7 +271,7 @@ def test_sigterm_is_as_before_afterwards():
 def test_sigterm_that_is_ignored_stays_ignored():
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        with terminate_as_interrupt(), StopSignals(lambda name: None) as stop:
+        with terminate_as_interrupt(), StopSignals() as stop:
             signal.raise_signal(signal.SIGTERM)
         assert stop.received is None
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
@@ -294,14 +291,14 @@ reward = Math()
 reward(completions=["1"], answer=["1"])
 worker = reward._worker._process
 for _ in range(2):
-    asked = []
-    with StopSignals(asked.append):
+    with StopSignals() as stop:
         print("begun", flush=True)
         outcome = run_python("import time; time.sleep(0.4); print(42)", allow_weak=True)
-        while not asked:
+        while not stop.received:
             time.sleep(0.01)
         scores = reward(completions=["0.5", "2"], answer=["1/2", "3"])
-    print(asked, outcome.stdout.strip(), outcome.reason, scores, reward._worker._process is worker)
+    same = reward._worker._process is worker
+    print([NAMES[stop.received]], outcome.stdout.strip(), outcome.reason, scores, same)
 reward.release()
 """
 UNHARMED = "['{}'] 42  [1.0, 0.0] True"
@@ -365,14 +362,13 @@ def test_waiting_for_a_child_ends_in_time_whatever_signals_are_handled():
 
 CELL = """
 import signal, time
-from rloo_kit.stopping import StopSignals
+from rloo_kit.stopping import NAMES, StopSignals
 before = signal.getsignal(signal.SIGINT)
-asked = []
-with StopSignals(asked.append) as stop:
+with StopSignals() as stop:
     print("begun")
-    while not asked:
+    while not stop.received:
         time.sleep(0.05)
-print("saved", *asked, signal.getsignal(signal.SIGINT) is before)
+print("saved", NAMES[stop.received], signal.getsignal(signal.SIGINT) is before)
 """
 
 

@@ -148,6 +148,15 @@ def test_checks_take_their_share_of_the_time_and_no_more(monkeypatch):
     assert checks == [1], "the next check is due after 0.02 s / TIME_SHARE"
 
 
+def test_long_completions_are_held_of_both_ends_up_to_a_size(monkeypatch):
+    monkeypatch.setattr(room, "KEPT_SIZE", 4000)
+    watch, _, _ = watching()
+    long = {"completion": "x" * 500}
+    drive(watch, map(row, range(1, 31)), lambda step: [{**one, **long} for one in batch(step)])
+    held = watch._completions.rows
+    assert [held[0]["step"], held[-1]["step"], len(held)] == [1, 30, 16]
+
+
 def test_a_second_training_begins_anew():
     watch, _, _ = watching()
     drive(watch, [*map(row, range(1, 6)), *map(exploded, range(6, 15))])

@@ -1,5 +1,6 @@
 """A real vLLM server process on loopback: the adapter reaches it, and the canary watches it."""
 
+import json
 import os
 import socket
 import subprocess
@@ -72,6 +73,31 @@ def test_it_waits_for_the_server_and_trains_through_it(server, policy, make_trai
     root = trainer.engine._folders.root
     rk.release(trainer)
     assert not root.exists()
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_server(server, tmp_path):
+    """One sends the adapter, both get the completions of their share; the canary is content."""
+    command = [sys.executable, "-m", "rloo_kit", "train", "quickstart", "--processes", "2"]
+    for setting in (
+        "trainer.generation=server",
+        f"trainer.vllm_server_base_url={server}",
+        "trainer.max_steps=2",
+        "trainer.per_device_train_batch_size=32",
+        "model.load_in_4bit=false",  # the server has the 16-bit weights
+        "model.max_seq_length=128",
+        "data.held_out=16",
+        f"output_dir={tmp_path / 'run'}",
+    ):
+        command += ["--set", setting]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"completions from vLLM server {server}" in done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "reward" in row]
+    assert [row["episode"] for row in steps] == [32, 64]
+    assert all(row["sampling/logp_difference_mean"] < 0.005 for row in steps)
+    assert "sampling/sync_seconds" in steps[1]
 
 
 def test_siblings_differ_and_seeds_repeat(server, policy):

@@ -196,12 +196,26 @@ function madeWith(run) {
     settingsTable("Files in the run's folder", ["file", "size"], files));
 }
 
+/** The parts of the peak as bars; the last row is the room there was. */
+function plannedMemory(run) {
+  if (!run.plan) return null;
+  const { verdict, doing, peak, room, parts } = run.plan;
+  const gib = (size) => ({ number: size == null ? "\u2013" : `${fixed(size / 2 ** 30)} GiB` });
+  const bar = (size) => draw("svg", { class: "part", viewBox: "0 0 200 12", "aria-hidden": "true" },
+    draw("rect", { width: (200 * size) / (peak || 1), height: 12, rx: 2, fill: "currentColor" }));
+  const rows = parts.map(([name, size]) => [name, gib(size), bar(size)]);
+  rows.push([`peak, where ${doing}`, gib(peak), ""], ["room", gib(room), ""]);
+  return make("details", {}, make("summary", {}, "The memory as it was planned"),
+    make("p", { class: "hint" }, verdict), table("Planned memory at the peak", ["part", "memory", ""], rows));
+}
+
 function settingsOf(run) {
   const parts = [
     make("p", { class: "hint" }, "The same settings and seed, in a new folder:"),
     copyable(run.command),
     run.notices.map((notice) => make("p", { class: "notice" }, notice)),
     make("div", { class: "setting-columns" }, configOf(run), madeWith(run)),
+    plannedMemory(run),
   ].flat();
   return several ? make("details", {}, make("summary", {}, run.name), parts) : make("div", {}, parts);
 }

@@ -1,0 +1,635 @@
+"""Completions of 1k to 16k tokens on a CPU: seconds and peak memory of every phase of a step.
+
+    python benchmarks/long_context.py           # about ten minutes of one core
+    python benchmarks/long_context.py --quick   # up to 4k tokens, two minutes; writes nothing
+    python benchmarks/long_context.py --draw    # the picture and the tables, from the JSON
+    python benchmarks/long_context.py --only window   # one arm again, beside the others in the JSON
+
+Every completion has exactly so many tokens, and every step one prompt with two completions, each in
+a pass of its own. An arm runs in a process of its own, its lengths in rising order, and trains one
+step at each by the kit's own trainer. Weights are random but for the embedded model's. Seconds are
+of the processor and not of the clock, with one thread, so that other programs hardly change them.
+Memory is the peak of the resident memory over what the process held right before the step.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "long_context_cpu.json"
+PICTURE = ROOT / "docs" / "pictures" / "long_context.svg"
+PAGE = ROOT / "docs" / "long_contexts.md"
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+QUICK = (1024, 2048, 4096)
+ROWS = 2
+WINDOW = 1024
+MIB = 1024**2
+
+SMALL = {
+    # two layers under the vocabulary of a real model: all logits of 16k tokens would be 2 GiB
+    "vocab_size": 32_768, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One model and one way to train it."""
+
+    name: str
+    words: str
+    """For tables and the picture."""
+    window: int | None = None
+    attention: str = "sdpa"
+    checkpointing: bool = False
+    embedded: bool = False
+    """The whole of ``rloo-kit train`` on the embedded model, which samples; to the other arms the
+    completions are given."""
+    beta: float = 0.05
+    """Without a KL penalty there is no reference pass, and here no old pass either."""
+    lengths: tuple[int, ...] = LENGTHS
+
+
+FEW = (1024, 4096, 16384)
+ARMS = (
+    Arm("full", "full attention"),
+    Arm("window", "window, in blocks", WINDOW, "blocks", lengths=FEW),
+    Arm("window_mask", "window, by a mask", WINDOW, beta=0.0, lengths=(1024, 4096, 8192)),
+    Arm("full_checkpointing", "checkpointing", checkpointing=True, beta=0.0, lengths=FEW),
+    Arm("embedded", "embedded model", embedded=True, lengths=LENGTHS[:3]),
+)
+
+PHASES = ("sampling", "reference pass", "old pass", "learning", "rewards", "records", "report")
+PASSES = ("reference pass", "old pass", "learning")
+
+
+# --- what is measured ----------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds and peak memory by phase; what a phase calls that is one itself counts there."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.peaks: dict[str, int] = {}
+        self.phase, self.since = "rest", time.process_time()
+
+    def switch(self, phase: str) -> str:
+        from rloo_kit.memory import take_peak
+
+        self.seconds[self.phase] += time.process_time() - self.since
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), take_peak())
+        before, self.phase, self.since = self.phase, phase, time.process_time()
+        return before
+
+    def watch(self, owner: type, name: str, phase: str) -> None:
+        method = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            before = self.switch(phase)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.switch(before)
+
+        setattr(owner, name, timed)
+
+
+def watched() -> Clock:
+    """Return a clock on every phase of the kit's trainer and recorder."""
+    from rloo_kit.learner import Learner
+    from rloo_kit.recording import RunRecorder
+    from rloo_kit.trainer import LeaveOneOutTrainer
+
+    clock = Clock()
+    for owner, name, phase in (
+        (LeaveOneOutTrainer, "_generate_single_turn", "sampling"),
+        (LeaveOneOutTrainer, "_reference_log_probs", "reference pass"),
+        (Learner, "fill_old", "old pass"),
+        (Learner, "learn", "learning"),
+        (LeaveOneOutTrainer, "_calculate_rewards", "rewards"),
+        (LeaveOneOutTrainer, "_note_rollout", "records"),
+        (RunRecorder, "write_report", "report"),
+    ):
+        clock.watch(owner, name, phase)
+    return clock
+
+
+def blocks_attention(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Any, None]:
+    """Attend to the last ``sliding_window`` tokens in blocks of that many: linear in the length.
+
+    transformers gives its attention functions a mask of length times length where there is a
+    window. Here a block of queries meets its own keys and those of the block before, no others.
+
+    Args:
+        module: The attention layer.
+        query: ``(B, heads, T, D)``.
+        key: ``(B, kv heads, T, D)``.
+        value: As ``key``.
+        attention_mask: Not looked at: no row is padded on the left.
+        scaling: Of the scores.
+        sliding_window: Tokens that are seen, the query's own included.
+    """
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention as attend
+
+    groups = module.num_key_value_groups
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    # split, and no slices: the gradient of a slice is as long as what it was cut from
+    queries, keys, values = (part.split(sliding_window, 2) for part in (query, key, value))
+    found = [attend(queries[0], keys[0], values[0], is_causal=True, scale=scaling)]
+    for place in range(1, len(queries)):
+        own = queries[place].size(2)
+        at = torch.arange(own).unsqueeze(1) + sliding_window
+        seen = torch.arange(sliding_window + own)
+        found.append(
+            attend(
+                queries[place],
+                torch.cat(keys[place - 1 : place + 1], 2),
+                torch.cat(values[place - 1 : place + 1], 2),
+                attn_mask=(seen <= at) & (seen > at - sliding_window),
+                scale=scaling,
+            )
+        )
+    return torch.cat(found, 2).transpose(1, 2).contiguous(), None
+
+
+def make_model(arm: Arm) -> Any:
+    """A random Qwen3 with a LoRA adapter."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
+
+    from rloo_kit.config import PROJECTIONS
+
+    AttentionInterface.register("blocks", blocks_attention)
+    torch.manual_seed(0)
+    windows = {"use_sliding_window": True, "sliding_window": arm.window, "max_window_layers": 0}
+    config = Qwen3Config(
+        **SMALL,
+        **(windows if arm.window else {}),
+        max_position_embeddings=32_768,
+        tie_word_embeddings=True,
+        attn_implementation=arm.attention,
+    )
+    model = Qwen3ForCausalLM(config)
+    if arm.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    return get_peft_model(model, LoraConfig(r=16, lora_alpha=16, target_modules=list(PROJECTIONS)))
+
+
+class Given:
+    """An engine that knows the completions beforehand."""
+
+    name, sync_seconds = "given completions", 0.0
+
+    def __init__(self, length: int) -> None:
+        import torch
+
+        self.adapter_dtype = torch.float32
+        self.length = length
+
+    def sync(self, model: Any) -> None:
+        pass
+
+    def generate(self, prompt_ids: list[list[int]], sampling: Any, seed: int) -> Any:
+        import torch
+
+        from rloo_kit.generation import Drawn
+
+        shape = (len(prompt_ids), self.length)
+        ids = torch.randint(300, SMALL["vocab_size"], shape, generator=torch.manual_seed(0))
+        return Drawn(ids.tolist(), torch.zeros(shape).tolist())
+
+    def sleep(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def attention_seconds(arm: Arm, length: int) -> float:
+    """Measure what attention alone takes of a step: the same calls on random numbers."""
+    import torch
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    attend = blocks_attention if arm.attention == "blocks" else sdpa_attention_forward
+    heads, kv_heads = SMALL["num_attention_heads"], SMALL["num_key_value_heads"]
+    layer = SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True)
+    query, key, value = (
+        torch.randn(1, n, length, SMALL["head_dim"], requires_grad=True)
+        for n in (heads, kv_heads, kv_heads)
+    )
+
+    def forward() -> Any:
+        return attend(layer, query, key, value, None, sliding_window=arm.window)[0]
+
+    started = time.process_time()
+    with torch.no_grad():
+        forward()
+    middle = time.process_time()
+    forward().sum().backward()
+    alone, both = middle - started, time.process_time() - middle
+    passes = 2 * (arm.beta > 0) + arm.checkpointing  # reference, old pass; what is recomputed
+    return ROWS * SMALL["num_hidden_layers"] * (passes * alone + both)
+
+
+# --- an arm --------------------------------------------------------------------------------------
+
+
+def step_of_random(arm: Arm, length: int, folder: str) -> None:
+    """Train one step of a random model by the trainer."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    import rloo_kit as rk
+    from rloo_kit.models import TINY_THINKER
+
+    args = rk.LeaveOneOutConfig(
+        folder,
+        max_steps=1,
+        per_device_train_batch_size=ROWS,
+        num_generations=ROWS,
+        beta=arm.beta,
+        max_completion_length=length,
+        tokens_per_micro_batch=LENGTHS[0],
+        canary=False,
+        gradient_checkpointing=arm.checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        bf16=False,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = rk.LeaveOneOutTrainer(
+        model=make_model(arm),
+        reward_funcs=lambda completions, **_: [float(n) for n in range(len(completions))],
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": ["12 + 34"]}),
+        processing_class=AutoTokenizer.from_pretrained(TINY_THINKER),
+        engine=Given(length),
+    )
+    trainer.train()
+    rk.release(trainer)
+
+
+def step_of_embedded(length: int, folder: str) -> None:
+    """``rloo-kit train`` on the embedded model: one step, its record, adapter and report."""
+    import rloo_kit as rk
+    from rloo_kit.config import make_run_config
+
+    rewards = [
+        {
+            "name": "soft_overlong",
+            "max_completion_length": length,
+            "soft_punish_cache": length // 5,
+        },
+        "repetition",
+        {"name": "length_band", "low": 0, "high": length, "unit": "tokens"},
+    ]
+    content = {
+        "model": {"max_seq_length": length + 64, "load_in_4bit": False},
+        "data": {"prompts": "arithmetic", "num_prompts": 8, "held_out": 0},
+        "rewards": rewards,
+        "trainer": {
+            "max_steps": 1,
+            "per_device_train_batch_size": ROWS,
+            "num_generations": ROWS,
+            "max_completion_length": length,
+            "generation_kwargs": {"min_new_tokens": length},
+            "tokens_per_micro_batch": LENGTHS[0],
+            "beta": 0.05,
+        },
+        "output_dir": f"{folder}/run",
+    }
+    rk.train(make_run_config(content), say=lambda line: None)
+
+
+def run_arm(arm: Arm, lengths: list[int]) -> None:
+    """Print one line of JSON for every length."""
+    import rloo_kit as rk
+
+    rk.setup()
+    from transformers.utils import logging
+
+    from rloo_kit.memory import measure
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    clock = watched()
+    for length in (lengths[0] // 8, *lengths):  # the first one warms up
+        with tempfile.TemporaryDirectory() as folder:
+            rk.release()
+            before = measure().resident
+            clock.begin()
+            if arm.embedded:
+                step_of_embedded(length, folder)
+            else:
+                step_of_random(arm, length, folder)
+            clock.switch("rest")
+            files = {
+                path.name: path.stat().st_size
+                for path in Path(folder).rglob("*")
+                if path.name in ("completions.jsonl", "report.html")
+            }
+        if length < lengths[0]:
+            continue
+        point = {
+            "length": length,
+            "tokens": ROWS * length,
+            "seconds": dict(clock.seconds),
+            "over": {name: peak - before for name, peak in clock.peaks.items()},
+            "before": before,
+        }
+        if not arm.embedded and (arm.window is None or arm.attention == "blocks"):
+            point["attention"] = attention_seconds(arm, length)
+        print(json.dumps(point | ({"files": files} if files else {})), flush=True)
+
+
+def in_child(arm: Arm, lengths: list[int]) -> list[dict[str, Any]]:
+    """Run an arm in a process of its own."""
+    command = [sys.executable, __file__, "--arm", arm.name, "--lengths", *map(str, lengths)]
+    environment = {**os.environ, "RLOO_KIT_LIVE": "off", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
+        points = []
+        for line in child.stdout:
+            if line.startswith('{"length"'):
+                points.append(json.loads(line))
+                print(f"{arm.name:20} {told(points[-1])}", flush=True)
+    if child.returncode:
+        raise SystemExit(f"the arm {arm.name} ended with code {child.returncode}")
+    return points
+
+
+def told(point: dict[str, Any]) -> str:
+    """A point as one line."""
+    parts = [
+        f"{name} {point['seconds'][name]:.1f} s" for name in PHASES if point["seconds"].get(name)
+    ]
+    peak = max(point["over"].values()) / MIB
+    return f"{point['length']:6} tokens: {', '.join(parts)}; {peak:.0f} MiB"
+
+
+# --- what it amounts to --------------------------------------------------------------------------
+
+
+def passes_of(point: dict[str, Any]) -> float:
+    """Seconds of the passes of a step: what the policy and its reference compute."""
+    return sum(point["seconds"].get(name, 0.0) for name in PASSES)
+
+
+def others_of(point: dict[str, Any]) -> float:
+    """Seconds of those passes outside of attention."""
+    return passes_of(point) - point["attention"]
+
+
+def peak_of(point: dict[str, Any]) -> float:
+    """MiB of those passes over what the process held."""
+    return max(point["over"].get(name, 0) for name in PASSES) / MIB
+
+
+def sampling_of(point: dict[str, Any]) -> float:
+    return point["seconds"]["sampling"]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A straight line through the points of a quantity, and how straight they are."""
+
+    per_token: float
+    """Slope: of one more token of each completion."""
+    constant: float
+    largest_error: float
+    """Of the line, over the largest value."""
+    last_doubling: float
+    """Factor from the last but one length to the last: 2 is linear, 4 is quadratic."""
+
+
+def fitted(points: list[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> Fit:
+    """Fit by least squares."""
+    from statistics import linear_regression
+
+    lengths, values = [p["length"] for p in points], [value(p) for p in points]
+    slope, constant = linear_regression(lengths, values)
+    errors = [abs(v - slope * n - constant) for n, v in zip(lengths, values, strict=True)]
+    doublings = math.log2(lengths[-1] / lengths[-2])
+    factor = (values[-1] / values[-2]) ** (1 / doublings)
+    return Fit(slope, constant, max(errors) / max(values), factor)
+
+
+def fits(arms: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Fit every quantity of every arm."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, points in arms.items():
+        found[name] = {
+            "seconds": asdict(fitted(points, passes_of)),
+            "mib": asdict(fitted(points, peak_of)),
+        }
+        if "attention" in points[0]:
+            found[name]["seconds_without_attention"] = asdict(fitted(points, others_of))
+        if ARM[name].embedded:
+            found[name]["sampling_seconds"] = asdict(fitted(points, sampling_of))
+    return found
+
+
+CURVES = {
+    "seconds of the passes": [
+        ("full", "full attention", passes_of, "-"),
+        ("full", "... attention taken off", others_of, ":"),
+        ("window", "window of 1,024", passes_of, "-"),
+    ],
+    "peak memory, MiB": [
+        ("full", "full attention", peak_of, "-"),
+        ("full_checkpointing", "... checkpointing", peak_of, "-"),
+        ("window", "window of 1,024", peak_of, ":"),
+        ("window_mask", "window as a mask", peak_of, "-"),
+    ],
+    "embedded model, seconds": [
+        ("embedded", "sampling", sampling_of, "-"),
+        ("embedded", "passes", passes_of, ":"),
+    ],
+}
+"""Panel -> (arm, words, value, style) of each curve."""
+COLOURS = {
+    "full": "#3b6ea5",
+    "window": "#2a9d8f",
+    "window_mask": "#9b2226",
+    "full_checkpointing": "#c4622d",
+    "embedded": "#6a4c93",
+}
+
+
+def picture(arms: dict[str, list[dict[str, Any]]]) -> None:
+    """Draw seconds and memory against tokens; a thin dashed line is the fit."""
+    import matplotlib as mpl
+
+    mpl.rcParams["svg.hashsalt"] = "rloo-kit"  # the same results give the same file
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    for axis, (title, curves) in zip(figure.subplots(1, 3), CURVES.items(), strict=True):
+        for name, words, value, style in curves:
+            lengths, colour = [point["length"] for point in arms[name]], COLOURS[name]
+            values = [value(point) for point in arms[name]]
+            axis.plot(lengths, values, style, marker="o", markersize=3, color=colour, label=words)
+            fit, ends = fitted(arms[name], value), [0, lengths[-1]]
+            line = [fit.constant + fit.per_token * end for end in ends]
+            axis.plot(ends, line, "--", linewidth=0.6, color=colour)
+        axis.set(title=title, xlabel="tokens of a completion", xlim=(0, None), ylim=(0, None))
+        ticks = [n for n in LENGTHS[1:] if n <= 2 * lengths[-1]]
+        axis.set_xticks(ticks, [f"{n // 1024}k" for n in ticks])
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=8)
+    PICTURE.parent.mkdir(exist_ok=True)
+    figure.savefig(PICTURE, metadata={"Date": None})
+
+
+def passes_table(arms: dict[str, list[dict[str, Any]]]) -> str:
+    """Seconds and memory of the passes, as Markdown."""
+    lines = [
+        "| model | tokens | reference | old | learning | attention | without it | peak |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, points in arms.items():
+        for point in points:
+            took = {**point["seconds"], "attention": point.get("attention")}
+            names = (*PASSES, "attention")
+            cells = [f"{took[n]:.1f} s" if (took.get(n) or 0) > 0.05 else "" for n in names]
+            alone = others_of(point) / point["tokens"] * 1e3 if took["attention"] else None
+            cells.append("" if alone is None else f"{alone:.2f} ms a token")
+            cells.append(f"{peak_of(point):,.0f} MiB")
+            lines.append(f"| {ARM[name].words} | {point['length']:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def growth_table(found: dict[str, dict[str, Any]]) -> str:
+    """What a doubling of the length multiplies, as Markdown."""
+    lines = [
+        "| model | seconds | without attention | memory as a line | that is off by |",
+        "|---|---|---|---|---|",
+    ]
+    for name, fit in found.items():
+        quantities = ("seconds", "seconds_without_attention")
+        cells = [f"{fit[n]['last_doubling']:.2f}x" if n in fit else "" for n in quantities]
+        memory = fit["mib"]
+        cells.append(
+            f"{memory['constant']:.0f} + {1000 * memory['per_token']:.0f} MiB a 1,000 tokens"
+        )
+        cells.append(f"{memory['largest_error']:.0%}")
+        lines.append(f"| {ARM[name].words} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def around_table(arms: dict[str, list[dict[str, Any]]]) -> str:
+    """What is not a pass of the model, as Markdown."""
+    lines = [
+        "| tokens | sampling | rewards | records | report | report.html | completions.jsonl |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for point in arms["embedded"]:
+        around = [point["seconds"].get(phase, 0.0) for phase in PHASES if phase not in PASSES]
+        sizes = [point["files"][name] / 1024 for name in ("report.html", "completions.jsonl")]
+        cells = [f"{seconds:.2f} s" for seconds in around] + [f"{size:,.0f} KiB" for size in sizes]
+        lines.append(f"| {point['length']:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def put(name: str, text: str) -> None:
+    """Replace what stands between two markers of the page."""
+    marks = re.compile(rf"(<!-- {name}:.*?-->\n).*?(<!-- /{name} -->)", re.S)
+    content, count = marks.subn(lambda found: f"{found[1]}{text}\n{found[2]}", PAGE.read_text())
+    if count != 1:
+        raise SystemExit(f"{PAGE.name} has no pair of {name} markers")
+    PAGE.write_text(content)
+
+
+def draw() -> None:
+    """Write the picture and the page's tables."""
+    content = json.loads(RESULT.read_text())
+    arms = content["arms"]
+    picture(arms)
+    put("long-passes", passes_table(arms))
+    put("long-growth", growth_table(content["fits"]))
+    put("long-around", around_table(arms))
+
+
+def machine() -> dict[str, Any]:
+    """Where it was measured."""
+    from rloo_kit.hardware import detect_hardware, installed_version
+
+    hardware = detect_hardware()
+    names = ("torch", "transformers", "trl", "peft", "unsloth")
+    return {
+        "machine": f"{hardware.name}, {hardware.total_memory / 2**30:.0f} GiB",
+        "versions": {name: installed_version(name) for name in names},
+    }
+
+
+def write(arms: dict[str, list[dict[str, Any]]]) -> None:
+    """Write what there is so far, so that a run that is stopped leaves its arms."""
+    content = {
+        "command": "python benchmarks/long_context.py",
+        **machine(),
+        "model": SMALL,
+        "rows": ROWS,
+        "fits": fits(arms),
+        "arms": {name: arms[name] for name in ARM if name in arms},
+    }
+    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+
+
+ARM = {arm.name: arm for arm in ARMS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="up to 4k tokens; writes nothing")
+    parser.add_argument("--only", nargs="+", choices=list(ARM), help="measure these arms again")
+    parser.add_argument("--draw", action="store_true", help="write picture and tables again")
+    parser.add_argument("--arm", choices=list(ARM), help=argparse.SUPPRESS)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[], help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.arm:
+        run_arm(ARM[asked.arm], asked.lengths)
+        return
+    if asked.draw:
+        draw()
+        return
+    longest = QUICK[-1] if asked.quick else LENGTHS[-1]
+    arms = json.loads(RESULT.read_text())["arms"] if asked.only and RESULT.exists() else {}
+    for name in asked.only or ARM:
+        arms[name] = in_child(ARM[name], [n for n in ARM[name].lengths if n <= longest])
+        if not asked.quick:
+            write(arms)
+    print(growth_table(fits(arms)))
+    if not asked.quick and set(arms) == set(ARM):
+        draw()
+
+
+if __name__ == "__main__":
+    main()

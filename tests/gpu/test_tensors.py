@@ -1,0 +1,47 @@
+"""The kit's own tensor code on the card; needs torch and nothing else."""
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+
+def test_log_probs_by_chunks_are_those_of_all_logits(device, record_property):
+    import torch
+
+    from rloo_kit.logprobs import token_log_probs
+
+    tokens, hidden_size, vocabulary = (6000, 64, 20_000) if device == "cuda" else (600, 64, 2000)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, hidden_size, generator=generator).to(device).requires_grad_()
+    weight = (torch.randn(vocabulary, hidden_size, generator=generator) * 0.2).to(device)
+    targets = torch.randint(vocabulary, (tokens,), generator=generator).to(device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    log_probs, entropies = token_log_probs(hidden, weight, None, targets, scale=0.5)
+    log_probs.sum().backward()
+    if device == "cuda":
+        extra = torch.cuda.max_memory_allocated() - before
+        record_property("peak_mib", round(extra / 2**20))
+        assert extra < tokens * vocabulary * 4 / 2  # half of the logits in float32
+
+    exact = hidden.detach().double().requires_grad_()
+    every = (exact @ weight.double().T * 0.5).log_softmax(-1)
+    expected = every.gather(1, targets.unsqueeze(1)).squeeze(1)
+    expected.sum().backward()
+    torch.testing.assert_close(log_probs.double(), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(hidden.grad.double(), exact.grad, atol=1e-4, rtol=1e-3)
+    entropy = -(every.exp() * every).sum(-1)
+    torch.testing.assert_close(entropies.double(), entropy, atol=1e-3, rtol=1e-3)
+
+
+def test_micro_batches_on_the_card_hold_the_right_tokens(device):
+    from rloo_kit.batching import IGNORED, TokenRows
+
+    tokens = TokenRows([[1, 2, 3], [4]], [[5, 6], [7, 8, 9]])
+    batch = tokens.pad([1, 0], pad_token_id=0, device=device)
+    assert batch.input_ids.device.type == device
+    assert batch.input_ids.tolist() == [[4, 7, 8, 9, 0], [1, 2, 3, 5, 6]]
+    assert batch.labels[1].tolist() == [IGNORED, IGNORED, IGNORED, 5, 6]
+    assert batch.completion_mask.sum().item() == 5

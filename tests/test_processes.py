@@ -1,0 +1,164 @@
+"""What several processes agree on before they exchange anything; tests/processes has the rest."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rloo_kit.batching import TokenRows
+from rloo_kit.errors import ConfigError, ProcessLostError, RewardError
+from rloo_kit.evaluation import Evaluation
+from rloo_kit.launch import _Member, _outcome
+from rloo_kit.preparation import divided_batch
+from rloo_kit.processes import (
+    ALONE,
+    asked_rank,
+    asked_size,
+    is_lost_peer,
+    join_team,
+    lost_peers_told,
+)
+
+# --- the batch -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "slices", "processes", "expected"),
+    [(8, 4, 2, (8, 2)), (8, 4, 4, (8, 1)), (8, 4, 8, (4, 1)), (8, 3, 2, (4, 3)), (6, 2, 4, (3, 1))],
+)
+def test_accumulation_is_divided_before_the_rows_of_a_pass(rows, slices, processes, expected):
+    settings = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": slices}
+    divided = divided_batch(settings, processes)
+    assert tuple(divided.values()) == expected
+    assert rows * slices == processes * expected[0] * expected[1]
+
+
+def test_a_batch_that_cannot_be_divided_names_the_numbers_that_can():
+    with pytest.raises(ConfigError, match="3 processes cannot divide a batch of 8 x 1 rows"):
+        divided_batch({}, 3)
+    with pytest.raises(ConfigError, match=r"start 2 or 4 or 8$"):
+        divided_batch({}, 3)
+
+
+def test_slices_of_a_generation_are_divided_too():
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 4}
+    assert divided_batch(settings, 2)["steps_per_generation"] == 2
+    with pytest.raises(ConfigError, match="set it to a multiple"):
+        divided_batch({**settings, "steps_per_generation": 3}, 2)
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=4), min_size=1, max_size=12),
+    st.integers(1, 5),
+)
+def test_units_are_dealt_once_and_no_share_is_far_above_the_others(lengths, shares):
+    flat = [length for unit in lengths for length in unit]
+    tokens = TokenRows([[0]] * len(flat), [[1] * length for length in flat])
+    places = iter(range(len(flat)))
+    units = [[next(places) for _ in unit] for unit in lengths]
+    dealt = tokens.deal(units, shares)
+    assert sorted(unit for share in dealt for unit in share) == sorted(units)
+    loads = [sum(map(tokens.num_tokens, share)) for share in dealt]
+    largest = max(map(tokens.num_tokens, units))
+    assert max(loads) - min(loads) <= largest
+    assert dealt == tokens.deal(units[::-1], shares)  # whatever order a process has them in
+
+
+def test_scores_of_shares_are_those_of_the_whole():
+    def of(scores, length):
+        samples = [{"rewards": {"accuracy": score}} for score in scores]
+        return Evaluation({"accuracy": 0.0}, len(scores), length, 1.0, samples)
+
+    whole = Evaluation.joined([of([1.0, 0.0, None], 10.0), of([1.0], 2.0)])
+    assert whole.rewards == {"accuracy": pytest.approx(2 / 3)}
+    assert (whole.num_prompts, whole.mean_length, len(whole.samples)) == (4, 8.0, 4)
+
+
+# --- the launcher --------------------------------------------------------------------------------
+
+
+def test_without_a_launcher_there_is_one_process(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")  # left over in a shell
+    assert (asked_size(), asked_rank()) == (1, 0)
+    assert ALONE.gather(3) == [3]
+    assert ALONE.lead(lambda: 5) == 5
+
+
+def test_a_number_that_is_none_is_told(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 'two', must be a whole number"):
+        asked_size()
+
+
+@pytest.mark.parametrize(
+    ("variables", "remedy"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP needs GPUs.*: start with --processes"),
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+            "ZeRO-3 empties the weights.*: set zero_stage to 2, or take FSDP2",
+        ),
+    ],
+)
+def test_weights_divided_in_a_way_that_cannot_train_are_refused(monkeypatch, variables, remedy):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", **variables}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=remedy):
+        join_team(on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Broken pipe"), True),
+        (RuntimeError("Connection closed by peer [127.0.0.1]:1234"), True),
+        (RuntimeError("NCCL communicator was aborted on rank 1"), True),
+        (RuntimeError("shape mismatch"), False),
+        (OSError("connection reset by peer"), False),  # a judge's server
+    ],
+)
+def test_a_dead_line_to_another_process_is_recognised(error, lost):
+    assert is_lost_peer(error) == lost
+    with pytest.raises(ProcessLostError if lost else type(error)), lost_peers_told():
+        raise error
+
+
+def test_an_error_of_the_kit_is_no_lost_process():
+    with pytest.raises(RewardError), lost_peers_told():
+        raise RewardError("gloo")
+
+
+def member(rank, code, tmp_path, text=""):
+    end = f"import os, signal; print({text!r}, flush=True); " + (
+        f"os._exit({code})" if code >= 0 else f"os.kill(os.getpid(), {-code})"
+    )
+    log = (tmp_path / str(rank)).open("w+b") if rank else None
+    process = subprocess.Popen([sys.executable, "-c", end], stdout=log or subprocess.DEVNULL)
+    process.wait()
+    return _Member(rank, process, log)
+
+
+@pytest.mark.parametrize(
+    ("first", "codes", "text", "said", "code"),
+    [
+        (None, (0, 0), "", "", 0),
+        (1, (3, -signal.SIGKILL), "", "process 1 of 2 was ended by SIGKILL: memory may", 2),
+        (0, (-signal.SIGSEGV, 3), "", "process 0 of 2 was ended by SIGSEGV", 2),
+        (1, (3, 2), "rloo-kit: the reward failed: mend it", "in process 1: the reward failed", 2),
+        (1, (3, 1), "ZeroDivisionError", "process 1 failed:\nZeroDivisionError", 1),
+        (1, (3, 1), "", "process 1 of 2 ended with code 1", 1),
+        (1, (2, 2), "rloo-kit: same trouble", "", 2),  # the first has said it
+        (0, (2, 3), "", "", 2),
+        (1, (143, 143), "", "", 143),
+    ],
+)
+def test_the_one_that_failed_first_is_named(tmp_path, first, codes, text, said, code):
+    members = [member(rank, code, tmp_path, text) for rank, code in enumerate(codes)]
+    found, exit_code = _outcome(members, None if first is None else members[first])
+    assert found.startswith(said) if said else found == ""
+    assert exit_code == code
