@@ -21,6 +21,7 @@ from rloo_kit.output_folder import latest_folder, lock_folder, make_run_folder
 from rloo_kit.processes import current_team
 from rloo_kit.redaction import redact_tree, without_hidden
 from rloo_kit.run_record import read_json
+from rloo_kit.stopping import signals_wait
 from rloo_kit.wording import shown
 
 if TYPE_CHECKING:
@@ -140,8 +141,11 @@ def new_folder(
     from rloo_kit.recording import RunRecorder
 
     there = [parent for parent in wanted.absolute().parents if parent.exists()]
-    folder = make_run_folder(wanted)
-    with _removed_if_empty(folder, there[0]), lock_folder(folder):
+    with contextlib.ExitStack() as held:
+        with signals_wait():  # else one could end the run while nobody would take the folder away
+            folder = make_run_folder(wanted)
+            held.enter_context(_removed_if_empty(folder, there[0]))
+        held.enter_context(lock_folder(folder))
         try:
             write_run_file(folder, config)
             _write_environment(folder, environment)

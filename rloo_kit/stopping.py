@@ -148,6 +148,22 @@ def terminate_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextlib.contextmanager
+def signals_wait() -> Iterator[None]:
+    """Let a signal that comes in the body be raised after it.
+
+    For a moment in which something is made and not yet known to what would clean it up.
+
+    Raises:
+        KeyboardInterrupt: After the body: SIGINT came.
+        Terminated: After the body: SIGTERM came.
+    """
+    with StopSignals() as waiting:
+        yield
+    if waiting.received is not None:
+        raise interrupt_for(waiting.received)
+
+
 def _may_handle() -> bool:
     return threading.current_thread() is threading.main_thread()
 

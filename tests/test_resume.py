@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from transformers import TrainerCallback
 import rloo_kit as rk
 from rloo_kit.checkpoints import list_steps, read_checkpoint
 from rloo_kit.errors import CheckpointError
+from rloo_kit.run_folder import new_folder
 from rloo_kit.state_files import (
     random_states,
     read_tree,
@@ -23,7 +25,7 @@ from rloo_kit.state_files import (
     sum_of_rows,
     write_tree,
 )
-from rloo_kit.stopping import Terminated
+from rloo_kit.stopping import Terminated, signal_of, terminate_as_interrupt
 
 pytestmark = pytest.mark.faults  # half a minute of training; make test-faults
 
@@ -382,3 +384,21 @@ def test_a_signal_after_the_last_step_is_heard_too(tmp_path):
     with pytest.raises(Terminated):
         trainer.train()
     assert list_steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_folder_is_made_leaves_no_folder(tmp_path, monkeypatch, number):
+    """An empty one would be kept, and the next run would get another name."""
+    mkdir, wanted = Path.mkdir, tmp_path / "runs" / "first"
+
+    def interrupted(folder, *args, **kwargs):
+        mkdir(folder, *args, **kwargs)
+        if folder == wanted:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(Path, "mkdir", interrupted)
+    made = new_folder(wanted, rk.RunConfig(), rk.setup())
+    with terminate_as_interrupt(), pytest.raises(KeyboardInterrupt) as raised, made:
+        pytest.fail("the run went on")
+    assert signal_of(raised.value) == number
+    assert list(tmp_path.iterdir()) == []
