@@ -32,6 +32,9 @@ SURE = 6.0
 """Standard errors beyond which a nearer other policy is no accident, if it also fits ..."""
 FIT = 0.6
 """... so much better: its mean difference over that of the policy that trains."""
+ALIKE, DOUBTFUL = 0.1, 3.0
+"""A sampler that is ten times nearer to the other policy has its numbers, which rounding cannot
+give; it does not take so many standard errors, whose size one undecided token can decide."""
 MEMORY = 20
 """Batches whose evidence adds up, where one step moves the policy less than rounding does ..."""
 SURE_TOGETHER = 8.0
@@ -114,6 +117,8 @@ def is_other(places: Sequence[Place]) -> bool:
     """Return whether another policy sampled, from the last batch alone or from all together."""
     last = places[-1]
     if last.errors < -SURE and last.fit < FIT:
+        return True
+    if last.errors < -DOUBTFUL and last.fit < ALIKE:
         return True
     if len(places) < 3:
         return False

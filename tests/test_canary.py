@@ -117,6 +117,22 @@ def test_another_policy_that_sampled_is_found_in_one_batch(draw):
         assert is_other([place])
 
 
+@pytest.mark.parametrize("tokens", [120, 520])
+def test_a_sampler_with_the_numbers_of_another_policy_is_found_under_a_large_yardstick(tokens):
+    """One undecided token can make rounding look large; it gives no other policy's numbers."""
+    draw = torch.Generator().manual_seed(1)
+    now = -torch.rand(tokens, generator=draw)
+    other = now + 0.002 * torch.randn(tokens, generator=draw)
+    noise = torch.full((tokens,), 0.002 * tokens**0.5 / 9)
+    exact = place_between(other + 1e-6, now, other, noise)
+    assert -6 < exact.errors < -3
+    assert is_other([exact])
+    rough = place_between(other + 0.3 * (now - other), now, other, noise)
+    assert not is_other([rough])
+    healthy = place_between(now + 1e-6, now, other, noise)
+    assert not is_other([healthy])
+
+
 def test_a_step_that_rounding_hides_is_found_in_many_batches():
     generator = seeded(2)
     for _ in range(20):

@@ -202,17 +202,18 @@ def other_base(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("fault", "words", "step"),
+    ("fault", "words", "steps"),
     [
-        (never, "nearest to the base without adapter", 2),
-        (one_step_late, "nearest to the adapter of one optimizer step ago", 2),
-        (colder, r"it fits a temperature of about 0\.(7[5-9]|8[0-5]) ", 1),
-        (other_base, "other base weights", 1),
+        (never, "nearest to the base without adapter", [2]),
+        (one_step_late, "nearest to the adapter of one optimizer step ago", [2]),
+        # an undecided token may hide it in the first batch: which, differs by processor
+        (colder, r"it fits a temperature of about 0\.(7[5-9]|8[0-5]) ", [1, 2]),
+        (other_base, "other base weights", [1]),
     ],
     ids=["never sent", "one step late", "temperature", "other base"],
 )
 def test_the_canary_names_the_fault_in_the_first_batch_that_shows_it(
-    fault, words, step, make_trainer, monkeypatch, policy
+    fault, words, steps, make_trainer, monkeypatch, policy
 ):
     with rk.session():
         model, tokenizer, _ = policy
@@ -229,7 +230,7 @@ def test_the_canary_names_the_fault_in_the_first_batch_that_shows_it(
         monkeypatch.setattr("rloo_kit.canary.Canary.prove", lambda *_: None)
         with pytest.raises(rk.StalePolicyError, match=words):
             trainer.train()
-        assert trainer.state.global_step == step - 1
+        assert trainer.state.global_step + 1 in steps
 
 
 def test_an_adapter_that_never_arrives_is_noticed_before_the_first_step(
