@@ -1,13 +1,8 @@
 """Whole runs of the embedded model through the command and the API."""
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -21,7 +16,6 @@ SHORT = [
     "--set", "trainer.max_steps=4", "--set", "data.held_out=32", "--set", "data.num_prompts=64",
     "--set", "trainer.per_device_train_batch_size=16",
 ]  # fmt: skip
-COMMAND = [sys.executable, "-m", "rloo_kit"]
 
 
 @pytest.fixture(autouse=True)
@@ -181,52 +175,6 @@ def test_a_reward_that_fails_later_leaves_the_adapter_and_the_metrics(tmp_path, 
     assert json.loads((folder / "end.json").read_text())["resumed_at"] == [2, 4]
     assert main(["train", "runs", "--resume"]) == 2
     assert "is no folder of a run" in capsys.readouterr().err
-
-
-def test_ctrl_c_saves_the_adapter_and_says_so(tmp_path):
-    long = ["quickstart", "--set", "trainer.max_steps=400", "--set", "data.held_out=0"]
-    process = subprocess.Popen(
-        [*COMMAND, *long], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
-    metrics = tmp_path / "runs" / "quickstart" / "metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and process.poll() is None:
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= 2:
-            break
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err[-2000:]
-    assert "saving the adapter" in out
-    assert (metrics.parent / "adapter" / "adapter_model.safetensors").exists()
-    assert json.loads((metrics.parent / "end.json").read_text())["how"] == "interrupted"
-
-
-def test_a_run_that_is_killed_has_a_report_and_one_can_be_built_again(tmp_path, capsys):
-    long = ["quickstart", "--set", "trainer.max_steps=400", "--set", "data.held_out=16"]
-    process = subprocess.Popen(
-        [*COMMAND, *long], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    report = tmp_path / "runs" / "quickstart" / "report.html"
-    metrics = report.with_name("metrics.jsonl")
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and process.poll() is None:
-        if report.exists() and len(metrics.read_text().splitlines()) >= 3:
-            break
-        time.sleep(0.1)
-    process.kill()
-    assert process.wait(timeout=60) == -signal.SIGKILL
-    left = report.read_text(encoding="utf-8")
-    assert left.rstrip().endswith("</html>")
-    assert not report.with_name("end.json").exists()
-    assert (
-        json.loads(report.with_name("evaluation.json").read_text())["before"]["num_prompts"] == 16
-    )
-    report.unlink()
-    assert main(["report", str(report.parent)]) == 0
-    assert str(report) in capsys.readouterr().out
-    assert report.read_text(encoding="utf-8").rstrip().endswith("</html>")
 
 
 def test_prompts_come_from_the_run_files_folder(tmp_path, monkeypatch):

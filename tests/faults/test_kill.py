@@ -1,5 +1,6 @@
 """Ten kills of the many that tests/scripts/kill_and_resume.py makes, and a fork held against it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,24 @@ def test_ten_kills_cost_nothing(tmp_path):
     assert sum(count.kills for count in counts) >= 10
     assert [count.different for count in counts] == [[]] * len(counts)
     assert not any(count.lost for count in counts)
+
+
+def test_a_killed_run_has_a_report_and_one_can_be_built_again(tmp_path, capsys):
+    from rloo_kit.cli import main
+
+    one = Trial(tmp_path, settings={"trainer.max_steps": 400, "data.held_out": 16})
+    report, metrics = one.run / "report.html", one.run / "metrics.jsonl"
+    life = one.begin()
+    assert life.wait_for(lambda: report.exists() and metrics.read_text().count("\n") >= 3)
+    life.kill()
+    assert report.read_text(encoding="utf-8").rstrip().endswith("</html>")
+    assert not (one.run / "end.json").exists()
+    before = json.loads((one.run / "evaluation.json").read_text())["before"]
+    assert before["num_prompts"] == 16
+    report.unlink()
+    assert main(["report", str(one.run)]) == 0
+    assert str(report) in capsys.readouterr().out
+    assert report.read_text(encoding="utf-8").rstrip().endswith("</html>")
 
 
 def test_a_run_that_differs_is_found(reference, tmp_path):

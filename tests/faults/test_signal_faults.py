@@ -26,6 +26,7 @@ def test_a_signal_stops_after_the_step(trial, seen, tmp_path, reference):
         life.signal(number)
         assert life.finish() == code, life.text
         assert "Traceback" not in life.text
+        assert "saving the adapter" in life.text
         assert one.ended["how"] == "interrupted"
         assert one.ended["steps"] == one.saved
         assert 1 <= one.saved < STEPS
