@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .math import Math
     from .repetition import Repetition
     from .reward_model import RewardModel
+    from .rouge import Coverage, Rouge
     from .soft_overlong import SoftOverlong
     from .thinking import (
         ClosedOnce,
@@ -41,6 +42,7 @@ BUILTIN: dict[str, str] = {
     "accuracy": "rloo_kit.rewards.accuracy:Accuracy",
     "code": "rloo_kit.rewards.code:Code",
     "countdown": "rloo_kit.rewards.countdown:Countdown",
+    "coverage": "rloo_kit.rewards.rouge:Coverage",
     "format": "rloo_kit.rewards.format:make_format",
     "judge": "rloo_kit.rewards.judge:Judge",
     "language": "rloo_kit.rewards.language:Language",
@@ -50,6 +52,7 @@ BUILTIN: dict[str, str] = {
     "reasoning_gym": "rloo_kit.rewards.gym:ReasoningGym",
     "repetition": "rloo_kit.rewards.repetition:Repetition",
     "reward_model": "rloo_kit.rewards.reward_model:RewardModel",
+    "rouge": "rloo_kit.rewards.rouge:Rouge",
     "soft_overlong": "rloo_kit.rewards.soft_overlong:SoftOverlong",
     "thinking": "rloo_kit.rewards.thinking:Thinking",
     "thinking_budget": "rloo_kit.rewards.thinking:ThinkingBudget",
@@ -64,6 +67,7 @@ _HOMES = {
     "ClosedOnce": "thinking",
     "Code": "code",
     "Countdown": "countdown",
+    "Coverage": "rouge",
     "JsonFormat": "format",
     "Judge": "judge",
     "Language": "language",
@@ -74,6 +78,7 @@ _HOMES = {
     "RegexFormat": "format",
     "Repetition": "repetition",
     "RewardModel": "reward_model",
+    "Rouge": "rouge",
     "SelfQuestions": "thinking",
     "SoftOverlong": "soft_overlong",
     "TagFormat": "format",
@@ -89,6 +94,7 @@ __all__ = [
     "ClosedOnce",
     "Code",
     "Countdown",
+    "Coverage",
     "JsonFormat",
     "Judge",
     "Language",
@@ -99,6 +105,7 @@ __all__ = [
     "RegexFormat",
     "Repetition",
     "RewardModel",
+    "Rouge",
     "SelfQuestions",
     "SoftOverlong",
     "TagFormat",

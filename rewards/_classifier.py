@@ -371,6 +371,7 @@ def token_ids(
     *,
     keep_thought: bool = False,
     max_length: int | None = None,
+    completion_ids: list[int] | None = None,
 ) -> list[int]:
     """Return the ids of prompt and completion as a reward model reads them, cut from the left.
 
@@ -380,7 +381,14 @@ def token_ids(
         completion: What is scored, conversational or plain.
         keep_thought: Whether the thought is read; else only what follows the last ``</think>``.
         max_length: Most tokens; None: the tokenizer's limit.
+        completion_ids: Of the policy, to be read as they are, after the prompt as the policy had
+            it; None: the completion's text is read.
+
+    Raises:
+        ModelError: They are those of another tokenizer.
     """
+    if completion_ids is not None:
+        return _own_ids(tokenizer, prompt, completion, completion_ids, max_length)
     answer = completion_text(completion)
     if not keep_thought and (THINK_OPEN in answer or THINK_CLOSE in answer):
         answer = text_after_thought(answer).lstrip("\n")  # as chat templates cut it
@@ -398,6 +406,29 @@ def token_ids(
     )
     # No token at all is no row a model can read: an empty completion of an empty prompt.
     return ids or [tokenizer.pad_token_id]
+
+
+def _own_ids(
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: Completion,
+    completion: Completion,
+    completion_ids: list[int],
+    max_length: int | None,
+) -> list[int]:
+    read = tokenizer.decode(completion_ids, skip_special_tokens=True)
+    if read != completion_text(completion):
+        raise ModelError(
+            f"policy_tokens is set, and the reward model's tokenizer is not the policy's, since it "
+            f"reads {read[:80]!r} in the tokens of {completion_text(completion)[:80]!r}: set "
+            f"policy_tokens to false"
+        )
+    if isinstance(prompt, str):
+        ids = tokenizer.encode(prompt)
+    else:
+        ids = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=True
+        )["input_ids"]
+    return [*ids, *completion_ids][-(max_length or tokenizer.model_max_length) :]
 
 
 def _rendered(
@@ -456,8 +487,13 @@ def logits(
     rows: Sequence[list[int]],
     tokens_per_batch: int,
     batch_size: int | None = None,
+    *,
+    at_last_token: bool = False,
 ) -> list[float]:
     """Return the model's one output for every row, in order.
+
+    transformers reads it at the last token that is not the pad token. Where that is the EOS token,
+    as in models that have no pad token of their own, it is the token before the EOS.
 
     Args:
         model: On the device it is to run on.
@@ -465,15 +501,20 @@ def logits(
         rows: Token ids, none of them empty.
         tokens_per_batch: Most positions of a forward pass, padding included.
         batch_size: Most rows of a forward pass.
+        at_last_token: Read it at the last token of every row, whatever that is.
     """
     import torch
 
+    config = model.config.get_text_config()
     device = next(model.parameters()).device
     found = [0.0] * len(rows)
     with torch.inference_mode():
         for batch in batches(list(map(len, rows)), tokens_per_batch, batch_size):
             width = len(rows[batch[0]])
-            ids = torch.full((len(batch), width), pad_token_id)
+            ends = {rows[row][-1] for row in batch} if at_last_token else set()
+            pads = (pad_token_id, *range(len(ends) + 1))
+            config.pad_token_id = next(pad for pad in pads if pad not in ends)
+            ids = torch.full((len(batch), width), config.pad_token_id)
             mask = torch.zeros_like(ids)
             for place, row in enumerate(batch):
                 ids[place, : len(rows[row])] = torch.tensor(rows[row])

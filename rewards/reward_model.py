@@ -60,6 +60,9 @@ class RewardModel:
     keep_thought: bool | None = None
     """Whether the model reads the thought; else only what follows the last ``</think>``. None: as
     it was trained, where that is noted, else no."""
+    policy_tokens: bool = False
+    """Whether completions are read by their own token ids, the EOS token with them, as the older
+    TRL did, thought and all; for a model that has the policy's tokenizer."""
     device: str | None = None
     """Such as "cpu" or "cuda:0"; None: the GPU if there is one."""
     tokens_per_batch: int = TOKENS_PER_BATCH
@@ -113,20 +116,29 @@ class RewardModel:
         return {**self.__dict__, "_loaded": None, "_cache": OrderedDict()}
 
     def __call__(
-        self, completions: list[Completion], prompts: list[Completion], **_: object
+        self,
+        completions: list[Completion],
+        prompts: list[Completion],
+        completion_ids: list[list[int]] | None = None,
+        **_: object,
     ) -> list[Score]:
         """Return one score per completion.
 
         Args:
             completions: B completions, conversational or plain.
             prompts: B prompts, conversational or plain.
+            completion_ids: B lists of the policy's token ids; read with ``policy_tokens`` alone.
 
         Raises:
-            ModelError: The model, its tokenizer or its calibration cannot be loaded.
+            ModelError: The model, its tokenizer or its calibration cannot be loaded, or the
+                tokenizer is another than the policy's.
         """
         if self._loaded is None:
             self._loaded = self._load()
         loaded = self._loaded
+        own: list[Any] = [None] * len(completions)
+        if self.policy_tokens and completion_ids is not None:
+            own = completion_ids
         rows = [
             token_ids(
                 loaded.tokenizer,
@@ -134,8 +146,9 @@ class RewardModel:
                 completion,
                 keep_thought=loaded.keep_thought,
                 max_length=loaded.max_length,
+                completion_ids=ids,
             )
-            for prompt, completion in zip(prompts, completions, strict=True)
+            for prompt, completion, ids in zip(prompts, completions, own, strict=True)
         ]
         return [self._finished(logit) for logit in self._logits(loaded, rows)]
 
@@ -161,6 +174,7 @@ class RewardModel:
                     list(fresh.values()),
                     self.tokens_per_batch,
                     self.batch_size,
+                    at_last_token=self.policy_tokens,
                 )
             known.update(zip(fresh, found, strict=True))
         for key in keys:

@@ -34,7 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, args.rest = parser.parse_known_args(argv)
+    if args.rest and args.call not in (_legacy, _serve):
+        parser.error(f"unrecognized arguments: {' '.join(args.rest)}")
     warnings.showwarning = _show_warning
     try:
         with terminate_as_interrupt():
@@ -82,8 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help=text, description=text)
     doctor.set_defaults(call=_doctor)
     doctor.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run")
-    _add_plan(commands)
-    _add_report(commands)
+    for add in (_add_plan, _add_report, _add_eval, _add_judge, _add_chat, _add_serve, _add_export):
+        add(commands)
+    _add_legacy(commands)
     rewards = commands.add_parser("rewards", help="the reward library")
     verbs = rewards.add_subparsers(required=True, metavar="VERB")
     verbs.add_parser("list", help="every reward with a short name, in one line").set_defaults(
@@ -115,6 +119,87 @@ def _add_plan(commands: Any) -> None:
     _add_set(plan)
 
 
+def _add_eval(commands: Any) -> None:
+    text = "score models on the same held-out prompts: accuracy, pass@k, maj@k, and what is sure"
+    command = commands.add_parser("eval", help=text, description=text)
+    command.set_defaults(call=_eval)
+    command.add_argument(
+        "models", nargs="+", metavar="RUN", help="a run, a checkpoint, an adapter or a model"
+    )
+    command.add_argument("--no-base", action="store_true", help="leave the base model out")
+    command.add_argument(
+        "--samples",
+        type=int,
+        default=4,
+        metavar="K",
+        help="sampled completions of each prompt (default 4); 0: greedy alone",
+    )
+    command.add_argument("--no-greedy", action="store_true", help="sampled completions alone")
+    command.add_argument(
+        "--prompts", metavar="SOURCE", help="a file, task or dataset; as held out by the run"
+    )
+    command.add_argument("--num-prompts", type=int, metavar="N", help="at most so many")
+    command.add_argument("--batch-size", type=int, metavar="B", help="completions at one time")
+    command.add_argument(
+        "--output", metavar="DIR", help="write eval.json here instead of into the run's folder"
+    )
+    _add_set(command)
+
+
+def _add_judge(commands: Any) -> None:
+    text = "win rate: how often a judge prefers a model's completions to others"
+    command = commands.add_parser("judge", help=text, description=text)
+    command.set_defaults(call=_judge)
+    command.add_argument("model", metavar="RUN", help="a run, a checkpoint, an adapter or a model")
+    command.add_argument(
+        "--against",
+        default="base",
+        metavar="RUN",
+        help="base (default), another model, or reference[:COLUMN] of the prompts",
+    )
+    command.add_argument(
+        "--by",
+        metavar="REWARD",
+        help="who judges: a reward as in a run file, such as 'models/my-reward-model' or "
+        "'{name: judge, model: NAME, mode: pairwise}'; as the run judges held-out prompts",
+    )
+    command.add_argument(
+        "--sampled", action="store_true", help="draw at the run's temperature, not greedily"
+    )
+    command.add_argument(
+        "--prompts", metavar="SOURCE", help="a file, task or dataset; as held out by the run"
+    )
+    command.add_argument("--num-prompts", type=int, metavar="N", help="at most so many")
+    command.add_argument("--batch-size", type=int, metavar="B", help="completions at one time")
+    command.add_argument(
+        "--output", metavar="DIR", help="write judge.json here instead of into the run's folder"
+    )
+    _add_set(command)
+
+
+def _add_chat(commands: Any) -> None:
+    text = "talk to a trained model in the terminal, its base beside it if wanted"
+    command = commands.add_parser("chat", help=text, description=text)
+    command.set_defaults(call=_chat)
+    command.add_argument("model", metavar="RUN", help="a run, a checkpoint, an adapter or a model")
+    command.add_argument("--base", action="store_true", help="let the base answer beside it")
+    command.add_argument("--system", metavar="TEXT", help="a system message; as in the run")
+    command.add_argument("--temperature", type=float, metavar="T", help="0: greedy; as in the run")
+    command.add_argument("--max-tokens", type=int, metavar="N", help="of an answer; as in the run")
+    command.add_argument("--seed", type=int, default=42, metavar="S")
+    command.add_argument("--vllm", action="store_true", help="answer by vLLM, not transformers")
+
+
+def _add_serve(commands: Any) -> None:
+    text = "serve a trained model by vLLM's own OpenAI-compatible server"
+    more = "; further options are vLLM's, such as --quantization bitsandbytes"
+    command = commands.add_parser("serve", help=text, description=text + more, allow_abbrev=False)
+    command.set_defaults(call=_serve)
+    command.add_argument("model", metavar="RUN", help="a run, a checkpoint, an adapter or a model")
+    command.add_argument("--host", default="127.0.0.1", help="default: this machine alone")
+    command.add_argument("--port", type=int, default=8000)
+
+
 def _add_report(commands: Any) -> None:
     text = "one page that says what a run did, why, and what to change; or compares several"
     report = commands.add_parser("report", help=text, description=text)
@@ -124,6 +209,32 @@ def _add_report(commands: Any) -> None:
         "--output",
         metavar="FILE.html",
         help="report.html in the run's folder, comparison.html here for several, where not given",
+    )
+
+
+def _add_export(commands: Any) -> None:
+    text = "take a trained model away: adapter, merged 16-bit weights, GGUF, Ollama, the hub"
+    export = commands.add_parser("export", help=text, description=text)
+    export.set_defaults(call=_export)
+    export.add_argument("run", metavar="RUN", help="a run, a checkpoint, an adapter, or an export")
+    export.add_argument(
+        "--to", required=True, metavar="KIND", help="adapter, merged, gguf, ollama or hub"
+    )
+    export.add_argument("--output", metavar="DIR", help="default: export-KIND, beside the adapter")
+    export.add_argument("--dtype", default="bf16", help="of a GGUF file: bf16, f16 or q8_0")
+    export.add_argument(
+        "--base",
+        metavar="NAME",
+        help="the 16-bit base to merge into, or dequantized: the run's 4-bit base written out; of "
+        "an adapter, the name that it gives its base",
+    )
+    export.add_argument("--converter", metavar="DIR", help="llama.cpp, with convert_hf_to_gguf.py")
+    export.add_argument("--repo", metavar="OWNER/NAME", help="on the hub")
+    export.add_argument("--public", action="store_true", help="let everybody see it there")
+    export.add_argument("--yes", action="store_true", help="send it; nothing is sent without")
+    export.add_argument("--no-check", action="store_true", help="do not load it back to compare")
+    export.add_argument(
+        "--prompts", type=int, default=16, metavar="N", help="that are compared (default 16)"
     )
 
 
@@ -158,6 +269,19 @@ def _add_reward_model(verbs: Any) -> None:
         help="an argument of train_reward_model or a field of TRL's RewardConfig, such as "
         "max_steps=100 or load_in_4bit=false (may be repeated)",
     )
+
+
+def _add_legacy(commands: Any) -> None:
+    text = "train as a command line of the older TRL's rloo.py says, translated and told"
+    legacy = commands.add_parser(
+        "legacy", help=text, description=text, allow_abbrev=False,
+        usage="rloo-kit legacy [-h] [--dry | --write FILE.yaml] [--set KEY=VALUE] THE OLDER FLAGS",
+    )  # fmt: skip
+    legacy.set_defaults(call=_legacy)
+    instead = legacy.add_mutually_exclusive_group()
+    instead.add_argument("--dry", action="store_true", help="tell the translation, and no more")
+    instead.add_argument("--write", metavar="FILE.yaml", help="write the run file, and no more")
+    _add_set(legacy)
 
 
 def _add_set(command: argparse.ArgumentParser) -> None:
@@ -224,6 +348,25 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
+def _export(args: argparse.Namespace) -> int:
+    from rloo_kit.export import export_model
+
+    export_model(
+        args.run,
+        args.to,
+        output=args.output,
+        dtype=args.dtype,
+        base=args.base,
+        converter=args.converter,
+        repo=args.repo,
+        public=args.public,
+        yes=args.yes,
+        check=not args.no_check,
+        num_prompts=args.prompts,
+    )
+    return 0
+
+
 def _plan(args: argparse.Namespace) -> int:
     from rloo_kit.planning import make_plan, tune
     from rloo_kit.preparation import read_config
@@ -236,6 +379,81 @@ def _plan(args: argparse.Namespace) -> int:
     if args.tune is not None:
         print(f"\nwritten to {args.tune}: rloo-kit train {args.tune}")
     return 0 if plan.fits else 1
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from rloo_kit.eval_table import evaluate_models
+
+    found = evaluate_models(
+        args.models,
+        overrides=args.set,
+        prompts=args.prompts,
+        num_prompts=args.num_prompts,
+        num_samples=args.samples,
+        greedy=not args.no_greedy,
+        base=not args.no_base,
+        batch_size=args.batch_size,
+        output=args.output,
+    )
+    print(f"\n{found}")
+    return 0
+
+
+def _judge(args: argparse.Namespace) -> int:
+    from rloo_kit.win_rate import judge_models
+
+    found = judge_models(
+        args.model,
+        against=args.against,
+        by=args.by,
+        overrides=args.set,
+        prompts=args.prompts,
+        num_prompts=args.num_prompts,
+        sampled=args.sampled,
+        batch_size=args.batch_size,
+        output=args.output,
+    )
+    print(f"\n{found}")
+    return 0
+
+
+def _legacy(args: argparse.Namespace) -> int:
+    from rloo_kit.legacy import translate
+
+    found = translate(args.rest, args.set)
+    print("\n".join(found.lines))
+    if args.write is not None:
+        found.write(args.write)
+        print(f"\nwritten to {args.write}: rloo-kit train {args.write}")
+    if args.dry or args.write is not None:
+        return 0
+    from rloo_kit.run import train
+
+    print()
+    return _code_of(train(found.config))
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from rloo_kit.chat import chat
+
+    chat(
+        args.model,
+        base=args.base,
+        system=args.system,
+        temperature=args.temperature,
+        max_tokens=args.max_tokens,
+        vllm=args.vllm,
+        seed=args.seed,
+    )
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from rloo_kit.serve import serve
+
+    more = [word for word in args.rest if word != "--"]
+    serve(args.model, host=args.host, port=args.port, more=more)
+    return 0
 
 
 def _rewards_list(args: argparse.Namespace) -> int:

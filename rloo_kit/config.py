@@ -16,7 +16,7 @@ import types
 import typing
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -76,6 +76,10 @@ class DataSection:
     a file (at most 256); 0: none, and no before and after."""
     held_out_every: int | None = None
     """Score them every so many steps during training too; null: before and after only."""
+    held_out_samples: int = 1
+    """Completions of each held-out prompt; of several, pass@k and maj@k are told."""
+    held_out_rewards: list[Any] = field(default_factory=list)
+    """Rewards that judge the held-out prompts and are never paid, as in ``rewards:``."""
     system: str | None = None
     """A system message put before every prompt."""
     chat: bool = True
@@ -113,6 +117,17 @@ class RunConfig:
     def as_dict(self) -> dict[str, Any]:
         """Return plain dicts and lists, as written to run.yaml."""
         return dataclasses.asdict(self)
+
+    def as_short_dict(self) -> dict[str, Any]:
+        """Return what differs from the defaults, and always model, rewards, trainer and seed."""
+        usual, content = RunConfig().as_dict(), {}
+        for name, value in self.as_dict().items():
+            if name in SECTIONS:
+                value = {key: one for key, one in value.items() if one != usual[name][key]}
+                value = {"name": self.model.name, **value} if name == "model" else value
+            if value or name in ("rewards", "trainer", "seed"):
+                content[name] = value
+        return content
 
 
 SECTIONS: dict[str, type] = {"model": ModelSection, "lora": LoraSection, "data": DataSection}
@@ -290,12 +305,35 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
             values[key] = value
         else:
             faults.append(_wrong_type(key, value, hints[key]))
+    _take_eval_steps(values, faults)
     if not faults:
         config = RunConfig(**values)
         faults = _check_ranges(config)
         if not faults:
             return config
     raise ConfigError(told(faults))
+
+
+def _take_eval_steps(values: dict[str, Any], faults: list[str]) -> None:
+    """Let transformers' ``eval_strategy`` and ``eval_steps`` mean ``data.held_out_every``."""
+    trainer = dict(values.get("trainer") or {})
+    strategy, steps = (trainer.pop(name, None) for name in ("eval_strategy", "eval_steps"))
+    if strategy in (None, "no", False) and steps is None:
+        return
+    if strategy not in (None, "steps") or not _fits(steps, int):
+        faults.append(
+            f"trainer.eval_strategy {shown(strategy)} with eval_steps {shown(steps)}: held-out "
+            f"prompts are scored every so many steps: set data.held_out_every, such as 10"
+        )
+        return
+    data = values.get("data") or DataSection()
+    if data.held_out_every not in (None, steps):
+        faults.append(
+            f"trainer.eval_steps is {steps} and data.held_out_every {data.held_out_every}, which "
+            f"are the same setting: remove one"
+        )
+        return
+    values["trainer"], values["data"] = trainer, replace(data, held_out_every=steps)
 
 
 def did_you_mean(name: str, known: typing.Iterable[str]) -> str:
@@ -320,12 +358,17 @@ def read_settings(overrides: Sequence[str]) -> dict[str, Any]:
         key, equals, text = override.partition("=")
         if not equals or not key.strip().isidentifier():
             raise ConfigError(f"--set {shown(override)} is not of the form key=value: write it so")
-        found[key.strip()] = _read_value(text)
+        found[key.strip()] = read_value(text)
     remember_settings(found)
     return found
 
 
-def _read_value(text: str) -> Any:
+def read_value(text: str) -> Any:
+    """Return what a value says after ``--set``: YAML, and ``1e-3`` a number.
+
+    Raises:
+        ConfigError: It is larger than any setting.
+    """
     if re.fullmatch(r"\s*[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+\s*", text):
         return float(text)  # YAML 1.1 wants a point and a sign: 1.0e-3
     try:
@@ -351,7 +394,7 @@ def _apply_override(content: dict[str, Any], override: str, faults: list[str]) -
             )
             return
         table = content[keys[0]] = dict(section)
-    table[keys[-1]] = _read_value(text)
+    table[keys[-1]] = read_value(text)
 
 
 def _make_section(name: str, value: object, faults: list[str]) -> object:
@@ -448,6 +491,7 @@ FLAGS = frozenset(
         "doctor",
         "dynamic_sampling",
         "gate_on_score",
+        "legacy_metrics",
         "skip_no_signal",
         "skip_old_pass",
         "token_level_kl",
@@ -558,6 +602,9 @@ def _rename(
     if new in given or new in values:
         faults.append(f"{old} is the old name of {new}, and both are given: keep {new}")
         return
+    accumulation = given.get("gradient_accumulation_steps")
+    if old == "num_mini_batches" and _fits(value, int) and _fits(accumulation, int):
+        value *= accumulation  # each of them made an optimizer step of so many slices
     _warn_renamed(old, new, value)
     values[new] = value
 
@@ -833,6 +880,7 @@ def _check_ranges(config: RunConfig) -> list[str]:
         "data.num_prompts": (config.data.num_prompts, 1, MOST),
         "data.held_out": (config.data.held_out, 0, MOST),
         "data.held_out_every": (config.data.held_out_every, 1, MOST),
+        "data.held_out_samples": (config.data.held_out_samples, 1, 1 << 16),
         "data.max_prompt_tokens": (config.data.max_prompt_tokens, 1, MOST),
         "seed": (config.seed, 0, (1 << 32) - 1),  # NumPy takes no larger one
     }

@@ -1,15 +1,19 @@
 """Score a model on prompts it never trained on."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.data import prompt_ids
-from rloo_kit.errors import DataError
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.eval_statistics import Estimate, estimate, majority_at_k, pass_at_k
 from rloo_kit.generation import Sampling
 from rloo_kit.nonfinite import check_finite, finite_logits
 from rloo_kit.out_of_memory import Pieces
+from rloo_kit.thoughts import THOUGHT_ENDS, ThoughtFinder
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -25,7 +29,7 @@ REMEDY = "lower max_completion_length, take a smaller model, or set model.load_i
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over held-out prompts, one completion each."""
+    """n held-out prompts, ``num_samples`` completions of each, and their scores."""
 
     rewards: dict[str, float | None]
     """Mean of each reward function over the rows it applies to; None where it applies to none."""
@@ -35,20 +39,111 @@ class Evaluation:
     temperature: float
     """0 for greedy."""
     samples: list[dict[str, Any]]
-    """Every prompt, completion and its scores, in order."""
+    """Every prompt, completion, its scores and token counts; the completions of a prompt together,
+    the prompts in order. ``answer`` is what is voted with."""
+    num_samples: int = 1
+    """Completions of each prompt."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
+        """Return plain values for JSON, with the statistics of the samples."""
+        found = asdict(self) | {"thinking_length": self.thinking_length, "cut_off": self.cut_off}
+        found["intervals"] = {
+            name: [one.low, one.high] for name in self.rewards if (one := self.estimate(name))
+        }
+        if self.correct_by is not None:
+            found |= {
+                "correct_by": self.correct_by,
+                "pass_at_k": {str(k): one.mean for k, one in self.pass_at.items()},
+                "maj_at_k": {str(k): one.mean for k, one in self.maj_at.items()},
+            }
+        return found
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> "Evaluation":
+        """Return what ``as_dict`` returned.
+
+        Raises:
+            TypeError: It is of another shape.
+        """
+        return cls(**{f.name: found[f.name] for f in fields(cls) if f.name in found})
 
     @classmethod
     def joined(cls, parts: "Sequence[Evaluation]") -> "Evaluation":
         """Return one evaluation of all prompts from those of some each, in order."""
         samples = [sample for part in parts for sample in part.samples]
-        names = parts[0].rewards
-        means = {name: _mean([s["rewards"][name] for s in samples]) for name in names}
-        length = sum(part.mean_length * part.num_prompts for part in parts) / len(samples)
-        return cls(means, len(samples), length, parts[0].temperature, samples)
+        means = {name: _mean([s["rewards"][name] for s in samples]) for name in parts[0].rewards}
+        num = sum(part.num_prompts for part in parts)
+        length = sum(part.mean_length * part.num_prompts for part in parts) / num
+        first = parts[0]
+        return cls(means, num, length, first.temperature, samples, first.num_samples)
+
+    # --- what the samples amount to --------------------------------------------------------------
+
+    @property
+    def by_prompt(self) -> list[list[dict[str, Any]]]:
+        """The samples of each prompt."""
+        size = self.num_samples
+        return [self.samples[at : at + size] for at in range(0, len(self.samples), size)]
+
+    def values(self, name: str) -> list[float | None]:
+        """Return the mean score of each prompt; None where the reward applies to none of it."""
+        return [_mean([sample["rewards"][name] for sample in one]) for one in self.by_prompt]
+
+    def estimate(self, name: str) -> Estimate | None:
+        """Return the mean of a reward over prompts, and its interval; None without any score."""
+        scored = [value for value in self.values(name) if value is not None]
+        return estimate(scored) if scored else None
+
+    @cached_property
+    def correct_by(self) -> str | None:
+        """The first reward that says right or wrong and nothing between; None: there is none."""
+        for name, mean in self.rewards.items():
+            scores = {sample["rewards"][name] for sample in self.samples}
+            if mean is not None and scores <= {0.0, 1.0, None}:
+                return name
+        return None
+
+    @property
+    def counted(self) -> list[int]:
+        """The k that are told of: 1, and powers of two up to ``num_samples``, itself included."""
+        powers = {2**power for power in range(self.num_samples.bit_length())}
+        return sorted({k for k in powers if k <= self.num_samples} | {self.num_samples})
+
+    @cached_property
+    def pass_at(self) -> dict[int, Estimate]:
+        """pass@k over the prompts that ``correct_by`` applies to; {} without such a reward."""
+        rows = [[right for right, _ in one] for one in self._verdicts]
+        return {
+            k: estimate([pass_at_k(len(one), sum(one), k) for one in rows])
+            for k in (self.counted if rows else [])
+        }
+
+    @cached_property
+    def maj_at(self) -> dict[int, Estimate]:
+        """maj@k over the same prompts: of equal answers, the most frequent one."""
+        rows = [tuple(zip(*one, strict=True)) for one in self._verdicts]
+        return {
+            k: estimate([majority_at_k(answers, right, k) for right, answers in rows])
+            for k in (self.counted if rows else [])
+        }
+
+    @cached_property
+    def _verdicts(self) -> list[list[tuple[bool, Hashable]]]:
+        name = self.correct_by
+        if name is None:
+            return []
+        whole = [one for one in self.by_prompt if None not in [s["rewards"][name] for s in one]]
+        return [[(s["rewards"][name] == 1.0, s.get("answer")) for s in one] for one in whole]
+
+    @property
+    def thinking_length(self) -> float | None:
+        """Mean tokens of the thoughts that were closed; None where none was."""
+        return _mean([sample.get("thought_tokens") for sample in self.samples])
+
+    @property
+    def cut_off(self) -> float | None:
+        """Share of completions that ran into the limit; None where it is not known."""
+        return _mean([sample.get("cut_off") for sample in self.samples])
 
 
 def evaluate(
@@ -64,8 +159,9 @@ def evaluate(
     batch_size: int = 64,
     seed: int = 42,
     engine: "Engine | None" = None,
+    num_samples: int = 1,
 ) -> Evaluation:
-    """Complete every prompt once and score the completions; random states are left as they were.
+    """Complete every prompt and score the completions; random states are left as they were.
 
     Args:
         model: A causal language model, with or without an adapter.
@@ -80,14 +176,22 @@ def evaluate(
         batch_size: Completions at one time.
         seed: Of sampling.
         engine: Samples in the place of ``model.generate``; it is sent the adapter first.
+        num_samples: Completions of each prompt, for pass@k and maj@k.
 
     Raises:
+        ConfigError: Several completions of a prompt, and greedy: they would all be the same.
         DataError: The dataset is empty.
         DivergedError: A trained weight is no finite number.
         MemoryRanOutError: Not even a single completion fits; until then fewer are drawn at a time.
         RewardContractError: From a reward.
     """
-    rows = list(dataset)
+    if num_samples > 1 and temperature == 0:
+        raise ConfigError(
+            f"{num_samples} greedy completions of a prompt are all the same: sample them at a "
+            f"temperature above 0, or take one"
+        )
+    num_prompts = len(dataset)
+    rows = [row for row in dataset for _ in range(num_samples)]
     if not rows:
         raise DataError("there is no held-out prompt to evaluate on: set data.held_out above 0")
     check_finite(p for p in model.parameters() if p.requires_grad)
@@ -108,31 +212,69 @@ def evaluate(
             seed,
         ).completion_ids
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    completions = [
-        [{"role": "assistant", "content": text}] if isinstance(row["prompt"], list) else text
-        for row, text in zip(rows, texts, strict=True)
-    ]
-    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in RESERVED}
-    columns |= {
-        "prompts": [row["prompt"] for row in rows],
-        "completions": completions,
-        "completion_ids": ids,
-        "trainer_state": None,
-        "log_extra": lambda column, values: None,
-        "log_metric": lambda name, value: None,
-    }
-    scores = {reward.name: _scores(reward.func, columns) for reward in rewards}
+    scores = score_texts(rows, texts, ids, rewards)
+    find, answer_of = ThoughtFinder(tokenizer), _answer_of(rewards)
+    ends = set(model.generation_config.eos_token_id)
     samples = [
         {
             "prompt": row["prompt"],
             "completion": text,
             "rewards": {name: values[i] for name, values in scores.items()},
+            "tokens": len(ids[i]),
+            "thought_tokens": find(ids[i], text)["thought_tokens"],
+            "cut_off": not ids[i] or ids[i][-1] not in ends,
+            "answer": answer_of(text),
         }
         for i, (row, text) in enumerate(zip(rows, texts, strict=True))
     ]
     means = {name: _mean(values) for name, values in scores.items()}
     mean_length = sum(map(len, ids)) / len(ids)
-    return Evaluation(means, len(rows), mean_length, temperature, samples)
+    return Evaluation(means, num_prompts, mean_length, temperature, samples, num_samples)
+
+
+def score_texts(
+    rows: Sequence[dict[str, Any]],
+    texts: Sequence[str],
+    ids: list[list[int]],
+    rewards: "Sequence[LoadedReward]",
+) -> dict[str, list[float | None]]:
+    """Return what each reward gives n completions, by its name.
+
+    Args:
+        rows: n rows of the prompts' dataset.
+        texts: The completions.
+        ids: Their token ids.
+        rewards: As ``load_rewards`` returned them.
+
+    Raises:
+        RewardContractError: From a reward.
+    """
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in RESERVED}
+    columns |= {
+        "prompts": [row["prompt"] for row in rows],
+        "completions": [
+            [{"role": "assistant", "content": text}] if isinstance(row["prompt"], list) else text
+            for row, text in zip(rows, texts, strict=True)
+        ],
+        "completion_ids": ids,
+        "trainer_state": None,
+        "log_extra": lambda column, values: None,
+        "log_metric": lambda name, value: None,
+    }
+    return {reward.name: _scores(reward.func, columns) for reward in rewards}
+
+
+def _answer_of(rewards: "Sequence[LoadedReward]") -> Callable[[str], str | None]:
+    """Return what tells which answer a completion votes for.
+
+    The first reward that has an ``answer_key`` knows which answers mean the same; else it is the
+    text after the thought. An empty one is no answer.
+    """
+    for reward in rewards:
+        key = getattr(getattr(reward.func, "reward", None), "answer_key", None)
+        if callable(key):
+            return key
+    return lambda text: " ".join(text.rpartition(THOUGHT_ENDS)[2].casefold().split()) or None
 
 
 def settings_of(args: Any) -> dict[str, Any]:
@@ -148,9 +290,9 @@ def settings_of(args: Any) -> dict[str, Any]:
     }
 
 
-def _mean(values: list[float | None]) -> float | None:
+def _mean(values: Sequence[float | None]) -> float | None:
     scored = [value for value in values if value is not None]
-    return sum(scored) / len(scored) if scored else None
+    return fmean(scored) if scored else None
 
 
 def _scores(reward: Any, columns: dict[str, Any]) -> list[float | None]:

@@ -54,6 +54,8 @@ class Tally:
     reference_rows: int = 0
     entropy: float = 0.0
     squared_log_ratio: float = 0.0
+    token_ratio: float = 0.0
+    """Sum of the probability ratios of single tokens; where ``Learner`` was told to count them."""
     corrections: int = 0
     """Importance weights against the sampler: how many, their sum, and how many were cut off."""
     correction: float = 0.0
@@ -114,6 +116,20 @@ class Tally:
             "passes/reference": self.reference_rows / rows,
         }
 
+    def older_metrics(self) -> dict[str, float]:
+        """Return what the older TRL computed differently, where ``Learner`` counted token ratios.
+
+        Source: TRL v0.21.0, ``RLOOTrainer.train``. ``policy/approxkl_avg`` is half of the squared
+        log ratio of whole completions, ``val/ratio`` a mean over tokens, and
+        ``val/clipfrac_avg`` belongs to a value function there is none of.
+        """
+        ratios = torch.cat(self.ratios or [torch.ones(1)])
+        return {
+            "policy/approxkl_avg": float(ratios.log().square().mean()) / 2,
+            "val/clipfrac_avg": 0.0,
+            "val/ratio": self.token_ratio / max(1, self.completion_tokens) if self.trained else 1.0,
+        }
+
 
 class Learner:
     """Runs forward and backward passes, and lowers its token budget where memory runs out.
@@ -129,6 +145,7 @@ class Learner:
         device: Where the model is.
         epsilon: The two clipping ranges, low and high.
         reuse: Take old log-probabilities from the training forward where that is exact.
+        token_ratios: Count the ratios of single tokens too.
         correction: (level, cap) of the importance weights against the sampler's log-probabilities.
         pad_to_multiple_of: Widths are rounded up to it.
         team: The processes that divide the rows; each makes the passes of its share.
@@ -147,6 +164,7 @@ class Learner:
         epsilon: tuple[float, float],
         overhead: int,
         reuse: bool = True,
+        token_ratios: bool = False,
         correction: tuple[str, float] | None = None,
         pad_to_multiple_of: int | None = None,
         team: Team = ALONE,
@@ -161,6 +179,7 @@ class Learner:
         self.device = device
         self.epsilon = epsilon
         self.reuse = reuse
+        self.token_ratios = token_ratios
         self.correction = correction
         self.pad_to_multiple_of = pad_to_multiple_of
         self.team = team
@@ -373,6 +392,10 @@ class Learner:
         if not (self.reuse and rollout.on_policy):
             moved = scored.log_probs - rollout.old_log_probs[batch.rows, : mask.size(1)]
             tally.squared_log_ratio += float((moved.square() * mask).sum())
+            if self.token_ratios:
+                tally.token_ratio += float((moved.exp() * mask).sum())
+        elif self.token_ratios:
+            tally.token_ratio += int(mask.sum())
         tally.ratios.append(objective.ratios.cpu())
         tally.clipped_low.append(objective.clipped_low.cpu())
         tally.clipped_high.append(objective.clipped_high.cpu())

@@ -231,6 +231,15 @@ def keep_trainable_layout(model: Any) -> int:
     return len(layers)
 
 
+def local_base(name: str | Path) -> str:
+    """Return the hub name, or the folder, that a model's name stands for; .gguf is converted.
+
+    Raises:
+        ModelError: There is no such model.
+    """
+    return _find(str(name))
+
+
 # --- sources -------------------------------------------------------------------------------------
 
 

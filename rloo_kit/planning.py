@@ -676,14 +676,7 @@ def _filled(config: RunConfig, facts: _Facts, room: int) -> RunConfig:
 
 def _write(path: Path, config: RunConfig, tuned: Plan) -> None:
     """Write what differs from the defaults, under a comment with the verdict."""
-    usual, given = RunConfig().as_dict(), without_hidden(redact_tree(config.as_dict()))[0]
-    content: dict[str, Any] = {}
-    for name, value in given.items():
-        if name in ("model", "lora", "data"):
-            value = {key: one for key, one in value.items() if one != usual[name][key]}
-            value = {"name": config.model.name, **value} if name == "model" else value
-        if value or name in ("rewards", "trainer", "seed"):
-            content[name] = value
+    content = without_hidden(redact_tree(config.as_short_dict()))[0]
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
     head = f"# Filled to {tuned.card.name} by rloo-kit plan --tune, on paper:\n# {tuned.verdict}\n"
     try:

@@ -23,6 +23,7 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.generation import room_for_rank
 from rloo_kit.models import attach_lora, load_model
 from rloo_kit.redaction import without_hidden
+from rloo_kit.reward_loading import LoadedReward
 
 
 def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, Path]:
@@ -70,6 +71,8 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
     if Path(prompts).exists() and not is_task(prompts):
         data = replace(data, prompts=str(Path(prompts).resolve()))
     rewards = [_with_whole_paths(reward, rewards_base) for reward in config.rewards]
+    judges = [_with_whole_paths(judge, rewards_base) for judge in data.held_out_rewards]
+    data = replace(data, held_out_rewards=judges)
     return replace(config, model=model, data=data, rewards=rewards)
 
 
@@ -174,6 +177,16 @@ def divided_batch(settings: dict[str, Any], processes: int) -> dict[str, int]:
     return divided
 
 
+def template_settings(config: RunConfig) -> dict[str, Any]:
+    """Return what a run gives the chat template.
+
+    Raises:
+        ConfigError: Two settings contradict each other.
+    """
+    given = _template_settings(config.trainer.get("chat_template_kwargs"))
+    return _from_data(config).get("chat_template_kwargs", given)
+
+
 def _from_data(config: RunConfig) -> dict[str, Any]:
     """Return the trainer settings that ``data.curriculum`` and ``data.enable_thinking`` make."""
     settings: dict[str, Any] = {}
@@ -252,6 +265,28 @@ def fitting_prompts(
             say(f"{dropped:,} prompts of more than {limit} tokens left out")
     _check_room(tokenizer, [*prompts, *(held_out or [])], config, args)
     return prompts, held_out
+
+
+def held_out_judges(
+    rewards: list[LoadedReward],
+    held_out: Any,
+    load: Callable[[Sequence[Any]], list[LoadedReward]],
+    named: Sequence[Any] = (),
+) -> list[LoadedReward]:
+    """Return what held-out prompts are scored by: accuracy, what else judges, what is paid.
+
+    Args:
+        rewards: Of the run.
+        held_out: Prompts; accuracy judges where they have answers.
+        load: Makes rewards of specs.
+        named: ``data.held_out_rewards``.
+    """
+    paid = {reward.name for reward in rewards}
+    has_answers = held_out is not None and "answer" in held_out.column_names
+    specs = [*named, *(["accuracy"] if has_answers else [])]
+    judges = {judge.name: judge for judge in load(specs) if judge.name not in paid}
+    found = [*judges.values(), *rewards]
+    return sorted(found, key=lambda judge: judge.name != "accuracy")
 
 
 def _check_room(tokenizer: Any, rows: list[Any], config: RunConfig, args: Any) -> None:

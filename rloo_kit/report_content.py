@@ -32,6 +32,8 @@ SAMPLE_LENGTH = 4000
 """Characters of a prompt, or a completion, of those."""
 SECRET = re.compile(r"(^|_)(token|key|secret|password)$")
 """Names of settings whose values are not shown."""
+MOST_ROWS = 24
+"""Of a table of scored models, of their comparisons, and of win rates."""
 MOST_PARTS = 40
 """Of the planned memory."""
 UNKNOWN = "not known here"
@@ -61,6 +63,8 @@ def run_content(
         "facts": _facts(record),
         "held_out": _held_out(record),
         "samples": _samples(record, SAMPLE_BYTES // share),
+        "scored": _scored(record),
+        "judged": _judged(record),
         "curves": curves_of(record, charts, share),
         "points": held_out_points(record),
         "groups": kept.groups,
@@ -163,6 +167,88 @@ def _held_out(record: RunRecord) -> dict[str, Any]:
             for name, part in parts.items()
         },
     }
+
+
+def _scored(record: RunRecord) -> dict[str, Any] | None:
+    """Return the newest table of ``rloo-kit eval``; None where there is none."""
+    entry = _newest(record.folder, "eval.json", "evaluations", 1)
+    rows = [row for one in entry for row in _objects(one.get("rows"))][:MOST_ROWS]
+    if not rows:
+        return None
+    cells = [_scored_cells(row) for row in rows]
+    titles = list(dict.fromkeys(title for row in cells for title in row))
+    prompts = finite_number(rows[0].get("num_prompts"))
+    return {
+        "caption": f"{prompts or 0:g} prompts of {entry[0].get('prompts')}; in brackets 95%",
+        "head": titles,
+        "rows": [[row.get(title, "") for title in titles] for row in cells],
+        "compared": [_compared(one) for one in _objects(entry[0].get("compared"))[:MOST_ROWS]],
+    }
+
+
+def _scored_cells(row: dict[str, Any]) -> dict[str, str]:
+    cells = {"model": str(row.get("model")), "completions": str(row.get("mode"))}
+    means, intervals = _object(row.get("rewards")), _object(row.get("intervals"))
+    for name, mean in means.items():
+        bounds = intervals.get(name)
+        known = finite_numbers(bounds) if isinstance(bounds, list) else []
+        between = f" [{known[0]:.3f}, {known[1]:.3f}]" if len(known) == 2 else ""
+        cells[str(name)] = f"{_number(mean, 3)}{between}"
+    for title, key in (("pass", "pass_at_k"), ("maj", "maj_at_k")):
+        for k, mean in _object(row.get(key)).items():
+            if k not in ("1", "2" if title == "maj" else ""):
+                cells[f"{title}@{k}"] = _number(mean, 3)
+    cells["thinking"] = _number(row.get("thinking_length"), 1)
+    cells["tokens"] = _number(row.get("mean_length"), 1)
+    return cells
+
+
+def _compared(one: dict[str, Any]) -> str:
+    found = _object(one.get("found"))
+    low, high = (_number(found.get(name), 3, "+") for name in ("low", "high"))
+    real = "real" if found.get("is_real") is True else "may be chance"
+    return (
+        f"{one.get('model')} against {one.get('against')}, {one.get('reward')}, {one.get('mode')}: "
+        f"{_number(found.get('mean'), 3, '+')} [{low}, {high}], {real}"
+    )
+
+
+def _judged(record: RunRecord) -> list[str]:
+    """Return the newest win rates in a sentence each, with judge and number of prompts."""
+    lines = []
+    for one in _newest(record.folder, "judge.json", "judged", MOST_ROWS):
+        found = _object(one.get("found"))
+        rate, low, high = (
+            None if (value := finite_number(found.get(name))) is None else 100 * (value + 0.5)
+            for name in ("mean", "low", "high")
+        )
+        counts = ", ".join(
+            f"{_number(one.get(name), 0)} {said}"
+            for name, said in (("wins", "won"), ("ties", "tied"), ("losses", "lost"))
+        )
+        lines.append(
+            f"{one.get('model')} wins {_number(rate, 1)}% [{_number(low, 1)}, {_number(high, 1)}] "
+            f"against {one.get('against')}: {counts} of {_number(found.get('num'), 0)} prompts of "
+            f"{one.get('prompts')}, {one.get('mode')}; judge: {one.get('judge')}"
+        )
+    return lines
+
+
+def _newest(folder: Path | None, file: str, name: str, most: int) -> list[dict[str, Any]]:
+    return _objects(_read_object(folder, file).get(name))[-most:]
+
+
+def _objects(value: object) -> list[dict[str, Any]]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def _object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: object, digits: int, sign: str = "") -> str:
+    number = finite_number(value)
+    return "none" if number is None else f"{number:{sign}.{digits}f}"
 
 
 def _sign(change: float) -> str:

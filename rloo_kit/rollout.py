@@ -376,6 +376,25 @@ class Rollout:
             found |= self._kl_metrics()
         return found | self._sampler_metrics()
 
+    def older_metrics(self) -> dict[str, float]:
+        """Return what the older TRL computed differently, with its sign, over the learnable rows.
+
+        Source: TRL v0.21.0, ``RLOOTrainer.train``. Scores are those after the missing-EOS penalty
+        and normalisation, the entropy is estimated by ``-log pi`` of the sampled tokens, and
+        ``objective/rlhf_reward = objective/scores + objective/non_score_reward``.
+        """
+        rows, scores = self.learnable, _mean(self.scores)
+        if not rows.any():
+            return {"objective/scores": scores}
+        penalty = self.shaping.beta * _mean(self.kl[rows])
+        taken = self.old_log_probs * self.completion_mask
+        return {
+            "objective/entropy": -_mean(taken[rows].sum(1)),
+            "objective/scores": scores,
+            "objective/non_score_reward": 0.0 - penalty,
+            "objective/rlhf_reward": scores - penalty,
+        }
+
     def _sampler_metrics(self) -> dict[str, float]:
         """Return how far the engine's log-probabilities are from the trainer's, in nats a token."""
         trained = self.completion_mask & self.learnable.unsqueeze(1)

@@ -24,6 +24,7 @@ from rloo_kit.output_folder import free_folder, lock_folder
 from rloo_kit.planning import remedy, room_here, write_plan
 from rloo_kit.preparation import (
     fitting_prompts,
+    held_out_judges,
     load_policy,
     make_trainer_args,
     read_config,
@@ -208,7 +209,7 @@ def _what_is_there(past: Path | None) -> tuple[Checkpoint | None, Evaluation | N
     checkpoint = find_checkpoint(past) if past is not None else None
     found = earlier_scores(past) if checkpoint is not None else None
     try:
-        return checkpoint, None if found is None else Evaluation(**found)
+        return checkpoint, None if found is None else Evaluation.from_dict(found)
     except TypeError:  # another version's, or damaged: it is scored again
         return checkpoint, None
 
@@ -217,7 +218,8 @@ def _prepare(
     config: RunConfig, base: Path, rewards_base: Path, past: Path | None, say: Say
 ) -> _Prepared:
     # Once before anything is loaded: a wrong name then costs a second, not a model load.
-    load_rewards(config.rewards, base_dir=rewards_base, say=say)
+    for specs in (config.rewards, config.data.held_out_rewards):
+        load_rewards(specs, base_dir=rewards_base, say=say)
     if config.model.trust_remote_code:
         say(f"code that comes with {config.model.name} may run: model.trust_remote_code is true")
     environment, team = _set_up(config.model.backend), current_team()
@@ -229,7 +231,8 @@ def _prepare(
     load = functools.partial(
         load_rewards, tokenizer=tokenizer, chat_template_kwargs=args.chat_template_kwargs
     )
-    rewards = load(config.rewards, base_dir=rewards_base)
+    load_beside = functools.partial(load, base_dir=rewards_base)
+    rewards = load_beside(config.rewards)
     prompts, held_out = fitting_prompts(tokenizer, prompts, held_out, config, args, say)
     engine, choice = start_engine(model, args)
     _introduce(say, config, environment, len(prompts), len(held_out or []), folder)
@@ -237,11 +240,12 @@ def _prepare(
         say(_who_samples(engine, choice))
     judges = [
         replace(judge, func=guarded(judge.func, args.reward_timeout_seconds, args.on_reward_error))
-        for judge in _judges(rewards, held_out, load)
+        for judge in held_out_judges(rewards, held_out, load_beside, config.data.held_out_rewards)
     ]
     for judge in judges:
         belongs_to_session(judge.func)
-    score = _scorer(model, tokenizer, held_out, judges, args, engine)
+    how = settings_of(args) | {"engine": engine, "num_samples": config.data.held_out_samples}
+    score = _scorer(model, tokenizer, held_out, judges, how)
     return _Prepared(
         config, base, environment, folder, args, model, tokenizer, rewards, prompts, engine, score
     )
@@ -342,23 +346,12 @@ def _rehearse(trainer: Any, made: _Prepared, say: Say) -> None:
     )
 
 
-def _judges(
-    rewards: list[LoadedReward], held_out: Any, load: Callable[..., list[LoadedReward]]
-) -> list[LoadedReward]:
-    """Return the rewards, with accuracy first when the held-out prompts have answers."""
-    named = {reward.name for reward in rewards}
-    if held_out is None or "accuracy" in named or "answer" not in held_out.column_names:
-        return rewards
-    return [*load(["accuracy"]), *rewards]
-
-
 def _scorer(
     model: Any,
     tokenizer: Any,
     held_out: Any,
     judges: list[LoadedReward],
-    args: Any,
-    engine: Engine | None,
+    how: dict[str, Any],
 ) -> Callable[[], Evaluation | None]:
     team, mine = current_team(), held_out
     # divided weights need every process in every pass: all score all of them
@@ -370,14 +363,7 @@ def _scorer(
     def score() -> Evaluation | None:
         if held_out is None:
             return None
-        found = evaluate(
-            model,
-            tokenizer,
-            mine,
-            judges,
-            engine=engine,
-            **settings_of(args),
-        )
+        found = evaluate(model, tokenizer, mine, judges, **how)
         return Evaluation.joined(team.gather(found)) if divided else found
 
     return score

@@ -398,26 +398,25 @@ class RunStatistics:
 
 def _held_out(name: str, parts: list[dict[str, Any]]) -> HeldOut:
     before, after = (float(part["rewards"][name]) for part in parts)
-    pairs = _pairs(parts[0].get("samples"), parts[1].get("samples"), name)
-    num = len(pairs) or int(finite_number(parts[1].get("num_prompts")) or 1)
-    moved = [b - a for a, b in pairs]
+    size = int(finite_number(parts[0].get("num_samples")) or 1)
+    old, new = (_by_prompt(part.get("samples"), name, max(1, size)) for part in parts)
+    twice = zip(old, new, strict=True) if len(old) == len(new) else ()
+    moved = [b - a for a, b in twice if a is not None and b is not None]
+    num = len(moved) or int(finite_number(parts[1].get("num_prompts")) or 1)
     error = stdev(moved) / math.sqrt(num) if len(moved) > 1 else 0.5 / math.sqrt(num)
     return HeldOut(name, before, after, error, num)
 
 
-def _pairs(before: object, after: object, name: str) -> list[tuple[float, float]]:
-    """Return the scores of each held-out prompt that was scored twice."""
-    if not isinstance(before, list) or not isinstance(after, list) or len(before) != len(after):
+def _by_prompt(samples: object, name: str, size: int) -> list[float | None]:
+    """Return the mean score of each held-out prompt, ``size`` completions each."""
+    if not isinstance(samples, list):
         return []
-    found = []
-    for old, new in zip(before, after, strict=True):
-        try:
-            pair = finite_number(old["rewards"][name]), finite_number(new["rewards"][name])
-        except (KeyError, TypeError, IndexError):
-            return []
-        if None not in pair:
-            found.append(pair)
-    return found
+    try:
+        scores = [sample["rewards"][name] for sample in samples]
+    except (KeyError, TypeError, IndexError):
+        return []
+    groups = (scores[at : at + size] for at in range(0, len(scores), size))
+    return [mean_or_none(finite_numbers(group)) for group in groups]
 
 
 def text_of_row(row: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import math
+import statistics
 import time
 import warnings
 from collections import deque
@@ -144,6 +145,8 @@ class LeaveOneOutConfig(RLOOConfig):
     max_skipped_steps: int = 3
     """Stop when so many optimizer steps in a row had to be skipped, since their gradients were no
     finite numbers."""
+    legacy_metrics: bool = False
+    """Give the older TRL's metrics as its source computed them, sign and all (docs/legacy.md)."""
     dry_run: bool | None = None
     """Of a run file: take the memory of the longest step a run can have before its first
     (docs/dry_run.md; in Python ``rehearsal.rehearse(trainer)``); null: on a GPU, until it has
@@ -700,6 +703,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
             device=self.accelerator.device,
             epsilon=(self.epsilon_low, self.epsilon_high),
             reuse=args.skip_old_pass,
+            token_ratios=args.legacy_metrics,
             correction=(args.rollout_correction, args.rollout_correction_cap)
             if args.rollout_correction
             else None,
@@ -846,7 +850,10 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         self._metrics["train"][name].append(value)
 
     def _note_rollout(self, rollout: Rollout) -> None:
-        for name, value in rollout.metrics(self.reward_func_names).items():
+        found = rollout.metrics(self.reward_func_names)
+        if self.args.legacy_metrics:
+            found |= rollout.older_metrics()
+        for name, value in found.items():
             self._note(name, value)
         step = self.state.global_step + 1
         of_step, first = self._groups_of_step
@@ -898,8 +905,15 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         self._note("speed/learning_tokens_per_second", tally.step_tokens / learning)
         self._note("memory/peak_gib", max(self.team.gather(take_peak())) / GIB)
         self._note("lr", self._get_learning_rate())
-        for name, value in tally.metrics().items():
+        found = tally.metrics()
+        if self.args.legacy_metrics:
+            found |= tally.older_metrics()
+        for name, value in found.items():
             self._note(name, value)
+        if self.args.legacy_metrics:  # over the optimizer steps since the last line
+            ratios = self._metrics["train"]["val/ratio"]
+            spread = statistics.variance(ratios) if len(ratios) > 1 else 0.0
+            self._metrics["train"]["val/ratio_var"] = [spread]
         if self._guard.skipped:
             self._note("loss", tally.loss)  # transformers would put 0 or a mean for NaN
             self._metrics["train"]["step/skipped"] = [self._guard.skipped]
@@ -1026,6 +1040,7 @@ KIT_PATH_ONLY = (
     "max_no_signal_fraction",
     "rollout_correction",
     "stop_on",
+    "legacy_metrics",
 )
 """Settings of the kit that TRL's own path cannot serve."""
 

@@ -196,6 +196,12 @@ class VllmEngine:
         AdapterFolders.drop(folder_before)
         self.sync_seconds = time.perf_counter() - started
 
+    def forget(self) -> None:
+        """Sample from the base, until the next ``sync``."""
+        request, self._request = self._request, None
+        if request is not None:
+            self._llm.llm_engine.remove_lora(request.lora_int_id)
+
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Drawn:
         """See ``Engine.generate``; every completion has a seed of its own."""
         from vllm import SamplingParams

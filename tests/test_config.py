@@ -377,6 +377,14 @@ def test_the_old_names_of_a_seed_all_at_once():
     assert len(caught) == len(arguments)
 
 
+def test_mini_batches_become_as_many_slices_as_they_accumulate():
+    with pytest.warns(FutureWarning, match="steps_per_generation=32 is used"):
+        values = translate_trainer_arguments(
+            {"num_mini_batches": 2, "gradient_accumulation_steps": 16}
+        )
+    assert values["steps_per_generation"] == 32
+
+
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_an_old_name_beside_its_new_one_is_refused(old, new):
     with pytest.raises(ConfigError, match=f"{old} is the old name of {new}.*: keep {new}"):
@@ -444,6 +452,7 @@ OWN = {  # right values, then wrong ones
     "skip_no_signal": ((True, False), NOT_SWITCHES),
     "gate_on_score": ((True, False), NOT_SWITCHES),
     "token_level_kl": ((True, False), NOT_SWITCHES),
+    "legacy_metrics": ((True, False), NOT_SWITCHES),
     "kl_estimator": (("k1", "k3"), ("k2", "K1", 1, None, ["k1"])),
     "missing_eos_penalty": ((None, 0, 0.5, 2), (-0.1, "1e-1", True, math.nan, math.inf)),
     "normalize_reward": ((None, True, False, "batch", "moving"), ("group", "true", 2, ["batch"])),

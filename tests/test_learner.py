@@ -445,6 +445,29 @@ def test_what_the_policies_say_of_their_distance_is_worked_by_hand():
     assert found["policy/approxkl_avg"] == pytest.approx(squares / 2, rel=1e-4)
 
 
+def test_what_the_older_trl_said_of_it_is_worked_by_hand():
+    policy = Policy()
+    rollout = make_rollout()
+    learner = Machine(policy).learner(30, token_ratios=True)
+    learner.learn(rollout, EVERY_ROW)
+    still = {"policy/approxkl_avg": 0.0, "val/clipfrac_avg": 0.0, "val/ratio": 1.0}
+    assert learner.tally.older_metrics() == pytest.approx(still, abs=1e-6)
+    old = all_of(policy, rollout.sampled.tokens)
+    rollout.on_policy = False
+    move(policy)
+    learner.tally = Tally()
+    learner.learn(rollout, EVERY_ROW)
+    change = [
+        by_hand(policy, rollout.sampled.tokens, row).detach() - old[row] for row in WITH_ADVANTAGE
+    ]
+    found = learner.tally.older_metrics()
+    sequences = torch.stack([row.sum() for row in change])
+    assert found["policy/approxkl_avg"] == pytest.approx(
+        0.5 * sequences.square().mean().item(), rel=1e-4
+    )
+    assert found["val/ratio"] == pytest.approx(torch.cat(change).exp().mean().item(), rel=1e-5)
+
+
 def test_two_steps_of_one_batch_without_a_kl():
     """Half of the rows before an optimizer step, half after, with the old pass the trainer runs."""
     policy = Policy()

@@ -572,6 +572,35 @@ def test_metrics_of_a_batch_worked_by_hand():
     assert shaped.tolist() == rollout.scores.tolist()
 
 
+def test_the_older_metrics_of_a_batch_worked_by_hand():
+    rollout = scored(
+        [2.0, 0.0, 1.0, 1.0],
+        2,
+        lengths=[2, 1, 1, 2],
+        ended=[True, False, True, True],
+        missing_eos_penalty=1.0,
+        beta=0.5,
+    )
+    rollout.old_log_probs = -torch.tensor([[0.2, 0.4], [0.1, 9.0], [0.5, 9.0], [0.25, 0.05]])
+    rollout.settle()
+    kl = -(0.6 + 0.1 + 0.5 + 0.3) / 4
+    assert rollout.metrics(NAMES)["objective/kl"] == pytest.approx(kl)
+    expected = {
+        "objective/entropy": -kl,
+        "objective/scores": 0.75,
+        "objective/non_score_reward": -0.5 * kl,
+        "objective/rlhf_reward": 0.75 - 0.5 * kl,
+    }
+    assert rollout.older_metrics() == pytest.approx(expected)
+
+
+def test_the_older_metrics_without_a_kl_and_without_a_signal():
+    found = settled([1.0, 0.0, 1.0, 1.0], 2, beta=0.0).older_metrics()
+    assert found["objective/non_score_reward"] == 0.0
+    assert found["objective/rlhf_reward"] == found["objective/scores"] == 0.75
+    assert settled([1.0, 1.0], 2, beta=0.0).older_metrics() == {"objective/scores": 1.0}
+
+
 def test_the_spread_of_scores_and_the_signal_are_those_before_the_kl():
     rollout = settled([1.0, 1.0, 0.0, 0.0], 2, beta=0.5)
     found = rollout.metrics(NAMES)

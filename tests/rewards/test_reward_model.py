@@ -547,6 +547,35 @@ def test_broken_files_are_one_sentence(model_folder, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+# --- the policy's own tokens ---------------------------------------------------------------------
+
+
+def test_the_policys_tokens_are_read_with_their_eos(model_folder):
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForSequenceClassification.from_pretrained(model_folder).eval()
+    texts = ["c d", "e", "c d f"]
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    ids[0] = [*ids[0], tokenizer.eos_token_id]  # the pad token too, since the model has none
+    prompt = tokenizer.encode("a b")
+    given = {"completions": texts, "prompts": ["a b"] * 3, "completion_ids": ids}
+    scores = RewardModel(str(model_folder), policy_tokens=True, device="cpu")(**given)
+    model.config.pad_token_id = None  # then the last position is read
+    with torch.no_grad():
+        alone = [model(input_ids=torch.tensor([prompt + own])).logits.item() for own in ids]
+    assert scores == pytest.approx(alone, abs=1e-5)
+    of_texts = RewardModel(str(model_folder), device="cpu")(**given)
+    assert of_texts[0] != pytest.approx(scores[0], abs=1e-3)
+
+
+def test_tokens_of_another_tokenizer_are_refused(model_folder):
+    reward = RewardModel(str(model_folder), policy_tokens=True, device="cpu")
+    with pytest.raises(ModelError, match=r"is not the policy's, .*: set policy_tokens to false"):
+        reward(completions=["c d"], prompts=["a b"], completion_ids=[[5, 6, 7]])
+
+
 # --- the thought ---------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import httpx
 import pytest
 import torch
 
@@ -24,14 +25,17 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start(port, log, *arguments):
+def start(port, log, *arguments, served=None):
     """Start a server; return its process. Its own environment keeps the engine in a child."""
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(TINY_THINKER), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--enable-lora", "--max-lora-rank", "16", "--max-loras", "2"]
-    command += ["--max-model-len", "128", "--dtype", "bfloat16", *arguments]
+    if served is not None:
+        command = [sys.executable, "-m", "rloo_kit", "serve", str(served), "--port", str(port)]
+    else:
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(TINY_THINKER), "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--enable-lora", "--max-lora-rank", "16"]
+    command += ["--max-loras", "2", "--max-model-len", "128", "--dtype", "bfloat16", *arguments]
     return subprocess.Popen(
         command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -47,12 +51,58 @@ def end(process):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def served(tmp_path_factory):
+    """An adapter that changes what is said; greedy answers with it, and without."""
+    folder = tmp_path_factory.mktemp("served") / "polite"
+    with rk.session():
+        model, tokenizer = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
+        model = rk.attach_lora(model, r=16)
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+        rk.save_adapter(model, tokenizer, folder)
+        prompts = rk.load_prompts("arithmetic", split="held_out", num_prompts=8)
+        settings = {"max_completion_length": 48, "temperature": 0.0}
+        ours = rk.evaluate(model, tokenizer, prompts, [], **settings)
+        with model.disable_adapter():
+            base = rk.evaluate(model, tokenizer, prompts, [], **settings)
+    return folder, ours.samples, base.samples
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, served):
     port = free_port()
+    more = ["--logprobs-mode", "processed_logprobs", "--enforce-eager"]
     with (tmp_path_factory.mktemp("server") / "log").open("w") as log:
-        process = start(port, log, "--logprobs-mode", "processed_logprobs", "--enforce-eager")
+        process = start(port, log, *more, served=served[0])
         yield f"http://127.0.0.1:{port}"
         end(process)
+
+
+def test_rloo_kit_serve_answers_as_the_adapter_and_as_the_base(server, served):
+    client = httpx.Client(base_url=server, timeout=60)
+    deadline = time.monotonic() + 240
+    while True:
+        try:
+            if client.get("/health").status_code == 200:
+                break
+        except httpx.HTTPError:
+            assert time.monotonic() < deadline
+        time.sleep(0.5)
+    for name, samples in (("polite", served[1]), ("base", served[2])):
+        texts = []
+        for sample in samples:
+            asked = {
+                "model": name, "messages": sample["prompt"], "temperature": 0, "max_tokens": 48
+            }  # fmt: skip
+            answer = client.post("/v1/chat/completions", json=asked)
+            assert answer.status_code == 200, answer.text
+            texts.append(answer.json()["choices"][0]["message"]["content"])
+        wanted = [sample["completion"] for sample in samples]
+        same = sum(a.split() == b.split() for a, b in zip(texts, wanted, strict=True))
+        assert same >= len(wanted) - 1, list(zip(texts, wanted, strict=True))  # bf16 may turn one
+    assert [s["completion"] for s in served[1]] != [s["completion"] for s in served[2]]
 
 
 def test_it_waits_for_the_server_and_trains_through_it(server, policy, make_trainer):
@@ -62,7 +112,7 @@ def test_it_waits_for_the_server_and_trains_through_it(server, policy, make_trai
         tokenizer,
         generation="server",
         vllm_server_base_url=server,
-        vllm_server_timeout=120,
+        vllm_server_timeout=300,
         max_steps=3,
     )
     trainer.train()
@@ -152,7 +202,7 @@ def test_a_server_that_dies_ends_the_run_in_one_sentence(policy, make_trainer, t
                 rewards=[kill_it],
                 generation="server",
                 vllm_server_base_url=f"http://127.0.0.1:{port}",
-                vllm_server_timeout=120,
+                vllm_server_timeout=300,
             )
             started = time.monotonic()
             with pytest.raises(rk.GenerationError, match=r"is away .*: start it again"):

@@ -148,10 +148,23 @@ function showSamples() {
   byId("samples").replaceChildren(make("div", { class: "pairs" }, shown));
 }
 
+/** What was found after the run: models in one table, and whom a judge prefers. */
+function foundLater(run) {
+  const { scored, judged } = run;
+  const lines = (texts) => make("ul", { class: "hint" }, texts.map((text) => make("li", {}, text)));
+  const title = (text) => make("h3", {}, several ? `${text}, ${run.name}` : text);
+  return [
+    scored && [title("Models on the same prompts"), table(scored.caption, scored.head, scored.rows),
+      lines(scored.compared)],
+    judged.length ? [title("Win rate"), lines(judged)] : null,
+  ].flat();
+}
+
 function showHeldOut() {
   const scored = runs.some((run) => run.held_out.rewards.length);
   const parts = several ? comparedTable() : heldOutTable(runs[0]);
   byId("held-out-table").append(scored ? parts : make("p", { class: "calm" }, NOT_SCORED));
+  for (const run of runs) put(byId("held-out-table"), foundLater(run));
   const withSamples = runs.map((run, place) => [place, run.name])
     .filter(([place]) => runs[place].samples.pairs.length);
   byId("samples-part").hidden = !withSamples.length;

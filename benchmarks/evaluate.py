@@ -1,0 +1,52 @@
+"""How long rloo-kit eval takes: 256 prompts, 4 completions each, the embedded model.
+
+    python benchmarks/evaluate.py    # prints, and writes benchmarks/results/evaluate_cpu.json
+
+Loading libraries and model is given apart: it is the same for any number of prompts.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results" / "evaluate_cpu.json"
+PROMPTS, SAMPLES, ROUNDS = 256, 4, 3
+
+
+def main() -> None:
+    """Measure, print and write."""
+    began = time.monotonic()
+    import rloo_kit as rk
+
+    environment = rk.setup()
+    import torch
+
+    loading = time.monotonic() - began
+    rounds = []
+    for _ in range(ROUNDS):
+        table = rk.evaluate_models(
+            ["tiny-thinker"], num_prompts=PROMPTS, num_samples=SAMPLES, greedy=False,
+            overrides=["trainer.max_completion_length=48", "model.max_seq_length=256"], say=str,
+        )  # fmt: skip
+        rounds.append(table.rows[0].seconds)
+    found = table.rows[0].evaluation
+    result = {
+        "prompts": PROMPTS,
+        "samples": SAMPLES,
+        "seconds": rounds,
+        "libraries_seconds": loading,
+        "tokens": found.mean_length * PROMPTS * SAMPLES,
+        "threads": torch.get_num_threads(),
+        "cores": len(os.sched_getaffinity(0)),
+        "hardware": environment.hardware.name,
+        "torch": torch.__version__,
+        "found": {name: str(found.estimate(name)) for name in found.rewards}
+        | {f"pass@{k}": str(one) for k, one in found.pass_at.items()},
+    }
+    print(json.dumps(result, indent=1))
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

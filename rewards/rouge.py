@@ -1,0 +1,165 @@
+"""Words that a summary shares: with a reference (ROUGE), and with the text it sums up."""
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+from rloo_kit.types import Completion, Score
+
+from ._answer import column_of
+from ._text import completion_text, content_text
+from .thinking import TemplateAware, part_text
+
+Kind = Literal["L", "1", "2"]
+Measure = Literal["f1", "precision", "recall"]
+
+
+@dataclass(frozen=True)
+class Rouge(TemplateAware):
+    """Reward the words that an answer shares with a reference summary.
+
+    Range: [0.0, 1.0], higher is better. ROUGE-L counts the longest common subsequence of words,
+    ROUGE-1 and ROUGE-2 the common words and pairs of words; precision is their share of the
+    answer, recall that of the reference, F1 the harmonic mean of both. The answer is what follows
+    the last ``</think>``; 0.0 where it has not begun, None where there is no reference.
+
+    Source: Lin 2004, "ROUGE: A Package for Automatic Evaluation of Summaries", with beta 1 and
+    without stemming. Words are runs of letters and digits, lower-cased: on English text the scores
+    are those of the package rouge-score.
+
+    >>> columns = {"prompts": ["", ""], "reference": ["the cat sat on a mat"] * 2}
+    >>> Rouge()(completions=["a cat sat on the mat", "a dog"], **columns)
+    [0.6666666666666666, 0.25]
+    >>> Rouge("1", "recall")(completions=["a cat sat on the mat", "a dog"], **columns)
+    [1.0, 0.16666666666666666]
+    """
+
+    __name__: ClassVar[str] = "rouge"
+
+    kind: Kind = "L"
+    """``L``, ``1`` or ``2``."""
+    measure: Measure = "f1"
+    """``f1``, ``precision`` or ``recall``. Recall alone pays for length."""
+    column: str = "reference"
+    """Dataset column with the reference, a text."""
+
+    def __post_init__(self) -> None:
+        """Refuse another kind and another measure."""
+        object.__setattr__(self, "kind", str(self.kind))  # YAML reads 1 as a number
+        for name, options in (("kind", get_args(Kind)), ("measure", get_args(Measure))):
+            if getattr(self, name) not in options:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, which is not counted; give one of: "
+                    f"{', '.join(options)}"
+                )
+
+    def __call__(
+        self, completions: list[Completion], prompts: list[Completion], **columns: object
+    ) -> list[Score]:
+        """Return one score per completion.
+
+        Args:
+            completions: B completions, conversational or plain.
+            prompts: B prompts, conversational or plain; they say whether an answer is one yet.
+            **columns: Dataset columns of B values, ``self.column`` among them.
+
+        Raises:
+            RewardContractError: There is no such column.
+        """
+        references = column_of(columns, self.column, self.__name__)
+        return [
+            self._score(completion_text(completion), self.is_opened(prompt), reference)
+            for completion, prompt, reference in zip(completions, prompts, references, strict=True)
+        ]
+
+    def _score(self, text: str, opened: bool, reference: object) -> Score:
+        wanted = _words(reference) if isinstance(reference, str) else []
+        if not wanted:
+            return None
+        given = _words(part_text(text, "answer", opened=opened) or "")
+        if self.kind == "L":
+            common = longest_common_subsequence(wanted, given)
+        else:
+            wanted, given = (_n_grams(words, int(self.kind)) for words in (wanted, given))
+            common = (Counter(wanted) & Counter(given)).total()
+        sizes = {
+            "precision": len(given),
+            "recall": len(wanted),
+            "f1": (len(given) + len(wanted)) / 2,  # of 2PR / (P + R), with P and R put in
+        }
+        return common / sizes[self.measure] if common else 0.0
+
+
+@dataclass(frozen=True)
+class Coverage(TemplateAware):
+    """Reward an answer made of the words of its source: their share of the answer's words.
+
+    Range: [0.0, 1.0], higher is better. A word counts at most as often as the source has it, so
+    that repeating one earns nothing. The answer is what follows the last ``</think>``; 0.0 where it
+    has not begun or has no word, None where there is no source. It says nothing about which words
+    matter, and a single word of the source earns 1.0: put a band of lengths beside it.
+
+    Source: the coverage of Grusky et al. 2018, "Newsroom" (arXiv 1804.11283, section 4.1), with
+    counts that are cut as in ROUGE-1.
+
+    >>> Coverage()(completions=["the cat sat", "a dog sat"], prompts=["Here the cat sat down."] * 2)
+    [1.0, 0.3333333333333333]
+    """
+
+    __name__: ClassVar[str] = "coverage"
+
+    column: str | None = None
+    """Dataset column with the source, a text; None: the prompt, of chat messages the last."""
+
+    def __call__(
+        self, completions: list[Completion], prompts: list[Completion], **columns: object
+    ) -> list[Score]:
+        """Return one score per completion.
+
+        Args:
+            completions: B completions, conversational or plain.
+            prompts: B prompts, conversational or plain.
+            **columns: Dataset columns of B values, ``self.column`` among them.
+
+        Raises:
+            RewardContractError: There is no such column.
+        """
+        sources = [_last_text(prompt) for prompt in prompts]
+        if self.column is not None:
+            sources = column_of(columns, self.column, self.__name__)
+        columns = {**columns, "reference": sources}
+        reward = Rouge("1", "precision", thought_opened=self.thought_opened)
+        return reward(completions, prompts, **columns)
+
+
+def _last_text(prompt: Completion) -> str:
+    return prompt if isinstance(prompt, str) else content_text(prompt[-1].get("content"))
+
+
+def longest_common_subsequence(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
+    """Return how many items, in order but not side by side, two sequences share at most.
+
+    Hyyrö 2004, "Bit-parallel LCS-length computation revisited": a bit for each item of ``first``,
+    0 where the row of the usual table rises.
+
+    >>> longest_common_subsequence("abcbdab", "bdcaba")
+    4
+    """
+    places: dict[Hashable, int] = {}
+    for place, item in enumerate(first):
+        places[item] = places.get(item, 0) | 1 << place
+    full = row = (1 << len(first)) - 1
+    for item in second:
+        hits = row & places.get(item, 0)
+        row = (row + hits | row - hits) & full
+    return len(first) - row.bit_count()
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text.lower())
+
+
+def _n_grams(words: list[str], n: int) -> list[tuple[str, ...]]:
+    return [tuple(words[start : start + n]) for start in range(len(words) - n + 1)]

@@ -1,0 +1,203 @@
+"""What n completions of each prompt say of a model: pass@k, maj@k, intervals, paired differences.
+
+Completions of one prompt are alike, so a prompt is what is drawn: intervals come from resampling
+prompts with all their completions, and two models are compared prompt by prompt.
+"""
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+MOST_SUBSETS = 2000
+"""Subsets of the completions of one prompt that maj@k looks at; of more, so many random ones."""
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Return the chance that at least one of k completions is right, without bias.
+
+    Chen et al. 2021, arXiv 2107.03374, equation 1: 1 - C(n - c, k) / C(n, k).
+
+    Args:
+        num_samples: n completions of the prompt.
+        num_correct: c of them that are right.
+        k: At most n.
+
+    Raises:
+        ValueError: k is not in [1, n], or c not in [0, n].
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
+    (0.25, 0.5, 1.0)
+    """
+    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
+        raise ValueError(f"pass@{k} of {num_samples} completions, {num_correct} right, is nothing")
+    wrong = num_samples - num_correct
+    return 1.0 - math.comb(wrong, k) / math.comb(num_samples, k)
+
+
+def majority_at_k(answers: Sequence[Hashable], right: Sequence[bool], k: int) -> float:
+    """Return the chance that the most frequent answer of k completions is right.
+
+    Wang et al. 2022, arXiv 2203.11171 (self-consistency), over all ways to draw k of the n
+    completions without putting one back; a tie is broken by chance. With many ways, over random
+    ones, always the same. A completion without an answer has no vote; where none has one, the
+    outcome is wrong.
+
+    Args:
+        answers: n, equal where they mean the same; None: no answer was given.
+        right: n, whether each is right. Of an answer that was judged in two ways, as a verifier
+            may, the outcome is the share that was right.
+        k: At most n.
+
+    Raises:
+        ValueError: k is not in [1, n], or the lengths differ.
+
+    >>> majority_at_k(["7", "7", "8"], [True, True, False], 3)
+    1.0
+    >>> majority_at_k(["7", "8"], [True, False], 2)
+    0.5
+    """
+    num = len(answers)
+    if not 1 <= k <= num or len(right) != num:
+        raise ValueError(f"maj@{k} of {num} answers and {len(right)} verdicts is nothing")
+    judged: dict[Hashable, list[bool]] = {}
+    for answer, is_right in zip(answers, right, strict=True):
+        judged.setdefault(answer, []).append(is_right)
+    share = {answer: sum(found) / len(found) for answer, found in judged.items()}
+    drawn = [_outcome([answers[place] for place in places], share) for places in _subsets(num, k)]
+    return math.fsum(drawn) / len(drawn)
+
+
+def _subsets(num: int, k: int) -> list[tuple[int, ...]]:
+    if math.comb(num, k) <= MOST_SUBSETS:
+        return list(itertools.combinations(range(num), k))
+    draw = random.Random(f"{num} {k}")
+    return [tuple(draw.sample(range(num), k)) for _ in range(MOST_SUBSETS)]
+
+
+def _outcome(votes: list[Hashable], share: dict[Hashable, float]) -> float:
+    counts = Counter(vote for vote in votes if vote is not None)
+    most = max(counts.values(), default=0)
+    top = [vote for vote, count in counts.items() if count == most]
+    return math.fsum(share[vote] for vote in top) / len(top) if top else 0.0
+
+
+# --- how sure ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over prompts and how sure it is."""
+
+    mean: float
+    low: float
+    """Of the interval of 95% confidence."""
+    high: float
+    num: int
+    """Prompts."""
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Difference(Estimate):
+    """How much more one model has than another on the same prompts."""
+
+    p_value: float
+    """Chance of a mean this far from 0 where both models were alike."""
+
+    @property
+    def is_real(self) -> bool:
+        """Whether the interval leaves 0 out, and the test says the same at 5%."""
+        return self.p_value < 1 - CONFIDENCE and not self.low <= 0 <= self.high
+
+    def __str__(self) -> str:
+        verdict = "real" if self.is_real else "may be chance"
+        p = "p < 0.001" if self.p_value < 0.001 else f"p = {self.p_value:.3f}"
+        return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}], {p}: {verdict}"
+
+
+def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
+    """Return the mean of one value a prompt with its bootstrap interval (percentiles).
+
+    Efron 1979; Efron and Tibshirani 1993, chapter 13. Values that are all alike, such as 256 right
+    answers, would give an interval without width: for shares it is widened to what the rule of
+    three allows (1 - 0.05 ** (1 / n)).
+
+    Args:
+        values: n, finite.
+        seed: Of the resamples.
+
+    Raises:
+        ValueError: There is none.
+    """
+    mean, low, high = _bootstrap(values, seed)
+    if low == high and set(values) <= {0.0, 1.0}:
+        room = 1 - (1 - CONFIDENCE) ** (1 / len(values))
+        low, high = max(0.0, low - room), min(1.0, high + room)
+    return Estimate(mean, low, high, len(values))
+
+
+def difference(before: Sequence[float], after: Sequence[float], seed: int = 0) -> Difference:
+    """Return by how much ``after`` is above ``before``, prompt by prompt.
+
+    The interval is the bootstrap's, over prompts. The test is Fisher's: the signs of the n
+    differences are drawn anew (all 2 ** n ways where those are few), and the chance of a mean at
+    least as far from 0 is the p-value.
+
+    Args:
+        before: n values, one a prompt.
+        after: n values of the same prompts in the same order.
+        seed: Of the resamples.
+
+    Raises:
+        ValueError: There is none, or they are not as many.
+    """
+    moved = [b - a for a, b in zip(before, after, strict=True)]
+    return Difference(*_bootstrap(moved, seed), len(moved), _sign_flip(moved, seed))
+
+
+def _bootstrap(values: Sequence[float], seed: int) -> tuple[float, float, float]:
+    import numpy as np
+
+    if not len(values):
+        raise ValueError("an interval needs at least one value")
+    array = np.asarray(values, dtype=np.float64)
+    draw = np.random.default_rng(seed)
+    means = [
+        array[draw.integers(0, len(array), (size, len(array)))].mean(axis=1)
+        for size in _in_parts(RESAMPLES, len(array))
+    ]
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(np.concatenate(means), [tail, 100 - tail])
+    return float(array.mean()), float(low), float(high)
+
+
+def _sign_flip(moved: Sequence[float], seed: int) -> float:
+    import numpy as np
+
+    array = np.asarray([value for value in moved if value], dtype=np.float64)
+    num = len(array)
+    if not num:
+        return 1.0
+    seen = abs(array.sum()) * (1 - 1e-12)  # sums of the same numbers in another order
+    if 2**num <= RESAMPLES:
+        signs = np.asarray(list(itertools.product((-1.0, 1.0), repeat=num)))
+        return float((abs(signs @ array) >= seen).mean())
+    draw = np.random.default_rng(seed)
+    far = sum(
+        int((abs(draw.choice((-1.0, 1.0), (size, num)) @ array) >= seen).sum())
+        for size in _in_parts(10 * RESAMPLES, num)
+    )
+    return (far + 1) / (10 * RESAMPLES + 1)  # the data itself is one of the ways
+
+
+def _in_parts(resamples: int, num: int) -> list[int]:
+    """Return sizes that sum to the resamples, each of at most about a million numbers."""
+    size = max(1, 1_000_000 // num)
+    return [min(size, resamples - done) for done in range(0, resamples, size)]

@@ -1,0 +1,42 @@
+"""What is found of a run after it: files beside its record, that only grow."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.errors import ConfigError
+from rloo_kit.redaction import redact_tree
+from rloo_kit.run_record import read_json
+
+
+def add_result(path: Path, name: str, result: dict[str, Any]) -> None:
+    """Add a result to the list ``name`` of a JSON file, which is whole or as it was.
+
+    Raises:
+        ConfigError: The folder cannot be written.
+    """
+    earlier = (read_json(path) or {}).get(name)
+    results = [*(earlier if isinstance(earlier, list) else []), result]
+    _replace(path, json.dumps(redact_tree({name: results}), indent=1) + "\n")
+
+
+def replace_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows as lines of JSON in the place of those that were there.
+
+    Raises:
+        ConfigError: The folder cannot be written.
+    """
+    _replace(path, "".join(json.dumps(redact_tree(row)) + "\n" for row in rows))
+
+
+def _replace(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as exc:
+        raise ConfigError(
+            f"{str(path)!r} cannot be written ({exc}): give another folder with --output"
+        ) from exc

@@ -1,0 +1,90 @@
+"""Fetch llama.cpp's converter, which turns a model's folder into a GGUF file.
+
+The PyPI package ``llama-cpp-python`` carries the sources of llama.cpp; this script downloads its
+source archive (about 75 MB) without building it and keeps the converter, its modules and the
+licence of llama.cpp (MIT). Running it again costs nothing.
+
+    python scripts/fetch_converter.py                # into the kit's cache, where export looks
+    python scripts/fetch_converter.py --out tools    # then: export LLAMA_CPP=tools
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from fetch_smollm2 import FetchError, find_pip, run
+
+from rloo_kit.environment import cache_folder
+from rloo_kit.llama_cpp import SCRIPT
+
+PACKAGE = "llama-cpp-python"
+VERSION = "0.3.36"
+KEPT = (SCRIPT, "conversion", "gguf-py/gguf", "LICENSE")
+"""Below ``vendor/llama.cpp`` of the archive."""
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Put what is kept of a source archive into a folder.
+
+    Raises:
+        FetchError: It holds no converter.
+    """
+    with tarfile.open(archive) as files:
+        for member in files:
+            name = member.name.partition("/vendor/llama.cpp/")[2]
+            if member.isfile() and any(name == k or name.startswith(f"{k}/") for k in KEPT):
+                member.name = name
+                files.extract(member, folder, filter="data")
+    if not (folder / SCRIPT).is_file():
+        raise FetchError(f"{archive.name} holds no {SCRIPT}: set VERSION to another release")
+
+
+def download(folder: Path) -> Path:
+    """Return the source archive of the package, downloaded with pip.
+
+    Raises:
+        FetchError: There is no pip, or the download failed.
+    """
+    if (pip := find_pip()) is None:
+        raise FetchError(f"pip was not found: install it with `{sys.executable} -m ensurepip`")
+    source = ["--no-deps", "--no-binary", PACKAGE, "--dest", str(folder)]
+    run([*pip, "download", "--quiet", *source, f"{PACKAGE}=={VERSION}"])
+    return next(folder.glob("*.tar.gz"))
+
+
+def fetch(out: Path) -> Path:
+    """Return the folder with the converter, downloading it only when it is not there.
+
+    Raises:
+        FetchError: It cannot be had.
+    """
+    if (out / SCRIPT).is_file():
+        return out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=out.parent) as place:
+        fresh = Path(place) / "llama.cpp"
+        unpack(download(Path(place)), fresh)
+        shutil.rmtree(out, ignore_errors=True)
+        os.replace(fresh, out)
+    return out
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Fetch the converter, print its folder and return the exit status."""
+    parser = argparse.ArgumentParser(description="Fetch llama.cpp's converter to GGUF.")
+    default = cache_folder() / "llama.cpp"
+    parser.add_argument("--out", type=Path, default=default, help="default: the kit's cache")
+    try:
+        print(fetch(parser.parse_args(argv).out))
+    except FetchError as exc:
+        print(f"fetch_converter: {exc}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,198 @@
+"""Put the numbers of docs/smollm2.md into the page, from a run of examples/smollm2.yaml.
+
+.venv/bin/python scripts/update_smollm2.py runs/smollm2   # keeps the run's scores, and writes both
+.venv/bin/python scripts/update_smollm2.py                # writes the page again from kept scores
+
+Kept are the scores and completions of every held-out post, in benchmarks/results/smollm2_cpu.json,
+and what `rloo-kit eval runs/smollm2 --samples 0` found, where it was called before.
+"""
+
+import argparse
+import json
+import re
+import statistics
+from pathlib import Path
+
+from rloo_kit.rewards import Rouge
+
+from rloo_kit.eval_statistics import Difference, difference, estimate
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "smollm2_cpu.json"
+PAGE = ROOT / "docs" / "smollm2.md"
+POSTS = ROOT / "examples" / "posts.jsonl"
+JUDGE = "rouge"
+SHOWN = 4
+"""Posts whose completions are shown: evenly spread over the held-out ones, as they come."""
+
+
+def kept(run: Path) -> dict:
+    """Return of a run what the page is written from."""
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    hardware = json.loads((run / "environment.json").read_text())["hardware"]
+    return {
+        "greedy": greedy(run / "eval.json"),
+        "device": hardware["name"],
+        "steps": json.loads((run / "end.json").read_text())["steps"],
+        "temperature": evaluation["before"]["temperature"],
+        **{
+            part: [
+                {"completion": one["completion"], "rewards": one["rewards"]}
+                for one in evaluation[part]["samples"]
+            ]
+            for part in ("before", "after")
+        },
+    }
+
+
+def greedy(file: Path) -> dict | None:
+    """Return what the judge gave to greedy answers; None where ``rloo-kit eval`` was not called."""
+    if not file.is_file():
+        return None
+    newest = json.loads(file.read_text())["evaluations"][-1]
+    means = [row["rewards"][JUDGE] for row in newest["rows"] if row["mode"] == "greedy"]
+    (found,) = [
+        one["found"]
+        for one in newest["compared"]
+        if (one["mode"], one["reward"]) == ("greedy", JUDGE)
+    ]
+    del found["is_real"]
+    return {"means": means, "found": found}
+
+
+def scores(content: dict, part: str, name: str) -> list[float]:
+    """Return one score a held-out post, in order; words are counted here."""
+    if name == "words":
+        return [float(len(one["completion"].split())) for one in content[part]]
+    return [one["rewards"][name] for one in content[part]]
+
+
+def by_situation(values: list[float], posts: list[dict]) -> list[float]:
+    """Return the mean of each situation: posts of one are alike, so they are not independent."""
+    groups: dict[int, list[float]] = {}
+    for value, post in zip(values, posts, strict=True):
+        groups.setdefault(post["situation"], []).append(value)
+    return [statistics.fmean(group) for group in groups.values()]
+
+
+def about_the_post(content: dict, part: str, posts: list[dict]) -> list[float]:
+    """Return by how much each answer scores higher with its own reference than with others.
+
+    The others are those of the other situations: what an answer earns with them, it earns by its
+    form.
+    """
+    found = []
+    for own, one, post in zip(scores(content, part, JUDGE), content[part], posts, strict=True):
+        others = [o["reference"] for o in posts if o["situation"] != post["situation"]]
+        texts = [one["completion"]] * len(others)
+        with_others = Rouge()(completions=texts, prompts=texts, reference=others)
+        found.append(own - statistics.fmean(with_others))
+    return found
+
+
+def interval(found: Difference) -> str:
+    """Return a difference, its interval and its p-value for a cell."""
+    p = "< 0.001" if found.p_value < 0.001 else f"= {found.p_value:.3f}"
+    return f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}], p {p}"
+
+
+def table(content: dict, posts: list[dict]) -> str:
+    """Return the means before and after, and the paired differences, as Markdown."""
+    lines = [
+        f"| {len(posts)} held-out posts | before | after | difference, 95% interval |",
+        "|---|---|---|---|",
+    ]
+    names = {
+        JUDGE: "**judge**: ROUGE-L F1 against the reference",
+        "coverage": "paid: words from the post, of an answer of 6 to 20 words",
+        "format": "paid: one sentence in the first person",
+        "words": "words of an answer",
+    }
+    for name, title in names.items():
+        before, after = (scores(content, part, name) for part in ("before", "after"))
+        means = [f"{statistics.fmean(values):.3f}" for values in (before, after)]
+        lines.append(f"| {title} | {' | '.join(means)} | {interval(difference(before, after))} |")
+    judged = [scores(content, part, JUDGE) for part in ("before", "after")]
+    own = [about_the_post(content, part, posts) for part in ("before", "after")]
+    apart = {
+        "judge, minus the mean score with references of other situations": own,
+        "judge, by situation (12 means)": [by_situation(values, posts) for values in judged],
+    }
+    for title, twice in apart.items():
+        means = [f"{statistics.fmean(values):.3f}" for values in twice]
+        lines.append(f"| {title} | {' | '.join(means)} | {interval(difference(*twice))} |")
+    if content["greedy"]:
+        means = [f"{mean:.3f}" for mean in content["greedy"]["means"]]
+        found = Difference(**content["greedy"]["found"])
+        lines.append(f"| judge, of greedy answers | {' | '.join(means)} | {interval(found)} |")
+    return "\n".join(lines)
+
+
+def yardsticks(posts: list[dict]) -> str:
+    """Return what the judge gives to texts that no model wrote."""
+
+    def sentence(post: dict, number: int) -> str:
+        story = post["post"].partition("\n\n")[2]
+        return re.split(r"(?<=[.!?]) ", story)[number]
+
+    texts = {
+        "the first sentence of the post": [sentence(post, 0) for post in posts],
+        "the second sentence": [sentence(post, 1) for post in posts],
+        "the title": [post["post"].partition("\n\n")[0] for post in posts],
+        "the whole post": [post["post"] for post in posts],
+        "the reference of the post after next": [
+            post["reference"] for post in posts[2:] + posts[:2]
+        ],
+    }
+    references = {"prompts": [""] * len(posts), "reference": [post["reference"] for post in posts]}
+    lines = ["| in the place of an answer | judge, 95% interval |", "|---|---|"]
+    for title, given in texts.items():
+        lines.append(f"| {title} | {estimate(Rouge()(completions=given, **references))} |")
+    return "\n".join(lines)
+
+
+def samples(content: dict, posts: list[dict]) -> str:
+    """Return a few posts with what was said of them before and after."""
+    lines = []
+    for place in range(0, len(posts), len(posts) // SHOWN):
+        told = " ".join(posts[place]["post"].split())
+        lines.append(f"> {told}\n>\n> reference: {posts[place]['reference']}\n>")
+        for part in ("before", "after"):
+            one = content[part][place]
+            text = " ".join(re.sub(r"([\\`*_<>\[\]|#])", r"\\\1", one["completion"]).split())
+            lines.append(f"> {part} ({one['rewards'][JUDGE]:.2f}): {text}\n>")
+        lines[-1] = lines[-1].removesuffix("\n>") + "\n"
+    return "\n".join(lines).rstrip()
+
+
+def written(page: str, content: dict) -> str:
+    """Return the page with each part between its markers."""
+    held_out = len(content["before"])
+    posts = [json.loads(line) for line in POSTS.read_text().splitlines()][-held_out:]
+    parts = {
+        "numbers": table(content, posts),
+        "yardsticks": yardsticks(posts),
+        "samples": samples(content, posts),
+    }
+    for name, text in parts.items():
+        marks = rf"(<!-- {name}:.*?-->\n).*?(<!-- /{name} -->)"
+        page, count = re.subn(
+            marks, lambda m, text=text: f"{m[1]}\n{text}\n\n{m[2]}", page, flags=re.S
+        )
+        if count != 1:
+            raise SystemExit(f"{PAGE.name} has no pair of {name} markers")
+    return page
+
+
+def main() -> None:
+    """Keep the run's scores where one is given; write the page."""
+    parser = argparse.ArgumentParser(description="Write the numbers of docs/smollm2.md.")
+    parser.add_argument("run", nargs="?", type=Path, help="folder of a run of smollm2.yaml")
+    run = parser.parse_args().run
+    if run is not None:
+        RESULTS.write_text(json.dumps(kept(run), ensure_ascii=False, indent=1) + "\n")
+    PAGE.write_text(written(PAGE.read_text(), json.loads(RESULTS.read_text())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""rloo-kit eval and judge: models on the same prompts, what is sure, whom a judge prefers."""
+
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+import torch
+
+import rloo_kit as rk
+from rloo_kit.cli import main
+from rloo_kit.errors import ConfigError, DataError, ModelError
+from rloo_kit.evaluation import Evaluation
+from rloo_kit.report_content import run_content
+from rloo_kit.run_record import RunStatistics, read_run
+from rloo_kit.trained_models import find_trained, load_base
+
+PROMPTS = 16
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of two steps, with several completions of each held-out prompt."""
+    folder = tmp_path_factory.mktemp("evaluating") / "run"
+    settings = {
+        "output_dir": folder, "trainer.max_steps": 2, "data.num_prompts": 32,
+        "data.held_out": PROMPTS, "trainer.per_device_train_batch_size": 32,
+        "trainer.num_generations": 4, "data.held_out_samples": 4,
+        "data.held_out_rewards": "[length]", "trainer.eval_strategy": "steps",
+        "trainer.eval_steps": 1,
+    }  # fmt: skip
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    assert main(["quickstart", *words]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def table(run):
+    """Of the run and a base of the same kind; a changed adapter makes a second model."""
+    return rk.evaluate_models([run], say=str)
+
+
+# --- during a run ---------------------------------------------------------------------------------
+
+
+def test_a_run_tells_pass_and_majority_and_intervals(run):
+    found = json.loads((run / "evaluation.json").read_text())
+    assert [row["step"] for row in found["during"]] == [1]  # eval_steps; the last step is "after"
+    for part in ("before", "after"):
+        one = found[part]
+        assert one["num_prompts"] == PROMPTS
+        assert len(one["samples"]) == 4 * PROMPTS
+        assert list(one["rewards"]) == ["accuracy", "length"]  # the second is never paid
+        assert one["correct_by"] == "accuracy"
+        passed = one["pass_at_k"]
+        assert passed["1"] == pytest.approx(one["rewards"]["accuracy"])
+        assert passed["1"] <= passed["2"] <= passed["4"] <= 1
+        assert one["maj_at_k"]["2"] == pytest.approx(passed["1"])
+        low, high = one["intervals"]["accuracy"]
+        assert low <= one["rewards"]["accuracy"] <= high
+        by_prompt = [
+            [s["rewards"]["accuracy"] for s in one["samples"][at : at + 4]]
+            for at in range(0, 4 * PROMPTS, 4)
+        ]
+        assert passed["4"] == pytest.approx(sum(map(any, by_prompt)) / PROMPTS)
+        assert {s["prompt"][-1]["content"] for s in one["samples"][:4]} == {
+            one["samples"][0]["prompt"][-1]["content"]
+        }
+    metrics = (run / "metrics.jsonl").read_text()
+    assert "rewards/length" not in metrics
+
+
+def test_chance_is_counted_in_prompts(run):
+    """Completions of one prompt are alike: four of them are no four prompts."""
+    found = {one.name: one for one in RunStatistics(read_run(run)).scored_twice}
+    assert found["accuracy"].num == PROMPTS
+
+
+def test_an_evaluation_reads_back_and_older_ones_too(run):
+    found = json.loads((run / "evaluation.json").read_text())["before"]
+    assert Evaluation.from_dict(found).as_dict() == found
+    older = {k: found[k] for k in ("rewards", "num_prompts", "mean_length", "temperature")}
+    samples = [{k: s[k] for k in ("prompt", "completion", "rewards")} for s in found["samples"]]
+    assert Evaluation.from_dict({**older, "samples": samples}).thinking_length is None
+
+
+def test_several_greedy_completions_are_refused(run):
+    one = load_base(find_trained("tiny-thinker"))
+    prompts = rk.load_prompts("arithmetic", split="held_out", num_prompts=2)
+    with pytest.raises(ConfigError, match="all the same"):
+        rk.evaluate(one.model, one.tokenizer, prompts, [], temperature=0, num_samples=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["trainer.eval_strategy=epoch"], "set data.held_out_every"),
+        (["trainer.eval_steps=0.5"], "set data.held_out_every"),
+        (["trainer.eval_steps=5", "data.held_out_every=7"], "are the same setting"),
+        (["data.held_out_samples=0"], "held_out_samples is 0"),
+    ],
+)
+def test_wrong_settings_are_told(settings, told, capsys):
+    words = [word for setting in settings for word in ("--set", setting)]
+    assert main(["quickstart", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+# --- eval -----------------------------------------------------------------------------------------
+
+
+def test_models_in_one_table(run, table):
+    assert [(row.model, row.mode) for row in table.rows] == [
+        (name, mode)
+        for name in (f"base of {run}", str(run))
+        for mode in ("greedy", "4 sampled at 1")
+    ]
+    assert {one.reward for one in table.compared} == {"accuracy", "length"}
+    for one in table.compared:
+        assert one.found.num == PROMPTS
+        row = {(r.model, r.mode): r for r in table.rows}
+        after = row[one.model, one.mode].evaluation.rewards[one.reward]
+        before = row[one.against, one.mode].evaluation.rewards[one.reward]
+        assert one.found.mean == pytest.approx(after - before)
+    text = str(table)
+    assert "pass@4" in text
+    assert "maj@4" in text
+    assert re.search(r"accuracy, greedy: [+-]0\.\d+ \[", text)
+
+
+def test_the_table_is_in_the_folder_and_in_the_report(run, table):
+    written = json.loads((run / "eval.json").read_text())["evaluations"]
+    assert [row["model"] for row in written[-1]["rows"]] == [row.model for row in table.rows]
+    samples = (run / "eval_samples.jsonl").read_text().splitlines()
+    assert len(samples) == 2 * PROMPTS * 5
+    content = run_content(read_run(run), "run", [])
+    assert content["scored"]["head"][:3] == ["model", "completions", "accuracy"]
+    assert len(content["scored"]["rows"]) == 4
+    assert "may be chance" in " ".join(content["scored"]["compared"])
+    assert "Models on the same prompts" in (run / "report.html").read_text()
+
+
+def test_the_adapter_is_the_one_that_answers(run, tmp_path):
+    """The base, the run's adapter and another one, in any order: each gives its own answers."""
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
+    model = rk.attach_lora(model, r=4)
+    torch.manual_seed(0)
+    for name, values in model.named_parameters():
+        if "lora_B" in name:
+            values.data.normal_(0, 0.2)
+    spoiled = rk.save_adapter(model, tokenizer, tmp_path / "spoiled")
+    names = [str(spoiled), str(run), "tiny-thinker"]
+    settings = {"num_samples": 0, "num_prompts": 8, "output": tmp_path / "out", "say": str}
+    first = rk.evaluate_models(names, **settings)
+    second = rk.evaluate_models(names[::-1], **settings)
+    texts = [
+        {row.model: [s["completion"] for s in row.evaluation.samples] for row in found.rows}
+        for found in (first, second)
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0][names[0]] != texts[0][names[2]]
+    assert first.rows[0].evaluation.rewards["accuracy"] < 0.2  # it was spoiled
+    assert len(json.loads((tmp_path / "out" / "eval.json").read_text())["evaluations"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["eval", "./nowhere/run"], "does not exist"),
+        (["eval", "tiny-thinker", "--samples", "0", "--no-greedy"], "are no evaluation"),
+        (["eval", "tiny-thinker", "--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["eval", "tiny-thinker", "--set", "data.held_out=0"], "kept no prompts"),
+        (["judge", "tiny-thinker"], "compared with itself"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert len(error.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_adapter_says_so(tmp_path, run):
+    (tmp_path / "run.yaml").write_text((run / "run.yaml").read_text())
+    with pytest.raises(ConfigError, match="has no adapter yet"):
+        find_trained(tmp_path)
+
+
+def test_an_adapter_of_another_model_is_refused(run, tmp_path):
+    one = load_base(find_trained("tiny-thinker"))
+    other = tmp_path / "adapter"
+    other.mkdir()
+    config = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps(config | {"r": 3}))
+    (other / "adapter_model.safetensors").write_bytes(
+        (run / "adapter" / "adapter_model.safetensors").read_bytes()
+    )
+    with (
+        pytest.raises(ModelError, match="cannot be put on its base"),
+        one.speaking_as(find_trained(other)),
+    ):
+        pytest.fail("it answered")
+
+
+# --- judge ----------------------------------------------------------------------------------------
+
+
+def test_a_rule_judges(run):
+    (run.parent / "taste.py").write_text(
+        "def long(completions, **_):\n    return [len(c[-1]['content']) for c in completions]\n"
+    )
+    found = rk.judge_models(run, by=f"{run.parent}/taste.py:long", say=str)
+    rows = [json.loads(line) for line in (run / "judge_samples.jsonl").read_text().splitlines()]
+    won = [len(row["completion"]) > len(row["against"]) for row in rows]
+    lost = [len(row["completion"]) < len(row["against"]) for row in rows]
+    assert (found.wins, found.losses) == (sum(won), sum(lost))
+    assert found.ties == PROMPTS - found.wins - found.losses
+    assert found.rate == pytest.approx((found.wins + found.ties / 2) / PROMPTS)
+    assert not found.paid
+    (line,) = run_content(read_run(run), "run", [])["judged"][-1:]
+    assert f"{PROMPTS} prompts of arithmetic, greedy" in line
+    assert "taste.py:long, the higher score wins" in line
+
+
+def test_the_reward_of_the_run_is_no_stranger(run):
+    found = rk.judge_models(run, num_prompts=4, say=str)
+    assert found.paid
+    assert "trained to please it" in str(found)
+
+
+def test_given_texts_are_the_other_side(run, tmp_path):
+    rows = [
+        {"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "reference": f"</think>{2 * n}"}
+        for n in range(111, 115)
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"against": "reference", "by": "accuracy", "prompts": file, "say": str}
+    found = rk.judge_models(run, **settings)
+    assert found.wins == 0  # the references are all right
+    with pytest.raises(DataError, match="no column 'summary'"):
+        rk.judge_models(run, **settings | {"against": "reference:summary"})
+
+
+class Prefers(BaseHTTPRequestHandler):
+    """A judge that is told what it prefers by the class; it counts what it is asked."""
+
+    answer = staticmethod(lambda first, second: 0)
+    asked: ClassVar[list[str]] = []
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = body["messages"][0]["content"]
+        type(self).asked.append(text)
+        first, second = re.findall(r"<answer-\d\S*>\n?(.*?)\n?</answer-\d", text, re.S)
+        said = json.dumps({"winner": self.answer(first, second)})
+        content = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "rate"),
+    [
+        (lambda first, second: 1, 0.5),  # always the first: both orders disagree
+        (lambda first, second: 2 if "theirs" in first else 1, 1.0),
+        (lambda first, second: 1 if "theirs" in first else 2, 0.0),
+    ],
+    ids=["position", "mine", "theirs"],
+)
+def test_a_model_behind_a_server_is_asked_in_both_orders(answer, rate, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(Prefers, "answer", staticmethod(answer))
+    monkeypatch.setattr(Prefers, "asked", [])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Prefers)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    rows = [{"prompt": f"What is {n} + {n}?", "theirs": f"theirs {n}"} for n in range(111, 119)]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    try:
+        found = rk.judge_models(
+            run,
+            against="reference:theirs",
+            by={
+                "name": "judge", "model": "some-judge", "mode": "pairwise", "column": "theirs",
+                "base_url": f"http://127.0.0.1:{server.server_port}/v1", "rubric": "politeness",
+            },
+            prompts=file,
+            output=tmp_path,
+            say=str,
+        )  # fmt: skip
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+    assert found.rate == rate
+    assert len(Prefers.asked) == 2 * len(rows)
+    assert "some-judge, asked in both orders" in found.judge
+    assert "8 prompts" in str(found)
