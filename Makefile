@@ -9,7 +9,7 @@ WHEELS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend 
 UV := $(shell command -v uv || echo .cache/uv/bin/uv)
 
 .PHONY: quickstart test test-faults test-notebooks test-browser test-vllm
-.PHONY: setup setup-gym setup-browser setup-vllm setup-audit lock lint audit clean
+.PHONY: setup setup-gym setup-browser setup-vllm setup-audit setup-docs docs lock lint audit clean
 
 quickstart: setup
 	.venv/bin/rloo-kit quickstart
@@ -97,6 +97,9 @@ lock: | $(UV)
 	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --custom-compile-command "make lock" -c .cache/constraints.txt $$names \
 	  --no-emit-package=rloo-kit --extra gym pyproject.toml -o requirements-gym.lock
+	printf '%s\n' "mkdocs<2" "mkdocs-material>=9.8,<10" "mkdocstrings[python]>=1,<2" \
+	  | $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+	  --custom-compile-command "make lock" - -o requirements-docs.lock
 
 lint: setup
 	.venv/bin/ruff check .
@@ -105,13 +108,26 @@ lint: setup
 # The locked versions against the database of known vulnerabilities, where that can be reached.
 audit: setup setup-audit
 	$(PY) scripts/audit.py .cache/audit/bin/pip-audit \
-	  requirements.lock requirements-gym.lock requirements-browser.lock
+	  requirements.lock requirements-gym.lock requirements-browser.lock requirements-docs.lock
 
 setup-audit: .cache/audit/made
 
 .cache/audit/made: Makefile | $(UV)
 	$(UV) venv --quiet --clear --python ">=3.11,<3.13" .cache/audit
 	$(UV) pip install --quiet --python .cache/audit/bin/python "pip-audit==2.10.1"
+	@touch $@
+
+# The site, from docs/ and the docstrings: every warning is an error (with --quiet none would be counted),
+# and nothing is fetched.
+docs: setup-docs
+	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/mkdocs build
+	@echo "read .cache/site/index.html"
+
+setup-docs: .cache/docs/made
+
+.cache/docs/made: requirements-docs.lock | $(UV)
+	$(UV) venv --quiet --clear --python ">=3.11,<3.13" .cache/docs
+	$(UV) pip sync --quiet --python .cache/docs/bin/python --require-hashes requirements-docs.lock
 	@touch $@
 
 clean:

@@ -20,6 +20,7 @@ LONGEST = (
     "test_run",
     "test_parity",
     "test_readme",
+    "test_docs",
     "test_environment",
     "test_gradients",
     "test_cli",

@@ -4,36 +4,20 @@ import json
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
 
 import rloo_kit as rk
 from rloo_kit.cli import main
-from rloo_kit.config import find_run_file, make_run_config, read_run_file
 from rloo_kit.hardware import TESTED
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.S)
-COMMANDS = [
-    line.split(" #")[0].strip()
-    for language, text in BLOCKS
-    if language == "bash"
-    for line in text.splitlines()
-    if line.strip()
-]
-FEW = [
-    "--set", "trainer.max_steps=1", "--set", "data.held_out=4", "--set", "data.num_prompts=16",
-    "--set", "trainer.per_device_train_batch_size=8", "--set", "trainer.num_generations=4",
-]  # fmt: skip
+sys.path.append(str(Path(__file__).parent / "scripts"))
+from page_commands import FEW, ROOT, blocks, commands, execute
 
-EXTRA = {
-    "rewards check": ["--prompts", "4"],
-    "reward-model train": ["--set", "max_steps=1", "--set", "held_out=4"],
-}
+README = (ROOT / "README.md").read_text()
+BLOCKS = blocks(ROOT / "README.md")
+COMMANDS = commands(ROOT / "README.md")
 
 
 def block(language, containing):
@@ -49,52 +33,7 @@ def test_there_are_commands():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_run.yaml").write_text(block("yaml", "output_dir: runs/mine"))
-    program, *arguments = command.split()
-    if program == "make":
-        # `make test` runs this very test: the recipe is read, and its targets run by .ci/run
-        done = subprocess.run(
-            ["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-    elif program == "pip":
-        assert arguments == ["install", "-e", '".[unsloth]"']
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        assert "unsloth" in extras["optional-dependencies"]
-    elif program == "python":
-        source = (ROOT / arguments[0]).read_text()
-        compile(source, arguments[0], "exec")  # it downloads: tests/test_gguf.py runs what follows
-    elif arguments[0] == "train" and arguments[1] in ("qwen3-4b-thinking", "everyday"):
-        file = find_run_file(arguments[1])
-        content = yaml.safe_load(file.read_text())
-        make_run_config(content)
-        if arguments[1] == "everyday":  # its data and reward, on the embedded model
-            model = ["--set", "model.name=tiny-thinker"]
-            assert main([*arguments, *model, *FEW, "--set", "data.num_prompts=16"]) == 0
-    else:
-        write_pairs(tmp_path / "pairs.jsonl")
-        for folder in re.findall(r"runs/quickstart(?:-\d)?", command):
-            write_run(tmp_path / folder)
-        few = EXTRA.get(" ".join(arguments[:2]), [])
-        extra = FEW if arguments[0] in ("train", "quickstart") else few
-        assert main([*arguments, *extra]) == 0
-
-
-def write_run(folder):
-    folder.mkdir(parents=True)
-    rows = ({"step": step, "reward": 0.1 * step, "kl": 0.0} for step in range(1, 9))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = read_run_file("quickstart", [*FEW[1::2], f"output_dir={folder}"])
-    (folder / "run.yaml").write_text(yaml.safe_dump(config.as_dict()))
-
-
-def write_pairs(path):
-    rows = (
-        {"prompt": f"Say {n}.", "chosen": f"{n}, if you please.", "rejected": f"{n}!"}
-        for n in range(16)
-    )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    execute(command, tmp_path, monkeypatch)
 
 
 def test_the_python_program_runs(tmp_path):
@@ -124,18 +63,9 @@ def test_every_reward_is_named_here_and_in_the_table_of_the_docs():
 
     rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/rewards.md").read_text(), re.M)
     assert sorted(rows) == sorted(BUILTIN)
-    assert len(BUILTIN) == 18  # "Eighteen come with the kit"
+    assert len(BUILTIN) == 20  # "Twenty come with the kit"
     for name in BUILTIN:
         assert f"`{name}`" in README
-
-
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.stem
-)
-def test_what_a_page_links_to_is_there(page):
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
-    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
-    assert missing == []
 
 
 def test_the_tree_names_every_file():
