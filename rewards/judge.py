@@ -214,7 +214,7 @@ class Judge(TemplateAware):
     ) -> tuple[str, ...]:
         """Return what the judge is asked about a row: one text, one for each order, or none."""
         question = _well_formed(_prompt_text(prompt))
-        answer = _well_formed(self._answer_text(prompt, completion))
+        answer = _well_formed(self.answer_text(prompt, completion))
         if self.mode == "rubric":
             mark = _mark(question, answer)
             completion_block = _block("answer", mark, answer)
@@ -233,7 +233,8 @@ class Judge(TemplateAware):
             for first, second in ((answer, other), (other, answer))
         )
 
-    def _answer_text(self, prompt: Completion, completion: Completion) -> str:
+    def answer_text(self, prompt: Completion, completion: Completion) -> str:
+        """Return what the judge reads of a completion; "" of a thought that was cut off."""
         text = completion_text(completion)
         if self.keep_thought:
             return text

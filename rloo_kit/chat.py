@@ -82,6 +82,8 @@ def chat(  # noqa: PLR0913
     screen = Screen(source or sys.stdin, out or sys.stdout)
     with session():
         one = load_base(trained)
+        if trained.config is None and not one.tokenizer.chat_template:
+            manner = replace(manner, chat=False)
         engine = _engine(one, trained) if vllm else None
         screen.tell(f"{', '.join(voice.trained.name for voice in voices)}: {HELP}")
         for turn, line in enumerate(screen.lines()):
@@ -149,6 +151,12 @@ def _answers(
     alone = len(voices) == 1
     for voice in voices:
         ids = prompt_ids(one.tokenizer, _prompt(voice, line, manner), manner.template)
+        room = getattr(one.model.config, "max_position_embeddings", None)
+        if room is not None and len(ids) + manner.max_tokens > room:
+            raise ConfigError(
+                f"what was said has {len(ids)} tokens, and the model has room for {room} with an "
+                f"answer of {manner.max_tokens}: begin again, or lower --max-tokens"
+            )
         show = screen.writer(_thinks_first(one.tokenizer, ids)) if alone else None
         if engine is not None:
             text = _by_vllm(one, engine, voice, ids, manner)
@@ -261,6 +269,8 @@ class Screen:
         self._source = source
         self._out = out
         self._asks = source.isatty()
+        if hasattr(out, "reconfigure"):  # a terminal that is not UTF-8 shows a ? instead
+            out.reconfigure(errors="replace")
         self._console = Console(file=out, highlight=False, markup=False, emoji=False)
 
     def tell(self, line: str) -> None:

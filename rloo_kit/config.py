@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from rloo_kit.errors import ConfigError
-from rloo_kit.redaction import remember_settings
+from rloo_kit.redaction import remember_settings, without_hidden
 from rloo_kit.wording import bare, shown, told, why
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -318,7 +318,9 @@ def _take_eval_steps(values: dict[str, Any], faults: list[str]) -> None:
     """Let transformers' ``eval_strategy`` and ``eval_steps`` mean ``data.held_out_every``."""
     trainer = dict(values.get("trainer") or {})
     strategy, steps = (trainer.pop(name, None) for name in ("eval_strategy", "eval_steps"))
-    if strategy in (None, "no", False) and steps is None:
+    if strategy in (None, "no", False) and (steps is None or strategy is not None):
+        if "trainer" in values:
+            values["trainer"] = trainer
         return
     if strategy not in (None, "steps") or not _fits(steps, int):
         faults.append(
@@ -361,6 +363,15 @@ def read_settings(overrides: Sequence[str]) -> dict[str, Any]:
         found[key.strip()] = read_value(text)
     remember_settings(found)
     return found
+
+
+def without_hidden_settings(config: RunConfig) -> RunConfig:
+    """Return a run's settings without what was hidden when they were written.
+
+    It is then looked for where it is kept, in the environment and .env.
+    """
+    settings, names = without_hidden(config.as_dict())
+    return make_run_config(settings) if names else config
 
 
 def read_value(text: str) -> Any:

@@ -138,9 +138,13 @@ def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
     """
     mean, low, high = _bootstrap(values, seed)
     if low == high and set(values) <= {0.0, 1.0}:
-        room = 1 - (1 - CONFIDENCE) ** (1 / len(values))
-        low, high = max(0.0, low - room), min(1.0, high + room)
+        low, high = max(0.0, low - _room(len(values))), min(1.0, high + _room(len(values)))
     return Estimate(mean, low, high, len(values))
+
+
+def _room(num: int) -> float:
+    """Return the largest share of others that n alike leave possible (rule of three)."""
+    return 1 - (1 - CONFIDENCE) ** (1 / num)
 
 
 def difference(before: Sequence[float], after: Sequence[float], seed: int = 0) -> Difference:
@@ -159,7 +163,11 @@ def difference(before: Sequence[float], after: Sequence[float], seed: int = 0) -
         ValueError: There is none, or they are not as many.
     """
     moved = [b - a for a, b in zip(before, after, strict=True)]
-    return Difference(*_bootstrap(moved, seed), len(moved), _sign_flip(moved, seed))
+    mean, low, high = _bootstrap(moved, seed)
+    if low == high:  # the next prompt may be another, by as much as all of them together
+        room = _room(len(moved)) * (abs(mean) or max(map(abs, [*before, *after])))
+        low, high = low - room, high + room
+    return Difference(mean, low, high, len(moved), _sign_flip(moved, seed))
 
 
 def _bootstrap(values: Sequence[float], seed: int) -> tuple[float, float, float]:

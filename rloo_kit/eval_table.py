@@ -9,11 +9,11 @@ from typing import Any
 from rloo_kit.errors import ConfigError
 from rloo_kit.eval_statistics import Difference, Estimate, difference
 from rloo_kit.evaluation import Evaluation
-from rloo_kit.examination import examine_models
+from rloo_kit.examination import Examination, examine_models
 from rloo_kit.memory import session
 from rloo_kit.report import write_report
-from rloo_kit.result_files import add_result, replace_rows
-from rloo_kit.trained_models import TrainedModel, by_base, find_trained
+from rloo_kit.result_files import add_result, check_place, replace_rows
+from rloo_kit.trained_models import OneBase, TrainedModel, by_base, find_trained
 
 Say = Callable[[str], None]
 FILE, SAMPLES = "eval.json", "eval_samples.jsonl"
@@ -122,7 +122,10 @@ def evaluate_models(  # noqa: PLR0913
     found = [find_trained(model) for model in models]
     if base:
         found = _with_base(found)
-    rows = []
+    folder = _folder(found, output)
+    if folder is not None:
+        check_place(folder)
+    rows: list[Row] = []
     with session():
         exam = examine_models(
             found,
@@ -132,24 +135,47 @@ def evaluate_models(  # noqa: PLR0913
             batch_size=batch_size,
         )
         for one, on_it in by_base(found):
-            ask = exam.asker(one, exam.rewards(one.tokenizer))
-            for trained in on_it:
-                with one.speaking_as(trained) as model:
-                    for how in _ways(num_samples, greedy=greedy):
-                        began = time.monotonic()
-                        scored = ask(model, **how)
-                        rows.append(Row(trained.name, scored, time.monotonic() - began))
-                        say(_line(rows[-1]))
+            exam = exam.fitting(one.tokenizer)
+            for row in _score(exam, one, on_it, list(_ways(num_samples, greedy=greedy))):
+                rows.append(row)
+                say(_line(row))
+    rows = _judged_alike(rows)
     names = [one.name for one in found]
     rows.sort(key=lambda row: names.index(row.model))
     table = EvalTable(exam.source, rows, list(_compare(rows)))
-    folder = _folder(found, output)
     if folder is None:
         return table
     _write(folder, table)
     if (folder / "run.yaml").is_file():
         say(f"written to {folder / FILE} and {write_report([folder])}")
     return replace(table, folder=folder)
+
+
+def _score(
+    exam: Examination, one: OneBase, on_it: list[TrainedModel], ways: list[dict[str, Any]]
+) -> Iterator[Row]:
+    ask = exam.asker(one, exam.rewards(one.tokenizer))
+    for trained in on_it:
+        with one.speaking_as(trained) as model:
+            for how in ways:
+                began = time.monotonic()
+                scored = ask(model, **how)
+                yield Row(trained.name, scored, time.monotonic() - began)
+
+
+def _judged_alike(rows: list[Row]) -> list[Row]:
+    """Return the rows with one reward that says right or wrong for all of them.
+
+    By its own scores alone a row could have another: a reward with numbers between may give none
+    of them to one model.
+    """
+    names = [
+        name
+        for name in rows[0].evaluation.rewards
+        if all(row.evaluation.says_right_or_wrong(name) for row in rows)
+    ]
+    judge = names[0] if names else ""
+    return [replace(row, evaluation=replace(row.evaluation, judged_by=judge)) for row in rows]
 
 
 def _with_base(found: list[TrainedModel]) -> list[TrainedModel]:

@@ -43,6 +43,8 @@ class Evaluation:
     the prompts in order. ``answer`` is what is voted with."""
     num_samples: int = 1
     """Completions of each prompt."""
+    judged_by: str | None = None
+    """The reward that says right or wrong, "" for none; None: it is told by the scores."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, with the statistics of the samples."""
@@ -97,11 +99,14 @@ class Evaluation:
     @cached_property
     def correct_by(self) -> str | None:
         """The first reward that says right or wrong and nothing between; None: there is none."""
-        for name, mean in self.rewards.items():
-            scores = {sample["rewards"][name] for sample in self.samples}
-            if mean is not None and scores <= {0.0, 1.0, None}:
-                return name
-        return None
+        if self.judged_by is not None:
+            return self.judged_by or None
+        return next(filter(self.says_right_or_wrong, self.rewards), None)
+
+    def says_right_or_wrong(self, name: str) -> bool:
+        """Return whether a reward gave 0 and 1 alone."""
+        scores = {sample["rewards"][name] for sample in self.samples}
+        return self.rewards[name] is not None and scores <= {0.0, 1.0, None}
 
     @property
     def counted(self) -> list[int]:

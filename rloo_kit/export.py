@@ -23,7 +23,7 @@ from rloo_kit.model_card import CardFacts, is_hub_name, model_card
 from rloo_kit.model_shape import TINY_THINKER
 from rloo_kit.models import load_model
 from rloo_kit.output_folder import free_folder
-from rloo_kit.preparation import read_prompts
+from rloo_kit.preparation import read_prompts, template_settings
 from rloo_kit.redaction import redact, redacting
 from rloo_kit.run_record import read_json, read_run
 from rloo_kit.same_answers import Agreement, Answers, ask, compare, default_prompts
@@ -120,6 +120,8 @@ def export_model(  # noqa: PLR0913
         raise ConfigError(
             f"{shown(str(run))} is no trained model: give the folder of a run or of an adapter"
         )
+    if num_prompts < 1:
+        raise ConfigError(f"{num_prompts} prompts compare nothing: give 1 or more, or --no-check")
     command = find_converter(converter) if to in ("gguf", "ollama") else []
     goal = free_folder(output or trained.adapter.parent / f"export-{to}")
     work = _Work(trained, to, base, num_prompts if check else 0, say)
@@ -148,13 +150,15 @@ def _check_arguments(to: str, dtype: str, repo: str | None) -> None:
 @contextlib.contextmanager
 def _whole(goal: Path) -> Iterator[Path]:
     """Yield a folder beside ``goal`` that gets its name when the body is through."""
+    from safetensors import SafetensorError
+
     part = goal.with_name(f".{goal.name}.partial")
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         yield part
         part.rename(goal)
-    except OSError as exc:
+    except (OSError, SafetensorError) as exc:
         raise ModelError(
             f"{shown(str(goal))} cannot be written ({why(exc)}): free some space, or choose "
             f"another folder with --output"
@@ -251,7 +255,8 @@ class _Work:
         import torch
 
         before, rebased, reference = None, None, None
-        if self.num_prompts and self.trained.model.load_in_4bit:
+        known = self.trained.config is not None  # else nobody knows what it was trained on
+        if self.num_prompts and known and self.trained.model.load_in_4bit:
             with session():
                 as_trained = load_base(self.trained)
                 with as_trained.speaking_as(self.trained) as model:
@@ -320,16 +325,12 @@ def _prompts(trained: TrainedModel, tokenizer: Any, most: int) -> tuple[list[Any
     config = trained.config
     if config is None:
         return default_prompts(tokenizer)[:most], {}, 48
-    given = config.trainer.get("chat_template_kwargs")
-    settings = dict(given) if isinstance(given, dict) else {}
-    if config.data.enable_thinking is not None:
-        settings["enable_thinking"] = config.data.enable_thinking
     rows: list[Any] = []
     with contextlib.suppress(KitError):  # its file is gone
         train, held_out = read_prompts(config, Path())
         rows = [row["prompt"] for row in (held_out if held_out is not None else train)]
     longest = min(48, config.trainer.get("max_completion_length") or 48)
-    return (rows or default_prompts(tokenizer))[:most], settings, longest
+    return (rows or default_prompts(tokenizer))[:most], template_settings(config), longest
 
 
 def _base_in_16_bit(
@@ -496,7 +497,7 @@ def _check_nothing_private(files: list[Path], folder: Path, trained: TrainedMode
     """
     places = {Path.home(), Path.cwd(), *(p.resolve().parent for p in (trained.run,) if p)}
     names = {str(place) for place in places if len(place.parts) > 1}
-    if Path(trained.base).is_absolute() and Path(trained.base) != folder:
+    if Path(trained.base).exists() and Path(trained.base) != folder:
         names.add(trained.base)
     for file in files:
         if not any(file.match(pattern) for pattern in READ_BY_PEOPLE):

@@ -236,6 +236,12 @@ def belongs_to_session(thing: Any) -> None:
         _sessions[-1].things.append(thing)
 
 
+def leave_session(thing: Any) -> None:
+    """Let a session hold ``thing`` no more."""
+    for opened in _sessions:
+        opened.things[:] = [one for one in opened.things if one is not thing]
+
+
 def held_tensors(smallest: int = SMALLEST_HELD) -> list[Held]:
     """Return the live tensors by what holds them, largest first.
 

@@ -8,7 +8,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config import DEFAULT_BATCH, RunConfig, find_run_file, make_run_config, read_run_file
+from rloo_kit.config import (
+    DEFAULT_BATCH,
+    RunConfig,
+    find_run_file,
+    read_run_file,
+    without_hidden_settings,
+)
 from rloo_kit.data import (
     MAX_HELD_OUT,
     drop_long_prompts,
@@ -22,7 +28,6 @@ from rloo_kit.engines import asked_for
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.generation import room_for_rank
 from rloo_kit.models import attach_lora, load_model
-from rloo_kit.redaction import without_hidden
 from rloo_kit.reward_loading import LoadedReward
 
 
@@ -41,13 +46,8 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
                 f"{str(source)!r} is no folder of a run, since it holds no run.yaml: give a run "
                 f"file, or the folder that rloo-kit train wrote"
             )
-        return _without_hidden(read_run_file(file, overrides)), Path()
-    return _without_hidden(read_run_file(source, overrides)), find_run_file(source).parent
-
-
-def _without_hidden(config: RunConfig) -> RunConfig:
-    settings, names = without_hidden(config.as_dict())
-    return make_run_config(settings) if names else config
+        return without_hidden_settings(read_run_file(file, overrides)), Path()
+    return without_hidden_settings(read_run_file(source, overrides)), find_run_file(source).parent
 
 
 def beside(name: str, base: Path) -> str:
@@ -281,11 +281,18 @@ def held_out_judges(
         load: Makes rewards of specs.
         named: ``data.held_out_rewards``.
     """
-    paid = {reward.name for reward in rewards}
+    paid = {reward.name: reward for reward in rewards}
+    judges = []
+    for judge in load(named):
+        if judge.name in paid and judge.func.reward != paid[judge.name].func.reward:
+            other = f"{judge.name}_held_out"  # the same kind of reward, otherwise made
+            judges.append(replace(judge, name=other, func=replace(judge.func, name=other)))
+        elif judge.name not in paid:
+            judges.append(judge)
+    found = [*judges, *rewards]
     has_answers = held_out is not None and "answer" in held_out.column_names
-    specs = [*named, *(["accuracy"] if has_answers else [])]
-    judges = {judge.name: judge for judge in load(specs) if judge.name not in paid}
-    found = [*judges.values(), *rewards]
+    if has_answers and "accuracy" not in {one.name for one in found}:
+        found = [*load(["accuracy"]), *found]
     return sorted(found, key=lambda judge: judge.name != "accuracy")
 
 

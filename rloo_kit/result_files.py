@@ -10,13 +10,26 @@ from rloo_kit.redaction import redact_tree
 from rloo_kit.run_record import read_json
 
 
+def check_place(folder: Path) -> None:
+    """Make a folder for results, before anything is computed for it.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    _replace(folder / ".written", "")
+    (folder / ".written").unlink(missing_ok=True)
+
+
 def add_result(path: Path, name: str, result: dict[str, Any]) -> None:
     """Add a result to the list ``name`` of a JSON file, which is whole or as it was.
 
     Raises:
         ConfigError: The folder cannot be written.
     """
-    earlier = (read_json(path) or {}).get(name)
+    found = read_json(path)
+    if found is None and path.exists():  # what is in it may still be read by somebody
+        os.replace(path, path.with_name(f"{path.name}.damaged"))
+    earlier = (found or {}).get(name)
     results = [*(earlier if isinstance(earlier, list) else []), result]
     _replace(path, json.dumps(redact_tree({name: results}), indent=1) + "\n")
 

@@ -51,7 +51,9 @@ def server_command(
     if trained.adapter is not None:
         settings |= {
             "--max-lora-rank": str(room_for_rank(_rank(trained.adapter))),
-            "--lora-modules": f"{trained.short_name}={trained.adapter.resolve()}",
+            "--lora-modules": json.dumps(
+                {"name": trained.short_name, "path": str(trained.adapter.resolve())}
+            ),
         }
     words = [word for pair in settings.items() for word in pair]
     adapter = ["--enable-lora"] if trained.adapter is not None else []

@@ -1,19 +1,22 @@
 """What a command is given as a model: a run, an adapter, or a model alone; one base for several."""
 
 import contextlib
+import gc
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rloo_kit.checkpoints import find_checkpoint
-from rloo_kit.config import ModelSection, RunConfig, read_run_file
+from rloo_kit.config import ModelSection, RunConfig, read_run_file, without_hidden_settings
 from rloo_kit.errors import ConfigError, ModelError
+from rloo_kit.memory import leave_session
 from rloo_kit.models import load_model
 from rloo_kit.wording import shown, why
 
-CONFIG = "adapter_config.json"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,11 @@ def _is_adapter(folder: Path) -> bool:
 
 
 def _adapter_of(run: Path) -> Path:
-    if _is_adapter(run / "adapter"):
+    # a run that is gone on with has no end.json, and an adapter of before
+    checkpoint = None if (run / "end.json").is_file() else find_checkpoint(run)
+    if _is_adapter(run / "adapter") and checkpoint is None:
         return run / "adapter"
-    checkpoint = find_checkpoint(run)
+    checkpoint = checkpoint or find_checkpoint(run)
     if checkpoint is None:
         raise ConfigError(
             f"the run in {shown(str(run))} has no adapter yet, and no checkpoint: train it first, "
@@ -100,7 +105,7 @@ def _adapter_of(run: Path) -> Path:
 
 
 def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
-    config = read_run_file(run / "run.yaml")
+    config = without_hidden_settings(read_run_file(run / "run.yaml"))
     return TrainedModel(name, config.model.name, adapter, run, config)
 
 
@@ -131,7 +136,7 @@ class OneBase:
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model = model
+        self.model = self._loaded = model
         self.tokenizer = tokenizer
         self._adapters: dict[Path, str] = {}
 
@@ -152,6 +157,14 @@ class OneBase:
         else:
             yield self.model
 
+    def let_go(self) -> None:
+        """Hold the model no more, before another base is loaded."""
+        leave_session(self._loaded)
+        self.model = self._loaded = self.tokenizer = None
+        gc.collect()
+        if "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
+
     def _name_of(self, adapter: Path) -> str:
         adapter = adapter.resolve()
         if adapter not in self._adapters:
@@ -164,6 +177,11 @@ class OneBase:
     def _load(self, adapter: Path, name: str) -> None:
         from peft import PeftModel
 
+        if not (adapter / WEIGHTS).is_file():
+            raise ModelError(
+                f"the adapter in {shown(str(adapter))} holds no {WEIGHTS}: save it again, its "
+                f"weights as safetensors"
+            )
         try:
             if self._adapters:
                 self.model.load_adapter(str(adapter), adapter_name=name)
@@ -211,4 +229,6 @@ def by_base(models: Sequence[TrainedModel]) -> Iterator[tuple[OneBase, list[Trai
         first = waiting[0]
         same = [one for one in waiting if one.model == first.model]
         waiting = [one for one in waiting if one.model != first.model]
-        yield load_base(first), same
+        one = load_base(first)
+        yield one, same
+        one.let_go()

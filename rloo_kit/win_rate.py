@@ -18,9 +18,9 @@ from rloo_kit.evaluation import score_texts
 from rloo_kit.examination import Examination, examine_models
 from rloo_kit.memory import session
 from rloo_kit.report import write_report
-from rloo_kit.result_files import add_result, replace_rows
+from rloo_kit.result_files import add_result, check_place, replace_rows
 from rloo_kit.reward_loading import LoadedReward, load_rewards
-from rloo_kit.trained_models import TrainedModel, by_base, find_trained
+from rloo_kit.trained_models import OneBase, TrainedModel, by_base, find_trained
 
 Say = Callable[[str], None]
 FILE, SAMPLES = "judge.json", "judge_samples.jsonl"
@@ -126,15 +126,18 @@ def judge_models(  # noqa: PLR0913
                 f"the prompts have no column {column!r} to compare with: name one of "
                 f"{', '.join(exam.asked.column_names)} as --against reference:NAME"
             )
-        drawn = _draw(exam, sides, spec, {} if sampled else {"temperature": 0.0}, say)
+        folder = _folder(sides, output)
+        if folder is not None:
+            check_place(folder)
+        exam, drawn = _draw(exam, sides, spec, {} if sampled else {"temperature": 0.0}, say)
         judge = drawn[0].judge
-        if other is None:
-            drawn.append(_given(exam, drawn[0].tokenizer, judge, column))
+        if column is not None:
+            drawn.append(_given(exam, drawn[0].tokenizer, spec, column))
         won = _verdicts(exam, judge, *drawn)
     result = WinRate(
         model=mine.name,
         against=other.name if other is not None else f"column {column!r} of the prompts",
-        judge=_described(spec, judge, exam),
+        judge=_described(spec, judge),
         mode=f"sampled at {exam.args.temperature:g}" if sampled else "greedy",
         prompts=exam.source,
         wins=won.count(1.0),
@@ -142,9 +145,9 @@ def judge_models(  # noqa: PLR0913
         ties=len(won) - won.count(1.0) - won.count(0.0) - won.count(None),
         unjudged=won.count(None),
         found=_from_half(won),
-        paid=judge.name in {one.name for one in load_rewards(exam.config.rewards)},
+        paid=_was_paid(mine, judge, drawn[0].tokenizer),
     )
-    _write(_folder(sides, output), result, exam, drawn, won, say)
+    _write(folder, result, exam, drawn, won, say)
     return result
 
 
@@ -155,11 +158,14 @@ def judge_models(  # noqa: PLR0913
 class _Side:
     """What one side answered."""
 
-    texts: list[str]
+    texts: list[str | None]
+    """None: this side has nothing to show there."""
     scores: list[float | None]
     """Of a judge that scores each by itself."""
     judge: LoadedReward
     tokenizer: Any
+    given: bool = False
+    """By the prompts, and not by a model."""
 
 
 def _opponent(mine: TrainedModel, against: str | Path) -> tuple[TrainedModel | None, str | None]:
@@ -181,30 +187,45 @@ def _opponent(mine: TrainedModel, against: str | Path) -> tuple[TrainedModel | N
 
 def _draw(
     exam: Examination, sides: list[TrainedModel], spec: Any, how: dict[str, Any], say: Say
-) -> list[_Side]:
-    """Return the completions of each model, scored where the judge scores them by themselves."""
+) -> tuple[Examination, list[_Side]]:
+    """Return what was asked, and the completions of each model.
+
+    They are scored where the judge scores each by itself.
+    """
     found: dict[str, _Side] = {}
     for one, on_it in by_base(sides):
-        judge = exam.rewards(one.tokenizer, None if spec is None else [spec])[0]
-        ask = exam.asker(one, [] if _compares(judge) else [judge])
-        for trained in on_it:
-            with one.speaking_as(trained) as model:
-                scored = ask(model, **how)
-            texts = [sample["completion"] for sample in scored.samples]
-            scores = [sample["rewards"].get(judge.name) for sample in scored.samples]
-            found[trained.name] = _Side(texts, scores, judge, one.tokenizer)
-            say(f"{trained.name}: {len(texts)} completions of {scored.mean_length:.1f} tokens")
-    return [found[trained.name] for trained in sides]
+        exam = exam.fitting(one.tokenizer)
+        found |= _answers(exam, one, on_it, spec, how)
+    for name, side in found.items():
+        say(f"{name}: {len(side.texts)} completions")
+    return exam, [found[trained.name] for trained in sides]
 
 
-def _given(exam: Examination, tokenizer: Any, judge: LoadedReward, column: str | None) -> _Side:
-    """Return the texts of a column as a side."""
-    texts = ["" if text is None else str(text) for text in exam.asked[column][:]]
+def _answers(
+    exam: Examination, one: OneBase, on_it: list[TrainedModel], spec: Any, how: dict[str, Any]
+) -> dict[str, _Side]:
+    judge = exam.rewards(one.tokenizer, None if spec is None else [spec])[0]
+    ask, found = exam.asker(one, [] if _compares(judge) else [judge]), {}
+    for trained in on_it:
+        with one.speaking_as(trained) as model:
+            scored = ask(model, **how)
+        texts = [sample["completion"] for sample in scored.samples]
+        scores = [sample["rewards"].get(judge.name) for sample in scored.samples]
+        found[trained.name] = _Side(texts, scores, judge, one.tokenizer)
+    return found
+
+
+def _given(exam: Examination, tokenizer: Any, spec: Any, column: str) -> _Side:
+    """Return the texts of a column as a side; they are answers, and never begin in a thought."""
+    judge = exam.rewards(None, None if spec is None else [spec])[0]
+    texts = [None if text is None else str(text) for text in exam.asked[column][:]]
     scores: list[float | None] = [None] * len(texts)
     if not _compares(judge):
-        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        scores = score_texts(list(exam.asked), texts, ids, [judge])[judge.name]
-    return _Side(texts, scores, judge, tokenizer)
+        whole = [text or "" for text in texts]
+        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in whole]
+        found = score_texts(list(exam.asked), whole, ids, [judge])[judge.name]
+        scores = [None if text is None else score for text, score in zip(texts, found, strict=True)]
+    return _Side(texts, scores, judge, tokenizer, given=True)
 
 
 # --- the verdicts --------------------------------------------------------------------------------
@@ -224,12 +245,38 @@ def _verdicts(
 ) -> list[float | None]:
     """Return 1 for a win, 0.5 for a tie, 0 for a loss, None without a verdict; one a prompt."""
     if _compares(judge):
-        column = _inner(judge).column
-        rows = [{**row, column: text} for row, text in zip(exam.asked, other.texts, strict=True)]
-        ids = [mine.tokenizer(text)["input_ids"] for text in mine.texts]
-        return score_texts(rows, mine.texts, ids, [judge])[judge.name]
+        return _asked(exam, judge, mine, other)
+    sign = -1 if judge.weight_at(1.0) < 0 else 1  # a penalty: the lower one wins
     pairs = zip(mine.scores, other.scores, strict=True)
-    return [None if None in (a, b) else 0.5 + (a > b) / 2 - (a < b) / 2 for a, b in pairs]
+    return [None if None in (a, b) else 0.5 + sign * ((a > b) - (a < b)) / 2 for a, b in pairs]
+
+
+def _asked(exam: Examination, judge: LoadedReward, mine: _Side, other: _Side) -> list[float | None]:
+    """Return what a judge that reads both says; an answer beats none, on either side."""
+    inner = _inner(judge)
+
+    def answers(side: _Side) -> list[str | None]:
+        if side.given:
+            return side.texts
+        pairs = zip(exam.asked, side.texts, strict=True)
+        return [inner.answer_text(row["prompt"], text) for row, text in pairs]
+
+    ours, theirs = answers(mine), answers(other)
+    both = zip(ours, theirs, strict=True)
+    empty = [tuple(not (text or "").strip() for text in pair) for pair in both]
+    rows = [{**row, inner.column: text} for row, text in zip(exam.asked, theirs, strict=True)]
+    ask = [n for n, pair in enumerate(empty) if not any(pair)]
+    won: list[float | None] = [
+        None if b is None else 0.5 + (no_b - no_a) / 2
+        for b, (no_a, no_b) in zip(theirs, empty, strict=True)
+    ]
+    if ask:
+        texts = [mine.texts[n] for n in ask]
+        ids = [mine.tokenizer(text)["input_ids"] for text in texts]
+        said = score_texts([rows[n] for n in ask], texts, ids, [judge])[judge.name]
+        for n, value in zip(ask, said, strict=True):
+            won[n] = value
+    return won
 
 
 def _from_half(won: list[float | None]) -> Difference:
@@ -242,13 +289,21 @@ def _from_half(won: list[float | None]) -> Difference:
     return difference([0.5] * len(counted), counted)
 
 
-def _described(spec: Any, judge: LoadedReward, exam: Examination) -> str:
+def _was_paid(mine: TrainedModel, judge: LoadedReward, tokenizer: Any) -> bool:
+    """Return whether a reward of the run is this very judge."""
+    if mine.config is None:
+        return False
+    paid = load_rewards(mine.config.rewards, tokenizer=tokenizer)
+    return any(_inner(one) == _inner(judge) for one in paid)
+
+
+def _described(spec: Any, judge: LoadedReward) -> str:
     if _compares(judge):
         inner = _inner(judge)
         return f"{inner.model}, asked in both orders (orders that disagree tie), for {inner.rubric}"
-    if spec is None:
-        return f"{judge.name}, the higher score wins"
-    return f"{spec if isinstance(spec, str) else json.dumps(spec)}, the higher score wins"
+    wins = "lower" if judge.weight_at(1.0) < 0 else "higher"
+    name = judge.name if spec is None else spec if isinstance(spec, str) else json.dumps(spec)
+    return f"{name}, the {wins} score wins"
 
 
 # --- what is written -----------------------------------------------------------------------------

@@ -155,7 +155,8 @@ def test_vllms_server_is_given_base_and_adapter(adapter, monkeypatch):
     given = dict(itertools.pairwise(command))
     assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     assert given["--model"].endswith("tiny-thinker")
-    assert given["--lora-modules"] == f"polite={adapter.resolve()}"
+    served = json.loads(given["--lora-modules"])
+    assert served == {"name": "polite", "path": str(adapter.resolve())}
     assert given["--max-lora-rank"] == "8"
     assert given["--host"] == "127.0.0.1"
     assert command[-2:] == ["--quantization", "bitsandbytes"]

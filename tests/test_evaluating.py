@@ -2,20 +2,27 @@
 
 import json
 import re
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
+import yaml
 
 import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.errors import ConfigError, DataError, ModelError
+from rloo_kit.eval_table import Row, _judged_alike
 from rloo_kit.evaluation import Evaluation
+from rloo_kit.preparation import held_out_judges
 from rloo_kit.report_content import run_content
+from rloo_kit.result_files import add_result
 from rloo_kit.run_record import RunStatistics, read_run
 from rloo_kit.trained_models import find_trained, load_base
+from rloo_kit.win_rate import _Side, _verdicts
 
 PROMPTS = 16
 
@@ -108,6 +115,20 @@ def test_wrong_settings_are_told(settings, told, capsys):
     assert told in capsys.readouterr().err
 
 
+def test_a_judge_of_the_same_kind_as_a_paid_reward_is_another_one():
+    prompts = rk.load_prompts("arithmetic", split="held_out", num_prompts=2)
+    paid = rk.load_rewards(["length", "accuracy"])
+
+    def names(*specs):
+        return [one.name for one in held_out_judges(paid, prompts, rk.load_rewards, specs)]
+
+    assert names() == ["accuracy", "length"]
+    assert names("length", "accuracy") == ["accuracy", "length"]
+    judge = {"name": "accuracy", "match": "number"}
+    assert names(judge) == ["accuracy", "accuracy_held_out", "length"]
+    assert names("repetition") == ["accuracy", "repetition", "length"]
+
+
 # --- eval -----------------------------------------------------------------------------------------
 
 
@@ -173,6 +194,9 @@ def test_the_adapter_is_the_one_that_answers(run, tmp_path):
         (["eval", "tiny-thinker", "--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["eval", "tiny-thinker", "--set", "data.held_out=0"], "kept no prompts"),
         (["judge", "tiny-thinker"], "compared with itself"),
+        (["eval", "tiny-thinker", "--num-prompts", "0"], "num-prompts is 0"),
+        (["judge", "tiny-thinker", "--against", "x", "--batch-size", "-2"], "batch-size is -2"),
+        (["eval", "tiny-thinker", "--set", "model.load_in_4bit=false"], "cannot change a model"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, told, tmp_path, monkeypatch, capsys):
@@ -206,6 +230,78 @@ def test_an_adapter_of_another_model_is_refused(run, tmp_path):
         pytest.fail("it answered")
 
 
+def test_a_run_that_is_gone_on_with_is_its_newest_checkpoint(run, tmp_path):
+    past = tmp_path / "run"
+    shutil.copytree(run, past)
+    assert find_trained(past).adapter == past / "adapter"
+    main(["train", str(past), "--resume", "--set", "trainer.max_steps=3"])
+    assert find_trained(past).adapter == past / "adapter"
+    (past / "end.json").unlink()  # as while it goes, or where it was killed
+    found = find_trained(past).adapter
+    assert found.name == "checkpoint-3"
+
+
+def test_what_was_hidden_is_no_key(run, tmp_path):
+    content = yaml.safe_load((run / "run.yaml").read_text())
+    content["rewards"] = ["accuracy"]
+    content["trainer"]["hub_token"] = "[hidden: hub_token]"
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    assert "hub_token" not in find_trained(tmp_path).config.trainer
+
+
+def test_long_prompts_are_left_out_as_in_the_run(tmp_path):
+    rows = [{"prompt": "What is 1 + 1?" + " please" * 40 * (n % 2)} for n in range(8)]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ["rewards=[length]", "data.max_prompt_tokens=60"]
+    found = rk.evaluate_models(
+        ["tiny-thinker"], prompts=file, overrides=settings, num_samples=0, say=str
+    )
+    assert found.rows[0].evaluation.num_prompts == 4
+
+
+def test_another_task_has_its_own_levels(run, tmp_path):
+    how = {"num_samples": 0, "num_prompts": 3, "output": tmp_path, "base": False, "say": str}
+    found = rk.evaluate_models([run], prompts="letter_count", **how)
+    assert found.prompts == "letter_count"
+    hard = rk.evaluate_models([run], prompts="arithmetic", overrides=["data.level=3"], **how)
+    prompts = [s["prompt"][-1]["content"] for s in hard.rows[0].evaluation.samples]
+    assert all(len(re.findall(r"\d+", prompt)[0]) > 3 for prompt in prompts)
+
+
+def test_a_table_has_one_reward_that_says_right_or_wrong():
+    def evaluation(*scores):
+        samples = [{"prompt": "", "completion": "", "rewards": {"a": s, "b": 1.0}} for s in scores]
+        return Evaluation({"a": 0.5, "b": 1.0}, len(scores), 1.0, 0.0, samples)
+
+    rows = [Row("x", evaluation(0.0, 0.0), 1.0), Row("y", evaluation(0.0, 0.5), 1.0)]
+    assert [row.evaluation.correct_by for row in rows] == ["a", "b"]
+    assert [row.evaluation.correct_by for row in _judged_alike(rows)] == ["b", "b"]
+
+
+def test_an_adapter_in_a_pickle_is_not_opened(run, tmp_path):
+    shutil.copytree(run / "adapter", tmp_path / "adapter")
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights.rename(weights.with_name("adapter_model.bin"))
+    one = load_base(find_trained("tiny-thinker"))
+    with (
+        pytest.raises(ModelError, match="its weights as safetensors"),
+        one.speaking_as(find_trained(tmp_path / "adapter")),
+    ):
+        pytest.fail("it answered")
+
+
+def test_results_that_cannot_be_read_are_kept(tmp_path):
+    file = tmp_path / "eval.json"
+    file.write_text('{"evaluations": [{"cut')
+    add_result(file, "evaluations", {"n": 1})
+    add_result(file, "evaluations", {"n": 2})
+    assert json.loads(file.read_text()) == {"evaluations": [{"n": 1}, {"n": 2}]}
+    assert (tmp_path / "eval.json.damaged").read_text().endswith("cut")
+
+
 # --- judge ----------------------------------------------------------------------------------------
 
 
@@ -226,10 +322,32 @@ def test_a_rule_judges(run):
     assert "taste.py:long, the higher score wins" in line
 
 
+def test_a_judge_that_reads_both_reads_both_alike(run):
+    """A cut off thought is no answer, on either side, and an answer beats none."""
+    (judge,) = rk.load_rewards(
+        [{"name": "judge", "model": "m", "mode": "pairwise", "base_url": "http://127.0.0.1:9/v1"}],
+        tokenizer=load_base(find_trained("tiny-thinker")).tokenizer,
+    )
+    prompt = [{"role": "user", "content": "What is 1 + 1?"}]
+    exam = SimpleNamespace(asked=[{"prompt": prompt}] * 3)
+    cut, whole = "1+1", "1+1=2 </think> 2"
+    sides = [[cut, whole, cut], [whole, cut, cut]]
+    one, other = (_Side(texts, [], judge, None) for texts in sides)
+    assert _verdicts(exam, judge, one, other) == [0.0, 1.0, 0.5]
+
+
+def test_of_a_penalty_the_lower_score_wins():
+    (penalty,) = rk.load_rewards(["length:-1"])
+    sides = [_Side([], scores, penalty, None) for scores in ([1.0, 2.0, None], [2.0, 2.0, 1.0])]
+    assert _verdicts(None, penalty, *sides) == [1.0, 0.5, None]
+
+
 def test_the_reward_of_the_run_is_no_stranger(run):
     found = rk.judge_models(run, num_prompts=4, say=str)
     assert found.paid
     assert "trained to please it" in str(found)
+    other = {"name": "accuracy", "match": "number"}
+    assert not rk.judge_models(run, by=other, num_prompts=4, say=str).paid
 
 
 def test_given_texts_are_the_other_side(run, tmp_path):
@@ -242,6 +360,11 @@ def test_given_texts_are_the_other_side(run, tmp_path):
     settings = {"against": "reference", "by": "accuracy", "prompts": file, "say": str}
     found = rk.judge_models(run, **settings)
     assert found.wins == 0  # the references are all right
+    bare = [{**row, "reference": row["answer"] if n else None} for n, row in enumerate(rows)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in bare))
+    found = rk.judge_models(run, **settings)  # the template opens a thought, and they have none
+    assert (found.wins, found.unjudged) == (0, 1)
+    assert found.losses + found.ties == 3
     with pytest.raises(DataError, match="no column 'summary'"):
         rk.judge_models(run, **settings | {"against": "reference:summary"})
 

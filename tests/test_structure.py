@@ -395,7 +395,7 @@ def test_the_wheel_holds_the_kit_its_rewards_examples_and_model(built):
     } | {path for path in map(Path.as_posix, project_files()) if path.startswith("rloo_kit/")}
     assert {
         "rloo_kit/py.typed", "rloo_kit/rewards/accuracy.py", "rloo_kit/examples/quickstart.yaml",
-        "rloo_kit/examples/everyday.jsonl", "rloo_kit/assets/tiny-thinker/model.safetensors",
+        "rloo_kit/examples/posts.jsonl", "rloo_kit/assets/tiny-thinker/model.safetensors",
     } <= expected  # fmt: skip
     assert expected - wheel == set()
 

@@ -110,6 +110,24 @@ def test_before_and_after_stand_side_by_side(page, single):
     assert "after\naccuracy 1" in first
 
 
+def test_what_was_found_later_stands_below(page, single):
+    page.open(single)
+    text = page.text("#held-out-table")
+    for part in (
+        "Models on the same prompts",
+        "24 prompts of arithmetic; in brackets 95%",
+        "0.750 [0.625, 0.875]",
+        "pass@4",
+        "maj@4",
+        "+0.250 [+0.125, +0.375], real",
+        "Win rate",
+        "runs/first wins 75.0% [62.5, 87.5] against base of runs/first: 15 won, 6 tied, 3 lost of "
+        "24 prompts of arithmetic, greedy; judge: a <b>strict</b> one",
+    ):
+        assert part in text
+    assert "maj@2" not in text
+
+
 def test_how_to_run_it_again_is_told(page, single, first_run):
     page.open(single)
     assert page.text("#setting-parts code") == f"rloo-kit train {first_run}/run.yaml"

@@ -180,7 +180,7 @@ def argv_inputs():
             ["rewards", "check"], ["reward-model", "train"], ["rewards", "list"], [],
         ]
     )  # fmt: skip
-    place = st.sampled_from(["quickstart", "everyday", "missing.yaml", str(EXAMPLES), "."])
+    place = st.sampled_from(["quickstart", "smollm2", "missing.yaml", str(EXAMPLES), "."])
     return st.tuples(command, st.lists(st.one_of(word, flag, place), max_size=5))
 
 

@@ -43,7 +43,7 @@ EXTRA = {
 """Command -> arguments that make it small."""
 SMALLER = {"Qwen/Qwen3-0.6B": "tiny-thinker"}
 """Argument that names what is not here -> what stands in for it."""
-ON_A_CPU = ("everyday", "smollm2")
+ON_A_CPU = ("smollm2",)
 """Run files of other models that are trained all the same, on the embedded one."""
 CODES = {"rloo-kit plan qwen3-8b-16gb --gpu 8GB": 1}
 """Commands whose exit code is to be another one than 0."""
