@@ -89,9 +89,10 @@ def run_python(
         process, header, output, reason = _run(
             program, stdin.encode("utf-8", "surrogatepass"), limits, allow_weak=allow_weak
         )
-        # A batch system asks every process of a job to end, and this one's parent finishes its step
-        # first: no program shall be judged by that.
-        if process.returncode != -signal.SIGTERM:
+        # A batch system asks every process of a job to end, and a terminal's Ctrl-C reaches one
+        # that has no session of its own yet; the parent finishes its step first, and no program
+        # shall be judged by that.
+        if process.returncode not in (-signal.SIGTERM, -signal.SIGINT):
             break
     word, *rest = header.split() or [""]
     if word != _confinement.READY:
