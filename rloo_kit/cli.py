@@ -135,15 +135,7 @@ def _add_eval(commands: Any) -> None:
         help="sampled completions of each prompt (default 4); 0: greedy alone",
     )
     command.add_argument("--no-greedy", action="store_true", help="sampled completions alone")
-    command.add_argument(
-        "--prompts", metavar="SOURCE", help="a file, task or dataset; as held out by the run"
-    )
-    command.add_argument("--num-prompts", type=int, metavar="N", help="at most so many")
-    command.add_argument("--batch-size", type=int, metavar="B", help="completions at one time")
-    command.add_argument(
-        "--output", metavar="DIR", help="write eval.json here instead of into the run's folder"
-    )
-    _add_set(command)
+    _add_asked(command, "eval.json")
 
 
 def _add_judge(commands: Any) -> None:
@@ -166,15 +158,25 @@ def _add_judge(commands: Any) -> None:
     command.add_argument(
         "--sampled", action="store_true", help="draw at the run's temperature, not greedily"
     )
+    _add_asked(command, "judge.json")
+
+
+def _add_asked(command: argparse.ArgumentParser, file: str) -> None:
+    """Add what eval and judge ask their models, and where they write."""
     command.add_argument(
         "--prompts", metavar="SOURCE", help="a file, task or dataset; as held out by the run"
     )
     command.add_argument("--num-prompts", type=int, metavar="N", help="at most so many")
     command.add_argument("--batch-size", type=int, metavar="B", help="completions at one time")
     command.add_argument(
-        "--output", metavar="DIR", help="write judge.json here instead of into the run's folder"
+        "--output", metavar="DIR", help=f"write {file} here instead of into the run's folder"
     )
     _add_set(command)
+
+
+def _asked(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("prompts", "num_prompts", "batch_size", "output")
+    return {"overrides": args.set, **{name: getattr(args, name) for name in names}}
 
 
 def _add_chat(commands: Any) -> None:
@@ -386,14 +388,10 @@ def _eval(args: argparse.Namespace) -> int:
 
     found = evaluate_models(
         args.models,
-        overrides=args.set,
-        prompts=args.prompts,
-        num_prompts=args.num_prompts,
         num_samples=args.samples,
         greedy=not args.no_greedy,
         base=not args.no_base,
-        batch_size=args.batch_size,
-        output=args.output,
+        **_asked(args),
     )
     print(f"\n{found}")
     return 0
@@ -406,12 +404,8 @@ def _judge(args: argparse.Namespace) -> int:
         args.model,
         against=args.against,
         by=args.by,
-        overrides=args.set,
-        prompts=args.prompts,
-        num_prompts=args.num_prompts,
         sampled=args.sampled,
-        batch_size=args.batch_size,
-        output=args.output,
+        **_asked(args),
     )
     print(f"\n{found}")
     return 0
