@@ -157,6 +157,11 @@ def _live(arguments: list[str], output: Path, before: Callable[[], None]) -> int
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    import torch
+
+    # A fork's first thread to compute replaces torch's pool, and a second one that comes meanwhile
+    # finds none ("Invalid thread pool!"): transformers loads weights in several threads.
+    torch.set_num_threads(torch.get_num_threads())
     from rloo_kit.cli import main
 
     before()
