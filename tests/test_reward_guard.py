@@ -24,7 +24,7 @@ from rloo_kit.errors import ModelError, RewardContractError
 from rloo_kit.reward_contract import MAX_ROWS_TRIED, OverdueError, checked, within
 
 LIMIT = 0.2
-SOON = 2.0
+SOON = 10.0
 """A call with the limit has ended by then, on a busy machine too."""
 COLUMNS = {"completions": ["please", "now"], "prompts": ["a", "b"]}
 UNIX = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the alarm is Unix's")
@@ -88,7 +88,7 @@ def backtracks(completions):
 
 
 def swallows(completions):
-    end = time.monotonic() + 10
+    end = time.monotonic() + 30
     while time.monotonic() < end:
         try:
             time.sleep(1)
@@ -211,7 +211,7 @@ def test_an_async_reward_ends_soon():
 
 def test_async_rewards_wait_at_the_same_time():
     async def both():
-        calls = [guarded(sleeps_async, timeout=LIMIT)(**COLUMNS) for _ in range(10)]
+        calls = [guarded(sleeps_async, timeout=LIMIT)(**COLUMNS) for _ in range(100)]
         return await asyncio.gather(*calls, return_exceptions=True)
 
     started = time.monotonic()
@@ -649,7 +649,7 @@ def test_a_reward_that_catches_the_alarm_too_is_ended():
 
     before, started = sys.gettrace(), time.monotonic()
     assert "took more than 0.2 s (it was at" in refusal(guarded(stubborn, timeout=LIMIT))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < SOON
     assert sys.gettrace() is before
 
 
@@ -692,9 +692,17 @@ def test_scores_are_counted_against_the_completions_there_were():
 def test_a_large_list_of_tokens_is_copied_in_no_time():
     ids = [list(range(4000)) for _ in range(64)]
     reward = guarded(lambda completions, completion_ids: [1.0] * 64)
-    started = time.monotonic()
-    call(reward, completions=["x"] * 64, completion_ids=ids)
-    assert time.monotonic() - started < 0.2
+
+    def seconds(work):
+        started = time.process_time()
+        work()
+        return time.process_time() - started
+
+    called, copied = [], []
+    for _ in range(3):
+        called.append(seconds(lambda: call(reward, completions=["x"] * 64, completion_ids=ids)))
+        copied.append(seconds(lambda: copy.deepcopy(ids)))
+    assert min(called) < min(copied) / 2
 
 
 RUBBISH = {

@@ -283,11 +283,11 @@ def test_a_test_that_ends_the_process_costs_no_test_before_it():
 @strong
 def test_threads_that_are_left_do_not_hold_up_the_score():
     program = (
-        f"import threading, time\nthreading.Thread(target=time.sleep, args=(9,)).start()\n{ADD}"
+        f"import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n{ADD}"
     )
     began = time.monotonic()
     assert score(program, TESTS) == 1.0
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 30
 
 
 # --- what a program does costs its own sample the reward, and nothing else ------------------------
