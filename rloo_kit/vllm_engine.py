@@ -128,7 +128,9 @@ class VllmEngine:
             "seed": seed,
             **(extra or {}),
         }
-        if not on_cpu:
+        if on_cpu:  # its worker fails on a seeded prompt that is cut between two passes
+            arguments.setdefault("enable_chunked_prefill", False)
+        else:
             torch.cuda.empty_cache()
         with self._as_it_was(), quiet():
             from vllm import LLM

@@ -93,6 +93,20 @@ def test_four_bit_weights_are_sampled_as_they_train():
         shutil.rmtree(folder)
 
 
+def test_more_prompt_tokens_than_one_pass_takes(policy):
+    """vLLM's CPU worker fails on a prompt with a seed of its own that is cut between passes."""
+    model, _, prompts = policy
+    prompts = [first + second for first in prompts for second in prompts[:2]]
+    assert sum(map(len, prompts)) > 4096
+    engine = VllmEngine(model, max_length=128, num_sequences=len(prompts))
+    engine.sync(model)
+    sampling = Sampling(8, tuple(model.generation_config.eos_token_id))
+    drawn = engine.generate(prompts, sampling, seed=1)
+    assert len(drawn.completion_ids) == len(prompts)
+    assert all(0 < len(ids) <= 8 for ids in drawn.completion_ids)
+    engine.close()
+
+
 def test_the_same_seed_gives_the_same_completions_and_another_one_others(policy):
     model, _tokenizer, prompts = policy
     engine = VllmEngine(model, max_length=128, num_sequences=64)
