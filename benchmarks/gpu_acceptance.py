@@ -95,6 +95,7 @@ PARTS = (
     _tests("vLLM in 4 bit", *_engine("4-bit"), box=180),
     _tests("vLLM with shared weights", *_engine("shared"), box=180),
     _tests("quickstart", "tests/gpu/test_quickstart.py", box=180),
+    _tests("evaluation and export", "tests/gpu/test_taking_away.py", box=240),
     _tests("release", "tests/gpu/test_release.py", box=240, beside=False),
     _planner("qwen3-0.6b", 8),
     _planner("qwen3-4b", 12),

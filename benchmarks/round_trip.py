@@ -83,9 +83,8 @@ def main() -> None:
 
     def here(name: str, one: object, of: object) -> None:
         judge = exam.rewards(one.tokenizer)[:1]
-        with one.speaking_as(of) as model:
-            found = exam.asker(one, judge)(model, temperature=0.0)
-        samples = found.samples
+        with exam.asking(one, [of]) as ask:
+            samples = ask(of, judge, temperature=0.0).samples
         scores = [sample["rewards"][judge[0].name] for sample in samples]
         note(name, [sample["completion"] for sample in samples], scores)
 

@@ -222,11 +222,8 @@ def _by_transformers(
 
 
 def _by_vllm(one: OneBase, engine: Any, voice: Voice, ids: list[int], manner: Manner) -> str:
-    if voice.trained.adapter is None:
-        engine.forget()
-    else:
-        with one.speaking_as(voice.trained) as model:
-            engine.sync(model)
+    with one.speaking_as(voice.trained) as model:
+        engine.sync(model)
     ends = tuple(one.model.generation_config.eos_token_id)
     sampling = Sampling(manner.max_tokens, ends, manner.temperature)
     (found,) = engine.generate([ids], sampling, manner.seed).completion_ids

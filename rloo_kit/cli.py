@@ -169,6 +169,9 @@ def _add_asked(command: argparse.ArgumentParser, file: str) -> None:
     command.add_argument("--num-prompts", type=int, metavar="N", help="at most so many")
     command.add_argument("--batch-size", type=int, metavar="B", help="completions at one time")
     command.add_argument(
+        "--vllm", action="store_true", help="sample by vLLM; on a GPU it is, where it can be"
+    )
+    command.add_argument(
         "--output", metavar="DIR", help=f"write {file} here instead of into the run's folder"
     )
     _add_set(command)
@@ -176,7 +179,8 @@ def _add_asked(command: argparse.ArgumentParser, file: str) -> None:
 
 def _asked(args: argparse.Namespace) -> dict[str, Any]:
     names = ("prompts", "num_prompts", "batch_size", "output")
-    return {"overrides": args.set, **{name: getattr(args, name) for name in names}}
+    engine = ["trainer.generation=vllm"] if args.vllm else []
+    return {"overrides": [*args.set, *engine], **{name: getattr(args, name) for name in names}}
 
 
 def _add_chat(commands: Any) -> None:

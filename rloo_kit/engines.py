@@ -97,7 +97,7 @@ class SharedEngine:
         self.sync_seconds = 0.0
 
     def sync(self, model: Any) -> None:
-        """Send the first process's adapter; the others' are the same."""
+        """Send what the first process's model computes; the others' are the same."""
 
         def send() -> float:
             self._engine.sync(model)

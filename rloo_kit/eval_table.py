@@ -1,5 +1,6 @@
 """rloo-kit eval: several models on the same prompts in one table, and what is sure of it."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -9,11 +10,11 @@ from typing import Any
 from rloo_kit.errors import ConfigError
 from rloo_kit.eval_statistics import Difference, Estimate, difference
 from rloo_kit.evaluation import Evaluation
-from rloo_kit.examination import Examination, examine_models
+from rloo_kit.examination import examine_models
 from rloo_kit.memory import session
 from rloo_kit.report import write_report
 from rloo_kit.result_files import add_result, check_place, replace_rows
-from rloo_kit.trained_models import OneBase, TrainedModel, by_base, find_trained
+from rloo_kit.trained_models import TrainedModel, by_base, find_trained
 
 Say = Callable[[str], None]
 FILE, SAMPLES = "eval.json", "eval_samples.jsonl"
@@ -26,6 +27,8 @@ class Row:
     model: str
     evaluation: Evaluation
     seconds: float
+    sampler: str = "transformers"
+    """Who drew the completions."""
 
     @property
     def mode(self) -> str:
@@ -62,7 +65,10 @@ class EvalTable:
     """It was written there."""
 
     def __str__(self) -> str:
-        lines = [f"{self.rows[0].evaluation.num_prompts} prompts of {self.prompts}"]
+        num, samplers = self.rows[0].evaluation.num_prompts, {row.sampler for row in self.rows}
+        lines = [f"{num} prompts of {self.prompts}"]
+        if samplers != {"transformers"}:
+            lines[0] += f", completions by {' and '.join(sorted(samplers))}"
         lines += _table([_cells(row) for row in self.rows])
         return "\n".join([*lines, "", *map(str, self.compared)]).rstrip()
 
@@ -72,7 +78,15 @@ class EvalTable:
         for row in self.rows:
             found = row.evaluation.as_dict()
             del found["samples"]
-            rows.append({"model": row.model, "mode": row.mode, "seconds": row.seconds, **found})
+            rows.append(
+                {
+                    "model": row.model,
+                    "mode": row.mode,
+                    "seconds": row.seconds,
+                    "sampler": row.sampler,
+                    **found,
+                }
+            )
         compared = [
             {**asdict(one), "found": {**asdict(one.found), "is_real": one.found.is_real}}
             for one in self.compared
@@ -125,7 +139,7 @@ def evaluate_models(  # noqa: PLR0913
     folder = _folder(found, output)
     if folder is not None:
         check_place(folder)
-    rows: list[Row] = []
+    rows, ways = [], list(_ways(num_samples, greedy=greedy))
     with session():
         exam = examine_models(
             found,
@@ -136,9 +150,14 @@ def evaluate_models(  # noqa: PLR0913
         )
         for one, on_it in by_base(found):
             exam = exam.fitting(one.tokenizer)
-            for row in _score(exam, one, on_it, list(_ways(num_samples, greedy=greedy))):
-                rows.append(row)
-                say(_line(row))
+            rewards = exam.rewards(one.tokenizer)
+            with exam.asking(one, on_it, say) as ask:
+                for trained, how in itertools.product(on_it, ways):
+                    began = time.monotonic()
+                    scored = ask(trained, rewards, **how)
+                    seconds = time.monotonic() - began
+                    rows.append(Row(trained.name, scored, seconds, ask.sampler))
+                    say(_line(rows[-1]))
     rows = _judged_alike(rows)
     names = [one.name for one in found]
     rows.sort(key=lambda row: names.index(row.model))
@@ -149,18 +168,6 @@ def evaluate_models(  # noqa: PLR0913
     if (folder / "run.yaml").is_file():
         say(f"written to {folder / FILE} and {write_report([folder])}")
     return replace(table, folder=folder)
-
-
-def _score(
-    exam: Examination, one: OneBase, on_it: list[TrainedModel], ways: list[dict[str, Any]]
-) -> Iterator[Row]:
-    ask = exam.asker(one, exam.rewards(one.tokenizer))
-    for trained in on_it:
-        with one.speaking_as(trained) as model:
-            for how in ways:
-                began = time.monotonic()
-                scored = ask(model, **how)
-                yield Row(trained.name, scored, time.monotonic() - began)
 
 
 def _judged_alike(rows: list[Row]) -> list[Row]:

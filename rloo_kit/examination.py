@@ -1,16 +1,23 @@
 """The same held-out prompts, put to several models in the same way."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.batching import MicroBatch, TokenRows
+from rloo_kit.canary import Canary
 from rloo_kit.config import EXAMPLES, RunConfig, make_run_config
 from rloo_kit.data import drop_long_prompts, is_task, load_prompts, prompt_ids
+from rloo_kit.engines import asked_for, check_engine, start_engine
 from rloo_kit.environment import setup
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation import Evaluation, evaluate, settings_of
-from rloo_kit.memory import belongs_to_session
+from rloo_kit.generation import Engine, Sampling
+from rloo_kit.memory import belongs_to_session, leave_session
 from rloo_kit.preparation import held_out_judges, make_trainer_args, read_prompts
 from rloo_kit.reward_loading import LoadedReward, load_rewards
 from rloo_kit.trained_models import OneBase, TrainedModel
@@ -19,6 +26,11 @@ from rloo_kit.wording import shown
 BATCH_TOKENS = 1 << 16
 """On a CPU, of the prompts and completions that are drawn together; on a GPU the run's batch is
 what is known to fit."""
+NUM_SEQUENCES = 256
+"""That vLLM completes at one time."""
+NUM_PROBES, PROBE_TOKENS = 8, 64
+"""Prompts that the canary asks first, the shortest ones, and the tokens of each completion."""
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -72,37 +84,145 @@ class Examination:
             belongs_to_session(reward.func)
         return found
 
-    def asker(self, one: OneBase, rewards: Sequence[LoadedReward]) -> Callable[..., Evaluation]:
-        """Return what puts the prompts to a model on that base, with keywords of ``evaluate``.
+    @contextlib.contextmanager
+    def asking(
+        self, one: OneBase, on_it: Sequence[TrainedModel], say: Say = print
+    ) -> Iterator["Asker"]:
+        """Yield what puts the prompts to the models on one base, its engine running meanwhile.
+
+        Args:
+            one: The base.
+            on_it: The models that will be asked; their adapters are loaded.
+            say: For lines.
 
         Raises:
             DataError: A prompt leaves no room for its completion.
+            GenerationError: vLLM was asked for by name and cannot sample here, or does not start.
         """
-        self._check_room(one)
-        settings = settings_of(self.args) | {"batch_size": self._batch_size(one.model)}
-        return lambda model, **how: evaluate(
-            model, one.tokenizer, self.asked, rewards, **settings | how
-        )
-
-    def _check_room(self, one: OneBase) -> None:
-        limit = getattr(one.model.config, "max_position_embeddings", None)
         template = self.args.chat_template_kwargs
-        rows = (prompt_ids(one.tokenizer, row["prompt"], template) for row in self.asked)
-        longest, completion = max(map(len, rows)), self.args.max_completion_length
-        if limit is not None and longest + completion > limit:
+        ids = [prompt_ids(one.tokenizer, row["prompt"], template) for row in self.asked]
+        length = max(map(len, ids)) + self.args.max_completion_length
+        self._check_room(one, length)
+        one.load(on_it)
+        args = copy.copy(self.args)
+        args.vllm_max_model_length, args.vllm_enable_sleep_mode = length, False
+        args.generation_batch_size = self.batch_size or NUM_SEQUENCES
+        engine, choice = start_engine(one.model, args)
+        if choice.reason is not None:
+            say(f"completions by transformers: {choice.reason}")
+        try:
+            yield Asker(self, one, ids, engine)
+        finally:
+            if engine is not None:
+                engine.close()
+                leave_session(engine)
+
+    def _check_room(self, one: OneBase, length: int) -> None:
+        limit = getattr(one.model.config, "max_position_embeddings", None)
+        completion = self.args.max_completion_length
+        if limit is not None and length > limit:
             raise DataError(
-                f"a prompt of {longest} tokens and a completion of {completion} are more than the "
-                f"{limit} of the model: lower trainer.max_completion_length, or leave long prompts "
-                f"out"
+                f"a prompt of {length - completion} tokens and a completion of {completion} are "
+                f"more than the {limit} of the model: lower trainer.max_completion_length, or "
+                f"leave long prompts out"
             )
 
-    def _batch_size(self, model: Any) -> int:
+    def batch_size_on(self, model: Any) -> int:
+        """Return how many completions transformers draws at one time."""
         if self.batch_size is not None:
             return self.batch_size
         rows = self.args.per_device_train_batch_size
         if model.device.type != "cpu":
             return rows
         return max(rows, BATCH_TOKENS // self.config.model.max_seq_length)
+
+
+class Asker:
+    """Puts the prompts to the models on one base.
+
+    Where an engine samples, the canary sees first that it samples from the model that is asked.
+
+    Args:
+        exam: What is asked.
+        one: The base, its adapters loaded.
+        prompt_ids: Token ids of each prompt.
+        engine: Samples in the place of transformers.
+    """
+
+    def __init__(
+        self, exam: Examination, one: OneBase, prompt_ids: list[list[int]], engine: Engine | None
+    ) -> None:
+        self._exam = exam
+        self._one = one
+        self._prompt_ids = sorted(prompt_ids, key=len)[:NUM_PROBES]
+        self._engine = engine
+        self._seen: set[Path | None] = set()
+        self.sampler = "transformers" if engine is None else engine.name
+        """For people: who draws the completions."""
+
+    def __call__(
+        self, trained: TrainedModel, rewards: Sequence[LoadedReward], **how: Any
+    ) -> Evaluation:
+        """Return the evaluation of one model.
+
+        Args:
+            trained: On this base.
+            rewards: Of ``Examination.rewards``.
+            **how: Keywords of ``evaluate``, in the place of the run's.
+
+        Raises:
+            StalePolicyError: The engine samples from something else.
+        """
+        exam, tokenizer = self._exam, self._one.tokenizer
+        with self._one.speaking_as(trained) as model:
+            if self._engine is not None and trained.adapter not in self._seen:
+                self._see(model)
+                self._seen.add(trained.adapter)
+            settings = settings_of(exam.args) | {
+                "batch_size": exam.batch_size_on(model),
+                "engine": self._engine,
+            }
+            return evaluate(model, tokenizer, exam.asked, rewards, **settings | how)
+
+    def _see(self, model: Any) -> None:
+        if not self._exam.args.canary:
+            return
+        temperature = self._exam.args.temperature or 1.0
+        ends = tuple(model.generation_config.eos_token_id)
+        sampling = Sampling(
+            min(PROBE_TOKENS, self._exam.args.max_completion_length), ends, temperature
+        )
+        canary = Canary(
+            score=functools.partial(_score, model, temperature),
+            model=model,
+            without_adapter=model.disable_adapter,
+            pad_token_id=self._one.tokenizer.pad_token_id,
+            dtype=self._engine.adapter_dtype,
+            sampling=sampling,
+        )
+        self._engine.sync(model)
+        canary.sent(self._engine.adapter_dtype)
+        drawn = self._engine.generate(self._prompt_ids, sampling, self._exam.args.seed)
+        tokens = TokenRows(self._prompt_ids, drawn.completion_ids)
+        canary.check(tokens, drawn.log_probs, self._engine.name)
+
+
+def _score(model: Any, temperature: float, batch: MicroBatch) -> tuple[Any, Any]:
+    """Return ``(N, C)`` log-probabilities and entropies of the completion tokens, float32, nats.
+
+    Row by row, since logits of all tokens would not fit beside an engine on a small card.
+    """
+    import torch
+
+    log_probs, entropies = [], []
+    for ids, places in zip(batch.input_ids, batch.places, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=ids.unsqueeze(0)).logits[0, (places - 1).clamp(min=0)]
+        spread = (logits.float() / temperature).log_softmax(-1)
+        log_probs.append(spread.gather(-1, ids[places].unsqueeze(-1)).squeeze(-1))
+        entropies.append(-(spread.exp() * spread).sum(-1))
+    left_out = ~batch.completion_mask
+    return tuple(torch.stack(one).masked_fill(left_out, 0.0) for one in (log_probs, entropies))
 
 
 def examine_models(
@@ -139,6 +259,10 @@ def examine_models(
         config = make_run_config(config.as_dict(), overrides)
     setup(config.model.backend)
     args = make_trainer_args(config, Path(config.output_dir))
+    if any(_is_set(f"trainer.{key}", overrides) for key in ("generation", "use_vllm")):
+        check_engine(args)
+    elif asked_for(args) in ("vllm", "server"):  # what trained need not be what evaluates
+        args.generation, args.use_vllm = "auto", False
     asked = _prompts(config, prompts, num_prompts, overrides)
     return Examination(config, args, asked, str(prompts or config.data.prompts), batch_size)
 
@@ -152,7 +276,9 @@ def _prompts(
     data, name = config.data, str(prompts or config.data.prompts)
     if prompts is None or is_task(name):
         if name != data.prompts:  # another task has levels and settings of its own
-            own = {key: None for key in ("level", "settings") if not _is_set(key, overrides)}
+            own = {
+                key: None for key in ("level", "settings") if not _is_set(f"data.{key}", overrides)
+            }
             data = replace(data, prompts=name, columns=None, **own)
         if prompts is not None:
             data = replace(data, held_out=num_prompts or data.held_out or None)
@@ -176,4 +302,4 @@ def _prompts(
 
 
 def _is_set(key: str, overrides: Sequence[str]) -> bool:
-    return any(override.partition("=")[0].strip() == f"data.{key}" for override in overrides)
+    return any(override.partition("=")[0].strip() == key for override in overrides)

@@ -77,7 +77,7 @@ class Engine(Protocol):
     """torch's type that an adapter is rounded to on its way."""
 
     def sync(self, model: Any) -> None:
-        """Make the adapter of ``model``, as it is now, the one that samples."""
+        """Make what ``model`` computes now what samples: its active adapter, or its base alone."""
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Drawn:
         """Complete every prompt once.
@@ -100,9 +100,13 @@ class Engine(Protocol):
 
 def why_no_hot_swap(model: Any) -> str | None:
     """Return why vLLM cannot sample from this model by its adapter alone, or None when it can."""
-    config = getattr(model, "peft_config", {}).get("default")
-    if config is None:
+    configs = getattr(model, "peft_config", {})
+    if not configs:
         return "the model has no LoRA adapter"
+    return next(filter(None, map(_why_not_taken, configs.values())), None)
+
+
+def _why_not_taken(config: Any) -> str | None:
     if str(getattr(config.peft_type, "value", config.peft_type)).upper() != "LORA":
         return f"the adapter is of the kind {config.peft_type}, and vLLM takes LoRA"
     if getattr(config, "use_dora", False):
@@ -123,11 +127,24 @@ def room_for_rank(rank: int) -> int:
     return next(room for room in LORA_RANKS if room >= rank)
 
 
-def adapter_tensors(model: Any) -> dict[str, Any]:
-    """Return the tensors of the adapter ``default`` under PEFT's names, where they are."""
+def room_for_adapters(model: Any) -> int:
+    """Return the rank to reserve room for, so that each adapter of the model can be sent."""
+    return room_for_rank(max(config.r for config in model.peft_config.values()))
+
+
+def active_adapter(model: Any) -> str | None:
+    """Return the name of the adapter that a PEFT model computes with; None: its base alone."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layer = next(m for m in model.modules() if isinstance(m, BaseTunerLayer))
+    return None if layer.disable_adapters else layer.active_adapters[0]
+
+
+def adapter_tensors(model: Any, name: str = "default") -> dict[str, Any]:
+    """Return the tensors of an adapter under PEFT's names, where they are."""
     from peft import get_peft_model_state_dict
 
-    return get_peft_model_state_dict(model, adapter_name="default", save_embedding_layers=False)
+    return get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
 
 
 class AdapterFolders:
@@ -154,22 +171,22 @@ class AdapterFolders:
         self._number = 0
 
     def write(self, model: Any, dtype: Any) -> Path:
-        """Write the adapter as it is now and return its folder.
+        """Write the active adapter as it is now and return its folder.
 
         Args:
-            model: A PEFT model.
+            model: A PEFT model, its adapter not switched off.
             dtype: Of the written tensors: what the engine computes in.
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         self._number += 1
-        folder = self.root / f"adapter-{self._number}"
+        folder, active = self.root / f"adapter-{self._number}", active_adapter(model)
         tensors = {
             name: tensor.detach().to("cpu", dtype).contiguous()
-            for name, tensor in adapter_tensors(model).items()
+            for name, tensor in adapter_tensors(model, active).items()
         }
-        config = model.peft_config["default"].to_dict()
+        config = model.peft_config[active].to_dict()
         plain = {
             name: sorted(value) if isinstance(value, set) else value
             for name, value in config.items()

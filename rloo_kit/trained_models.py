@@ -157,6 +157,16 @@ class OneBase:
         else:
             yield self.model
 
+    def load(self, models: Sequence[TrainedModel]) -> None:
+        """Load the adapters of some models on this base, so that any of them can speak at once.
+
+        Raises:
+            ModelError: An adapter cannot be loaded, or does not fit the base.
+        """
+        for trained in models:
+            if trained.adapter is not None:
+                self._name_of(trained.adapter)
+
     def let_go(self) -> None:
         """Hold the model no more, before another base is loaded."""
         leave_session(self._loaded)

@@ -24,9 +24,10 @@ from rloo_kit.generation import (
     AdapterFolders,
     Drawn,
     Sampling,
+    active_adapter,
     engine_room,
     kv_cache_bytes,
-    room_for_rank,
+    room_for_adapters,
 )
 from rloo_kit.hardware import GIB, detect_hardware
 
@@ -117,8 +118,10 @@ class VllmEngine:
             "max_num_seqs": num_sequences,
             "max_num_batched_tokens": max(4096, max_length),
             "enable_lora": True,
-            "max_lora_rank": room_for_rank(model.peft_config["default"].r),
-            "lora_target_modules": _vllm_modules(model.peft_config["default"].target_modules),
+            "max_lora_rank": room_for_adapters(model),
+            "lora_target_modules": _vllm_modules(
+                [config.target_modules for config in model.peft_config.values()]
+            ),
             "max_loras": 1,
             "max_cpu_loras": 2,
             "enable_prefix_caching": True,
@@ -177,32 +180,31 @@ class VllmEngine:
                     del os.environ[name]
 
     def sync(self, model: Any) -> None:
-        """Send the adapter and drop the one before."""
+        """Send the active adapter, if one is, and drop the one before."""
         started = time.perf_counter()
         self._wake()
-        before, folder_before = self._request, self._folder
-        self._number += 1
-        engine = self._llm.llm_engine
-        if self.shared:
-            self._request = model.load_lora(ADAPTER_NAME, load_tensors=True)
-        else:
-            from vllm.lora.request import LoRARequest
-
-            self._folder = self._folders.write(model, self.adapter_dtype)
-            name = f"{ADAPTER_NAME}-{self._number}"
-            self._request = LoRARequest(name, self._number, str(self._folder))
+        engine, before, folder_before = self._llm.llm_engine, self._request, self._folder
+        self._request, self._folder = self._requested(model)
         if before is not None:
             engine.remove_lora(before.lora_int_id)
-        engine.add_lora(self._request)
+        if self._request is not None:
+            engine.add_lora(self._request)
         engine.reset_prefix_cache()
         AdapterFolders.drop(folder_before)
         self.sync_seconds = time.perf_counter() - started
 
-    def forget(self) -> None:
-        """Sample from the base, until the next ``sync``."""
-        request, self._request = self._request, None
-        if request is not None:
-            self._llm.llm_engine.remove_lora(request.lora_int_id)
+    def _requested(self, model: Any) -> tuple[Any, Path | None]:
+        """Return vLLM's request for the active adapter and the folder it lies in."""
+        if active_adapter(model) is None:
+            return None, None
+        if self.shared:
+            return model.load_lora(ADAPTER_NAME, load_tensors=True), None
+        from vllm.lora.request import LoRARequest
+
+        folder = self._folders.write(model, self.adapter_dtype)
+        self._number += 1
+        name = f"{ADAPTER_NAME}-{self._number}"
+        return LoRARequest(name, self._number, str(folder)), folder
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Drawn:
         """See ``Engine.generate``; every completion has a seed of its own."""
@@ -322,13 +324,17 @@ def _is_4bit(model: Any) -> bool:
     return any(type(module).__name__ == "Linear4bit" for module in model.modules())
 
 
-def _vllm_modules(names: Any) -> list[str] | None:
+def _vllm_modules(targets: list[Any]) -> list[str] | None:
     """Return the layers that need LoRA, also under the names vLLM gives to joined ones.
 
     Otherwise it computes an empty adapter for the LM head too, for every token.
+
+    Args:
+        targets: ``target_modules`` of each adapter.
     """
-    if isinstance(names, str):  # a pattern
+    if any(isinstance(names, str) for names in targets):  # a pattern
         return None
+    names = set().union(*targets)
     joined = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
     joined |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
     return sorted({*names, *(joined[name] for name in names if name in joined)})

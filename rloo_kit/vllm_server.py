@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import GenerationError
-from rloo_kit.generation import AdapterFolders, Drawn, Sampling, room_for_rank
+from rloo_kit.generation import AdapterFolders, Drawn, Sampling, active_adapter, room_for_adapters
 from rloo_kit.redaction import redact
 
 START = (
@@ -55,8 +55,10 @@ class VllmServer:
         self.timeout = timeout
         self.sync_seconds = 0.0
         """Of the last sync."""
-        self._rank = room_for_rank(model.peft_config["default"].r)
+        self._rank = room_for_adapters(model)
         self._adapter: tuple[str, Path] | None = None
+        self._samples: str | None = None
+        """The name of what samples, on the server."""
         self._number = 0
         key = os.environ.get("VLLM_API_KEY")
         try:
@@ -71,15 +73,21 @@ class VllmServer:
             raise self._no_address(exc) from exc
         try:
             self._wait_until_up()
-            self._check_model(max_length)
+            self._base = self._base_name(max_length)
             self._folders = AdapterFolders(Path(adapter_dir) if adapter_dir else None)
         except BaseException:
             self._client.close()
             raise
 
     def sync(self, model: Any) -> None:
-        """Send the adapter and drop the one before."""
+        """Send the active adapter, if one is, and drop the one before."""
         started = time.perf_counter()
+        adapter = None if active_adapter(model) is None else self._send(model)
+        self._drop_adapter()
+        self._adapter, self._samples = adapter, adapter[0] if adapter else self._base
+        self.sync_seconds = time.perf_counter() - started
+
+    def _send(self, model: Any) -> tuple[str, Path]:
         self._number += 1
         name = f"rloo-kit-{os.getpid()}-{self._number}"
         folder = self._folders.write(model, self.adapter_dtype)
@@ -89,13 +97,11 @@ class VllmServer:
         if answer.status_code != 200:
             AdapterFolders.drop(folder)
             raise GenerationError(self._why_not_loaded(answer, folder))
-        self._drop_adapter()
-        self._adapter = (name, folder)
-        self.sync_seconds = time.perf_counter() - started
+        return name, folder
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Drawn:
         """See ``Engine.generate``: one request for each run of equal prompts, side by side."""
-        if self._adapter is None:
+        if self._samples is None:
             raise GenerationError("no adapter was sent to the vLLM server: call sync first")
         values = sampling.as_vllm()
         requests, row = [], 0
@@ -104,7 +110,7 @@ class VllmServer:
             requests.append(
                 {
                     **values,
-                    "model": self._adapter[0],
+                    "model": self._samples,
                     "prompt": ids,
                     "n": number,
                     "seed": (seed + row) % 2**31,
@@ -158,9 +164,11 @@ class VllmServer:
                 )
             time.sleep(min(1.0, self.timeout / 10))
 
-    def _check_model(self, max_length: int) -> None:
+    def _base_name(self, max_length: int) -> str:
+        """Return the name of the base, which must take so many tokens."""
         cards = self._json(self._get("/v1/models"), "data")
-        base = next((c for c in cards if isinstance(c, dict) and not c.get("parent")), None)
+        models = (card for card in cards if isinstance(card, dict) and not card.get("parent"))
+        base = next((model for model in models if isinstance(model.get("id"), str)), None)
         if base is None:
             raise GenerationError(f"{self.url} serves no model: start it again with --model")
         limit = base.get("max_model_len")
@@ -169,6 +177,7 @@ class VllmServer:
                 f"the server at {self.url} takes {limit} tokens and the run needs {max_length}: "
                 f"start it with --max-model-len {max_length}, or lower model.max_seq_length"
             )
+        return base["id"]
 
     def _complete(self, request: dict[str, Any]) -> list[tuple[list[int], list[float]]]:
         choices = self._json(self._post("/v1/completions", request), "choices")

@@ -138,7 +138,7 @@ def judge_models(  # noqa: PLR0913
         model=mine.name,
         against=other.name if other is not None else f"column {column!r} of the prompts",
         judge=_described(spec, judge),
-        mode=f"sampled at {exam.args.temperature:g}" if sampled else "greedy",
+        mode=_mode(f"sampled at {exam.args.temperature:g}" if sampled else "greedy", drawn),
         prompts=exam.source,
         wins=won.count(1.0),
         losses=won.count(0.0),
@@ -164,6 +164,8 @@ class _Side:
     """Of a judge that scores each by itself."""
     judge: LoadedReward
     tokenizer: Any
+    sampler: str = ""
+    """Who drew the completions."""
     given: bool = False
     """By the prompts, and not by a model."""
 
@@ -195,23 +197,28 @@ def _draw(
     found: dict[str, _Side] = {}
     for one, on_it in by_base(sides):
         exam = exam.fitting(one.tokenizer)
-        found |= _answers(exam, one, on_it, spec, how)
+        found |= _answers(exam, one, on_it, spec, how, say)
     for name, side in found.items():
         say(f"{name}: {len(side.texts)} completions")
     return exam, [found[trained.name] for trained in sides]
 
 
 def _answers(
-    exam: Examination, one: OneBase, on_it: list[TrainedModel], spec: Any, how: dict[str, Any]
+    exam: Examination,
+    one: OneBase,
+    on_it: list[TrainedModel],
+    spec: Any,
+    how: dict[str, Any],
+    say: Say,
 ) -> dict[str, _Side]:
     judge = exam.rewards(one.tokenizer, None if spec is None else [spec])[0]
-    ask, found = exam.asker(one, [] if _compares(judge) else [judge]), {}
-    for trained in on_it:
-        with one.speaking_as(trained) as model:
-            scored = ask(model, **how)
-        texts = [sample["completion"] for sample in scored.samples]
-        scores = [sample["rewards"].get(judge.name) for sample in scored.samples]
-        found[trained.name] = _Side(texts, scores, judge, one.tokenizer)
+    paid, found = [] if _compares(judge) else [judge], {}
+    with exam.asking(one, on_it, say) as ask:
+        for trained in on_it:
+            scored = ask(trained, paid, **how)
+            texts = [sample["completion"] for sample in scored.samples]
+            scores = [sample["rewards"].get(judge.name) for sample in scored.samples]
+            found[trained.name] = _Side(texts, scores, judge, one.tokenizer, ask.sampler)
     return found
 
 
@@ -229,6 +236,11 @@ def _given(exam: Examination, tokenizer: Any, spec: Any, column: str) -> _Side:
 
 
 # --- the verdicts --------------------------------------------------------------------------------
+
+
+def _mode(drawn_as: str, sides: Sequence[_Side]) -> str:
+    others = sorted({side.sampler for side in sides} - {"", "transformers"})
+    return ", ".join([drawn_as, *(f"by {name}" for name in others)])
 
 
 def _compares(judge: LoadedReward) -> bool:

@@ -19,10 +19,12 @@ from rloo_kit.generation import (
     AdapterFolders,
     Choice,
     Sampling,
+    active_adapter,
     adapter_tensors,
     choose,
     engine_room,
     kv_cache_bytes,
+    room_for_adapters,
     room_for_rank,
     why_no_hot_swap,
 )
@@ -228,7 +230,28 @@ def test_a_plain_adapter_can_travel(model):
 
 def test_a_model_without_adapter_has_nothing_to_send():
     assert "no LoRA adapter" in why_no_hot_swap(LlamaForCausalLM(LlamaConfig(**SHAPE)))
-    assert "no LoRA adapter" in why_no_hot_swap(SimpleNamespace(peft_config={"other": 1}))
+    assert "no LoRA adapter" in why_no_hot_swap(SimpleNamespace(peft_config={}))
+
+
+def test_the_adapter_that_computes_is_the_one_that_is_sent(tmp_path):
+    model, folders = adapted(), AdapterFolders(tmp_path)
+    model.add_adapter("other", LoraConfig(r=9, target_modules=["o_proj"]))
+    assert (room_for_adapters(model), active_adapter(model)) == (16, "default")
+    model.set_adapter("other")
+    folder = folders.write(model, torch.float32)
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 9
+    written = load_file(folder / "adapter_model.safetensors")
+    assert written.keys() == adapter_tensors(model, "other").keys()
+    assert all("o_proj" in name for name in written)
+    with model.disable_adapter():
+        assert active_adapter(model) is None
+    assert active_adapter(model) == "other"
+
+
+def test_one_adapter_that_cannot_travel_keeps_all_here():
+    model = adapted()
+    model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"], use_dora=True))
+    assert "DoRA" in why_no_hot_swap(model)
 
 
 @pytest.mark.parametrize(

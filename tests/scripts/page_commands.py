@@ -73,6 +73,10 @@ ELSEWHERE = {
         "a server, in vLLM's own environment",
         "vllm/test_server.py::test_it_waits_for_the_server_and_trains_through_it",
     ),
+    "rloo-kit eval runs/quickstart --vllm --samples 16": (
+        "needs vLLM, in its own environment",
+        "vllm/test_evaluating.py::test_the_command_tells_who_sampled",
+    ),
     "rloo-kit export runs/mine --to gguf --dtype q8_0": (
         "needs llama.cpp's converter, and a tokenizer that it knows",
         "test_export.py::test_smollm2_goes_to_gguf_and_ollama_and_back",

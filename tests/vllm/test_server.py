@@ -163,6 +163,25 @@ def test_siblings_differ_and_seeds_repeat(server, policy):
     client.close()
 
 
+def test_with_the_adapter_switched_off_the_base_answers(server, policy):
+    model, tokenizer, prompts = policy
+    client = VllmServer(server, model, max_length=128, timeout=60)
+    sampling = Sampling(16, tuple(model.generation_config.eos_token_id), temperature=0.0)
+    client.sync(model)
+    adapted = client.generate(prompts, sampling, 0).completion_ids
+    with model.disable_adapter():
+        client.sync(model)
+        base = client.generate(prompts, sampling, 0).completion_ids
+        settings = {"temperature": 0.0, "max_completion_length": 16}
+        rows = rk.load_prompts("arithmetic", num_prompts=64)
+        ours = rk.evaluate(model, tokenizer, rows, [], **settings).samples
+    client.close()
+    texts = tokenizer.batch_decode(base, skip_special_tokens=True)
+    same = sum(a == b["completion"] for a, b in zip(texts, ours, strict=True))
+    assert same >= 0.8 * len(texts)
+    assert sum(map(list.__eq__, base, adapted)) < 0.5 * len(texts)
+
+
 def test_a_server_with_other_weights_is_noticed(server, make_trainer):
     with rk.session():
         model, tokenizer = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)

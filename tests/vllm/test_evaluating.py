@@ -1,0 +1,102 @@
+"""rloo-kit eval and judge by vLLM: every model answers as itself, whichever answered before."""
+
+import json
+
+import pytest
+import torch
+
+import rloo_kit as rk
+from rloo_kit.cli import main
+from rloo_kit.errors import StalePolicyError
+from rloo_kit.vllm_engine import VllmEngine
+
+pytestmark = pytest.mark.vllm
+PROMPTS = 32
+BY_VLLM = ["trainer.generation=vllm", "trainer.max_completion_length=16"]
+BY_TRANSFORMERS = ["trainer.generation=transformers", "trainer.max_completion_length=16"]
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """Two adapters of one base that say something else each; the second has the larger rank."""
+    folders = []
+    for name, r, modules in (
+        ("small", 8, ["q_proj", "v_proj"]),
+        ("large", 32, ["q_proj", "o_proj", "up_proj"]),
+    ):
+        folders.append(str(tmp_path_factory.mktemp(name) / name))
+        with rk.session():
+            model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
+            model = rk.attach_lora(model, r=r, target_modules=modules)
+            torch.manual_seed(r)
+            for parameter_name, parameter in model.named_parameters():
+                if "lora_B" in parameter_name:
+                    torch.nn.init.normal_(parameter, std=0.5)
+            rk.save_adapter(model, tokenizer, folders[-1])
+    return folders
+
+
+def asked(models, overrides, **how):
+    return rk.evaluate_models(
+        models, overrides=overrides, num_prompts=PROMPTS, num_samples=0, say=str, **how
+    )
+
+
+@pytest.fixture(scope="module")
+def greedy(adapters):
+    """Greedy completions of the base and both adapters: by vLLM, and by transformers."""
+    return asked(adapters, BY_VLLM), asked(adapters, BY_TRANSFORMERS)
+
+
+def texts(row):
+    return [sample["completion"] for sample in row.evaluation.samples]
+
+
+def test_every_model_answers_as_itself(greedy, adapters):
+    by_vllm, by_transformers = greedy
+    names = [f"base of {adapters[0]}", *adapters]
+    assert [row.model for row in by_vllm.rows] == [row.model for row in by_transformers.rows]
+    assert [row.model for row in by_vllm.rows] == names
+    assert {row.sampler for row in by_vllm.rows} == {"vLLM in this process"}
+    assert {row.sampler for row in by_transformers.rows} == {"transformers"}
+    for mine in by_vllm.rows:
+        same = {
+            row.model: sum(map(str.__eq__, texts(mine), texts(row))) for row in by_transformers.rows
+        }
+        assert same.pop(mine.model) >= 0.75 * PROMPTS, same  # rounding may turn a near tie
+        assert max(same.values()) <= 0.5 * PROMPTS, same
+    assert "completions by vLLM in this process" in str(by_vllm)
+    assert "completions by" not in str(by_transformers)
+
+
+def test_the_command_tells_who_sampled(adapters, tmp_path, capsys):
+    words = ["--num-prompts", "8", "--samples", "2", "--output", str(tmp_path), "--vllm"]
+    code = main(["eval", adapters[1], *words, "--set", "trainer.max_completion_length=16"])
+    assert code == 0, capsys.readouterr().err
+    assert "8 prompts of arithmetic, completions by vLLM in this process" in capsys.readouterr().out
+    (found,) = json.loads((tmp_path / "eval.json").read_text())["evaluations"]
+    assert [row["sampler"] for row in found["rows"]] == 4 * ["vLLM in this process"]
+    assert [row["mode"] for row in found["rows"]] == 2 * ["greedy", "2 sampled at 1"]
+
+
+def test_the_two_sides_of_a_judge_answer_as_themselves(adapters, greedy, tmp_path):
+    first, second = adapters
+    how = {"num_prompts": 8, "output": tmp_path, "say": str}
+    found = rk.judge_models(first, against=second, by="length", overrides=BY_VLLM, **how)
+    assert found.mode == "greedy, by vLLM in this process"
+    rows = [
+        json.loads(line) for line in (tmp_path / "judge_samples.jsonl").read_text().splitlines()
+    ]
+    _, small, large = greedy[0].rows
+    for side, row in (("completion", small), ("against", large)):
+        assert sum(map(str.__eq__, [one[side] for one in rows], texts(row))) >= 7
+
+
+def test_an_adapter_that_never_arrives_is_no_evaluation(adapters, monkeypatch):
+    """The check can fail: with the adapter lost on its way, the base would be scored twice."""
+    monkeypatch.setattr(VllmEngine, "_requested", lambda engine, model: (None, None))
+    with pytest.raises(StalePolicyError, match="nearest to the base without adapter"):
+        asked(adapters[:1], BY_VLLM)
+    lost = asked(adapters[:1], [*BY_VLLM, "trainer.canary=false"])
+    base, small = lost.rows
+    assert texts(base) == texts(small)
