@@ -280,6 +280,7 @@ def step_of_random(arm: Arm, length: int, folder: str) -> None:
         max_completion_length=length,
         tokens_per_micro_batch=LENGTHS[0],
         canary=False,
+        dry_run=False,
         gradient_checkpointing=arm.checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         bf16=False,

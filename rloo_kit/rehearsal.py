@@ -138,7 +138,7 @@ def rehearse_first(
     Raises:
         MemoryRanOutError: The worst case does not fit.
     """
-    wanted = trainer.args.dry_run
+    trainer.rehearsed, wanted = True, trainer.args.dry_run
     on_cpu = trainer.accelerator.device.type == "cpu"
     if not (wanted or (wanted is None and not on_cpu)):
         return None
@@ -186,6 +186,7 @@ def rehearse(
     Raises:
         MemoryRanOutError: The worst case does not fit, not even a single completion of it.
     """
+    trainer.rehearsed = True
     return _rehearse(trainer, _worst_case(trainer, max_prompt_tokens), remedy)
 
 

@@ -49,6 +49,7 @@ from rloo_kit.objective import RunningMoments
 from rloo_kit.out_of_memory import Pieces
 from rloo_kit.processes import asked_size, current_team, why_sharded
 from rloo_kit.redaction import redact, redact_tree
+from rloo_kit.rehearsal import rehearse_first
 from rloo_kit.reward_contract import AsyncCheckedReward, guarded
 from rloo_kit.reward_loading import LoadedReward, load_rewards
 from rloo_kit.rollout import Rollout, Sampled, Shaping
@@ -148,9 +149,8 @@ class LeaveOneOutConfig(RLOOConfig):
     legacy_metrics: bool = False
     """Give the older TRL's metrics as its source computed them, sign and all (docs/legacy.md)."""
     dry_run: bool | None = None
-    """Of a run file: take the memory of the longest step a run can have before its first
-    (docs/dry_run.md; in Python ``rehearsal.rehearse(trainer)``); null: on a GPU, until it has
-    fitted once."""
+    """Take the memory of the longest step a training can have before its first (docs/dry_run.md);
+    null: on a GPU, until it has fitted once."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as trackers and checkpoints get them: without secrets."""
@@ -318,6 +318,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         self._elsewhere = 0.0
         self._episodes = 0
         self._first_started: float | None = None
+        self.rehearsed = False
         self._canary: Canary | None = None
         self._synced: tuple[Any, int] = (None, -1)
         self._drawn_log_probs: list[list[float]] | None = None
@@ -358,10 +359,18 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
             if heard is not None:
                 heard(self.args, self.state, self.control, **values)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, or go on (``ExactResume.train``); views of the run are closed however it ends."""
+    def train(
+        self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Rehearse and train, or go on (``ExactResume.train``); views are closed however it ends.
+
+        Raises:
+            MemoryRanOutError: The worst case does not fit (``args.dry_run``).
+        """
         try:
-            output = super().train(*args, **kwargs)
+            if not (resume_from_checkpoint or self.rehearsed):
+                rehearse_first(self, print)
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
             if not self._use_trl_path:  # the first process may have put its best weights back
                 self.team.copy_from_first(list(self._trained().values()))
             return output

@@ -537,6 +537,30 @@ def test_on_a_cpu_it_is_made_where_it_is_asked_for(trainer, tmp_path, monkeypatc
     assert (tmp_path / "cache").exists() == expected
 
 
+@pytest.mark.parametrize(("asked", "times"), [(None, 0), (False, 0), (True, 1)])
+def test_a_training_in_python_rehearses_once(tmp_path, monkeypatch, capsys, asked, times):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    trainer = make_trainer(tmp_path / "run", dry_run=asked, max_steps=1, save_strategy="steps")
+    trainer.train()
+    assert capsys.readouterr().out.count("dry run: worst case") == times
+    trainer.train()
+    assert "dry run" not in capsys.readouterr().out
+    another = make_trainer(tmp_path / "run", dry_run=asked, max_steps=2)
+    another.train(resume_from_checkpoint=True)
+    assert "dry run" not in capsys.readouterr().out
+
+
+def test_what_does_not_fit_ends_a_training_in_python_before_its_first_step(tmp_path):
+    trainer = make_trainer(tmp_path / "run", dry_run=True)
+    without_memory(trainer, above=0)
+    try:
+        with pytest.raises(MemoryRanOutError, match="the worst case of this run, 8 rows x "):
+            trainer.train()
+    finally:
+        HOOKS.pop().remove()
+    assert trainer.state.global_step == 0
+
+
 def test_where_trls_own_code_trains_it_is_said_that_none_is_made(trainer, monkeypatch):
     trainer.args.dry_run, said = True, []
     monkeypatch.setattr(trainer, "_use_trl_path", "prompts with images")

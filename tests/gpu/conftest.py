@@ -98,6 +98,7 @@ def make_trainer(kit, tmp_path):
             "beta": 0.02,
             "generation": "transformers" if engine is None else "auto",
             "save_strategy": "no",
+            "dry_run": False,
         }
         return kit.LeaveOneOutTrainer(
             model=model,
