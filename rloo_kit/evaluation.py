@@ -105,8 +105,7 @@ class Evaluation:
 
     def says_right_or_wrong(self, name: str) -> bool:
         """Return whether a reward gave 0 and 1 alone."""
-        scores = {sample["rewards"][name] for sample in self.samples}
-        return self.rewards[name] is not None and scores <= {0.0, 1.0, None}
+        return _right_or_wrong([sample["rewards"][name] for sample in self.samples])
 
     @property
     def counted(self) -> list[int]:
@@ -218,7 +217,7 @@ def evaluate(
         ).completion_ids
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     scores = score_texts(rows, texts, ids, rewards)
-    find, answer_of = ThoughtFinder(tokenizer), _answer_of(rewards)
+    find, answer_of = ThoughtFinder(tokenizer), _answer_of(rewards, scores)
     ends = set(model.generation_config.eos_token_id)
     samples = [
         {
@@ -269,16 +268,18 @@ def score_texts(
     return {reward.name: _scores(reward.func, columns) for reward in rewards}
 
 
-def _answer_of(rewards: "Sequence[LoadedReward]") -> Callable[[str], str | None]:
+def _answer_of(
+    rewards: "Sequence[LoadedReward]", scores: Mapping[str, list[float | None]]
+) -> Callable[[str], str | None]:
     """Return what tells which answer a completion votes for.
 
-    The first reward that has an ``answer_key`` knows which answers mean the same; else it is the
-    text after the thought. An empty one is no answer.
+    The reward that says right or wrong may know which answers mean the same (``answer_key``); else
+    it is the text after the thought. An empty one is no answer.
     """
-    for reward in rewards:
-        key = getattr(getattr(reward.func, "reward", None), "answer_key", None)
-        if callable(key):
-            return key
+    judge = next((one for one in rewards if _right_or_wrong(scores[one.name])), None)
+    key = getattr(getattr(judge and judge.func, "reward", None), "answer_key", None)
+    if callable(key):
+        return key
     return lambda text: " ".join(text.rpartition(THOUGHT_ENDS)[2].casefold().split()) or None
 
 
@@ -293,6 +294,11 @@ def settings_of(args: Any) -> dict[str, Any]:
         "batch_size": args.per_device_train_batch_size,
         "seed": args.seed,
     }
+
+
+def _right_or_wrong(scores: Sequence[float | None]) -> bool:
+    """Return whether there are scores, and all of them are 0 or 1."""
+    return {None} != {*scores} <= {0.0, 1.0, None}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

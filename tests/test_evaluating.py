@@ -16,7 +16,7 @@ import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.errors import ConfigError, DataError, ModelError
 from rloo_kit.eval_table import Row, _judged_alike
-from rloo_kit.evaluation import Evaluation
+from rloo_kit.evaluation import Evaluation, _answer_of
 from rloo_kit.preparation import held_out_judges
 from rloo_kit.report_content import run_content
 from rloo_kit.result_files import add_result
@@ -279,6 +279,24 @@ def test_a_table_has_one_reward_that_says_right_or_wrong():
     rows = [Row("x", evaluation(0.0, 0.0), 1.0), Row("y", evaluation(0.0, 0.5), 1.0)]
     assert [row.evaluation.correct_by for row in rows] == ["a", "b"]
     assert [row.evaluation.correct_by for row in _judged_alike(rows)] == ["b", "b"]
+
+
+def test_votes_are_those_of_the_reward_that_says_right_or_wrong():
+    class Keyed:
+        def __init__(self, key):
+            self.answer_key = lambda text: key
+
+    def loaded(name, *key):
+        return SimpleNamespace(
+            name=name, func=SimpleNamespace(**({"reward": Keyed(*key)} if key else {}))
+        )
+
+    rewards = [loaded("style", "s"), loaded("right", "r"), loaded("plain")]
+    scores = {"style": [0.5, 1.0], "right": [0.0, None], "plain": [1.0, 0.0]}
+    assert _answer_of(rewards, scores)("hm</think> So  42") == "r"
+    assert _answer_of(rewards[2:], scores)("hm</think> So  42") == "so 42"
+    assert _answer_of(rewards[:1], scores)("hm</think> So  42") == "so 42"
+    assert _answer_of(rewards, scores | {"right": [None, None]})("x</think>") is None
 
 
 def test_an_adapter_in_a_pickle_is_not_opened(run, tmp_path):

@@ -280,3 +280,44 @@ def test_numbers_are_compared_by_the_thousand(reward):
 def test_a_bare_gold_is_read_whole(reward, gold, right, wrong):
     boxed = [rf"hm</think>$\boxed{{{text}}}$" for text in (right, wrong)]
     assert reward(completions=[*boxed, f"hm</think>{gold}"], answer=[gold] * 3) == [1.0, 0.0, 1.0]
+
+
+# --- votes ---------------------------------------------------------------------------------------
+
+ALIKE = [
+    ["1/2", "0.5", "50%", r"so it is $\frac{2}{4}$", r"\boxed{x = \frac12}"],
+    [r"\sqrt{2}", "1.414214"],
+    ["(x+1)^2", "x^2 + 2x + 1"],
+    [r"$\{1, 2\}$", r"$\{2, 1\}$"],
+    ["1,234", "1234.0", "-(-1234)"],
+    [r"\boxed{\text{blue}}"],
+    ["$[0, 7)$"],
+    ["x < 5"],
+]
+
+
+def test_equal_answers_vote_together_and_others_apart(reward):
+    keys = [{reward.answer_key(f"hm</think>{text}") for text in texts} for texts in ALIKE]
+    assert all(len(one) == 1 for one in keys), keys
+    assert len(set.union(*keys)) == len(ALIKE)
+    assert None not in set.union(*keys)
+
+
+def test_the_key_finds_equal_what_the_reward_does(reward):
+    texts = [texts[0] for texts in ALIKE] + [texts[-1] for texts in ALIKE]
+    for first in texts:
+        for second in texts:
+            same = reward.answer_key(first) == reward.answer_key(second)
+            assert same == (score(reward, second, first) == 1.0), (first, second)
+
+
+@pytest.mark.parametrize("text", ["", "hm</think>", "hm</think>  ", "$9^{9^{9^{9^{9}}}}$"])
+def test_no_answer_has_no_vote(reward, text):
+    assert reward.answer_key(text) is None
+
+
+def test_without_a_box_nothing_is_voted_for_where_one_is_needed():
+    boxed = Math(require_boxed=True)
+    assert boxed.answer_key("it is 5") is None
+    assert boxed.answer_key(r"it is \boxed{5}") == boxed.answer_key(r"\boxed{5.0}")
+    boxed.release()
