@@ -131,8 +131,8 @@ def main() -> None:
             here(f"{kind}, transformers in 16 bit", load_base(other, **how), other)
             if kind == "merged" and args.vllm_python:
                 elsewhere("merged", args.vllm_python, VLLM, done.folder)
-    name = Path(args.run).resolve().name
-    result = {"run": name, "judge": judge, "rows": rows, "base": args.base}
+    name = Path(args.run).resolve().name + (f"_on_{Path(args.base).name}" if args.base else "")
+    result = {"run": Path(args.run).resolve().name, "judge": judge, "rows": rows, "base": args.base}
     file = RESULTS / f"round_trip_{name}.json"
     file.write_text(json.dumps(result, indent=1) + "\n")
     print(f"judge: {judge}; written to {file}")
