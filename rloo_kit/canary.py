@@ -165,9 +165,10 @@ class Canary:
         pad_token_id: Fills what holds no token.
         dtype: That the trainer computes in.
         sampling: How completions are drawn.
+        adapter: The parameters that are sent; None: those that train.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         *,
         score: Score,
@@ -176,6 +177,7 @@ class Canary:
         pad_token_id: int,
         dtype: torch.dtype,
         sampling: Sampling,
+        adapter: dict[str, torch.Tensor] | None = None,
     ) -> None:
         self._score = score
         self._model = model
@@ -183,7 +185,7 @@ class Canary:
         self._pad_token_id = pad_token_id
         self._dtype = dtype
         self._sampling = sampling
-        self._adapter = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._adapter = adapter or {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._now: dict[str, torch.Tensor] | None = None
         self._before: dict[str, torch.Tensor] | None = None
         self._past: dict[str, deque[Place]] = {
@@ -204,13 +206,16 @@ class Canary:
             for name, parameter in self._adapter.items()
         }
 
-    def prove(self, engine: Engine, prompt_ids: list[list[int]], seed: int) -> None:
+    def prove(
+        self, engine: Engine, prompt_ids: list[list[int]], seed: int, *, off: bool = False
+    ) -> None:
         """Send an adapter that is shifted on purpose, and see the sampler follow it and come back.
 
         Args:
             engine: It holds the right adapter before and after.
             prompt_ids: A few prompts.
             seed: Of the shift and of sampling.
+            off: See too that the base samples while the shifted adapter is switched off.
 
         Raises:
             StalePolicyError: The sampler did not follow.
@@ -225,13 +230,11 @@ class Canary:
         tokens = TokenRows(prompts, drawn.completion_ids)
         shifted = self._shift(tokens, seed)
         with self._adapter_set_to(shifted):
-            engine.sync(self._model)
-            drawn = engine.generate(prompts, short, seed)
-            tokens = TokenRows(prompts, drawn.completion_ids)
-            there, _ = self._pass(tokens)
+            tokens, sampler, there = self._sent_and_drawn(engine, prompts, short, seed)
+            if off:
+                self._prove_off(engine, prompts, short, seed)
         engine.sync(self._model)
         here, _ = self._pass(tokens)
-        sampler = _flat(drawn.log_probs, tokens, here.device)
         place = place_between(sampler, there, here, torch.ones_like(there))
         if place is not None and place.share < 0.5:
             raise StalePolicyError(
@@ -240,6 +243,29 @@ class Canary:
                 f"of what it should; give both the same model folder and restart the engine, or "
                 f"set trainer.generation: transformers"
             )
+
+    def _prove_off(
+        self, engine: Engine, prompts: list[list[int]], sampling: Sampling, seed: int
+    ) -> None:
+        with self._without_adapter():
+            tokens, sampler, base = self._sent_and_drawn(engine, prompts, sampling, seed)
+        adapted, _ = self._pass(tokens)
+        place = place_between(sampler, base, adapted, torch.ones_like(base))
+        if place is not None and place.share < 0.5:
+            raise StalePolicyError(
+                f"{engine.name} goes on with the adapter where it is switched off, so the base "
+                f"cannot be sampled: restart the engine, or set trainer.generation: transformers"
+            )
+
+    def _sent_and_drawn(
+        self, engine: Engine, prompts: list[list[int]], sampling: Sampling, seed: int
+    ) -> tuple[TokenRows, torch.Tensor, torch.Tensor]:
+        """Return what is sampled after a sync: its log-probabilities as told, and as they are."""
+        engine.sync(self._model)
+        drawn = engine.generate(prompts, sampling, seed)
+        tokens = TokenRows(prompts, drawn.completion_ids)
+        found, _ = self._pass(tokens)
+        return tokens, _flat(drawn.log_probs, tokens, found.device), found
 
     def check(
         self, tokens: TokenRows, log_probs: list[list[float]], engine_name: str

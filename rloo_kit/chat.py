@@ -152,6 +152,8 @@ def _answers(
     for voice in voices:
         ids = prompt_ids(one.tokenizer, _prompt(voice, line, manner), manner.template)
         room = getattr(one.model.config, "max_position_embeddings", None)
+        if engine is not None:
+            room = min(room or sys.maxsize, voice.trained.model.max_seq_length)
         if room is not None and len(ids) + manner.max_tokens > room:
             raise ConfigError(
                 f"what was said has {len(ids)} tokens, and the model has room for {room} with an "

@@ -365,6 +365,21 @@ def read_settings(overrides: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what ``section.key=value`` settings alone say, a table for each section.
+
+    Raises:
+        ConfigError: One is not of that form.
+    """
+    content: dict[str, Any] = {}
+    faults: list[str] = []
+    for override in overrides:
+        _apply_override(content, override, faults)
+    if faults:
+        raise ConfigError("; ".join(faults))
+    return content
+
+
 def without_hidden_settings(config: RunConfig) -> RunConfig:
     """Return a run's settings without what was hidden when they were written.
 

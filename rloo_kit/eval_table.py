@@ -65,11 +65,15 @@ class EvalTable:
     """It was written there."""
 
     def __str__(self) -> str:
-        num, samplers = self.rows[0].evaluation.num_prompts, {row.sampler for row in self.rows}
-        lines = [f"{num} prompts of {self.prompts}"]
-        if samplers != {"transformers"}:
-            lines[0] += f", completions by {' and '.join(sorted(samplers))}"
-        lines += _table([_cells(row) for row in self.rows])
+        samplers = {row.sampler for row in self.rows}
+        lines = [f"{self.rows[0].evaluation.num_prompts} prompts of {self.prompts}"]
+        if len(samplers) > 1:
+            lines[0] += "; rows that were not drawn by the same are not compared"
+        elif samplers != {"transformers"}:
+            lines[0] += f", completions by {samplers.pop()}"
+        more = [{"by": row.sampler} if len(samplers) > 1 else {} for row in self.rows]
+        cells = zip(map(_cells, self.rows), more, strict=True)
+        lines += _table([one | by for one, by in cells])
         return "\n".join([*lines, "", *map(str, self.compared)]).rstrip()
 
     def as_dict(self) -> dict[str, Any]:
@@ -204,7 +208,7 @@ def _compare(rows: list[Row]) -> Iterator[Compared]:
     first = {row.mode: row for row in reversed(rows) if row.model == rows[0].model}
     for row in rows:
         before = first[row.mode]
-        if row is before:
+        if row is before or row.sampler != before.sampler:
             continue
         for name in row.evaluation.rewards:
             pairs = zip(before.evaluation.values(name), row.evaluation.values(name), strict=True)

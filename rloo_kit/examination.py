@@ -3,21 +3,30 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rloo_kit.batching import MicroBatch, TokenRows
 from rloo_kit.canary import Canary
-from rloo_kit.config import EXAMPLES, RunConfig, make_run_config
+from rloo_kit.config import EXAMPLES, RunConfig, make_run_config, read_overrides
 from rloo_kit.data import drop_long_prompts, is_task, load_prompts, prompt_ids
 from rloo_kit.engines import asked_for, check_engine, start_engine
 from rloo_kit.environment import setup
-from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.evaluation import Evaluation, evaluate, settings_of
-from rloo_kit.generation import Engine, Sampling
+from rloo_kit.errors import ConfigError, DataError, GenerationError
+from rloo_kit.evaluation import REMEDY, Evaluation, evaluate, settings_of
+from rloo_kit.generation import (
+    Choice,
+    Engine,
+    Sampling,
+    active_adapter,
+    choose,
+    why_no_hot_swap,
+)
 from rloo_kit.memory import belongs_to_session, leave_session
+from rloo_kit.out_of_memory import Pieces
 from rloo_kit.preparation import held_out_judges, make_trainer_args, read_prompts
 from rloo_kit.reward_loading import LoadedReward, load_rewards
 from rloo_kit.trained_models import OneBase, TrainedModel
@@ -46,6 +55,10 @@ class Examination:
     """Where they come from."""
     batch_size: int | None = None
     """Completions at one time; None: as many as are known to fit."""
+    engine_by_name: bool = False
+    """Whether an engine that cannot be used is an error."""
+    why_not: str | None = None
+    """Why vLLM cannot sample for all of the models."""
     fitted: bool = False
 
     def fitting(self, tokenizer: Any) -> "Examination":
@@ -98,6 +111,7 @@ class Examination:
         Raises:
             DataError: A prompt leaves no room for its completion.
             GenerationError: vLLM was asked for by name and cannot sample here, or does not start.
+            StalePolicyError: The engine samples from something else than the model it is to be.
         """
         template = self.args.chat_template_kwargs
         ids = [prompt_ids(one.tokenizer, row["prompt"], template) for row in self.asked]
@@ -107,11 +121,19 @@ class Examination:
         args = copy.copy(self.args)
         args.vllm_max_model_length, args.vllm_enable_sleep_mode = length, False
         args.generation_batch_size = self.batch_size or NUM_SEQUENCES
-        engine, choice = start_engine(one.model, args)
+        try:
+            engine, choice = start_engine(one.model, args, why_not=self.why_not)
+        except GenerationError as exc:
+            if self.engine_by_name:
+                raise
+            engine, choice = None, Choice("transformers", str(exc))
         if choice.reason is not None:
             say(f"completions by transformers: {choice.reason}")
         try:
-            yield Asker(self, one, ids, engine)
+            asker = Asker(self, one, engine)
+            if engine is not None and self.args.canary:
+                asker.prove(on_it, sorted(ids, key=len)[:NUM_PROBES])
+            yield asker
         finally:
             if engine is not None:
                 engine.close()
@@ -140,23 +162,16 @@ class Examination:
 class Asker:
     """Puts the prompts to the models on one base.
 
-    Where an engine samples, the canary sees first that it samples from the model that is asked.
-
     Args:
         exam: What is asked.
         one: The base, its adapters loaded.
-        prompt_ids: Token ids of each prompt.
         engine: Samples in the place of transformers.
     """
 
-    def __init__(
-        self, exam: Examination, one: OneBase, prompt_ids: list[list[int]], engine: Engine | None
-    ) -> None:
+    def __init__(self, exam: Examination, one: OneBase, engine: Engine | None) -> None:
         self._exam = exam
         self._one = one
-        self._prompt_ids = sorted(prompt_ids, key=len)[:NUM_PROBES]
         self._engine = engine
-        self._seen: set[Path | None] = set()
         self.sampler = "transformers" if engine is None else engine.name
         """For people: who draws the completions."""
 
@@ -169,60 +184,80 @@ class Asker:
             trained: On this base.
             rewards: Of ``Examination.rewards``.
             **how: Keywords of ``evaluate``, in the place of the run's.
-
-        Raises:
-            StalePolicyError: The engine samples from something else.
         """
         exam, tokenizer = self._exam, self._one.tokenizer
         with self._one.speaking_as(trained) as model:
-            if self._engine is not None and trained.adapter not in self._seen:
-                self._see(model)
-                self._seen.add(trained.adapter)
             settings = settings_of(exam.args) | {
                 "batch_size": exam.batch_size_on(model),
                 "engine": self._engine,
             }
             return evaluate(model, tokenizer, exam.asked, rewards, **settings | how)
 
-    def _see(self, model: Any) -> None:
-        if not self._exam.args.canary:
-            return
-        temperature = self._exam.args.temperature or 1.0
-        ends = tuple(model.generation_config.eos_token_id)
-        sampling = Sampling(
-            min(PROBE_TOKENS, self._exam.args.max_completion_length), ends, temperature
-        )
-        canary = Canary(
-            score=functools.partial(_score, model, temperature),
-            model=model,
-            without_adapter=model.disable_adapter,
-            pad_token_id=self._one.tokenizer.pad_token_id,
-            dtype=self._engine.adapter_dtype,
-            sampling=sampling,
-        )
-        self._engine.sync(model)
-        canary.sent(self._engine.adapter_dtype)
-        drawn = self._engine.generate(self._prompt_ids, sampling, self._exam.args.seed)
-        tokens = TokenRows(self._prompt_ids, drawn.completion_ids)
-        canary.check(tokens, drawn.log_probs, self._engine.name)
+    def prove(self, on_it: Sequence[TrainedModel], prompt_ids: list[list[int]]) -> None:
+        """See that the engine follows each adapter, lets go of it, and samples from nothing else.
+
+        Args:
+            on_it: The models on the base.
+            prompt_ids: A few short prompts.
+
+        Raises:
+            StalePolicyError: It does not.
+        """
+        args, engine = self._exam.args, self._engine
+        for trained in on_it:
+            if trained.adapter is None:
+                continue
+            with self._one.speaking_as(trained) as model:
+                sampling = Sampling(
+                    min(PROBE_TOKENS, args.max_completion_length),
+                    tuple(model.generation_config.eos_token_id),
+                    args.temperature or 1.0,
+                )
+                canary = Canary(
+                    score=functools.partial(_score, model, sampling.temperature),
+                    model=model,
+                    without_adapter=model.disable_adapter,
+                    pad_token_id=self._one.tokenizer.pad_token_id,
+                    dtype=engine.adapter_dtype,
+                    sampling=sampling,
+                    adapter=_parameters(model, active_adapter(model)),
+                )
+                engine.sync(model)
+                canary.prove(engine, prompt_ids, args.seed, off=True)
+                canary.sent(engine.adapter_dtype)
+                drawn = engine.generate(prompt_ids, sampling, args.seed)
+                tokens = TokenRows(prompt_ids, drawn.completion_ids)
+                canary.check(tokens, drawn.log_probs, engine.name)
+
+
+def _parameters(model: Any, adapter: str) -> dict[str, Any]:
+    named = model.named_parameters()
+    return {name: values for name, values in named if "lora_" in name and f".{adapter}." in name}
 
 
 def _score(model: Any, temperature: float, batch: MicroBatch) -> tuple[Any, Any]:
     """Return ``(N, C)`` log-probabilities and entropies of the completion tokens, float32, nats.
 
-    Row by row, since logits of all tokens would not fit beside an engine on a small card.
+    Row by row and of the completion alone, since all logits would not fit beside an engine on a
+    small card.
     """
     import torch
 
-    log_probs, entropies = [], []
-    for ids, places in zip(batch.input_ids, batch.places, strict=True):
-        with torch.no_grad():
-            logits = model(input_ids=ids.unsqueeze(0)).logits[0, (places - 1).clamp(min=0)]
-        spread = (logits.float() / temperature).log_softmax(-1)
-        log_probs.append(spread.gather(-1, ids[places].unsqueeze(-1)).squeeze(-1))
-        entropies.append(-(spread.exp() * spread).sum(-1))
-    left_out = ~batch.completion_mask
-    return tuple(torch.stack(one).masked_fill(left_out, 0.0) for one in (log_probs, entropies))
+    def score(rows: Sequence[int]) -> list[tuple[Any, Any]]:
+        found = []
+        for row in rows:
+            length = int(batch.completion_mask[row].sum())
+            ids = batch.input_ids[row, : int(batch.places[row, 0]) + length]
+            with torch.no_grad():
+                output = model(input_ids=ids.unsqueeze(0), logits_to_keep=length + 1)
+            spread = (output.logits[0, :-1].float() / temperature).log_softmax(-1)
+            log_probs = spread.gather(-1, ids[-length:].unsqueeze(-1)).squeeze(-1)
+            found.append((log_probs, -(spread.exp() * spread).sum(-1)))
+        return found
+
+    scored = Pieces("comparing log-probabilities", REMEDY).run(score, range(len(batch.places)), 1)
+    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    return tuple(map(pad, zip(*scored, strict=True)))
 
 
 def examine_models(
@@ -259,27 +294,65 @@ def examine_models(
         config = make_run_config(config.as_dict(), overrides)
     setup(config.model.backend)
     args = make_trainer_args(config, Path(config.output_dir))
-    if any(_is_set(f"trainer.{key}", overrides) for key in ("generation", "use_vllm")):
+    given = read_overrides(overrides)
+    by_name = _choose_engine(args, given.get("trainer") or {})
+    why_not = _why_no_engine(found)
+    if by_name:
         check_engine(args)
-    elif asked_for(args) in ("vllm", "server"):  # what trained need not be what evaluates
+        choose(asked_for(args), on_gpu=True, why_not=why_not)
+    return Examination(
+        config,
+        args,
+        _prompts(config, prompts, num_prompts, given.get("data") or {}),
+        str(prompts or config.data.prompts),
+        batch_size,
+        engine_by_name=by_name,
+        why_not=why_not,
+    )
+
+
+def _choose_engine(args: Any, given: Mapping[str, Any]) -> bool:
+    """Let ``args`` ask for the engine that evaluates; return whether it was asked for by name.
+
+    What trained need not be what evaluates, unless that was transformers.
+    """
+    if {"generation", "use_vllm"} & set(given):
+        args.use_vllm = bool(given.get("use_vllm"))
+    elif args.use_vllm or asked_for(args) != "transformers":
         args.generation, args.use_vllm = "auto", False
-    asked = _prompts(config, prompts, num_prompts, overrides)
-    return Examination(config, args, asked, str(prompts or config.data.prompts), batch_size)
+    if "vllm_gpu_memory_utilization" not in given:  # it was for an engine beside a training
+        args.memory_share_given = False
+    return asked_for(args) in ("vllm", "server")
+
+
+def _why_no_engine(found: Sequence[TrainedModel]) -> str | None:
+    """Return why vLLM cannot sample for all of the models, so that none is compared across two."""
+    from peft import PeftConfig
+
+    for one in found:
+        if not any(other.adapter and other.model == one.model for other in found):
+            return f"{one.name} has no adapter, and vLLM is started for a base with one"
+        if one.adapter is None:
+            continue
+        with contextlib.suppress(Exception):  # what cannot be read is told when it is loaded
+            config = PeftConfig.from_pretrained(str(one.adapter))
+            why_not = why_no_hot_swap(SimpleNamespace(peft_config={"default": config}))
+            if why_not:
+                return why_not
+    return None
 
 
 def _prompts(
     config: RunConfig,
     prompts: str | Path | None,
     num_prompts: int | None,
-    overrides: Sequence[str],
+    given: Mapping[str, Any],
 ) -> Any:
     data, name = config.data, str(prompts or config.data.prompts)
     if prompts is None or is_task(name):
         if name != data.prompts:  # another task has levels and settings of its own
-            own = {
-                key: None for key in ("level", "settings") if not _is_set(f"data.{key}", overrides)
-            }
-            data = replace(data, prompts=name, columns=None, **own)
+            own = [key for key in ("level", "settings") if key not in given]
+            data = replace(data, prompts=name, columns=None, **dict.fromkeys(own))
         if prompts is not None:
             data = replace(data, held_out=num_prompts or data.held_out or None)
         _, asked = read_prompts(replace(config, data=data), EXAMPLES)
@@ -299,7 +372,3 @@ def _prompts(
             columns=data.columns,
         )
     return asked if num_prompts is None else asked.select(range(min(num_prompts, len(asked))))
-
-
-def _is_set(key: str, overrides: Sequence[str]) -> bool:
-    return any(override.partition("=")[0].strip() == key for override in overrides)

@@ -117,6 +117,11 @@ def _why_not_taken(config: Any) -> str | None:
         return "the adapter trains biases, which vLLM does not take"
     if getattr(config, "rank_pattern", None) or getattr(config, "alpha_pattern", None):
         return "the adapter has ranks or alphas of their own for some layers (rank_pattern)"
+    if getattr(config, "lora_bias", False):
+        return "the adapter has biases of its own (lora_bias), which vLLM does not take"
+    for name in ("trainable_token_indices", "target_parameters"):
+        if getattr(config, name, None):
+            return f"the adapter trains more than layers ({name}), which vLLM does not take"
     if config.r > LORA_RANKS[-1]:
         return f"the adapter's rank is {config.r}, and vLLM takes at most {LORA_RANKS[-1]}"
     return None

@@ -138,18 +138,22 @@ def rehearse_first(
     Raises:
         MemoryRanOutError: The worst case does not fit.
     """
-    trainer.rehearsed, wanted = True, trainer.args.dry_run
+    wanted = trainer.args.dry_run
     on_cpu = trainer.accelerator.device.type == "cpu"
     if not (wanted or (wanted is None and not on_cpu)):
         return None
     if trainer._use_trl_path:
         if wanted and trainer.team.is_first:
             say(f"dry run: not made, since TRL's own code trains ({trainer._use_trl_path})")
+        trainer.rehearsed = True
+        return None
+    if not wanted and not _is_bounded(trainer, max_prompt_tokens):
         return None
     worst = _worst_case(trainer, max_prompt_tokens)
     key, free = digest(_facts(trainer, worst)), detect_hardware().free_memory
     memory = Memory()
     if not trainer.team.share(bool(wanted) or not memory.knows(key, free)):
+        trainer.rehearsed = True
         return None
     found = _rehearse(trainer, worst, remedy)
     if trainer.team.is_first:
@@ -186,7 +190,6 @@ def rehearse(
     Raises:
         MemoryRanOutError: The worst case does not fit, not even a single completion of it.
     """
-    trainer.rehearsed = True
     return _rehearse(trainer, _worst_case(trainer, max_prompt_tokens), remedy)
 
 
@@ -208,6 +211,7 @@ def _rehearse(trainer: Any, worst: _Worst, remedy: Callable[[], str] | None) -> 
         lowered.append(f"memory ran out: tokens_per_micro_batch is {learner.budget} from here on")
     if trainer._sampling.size != at_once:
         lowered.append(f"{trainer._sampling.size} completions are sampled at a time from here on")
+    trainer.rehearsed = True
     return Rehearsal(
         peak_bytes=peak.bytes,
         device_bytes=_device_bytes(),
@@ -263,6 +267,12 @@ def _longest_prompt(trainer: Any, max_prompt_tokens: int | None) -> int:
         longest = trainer.model.config.get_text_config().max_position_embeddings
     room = max(1, longest - trainer.args.max_completion_length)
     return min(max_prompt_tokens or room, room)
+
+
+def _is_bounded(trainer: Any, max_prompt_tokens: int | None) -> bool:
+    """Return whether the length of a prompt is limited by more than what the model could read."""
+    limit = max_prompt_tokens or getattr(trainer.model, "rloo_kit_max_seq_length", None)
+    return hasattr(trainer.train_dataset, "__len__") or limit is not None
 
 
 def _random_ids(trainer: Any, rows: int, width: int) -> list[list[int]]:

@@ -187,7 +187,9 @@ def _scored(record: RunRecord) -> dict[str, Any] | None:
 
 
 def _scored_cells(row: dict[str, Any]) -> dict[str, str]:
-    cells = {"model": str(row.get("model")), "completions": str(row.get("mode"))}
+    sampler = row.get("sampler", "transformers")
+    by = "" if sampler == "transformers" else f", by {sampler}"
+    cells = {"model": str(row.get("model")), "completions": f"{row.get('mode')}{by}"}
     means, intervals = _object(row.get("rewards")), _object(row.get("intervals"))
     for name, mean in means.items():
         bounds = intervals.get(name)

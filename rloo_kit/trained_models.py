@@ -12,6 +12,7 @@ from typing import Any
 from rloo_kit.checkpoints import find_checkpoint
 from rloo_kit.config import ModelSection, RunConfig, read_run_file, without_hidden_settings
 from rloo_kit.errors import ConfigError, ModelError
+from rloo_kit.generation import active_adapter
 from rloo_kit.memory import leave_session
 from rloo_kit.models import load_model
 from rloo_kit.wording import shown, why
@@ -142,15 +143,22 @@ class OneBase:
 
     @contextlib.contextmanager
     def speaking_as(self, trained: TrainedModel) -> Iterator[Any]:
-        """Yield the model with the adapter of ``trained`` in force, or with none.
+        """Yield the model with the adapter of ``trained`` in force, or with none; one in another.
 
         Raises:
             ModelError: The adapter cannot be loaded, or does not fit the base.
         """
         if trained.adapter is not None:
             name = self._name_of(trained.adapter)  # which may wrap the model anew
+            before, active = self.model.active_adapter, active_adapter(self.model)
             self.model.set_adapter(name)
-            yield self.model
+            self.model.base_model.enable_adapter_layers()
+            try:
+                yield self.model
+            finally:
+                self.model.set_adapter(before)
+                if active is None:
+                    self.model.base_model.disable_adapter_layers()
         elif self._adapters:
             with self.model.disable_adapter():
                 yield self.model

@@ -30,6 +30,7 @@ from rloo_kit.generation import (
     room_for_adapters,
 )
 from rloo_kit.hardware import GIB, detect_hardware
+from rloo_kit.wording import why
 
 ADAPTER_NAME = "rloo-kit"
 
@@ -100,6 +101,8 @@ class VllmEngine:
         dtype = _compute_dtype(model)
         source = model.get_base_model().config._name_or_path
         arguments: dict[str, Any] = {}
+        if not on_cpu:
+            torch.cuda.empty_cache()
         if _is_4bit(model) and on_cpu:
             self._base = write_dequantised(model, dtype)
             source = str(self._base)
@@ -133,8 +136,6 @@ class VllmEngine:
         }
         if on_cpu:  # its worker fails on a seeded prompt that is cut between two passes
             arguments.setdefault("enable_chunked_prefill", False)
-        else:
-            torch.cuda.empty_cache()
         with self._as_it_was(), quiet():
             from vllm import LLM
 
@@ -188,7 +189,13 @@ class VllmEngine:
         if before is not None:
             engine.remove_lora(before.lora_int_id)
         if self._request is not None:
-            engine.add_lora(self._request)
+            try:
+                engine.add_lora(self._request)
+            except ValueError as exc:
+                raise GenerationError(
+                    f"vLLM does not take the adapter ({why(exc)}): set trainer.generation: "
+                    f"transformers"
+                ) from exc
         engine.reset_prefix_cache()
         AdapterFolders.drop(folder_before)
         self.sync_seconds = time.perf_counter() - started

@@ -239,8 +239,8 @@ def _given(exam: Examination, tokenizer: Any, spec: Any, column: str) -> _Side:
 
 
 def _mode(drawn_as: str, sides: Sequence[_Side]) -> str:
-    others = sorted({side.sampler for side in sides} - {"", "transformers"})
-    return ", ".join([drawn_as, *(f"by {name}" for name in others)])
+    samplers = sorted({side.sampler for side in sides} - {""})
+    return drawn_as if samplers == ["transformers"] else f"{drawn_as}, by {' and '.join(samplers)}"
 
 
 def _compares(judge: LoadedReward) -> bool:

@@ -68,6 +68,17 @@ def test_the_base_answers_beside_it(adapter):
     assert greedy("tiny-thinker", QUESTION).rpartition("</think>")[2].strip() in said
 
 
+def test_an_answer_that_vllm_has_no_room_for_is_told_first(adapter):
+    """The engine is as long as the run's max_seq_length, and no request gets there."""
+    from rloo_kit.chat import Manner, Voice, _answers
+    from rloo_kit.trained_models import find_trained, load_base
+
+    trained = find_trained(adapter)
+    manner = Manner(2000, 0.0, {}, None, chat=True, seed=0)
+    with pytest.raises(ConfigError, match="room for 1024 with an answer of 2000"):
+        _answers(load_base(trained), object(), [Voice(trained)], "hello", manner, None)
+
+
 def test_what_was_said_is_remembered_until_it_is_forgotten():
     once = talk("tiny-thinker", QUESTION, temperature=0)
     twice = talk("tiny-thinker", "What is 1 + 1?", "/new", QUESTION, temperature=0)

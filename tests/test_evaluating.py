@@ -1,9 +1,11 @@
 """rloo-kit eval and judge: models on the same prompts, what is sure, whom a judge prefers."""
 
+import contextlib
 import json
 import re
 import shutil
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import ClassVar
@@ -14,9 +16,19 @@ import yaml
 
 import rloo_kit as rk
 from rloo_kit.cli import main
-from rloo_kit.errors import ConfigError, DataError, ModelError
-from rloo_kit.eval_table import Row, _judged_alike
+from rloo_kit.data import prompt_ids
+from rloo_kit.engines import asked_for
+from rloo_kit.errors import (
+    ConfigError,
+    DataError,
+    GenerationError,
+    ModelError,
+    StalePolicyError,
+)
+from rloo_kit.eval_table import Row, _compare, _judged_alike
 from rloo_kit.evaluation import Evaluation, _answer_of
+from rloo_kit.examination import Asker, _choose_engine, examine_models
+from rloo_kit.generation import Drawn, active_adapter
 from rloo_kit.preparation import held_out_judges
 from rloo_kit.report_content import run_content
 from rloo_kit.result_files import add_result
@@ -318,6 +330,176 @@ def test_results_that_cannot_be_read_are_kept(tmp_path):
     add_result(file, "evaluations", {"n": 2})
     assert json.loads(file.read_text()) == {"evaluations": [{"n": 1}, {"n": 2}]}
     assert (tmp_path / "eval.json.damaged").read_text().endswith("cut")
+
+
+# --- who samples ----------------------------------------------------------------------------------
+
+
+def refused(*_, **__):
+    raise GenerationError("vLLM cannot start (no room): lower something")
+
+
+FEW = {"num_prompts": 4, "num_samples": 0}
+
+
+def test_an_engine_that_does_not_start_is_an_error_only_where_it_was_asked_for(run, monkeypatch):
+    monkeypatch.setattr("rloo_kit.examination.start_engine", refused)
+    monkeypatch.setattr("rloo_kit.engines.why_not_vllm", lambda: None)
+    said = []
+    found = rk.evaluate_models([run], output=run.parent / "fallen", say=said.append, **FEW)
+    assert {row.sampler for row in found.rows} == {"transformers"}
+    assert "completions by transformers: vLLM cannot start (no room): lower something" in said
+    whole = "trainer={generation: vllm, max_completion_length: 48}"
+    for how in ("trainer.generation=vllm", whole, "trainer.use_vllm=true"):
+        with pytest.raises(GenerationError, match="no room"):
+            rk.evaluate_models([run], overrides=[how], say=str, **FEW)
+
+
+def test_what_vllm_cannot_sample_for_is_told_before_anything_is_loaded(run, monkeypatch):
+    monkeypatch.setattr("rloo_kit.engines.why_not_vllm", lambda: None)
+    monkeypatch.setattr("rloo_kit.eval_table.by_base", refused)
+    by_vllm = ["trainer.generation=vllm"]
+    with pytest.raises(GenerationError, match=r"tiny-thinker has no adapter, and vLLM is started"):
+        rk.evaluate_models([run, "tiny-thinker"], overrides=by_vllm, say=str, **FEW)
+    strange = run.parent / "strange"
+    shutil.copytree(run / "adapter", strange, dirs_exist_ok=True)
+    config = json.loads((strange / "adapter_config.json").read_text())
+    (strange / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises(GenerationError, match="vLLM does not take DoRA adapters"):
+        rk.evaluate_models([run, strange], overrides=by_vllm, say=str, **FEW)
+
+
+def test_an_engine_that_is_not_installed_is_told_by_the_command(run, capsys, monkeypatch):
+    monkeypatch.setattr("rloo_kit.engines.why_not_vllm", lambda: "vLLM is not here")
+    assert main(["eval", str(run), "--vllm"]) == 2
+    assert "vLLM is not here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("trained", "wanted"),
+    [
+        ({"generation": "server"}, "auto"),
+        ({"generation": "transformers"}, "transformers"),
+        ({"use_vllm": True}, "auto"),
+        ({"use_vllm": True, "vllm_mode": "server"}, "auto"),
+        ({}, "auto"),
+    ],
+    ids=str,
+)
+def test_what_trained_need_not_evaluate(trained, wanted, tmp_path):
+    args = rk.LeaveOneOutConfig(str(tmp_path), **trained)
+    assert not _choose_engine(args, {})
+    assert asked_for(args) == wanted
+    for given in ("transformers", "server", "vllm"):
+        args = rk.LeaveOneOutConfig(str(tmp_path), **trained | {"generation": given})
+        assert _choose_engine(args, {"generation": given}) == (given != "transformers")
+        assert asked_for(args) == given
+
+
+def test_rows_of_two_samplers_are_not_compared(table):
+    rows = [
+        replace(row, sampler="vLLM" if number else "transformers")
+        for number, row in enumerate(table.rows)
+    ]
+    assert len(list(_compare(table.rows))) > len(list(_compare(rows)))
+    mixed = str(replace(table, rows=rows, compared=[]))
+    assert "rows that were not drawn by the same are not compared" in mixed
+    assert [line.split()[-1] for line in mixed.splitlines()[1:6]] == [
+        "by", "transformers", "vLLM", "vLLM", "vLLM"
+    ]  # fmt: skip
+
+
+def test_an_engine_with_another_adapter_or_none_is_no_evaluation(run, adapters):
+    """However little two models differ: the adapters are shifted on purpose."""
+    first, second = map(find_trained, adapters)
+    base, one = first.without_adapter(), load_base(first)
+    one.load([first, second])
+    exam = examine_models([first, second], num_prompts=8)
+    prompts = [prompt_ids(one.tokenizer, row["prompt"]) for row in exam.asked]
+    Asker(exam, one, Faithless(one, None)).prove([base, first, second], prompts)
+    for held, asked in ((first, second), (base, second)):
+        with pytest.raises(StalePolicyError, match="the adapter does not reach an engine"):
+            Asker(exam, one, Faithless(one, held)).prove([base, asked], prompts)
+    with pytest.raises(StalePolicyError, match="goes on with the adapter where it is switched off"):
+        Asker(exam, one, Faithless(one, second)).prove([base, second], prompts)
+    for name, values in one.model.named_parameters():  # all of it is as it was
+        assert "lora_B" not in name or 0 < values.std() < 0.11
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """Two adapters that differ little from their base, and from each other."""
+    folders = []
+    for seed in (1, 2):
+        model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
+        model = rk.attach_lora(model, r=8)
+        torch.manual_seed(seed)
+        for name, values in model.named_parameters():
+            if "lora_B" in name:
+                values.data.normal_(0, 0.02)
+        folder = tmp_path_factory.mktemp("adapters") / f"adapter-{seed}"
+        folders.append(rk.save_adapter(model, tokenizer, folder))
+    return folders
+
+
+class Faithless:
+    """An engine that samples from one model whatever it is sent; from what it is sent if None."""
+
+    name, sync_seconds, adapter_dtype = "an engine", 0.0, torch.bfloat16
+
+    def __init__(self, one, held):
+        self.one, self.held = one, held
+
+    def sync(self, model):
+        """Nothing is taken."""
+
+    def generate(self, prompt_ids, sampling, seed):
+        place = contextlib.nullcontext(self.one.model)  # what is in force
+        if self.held is not None:
+            place = self.one.speaking_as(self.held)
+        with place as model, torch.no_grad():
+            drawn = Drawn([], [])
+            for number, ids in enumerate(prompt_ids):
+                torch.manual_seed(seed + number)
+                inputs = torch.tensor([ids])
+                found = model.generate(
+                    inputs, attention_mask=torch.ones_like(inputs), do_sample=True, top_k=0,
+                    max_new_tokens=sampling.max_tokens,
+                )  # fmt: skip
+                logits = model(input_ids=found).logits[0, len(ids) - 1 : -1].float()
+                new = found[0, len(ids) :]
+                drawn.completion_ids.append(new.tolist())
+                picked = logits.log_softmax(-1).gather(-1, new.unsqueeze(-1))
+                drawn.log_probs.append(picked.squeeze(-1).tolist())
+        return drawn
+
+
+def test_one_model_speaks_in_another(adapters):
+    first, second = map(find_trained, adapters)
+    one = load_base(first)
+    one.load([first, second])
+    with one.speaking_as(first.without_adapter()) as model:
+        assert active_adapter(model) is None
+        with one.speaking_as(second):
+            assert active_adapter(model) == "adapter-1"
+            with one.speaking_as(first):
+                assert active_adapter(model) == "default"
+            assert active_adapter(model) == "adapter-1"
+        assert active_adapter(model) is None
+
+
+def test_a_penalty_of_the_models_own_is_not_the_runs(run):
+    one = load_base(find_trained("tiny-thinker"))
+    prompts = rk.load_prompts("arithmetic", split="held_out", num_prompts=4)
+
+    def texts(**sampling):
+        found = rk.evaluate(one.model, one.tokenizer, prompts, [], temperature=0, sampling=sampling)
+        return [sample["completion"] for sample in found.samples]
+
+    plain, penalised = texts(), texts(repetition_penalty=30.0)
+    assert plain != penalised
+    one.model.generation_config.repetition_penalty = 30.0
+    assert texts() == plain
 
 
 # --- judge ----------------------------------------------------------------------------------------

@@ -261,6 +261,8 @@ def test_one_adapter_that_cannot_travel_keeps_all_here():
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "lora_only"}, "biases"),
         ({"r": 513}, "513"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
     ],
     ids=lambda value: str(value),
 )

@@ -23,6 +23,7 @@ from rloo_kit.rehearsal import (
     SHORT,
     Memory,
     _facts,
+    _is_bounded,
     _largest,
     _Worst,
     _worst_case,
@@ -554,11 +555,22 @@ def test_what_does_not_fit_ends_a_training_in_python_before_its_first_step(tmp_p
     trainer = make_trainer(tmp_path / "run", dry_run=True)
     without_memory(trainer, above=0)
     try:
-        with pytest.raises(MemoryRanOutError, match="the worst case of this run, 8 rows x "):
-            trainer.train()
+        for _ in range(2):  # what did not fit is rehearsed again
+            with pytest.raises(MemoryRanOutError, match="the worst case of this run, 8 rows x "):
+                trainer.train()
     finally:
         HOOKS.pop().remove()
     assert trainer.state.global_step == 0
+
+
+def test_a_stream_without_any_limit_is_rehearsed_only_where_that_is_asked_for(made, monkeypatch):
+    rows = made.train_dataset.to_iterable_dataset()
+    monkeypatch.setattr(made, "train_dataset", rows)
+    assert _is_bounded(made, None)
+    monkeypatch.delattr(made.model.base_model.model, "rloo_kit_max_seq_length", raising=False)
+    monkeypatch.delattr(made.model, "rloo_kit_max_seq_length", raising=False)
+    assert not _is_bounded(made, None)
+    assert _is_bounded(made, 64)
 
 
 def test_where_trls_own_code_trains_it_is_said_that_none_is_made(trainer, monkeypatch):

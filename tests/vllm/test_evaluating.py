@@ -8,6 +8,7 @@ import torch
 import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.errors import StalePolicyError
+from rloo_kit.generation import active_adapter
 from rloo_kit.vllm_engine import VllmEngine
 
 pytestmark = pytest.mark.vllm
@@ -92,11 +93,23 @@ def test_the_two_sides_of_a_judge_answer_as_themselves(adapters, greedy, tmp_pat
         assert sum(map(str.__eq__, [one[side] for one in rows], texts(row))) >= 7
 
 
+def test_an_engine_that_keeps_the_first_adapter_is_noticed(adapters, monkeypatch):
+    send, sent = VllmEngine._requested, []
+
+    def keep(engine, model):
+        sent[:] = sent or [send(engine, model)] if active_adapter(model) else []
+        return sent[0] if sent else (None, None)
+
+    monkeypatch.setattr(VllmEngine, "_requested", keep)
+    with pytest.raises(StalePolicyError, match="the adapter does not reach vLLM in this process"):
+        asked(adapters, BY_VLLM)
+
+
 def test_an_adapter_that_never_arrives_is_no_evaluation(adapters, monkeypatch):
     """The check can fail: with the adapter lost on its way, the base would be scored twice."""
     monkeypatch.setattr(VllmEngine, "_requested", lambda engine, model: (None, None))
-    with pytest.raises(StalePolicyError, match="nearest to the base without adapter"):
+    with pytest.raises(StalePolicyError, match="the adapter does not reach vLLM in this process"):
         asked(adapters[:1], BY_VLLM)
-    lost = asked(adapters[:1], [*BY_VLLM, "trainer.canary=false"])
+    lost = asked(adapters[:1], [*BY_VLLM, "trainer.canary=false"])  # nobody looks
     base, small = lost.rows
     assert texts(base) == texts(small)
