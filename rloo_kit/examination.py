@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from rloo_kit.memory import belongs_to_session, leave_session
 from rloo_kit.out_of_memory import Pieces
 from rloo_kit.preparation import held_out_judges, make_trainer_args, read_prompts
 from rloo_kit.reward_loading import LoadedReward, load_rewards
-from rloo_kit.trained_models import OneBase, TrainedModel
+from rloo_kit.trained_models import CONFIG, OneBase, TrainedModel
 from rloo_kit.wording import shown
 
 BATCH_TOKENS = 1 << 16
@@ -327,16 +328,15 @@ def _choose_engine(args: Any, given: Mapping[str, Any]) -> bool:
 
 def _why_no_engine(found: Sequence[TrainedModel]) -> str | None:
     """Return why vLLM cannot sample for all of the models, so that none is compared across two."""
-    from peft import PeftConfig
-
     for one in found:
         if not any(other.adapter and other.model == one.model for other in found):
             return f"{one.name} has no adapter, and vLLM is started for a base with one"
         if one.adapter is None:
             continue
         with contextlib.suppress(Exception):  # what cannot be read is told when it is loaded
-            config = PeftConfig.from_pretrained(str(one.adapter))
-            why_not = why_no_hot_swap(SimpleNamespace(peft_config={"default": config}))
+            config = json.loads((one.adapter / CONFIG).read_bytes())
+            model = SimpleNamespace(peft_config={"default": SimpleNamespace(**config)})
+            why_not = why_no_hot_swap(model)
             if why_not:
                 return why_not
     return None
