@@ -272,7 +272,7 @@ class Bench:
             self.place(name, noise=0.0)  # where the reference, a copy of now, belongs
             extra = {}
             if name == "kit":
-                extra = {"dry_run": False, "tokens_per_micro_batch": options.budget or None}
+                extra = {"dry_run": False, "tokens_per_micro_batch": options.budget}
             settings = {k: v for k, v in common.items() if k != "mixed_precision"}
             args = config(output_dir=tempfile.gettempdir(), **settings, **extra)
             args.mixed_precision = common.get("mixed_precision", args.mixed_precision)

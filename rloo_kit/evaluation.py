@@ -316,13 +316,10 @@ def _scores(reward: Any, columns: dict[str, Any]) -> list[float | None]:
 
 def _sampling(temperature: float, settings: dict[str, Any] | None) -> dict[str, Any]:
     if temperature == 0:  # a penalty that the model's own settings hold is not the run's
-        return {"do_sample": False, "repetition_penalty": _penalty(settings)}
+        penalty = (settings or {}).get("repetition_penalty") or 1.0
+        return {"do_sample": False, "repetition_penalty": penalty}
     whole = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
     return {"do_sample": True, "temperature": temperature, **whole, **(settings or {})}
-
-
-def _penalty(settings: dict[str, Any] | None) -> float:
-    return (settings or {}).get("repetition_penalty") or 1.0
 
 
 def _complete(
