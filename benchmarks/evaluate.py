@@ -27,7 +27,7 @@ def main() -> None:
     for _ in range(ROUNDS):
         table = rk.evaluate_models(
             ["tiny-thinker"], num_prompts=PROMPTS, num_samples=SAMPLES, greedy=False,
-            overrides=["trainer.max_completion_length=48", "model.max_seq_length=256"], say=str,
+            overrides=["trainer.max_completion_length=48"], batch_size=256, say=str,
         )  # fmt: skip
         rounds.append(table.rows[0].seconds)
     found = table.rows[0].evaluation

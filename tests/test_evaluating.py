@@ -1,12 +1,14 @@
 """rloo-kit eval and judge: models on the same prompts, what is sure, whom a judge prefers."""
 
 import contextlib
+import importlib.util
 import json
 import re
 import shutil
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -330,6 +332,19 @@ def test_results_that_cannot_be_read_are_kept(tmp_path):
     add_result(file, "evaluations", {"n": 2})
     assert json.loads(file.read_text()) == {"evaluations": [{"n": 1}, {"n": 2}]}
     assert (tmp_path / "eval.json.damaged").read_text().endswith("cut")
+
+
+def test_the_benchmark_of_the_page_runs(tmp_path, monkeypatch, capsys):
+    file = Path(__file__).parents[1] / "benchmarks" / "evaluate.py"
+    spec = importlib.util.spec_from_file_location("evaluate_benchmark", file)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    for name, value in (("PROMPTS", 4), ("ROUNDS", 1), ("RESULTS", tmp_path / "found.json")):
+        monkeypatch.setattr(benchmark, name, value)
+    benchmark.main()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["prompts"], found["samples"], len(found["seconds"])) == (4, 4, 1)
+    assert set(found["found"]) == {"accuracy", "pass@1", "pass@2", "pass@4"}
 
 
 # --- who samples ----------------------------------------------------------------------------------
