@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from rloo_kit.errors import ConfigError
+from rloo_kit.engine_memory import MAX_SEQUENCES
+from rloo_kit.errors import ConfigError, GenerationError
 from rloo_kit.generation import Choice, Drawn, Engine, Sampling, choose, why_no_hot_swap
 from rloo_kit.hardware import why_not_vllm
 from rloo_kit.memory import belongs_to_session
@@ -36,6 +37,8 @@ def start_engine(
         return None, Choice("trl")
     if asked in ("vllm", "auto"):
         why_not = why_not or (WHY_NOT_SEVERAL if team.size > 1 else None) or why_not_vllm()
+    if asked == "auto":  # by name, vLLM gets a copy of its own
+        why_not = why_not or getattr(model, "rloo_kit_why_not_shared", None)
     why_not = why_not or why_no_hot_swap(model)
     choice = choose(asked, on_gpu=model.device.type != "cpu", why_not=why_not)
     if choice.engine == "transformers":
@@ -47,18 +50,27 @@ def start_engine(
         if team.size > 1:
             return SharedEngine(team, lambda: _server(model, args, max_length)), choice
         return _server(model, args, max_length), choice
+    try:
+        return _in_process(model, args, max_length), choice
+    except GenerationError as exc:
+        if asked != "auto":
+            raise
+        return None, Choice("transformers", str(exc))
+
+
+def _in_process(model: Any, args: Any, max_length: int) -> Engine:
     from rloo_kit.vllm_engine import VllmEngine
 
     engine = VllmEngine(
         model,
         max_length=max_length,
-        num_sequences=min(256, args.generation_batch_size),
+        num_sequences=min(MAX_SEQUENCES, args.generation_batch_size),
         sleeps=args.vllm_enable_sleep_mode,
         memory_share=args.vllm_gpu_memory_utilization if args.memory_share_given else None,
         seed=args.seed,
     )
     belongs_to_session(engine)
-    return engine, choice
+    return engine
 
 
 def _server(model: Any, args: Any, max_length: int) -> Engine:

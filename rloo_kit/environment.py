@@ -31,6 +31,9 @@ VLLM = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else the trainer's threads are bound to its cores too
     "UNSLOTH_VLLM_STANDBY": "1",  # Unsloth's shared engine can sleep
+    # ... and takes the share of the card that the kit computes, not 0.71 to 0.88 of it
+    "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE": "1",
+    "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "1",  # that share includes the CUDA graphs
 }
 """What must stand before vLLM, or Unsloth beside it, is imported."""
 BACKENDS = ("auto", "unsloth", "transformers")

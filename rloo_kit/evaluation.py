@@ -215,6 +215,7 @@ def evaluate(
             ),
             seed,
         ).completion_ids
+        engine.sleep()  # rewards on the GPU need its memory
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     scores = score_texts(rows, texts, ids, rewards)
     find, answer_of = ThoughtFinder(tokenizer), _answer_of(rewards, scores)

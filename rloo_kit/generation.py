@@ -5,7 +5,6 @@ under a fresh name after every optimizer step. Nothing is merged, so 4-bit weigh
 """
 
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rloo_kit.errors import GenerationError
-from rloo_kit.hardware import GIB, SHARED_MEMORY
+from rloo_kit.hardware import SHARED_MEMORY
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM reserves room for."""
@@ -226,56 +225,6 @@ def _sweep(parent: Path) -> None:
         pid = folder.name.split("-")[2]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-# --- memory --------------------------------------------------------------------------------------
-
-
-def kv_cache_bytes(config: Any, num_sequences: int, max_length: int) -> int:
-    """Return the bytes that hold keys and values of so many sequences of full length, in 16 bit.
-
-    Args:
-        config: A text model's transformers config.
-        num_sequences: Completions at one time.
-        max_length: Prompt plus completion, tokens.
-    """
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return 2 * 2 * config.num_hidden_layers * kv_heads * head_dim * num_sequences * max_length
-
-
-def engine_room(
-    wanted: int, free: int, weights: int, *, trained: int, sleeps: bool, on_cpu: bool
-) -> int:
-    """Return the bytes that an engine's keys and values may take beside the training.
-
-    Training keeps 16 bytes for each trained parameter (float32 weight, gradient, Adam's two
-    moments). Its activations get half of the rest, unless the engine sleeps while the model learns;
-    then only a tenth stays free, for the engine's own activations. A CPU, whose memory belongs to
-    other programs too, gives a quarter of what is free.
-
-    Args:
-        wanted: What all sequences at full length would take (``kv_cache_bytes``).
-        free: On the device now, bytes.
-        weights: What the engine's own copy of the base will take; 0 when it is shared.
-        trained: Trained parameters.
-        sleeps: Whether the engine gives its memory back during the learning step.
-        on_cpu: Whether the device is the CPU.
-
-    Raises:
-        GenerationError: Less than 64 MiB would be left.
-    """
-    left = free - weights - 16 * trained
-    room = left // 4 if on_cpu else (left * 9 // 10 if sleeps else left // 2)
-    room = min(math.ceil(wanted * 1.05) + 64 * 2**20, room)
-    if room < 64 * 2**20:
-        raise GenerationError(
-            f"vLLM does not fit beside the training: {free / GIB:.1f} GiB are free and its copy of "
-            f"the weights takes {weights / GIB:.1f} GiB; load the model with fast_inference=True "
-            f"(one copy for both), or set trainer.generation: transformers"
-        )
-    return room
 
 
 # --- the choice ----------------------------------------------------------------------------------

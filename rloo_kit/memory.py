@@ -166,7 +166,7 @@ def _release_all(
 ) -> tuple[Released, list[Exception]]:
     """Release every thing, also after one that raised."""
     before, errors = measure(), []
-    for thing in things:
+    for thing in sorted(things, key=_is_engine):  # engines last: see VllmEngine.close
         try:
             _release_one(thing)
         except Exception as exc:
@@ -180,6 +180,10 @@ def _release_all(
     return Released(before, measure(), tuple(held)), errors
 
 
+def _is_engine(thing: Any) -> bool:
+    return hasattr(thing, "sync") and hasattr(thing, "close")
+
+
 def _release_one(thing: Any) -> None:
     if hasattr(thing, "reward_funcs"):
         _release_trainer(thing)
@@ -187,7 +191,7 @@ def _release_one(thing: Any) -> None:
         _empty_model(thing)
     elif hasattr(thing, "release"):
         thing.release()
-    elif hasattr(thing, "sync") and hasattr(thing, "close"):
+    elif _is_engine(thing):
         thing.close()
 
 
@@ -371,8 +375,7 @@ def _clear_notebook() -> None:
 
 
 def _release_trainer(trainer: Any) -> None:
-    if getattr(trainer, "engine", None) is not None:
-        trainer.engine.close()
+    # Weights that are shared with vLLM go before the engine: see VllmEngine.close.
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         if model is not None:
             _empty_model(model)
@@ -381,6 +384,8 @@ def _release_trainer(trainer: Any) -> None:
             reward.release()
         elif hasattr(reward, "parameters"):
             _empty_model(reward)
+    if getattr(trainer, "engine", None) is not None:
+        trainer.engine.close()
     if trainer.optimizer is not None:
         inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         inner.state.clear()

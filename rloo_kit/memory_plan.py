@@ -13,10 +13,15 @@ bound. What lies outside of tensors is a constant with its reason.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from rloo_kit.engine_memory import (
+    UNMEASURED,
+    EngineMemory,
+    engine_memory,
+    engine_size,
+)
 from rloo_kit.errors import GenerationError
-from rloo_kit.generation import engine_room
-from rloo_kit.hardware import GIB
-from rloo_kit.model_shape import Linear, ModelShape, nf4_bytes
+from rloo_kit.generation import room_for_rank
+from rloo_kit.model_shape import Linear, ModelShape, nf4_bytes, weight_bytes
 
 MIB = 1024**2
 LOAD, SAMPLE, REWARD, SCORE, LEARN = PHASES = ("load", "sample", "reward", "score", "learn")
@@ -62,10 +67,6 @@ every use split it. Measured."""
 LOADING = 3.5
 """Bytes for each packed weight that a 4-bit load on a CPU takes in such room. Measured."""
 KEPT_FREE = "kept free by the allocator"
-VLLM_TOKENS, VLLM_SEQUENCES = 8192, 256
-"""Prompt tokens that vLLM reads at a time, and completions it samples at a time."""
-SHARED_SHARE = 0.5
-"""Of a GPU, that Unsloth gives to the vLLM engine whose weights it shares."""
 PAGED_FROM = 100_000
 """Elements from which on a paged optimizer keeps a state in main memory (bitsandbytes 0.50)."""
 EIGHT_BIT_FROM, EIGHT_BIT_BLOCK = 4096, 256
@@ -125,7 +126,9 @@ class Job:
     ``server``."""
     sleeps: bool = True
     share: float | None = None
-    """Of the GPU, for vLLM; None: what the kit leaves to it."""
+    """Of the GPU, for vLLM; None: computed (``engine_memory``)."""
+    cache_bytes: float = 2
+    """Of a key or value in vLLM's cache: 2 in 16 bit, 1 in FP8."""
     judges: tuple[Judge, ...] = ()
 
     @property
@@ -218,25 +221,6 @@ def adapter_sizes(job: Job) -> list[int]:
 
 def _adapted(job: Job) -> list[Linear]:
     return [linear for linear in job.shape.linears if linear.name in job.targets]
-
-
-def weight_bytes(shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2) -> int:
-    """Return the bytes of a model's weights as they are loaded.
-
-    Args:
-        shape: Of the model.
-        in_4bit: NF4 with double quantisation; embeddings, norms and the LM head stay as they are.
-        value_bytes: Of a weight that is not packed.
-    """
-    total = float(shape.others * value_bytes)
-    for linear in shape.linears:
-        plain = linear.size * linear.count * value_bytes
-        if in_4bit and linear.quantised:
-            packed = nf4_bytes(linear.rows, linear.columns) * linear.count
-            total += packed * (1 - shape.in_16bit) + plain * shape.in_16bit
-        else:
-            total += plain
-    return int(total)
 
 
 def optimizer_bytes(name: str, sizes: Sequence[int], *, on_gpu: bool = True) -> tuple[int, int]:
@@ -349,10 +333,10 @@ def _on_gpu(job: Job) -> MemoryPlan:
         _always("LoRA adapter, float32", trained, since=SAMPLE),
         _always(f"optimizer states, {job.optimizer}", here, since=SAMPLE),
         _always("optimizer states, paged", paged, since=SAMPLE, in_main_memory=True),
-        *_sampling_on_gpu(job, weights, trained),
+        *_sampling_on_gpu(job, weights),
         *_judging(job),
     ]
-    engine = sum(part.bytes.get(SAMPLE, 0) for part in parts if part.name.startswith("vLLM"))
+    engine = sum(part.bytes.get(LEARN, 0) for part in parts if part.name.startswith("vLLM"))
     budget = _budget(job, job.room - CONTEXT - weights - trained - engine)
     parts += _passes_on_gpu(job, budget, trained)
     parts.append(_between_blocks(parts))
@@ -396,7 +380,7 @@ def _at_once_without_gradient(job: Job, budget: int) -> int:
     return min(rows, max(job.rows, job.step_rows)) * job.width
 
 
-def _sampling_on_gpu(job: Job, weights: int, trained: int) -> list[Part]:
+def _sampling_on_gpu(job: Job, weights: int) -> list[Part]:
     shape = job.shape
     if job.engine == "server":
         return []
@@ -408,53 +392,51 @@ def _sampling_on_gpu(job: Job, weights: int, trained: int) -> list[Part]:
             Part("prompts, read at once", {SAMPLE: prompts}),
             Part("logits of the next token", {SAMPLE: _logits(job)}),
         ]
-    awake = (SAMPLE, REWARD) if job.sleeps else PHASES[1:]
-    shared = job.engine == "shared"
-    copy = 0 if shared else weights
-    rows = min(job.rows, VLLM_SEQUENCES)
-    reading = VLLM_TOKENS * job.value_bytes * (2 * shape.intermediate_size + 4 * shape.hidden_size)
-    reading += 12 * rows * shape.vocab_size
-    cache = _vllm_cache(job, weights, copy, trained, reading)
+    awake = (SAMPLE,) if job.sleeps else PHASES[1:]
+    copy = 0 if job.engine == "shared" else weights
+    engine = planned_engine(job)
     parts = [
         Part("vLLM weights", dict.fromkeys(awake, copy)),
-        Part("vLLM keys and values", dict.fromkeys(awake, cache)),
-        Part("vLLM activations", {SAMPLE: reading}),
-        _always("vLLM CUDA graphs", _graphs(shape), since=SAMPLE),
+        Part("vLLM keys and values", dict.fromkeys(awake, engine.cache)),
+        Part("vLLM activations", {SAMPLE: engine.size.working}),
+        _always("vLLM CUDA graphs", engine.size.graphs + UNMEASURED, since=SAMPLE),
     ]
     if job.sleeps and copy:
-        asleep = dict.fromkeys((SCORE, LEARN), copy)
+        asleep = dict.fromkeys((REWARD, SCORE, LEARN), copy)
         parts.append(Part("vLLM weights, asleep", asleep, in_main_memory=True))
     return parts
+
+
+def planned_engine(job: Job) -> EngineMemory:
+    """Return what vLLM takes of the card, as the engine will ask for it when it starts.
+
+    Where it does not fit, what all completions at full length would need.
+
+    Args:
+        job: One that vLLM samples for in this process, on a GPU.
+    """
+    rank = room_for_rank(job.rank)
+    size = engine_size(
+        job.shape,
+        in_4bit=job.in_4bit,
+        max_rank=rank,
+        num_sequences=job.rows,
+        max_length=job.max_length,
+        value_bytes=job.value_bytes,
+        cache_bytes=job.cache_bytes,
+    )
+    free = job.room - CONTEXT
+    if job.engine != "shared":  # the trainer's model and adapter are on the card already
+        free -= size.weights + 4 * sum(adapter_sizes(job))
+    try:
+        return engine_memory(size, free, sleeps=job.sleeps, card=job.room, share=job.share)
+    except GenerationError:
+        return EngineMemory(size, size.full_cache)
 
 
 def _logits(job: Job) -> int:
     """Return the next token's logits in 16 bit and float32, their softmax, and what is drawn."""
     return job.rows * job.shape.vocab_size * (job.value_bytes + 12)
-
-
-def _graphs(shape: ModelShape) -> int:
-    """Return what vLLM's CUDA graphs take, as Unsloth estimates it (approximate_vllm_memory_usage).
-
-    172 graphs of a hidden state in float32 for each layer, between 0.15 and 1 GiB.
-    """
-    return min(max(172 * 4 * shape.hidden_size * shape.num_layers, 3 * GIB // 20), GIB)
-
-
-def _vllm_cache(job: Job, weights: int, copy: int, trained: int, reading: int) -> int:
-    """Return what vLLM reserves for keys and values: by its share, or as the kit asks for it."""
-    share = job.share
-    if share is None and job.engine == "shared":
-        share = SHARED_SHARE
-    if share is not None:
-        own = (copy or weights) + reading + _graphs(job.shape)
-        return max(0, int(share * job.room) - own)
-    free = job.room - CONTEXT - weights - trained
-    try:
-        return engine_room(
-            _kv_cache(job), free, copy, trained=trained // 4, sleeps=job.sleeps, on_cpu=False
-        )
-    except GenerationError:  # it does not fit: what would be needed
-        return _kv_cache(job)
 
 
 def _judging(job: Job) -> list[Part]:

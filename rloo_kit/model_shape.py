@@ -6,6 +6,7 @@ models in examples/ are known here, so that a plan of them needs no network.
 """
 
 import contextlib
+import copy
 import json
 import logging
 import re
@@ -129,6 +130,26 @@ def read_shape(
         raise ModelError(
             f"the config of model {shown(name)} cannot be read ({type(exc).__name__}: {why(exc)}): "
             f"check the name and the network, or give a folder that holds its config.json"
+        ) from exc
+
+
+def shape_of_config(config: Any, name: str) -> ModelShape:
+    """Return the shape of a model that is loaded already.
+
+    Args:
+        config: Its transformers config; it is not changed.
+        name: For messages.
+
+    Raises:
+        ModelError: transformers cannot build it.
+    """
+    try:
+        with _quiet():
+            return _shape_of(name, "its config", copy.deepcopy(config), False, False)
+    except Exception as exc:  # what is raised differs by model
+        raise ModelError(
+            f"the layers of model {shown(name)} cannot be counted ({type(exc).__name__}: "
+            f"{why(exc)}): set trainer.generation: transformers"
         ) from exc
 
 
@@ -292,6 +313,25 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def weight_bytes(shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2) -> int:
+    """Return the bytes of a model's weights as they are loaded.
+
+    Args:
+        shape: Of the model.
+        in_4bit: NF4 with double quantisation; embeddings, norms and the LM head stay as they are.
+        value_bytes: Of a weight that is not packed.
+    """
+    total = float(shape.others * value_bytes)
+    for linear in shape.linears:
+        plain = linear.size * linear.count * value_bytes
+        if in_4bit and linear.quantised:
+            packed = nf4_bytes(linear.rows, linear.columns) * linear.count
+            total += packed * (1 - shape.in_16bit) + plain * shape.in_16bit
+        else:
+            total += plain
+    return int(total)
 
 
 def nf4_bytes(rows: int, columns: int) -> int:

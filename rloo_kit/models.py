@@ -10,7 +10,7 @@ from typing import Any
 
 from rloo_kit.chat_templates import end_of_turn_id
 from rloo_kit.config import PROJECTIONS
-from rloo_kit.environment import quiet, setup
+from rloo_kit.environment import Environment, quiet, setup
 from rloo_kit.errors import ConfigError, KitError, ModelError
 from rloo_kit.hardware import GIB, Hardware, host_memory, why_not_vllm
 from rloo_kit.memory import belongs_to_session
@@ -24,6 +24,7 @@ from rloo_kit.pickles import (
     why_not_opened,
 )
 from rloo_kit.reward_contract import OverdueError, within
+from rloo_kit.shared_engine import SharedEngine, load_shared
 from rloo_kit.wording import shown, why
 
 PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
@@ -39,8 +40,9 @@ def load_model(
     max_seq_length: int = 1024,
     load_in_4bit: bool = True,
     backend: str = "auto",
-    fast_inference: bool = False,
+    fast_inference: bool | str = False,
     max_lora_rank: int = 64,
+    num_sequences: int = 8,
     trust_remote_code: bool = False,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
@@ -51,13 +53,17 @@ def load_model(
         max_seq_length: Longest prompt plus completion, tokens.
         load_in_4bit: NF4 weights (bitsandbytes), double quantisation.
         backend: ``auto`` (Unsloth where it starts), ``unsloth`` or ``transformers``.
-        fast_inference: On a GPU with Unsloth and vLLM, load the base once for both; elsewhere it
-            changes nothing, and a vLLM engine has a copy of its own.
-        max_lora_rank: That this shared engine has room for.
+        fast_inference: On a GPU with Unsloth and vLLM, load the base once for training and for
+            vLLM; elsewhere it changes nothing, and a vLLM engine has a copy of its own. ``auto``:
+            where Unsloth cannot do that with this model, load it without vLLM, with a warning.
+        max_lora_rank: Largest LoRA rank of this shared engine.
+        num_sequences: Completions that it samples at a time. With ``max_seq_length`` they decide
+            its share of the card, unless ``gpu_memory_utilization`` is given.
         trust_remote_code: Run the code that comes with the model, where it needs any. Such code can
             do all that you can: only for a source you trust.
         **kwargs: Passed to Unsloth's or transformers' ``from_pretrained``. Weights are read from
-            safetensors files alone.
+            safetensors files alone. ``gpu_memory_utilization`` is vLLM's share of the card;
+            ``unsloth_vllm_standby=False`` keeps the shared engine awake while the model learns.
 
     Returns:
         (model, tokenizer). The tokenizer pads on the left with a pad token that is set; the model
@@ -68,6 +74,7 @@ def load_model(
         ModelError: Not found, not reachable, not a model, too big for the memory, held in a pickle,
             or in need of code of its own that was not allowed.
         ConfigError: ``use_safetensors`` is turned off.
+        GenerationError: ``fast_inference=True``, and Unsloth or the card cannot do it.
         ImportOrderError, BackendError: From ``setup()``.
     """
     if kwargs.get("use_safetensors", True) is not True:
@@ -78,18 +85,31 @@ def load_model(
     environment = setup(backend)
     source = _find(str(name))
     _check_memory(source, environment.hardware, load_in_4bit=load_in_4bit)
-    load = _load_transformers
-    if environment.backend == "unsloth":
-        load = _load_unsloth
-        if fast_inference and environment.hardware.device != "cpu" and why_not_vllm() is None:
-            kwargs = {"fast_inference": True, "max_lora_rank": max_lora_rank, **kwargs}
+    engine = SharedEngine(
+        max_seq_length,
+        load_in_4bit,
+        max_lora_rank,
+        num_sequences,
+        share=kwargs.pop("gpu_memory_utilization", None),
+        sleeps=kwargs.pop("unsloth_vllm_standby", True),
+        required=fast_inference != "auto",
+        float8_cache=bool(kwargs.get("float8_kv_cache")),
+    )
     kwargs |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}
+    load = functools.partial(
+        _load_transformers if environment.backend == "transformers" else _load_unsloth,
+        source,
+        environment.hardware,
+        max_seq_length,
+        load_in_4bit=load_in_4bit,
+        **kwargs,
+    )
+    if fast_inference and _can_share(environment):
+        load = functools.partial(load_shared, load, source, engine, trust_remote_code)
     refuse = functools.partial(_refused_pickle, str(name))
     try:
         with _progress_bars(shown=not Path(source).is_dir()), quiet(), none_opened(refuse):
-            model, tokenizer = load(
-                source, environment.hardware, max_seq_length, load_in_4bit=load_in_4bit, **kwargs
-            )
+            model, tokenizer = load()
             _prepare_tokenizer(model, tokenizer)
     except KitError:
         raise
@@ -105,6 +125,12 @@ def load_model(
     model.rloo_kit_max_seq_length = max_seq_length
     belongs_to_session(model)
     return model, tokenizer
+
+
+def _can_share(environment: Environment) -> bool:
+    """Return whether Unsloth and vLLM are here, and a GPU."""
+    on_gpu = environment.hardware.device != "cpu"
+    return on_gpu and environment.backend == "unsloth" and why_not_vllm() is None
 
 
 def attach_lora(

@@ -20,11 +20,21 @@ from rloo_kit.config import EXAMPLES, RunConfig, batch_plan
 from rloo_kit.environment import quiet, setup
 from rloo_kit.errors import ConfigError, KitError
 from rloo_kit.hardware import GIB, Hardware, detect_hardware, installed_version, why_not_unsloth
-from rloo_kit.memory_plan import CONTEXT, DOING, PHASES, Job, Judge, MemoryPlan, plan_memory
+from rloo_kit.memory_plan import (
+    CONTEXT,
+    DOING,
+    PHASES,
+    Job,
+    Judge,
+    MemoryPlan,
+    plan_memory,
+    planned_engine,
+)
 from rloo_kit.model_shape import TINY_THINKER, ModelShape, read_shape
 from rloo_kit.preparation import beside, read_config, read_prompts, with_whole_paths
 from rloo_kit.redaction import redact_tree, without_hidden
 from rloo_kit.run_record import DEFAULTS
+from rloo_kit.shared_engine import why_not_shared
 from rloo_kit.speed_estimate import Range, Speed, estimate_speed
 from rloo_kit.wording import shown, why
 
@@ -103,6 +113,13 @@ class Plan:
         return self.peak_bytes <= self.room
 
     @property
+    def vllm_share(self) -> float | None:
+        """Share of the card that vLLM gets; None where it does not sample in this process."""
+        if not self.job.on_gpu or self.job.engine not in ("shared", "vllm"):
+            return None
+        return self.job.share or planned_engine(self.job).share(self.room)
+
+    @property
     def verdict(self) -> str:
         """In one line."""
         return _verdict(self)
@@ -122,6 +139,7 @@ class Plan:
             "parts": [{"name": name, "bytes": size} for name, size in self.memory.at(phase)],
             "main_memory": self.memory.main_memory,
             "budget": self.memory.budget,
+            "vllm_share": self.vllm_share,
             "changes": [line for change in self.changes for line in change.lines],
             "notes": list(self.notes),
         }
@@ -473,7 +491,11 @@ def _engine(config: RunConfig, facts: _Facts) -> str:
         return asked
     if asked == "auto" and not (facts.on_gpu and facts.vllm):
         return "transformers"
-    return "shared" if facts.on_gpu and facts.backend == "unsloth" else "vllm"
+    if not facts.on_gpu or facts.backend != "unsloth":
+        return "vllm"
+    if why_not_shared(facts.shape, trust_remote_code=config.model.trust_remote_code) is None:
+        return "shared"
+    return "transformers" if asked == "auto" else "vllm"
 
 
 def _notes(config: RunConfig, facts: _Facts, job: Job) -> Iterator[str]:
@@ -583,7 +605,9 @@ def _sampling(config: RunConfig, facts: _Facts) -> list[Option]:
     engine = _job(config, facts).engine
     if engine not in ("vllm", "shared") or not facts.on_gpu:
         return []
-    shares = [0.4, 0.3, 0.2] if engine == "shared" else []
+    job = _job(config, facts)
+    given = job.share or planned_engine(job).share(job.room)
+    shares = [share for share in (0.7, 0.6, 0.5, 0.4, 0.3, 0.2) if share < given]
     smaller: list[Option] = [(("trainer.vllm_gpu_memory_utilization", share),) for share in shares]
     return [*smaller, (("trainer.generation", "transformers"),)]
 
@@ -724,6 +748,8 @@ def plan_lines(made: Plan) -> list[str]:
     if memory.main_memory:
         lines.append(f"beside it {_gib(memory.main_memory)} of main memory")
     lines.append(f"a pass with gradient has {memory.budget:,} positions (tokens_per_micro_batch)")
+    if made.vllm_share is not None:
+        lines.append(f"vLLM gets {made.vllm_share:.3f} of the card (vllm_gpu_memory_utilization)")
     if made.speed:
         lines.append(_speed(made.speed))
     lines += [f"note: {note}" for note in made.notes]

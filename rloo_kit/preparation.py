@@ -231,10 +231,23 @@ def load_policy(config: RunConfig, base: Path, args: Any) -> tuple[Any, Any]:
         load_in_4bit=config.model.load_in_4bit,
         backend=config.model.backend,
         trust_remote_code=config.model.trust_remote_code,
-        fast_inference=asked_for(args) in ("auto", "vllm"),
         max_lora_rank=room_for_rank(config.lora.r),
+        **_engine_arguments(args),
     )
     return attach_lora(model, **asdict(config.lora), seed=config.seed), tokenizer
+
+
+def _engine_arguments(args: Any) -> dict[str, Any]:
+    """Return what ``load_model`` needs to load the base once for training and for vLLM."""
+    if asked_for(args) not in ("auto", "vllm"):
+        return {}
+    given = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization}
+    return {
+        "fast_inference": "auto",
+        "num_sequences": args.generation_batch_size,
+        "unsloth_vllm_standby": args.vllm_enable_sleep_mode,
+        **(given if args.memory_share_given else {}),
+    }
 
 
 def fitting_prompts(

@@ -231,7 +231,7 @@ def _run(trainer: Any, worst: _Worst, peak: "_Peak") -> None:
     _sample(trainer, worst)
     peak.note("sampling")
     if trainer.engine is not None:
-        trainer.engine.sleep()
+        trainer.engine.sleep()  # as training does before it scores
     _score(trainer, worst)
     peak.note("scoring")
     _learn(trainer, worst)

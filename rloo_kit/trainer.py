@@ -270,7 +270,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
             args.use_vllm = False  # the kit samples; TRL need not start an engine of its own
         _drop_old_reference(parts["model"])
         adapter = _adapter_values(parts["model"])
-        with precision_as_asked(args):
+        with precision_as_asked(args), _without_engine(parts["model"]):
             super().__init__(
                 reward_funcs=[
                     guarded(reward.func, args.reward_timeout_seconds, args.on_reward_error)
@@ -472,8 +472,6 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         self._note("signal/groups_without", without.float().mean().item())
         if args.dynamic_sampling:
             self._note("signal/groups_drawn_again", self._draw_again(sampled))
-        if self.engine is not None:
-            self.engine.sleep()
         rollout = Rollout.scored(sampled, self.num_generations, shaping, self.reward_moments)
         if reference is not None:
             rollout.reference_log_probs = reference
@@ -510,6 +508,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         self._sync_engine(prompt_ids)
         seed = int(torch.randint(2**31, ()))  # of the run's own random state
         drawn = self.engine.generate(prompt_ids, sampling, seed)
+        self.engine.sleep()  # the canary, the rewards and the learning step need its memory
         self._drawn_log_probs = drawn.log_probs
         if self._canary is not None and self.model.training:
             tokens = TokenRows(prompt_ids, drawn.completion_ids)
@@ -702,6 +701,8 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
 
     def _make_learner(self) -> Learner:
         args = self.args
+        if self.engine is not None:
+            self.engine.sleep()  # the budget of a pass is measured without its memory
         return Learner(
             forward=self._policy,
             backward=self.accelerator.backward,
@@ -1008,6 +1009,21 @@ def _follow_model(args: LeaveOneOutConfig, model: Any) -> None:
     choice = getattr(model, "rloo_kit_gradient_checkpointing", None)
     if choice is not None and getattr(args, "follows_model", False):
         args.gradient_checkpointing = bool(choice)
+
+
+@contextlib.contextmanager
+def _without_engine(model: Any) -> Iterator[None]:
+    """Hide the engine that a model carries: Unsloth's class would let TRL sample by it.
+
+    TRL's own vLLM layer sets variables of torch.distributed and puts the engine to sleep.
+    """
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    held = [(vars(m), vars(m).pop("vllm_engine")) for m in modules if "vllm_engine" in vars(m)]
+    try:
+        yield
+    finally:
+        for attributes, engine in held:
+            attributes["vllm_engine"] = engine
 
 
 def _adapter_values(model: Any) -> dict[str, torch.Tensor]:

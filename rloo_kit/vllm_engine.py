@@ -17,6 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.cpu_lora import serve_one_adapter_fast
+from rloo_kit.engine_memory import (
+    BATCHED_TOKENS,
+    EngineSize,
+    cpu_cache,
+    engine_memory,
+    engine_size,
+)
 from rloo_kit.environment import quiet, setup
 from rloo_kit.errors import GenerationError
 from rloo_kit.generation import (
@@ -25,14 +32,16 @@ from rloo_kit.generation import (
     Drawn,
     Sampling,
     active_adapter,
-    engine_room,
-    kv_cache_bytes,
+    adapter_tensors,
     room_for_adapters,
 )
 from rloo_kit.hardware import GIB, detect_hardware
+from rloo_kit.model_shape import shape_of_config
 from rloo_kit.wording import why
 
 ADAPTER_NAME = "rloo-kit"
+LIVE_IDS = 1_000_000
+"""Added to the ids of the kit's own requests on a shared engine: Unsloth counts its own from 1."""
 
 
 class VllmEngine:
@@ -43,7 +52,8 @@ class VllmEngine:
         max_length: Longest prompt plus completion, tokens.
         num_sequences: Completions at one time.
         sleeps: Give memory back between ``sleep`` and the next ``generate`` (GPU).
-        memory_share: Of the GPU's memory for this engine; None: computed from what training needs.
+        memory_share: Of the GPU's memory, for an engine with its own copy of the weights; None:
+            computed (``engine_memory``).
         seed: Of the engine.
         extra: Further arguments of ``vllm.LLM``.
 
@@ -68,7 +78,6 @@ class VllmEngine:
         self.sync_seconds = 0.0
         """Of the last sync."""
         self.adapter_dtype = _compute_dtype(model)
-        self._asleep = False
         self._sleeps = sleeps and model.device.type != "cpu"
         self._number = 0
         self._request: Any = None
@@ -76,7 +85,9 @@ class VllmEngine:
         self._folders = AdapterFolders()
         self._base: Path | None = None
         self._llm = shared
-        if not self.shared:
+        if self.shared:
+            self._sleeps &= shared.llm_engine.vllm_config.model_config.enable_sleep_mode
+        else:
             _check_allocator(self._sleeps)
             try:
                 self._llm = self._start(model, max_length, num_sequences, memory_share, seed, extra)
@@ -108,10 +119,7 @@ class VllmEngine:
             source = str(self._base)
         elif _is_4bit(model):
             arguments["quantization"] = "bitsandbytes"
-        if memory_share is None or on_cpu:
-            arguments["kv_cache_memory_bytes"] = self._room(model, num_sequences, max_length)
-        else:
-            arguments["gpu_memory_utilization"] = memory_share
+        arguments |= self._memory(model, num_sequences, max_length, memory_share)
         arguments |= {
             "model": source,
             "skip_tokenizer_init": True,  # token ids in, token ids out
@@ -119,7 +127,7 @@ class VllmEngine:
             "dtype": str(dtype).removeprefix("torch."),
             "max_model_len": max_length,
             "max_num_seqs": num_sequences,
-            "max_num_batched_tokens": max(4096, max_length),
+            "max_num_batched_tokens": max(BATCHED_TOKENS, max_length) if on_cpu else BATCHED_TOKENS,
             "enable_lora": True,
             "max_lora_rank": room_for_adapters(model),
             "lora_target_modules": _vllm_modules(
@@ -143,19 +151,39 @@ class VllmEngine:
                 serve_one_adapter_fast()
             return LLM(**arguments)
 
-    def _room(self, model: Any, num_sequences: int, max_length: int) -> int:
+    def _memory(
+        self, model: Any, num_sequences: int, max_length: int, share: float | None
+    ) -> dict[str, Any]:
+        """Return vLLM's memory settings for an engine with its own copy of the weights."""
         hardware = detect_hardware()
-        weights = sum(p.numel() for n, p in model.named_parameters() if "lora_" not in n)
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         on_cpu = hardware.device == "cpu"
-        return engine_room(
-            kv_cache_bytes(model.config.get_text_config(), num_sequences, max_length),
+        size = self._size(model, num_sequences, max_length, in_4bit=_is_4bit(model) and not on_cpu)
+        if on_cpu:
+            return {"kv_cache_memory_bytes": cpu_cache(size, hardware.free_memory)}
+        found = engine_memory(
+            size,
             hardware.free_memory,
-            # packed 4-bit weights count two to a parameter already: one byte each
-            weights * (1 if _is_4bit(model) and not on_cpu else 2),
-            trained=trained,
             sleeps=self._sleeps,
-            on_cpu=on_cpu,
+            card=hardware.total_memory,
+            share=share,
+        )
+        if share is not None:
+            return {"gpu_memory_utilization": share}
+        # vLLM compares the share with what is free even where the cache has a size of its own.
+        return {
+            "kv_cache_memory_bytes": found.cache,
+            "gpu_memory_utilization": found.share(hardware.total_memory),
+        }
+
+    @staticmethod
+    def _size(model: Any, num_sequences: int, max_length: int, *, in_4bit: bool) -> EngineSize:
+        config = model.get_base_model().config
+        return engine_size(
+            shape_of_config(config, str(config._name_or_path)),
+            in_4bit=in_4bit,
+            max_rank=room_for_adapters(model),
+            num_sequences=num_sequences,
+            max_length=max_length,
         )
 
     @contextlib.contextmanager
@@ -186,9 +214,9 @@ class VllmEngine:
         self._wake()
         engine, before, folder_before = self._llm.llm_engine, self._request, self._folder
         self._request, self._folder = self._requested(model)
-        if before is not None:
+        if _is_lora_request(before):
             engine.remove_lora(before.lora_int_id)
-        if self._request is not None:
+        if _is_lora_request(self._request):
             try:
                 engine.add_lora(self._request)
             except ValueError as exc:
@@ -201,17 +229,33 @@ class VllmEngine:
         self.sync_seconds = time.perf_counter() - started
 
     def _requested(self, model: Any) -> tuple[Any, Path | None]:
-        """Return vLLM's request for the active adapter and the folder it lies in."""
+        """Return the request that samples with the active adapter, and the folder it lies in."""
         if active_adapter(model) is None:
             return None, None
-        if self.shared:
-            return model.load_lora(ADAPTER_NAME, load_tensors=True), None
+        if self.shared and list(model.peft_config) == ["default"]:
+            # Unsloth writes the adapter's config there once, and sends tensors.
+            return model.load_lora(str(self._folders.root / "config"), load_tensors=True), None
         from vllm.lora.request import LoRARequest
 
-        folder = self._folders.write(model, self.adapter_dtype)
         self._number += 1
-        name = f"{ADAPTER_NAME}-{self._number}"
-        return LoRARequest(name, self._number, str(folder)), folder
+        name, number = f"{ADAPTER_NAME}-{self._number}", self._number
+        if self.shared:  # Unsloth would send every adapter, TRL's frozen reference copy too
+            return self._live_request(model, f"{name}-live", number + LIVE_IDS), None
+        folder = self._folders.write(model, self.adapter_dtype)
+        return LoRARequest(name, number, str(folder)), folder
+
+    def _live_request(self, model: Any, name: str, number: int) -> Any:
+        """Return a request that carries the active adapter's tensors (Unsloth's LoRARequest)."""
+        from vllm.lora.request import LoRARequest
+
+        active = active_adapter(model)
+        config = model.peft_config[active].to_dict()
+        return LoRARequest(
+            name,
+            number,
+            lora_tensors=adapter_tensors(model, active),
+            lora_config={k: sorted(v) if isinstance(v, set) else v for k, v in config.items()},
+        )
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Drawn:
         """See ``Engine.generate``; every completion has a seed of its own."""
@@ -242,21 +286,27 @@ class VllmEngine:
         return Drawn(ids, log_probs)
 
     def sleep(self) -> None:
-        """Drop keys and values and move the weights to the host's memory (level 1), on a GPU."""
-        if self._sleeps and not self._asleep and self._llm is not None:
+        """Drop keys and values and move the weights to the host's memory (level 1), on a GPU.
+
+        Weights that Unsloth shares stay where they are: the model learns with them.
+        """
+        if self._sleeps and self._llm is not None and not self._llm.llm_engine.is_sleeping():
             self._llm.sleep(level=1)
-            self._asleep = True
 
     def _wake(self) -> None:
-        if self._asleep:
+        if self._sleeps and self._llm.llm_engine.is_sleeping():
             import torch
 
             torch.cuda.empty_cache()  # what the learning step let go of
             self._llm.wake_up()
-            self._asleep = False
 
     def close(self) -> None:
-        """Shut the engine down, its process groups, threads, caches and files included."""
+        """Shut the engine down, its process groups, threads, caches and files included.
+
+        A model that shares its weights with the engine is released first (``release``): vLLM gives
+        the pool that holds them back with the engine, and freeing a block of that pool afterwards
+        can end the process (vllm/device_allocator/cumem.py).
+        """
         llm, self._llm = self._llm, None
         self._request = None
         if llm is not None:
@@ -272,6 +322,15 @@ class VllmEngine:
         if self._base is not None:
             shutil.rmtree(self._base, ignore_errors=True)
         gc.collect()
+
+
+def _is_lora_request(request: Any) -> bool:
+    """Return whether vLLM holds the adapter under an id of its own.
+
+    For an unquantised base Unsloth returns a request that is merged into the shared weights while
+    the engine generates (``_MergedLoRARequest``); ``LLM.generate`` alone takes it.
+    """
+    return hasattr(request, "lora_int_id")
 
 
 def write_dequantised(model: Any, dtype: Any) -> Path:

@@ -22,8 +22,6 @@ from rloo_kit.generation import (
     active_adapter,
     adapter_tensors,
     choose,
-    engine_room,
-    kv_cache_bytes,
     room_for_adapters,
     room_for_rank,
     why_no_hot_swap,
@@ -382,53 +380,3 @@ def test_a_full_disk_names_the_setting(model, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "vllm_adapter_dir" in text
-
-
-# --- memory --------------------------------------------------------------------------------------
-
-
-def test_keys_and_values_of_a_known_model():
-    config = SimpleNamespace(
-        num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128
-    )
-    assert kv_cache_bytes(config, 1, 1) == 2 * 36 * 8 * 128 * 2
-    assert kv_cache_bytes(config, 16, 4096) == 9 * GIB
-
-
-def test_what_a_config_leaves_out_follows_from_the_rest():
-    config = SimpleNamespace(num_hidden_layers=2, num_attention_heads=4, hidden_size=64)
-    assert kv_cache_bytes(config, 3, 10) == 2 * 2 * 2 * 64 * 3 * 10
-    config.num_key_value_heads = None
-    config.head_dim = None
-    assert kv_cache_bytes(config, 3, 10) == 2 * 2 * 2 * 64 * 3 * 10
-
-
-def room(wanted=100 * GIB, free=20 * GIB, weights=4 * GIB, trained=0, **where):
-    where = {"sleeps": False, "on_cpu": False, **where}
-    return engine_room(wanted, free, weights, trained=trained, **where)
-
-
-def test_training_and_engine_share_what_is_free():
-    assert room() == 8 * GIB
-    assert room(sleeps=True) == 16 * GIB * 9 // 10
-    assert room(on_cpu=True) == 4 * GIB
-    assert room(on_cpu=True, sleeps=True) == 4 * GIB
-    assert room(trained=GIB // 4) == 6 * GIB
-
-
-@pytest.mark.parametrize("where", [{}, {"sleeps": True}, {"on_cpu": True}], ids=str)
-def test_no_more_is_taken_than_the_sequences_need(where):
-    assert GIB < room(GIB, **where) < 1.2 * GIB
-    assert 64 * MIB <= room(0, **where) < 65 * MIB
-
-
-@pytest.mark.parametrize(
-    "short",
-    [{"free": 4 * GIB}, {"free": 3 * GIB}, {"trained": GIB}, {"free": 4 * GIB + 100 * MIB}],
-    ids=str,
-)
-def test_an_engine_that_does_not_fit_is_refused_with_two_remedies(short):
-    text = refusal(room, **short)
-    assert f"{short.get('free', 20 * GIB) / GIB:.1f} GiB" in text
-    assert "fast_inference" in text
-    assert "generation: transformers" in text

@@ -1,0 +1,149 @@
+"""Load a model whose weights Unsloth shares with vLLM (``fast_inference``), on a GPU.
+
+What Unsloth cannot share is found before the load where the model's config tells it, and by the
+load itself otherwise; the model is then loaded without vLLM.
+"""
+
+import contextlib
+import gc
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rloo_kit.engine_memory import BATCHED_TOKENS, MAX_SEQUENCES, engine_memory, engine_size
+from rloo_kit.errors import GenerationError
+from rloo_kit.hardware import detect_hardware
+from rloo_kit.model_shape import ModelShape, read_shape
+from rloo_kit.wording import why
+
+STANDBY = "UNSLOTH_VLLM_STANDBY"
+"""Whether Unsloth's engine can sleep. Its default in the kit is 1 (``environment``)."""
+SPLIT = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+JOINED = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+"""Linear layers of the models whose weights Unsloth can read out of vLLM."""
+
+
+@dataclass(frozen=True)
+class SharedEngine:
+    """How a shared engine is started."""
+
+    max_seq_length: int
+    """Longest prompt plus completion, tokens."""
+    load_in_4bit: bool
+    max_lora_rank: int
+    num_sequences: int
+    """Completions at one time."""
+    share: float | None = None
+    """Of the card; None: computed."""
+    sleeps: bool = True
+    """Whether it frees its KV cache while the model learns."""
+    required: bool = False
+    """Whether it is an error that the engine cannot start."""
+    float8_cache: bool = False
+    """Whether keys and values are kept in FP8."""
+
+    def arguments(self, shape: ModelShape, free: int, card: int) -> dict[str, Any]:
+        """Return Unsloth's ``from_pretrained`` arguments.
+
+        Args:
+            shape: Of the model.
+            free: Bytes of the card that are free before the load.
+            card: Memory of the whole card, as torch reports it.
+
+        Raises:
+            GenerationError: The card is too small.
+        """
+        size = engine_size(
+            shape,
+            in_4bit=self.load_in_4bit or shape.packed,
+            max_rank=self.max_lora_rank,
+            num_sequences=self.num_sequences,
+            max_length=self.max_seq_length,
+            cache_bytes=1 if self.float8_cache else 2,
+        )
+        found = engine_memory(size, free, sleeps=self.sleeps, card=card, share=self.share)
+        share = self.share or found.share(card)
+        return {
+            "fast_inference": True,
+            "max_lora_rank": self.max_lora_rank,
+            # Unsloth multiplies it with the free memory, vLLM with the whole card.
+            "gpu_memory_utilization": min(1.0, share * card / free),
+            "max_num_seqs": min(self.num_sequences, MAX_SEQUENCES),
+            "max_num_batched_tokens": BATCHED_TOKENS,
+        }
+
+
+def load_shared(
+    load: Callable[..., tuple[Any, Any]], source: str, engine: SharedEngine, trust_remote_code: bool
+) -> tuple[Any, Any]:
+    """Return (model, tokenizer); the model carries the engine where Unsloth can share its weights.
+
+    Where it cannot, ``model.rloo_kit_why_not_shared`` holds the reason in one line.
+
+    Args:
+        load: Unsloth's ``from_pretrained``, the arguments of the engine missing.
+        source: The model's folder, or its hub name.
+        engine: How it is started.
+        trust_remote_code: Whether code that comes with the model runs.
+
+    Raises:
+        GenerationError: ``engine.required``, and it cannot start.
+    """
+    shape = read_shape(source, trust_remote_code=trust_remote_code)
+    reason = why_not_shared(shape, trust_remote_code=trust_remote_code)
+    if reason is None:
+        hardware = detect_hardware()
+        try:
+            arguments = engine.arguments(shape, hardware.free_memory, hardware.total_memory)
+            with _standby(engine.sleeps):
+                return load(**arguments)
+        except GenerationError as exc:
+            reason = str(exc)
+        except (NotImplementedError, RuntimeError) as exc:  # what Unsloth raises for what it lacks
+            reason = f"Unsloth cannot start vLLM for this model ({why(exc)})"
+    if engine.required:
+        raise GenerationError(f"{reason}; load it without fast_inference")
+    _free_what_failed()
+    model, tokenizer = load()
+    model.rloo_kit_why_not_shared = reason
+    return model, tokenizer
+
+
+def why_not_shared(shape: ModelShape, *, trust_remote_code: bool = False) -> str | None:
+    """Return why Unsloth cannot share a model's weights with vLLM, or None.
+
+    Args:
+        shape: Of the model.
+        trust_remote_code: Whether code that comes with the model runs.
+    """
+    if trust_remote_code:
+        return "Unsloth's fast inference does not run code that comes with a model"
+    names = {linear.name for linear in shape.linears}
+    if names >= SPLIT or names >= JOINED:
+        return None
+    return (
+        f"Unsloth shares weights with vLLM for dense models with Llama's layers, and this model "
+        f"has {', '.join(sorted(names)[:6])}"
+    )
+
+
+@contextlib.contextmanager
+def _standby(sleeps: bool) -> Iterator[None]:
+    """Let Unsloth start an engine that sleeps, or one that does not: it reads a variable."""
+    before = os.environ.get(STANDBY)
+    os.environ[STANDBY] = "1" if sleeps else "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(STANDBY)
+        if before is not None:
+            os.environ[STANDBY] = before
+
+
+def _free_what_failed() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
