@@ -84,6 +84,17 @@ def _planner(geometry: str, card: int, box: int = 120) -> Part:
     return Part(f"{geometry} on {card} GB", "planner", box, arguments, gib=0.96 * card)
 
 
+def _card(
+    geometry: str, card: int, bits: int, name: str, *words: str, backend: str = "unsloth"
+) -> Part:
+    """Train with vLLM on a card made small; several of them run at the same time."""
+    arguments = ("card", "--geometry", geometry, "--card", str(card), "--bits", str(bits))
+    needs = VLLM if backend == "transformers" else (*VLLM, "unsloth")
+    title = f"{geometry} in {bits} bit on {card} GB, {name}"
+    arguments += ("--backend", backend, *words)
+    return Part(title, "cards", 400, arguments, needs, gib=2.0 * card, beside=True, only_gpu=True)
+
+
 VLLM = (*KIT, "bitsandbytes", "vllm")
 PARTS = (
     Part("environment", "environment", 300, ("environment",), needs=("torch",), on_cpu=True),
@@ -93,7 +104,8 @@ PARTS = (
     _tests("reward model", "tests/rewards/test_reward_model.py", box=90, only_gpu=True),
     _tests("vLLM in 16 bit", *_engine("bf16"), box=180),
     _tests("vLLM in 4 bit", *_engine("4-bit"), box=180),
-    _tests("vLLM with shared weights", *_engine("shared"), box=180),
+    _tests("vLLM with shared weights", *_engine("shared"), box=240),
+    _tests("vLLM with shared weights, merged", *_engine("merged"), box=240),
     _tests("quickstart", "tests/gpu/test_quickstart.py", box=180),
     _tests("evaluation and export", "tests/gpu/test_taking_away.py", box=240),
     _tests("release", "tests/gpu/test_release.py", box=240, beside=False),
@@ -101,6 +113,11 @@ PARTS = (
     _planner("qwen3-4b", 12),
     _planner("qwen3-4b", 16),
     _planner("qwen3-8b", 24, box=150),
+    _card("qwen3-4b", 12, 4, "shared weights"),
+    _card("qwen3-0.6b", 8, 16, "shared weights"),
+    _card("qwen3-8b", 24, 4, "shared weights"),
+    _card("qwen3-1.7b", 12, 16, "own copy", backend="transformers"),
+    _card("qwen3-4b", 16, 4, "own copy", backend="transformers"),
     Part("Qwen3-4B", "speed", 150, ("speed",), gib=7.5),
     Part(
         "against stock TRL", "learn-step", 120, ("learn-step", "--backend", "transformers"), gib=6

@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import gpu_cards
 import gpu_models
 
 GIB = 2**30
@@ -575,6 +576,7 @@ def _run_benchmark(
 PARTS = {
     "environment": environment,
     "planner": planner,
+    "card": gpu_cards.card,
     "speed": speed,
     "vllm-speed": vllm_speed,
     "learn-step": learn_step,
@@ -593,6 +595,8 @@ def main() -> int:
         "--card", type=int, default=8, help="GB of the card that is made of this one"
     )
     parser.add_argument("--backend", default="auto", help="of rk.setup")
+    parser.add_argument("--bits", type=int, choices=(4, 16), default=4, help="of the base")
+    parser.add_argument("--set", nargs="*", default=[], help="section.key=value of the run file")
     options = parser.parse_args()
     answer = Answer(options.answer)
     answer.note()

@@ -9,21 +9,27 @@ pytestmark = pytest.mark.gpu
 NEAR_TIE = 0.05
 """Nats between the two likeliest tokens; below it bf16 rounding may choose either."""
 LENGTH = 32
+FULL_CACHE = 2 * 2 * 4 * 64 * 64 * 128
+"""Bytes of the embedded model's keys and values: 4 layers of one head, 64 rows of 128 tokens."""
 
 
-@pytest.fixture(scope="module", params=["bf16", "4-bit", "shared"])
+@pytest.fixture(scope="module", params=["bf16", "4-bit", "shared", "merged"])
 def sampler(request, kit, vllm, device):
-    """(kind, model, tokenizer, engine): a base of vLLM's own in 16 or 4 bit, or Unsloth's."""
+    """(kind, model, tokenizer, engine): a base of vLLM's own, or Unsloth's, in 16 or 4 bit.
+
+    ``shared`` is Unsloth's in 4 bit, ``merged`` in 16 bit: there it merges the adapter to sample.
+    """
     kind = request.param
-    if kind != "bf16":
+    in_4bit, by_unsloth = kind in ("4-bit", "shared"), kind in ("shared", "merged")
+    if in_4bit:
         need("bitsandbytes")
-    if kind == "shared" and (device == "cpu" or kit.setup().backend != "unsloth"):
+    if by_unsloth and (device == "cpu" or kit.setup().backend != "unsloth"):
         pytest.skip("Unsloth shares its weights with vLLM on a GPU only, and is not in force here")
     from rloo_kit.vllm_engine import VllmEngine
 
     with kit.session():
         model, tokenizer = make_policy(
-            kit, load_in_4bit=kind != "bf16", fast_inference=kind == "shared"
+            kit, load_in_4bit=in_4bit, fast_inference=by_unsloth, num_sequences=64
         )
         engine = VllmEngine(model, max_length=128, num_sequences=64, sleeps=True)
         yield kind, model, tokenizer, engine
@@ -85,7 +91,8 @@ def test_greedy_output_is_plain_pefts_after_every_sync(
         adapters.append(tmp_path / f"adapter-{number}")
         kit.save_adapter(model, tokenizer, adapters[-1])
         seconds.append(engine.sync_seconds)
-    base = TINY_THINKER if kind == "bf16" else write_dequantised(model, torch.bfloat16)
+    in_4bit = kind in ("4-bit", "shared")
+    base = write_dequantised(model, torch.bfloat16) if in_4bit else TINY_THINKER
     answer = plain_peft(
         base=base,
         adapters=[*adapters, None],
@@ -95,7 +102,7 @@ def test_greedy_output_is_plain_pefts_after_every_sync(
         device=device,
         dtype="bfloat16",
     )
-    if kind != "bf16":
+    if in_4bit:
         shutil.rmtree(base)
     shares = [agreement(ids, answer, number) for number, ids in enumerate(drawn)]
     record_property("engine", engine.name)
@@ -142,8 +149,6 @@ def test_the_canary_stops_a_sampler_that_is_left_behind(
 def test_it_sleeps_wakes_and_says_the_same(kit, device, sampler, record_property):
     import torch
 
-    from rloo_kit.generation import kv_cache_bytes
-
     _kind, model, tokenizer, engine = sampler
     prompts = prompts_of(kit, tokenizer)
     engine.sync(model)
@@ -156,7 +161,7 @@ def test_it_sleeps_wakes_and_says_the_same(kit, device, sampler, record_property
         torch.cuda.empty_cache()
         given = torch.cuda.mem_get_info()[0] - awake
         record_property("given_back_mib", round(given / 2**20))
-        assert given > kv_cache_bytes(model.config.get_text_config(), 64, 128) / 2
+        assert given > FULL_CACHE / 2
     after = greedy(engine, model, prompts)
     equal = sum(one == other for one, other in zip(before, after, strict=True)) / len(before)
     record_property("same_completions", f"{equal:.3f}")
