@@ -58,9 +58,10 @@ class SmallCard:
 
     Args:
         gb: On the box.
+        limited: Whether torch's allocator is limited to it.
     """
 
-    def __init__(self, gb: int) -> None:
+    def __init__(self, gb: int, *, limited: bool = True) -> None:
         import torch
 
         self.usage = Usage()
@@ -81,7 +82,9 @@ class SmallCard:
 
         card_total = self.total
         torch.cuda.get_device_properties = lambda *a, **k: Properties(properties(*a, **k))
-        self.limit()
+        if limited:
+            self.limit()
+            torch.cuda.get_per_process_memory_fraction = lambda device=None: 1.0
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _info(self, device=None) -> tuple[int, int]:
@@ -126,6 +129,9 @@ class SmallCard:
 def engine_facts(engine) -> dict[str, object]:
     """Return what vLLM made of its settings: read from its own configuration."""
     config = engine._llm.llm_engine.vllm_config
+    worker = engine._llm.llm_engine.model_executor.driver_worker.worker
+    measured = ("non_torch_memory", "peak_activation_memory", "cudagraph_memory_estimate",
+                "available_kv_cache_memory_bytes", "requested_memory")  # fmt: skip
     cache, scheduler = config.cache_config, config.scheduler_config
     return {
         "engine": engine.name,
@@ -137,6 +143,8 @@ def engine_facts(engine) -> dict[str, object]:
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "sleep_mode": config.model_config.enable_sleep_mode,
         "quantization": config.model_config.quantization,
+        "weights": int(worker.model_runner.model_memory_usage),
+        **{name: int(getattr(worker, name, None) or 0) for name in measured},
     }
 
 

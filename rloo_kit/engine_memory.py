@@ -19,6 +19,9 @@ BATCHED_TOKENS = 4096
 SMALLEST_CACHE = 64 * MIB
 UNMEASURED = 128 * MIB
 """What vLLM counts as its own and no formula here names: its process group, small buffers."""
+SMALLEST_TOTAL = GIB
+"""With less not even a tiny model starts: kernels that are loaded count, and every CUDA graph takes
+a block of 2 MiB at least. Seen on an H100."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class EngineMemory:
     def total(self) -> int:
         """All of it."""
         size = self.size
-        return size.weights + size.working + size.graphs + self.cache + UNMEASURED
+        total = size.weights + size.working + size.graphs + self.cache + UNMEASURED
+        return max(total, SMALLEST_TOTAL)
 
     def share(self, card: int) -> float:
         """Return vLLM's ``gpu_memory_utilization``.

@@ -29,6 +29,8 @@ VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, not in a child
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    # FlashInfer's sampler is compiled on the spot, with nvcc; without top-p and top-k it is unused
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else the trainer's threads are bound to its cores too
     "UNSLOTH_VLLM_STANDBY": "1",  # Unsloth's shared engine can sleep
     # ... and takes the share of the card that the kit computes, not 0.71 to 0.88 of it

@@ -8,7 +8,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,7 +188,7 @@ def _release_one(thing: Any) -> None:
     if hasattr(thing, "reward_funcs"):
         _release_trainer(thing)
     elif hasattr(thing, "parameters"):
-        _empty_model(thing)
+        empty_model(thing)
     elif hasattr(thing, "release"):
         thing.release()
     elif _is_engine(thing):
@@ -258,7 +258,8 @@ def held_tensors(smallest: int = SMALLEST_HELD) -> list[Held]:
     largest: dict[int, Any] = {}
     everything = gc.get_objects()
     for item in everything:
-        if not issubclass(type(item), torch.Tensor) or item.device.type == "meta":
+        kind = type(item)
+        if not issubclass(kind, torch.Tensor) or kind.__name__ == "FakeTensor" or item.is_meta:
             continue
         with contextlib.suppress(Exception):  # subclasses without a storage of their own
             storage = item.untyped_storage()
@@ -378,12 +379,12 @@ def _release_trainer(trainer: Any) -> None:
     # Weights that are shared with vLLM go before the engine: see VllmEngine.close.
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         if model is not None:
-            _empty_model(model)
+            empty_model(model)
     for reward in trainer.reward_funcs:
         if hasattr(reward, "release"):
             reward.release()
         elif hasattr(reward, "parameters"):
-            _empty_model(reward)
+            empty_model(reward)
     if getattr(trainer, "engine", None) is not None:
         trainer.engine.close()
     if trainer.optimizer is not None:
@@ -403,9 +404,8 @@ def _forget(owner: Any, names: str) -> None:
             setattr(owner, name, None)
 
 
-def _empty_model(model: Any) -> None:
-    import torch
-
+def empty_model(model: Any) -> None:
+    """Free a model's parameters, buffers, gradients and quantisation states; the modules stay."""
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is None:
@@ -413,9 +413,24 @@ def _empty_model(model: Any) -> None:
             tensor.grad = None
             if getattr(tensor, "quant_state", None) is not None:
                 tensor.quant_state = None
-            tensor.data = torch.empty(0, dtype=tensor.dtype)
+            empty_tensors([tensor])
         if getattr(module, "quant_state", None) is not None:
             module.quant_state = None
+
+
+def empty_tensors(values: Iterable[Any]) -> None:
+    """Free the memory of tensors, also of those in lists and tuples; they stay, without elements.
+
+    Args:
+        values: Tensors, lists and tuples of tensors; anything else is left as it is.
+    """
+    import torch
+
+    for value in values:
+        if isinstance(value, list | tuple):
+            empty_tensors(value)
+        elif isinstance(value, torch.Tensor):
+            value.data = torch.empty(0, dtype=value.dtype)
 
 
 def return_to_system() -> None:

@@ -100,7 +100,11 @@ def load_shared(
                 return load(**arguments)
         except GenerationError as exc:
             reason = str(exc)
-        except (NotImplementedError, RuntimeError) as exc:  # what Unsloth raises for what it lacks
+        except (
+            NotImplementedError,
+            RuntimeError,
+            MemoryError,
+        ) as exc:  # what Unsloth raises for what it lacks
             reason = f"Unsloth cannot start vLLM for this model ({why(exc)})"
     if engine.required:
         raise GenerationError(f"{reason}; load it without fast_inference")

@@ -36,6 +36,7 @@ from rloo_kit.generation import (
     room_for_adapters,
 )
 from rloo_kit.hardware import GIB, detect_hardware
+from rloo_kit.memory import empty_model, empty_tensors
 from rloo_kit.model_shape import shape_of_config
 from rloo_kit.wording import why
 
@@ -78,7 +79,8 @@ class VllmEngine:
         self.sync_seconds = 0.0
         """Of the last sync."""
         self.adapter_dtype = _compute_dtype(model)
-        self._sleeps = sleeps and model.device.type != "cpu"
+        self._on_gpu = model.device.type != "cpu"
+        self._sleeps = sleeps and self._on_gpu
         self._number = 0
         self._request: Any = None
         self._folder: Path | None = None
@@ -310,6 +312,8 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         self._request = None
         if llm is not None:
+            if self._on_gpu:
+                _empty_engine(llm)
             with contextlib.suppress(Exception), quiet():  # half-started, or already gone
                 llm.llm_engine.engine_core.shutdown()
             _drop_caches(llm)
@@ -457,6 +461,25 @@ def _why(exc: Exception) -> str:
     else:
         remedy = "set trainer.generation: transformers to do without it"
     return f"vLLM cannot start ({type(exc).__name__}: {text}): {remedy}"
+
+
+def _empty_engine(llm: Any) -> None:
+    """Free an engine's weights, KV cache and CUDA graphs, whoever still refers to them.
+
+    torch's compile caches keep the modules of an engine alive after its shutdown, and the next
+    engine of this process asserts that the sleep allocator's pool is empty.
+    """
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+    engine = llm.llm_engine
+    if engine.is_sleeping():  # a block that is not mapped cannot be freed
+        llm.wake_up()
+    CUDAGraphWrapper.clear_all_graphs()
+    runner = engine.model_executor.driver_worker.worker.model_runner
+    for module in runner.model.modules():
+        empty_tensors(vars(module).values())
+    empty_model(runner.model)
+    empty_tensors([runner.kv_caches])
 
 
 def _drop_caches(llm: Any) -> None:
