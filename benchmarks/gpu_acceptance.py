@@ -92,7 +92,7 @@ def _card(
     needs = VLLM if backend == "transformers" else (*VLLM, "unsloth")
     title = f"{geometry} in {bits} bit on {card} GB, {name}"
     arguments += ("--backend", backend, *words)
-    return Part(title, "cards", 400, arguments, needs, gib=2.0 * card, beside=True, only_gpu=True)
+    return Part(title, "cards", 540, arguments, needs, gib=2.0 * card, beside=True, only_gpu=True)
 
 
 VLLM = (*KIT, "bitsandbytes", "vllm")
@@ -102,17 +102,20 @@ PARTS = (
     _tests("4-bit weights", "tests/gpu/test_four_bit.py", box=150),
     _tests("trainer", "tests/gpu/test_trainer.py", box=180),
     _tests("reward model", "tests/rewards/test_reward_model.py", box=90, only_gpu=True),
-    _tests("vLLM in 16 bit", *_engine("bf16"), box=180),
-    _tests("vLLM in 4 bit", *_engine("4-bit"), box=180),
-    _tests("vLLM with shared weights", *_engine("shared"), box=240),
-    _tests("vLLM with shared weights, merged", *_engine("merged"), box=240),
-    _tests("quickstart", "tests/gpu/test_quickstart.py", box=180),
+    _tests("vLLM in 16 bit", *_engine("bf16"), box=300),
+    _tests("vLLM in 4 bit", *_engine("4-bit"), box=300),
+    _tests("vLLM with shared weights", *_engine("shared"), box=300),
+    _tests("vLLM with shared weights, merged", *_engine("merged"), box=300),
+    _tests("quickstart", "tests/gpu/test_quickstart.py", box=400),
     _tests("evaluation and export", "tests/gpu/test_taking_away.py", box=240),
     _tests("release", "tests/gpu/test_release.py", box=240, beside=False),
     _planner("qwen3-0.6b", 8),
     _planner("qwen3-4b", 12),
     _planner("qwen3-4b", 16),
     _planner("qwen3-8b", 24, box=150),
+    _card("toy", 8, 4, "shared weights"),
+    _card("toy", 8, 16, "shared weights"),
+    _card("toy", 8, 16, "own copy", backend="transformers"),
     _card("qwen3-4b", 12, 4, "shared weights"),
     _card("qwen3-0.6b", 8, 16, "shared weights"),
     _card("qwen3-8b", 24, 4, "shared weights"),
@@ -321,7 +324,7 @@ def _started(part: Part, suite: Suite, files: Path, box: float) -> tuple[int | N
         "UNSLOTH_COMPILE_LOCATION": str(own / "unsloth_compiled_cache"),
         "XDG_CACHE_HOME": str(suite.scratch / "cache"),
     }
-    if part.family == "tests" and part.beside:
+    if "tests/gpu/test_vllm_engine.py" in part.arguments:
         variables["RLOO_KIT_GPU_CARD"] = "12"  # else vLLM sees what the others take and free
     if suite.options.toy and not suite.machine.get("card"):
         variables |= {ON_CPU: "1", "RLOO_KIT_GPU_TEST_STEPS": "2"}

@@ -69,6 +69,9 @@ class SmallCard:
         self.context = self.usage.read() - torch.cuda.memory_reserved()
         self._real = torch.cuda.get_device_properties(0).total_memory
         self.peak, self._watching = self.usage.read(), True
+        self.highest = 0
+        self.calls: list[dict] = []
+        """Every call that lets an engine sleep or wakes it, with the memory around it."""
         torch.cuda.mem_get_info = self._info
         torch.accelerator.get_memory_info = self._info
         properties = torch.cuda.get_device_properties
@@ -110,8 +113,14 @@ class SmallCard:
 
     def _then_limit(self, method):
         def limited(engine):
+            import torch
+
+            row = {"call": method.__name__, "peak_before": self.take_peak()}
+            row |= {"used_before": self.usage.read(), "reserved": torch.cuda.memory_reserved()}
             method(engine)
             self.limit()
+            row |= {"used": self.usage.read(), "reserved_after": torch.cuda.memory_reserved()}
+            self.calls.append(row)
 
         return limited
 
@@ -123,6 +132,7 @@ class SmallCard:
     def take_peak(self) -> int:
         """Return the most bytes held since the last call."""
         peak, self.peak = self.peak, self.usage.read()
+        self.highest = max(self.highest, peak)
         return peak
 
 
@@ -160,6 +170,7 @@ def card(options, answer) -> None:
     small.follow()
     in_4bit = options.bits == 4
     name = "toy" if options.toy else options.geometry
+    options.toy = name == "toy"
     model = gpu_models.model_folder(options.scratch, name, load_in_4bit=in_4bit, device="cuda")
     path = run_file(options, options.answer.parent / "card", model)
     overrides = [
@@ -197,6 +208,7 @@ def _one(path: Path, overrides: list[str], small: SmallCard, number: int) -> dic
 
     before, here = dict(os.environ), set(os.listdir())
     small.take_peak()
+    small.highest, small.calls = 0, []
     lines, seen, start = [], {}, engines._in_process
     started = time.perf_counter()
 
@@ -213,15 +225,15 @@ def _one(path: Path, overrides: list[str], small: SmallCard, number: int) -> dic
         result = rk.train(path, [*overrides, f"output_dir={folder}"], lines.append)
     finally:
         engines._in_process = start
-    peak = small.take_peak()
+    small.take_peak()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kept = ("sampling/", "speed/", "memory/", "step_time", "kl", "grad_norm")
     torch.cuda.empty_cache()
     return {
         **seen,
         "seconds": round(time.perf_counter() - started, 1),
-        "peak": max(peak, seen.get("start_peak", 0)),
-        "train_peak": peak,
+        "peak": small.highest,
+        "calls": [row for row in small.calls if row["used"] != row["used_before"]][:24],
         "left_after_release": small.usage.read() - small.context,
         "released": str(result.released),
         "steps": result.steps,

@@ -590,7 +590,7 @@ def main() -> int:
     parser.add_argument("--answer", type=Path, required=True, help="the JSON that is written")
     parser.add_argument("--scratch", type=Path, required=True, help="for models")
     parser.add_argument("--toy", action="store_true", help="tiny models")
-    parser.add_argument("--geometry", choices=gpu_models.PUBLISHED, default="qwen3-0.6b")
+    parser.add_argument("--geometry", choices=[*gpu_models.PUBLISHED, "toy"], default="qwen3-0.6b")
     parser.add_argument(
         "--card", type=int, default=8, help="GB of the card that is made of this one"
     )

@@ -430,7 +430,9 @@ def empty_tensors(values: Iterable[Any]) -> None:
         if isinstance(value, list | tuple):
             empty_tensors(value)
         elif isinstance(value, torch.Tensor):
-            value.data = torch.empty(0, dtype=value.dtype)
+            for tensor in (value, value._base):  # a view keeps its base
+                if tensor is not None:
+                    tensor.data = torch.empty(0, dtype=tensor.dtype)
 
 
 def return_to_system() -> None:
@@ -438,6 +440,9 @@ def return_to_system() -> None:
     for thread in threading.enumerate():
         if type(thread).__name__ == "TMonitor":  # watches tqdm's bars; the next bar starts another
             thread.exit()
+    inductor = sys.modules.get("torch._inductor.async_compile")
+    if inductor is not None:  # its processes wait for the next thing to compile
+        inductor.shutdown_compile_workers()
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
