@@ -108,16 +108,39 @@ class SmallCard:
         """Set the limit again whenever an engine falls asleep or wakes up."""
         from rloo_kit.vllm_engine import VllmEngine
 
-        for name in ("sleep", "_wake"):
+        for name in ("sleep", "_wake", "close"):
             setattr(VllmEngine, name, self._then_limit(getattr(VllmEngine, name)))
+        self._note_pool()
+
+    def _note_pool(self) -> None:
+        """Note what vLLM's sleep allocator holds before and after it is emptied at the end."""
+        from vllm.v1.worker.gpu_worker import Worker
+
+        from rloo_kit import vllm_engine
+
+        empty, shutdown = vllm_engine._empty_sleep_allocator, Worker.shutdown
+
+        def noted() -> None:
+            self.calls.append({"call": "pool before", **_pool()})
+            empty()
+            self.calls.append({"call": "pool after", **_pool()})
+
+        def shut_down(worker) -> None:
+            try:
+                shutdown(worker)
+            except Exception as exc:
+                self.calls.append({"call": f"shutdown raised {exc!r}"})
+                raise
+
+        vllm_engine._empty_sleep_allocator, Worker.shutdown = noted, shut_down
 
     def _then_limit(self, method):
-        def limited(engine):
+        def limited(engine, *arguments):
             import torch
 
             row = {"call": method.__name__, "peak_before": self.take_peak()}
             row |= {"used_before": self.usage.read(), "reserved": torch.cuda.memory_reserved()}
-            method(engine)
+            method(engine, *arguments)
             self.limit()
             row |= {"used": self.usage.read(), "reserved_after": torch.cuda.memory_reserved()}
             self.calls.append(row)
@@ -134,6 +157,17 @@ class SmallCard:
         peak, self.peak = self.peak, self.usage.read()
         self.highest = max(self.highest, peak)
         return peak
+
+
+def _pool() -> dict[str, int]:
+    """Return the blocks of vLLM's sleep allocator: how many, and bytes by tag."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    held = CuMemAllocator.instance.pointer_to_data if CuMemAllocator.instance else {}
+    sizes = {"blocks": len(held)}
+    for data in held.values():
+        sizes[data.tag] = sizes.get(data.tag, 0) + data.handle[1]
+    return sizes
 
 
 def engine_facts(engine) -> dict[str, object]:
@@ -233,7 +267,7 @@ def _one(path: Path, overrides: list[str], small: SmallCard, number: int) -> dic
         **seen,
         "seconds": round(time.perf_counter() - started, 1),
         "peak": small.highest,
-        "calls": [row for row in small.calls if row["used"] != row["used_before"]][:24],
+        "calls": [row for row in small.calls if row.get("used") != row.get("used_before", 0)][-24:],
         "left_after_release": small.usage.read() - small.context,
         "released": str(result.released),
         "steps": result.steps,

@@ -295,12 +295,13 @@ class VllmEngine:
         if self._sleeps and self._llm is not None and not self._llm.llm_engine.is_sleeping():
             self._llm.sleep(level=1)
 
-    def _wake(self) -> None:
-        if self._sleeps and self._llm.llm_engine.is_sleeping():
+    def _wake(self, llm: Any = None) -> None:
+        llm = llm or self._llm
+        if self._sleeps and llm.llm_engine.is_sleeping():
             import torch
 
             torch.cuda.empty_cache()  # what the learning step let go of
-            self._llm.wake_up()
+            llm.wake_up()
 
     def close(self) -> None:
         """Shut the engine down, its process groups, threads, caches and files included.
@@ -313,6 +314,7 @@ class VllmEngine:
         self._request = None
         if llm is not None:
             if self._on_gpu:
+                self._wake(llm)  # a block that is not mapped cannot be freed
                 _empty_engine(llm)
             with contextlib.suppress(Exception), quiet():  # half-started, or already gone
                 llm.llm_engine.engine_core.shutdown()
@@ -326,6 +328,8 @@ class VllmEngine:
         if self._base is not None:
             shutil.rmtree(self._base, ignore_errors=True)
         gc.collect()
+        if self._on_gpu:
+            _empty_sleep_allocator()
 
 
 def _is_lora_request(request: Any) -> bool:
@@ -471,15 +475,31 @@ def _empty_engine(llm: Any) -> None:
     """
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
-    engine = llm.llm_engine
-    if engine.is_sleeping():  # a block that is not mapped cannot be freed
-        llm.wake_up()
     CUDAGraphWrapper.clear_all_graphs()
-    runner = engine.model_executor.driver_worker.worker.model_runner
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     for module in runner.model.modules():
         empty_tensors(vars(module).values())
     empty_model(runner.model)
     empty_tensors([runner.kv_caches])
+
+
+def _empty_sleep_allocator() -> None:
+    """Unmap what vLLM's sleep allocator holds of an engine that is gone and torch has let go of.
+
+    torch drops the blocks of a memory pool after vLLM has dropped the pool's allocator, and what is
+    freed then stays mapped (seen on an H100 with vLLM 0.26: 2.9 GiB of a 1.7B model). vLLM unmaps
+    unused blocks in the same way (``CuMemAllocator.use_memory_pool``).
+    """
+    import torch
+
+    cumem = sys.modules.get("vllm.device_allocator.cumem")
+    allocator = cumem and cumem.CuMemAllocator.instance
+    if allocator is None:
+        return
+    torch.cuda.empty_cache()
+    in_use = {segment["address"] for segment in torch.cuda.memory_snapshot()}
+    for address in [one for one in allocator.pointer_to_data if one not in in_use]:
+        cumem.unmap_and_release(allocator.pointer_to_data.pop(address).handle)
 
 
 def _drop_caches(llm: Any) -> None:
