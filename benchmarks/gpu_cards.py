@@ -118,12 +118,11 @@ class SmallCard:
 
         from rloo_kit import vllm_engine
 
-        empty, shutdown = vllm_engine._empty_sleep_allocator, Worker.shutdown
+        empty, shutdown = vllm_engine._empty_sleep_pools, Worker.shutdown
 
-        def noted() -> None:
+        def noted(cumem) -> None:
             self.calls.append({"call": "pool before", **_pool()})
-            empty()
-            self.calls.append({"call": "pool after", **_pool()})
+            empty(cumem)
 
         def shut_down(worker) -> None:
             try:
@@ -131,8 +130,10 @@ class SmallCard:
             except Exception as exc:
                 self.calls.append({"call": f"shutdown raised {exc!r}"})
                 raise
+            finally:
+                self.calls.append({"call": "pool after", **_pool()})
 
-        vllm_engine._empty_sleep_allocator, Worker.shutdown = noted, shut_down
+        vllm_engine._empty_sleep_pools, Worker.shutdown = noted, shut_down
 
     def _then_limit(self, method):
         def limited(engine, *arguments):

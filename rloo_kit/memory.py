@@ -256,16 +256,10 @@ def held_tensors(smallest: int = SMALLEST_HELD) -> list[Held]:
     if torch is None:
         return []
     largest: dict[int, Any] = {}
-    everything = gc.get_objects()
-    for item in everything:
-        kind = type(item)
-        if not issubclass(kind, torch.Tensor) or kind.__name__ == "FakeTensor" or item.is_meta:
-            continue
-        with contextlib.suppress(Exception):  # subclasses without a storage of their own
-            storage = item.untyped_storage()
-            if storage.nbytes() >= 64 * 1024:
-                largest.setdefault(storage.data_ptr(), item)
-    del everything
+    for item in live_tensors():
+        storage = item.untyped_storage()
+        if storage.nbytes() >= 64 * 1024:
+            largest.setdefault(storage.data_ptr(), item)
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     tensors = list(largest.values())
@@ -275,6 +269,19 @@ def held_tensors(smallest: int = SMALLEST_HELD) -> list[Held]:
         counts[holder] += 1
     found = [Held(size, counts[holder], holder) for holder, size in sizes.most_common()]
     return [held for held in found if held.bytes >= smallest]
+
+
+def live_tensors() -> Iterator[Any]:
+    """Yield every tensor of this process that has a storage of its own kind."""
+    import torch
+
+    for item in gc.get_objects():
+        kind = type(item)
+        if not issubclass(kind, torch.Tensor) or kind.__name__ == "FakeTensor" or item.is_meta:
+            continue
+        with contextlib.suppress(Exception):  # subclasses without a storage
+            item.untyped_storage().data_ptr()
+            yield item
 
 
 def _holders(tensors: list[Any], depth: int = 5) -> list[str]:

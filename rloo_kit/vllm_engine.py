@@ -4,6 +4,7 @@ Two ways to the same engine: Unsloth's, which shares the base weights with the t
 (``load_model(..., fast_inference=True)`` on a GPU), and one of the kit's own.
 """
 
+import bisect
 import contextlib
 import gc
 import logging
@@ -36,7 +37,7 @@ from rloo_kit.generation import (
     room_for_adapters,
 )
 from rloo_kit.hardware import GIB, detect_hardware
-from rloo_kit.memory import empty_model, empty_tensors
+from rloo_kit.memory import empty_model, empty_tensors, live_tensors
 from rloo_kit.model_shape import shape_of_config
 from rloo_kit.wording import why
 
@@ -315,7 +316,8 @@ class VllmEngine:
         if llm is not None:
             if self._on_gpu:
                 self._wake(llm)  # a block that is not mapped cannot be freed
-                _empty_engine(llm)
+                with contextlib.suppress(AttributeError):  # another vLLM: less is given back
+                    _empty_engine(llm)
             with contextlib.suppress(Exception), quiet():  # half-started, or already gone
                 llm.llm_engine.engine_core.shutdown()
             _drop_caches(llm)
@@ -328,8 +330,6 @@ class VllmEngine:
         if self._base is not None:
             shutil.rmtree(self._base, ignore_errors=True)
         gc.collect()
-        if self._on_gpu:
-            _empty_sleep_allocator()
 
 
 def _is_lora_request(request: Any) -> bool:
@@ -447,7 +447,10 @@ def _why(exc: Exception) -> str:
     told = next((line for line in lines if line.startswith("Value error, ")), "")
     text = (told.removeprefix("Value error, ") or (lines or [type(exc).__name__])[0])[:300]
     low = text.lower()
-    if "expandable" in low:
+    if "one instance per process" in low:
+        text = "an earlier engine of this process still holds memory"
+        remedy = "restart the kernel, or train with in_subprocess=True"
+    elif "expandable" in low:
         remedy = "take expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF and restart"
     elif "bitsandbytes" in low or "bnb" in low:
         remedy = "pip install vllm-bnb-plugin (vLLM 0.28 and later need it for 4-bit weights)"
@@ -481,25 +484,43 @@ def _empty_engine(llm: Any) -> None:
         empty_tensors(vars(module).values())
     empty_model(runner.model)
     empty_tensors([runner.kv_caches])
-
-
-def _empty_sleep_allocator() -> None:
-    """Unmap what vLLM's sleep allocator holds of an engine that is gone and torch has let go of.
-
-    torch drops the blocks of a memory pool after vLLM has dropped the pool's allocator, and what is
-    freed then stays mapped (seen on an H100 with vLLM 0.26: 2.9 GiB of a 1.7B model). vLLM unmaps
-    unused blocks in the same way (``CuMemAllocator.use_memory_pool``).
-    """
-    import torch
-
     cumem = sys.modules.get("vllm.device_allocator.cumem")
-    allocator = cumem and cumem.CuMemAllocator.instance
-    if allocator is None:
-        return
-    torch.cuda.empty_cache()
-    in_use = {segment["address"] for segment in torch.cuda.memory_snapshot()}
-    for address in [one for one in allocator.pointer_to_data if one not in in_use]:
-        cumem.unmap_and_release(allocator.pointer_to_data.pop(address).handle)
+    if cumem is not None and cumem.CuMemAllocator.instance is not None:
+        _empty_sleep_pools(cumem)
+
+
+def _empty_sleep_pools(cumem: Any) -> None:
+    """Make vLLM's sleep allocator ready to give all of its memory back at the shutdown.
+
+    Tensors that lie in its pools (buffers of the sampler, quantisation states) are freed. Blocks
+    that vLLM unmapped by itself while it loaded are mapped again: torch frees them like the others,
+    the allocator does not know them (a KeyError inside its C callback), and the blocks that follow
+    then stay mapped. Seen on an H100 with vLLM 0.26 (2.6 GiB of a 1.7B model); the remedy is from
+    csrc/cumem_allocator.cpp and has not run on a card.
+
+    Args:
+        cumem: The module ``vllm.device_allocator.cumem``.
+    """
+    import ctypes
+
+    allocator = cumem.CuMemAllocator.instance
+    known = allocator.pointer_to_data
+    blocks = sorted((address, address + data.handle[1]) for address, data in known.items())
+    starts = [start for start, _ in blocks]
+    for tensor in list(live_tensors()):
+        address = tensor.untyped_storage().data_ptr()
+        place = bisect.bisect_right(starts, address) - 1
+        if tensor.is_cuda and place >= 0 and address < blocks[place][1]:
+            empty_tensors([tensor])
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    for tag, (pool, *_) in allocator.allocator_and_pools.items():
+        for segment in pool.snapshot():
+            address = segment["address"]
+            if address not in known:
+                handle = (segment["device"], segment["total_size"], address, libc.malloc(8))
+                cumem.create_and_map(handle)
+                known[address] = cumem.AllocationData(handle, tag)
 
 
 def _drop_caches(llm: Any) -> None:
