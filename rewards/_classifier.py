@@ -1,6 +1,7 @@
 """A sequence classifier with one output: found, loaded whole or as an adapter, and run."""
 
 import contextlib
+import copy
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -161,7 +162,12 @@ def _adapter_on_hub(name: str) -> Path | None:
 
 
 def load_classifier(
-    source: Source, *, load_in_4bit: bool = False, device: str = "cpu", base: str | None = None
+    source: Source,
+    *,
+    load_in_4bit: bool = False,
+    device: str = "cpu",
+    base: str | None = None,
+    tokenizer: Any = None,
 ) -> "tuple[Any, PreTrainedTokenizerBase]":
     """Return the model in evaluation mode, and its tokenizer, ready to pad and to cut.
 
@@ -172,6 +178,7 @@ def load_classifier(
         load_in_4bit: NF4 by bitsandbytes, the head left as it is.
         device: 4-bit weights are loaded onto it; others are left in the machine's memory.
         base: Of an adapter, in the place of the one it was trained on.
+        tokenizer: Or its folder or hub name; None: the model's own. It is left as it is.
 
     Raises:
         ModelError: It cannot be loaded, has no trained score weights, is held in a pickle, or needs
@@ -180,7 +187,7 @@ def load_classifier(
     try:
         with calm(local=source.folder is not None), no_pickles(source.name):
             model, missing = _load_model(source, load_in_4bit, device, base)
-            tokenizer = _load_tokenizer(source, base)
+            tokenizer = _load_tokenizer(source, base, tokenizer)
     except KitError:
         raise
     except Exception as exc:  # what is raised differs by library and version
@@ -314,11 +321,14 @@ def _adapter_keys(source: Source) -> set[str]:
         return {key.removeprefix("base_model.model.") for key in file.keys()}  # noqa: SIM118
 
 
-def _load_tokenizer(source: Source, base: str | None) -> "PreTrainedTokenizerBase":
+def _load_tokenizer(source: Source, base: str | None, given: Any) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
-    place = source.place
-    if source.is_adapter and not (Path(place) / "tokenizer_config.json").is_file():
+    if given is not None and not isinstance(given, str):
+        return copy.deepcopy(given)
+    place = given or source.place
+    has_own = given or (Path(place) / "tokenizer_config.json").is_file()
+    if source.is_adapter and not has_own:
         place = find_base(source, base)
     return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
 

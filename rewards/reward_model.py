@@ -83,6 +83,8 @@ class RewardModel:
     """Lowest and highest score, applied last."""
     base: str | None = None
     """Folder or hub name of an adapter's base, where it is not found by itself."""
+    tokenizer: Any = None
+    """Folder or hub name of a tokenizer, or the tokenizer itself; None: the model's own."""
     _loaded: "_Loaded | None" = field(default=None, init=False, repr=False, compare=False)
     _cache: "OrderedDict[bytes, float]" = field(
         default_factory=OrderedDict, init=False, repr=False, compare=False
@@ -196,7 +198,11 @@ class RewardModel:
             in_4bit = bool(source.is_adapter and facts.get("load_in_4bit"))
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         model, tokenizer = load_classifier(
-            source, load_in_4bit=in_4bit, device=device, base=self.base
+            source,
+            load_in_4bit=in_4bit,
+            device=device,
+            base=self.base,
+            tokenizer=self.tokenizer,
         )
         keep = self.keep_thought
         offload = device != "cpu" and self.offload is not False

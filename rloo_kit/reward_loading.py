@@ -5,7 +5,7 @@ A spec is one of
 - a built-in name: ``thinking``
 - a function of a file: ``my_rewards.py:polite`` (relative to the run file)
 - a function of an installed package: ``package.module:function``
-- the folder of a reward model: ``models/my-reward-model``
+- the folder of a reward model: ``models/my-reward-model``, or its name on the hub: ``org/name``
 - a callable
 - a table, which also gives parameters: ``{name: thinking, weight: 0.5, long: 60}``
 - the name of a plug-in: an entry point of the group ``rloo_kit.rewards`` in an installed package
@@ -26,6 +26,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -264,8 +265,10 @@ def _target(name: str, base: Path, say: Say | None = None) -> Any:
         value = _builtin()[name].partition("[")[0].strip()  # "module:attribute [extra]"
         name = value if ":" in value else f"{value}:"
     elif _is_model(name, base):
-        model = str(_path(name, base))
-        return importlib.import_module("rloo_kit.rewards.reward_model").RewardModel(model)
+        return _reward_model(str(_path(name, base)))
+    elif _is_hub_name(name, base):
+        _check_on_hub(name)
+        return _reward_model(name)
     home, colon, attribute = name.rpartition(":")
     if home.endswith(".py") or name.endswith(".py"):
         path = _path(home if colon and home.endswith(".py") else name, base)
@@ -277,6 +280,10 @@ def _target(name: str, base: Path, say: Say | None = None) -> Any:
         raise RewardLoadError(_unknown(name))
     tell(_running(f"the installed module {home}", attribute))
     return _attribute(_import(home, name), attribute, name)
+
+
+def _reward_model(model: str) -> Any:
+    return importlib.import_module("rloo_kit.rewards.reward_model").RewardModel(model)
 
 
 def _nobody(_: str) -> None:
@@ -349,6 +356,38 @@ def _path(text: str, base: Path) -> Path:
 def _is_model(text: str, base: Path) -> bool:
     files = ("config.json", "adapter_config.json")
     return bool(text) and any((_path(text, base) / file).is_file() for file in files)
+
+
+def _is_hub_name(text: str, base: Path) -> bool:
+    """Return whether a text is ``org/name``, and neither a file nor a folder."""
+    is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text)
+    return bool(is_name) and not text.endswith(".py") and not _path(text, base).exists()
+
+
+def _check_on_hub(name: str) -> None:
+    """Ask the hub for a reward model's config, so that a wrong name costs no model load.
+
+    Raises:
+        RewardLoadError: It is neither there nor in the cache.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    reason = ""
+    for file in ("config.json", "adapter_config.json"):
+        try:
+            hf_hub_download(name, file)
+        except EntryNotFoundError as exc:
+            reason = reason or why(exc)
+        except Exception as exc:  # what is raised differs by the network
+            reason = why(exc)
+            break
+        else:
+            return
+    raise RewardLoadError(
+        f"reward {shown(name)} is no file or folder here, and the hub gives no reward model of "
+        f"that name ({reason}); correct it, go online, or give 'file.py:function' or a folder"
+    )
 
 
 def _resolve_model_folder(parameters: dict[str, Any], base: Path) -> None:
@@ -456,7 +495,7 @@ def _unknown(name: str) -> str:
     return (
         f"unknown reward {shown(name)}{_nearest(name, _builtin())}; give a built-in one "
         f"({', '.join(sorted(_builtin()))}), 'file.py:function', 'package.module:function', the "
-        "folder of a reward model, or {name: reward_model, model: HUB_NAME}"
+        "folder of a reward model, or its hub name 'org/name'"
     )
 
 

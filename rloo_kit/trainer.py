@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import enum
 import math
 import statistics
 import time
@@ -33,11 +34,13 @@ from rloo_kit.config import (
     DEFAULT_BATCH,
     ModelSection,
     RunConfig,
+    known_trainer_fields,
+    read_value,
     translate_trainer_arguments,
 )
 from rloo_kit.engines import asked_for, sampling_of, start_engine
 from rloo_kit.environment import precision_as_asked, setup
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.exact_resume import ExactResume
 from rloo_kit.generation import Engine
 from rloo_kit.hardware import GIB, detect_hardware
@@ -52,11 +55,12 @@ from rloo_kit.redaction import redact, redact_tree
 from rloo_kit.rehearsal import rehearse_first
 from rloo_kit.reward_contract import AsyncCheckedReward, guarded
 from rloo_kit.reward_loading import LoadedReward, load_rewards
+from rloo_kit.rewards.reward_model import RewardModel
 from rloo_kit.rollout import Rollout, Sampled, Shaping
 from rloo_kit.run_record import DEFAULTS
 from rloo_kit.thoughts import ThoughtFinder
 from rloo_kit.watch import RunWatch
-from rloo_kit.wording import why
+from rloo_kit.wording import shown, why
 
 NO_SIGNAL_BATCHES = 10
 """Generation batches that ``max_no_signal_fraction`` looks back on."""
@@ -73,6 +77,28 @@ RENAMED_PARTS = {
 """Older names of the trainer's arguments; ``ref_policy`` has no successor (adapter off)."""
 
 
+KIT_DEFAULTS = {
+    **DEFAULT_BATCH,
+    "learning_rate": 1e-5,
+    "logging_steps": 1,
+    "num_completions_to_print": 0,
+    "report_to": "none",
+    "save_steps": 10,
+}
+"""What the kit sets otherwise than TRL."""
+BY_DEVICE = (
+    "bf16",
+    "dataloader_pin_memory",
+    "ddp_backend",
+    "fp16",
+    "gradient_checkpointing",
+    "use_cpu",
+    "vllm_enable_sleep_mode",
+    "vllm_gpu_memory_utilization",
+)
+"""Settings of TRL that follow the machine and the model; None leaves them to the kit."""
+
+
 @dataclasses.dataclass(init=False, repr=False, eq=False)
 class LeaveOneOutConfig(RLOOConfig):
     """Every field of TRL's ``RLOOConfig`` under TRL's name, and the kit's own below.
@@ -82,7 +108,7 @@ class LeaveOneOutConfig(RLOOConfig):
     ``num_completions_to_print`` 0 (``log_completions`` fills the tables of ``report_to``),
     ``bf16``/``fp16`` by the device, ``gradient_checkpointing`` on a GPU only. Defaults that
     Unsloth's patched class changes are TRL's again, so that one file means the same with and
-    without Unsloth.
+    without Unsloth. ``TrlParser`` and ``HfArgumentParser`` take the class as they take TRL's.
 
     Raises:
         ConfigError: An unknown name (with the nearest one), an old name beside its new one, a value
@@ -157,7 +183,11 @@ class LeaveOneOutConfig(RLOOConfig):
         return redact_tree(super().to_dict())
 
     def __init__(self, output_dir: str | None = None, **arguments: Any) -> None:
-        values = translate_trainer_arguments(arguments, asked_size())
+        arguments = {n: v for n, v in arguments.items() if v is not None or n not in BY_DEVICE}
+        if isinstance(arguments.get("normalize_reward"), str):  # of a command line, perhaps "true"
+            arguments["normalize_reward"] = read_value(arguments["normalize_reward"])
+        of_unsloth = {name: arguments.pop(name) for name in _OF_UNSLOTH if name in arguments}
+        values = translate_trainer_arguments(arguments, asked_size()) | of_unsloth
         for field in OWN_FIELDS:
             setattr(self, field.name, values.pop(field.name, field.default))
         hardware = setup().hardware
@@ -178,13 +208,8 @@ class LeaveOneOutConfig(RLOOConfig):
                 for field in dataclasses.fields(RLOOConfig)
                 if field.init and field.default is not dataclasses.MISSING
             },
-            **DEFAULT_BATCH,
-            "learning_rate": 1e-5,
-            "logging_steps": 1,
-            "num_completions_to_print": 0,
-            "report_to": "none",
+            **KIT_DEFAULTS,
             "gradient_checkpointing": not on_cpu,
-            "save_steps": 10,
             "vllm_enable_sleep_mode": not on_cpu,
             "dataloader_pin_memory": not on_cpu,
             "use_cpu": on_cpu,
@@ -208,11 +233,60 @@ class LeaveOneOutConfig(RLOOConfig):
         return Shaping(**values, normalize_reward=mode)
 
 
-_TRL_FIELDS = {field.name for field in dataclasses.fields(RLOOConfig)}
+_TRL_FIELDS = {field.name: field for field in dataclasses.fields(RLOOConfig) if field.init}
+_OF_UNSLOTH = set(_TRL_FIELDS) - known_trainer_fields()
+"""Settings that Unsloth's patched class adds to TRL's."""
 OWN_FIELDS = tuple(
     field for field in dataclasses.fields(LeaveOneOutConfig) if field.name not in _TRL_FIELDS
 )
 """The settings that TRL does not have."""
+
+
+def _show_parsers_the_defaults() -> None:
+    """Let a command-line parser read the kit's defaults, and one type for each setting."""
+    shown = LeaveOneOutConfig.__dataclass_fields__
+    for name, default in {**dict.fromkeys(BY_DEVICE), **KIT_DEFAULTS}.items():
+        shown[name] = copy.copy(shown[name])  # TRL's own stays as it is
+        shown[name].default = default
+    LeaveOneOutConfig.__annotations__["normalize_reward"] = str | None
+
+
+_show_parsers_the_defaults()
+
+
+def _own_config(args: Any) -> LeaveOneOutConfig:
+    """Return a trainer's ``args`` as a ``LeaveOneOutConfig``.
+
+    An ``RLOOConfig`` does not say which of its values were set, so each is taken as it stands: it
+    trains with the values that it shows, those of Unsloth's patched class too, and the kit's own
+    settings keep their defaults. What TRL's default leaves to the machine (``BY_DEVICE``) follows
+    the machine here too.
+
+    Raises:
+        ConfigError: It is the configuration of something else.
+    """
+    if args is None or isinstance(args, LeaveOneOutConfig):
+        return args or LeaveOneOutConfig()
+    # by name, since Unsloth puts a class of its own into the place of TRL's
+    if not any(kind.__name__ == "RLOOConfig" for kind in type(args).__mro__):
+        raise ConfigError(
+            f"args is {_a(type(args).__name__)}, must be a LeaveOneOutConfig or TRL's RLOOConfig: "
+            f"give its settings to LeaveOneOutConfig"
+        )
+    values = {name: getattr(args, name) for name in _TRL_FIELDS if hasattr(args, name)}
+    del values["generation_batch_size"]  # TRL has filled it in from steps_per_generation
+    for name in set(BY_DEVICE) - {"bf16", "fp16"}:
+        if values[name] == _TRL_FIELDS[name].default:
+            del values[name]
+    if _OF_UNSLOTH and not args.bf16 and not args.fp16:  # Unsloth's default, by the model
+        del values["bf16"], values["fp16"]
+    return LeaveOneOutConfig(
+        **{n: v.value if isinstance(v, enum.Enum) else v for n, v in values.items()}
+    )
+
+
+def _a(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
 class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
@@ -226,9 +300,9 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         model: As ``attach_lora`` returned it; anything TRL takes works too.
         reward_funcs: One or several of: a built-in name, ``file.py:function``,
             ``package.module:function`` (each with ``:weight`` if wanted), a table, a function, an
-            object with ``get_rewards(prompts, completions)``, a sequence-classification model or
-            its folder.
-        args: A ``LeaveOneOutConfig``.
+            object with ``get_rewards(prompts, completions)``, a sequence-classification model, its
+            folder, or its name on the hub (``org/name``).
+        args: A ``LeaveOneOutConfig``, or TRL's ``RLOOConfig``, whose values are all taken.
         train_dataset: Rows with ``prompt``; other columns reach the rewards by name.
         processing_class: The tokenizer; TRL pads prompts on the left whatever it says.
         callbacks: Added to the kit's own progress.
@@ -238,6 +312,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
 
     Raises:
         ConfigError: An argument is missing, unknown or given twice.
+        DataError: The dataset has no rows, or no column ``prompt``.
         RewardError: A reward cannot be loaded, or returns something else than scores.
         GenerationError: The engine that was asked for by name cannot sample.
     """
@@ -246,7 +321,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         self,
         model: Any = None,
         reward_funcs: Any = None,
-        args: LeaveOneOutConfig | None = None,
+        args: RLOOConfig | None = None,
         train_dataset: Any = None,
         processing_class: Any = None,
         callbacks: list[Any] | None = None,
@@ -261,11 +336,13 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
             "processing_class": processing_class,
         }
         _translate_parts(parts, others)
-        asked = parts.pop("args") or LeaveOneOutConfig()
+        asked = _own_config(parts.pop("args"))
         args = copy.copy(asked)  # the caller's stays as it is
         self.team = current_team()
         _follow_model(args, parts["model"])
+        _check_prompts(parts["train_dataset"], "train_dataset")
         rewards = _load_weighted(parts.pop("reward_funcs"), args, parts["processing_class"])
+        rewards = _with_tokenizers(rewards, others.get("reward_processing_classes"))
         if asked_for(args) != "trl":
             args.use_vllm = False  # the kit samples; TRL need not start an engine of its own
         _drop_old_reference(parts["model"])
@@ -975,6 +1052,49 @@ def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Any) -> list[
     elif any(reward.weight != 1.0 for reward in rewards):
         raise ConfigError("reward weights are given both by name and as reward_weights: keep one")
     return rewards
+
+
+def _with_tokenizers(rewards: list[LoadedReward], given: Any) -> list[LoadedReward]:
+    """Return the rewards, TRL's ``reward_processing_classes`` given to folders and hub names.
+
+    TRL gives them to models; functions have no use for them.
+
+    Raises:
+        ConfigError: There are not as many of them as rewards.
+    """
+    if given is None:
+        return rewards
+    listed = given if isinstance(given, list | tuple) else [given]
+    if len(listed) != len(rewards):
+        raise ConfigError(
+            f"reward_processing_classes holds {len(listed)} and reward_funcs {len(rewards)}: give "
+            f"one for each reward, None for those without"
+        )
+    return [_with_tokenizer(*pair) for pair in zip(rewards, listed, strict=True)]
+
+
+def _with_tokenizer(reward: LoadedReward, tokenizer: Any) -> LoadedReward:
+    model = getattr(reward.func, "reward", None)
+    if tokenizer is None or not isinstance(model, RewardModel):
+        return reward
+    func = dataclasses.replace(reward.func, reward=dataclasses.replace(model, tokenizer=tokenizer))
+    return dataclasses.replace(reward, func=func)
+
+
+def _check_prompts(dataset: Any, name: str) -> None:
+    """Refuse a dataset without rows or without the column ``prompt``, where that is known.
+
+    Raises:
+        DataError: It is one.
+    """
+    if hasattr(dataset, "__len__") and not len(dataset):
+        raise DataError(f"{name} has no rows: give at least one prompt")
+    columns = getattr(dataset, "column_names", None)
+    if columns is not None and "prompt" not in columns:
+        raise DataError(
+            f"{name} has no column 'prompt', only {shown(sorted(columns))}: rename the one that "
+            f"is meant, as in {name}.rename_column({next(iter(columns), 'question')!r}, 'prompt')"
+        )
 
 
 def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
