@@ -1,21 +1,91 @@
 """Start the engine that samples for a model: vLLM in this process, a vLLM server, or none."""
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from rloo_kit.config import did_you_mean
 from rloo_kit.engine_memory import MAX_SEQUENCES
-from rloo_kit.errors import ConfigError, GenerationError
+from rloo_kit.errors import ConfigError, GenerationError, KitError
 from rloo_kit.generation import Choice, Drawn, Engine, Sampling, choose, why_no_hot_swap
-from rloo_kit.hardware import why_not_vllm
+from rloo_kit.hardware import detect_hardware, why_not_vllm
 from rloo_kit.memory import belongs_to_session
 from rloo_kit.processes import Team, current_team
+from rloo_kit.wording import shown, why
 
 WHY_NOT_SEVERAL = "several processes share one vLLM server: start one, and set generation to server"
 """An engine in each process would open a group of processes of its own."""
 
+OBEYED = ""
+"""The engine does what the setting says, or the setting has no meaning for it."""
+NEEDS_SERVER = "set generation: server, or leave it out"
+NEEDS_TRANSFORMERS = "set generation: transformers, or leave it out"
+NO_REGEX = (
+    "reward the form instead (the reward format), or set use_vllm: true and vllm_mode: server for "
+    "TRL's own client"
+)
+NO_GROUP = "leave it out: only the adapter moves, and that through a folder"
+NO_OBJECT = "write its values into generation_kwargs"
+SETTINGS: dict[str, tuple[str, str, str]] = {
+    "use_vllm": (OBEYED, OBEYED, OBEYED),  # by asked_for
+    "vllm_mode": (OBEYED, OBEYED, OBEYED),
+    "vllm_model_impl": (
+        "leave it out: adapters are swapped in vLLM's own implementation alone",
+        "leave it out, and start the server with --model-impl",
+        OBEYED,
+    ),
+    "vllm_enable_sleep_mode": (OBEYED, OBEYED, OBEYED),  # a server has memory of its own
+    "vllm_structured_outputs_regex": (NO_REGEX, NO_REGEX, NO_REGEX),
+    "vllm_server_base_url": (NEEDS_SERVER, OBEYED, NEEDS_SERVER),
+    "vllm_server_host": (NEEDS_SERVER, OBEYED, NEEDS_SERVER),
+    "vllm_server_port": (NEEDS_SERVER, OBEYED, NEEDS_SERVER),
+    "vllm_server_timeout": (NEEDS_SERVER, OBEYED, OBEYED),
+    "vllm_group_port": (NO_GROUP, NO_GROUP, OBEYED),
+    "vllm_gpu_memory_utilization": (
+        OBEYED,
+        "leave it out, and start the server with --gpu-memory-utilization",
+        OBEYED,
+    ),
+    "vllm_max_model_length": (OBEYED, OBEYED, OBEYED),
+    "vllm_tensor_parallel_size": (
+        "leave it out: this engine is for one GPU, and a vLLM server may use several",
+        "leave it out, and start the server with --tensor-parallel-size",
+        OBEYED,
+    ),
+    "vllm_sampling_params": (NO_OBJECT, NO_OBJECT, NO_OBJECT),  # of Unsloth's patched class
+    "cache_implementation": (NEEDS_TRANSFORMERS, NEEDS_TRANSFORMERS, OBEYED),
+    "use_transformers_continuous_batching": (NEEDS_TRANSFORMERS, NEEDS_TRANSFORMERS, OBEYED),
+    "transformers_continuous_batching_config": (NEEDS_TRANSFORMERS, NEEDS_TRANSFORMERS, OBEYED),
+    "use_transformers_paged": (NEEDS_TRANSFORMERS, NEEDS_TRANSFORMERS, OBEYED),
+}
+"""TRL's settings of who samples: what to do where they are given to vLLM in this process, a vLLM
+server, transformers. TRL's own client has them all from TRL."""
+ENGINES = {"vllm": "vLLM in this process", "server": "the vLLM server", "transformers": "generate"}
+TOKEN_SAMPLING = frozenset(
+    {
+        "allowed_token_ids",
+        "frequency_penalty",
+        "ignore_eos",
+        "logit_bias",
+        "min_p",
+        "min_tokens",
+        "presence_penalty",
+        "repetition_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+    }
+)
+"""What ``generation_kwargs`` may hold for vLLM: what needs no tokenizer, and leaves the number of
+completions, their length, their ends and the log-probabilities to the kit."""
+FIXED = frozenset({"disable_compile", "num_return_sequences", "return_dict_in_generate"})
+"""Parameters of transformers' ``generate`` that TRL and the kit set."""
+
 
 def start_engine(
-    model: Any, args: Any, *, why_not: str | None = None
+    model: Any, args: Any, *, why_not: str | None = None, trains: bool = True
 ) -> tuple[Engine | None, Choice]:
     """Start what ``args.generation`` asks for.
 
@@ -23,6 +93,7 @@ def start_engine(
         model: As ``attach_lora`` returned it.
         args: A ``LeaveOneOutConfig``.
         why_not: Why only TRL's own path can sample here (images, divided weights), or None.
+        trains: Whether a training samples, and not an evaluation, which draws otherwise.
 
     Returns:
         The engine, None where transformers or TRL samples; and the choice, with its reason. One
@@ -41,6 +112,8 @@ def start_engine(
         why_not = why_not or getattr(model, "rloo_kit_why_not_shared", None)
     why_not = why_not or why_no_hot_swap(model)
     choice = choose(asked, on_gpu=model.device.type != "cpu", why_not=why_not)
+    if trains:
+        check_settings(args, choice.engine)
     if choice.engine == "transformers":
         return None, choice
     max_length = args.vllm_max_model_length or getattr(model, "rloo_kit_max_seq_length", None)
@@ -137,14 +210,118 @@ class SharedEngine:
             self._engine.close()
 
 
-def check_engine(args: Any) -> None:
-    """Refuse an engine that was asked for by name and is not installed, before a model is loaded.
+def check_engine(args: Any, *, trains: bool = True) -> None:
+    """Refuse what can be refused before a model is loaded.
+
+    Args:
+        args: A ``LeaveOneOutConfig``.
+        trains: Whether a training samples, and not an evaluation.
 
     Raises:
-        GenerationError: It is not.
+        GenerationError: An engine was asked for by name and is not installed.
+        ConfigError: The engine does not obey a setting.
     """
-    if asked_for(args) == "vllm":
+    asked = asked_for(args)
+    if asked == "vllm":
         choose("vllm", on_gpu=True, why_not=why_not_vllm())
+    if asked == "auto" and (detect_hardware().device == "cpu" or why_not_vllm()):
+        asked = "transformers"
+    if trains:
+        check_settings(args, asked)
+
+
+def check_settings(args: Any, engine: str) -> None:
+    """Refuse settings of TRL that an engine would not obey.
+
+    Args:
+        args: A ``LeaveOneOutConfig``.
+        engine: ``vllm``, ``server`` or ``transformers``; of others nothing is known.
+
+    Raises:
+        ConfigError: One is given.
+    """
+    if engine not in ENGINES:
+        return
+    place = list(ENGINES).index(engine)
+    for name, remedies in SETTINGS.items():
+        if remedies[place] and _is_given(args, name):
+            raise ConfigError(
+                f"trainer.{name} is {shown(getattr(args, name))}, which {ENGINES[engine]} does not "
+                f"obey: {remedies[place]}"
+            )
+    others = getattr(args, "generation_kwargs", None) or {}
+    if engine == "transformers":
+        _check_generate(others)
+    else:
+        _check_vllm(others, engine, args)
+
+
+def _is_given(args: Any, name: str) -> bool:
+    """Return whether a setting has another value than TRL's default."""
+    if name == "vllm_gpu_memory_utilization":
+        return bool(getattr(args, "memory_share_given", False))
+    from trl import RLOOConfig
+
+    field = next((field for field in dataclasses.fields(RLOOConfig) if field.name == name), None)
+    return field is not None and getattr(args, name, field.default) != field.default
+
+
+def _check_vllm(others: Mapping[str, Any], engine: str, args: Any) -> None:
+    known = TOKEN_SAMPLING | ({"bad_words"} if engine == "server" else set())
+    for name in others:
+        if name not in known:
+            raise ConfigError(
+                f"trainer.generation_kwargs gives {name!r}, which cannot be given to "
+                f"{ENGINES[engine]}: leave it out, set generation: transformers, or give one of "
+                f"{', '.join(sorted(known))}"
+            )
+    if engine == "vllm" and others:
+        from vllm import SamplingParams
+
+        try:
+            SamplingParams(**sampling_of(args, []).as_vllm())
+        except Exception as exc:  # what vLLM raises differs by version
+            raise _refused(others, exc) from exc
+
+
+def _check_generate(others: Mapping[str, Any]) -> None:
+    from transformers import GenerationConfig
+
+    names = set(inspect.signature(GenerationConfig).parameters) | set(vars(GenerationConfig()))
+    known = {name for name in names if not name.startswith("_")} - FIXED
+    for name in others:
+        if name not in known:
+            hint = "; leave it out, since TRL sets it" if name in FIXED else ""
+            raise ConfigError(
+                f"trainer.generation_kwargs gives {name!r}, which cannot be given to generate of "
+                f"transformers{hint or did_you_mean(name, known)}"
+            )
+    try:
+        GenerationConfig(**{"do_sample": True, **others})
+    except (TypeError, ValueError) as exc:
+        raise _refused(others, exc) from exc
+
+
+@contextlib.contextmanager
+def values_obeyed(args: Any) -> Iterator[None]:
+    """Blame ``generation_kwargs`` for what transformers' ``generate`` does not take.
+
+    Raises:
+        ConfigError: It is given, and holds a value that only ``generate`` itself looks at.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as exc:
+        if isinstance(exc, KitError) or not args.generation_kwargs:
+            raise
+        raise _refused(args.generation_kwargs, exc) from exc
+
+
+def _refused(others: Mapping[str, Any], exc: Exception) -> ConfigError:
+    return ConfigError(
+        f"trainer.generation_kwargs {shown(dict(others))} cannot be obeyed ({why(exc)}): correct "
+        f"its values"
+    )
 
 
 def asked_for(args: Any) -> str:

@@ -123,7 +123,7 @@ class Examination:
         args.vllm_max_model_length, args.vllm_enable_sleep_mode = length, False
         args.generation_batch_size = self.batch_size or NUM_SEQUENCES
         try:
-            engine, choice = start_engine(one.model, args, why_not=self.why_not)
+            engine, choice = start_engine(one.model, args, why_not=self.why_not, trains=False)
         except GenerationError as exc:
             if self.engine_by_name:
                 raise
@@ -299,7 +299,7 @@ def examine_models(
     by_name = _choose_engine(args, given.get("trainer") or {})
     why_not = _why_no_engine(found)
     if by_name:
-        check_engine(args)
+        check_engine(args, trains=False)
         choose(asked_for(args), on_gpu=True, why_not=why_not)
     return Examination(
         config,

@@ -24,7 +24,7 @@ import torch
 from rloo_kit.batching import TokenRows
 from rloo_kit.data import prompt_ids
 from rloo_kit.data_files import raw_prompts
-from rloo_kit.engines import sampling_of
+from rloo_kit.engines import sampling_of, values_obeyed
 from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.hardware import GIB, TESTED, detect_hardware, installed_version
 from rloo_kit.learner import NO_GRAD_FACTOR, Learner, Tally
@@ -380,6 +380,7 @@ def _fill_cache(trainer: Any, worst: _Worst) -> None:
         return model.generate(ids, attention_mask=mask, generation_config=settings, **others)
 
     with (
+        values_obeyed(trainer.args),
         _modes_kept(model),
         _sampling_mode(model),
         torch.no_grad(),

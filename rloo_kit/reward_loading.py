@@ -36,7 +36,7 @@ from typing import Any, TypeAlias
 
 from rloo_kit.chat_templates import WithSettings
 from rloo_kit.composition import WeightSchedule, gated, rescaled, routed
-from rloo_kit.errors import RewardLoadError
+from rloo_kit.errors import ConfigError, RewardLoadError
 from rloo_kit.reward_contract import checked, keywords_of, name_of
 from rloo_kit.wording import printable, shown, why
 
@@ -118,6 +118,32 @@ def load_reward(
         func = bind(tokenizer)
     name = name_of(func)
     return LoadedReward(checked(func, name), name, weight)
+
+
+def with_tokenizers(rewards: list[LoadedReward], given: Any) -> list[LoadedReward]:
+    """Return the rewards, TRL's ``reward_processing_classes`` given to folders and hub names.
+
+    TRL gives them to models that are loaded; functions have no use for them.
+
+    Raises:
+        ConfigError: There are not as many of them as rewards.
+    """
+    if given is None:
+        return rewards
+    listed = given if isinstance(given, list | tuple) else [given]
+    if len(listed) != len(rewards):
+        raise ConfigError(
+            f"reward_processing_classes holds {len(listed)} and reward_funcs {len(rewards)}: give "
+            f"one for each reward, None for those without"
+        )
+    return [_with_tokenizer(*pair) for pair in zip(rewards, listed, strict=True)]
+
+
+def _with_tokenizer(reward: LoadedReward, tokenizer: Any) -> LoadedReward:
+    model = getattr(reward.func, "reward", None)
+    if tokenizer is None or getattr(model, "__name__", None) != "reward_model":
+        return reward
+    return replace(reward, func=replace(reward.func, reward=replace(model, tokenizer=tokenizer)))
 
 
 # --- a spec in parts ---------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from rloo_kit.config import (
     read_value,
     translate_trainer_arguments,
 )
-from rloo_kit.engines import asked_for, sampling_of, start_engine
+from rloo_kit.engines import asked_for, check_engine, sampling_of, start_engine, values_obeyed
 from rloo_kit.environment import precision_as_asked, setup
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.exact_resume import ExactResume
@@ -54,8 +54,7 @@ from rloo_kit.processes import asked_size, current_team, why_sharded
 from rloo_kit.redaction import redact, redact_tree
 from rloo_kit.rehearsal import rehearse_first
 from rloo_kit.reward_contract import AsyncCheckedReward, guarded
-from rloo_kit.reward_loading import LoadedReward, load_rewards
-from rloo_kit.rewards.reward_model import RewardModel
+from rloo_kit.reward_loading import LoadedReward, load_rewards, with_tokenizers
 from rloo_kit.rollout import Rollout, Sampled, Shaping
 from rloo_kit.run_record import DEFAULTS
 from rloo_kit.thoughts import ThoughtFinder
@@ -339,10 +338,12 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         asked = _own_config(parts.pop("args"))
         args = copy.copy(asked)  # the caller's stays as it is
         self.team = current_team()
+        if engine is None:
+            check_engine(asked)
         _follow_model(args, parts["model"])
         _check_prompts(parts["train_dataset"], "train_dataset")
         rewards = _load_weighted(parts.pop("reward_funcs"), args, parts["processing_class"])
-        rewards = _with_tokenizers(rewards, others.get("reward_processing_classes"))
+        rewards = with_tokenizers(rewards, others.get("reward_processing_classes"))
         if asked_for(args) != "trl":
             args.use_vllm = False  # the kit samples; TRL need not start an engine of its own
         _drop_old_reference(parts["model"])
@@ -603,7 +604,8 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         def draw(prompts: list[list[int]]) -> list[list[int]]:
             # TRL turns checkpointing off to sample, and where that fails not on again.
             kwargs = self.args.gradient_checkpointing_kwargs
-            with finite_logits(), disable_gradient_checkpointing(self.model, kwargs):
+            off = disable_gradient_checkpointing(self.model, kwargs)
+            with values_obeyed(self.args), finite_logits(), off:
                 return sample(prompts, images, multimodal_fields)
 
         if images or multimodal_fields or self.use_vllm:
@@ -1052,33 +1054,6 @@ def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Any) -> list[
     elif any(reward.weight != 1.0 for reward in rewards):
         raise ConfigError("reward weights are given both by name and as reward_weights: keep one")
     return rewards
-
-
-def _with_tokenizers(rewards: list[LoadedReward], given: Any) -> list[LoadedReward]:
-    """Return the rewards, TRL's ``reward_processing_classes`` given to folders and hub names.
-
-    TRL gives them to models; functions have no use for them.
-
-    Raises:
-        ConfigError: There are not as many of them as rewards.
-    """
-    if given is None:
-        return rewards
-    listed = given if isinstance(given, list | tuple) else [given]
-    if len(listed) != len(rewards):
-        raise ConfigError(
-            f"reward_processing_classes holds {len(listed)} and reward_funcs {len(rewards)}: give "
-            f"one for each reward, None for those without"
-        )
-    return [_with_tokenizer(*pair) for pair in zip(rewards, listed, strict=True)]
-
-
-def _with_tokenizer(reward: LoadedReward, tokenizer: Any) -> LoadedReward:
-    model = getattr(reward.func, "reward", None)
-    if tokenizer is None or not isinstance(model, RewardModel):
-        return reward
-    func = dataclasses.replace(reward.func, reward=dataclasses.replace(model, tokenizer=tokenizer))
-    return dataclasses.replace(reward, func=func)
 
 
 def _check_prompts(dataset: Any, name: str) -> None:

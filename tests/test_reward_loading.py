@@ -179,7 +179,7 @@ def test_same_names_get_a_number():
     [
         ("thinkin", r"did you mean 'thinking'\?.* give a built-in one \(accuracy"),
         ("thinkng:0.5", "did you mean 'thinking'"),
-        ("org/model", "model: HUB_NAME"),
+        ("org/model", "the hub gives no reward model of that name"),
         ("none.py:polite", "does not exist; give its path relative to the run file"),
         ("my.py:polit", r"did you mean 'polite'\?.* one of: polite, old_style, Short, short"),
         ("my.py", "names no function; add ':function' with one of: polite"),

@@ -14,6 +14,8 @@ from transformers import HfArgumentParser, TrainingArguments
 from trl import ModelConfig, RLOOConfig, ScriptArguments, TrlParser
 
 import rloo_kit as rk
+from rloo_kit.cli import main
+from rloo_kit.engines import SETTINGS, check_settings
 from rloo_kit.models import TINY_THINKER
 
 HERE = Path(__file__).parent
@@ -176,6 +178,8 @@ def test_the_config_of_something_else_is_one_sentence(policy, tmp_path):
 
 UNDER_UNSLOTH = """
 import rloo_kit as rk
+from rloo_kit.cli import main
+from rloo_kit.engines import SETTINGS, check_settings
 rk.setup()
 from unsloth.models.rl import patch_trl_rl_trainers
 patch_trl_rl_trainers()
@@ -367,3 +371,90 @@ QUESTIONS = Dataset.from_dict({"question": ["1 + 1 ="], "answer": ["2"]})
 def test_a_dataset_that_holds_no_prompts_is_one_sentence(policy, tmp_path, dataset, words):
     with pytest.raises(rk.DataError, match=f"^[^\n]*{words}[^\n]*$"):
         trained(policy, rk.LeaveOneOutConfig(**few(tmp_path)), train_dataset=dataset)
+
+
+# --- settings of who samples ---------------------------------------------------------------------
+
+WHO_SAMPLES = ("vllm", "use_transformers", "continuous_batching", "cache_implementation")
+"""Parts of the names of TRL's fields that say how an engine samples."""
+
+
+def test_every_field_of_trl_about_the_engine_is_obeyed_or_refused():
+    fields = {field.name for field in dataclasses.fields(RLOOConfig)}
+    found = {name for name in fields if any(part in name for part in WHO_SAMPLES)}
+    assert found == set(SETTINGS) - {"vllm_sampling_params"}, "write down who obeys the new one"
+
+
+@pytest.mark.parametrize(
+    ("settings", "engines"),
+    [
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, ("vllm", "server", "transformers")),
+        ({"vllm_tensor_parallel_size": 2}, ("vllm", "server")),
+        ({"vllm_model_impl": "transformers"}, ("vllm", "server")),
+        ({"vllm_group_port": 5000}, ("vllm", "server")),
+        ({"vllm_gpu_memory_utilization": 0.3}, ("server",)),
+        ({"vllm_server_base_url": "http://127.0.0.1:9"}, ("vllm", "transformers")),
+        ({"vllm_server_timeout": 5.0}, ("vllm",)),
+        ({"vllm_max_model_length": 128, "vllm_enable_sleep_mode": True}, ()),
+        ({"cache_implementation": "static"}, ("vllm", "server")),
+        ({"use_transformers_continuous_batching": True}, ("vllm", "server")),
+        ({}, ()),
+    ],
+)
+def test_what_an_engine_does_not_obey_is_one_sentence(tmp_path, settings, engines):
+    args = rk.LeaveOneOutConfig(**few(tmp_path, **settings))
+    for engine in ("vllm", "server", "transformers", "trl"):
+        if engine not in engines:
+            check_settings(args, engine)
+            continue
+        with pytest.raises(rk.ConfigError, match=r"^trainer\.\w+ is [^\n]*does not obey: [^\n]+$"):
+            check_settings(args, engine)
+
+
+def test_the_regex_is_refused_before_a_model_is_loaded(tmp_path, capsys):
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        "model: {name: no-such-model}\nrewards: [accuracy]\ndata: {prompts: arithmetic}\n"
+    )
+    flag = "trainer.vllm_structured_outputs_regex='[0-9]+'"
+    assert main(["train", str(run), "--set", flag, "--set", f"output_dir={tmp_path}/out"]) == 2
+    said = capsys.readouterr().err
+    assert "vllm_structured_outputs_regex is '[0-9]+', which generate does not obey" in said
+
+
+@pytest.mark.parametrize(
+    ("engine", "kwargs", "words"),
+    [
+        ("vllm", {"num_beams": 4}, "gives 'num_beams', which cannot be given to vLLM"),
+        ("vllm", {"seed": 4}, "gives 'seed', .* set generation: transformers, or give one of all"),
+        ("vllm", {"bad_words": ["no"]}, "gives 'bad_words'"),
+        ("server", {"num_beams": 4}, "gives 'num_beams', which cannot be given to the vLLM server"),
+        ("server", {"stop": ["x"]}, "gives 'stop'"),
+        ("transformers", {"seed": 4}, "gives 'seed', which cannot be given to generate"),
+        ("transformers", {"top_q": 0.5}, "did you mean 'top_p'"),
+        ("transformers", {"num_return_sequences": 2}, "leave it out, since TRL sets it"),
+        ("transformers", {"max_new_tokens": "many"}, "'many'} cannot be obeyed"),
+    ],
+)
+def test_generation_kwargs_that_cannot_be_obeyed_are_one_sentence(tmp_path, engine, kwargs, words):
+    args = rk.LeaveOneOutConfig(**few(tmp_path, generation_kwargs=kwargs))
+    with pytest.raises(rk.ConfigError, match=f"^trainer.generation_kwargs [^\n]*{words}[^\n]*$"):
+        check_settings(args, engine)
+
+
+def test_generation_kwargs_that_can_be_obeyed_pass(tmp_path):
+    args = rk.LeaveOneOutConfig(**few(tmp_path, generation_kwargs={"top_p": 0.9, "top_k": 5}))
+    check_settings(args, "transformers")
+    check_settings(args, "server")
+    given = {"min_tokens": 2, "logit_bias": {3: 1.0}, "bad_words": ["no"]}
+    check_settings(rk.LeaveOneOutConfig(**few(tmp_path, generation_kwargs=given)), "server")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [({"disable_compile": True}, "TRL sets it"), ({"temperature": -1.0}, "strictly positive")],
+)
+def test_wrong_generation_kwargs_are_one_sentence_from_the_trainer(policy, tmp_path, kwargs, words):
+    args = rk.LeaveOneOutConfig(**few(tmp_path, generation_kwargs=kwargs))
+    with pytest.raises(rk.ConfigError, match=f"^trainer.generation_kwargs [^\n]*{words}[^\n]*$"):
+        trained(policy, args)

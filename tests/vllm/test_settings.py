@@ -1,0 +1,65 @@
+"""What vLLM is given by ``generation_kwargs``, held against the installed vLLM."""
+
+import inspect
+
+import pytest
+
+import rloo_kit as rk
+from rloo_kit.engines import TOKEN_SAMPLING, check_settings
+
+pytestmark = pytest.mark.vllm
+
+
+def test_every_name_that_passes_is_one_of_vllm():
+    from vllm import SamplingParams
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    assert set(inspect.signature(SamplingParams).parameters) >= TOKEN_SAMPLING
+    assert set(CompletionRequest.model_fields) >= TOKEN_SAMPLING | {"bad_words"}
+
+
+def args(tmp_path, **settings):
+    few = {"max_steps": 1, "max_completion_length": 8, "save_strategy": "no", "generation": "vllm"}
+    return rk.LeaveOneOutConfig(str(tmp_path / "out"), **{**few, **settings})
+
+
+def test_values_that_vllm_refuses_are_one_sentence_at_the_start(tmp_path):
+    for kwargs in ({"presence_penalty": 9}, {"min_tokens": 99}):
+        with pytest.raises(rk.ConfigError, match=r"^trainer.generation_kwargs [^\n]*cannot be obe"):
+            check_settings(args(tmp_path, generation_kwargs=kwargs), "vllm")
+    for kwargs in ({"presence_penalty": 0.5}, {"min_tokens": 2}, {"logit_bias": {3: 1.0}}):
+        check_settings(args(tmp_path, generation_kwargs=kwargs), "vllm")
+
+
+def test_the_trainer_refuses_before_the_engine_starts_and_obeys_what_passes(tmp_path):
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
+    parts = {
+        "model": rk.attach_lora(model),
+        "reward_funcs": "accuracy",
+        "train_dataset": rk.load_prompts("arithmetic", num_prompts=8),
+        "processing_class": tokenizer,
+    }
+    for wrong in (
+        {"generation_kwargs": {"num_beams": 4}},
+        {"generation_kwargs": {"seed": 4}},
+        {"vllm_structured_outputs_regex": "[0-9]+"},
+        {"vllm_tensor_parallel_size": 2},
+    ):
+        with pytest.raises(rk.ConfigError, match=r"^trainer\.[^\n]*$"):
+            rk.LeaveOneOutTrainer(args=args(tmp_path, **wrong), **parts)
+    few = {"allowed_token_ids": [5, 6, 7]}
+    trainer = rk.LeaveOneOutTrainer(args=args(tmp_path, generation_kwargs=few, beta=0.0), **parts)
+    seen = set()
+    generate = trainer.engine.generate
+
+    def watched(prompt_ids, sampling, seed):
+        drawn = generate(prompt_ids, sampling, seed)
+        if sampling.others:  # the canary draws from all tokens
+            seen.update(*drawn.completion_ids)
+        return drawn
+
+    trainer.engine.generate = watched
+    trainer.train()
+    assert seen
+    assert seen <= {5, 6, 7}
+    rk.release(trainer)
