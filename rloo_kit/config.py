@@ -36,7 +36,8 @@ class ModelSection:
     """``model:``, what is trained."""
 
     name: str = "tiny-thinker"
-    """A hub name, a local folder, a .gguf file, or tiny-thinker (embedded)."""
+    """A hub name, a local folder, an adapter's folder (to train it further), a .gguf file, or
+    tiny-thinker (embedded)."""
     max_seq_length: int = 1024
     """Longest prompt plus completion, tokens."""
     load_in_4bit: bool = True
@@ -58,6 +59,13 @@ class LoraSection:
     lora_dropout: float = 0.0
     target_modules: list[str] = field(default_factory=lambda: list(PROJECTIONS))
     """Linear layers that get an adapter."""
+
+    def __new__(cls, *values: Any, **given: Any) -> "LoraSection":
+        """Remember which settings were given: the others follow an adapter that is continued."""
+        section = super().__new__(cls)
+        names = [one.name for one in dataclasses.fields(cls)][: len(values)]
+        object.__setattr__(section, "given", frozenset([*names, *given]))
+        return section
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from rloo_kit.adapters import CONFIG
 from rloo_kit.batching import MicroBatch, TokenRows
 from rloo_kit.canary import Canary
 from rloo_kit.config import EXAMPLES, RunConfig, make_run_config, read_overrides
@@ -30,7 +31,7 @@ from rloo_kit.memory import belongs_to_session, leave_session
 from rloo_kit.out_of_memory import Pieces
 from rloo_kit.preparation import held_out_judges, make_trainer_args, read_prompts
 from rloo_kit.reward_loading import LoadedReward, load_rewards
-from rloo_kit.trained_models import CONFIG, OneBase, TrainedModel
+from rloo_kit.trained_models import OneBase, TrainedModel
 from rloo_kit.wording import shown
 
 BATCH_TOKENS = 1 << 16

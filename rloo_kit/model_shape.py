@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.adapters import base_of
 from rloo_kit.errors import ModelError
 from rloo_kit.wording import shown, why
 
@@ -210,10 +211,9 @@ def _base_of_adapter(name: str) -> str:
     folder = Path(name).expanduser()
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-            content = json.loads((folder / "adapter_config.json").read_bytes())
             facts = folder / "reward_model.json"
             noted = json.loads(facts.read_bytes()) if facts.is_file() else {}
-            base = noted.get("base") or content.get("base_model_name_or_path") or name
+            base = noted.get("base") or base_of(folder)
             relative = noted.get("base_folder")
             if relative and (folder / relative).is_dir():
                 return str(folder / relative)

@@ -5,13 +5,16 @@ import functools
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.adapters import WEIGHTS, adapter_in, base_of, lora_settings
 from rloo_kit.chat_templates import end_of_turn_id
-from rloo_kit.config import PROJECTIONS
+from rloo_kit.config import LoraSection
 from rloo_kit.environment import Environment, quiet, setup
 from rloo_kit.errors import ConfigError, KitError, ModelError
+from rloo_kit.generation import room_for_rank
 from rloo_kit.hardware import GIB, Hardware, host_memory, why_not_vllm
 from rloo_kit.memory import belongs_to_session
 from rloo_kit.model_shape import TINY_THINKER
@@ -30,6 +33,11 @@ from rloo_kit.wording import shown, why
 PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
 TEMPLATE_SECONDS = 5.0
 """That a chat template may take once; usual ones take a thousandth of a second."""
+OF_ITS_RUN = (
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode",
+)  # fmt: skip
+"""Fields of an adapter's config that are no settings."""
 NF4_SHARE = 0.32
 """Bytes of NF4 weights with double quantisation over bytes of the bf16 ones, embeddings apart."""
 
@@ -49,7 +57,8 @@ def load_model(
     """Load a causal language model and its tokenizer, ready for ``attach_lora``.
 
     Args:
-        name: A hub name, a local folder, a ``.gguf`` file, or ``tiny-thinker`` (embedded).
+        name: A hub name, a local folder, a ``.gguf`` file, ``tiny-thinker`` (embedded), or the
+            folder of a LoRA adapter: its base is loaded with this adapter on it, to train further.
         max_seq_length: Longest prompt plus completion, tokens.
         load_in_4bit: NF4 weights (bitsandbytes), double quantisation.
         backend: ``auto`` (Unsloth where it starts), ``unsloth`` or ``transformers``.
@@ -84,11 +93,17 @@ def load_model(
         )
     environment = setup(backend)
     source = _find(str(name))
+    adapter = adapter_in(source)
+    if adapter is not None:
+        source = _find(base_of(adapter))
+        max_lora_rank = max(max_lora_rank, lora_settings(adapter, {})["r"])
+        if (adapter / "tokenizer_config.json").is_file():  # its chat template is trained with it
+            kwargs = {"tokenizer_name": str(adapter), **kwargs}
     _check_memory(source, environment.hardware, load_in_4bit=load_in_4bit)
     engine = SharedEngine(
         max_seq_length,
         load_in_4bit,
-        max_lora_rank,
+        room_for_rank(max_lora_rank),
         num_sequences,
         share=kwargs.pop("gpu_memory_utilization", None),
         sleeps=kwargs.pop("unsloth_vllm_standby", True),
@@ -107,23 +122,20 @@ def load_model(
     if fast_inference and _can_share(environment):
         load = functools.partial(load_shared, load, source, engine, trust_remote_code)
     refuse = functools.partial(_refused_pickle, str(name))
-    try:
-        with _progress_bars(shown=not Path(source).is_dir()), quiet(), none_opened(refuse):
-            model, tokenizer = load()
-            _prepare_tokenizer(model, tokenizer)
-    except KitError:
-        raise
-    except Exception as exc:  # what is raised differs by library, version and network
-        if not trust_remote_code and any("trust_remote_code" in str(e) for e in _causes(exc)):
-            raise ModelError(
-                f"model {str(name)!r} needs code of its own, which is not run: allow it with "
-                f"model.trust_remote_code: true, only for a source you trust"
-            ) from exc
-        raise _as_model_error(str(name), exc) from exc
+    with (
+        _as_model_errors(str(name), trust_remote_code=trust_remote_code),
+        _progress_bars(shown=not Path(source).is_dir()),
+        quiet(),
+        none_opened(refuse),
+    ):
+        model, tokenizer = load()
+        _prepare_tokenizer(model, tokenizer)
     keep_trainable_layout(model)
     model.rloo_kit_backend = environment.backend
     model.rloo_kit_max_seq_length = max_seq_length
     belongs_to_session(model)
+    if adapter is not None:
+        model = _with_adapter(model, adapter)
     return model, tokenizer
 
 
@@ -136,48 +148,68 @@ def _can_share(environment: Environment) -> bool:
 def attach_lora(
     model: Any,
     *,
-    r: int = 16,
-    lora_alpha: int = 16,
-    lora_dropout: float = 0.0,
-    target_modules: list[str] | tuple[str, ...] = PROJECTIONS,
+    r: int | None = None,
+    lora_alpha: int | None = None,
+    lora_dropout: float | None = None,
+    target_modules: list[str] | tuple[str, ...] | None = None,
     use_gradient_checkpointing: bool | str | None = None,
     seed: int = 42,
 ) -> Any:
     """Return the model with a fresh LoRA adapter named ``default``; only the adapter trains.
 
+    A model that was loaded from the folder of an adapter has one already, and keeps it.
+
     Args:
         model: As ``load_model`` returned it.
-        r: Rank.
-        lora_alpha: The adapter's output is scaled by ``lora_alpha / r``.
-        lora_dropout: In [0, 1).
-        target_modules: Names of linear layers.
+        r: Rank; None: 16. These four follow the adapter where the model has one.
+        lora_alpha: The adapter's output is scaled by ``lora_alpha / r``; None: 16.
+        lora_dropout: In [0, 1); None: 0.
+        target_modules: Names of linear layers; None: of the attention and of the MLP.
         use_gradient_checkpointing: None: Unsloth's on a GPU, off on a CPU, where recomputing costs
             time and memory is plenty.
-        seed: Of the adapter's random start.
+        seed: Of a fresh adapter's random start.
 
     Raises:
-        ConfigError: None of ``target_modules`` is in the model.
+        ConfigError: None of ``target_modules`` is in the model, or a setting is not that of the
+            adapter which the model has.
     """
-    import torch
-    from peft import LoraConfig, get_peft_model
-
-    leaves = {
-        n.rsplit(".", 1)[-1] for n, m in model.named_modules() if n and not list(m.children())
-    }
-    missing = sorted(set(target_modules) - leaves)
-    if len(missing) == len(set(target_modules)):
-        raise ConfigError(
-            f"none of target_modules {sorted(set(target_modules))} is a layer of this model; its "
-            f"linear layers are "
-            f"{', '.join(sorted(n for n in leaves if 'proj' in n or 'fc' in n)) or sorted(leaves)}"
-        )
-    modules = [name for name in target_modules if name in leaves]
-    settings = {
+    given = {
         "r": r,
         "lora_alpha": lora_alpha,
         "lora_dropout": lora_dropout,
-        "target_modules": modules,
+        "target_modules": target_modules,
     }
+    folder = getattr(model, "rloo_kit_adapter", None)
+    if folder is not None:
+        lora_settings(Path(folder), given)
+        if use_gradient_checkpointing is not None:
+            _recompute(model, use_gradient_checkpointing)
+            model.rloo_kit_gradient_checkpointing = use_gradient_checkpointing
+        return model
+    asked = {name: value for name, value in given.items() if value is not None}
+    settings = asdict(LoraSection()) | asked
+    leaves = {
+        n.rsplit(".", 1)[-1] for n, m in model.named_modules() if n and not list(m.children())
+    }
+    targets = settings["target_modules"]
+    missing = sorted(set(targets) - leaves)
+    if len(missing) == len(set(targets)):
+        raise ConfigError(
+            f"none of target_modules {sorted(set(targets))} is a layer of this model; its "
+            f"linear layers are "
+            f"{', '.join(sorted(n for n in leaves if 'proj' in n or 'fc' in n)) or sorted(leaves)}"
+        )
+    settings |= {"target_modules": [name for name in targets if name in leaves], "bias": "none"}
+    return _new_adapter(model, settings, use_gradient_checkpointing, seed)
+
+
+def _new_adapter(
+    model: Any, settings: dict[str, Any], use_gradient_checkpointing: bool | str | None, seed: int
+) -> Any:
+    """Return the model with an adapter made of these settings of ``LoraConfig``."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
     checkpointing = use_gradient_checkpointing
     if checkpointing is None:
         checkpointing = "unsloth" if model.device.type != "cpu" else False
@@ -186,23 +218,65 @@ def attach_lora(
         from unsloth import FastLanguageModel
 
         peft_model = FastLanguageModel.get_peft_model(
-            model,
-            **settings,
-            bias="none",
-            use_gradient_checkpointing=checkpointing,
-            random_state=seed,
+            model, **settings, use_gradient_checkpointing=checkpointing, random_state=seed
         )
     else:
         torch.manual_seed(seed)
-        peft_model = get_peft_model(
-            model, LoraConfig(task_type="CAUSAL_LM", bias="none", **settings)
-        )
-        if checkpointing:
-            peft_model.gradient_checkpointing_enable({"use_reentrant": False})
-            peft_model.enable_input_require_grads()
+        peft_model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+        _recompute(peft_model, checkpointing)
     peft_model.rloo_kit_backend = backend
     if use_gradient_checkpointing is not None:
         peft_model.rloo_kit_gradient_checkpointing = use_gradient_checkpointing
+    return peft_model
+
+
+def _recompute(model: Any, checkpointing: bool | str) -> None:
+    """Turn gradient checkpointing on or off."""
+    if getattr(model, "rloo_kit_backend", None) == "unsloth":
+        model._unsloth_gradient_checkpointing = checkpointing  # its training step follows this
+    elif checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    elif model.is_gradient_checkpointing:
+        model.gradient_checkpointing_disable()
+
+
+def _with_adapter(model: Any, folder: Path) -> Any:
+    """Return the model with the adapter in a folder, ready to train further.
+
+    It is made as a fresh one, so that Unsloth patches its layers and the config names the base that
+    is loaded; then it gets the weights of the folder.
+
+    Raises:
+        ModelError: The adapter does not fit its base, or the backend cannot make one like it.
+    """
+    from peft import LoraConfig, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    try:
+        config, usual = LoraConfig.from_pretrained(str(folder)), LoraConfig()
+        settings = {
+            field.name: getattr(config, field.name)
+            for field in fields(config)
+            if field.name not in OF_ITS_RUN
+            and getattr(config, field.name) != getattr(usual, field.name)
+        }
+        settings |= {"r": config.r, "lora_alpha": config.lora_alpha}  # Unsloth's defaults differ
+        if not isinstance(config.target_modules, str):
+            settings["target_modules"] = sorted(config.target_modules or ())
+        with quiet():
+            peft_model = _new_adapter(model, settings, None, seed=0)
+        found = set_peft_model_state_dict(peft_model, load_file(folder / WEIGHTS))
+        lost = [name for name in found.missing_keys if ".default" in name]
+        if wrong := [*found.unexpected_keys, *lost]:
+            raise ValueError(f"{wrong[0]} is only in one of them")
+    except Exception as exc:  # missing layers, other shapes, unknown settings: each its own
+        raise ModelError(
+            f"the adapter in {shown(str(folder))} cannot be put on its base to train further "
+            f"({type(exc).__name__}: {why(exc)}): see that it was trained on this model, or try "
+            f"backend: transformers"
+        ) from exc
+    peft_model.rloo_kit_adapter = str(folder)
     return peft_model
 
 
@@ -367,6 +441,22 @@ def _causes(exc: BaseException) -> list[BaseException]:
     return chain
 
 
+@contextlib.contextmanager
+def _as_model_errors(name: str, *, trust_remote_code: bool) -> Iterator[None]:
+    """Raise what is raised while a model loads as a ModelError."""
+    try:
+        yield
+    except KitError:
+        raise
+    except Exception as exc:  # what is raised differs by library, version and network
+        if not trust_remote_code and any("trust_remote_code" in str(e) for e in _causes(exc)):
+            raise ModelError(
+                f"model {name!r} needs code of its own, which is not run: allow it with "
+                f"model.trust_remote_code: true, only for a source you trust"
+            ) from exc
+        raise _as_model_error(name, exc) from exc
+
+
 def _as_model_error(name: str, exc: Exception) -> ModelError:
     """Return one sentence for what transformers, the hub or torch raised."""
     from huggingface_hub import errors as hub
@@ -439,12 +529,13 @@ def _load_transformers(
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
         )
+    tokenizer_name = kwargs.pop("tokenizer_name", source)
     model = AutoModelForCausalLM.from_pretrained(
         source, dtype=dtype, device_map={"": hardware.device}, **kwargs
     )
     model.config.use_cache = False  # training forwards keep no KV cache; generate asks for its own
     tokenizer = AutoTokenizer.from_pretrained(
-        source,
+        tokenizer_name,
         model_max_length=max_seq_length,
         trust_remote_code=kwargs["trust_remote_code"],
     )

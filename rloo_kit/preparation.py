@@ -8,8 +8,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.adapters import adapter_in, lora_settings
 from rloo_kit.config import (
     DEFAULT_BATCH,
+    LoraSection,
     RunConfig,
     find_run_file,
     read_run_file,
@@ -38,7 +40,7 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
     for where they are kept, in the environment and .env.
     """
     if isinstance(source, RunConfig):
-        return source, Path()
+        return _with_its_lora(source, Path()), Path()
     if os.path.isdir(source):  # False for what can be no path at all
         file = Path(source) / "run.yaml"
         if not file.is_file():
@@ -46,8 +48,24 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
                 f"{str(source)!r} is no folder of a run, since it holds no run.yaml: give a run "
                 f"file, or the folder that rloo-kit train wrote"
             )
-        return without_hidden_settings(read_run_file(file, overrides)), Path()
-    return without_hidden_settings(read_run_file(source, overrides)), find_run_file(source).parent
+        base = Path()
+    else:
+        file, base = source, find_run_file(source).parent
+    return _with_its_lora(without_hidden_settings(read_run_file(file, overrides)), base), base
+
+
+def _with_its_lora(config: RunConfig, base: Path) -> RunConfig:
+    """Return the settings with ``lora:`` of the adapter that ``model.name`` names, if it does.
+
+    Raises:
+        ConfigError: ``lora:`` says something else than the adapter.
+        ModelError: The adapter cannot be trained further.
+    """
+    adapter = adapter_in(beside(config.model.name, base))
+    if adapter is None:
+        return config
+    given = {name: getattr(config.lora, name) for name in config.lora.given}
+    return replace(config, lora=LoraSection(**lora_settings(adapter, given, "lora.")))
 
 
 def beside(name: str, base: Path) -> str:

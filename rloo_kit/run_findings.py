@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
+from rloo_kit.adapters import base_name
 from rloo_kit.config import make_run_config
 from rloo_kit.errors import ConfigError
 from rloo_kit.findings import Finding, findings_text
@@ -197,7 +198,7 @@ def _valid(run: RunStatistics, *choices: str) -> str:
 
 def _usual_rate(run: RunStatistics) -> float:
     config = run.record.config
-    return TINY_RATE if config and config.model.name == "tiny-thinker" else USUAL_RATE
+    return TINY_RATE if config and base_name(config.model.name) == "tiny-thinker" else USUAL_RATE
 
 
 def _lower_rate(run: RunStatistics) -> str:

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rloo_kit.adapters import CONFIG
 from rloo_kit.errors import ConfigError, GenerationError, ModelError
 from rloo_kit.generation import room_for_rank
 from rloo_kit.hardware import why_not_vllm
 from rloo_kit.models import local_base
-from rloo_kit.trained_models import CONFIG, find_trained
+from rloo_kit.trained_models import find_trained
 from rloo_kit.wording import shown, why
 
 MODULE = "vllm.entrypoints.openai.api_server"

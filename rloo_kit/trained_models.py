@@ -2,13 +2,13 @@
 
 import contextlib
 import gc
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.adapters import CONFIG, WEIGHTS, adapter_in, base_of
 from rloo_kit.checkpoints import find_checkpoint
 from rloo_kit.config import ModelSection, RunConfig, read_run_file, without_hidden_settings
 from rloo_kit.errors import ConfigError, ModelError
@@ -16,8 +16,6 @@ from rloo_kit.generation import active_adapter
 from rloo_kit.memory import leave_session
 from rloo_kit.models import load_model
 from rloo_kit.wording import shown, why
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def find_trained(given: str | Path) -> TrainedModel:
     if (parent / "run.yaml").is_file() and _is_adapter(folder):
         return _of_run(text, parent, folder)
     if _is_adapter(folder):
-        return TrainedModel(text, _base_of(folder), folder)
+        return TrainedModel(text, base_of(folder), folder)
     return TrainedModel(text, text)
 
 
@@ -107,22 +105,12 @@ def _adapter_of(run: Path) -> Path:
 
 def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
     config = without_hidden_settings(read_run_file(run / "run.yaml"))
-    return TrainedModel(name, config.model.name, adapter, run, config)
-
-
-def _base_of(adapter: Path) -> str:
-    try:
-        found = json.loads((adapter / CONFIG).read_bytes())["base_model_name_or_path"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as exc:
-        raise ModelError(
-            f"{shown(str(adapter / CONFIG))} cannot be read ({why(exc)}): save the adapter again"
-        ) from exc
-    if not isinstance(found, str) or not found:
-        raise ModelError(
-            f"the adapter in {shown(str(adapter))} does not say what its base is: put the name "
-            f"into base_model_name_or_path of its {CONFIG}"
-        )
-    return found
+    base, started = config.model.name, adapter_in(config.model.name)
+    if started is not None:  # it trained another run's adapter further
+        base = find_trained(started).base
+    elif Path(base).is_absolute() and not Path(base).exists():  # which is there no more
+        base = base_of(adapter)
+    return TrainedModel(name, base, adapter, run, config)
 
 
 # --- loading -------------------------------------------------------------------------------------

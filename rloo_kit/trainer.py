@@ -364,7 +364,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
                 **others,
             )
         _restore(self.model, adapter)
-        if _starts_at_base(adapter):
+        if not args.beta or _starts_at_base(adapter):
             _drop_old_reference(self.model)  # the adapter switched off is the same, and cheaper
         for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):  # one calm line instead
             self.remove_callback(callback)
