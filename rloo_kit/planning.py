@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from rloo_kit.adapters import adapter_in
 from rloo_kit.cards import USABLE, Card, card_of, find_card
 from rloo_kit.config import EXAMPLES, RunConfig, batch_plan
 from rloo_kit.environment import quiet, setup
@@ -337,6 +338,8 @@ class _Facts:
     backend: str
     vllm: bool
     """Whether it is installed."""
+    continues: bool
+    """Whether an adapter is trained further, whose rank stays."""
 
 
 def _card(gpu: str | None) -> tuple[Card, Hardware | None]:
@@ -383,6 +386,7 @@ def _facts(config: RunConfig, base: Path, room: int, card: Card, *, on_gpu: bool
         value_bytes=2 if on_gpu or card.bf16 else 4,
         backend="unsloth" if unsloth else "transformers",
         vllm=installed_version("vllm") is not None,
+        continues=adapter_in(name) is not None,
     )
 
 
@@ -631,7 +635,7 @@ def _batches(config: RunConfig, facts: _Facts) -> list[Option]:
 
 def _ranks(config: RunConfig, facts: _Facts) -> list[Option]:
     rank, options = config.lora.r, []
-    while rank > 8:
+    while rank > 8 and not facts.continues:
         rank = max(8, rank // 2)
         options.append((("lora.r", rank),))
     return options
