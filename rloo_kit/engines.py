@@ -12,7 +12,7 @@ from rloo_kit.errors import ConfigError, GenerationError, KitError
 from rloo_kit.generation import Choice, Drawn, Engine, Sampling, choose, why_no_hot_swap
 from rloo_kit.hardware import detect_hardware, why_not_vllm
 from rloo_kit.memory import belongs_to_session
-from rloo_kit.processes import Team, current_team
+from rloo_kit.processes import Team, current_team, gathered
 from rloo_kit.wording import shown, why
 
 WHY_NOT_SEVERAL = "several processes share one vLLM server: start one, and set generation to server"
@@ -188,7 +188,8 @@ class SharedEngine:
             self._engine.sync(model)
             return self._engine.sync_seconds
 
-        self.sync_seconds = self._team.lead(send)
+        with gathered(p for p in model.parameters() if p.requires_grad):
+            self.sync_seconds = self._team.lead(send)
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Drawn:
         """Complete this process's prompts, and the others', in one call."""

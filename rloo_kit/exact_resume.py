@@ -39,10 +39,10 @@ from rloo_kit.checkpoints import (
     read_checkpoint,
     write_checkpoint,
 )
-from rloo_kit.errors import CheckpointError, ConfigError, DiskError, KitError, ProcessLostError
+from rloo_kit.errors import CheckpointError, DiskError, KitError, ProcessLostError
 from rloo_kit.nonfinite import check_finite
 from rloo_kit.output_folder import one_at_a_time
-from rloo_kit.processes import Team, lost_peers_told, why_sharded
+from rloo_kit.processes import Team, check_resumable, gathered, lost_peers_told, why_sharded
 from rloo_kit.run_record import finite_numbers
 from rloo_kit.state_files import (
     random_states,
@@ -353,7 +353,16 @@ class ExactResume:
         """Return whole weights where they are divided, else None; all processes call it."""
         if not self._is_sharded():
             return None
+        if why_sharded() == "DeepSpeed":  # accelerate would gather the base, too, in rank 0
+            trained = self._trained()
+            with gathered(trained.values()):
+                return {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
         return self.accelerator.get_state_dict(self.model_wrapped)
+
+    @property
+    def weights_are_divided(self) -> bool:
+        """Whether a process holds a part of the weights: under FSDP and ZeRO-3, not ZeRO-2."""
+        return self._is_sharded() and (why_sharded() != "DeepSpeed" or self._dist.is_zero3)
 
     def _is_sharded(self) -> bool:
         return self.team.size > 1 and why_sharded() is not None
@@ -517,11 +526,7 @@ class ExactResume:
     def _checkpoint_at(self, wanted: str | Path | bool | None) -> Checkpoint | None:
         if wanted is None or wanted is False:
             return None
-        if self._is_sharded():
-            raise ConfigError(
-                f"a run whose weights {why_sharded()} divides cannot be resumed: begin a new run, "
-                f"or train with --processes"
-            )
+        check_resumable()
         place = Path(self.args.output_dir if wanted is True else wanted)
         if place.name.startswith("checkpoint-") or (place / TRAINER_STATE_NAME).exists():
             return read_checkpoint(place)

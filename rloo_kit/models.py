@@ -506,8 +506,14 @@ def _as_model_error(name: str, exc: Exception) -> ModelError:
 def _load_unsloth(
     source: str, hardware: Hardware, max_seq_length: int, *, load_in_4bit: bool, **kwargs: Any
 ) -> tuple[Any, Any]:
+    from transformers.integrations import is_deepspeed_zero3_enabled
     from unsloth import FastLanguageModel
 
+    if is_deepspeed_zero3_enabled():
+        raise ConfigError(
+            "Unsloth cannot load weights that DeepSpeed's ZeRO-3 divides: set model.backend to "
+            "transformers"
+        )
     return FastLanguageModel.from_pretrained(
         source, max_seq_length=max_seq_length, load_in_4bit=load_in_4bit, **kwargs
     )
@@ -518,6 +524,7 @@ def _load_transformers(
 ) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+    from transformers.integrations import is_deepspeed_zero3_enabled
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
         hardware.mixed_precision, torch.float32
@@ -530,9 +537,9 @@ def _load_transformers(
             bnb_4bit_compute_dtype=dtype,
         )
     tokenizer_name = kwargs.pop("tokenizer_name", source)
-    model = AutoModelForCausalLM.from_pretrained(
-        source, dtype=dtype, device_map={"": hardware.device}, **kwargs
-    )
+    # ZeRO-3 divides the weights while they are read, and transformers refuses a device then.
+    place = None if is_deepspeed_zero3_enabled() else {"": hardware.device}
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=place, **kwargs)
     model.config.use_cache = False  # training forwards keep no KV cache; generate asks for its own
     tokenizer = AutoTokenizer.from_pretrained(
         tokenizer_name,

@@ -9,7 +9,7 @@ once that a process has ended; gradients travel by the backend of the device.
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -201,6 +201,34 @@ def why_sharded() -> str | None:
     return next((name for key, name in SHARDING.items() if _is_on(os.environ.get(key))), None)
 
 
+def check_resumable() -> None:
+    """Refuse to resume where FSDP or DeepSpeed trains, whose checkpoints are transformers' own.
+
+    Raises:
+        ConfigError: One of them does.
+    """
+    if asked_size() > 1 and (name := why_sharded()):
+        raise ConfigError(
+            f"a run whose weights {name} divides cannot be resumed: begin a new run, or train with "
+            f"--processes"
+        )
+
+
+@contextlib.contextmanager
+def gathered(parameters: Iterable[Any]) -> Iterator[None]:
+    """Hold parameters that DeepSpeed's ZeRO-3 divides whole; all processes enter it.
+
+    Does nothing where they are whole, as long as DeepSpeed has not divided them, too.
+    """
+    if why_sharded() != "DeepSpeed":
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(parameters)):
+        yield
+
+
 @contextlib.contextmanager
 def lost_peers_told() -> Iterator[None]:
     """Say that another process has ended, where a library only knows that its line is dead.
@@ -256,11 +284,6 @@ def _check_sharding(*, on_cpu: bool) -> None:
     if why_sharded() == "FSDP" and on_cpu:  # accelerate 1.15 would train with DDP, and not say it
         raise ConfigError(
             "FSDP needs GPUs, since accelerate divides nothing on a CPU: start with --processes"
-        )
-    if why_sharded() == "DeepSpeed" and os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3":
-        raise ConfigError(
-            "DeepSpeed's ZeRO-3 empties the weights that the held-out prompts are scored with: "
-            "set zero_stage to 2, or take FSDP2"
         )
 
 

@@ -36,6 +36,7 @@ from rloo_kit.processes import (
     Team,
     asked_rank,
     asked_size,
+    check_resumable,
     current_team,
     join_team,
     why_sharded,
@@ -125,6 +126,7 @@ def train(
             past = folder_to_resume(source, config, resume)
             if past is None:
                 return None, False
+            check_resumable()
             held.enter_context(lock_folder(past))
             check_same_settings(past, whole)
             return past, has_finished(past, config.trainer.get("max_steps") or 0)
@@ -183,6 +185,7 @@ def _train_and_score(made: _Prepared, whole: RunConfig, past: Path | None, say: 
         folder = team.share(recorder and recorder.folder)
         made.args.output_dir = str(folder)
         trainer = _make_trainer(made, recorder)
+        made = replace(made, score=trainer.whole_weights()(made.score))
         if checkpoint is None:
             _rehearse(trainer, made, say)
         before = made.score() if found is None else found
@@ -404,6 +407,12 @@ def _train(
 
 def _save_after_fault(trainer: Any, recorder: "RunRecorder | None", say: Say) -> None:
     if recorder is None or not trainer.state.global_step:
+        return
+    if trainer.weights_are_divided:  # the other processes may not be there to gather them
+        say(
+            f"\nstopped after step {trainer.state.global_step}, adapter not saved: "
+            f"{why_sharded()} divides the weights"
+        )
         return
     try:
         trainer.check_weights()

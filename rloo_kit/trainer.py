@@ -24,7 +24,7 @@ import torch
 from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from trl import RLOOConfig, RLOOTrainer
-from trl.models.utils import disable_gradient_checkpointing
+from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 from trl.trainer.utils import use_adapter
 
 from rloo_kit.batching import MicroBatch, TokenRows, default_token_budget, pass_overhead
@@ -612,8 +612,36 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
             return draw(prompt_ids)  # what belongs to which row is TRL's to know
         return self._sampling.run(draw, prompt_ids, len(prompt_ids))
 
+    @contextlib.contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Gather the weights that ZeRO-3 divides, to sample outside of a step; in all processes.
+
+        Where an engine samples, nothing is gathered.
+        """
+        if self.engine is not None or not self._is_sharded():
+            yield
+            return
+        args = self.args
+        begun = self.model_wrapped is not self.model  # until then only gathering brings weights
+        with (
+            disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs),
+            unwrap_model_for_generation(
+                self.model_wrapped,
+                self.accelerator,
+                gather_deepspeed3_params=args.ds3_gather_for_generation or not begun,
+            ),
+        ):
+            yield
+
     def _sync_engine(self, prompt_ids: list[list[int]]) -> None:
         """Send the adapter where it has changed; before the first step, prove that it arrives."""
+        if self.args.canary and self.weights_are_divided:
+            self.args.canary = False  # its passes differ in number between processes
+            warnings.warn(
+                f"canary is off: it needs whole weights, and {why_sharded()} divides them",
+                UserWarning,
+                stacklevel=2,
+            )
         if self.args.canary and self.model.training and self._canary is None:
             self.engine.sync(self.model)
             canary = self._make_canary()
