@@ -106,19 +106,13 @@ def start_engine(
     asked, team = asked_for(args), current_team()
     if asked == "trl":
         return None, Choice("trl")
-    if asked in ("vllm", "auto"):
-        why_not = why_not or (WHY_NOT_SEVERAL if team.size > 1 else None) or why_not_vllm()
-    if asked == "auto":  # by name, vLLM gets a copy of its own
-        why_not = why_not or getattr(model, "rloo_kit_why_not_shared", None)
-    why_not = why_not or why_no_hot_swap(model)
+    why_not = why_not or _why_not_here(asked, team, model)
     choice = choose(asked, on_gpu=model.device.type != "cpu", why_not=why_not)
     if trains:
         check_settings(args, choice.engine)
     if choice.engine == "transformers":
         return None, choice
-    max_length = args.vllm_max_model_length or getattr(model, "rloo_kit_max_seq_length", None)
-    if max_length is None:
-        max_length = model.config.get_text_config().max_position_embeddings
+    max_length = _max_length(model, args)
     if choice.engine == "server":
         if team.size > 1:
             return SharedEngine(team, lambda: _server(model, args, max_length)), choice
@@ -129,6 +123,22 @@ def start_engine(
         if asked != "auto":
             raise
         return None, Choice("transformers", str(exc))
+
+
+def _why_not_here(asked: str, team: Team, model: Any) -> str | None:
+    """Return why vLLM cannot sample from this model in this process, or None."""
+    reason = None
+    if asked in ("vllm", "auto"):
+        reason = (WHY_NOT_SEVERAL if team.size > 1 else None) or why_not_vllm()
+    if asked == "auto":  # by name, vLLM gets a copy of its own
+        reason = reason or getattr(model, "rloo_kit_why_not_shared", None)
+    return reason or why_no_hot_swap(model)
+
+
+def _max_length(model: Any, args: Any) -> int:
+    """Return the longest prompt plus completion, tokens."""
+    given = args.vllm_max_model_length or getattr(model, "rloo_kit_max_seq_length", None)
+    return given or model.config.get_text_config().max_position_embeddings
 
 
 def _in_process(model: Any, args: Any, max_length: int) -> Engine:

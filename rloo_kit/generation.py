@@ -128,7 +128,7 @@ def _why_not_taken(config: Any) -> str | None:
 
 def room_for_rank(rank: int) -> int:
     """Return the smallest rank vLLM reserves room for that holds ``rank``."""
-    return next(room for room in LORA_RANKS if room >= rank)
+    return next((room for room in LORA_RANKS if room >= rank), LORA_RANKS[-1])
 
 
 def room_for_adapters(model: Any) -> int:

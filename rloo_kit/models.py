@@ -27,7 +27,7 @@ from rloo_kit.pickles import (
     why_not_opened,
 )
 from rloo_kit.reward_contract import OverdueError, within
-from rloo_kit.shared_engine import SharedEngine, load_shared
+from rloo_kit.shared_engine import EngineSettings, load_shared
 from rloo_kit.wording import shown, why
 
 PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
@@ -100,7 +100,7 @@ def load_model(
         if (adapter / "tokenizer_config.json").is_file():  # its chat template is trained with it
             kwargs = {"tokenizer_name": str(adapter), **kwargs}
     _check_memory(source, environment.hardware, load_in_4bit=load_in_4bit)
-    engine = SharedEngine(
+    engine = EngineSettings(
         max_seq_length,
         load_in_4bit,
         room_for_rank(max_lora_rank),

@@ -25,7 +25,7 @@ JOINED = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
 
 
 @dataclass(frozen=True)
-class SharedEngine:
+class EngineSettings:
     """How a shared engine is started."""
 
     max_seq_length: int
@@ -75,7 +75,10 @@ class SharedEngine:
 
 
 def load_shared(
-    load: Callable[..., tuple[Any, Any]], source: str, engine: SharedEngine, trust_remote_code: bool
+    load: Callable[..., tuple[Any, Any]],
+    source: str,
+    engine: EngineSettings,
+    trust_remote_code: bool,
 ) -> tuple[Any, Any]:
     """Return (model, tokenizer); the model carries the engine where Unsloth can share its weights.
 
