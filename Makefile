@@ -5,11 +5,12 @@ PY := .venv/bin/python
 # Test files side by side, each with one thread: two programs that both use all cores wait for each other.
 JOBS ?= 2
 VPY := .venv-vllm/bin/python
+GPY := .venv-gpu/bin/python
 WHEELS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
 UV := $(shell command -v uv || echo .cache/uv/bin/uv)
 
-.PHONY: quickstart test test-faults test-notebooks test-browser test-vllm
-.PHONY: setup setup-gym setup-browser setup-vllm setup-audit setup-docs docs lock lint audit clean
+.PHONY: quickstart test test-faults test-notebooks test-browser test-vllm test-gpu-contract
+.PHONY: setup setup-gym setup-browser setup-vllm setup-gpu setup-audit setup-docs docs lock lint audit clean
 
 quickstart: setup
 	.venv/bin/rloo-kit quickstart
@@ -17,7 +18,7 @@ quickstart: setup
 test: setup setup-gym
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 	  -m "not slow and not gpu and not vllm and not notebook and not tracker \
-	  and not browser and not faults"
+	  and not browser and not faults and not gpu_contract"
 
 # Faults on purpose: signals, kills, full disks, broken checkpoints (docs/reliability.md lists them); and
 # several processes, whose tests fork and kill in the same way; and trainings at the limit of memory.
@@ -39,6 +40,11 @@ test-browser: setup-browser
 test-vllm: setup-vllm
 	OMP_NUM_THREADS=1 $(VPY) -m pytest -q -n $(JOBS) --dist loadfile --durations=8 \
 	  -m "vllm and not slow" tests/vllm
+
+# The GPU branch against the libraries that a GPU gets, on a machine without one.
+test-gpu-contract: setup-gpu
+	OMP_NUM_THREADS=1 $(GPY) -m pytest -q -n $(JOBS) --dist loadfile --durations=8 \
+	  -m gpu_contract --confcutdir=tests/gpu_contract tests/gpu_contract
 
 setup: .venv/made
 
@@ -82,10 +88,32 @@ setup-vllm: .venv-vllm/made
 	  -e ".[unsloth,gguf,notebook]" nbclient nbformat pytest pytest-xdist
 	@touch $@
 
+setup-gpu: .venv-gpu/made
+
+# What a machine with a GPU gets: Unsloth, the CUDA build of torch and vLLM, all with hashes.
+.venv-gpu/made: requirements/gpu.lock pyproject.toml | $(UV)
+	$(UV) venv --quiet --clear --python ">=3.11,<3.13" .venv-gpu
+	$(UV) pip sync --quiet --python $(GPY) --require-hashes requirements/gpu.lock
+	$(UV) pip install --quiet --python $(GPY) --no-deps --no-build-isolation -e .
+	@touch $@
+
 # Where uv is missing, it is put into a folder of its own.
 .cache/uv/bin/uv:
 	$(PYTHON) -m venv .cache/uv
 	.cache/uv/bin/python -m pip install --quiet uv
+
+# The GPU's set has the versions of requirements.lock, but for what vLLM 0.31.0 needs otherwise: numpy
+# below 2.4 (numba), setuptools below 81, and cuda-bindings 13.4 (nvidia-cutlass-dsl). The locked fastapi
+# and llguidance are for macOS only; vLLM pins protobuf for s390x only, and the override undoes that.
+define GPU_LOCK
+grep -vE "^(numpy|setuptools|cuda-bindings|fastapi|llguidance)==" .cache/constraints.txt \
+  > .cache/gpu-constraints.txt
+grep -E "^protobuf==" .cache/constraints.txt > .cache/gpu-overrides.txt
+$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+  --custom-compile-command "make lock" -c .cache/gpu-constraints.txt \
+  --override .cache/gpu-overrides.txt --extra unsloth --extra vllm --extra dev \
+  pyproject.toml -o requirements/gpu.lock
+endef
 
 # Every package and hash of the tested set, for Python 3.11 and 3.12; no download address.
 lock: | $(UV)
@@ -97,6 +125,7 @@ lock: | $(UV)
 	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --custom-compile-command "make lock" -c .cache/constraints.txt $$names \
 	  --no-emit-package=rloo-kit --extra gym pyproject.toml -o requirements-gym.lock
+	$(GPU_LOCK)
 	printf '%s\n' "mkdocs<2" "mkdocs-material>=9.8,<10" "mkdocstrings[python]>=1,<2" \
 	  | $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --custom-compile-command "make lock" - -o requirements-docs.lock
@@ -108,7 +137,8 @@ lint: setup
 # The locked versions against the database of known vulnerabilities, where that can be reached.
 audit: setup setup-audit
 	$(PY) scripts/audit.py .cache/audit/bin/pip-audit \
-	  requirements.lock requirements-gym.lock requirements-browser.lock requirements-docs.lock
+	  requirements.lock requirements-gym.lock requirements-browser.lock requirements-docs.lock \
+	  requirements/gpu.lock
 
 setup-audit: .cache/audit/made
 
@@ -131,4 +161,4 @@ setup-docs: .cache/docs/made
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-vllm .cache build dist *.egg-info
+	rm -rf .venv .venv-vllm .venv-gpu .cache build dist *.egg-info

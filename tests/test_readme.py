@@ -77,11 +77,23 @@ def test_the_tree_names_every_file():
 
 def test_the_tested_set_is_the_one_in_the_code_and_the_lock():
     lock = (ROOT / "requirements.lock").read_text()
+    gpu_lock = (ROOT / "requirements/gpu.lock").read_text()
     for name, version in TESTED.items():
-        if name == "vllm":
-            continue
-        assert f"{name.replace('_', '-')}=={version} " in lock
+        pin = f"\n{name.replace('_', '-')}=={version} "
+        assert pin in lock or name == "vllm"
+        assert pin in gpu_lock
         assert version in README
+
+
+def test_the_gpu_lock_differs_from_the_lock_in_what_vllm_needs():
+    def pins(file):
+        text = (ROOT / file).read_text()
+        assert "://" not in text
+        return set(re.findall(r"^([\w.-]+==[^ ]+)", text, re.M))
+
+    missing = pins("requirements.lock") - pins("requirements/gpu.lock")
+    names = {pin.split("==")[0] for pin in missing}
+    assert names == {"cuda-bindings", "fastapi", "llguidance", "numpy", "setuptools"}
 
 
 def test_the_picture_of_a_run_has_the_lines_that_a_run_prints(tmp_path, monkeypatch, capsys):
