@@ -6,8 +6,11 @@ Nothing here runs a kernel.
 """
 
 import atexit
+import contextlib
 import ctypes
 import dataclasses
+import functools
+import inspect
 import os
 import shutil
 import subprocess
@@ -19,6 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
 GIB = 2**30
 DRIVER = [
     "cuCtxGetCurrent",
@@ -150,19 +154,63 @@ class Card:
         return request_memory(self.snapshot(), engine_config.cache_config)
 
 
+shown = Card(24, 0, (8, 9), "NVIDIA GeForce RTX 4090")
+"""The card that vLLM's platform answers for."""
+
+
+def _put_platform():
+    """Give vLLM its platform for CUDA, before more of vLLM is imported: modules ask it then."""
+    import vllm.platforms
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+    from vllm.platforms.interface import DeviceCapability
+
+    class Platform(NonNvmlCudaPlatform):
+        @classmethod
+        def get_device_capability(cls, device_id=0):
+            return DeviceCapability(*shown.capability)
+
+        @classmethod
+        def get_device_name(cls, device_id=0):
+            return shown.name
+
+        @classmethod
+        def get_device_total_memory(cls, device_id=0):
+            return shown.total
+
+    vllm.platforms._current_platform = Platform()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.") and "current_platform" in vars(module):
+            module.current_platform = vllm.platforms._current_platform
+
+
+if COMPLETE:
+    _put_platform()
+    # as Unsloth's own import does on a GPU: it patches TRL's trainers, before the kit's is made
+    import unsloth.models.loader  # noqa: F401
+
+
 @pytest.fixture
 def card(monkeypatch):
-    """Return a function that puts a card into this machine: ``card(12, used_gib=3.6)``."""
+    """Return a function that puts a card into this machine: ``card(12, used_gib=3.6)``.
+
+    ``patches``: a MonkeyPatch that takes it out again before the test ends.
+    """
 
     if not COMPLETE:
         pytest.fail("the GPU's packages are missing or out of order: make test-gpu-contract")
 
-    def put(total_gib, used_gib=0, capability=(8, 9), name="NVIDIA GeForce RTX 4070"):
+    def put(
+        total_gib,
+        used_gib=0,
+        capability=(8, 9),
+        name="NVIDIA GeForce RTX 4070",
+        patches=monkeypatch,
+    ):
         made = Card(total_gib, used_gib, capability, name)
-        _show_torch(monkeypatch, made)
-        _show_vllm(monkeypatch, made)
-        _show_unsloth(monkeypatch)
-        _show_the_kit(monkeypatch)
+        _show_torch(patches, made)
+        patches.setattr(sys.modules[__name__], "shown", made)
+        _show_unsloth(patches)
+        _show_the_kit(patches)
         return made
 
     return put
@@ -180,31 +228,17 @@ def _show_torch(monkeypatch, card):
         "is_bf16_supported": lambda including_emulation=True: card.capability >= (8, 0),
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
+        "ipc_collect": lambda: None,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "max_memory_allocated": lambda device=None: card.used,
+        "memory_allocated": lambda device=None: card.used,
+        "memory_reserved": lambda device=None: card.used,
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", card.memory)
     monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device=None: {})
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device=None: card.used)
-
-
-def _show_vllm(monkeypatch, card):
-    import vllm.platforms
-    from vllm.platforms.cuda import NonNvmlCudaPlatform
-    from vllm.platforms.interface import DeviceCapability
-
-    class FakeCard(NonNvmlCudaPlatform):
-        """vLLM's platform for CUDA; it asks torch, but for what it keeps from card to card."""
-
-        @classmethod
-        def get_device_capability(cls, device_id=0):
-            return DeviceCapability(*card.capability)
-
-    monkeypatch.setattr(vllm.platforms, "_current_platform", FakeCard())
-    # modules of vLLM that were imported before keep the platform under a name of their own
-    for name, module in list(sys.modules.items()):
-        if name.startswith("vllm.") and "current_platform" in vars(module):
-            monkeypatch.setattr(module, "current_platform", vllm.platforms._current_platform)
 
 
 def _show_unsloth(monkeypatch):
@@ -214,6 +248,9 @@ def _show_unsloth(monkeypatch):
             for variable in ("DEVICE_TYPE", "DEVICE_TYPE_TORCH"):
                 if vars(module).get(variable) == "cpu":
                     monkeypatch.setattr(module, variable, "cuda")
+    from unsloth_zoo import vllm_utils
+
+    vllm_utils._merged_rollout_auto_platform.cache_clear()
 
 
 def _show_the_kit(monkeypatch):
@@ -237,3 +274,116 @@ def engine_config():
         return EngineArgs(**arguments).create_engine_config()
 
     return build
+
+
+@pytest.fixture
+def vllm_starts(card, monkeypatch):
+    """Return a function like ``card``; ``vllm.LLM`` then starts its real engine, without kernels.
+
+    ``llm.llm_engine.model_executor`` is a ``NoKernels``: its ``calls`` are what the GPU worker was
+    asked, and its start is vLLM's own memory check on the card.
+    """
+
+    def put(*arguments, patches=monkeypatch, **settings):
+        made = card(*arguments, patches=patches, **settings)
+        from no_kernels import NoKernels
+        from vllm.v1.executor.abstract import Executor
+
+        _on_the_card(patches)
+        patches.setattr(NoKernels, "card", made)
+        patches.setattr(Executor, "get_class", staticmethod(lambda config: NoKernels))
+        return made
+
+    return put
+
+
+def _on_the_card(monkeypatch):
+    """Let models say that they are on the card."""
+    from transformers import PreTrainedModel
+
+    monkeypatch.setattr(PreTrainedModel, "device", property(lambda self: torch.device("cuda", 0)))
+
+
+@pytest.fixture
+def policy():
+    """Return a function that loads the embedded model with an adapter; call it before ``card``.
+
+    Its weights are real, and in the host's memory.
+    """
+    import rloo_kit as rk
+
+    def make(*, four_bit=False, r=16):
+        model, tokenizer = rk.load_model("tiny-thinker", load_in_4bit=four_bit, max_seq_length=128)
+        model = rk.attach_lora(model, r=r)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+        return model, tokenizer
+
+    with rk.session():
+        yield make
+
+
+@pytest.fixture
+def large_policy(tmp_path):
+    """Return a function that gives a PEFT model of a config's size, without memory (device meta).
+
+    ``model.config._name_or_path`` is a folder with that config, as vLLM reads one.
+    """
+    from bitsandbytes.nn import Linear4bit
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+
+    from rloo_kit.config import PROJECTIONS
+
+    def make(config, *, four_bit=False, r=16):
+        config.save_pretrained(tmp_path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            if four_bit:
+                settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+                model = replace_with_bnb_linear(
+                    model, modules_to_not_convert=["lm_head"], quantization_config=settings
+                )
+                for layer in (m for m in model.modules() if isinstance(m, Linear4bit)):
+                    packed = torch.empty(layer.weight.numel() // 2, 1, dtype=torch.uint8)
+                    layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+            model.config._name_or_path = str(tmp_path)
+            lora = LoraConfig(task_type="CAUSAL_LM", r=r, target_modules=list(PROJECTIONS))
+            return get_peft_model(model, lora)
+
+    return make
+
+
+@pytest.fixture
+def share(vllm_starts, monkeypatch):
+    """Return a function that starts Unsloth's engine for a policy, as its loader does; no kernels.
+
+    ``llm = share(model, four_bit=True, total_gib=12)``. The model then has what Unsloth gives it:
+    ``vllm_engine``, ``load_lora``. Folding the adapter into the weights is a kernel: left out.
+    """
+    from unsloth.models._utils import patch_peft_fast_inference
+    from unsloth_zoo import vllm_utils
+
+    def start(model, *, four_bit, total_gib=12, patches=monkeypatch, **settings):
+        vllm_starts(total_gib, patches=patches)
+        patches.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+        vllm_utils.patch_vllm(debug=False)
+        patches.setattr(vllm_utils, "_merged_rollout_use_exact", lambda targets: True)
+        patches.setattr(vllm_utils, "merged_rollout", contextlib.nullcontext)
+        if not four_bit:  # the model that vLLM has on a card, whose weights are the trainer's
+            held = model.get_base_model()
+            patches.setattr(vllm_utils, "_get_vllm_lora_model", lambda *_: held)
+        asked = {"gpu_memory_utilization": 0.5, "max_seq_length": 128, "max_num_seqs": 16}
+        asked |= {"max_lora_rank": 16, "use_bitsandbytes": four_bit, **settings}
+        inspect.signature(vllm_utils.load_vllm).bind(**asked)
+        base = model.get_base_model()
+        llm = vllm_utils.load_vllm(base.config._name_or_path, base.config, **asked)
+        base.vllm_engine = llm
+        base.fast_generate = llm.generate
+        base.fast_generate_batches = functools.partial(vllm_utils.generate_batches, llm)
+        patch_peft_fast_inference(model)
+        return llm
+
+    return start

@@ -1,0 +1,128 @@
+"""The kit's own engine beside a loaded model: its settings arrive, and vLLM's memory check."""
+
+import dataclasses
+import inspect
+
+import pytest
+
+from rloo_kit.errors import GenerationError
+from rloo_kit.generation import Sampling
+
+pytestmark = pytest.mark.gpu_contract
+ELSEWHERE = {
+    "enable_lora": lambda engine: engine.vllm_config.lora_config is not None,
+    "disable_log_stats": lambda engine: not engine.log_stats,
+    "lora_target_modules": lambda engine: engine.vllm_config.lora_config.target_modules,
+    "dtype": lambda engine: str(engine.model_config.dtype).removeprefix("torch."),
+}
+"""Argument of vllm.LLM -> where its value is, where it has another name there."""
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Return a function that starts an engine and gives it with the arguments of ``vllm.LLM``."""
+    import vllm
+
+    from rloo_kit.vllm_engine import VllmEngine
+
+    seen, started = {}, []
+
+    class Recorded(vllm.LLM):
+        def __init__(self, **arguments):
+            seen.update(arguments)
+            super().__init__(**arguments)
+
+    monkeypatch.setattr(vllm, "LLM", Recorded)
+
+    def make(model, **settings):
+        settings = {"max_length": 128, "num_sequences": 16, "sleeps": True, **settings}
+        started.append(VllmEngine(model, **settings))
+        return started[-1], seen
+
+    yield make
+    for engine in started:
+        engine.close()
+
+
+def found_in(config, name):
+    """Return the values of a name in a configuration and the configurations it is made of."""
+    parts = [getattr(config, field.name) for field in dataclasses.fields(config)]
+    parts = [part for part in parts if dataclasses.is_dataclass(part)]
+    return [getattr(part, name) for part in parts if name in vars(part)]
+
+
+@pytest.mark.parametrize("share", [None, 0.25], ids=["computed", "given"])
+def test_every_argument_is_in_the_configuration(large_policy, vllm_starts, start, share):
+    model = large_policy(qwen3("qwen3-0.6b"), four_bit=True)
+    vllm_starts(141)
+    engine, asked = start(model, memory_share=share, seed=3)
+    built = engine._llm.llm_engine
+    for name, value in asked.items():
+        if name in ELSEWHERE:
+            assert ELSEWHERE[name](built) == value, name
+        else:
+            assert value in found_in(built.vllm_config, name), name
+    assert {"quantization", "enable_sleep_mode", "logprobs_mode", "seed"} <= set(asked)
+    assert built.vllm_config.model_config.quantization == "bitsandbytes"
+    assert (asked.get("gpu_memory_utilization") == 0.25) is (share is not None)
+
+
+def test_a_whole_life_of_calls_reaches_the_worker(policy, vllm_starts, start):
+    model, _ = policy()
+    vllm_starts(141)
+    engine, _ = start(model)
+    core = engine._llm.llm_engine.engine_core
+    worker = engine._llm.llm_engine.model_executor
+    for _ in range(2):
+        engine.sync(model)
+        drawn = engine.generate([[1, 2, 3]], Sampling(10, (258,)), seed=0)
+        assert drawn.completion_ids == [[1, 1, 1, 258]]
+        engine.sleep()
+    asked = [method for method, _ in worker.calls]
+    names = ("add_lora", "remove_lora", "sleep", "wake_up", "shutdown")
+    assert [asked.count(name) for name in names] == [2, 1, 2, 1, 0]
+    assert ("sleep", (1,)) in worker.calls
+    assert "timeout" in inspect.signature(core.shutdown).parameters
+    engine.close()
+    assert worker.calls[-1][0] == "shutdown"
+
+
+def qwen3(name):
+    from rloo_kit.model_shape import _published
+
+    return _published(name)
+
+
+FITS = [  # card, used by the trainer's copy of the weights and by CUDA, in GiB
+    ("qwen3-0.6b", 8, 1.2, 1024, 32),
+    ("qwen3-1.7b", 8, 2.0, 1024, 16),
+    ("qwen3-4b", 12, 3.6, 1024, 16),
+    ("qwen3-8b", 16, 6.5, 1024, 16),
+    ("qwen3-4b", 24, 3.6, 2048, 32),
+    ("qwen3-8b", 24, 6.5, 2048, 16),
+]
+
+
+@pytest.mark.xfail(strict=True, reason="G2", raises=GenerationError)
+@pytest.mark.parametrize(("name", "gib", "used", "length", "sequences"), FITS)
+def test_it_starts_beside_a_loaded_model(
+    large_policy, vllm_starts, start, name, gib, used, length, sequences
+):
+    model = large_policy(qwen3(name), four_bit=True)
+    vllm_starts(gib, used_gib=used)
+    engine, _ = start(model, max_length=length, num_sequences=sequences)
+    config = engine._llm.llm_engine.vllm_config.cache_config
+    assert config.num_gpu_blocks * config.block_size >= length
+
+
+def test_it_starts_on_a_large_card(large_policy, vllm_starts, start):
+    model = large_policy(qwen3("qwen3-4b"), four_bit=True)
+    vllm_starts(141, used_gib=4.5)
+    start(model, max_length=2048)
+
+
+def test_what_does_not_fit_is_refused(large_policy, vllm_starts, start):
+    model = large_policy(qwen3("qwen3-8b"), four_bit=True)
+    vllm_starts(8, used_gib=6.5)
+    with pytest.raises(GenerationError, match="does not fit"):
+        start(model)

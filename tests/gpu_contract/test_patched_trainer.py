@@ -1,0 +1,55 @@
+"""Under the class that Unsloth makes of TRL's trainer, with a model that carries an engine."""
+
+import os
+
+import pytest
+
+import rloo_kit as rk
+
+pytestmark = pytest.mark.gpu_contract
+
+
+def test_the_kits_trainer_is_made_of_unsloths_class():
+    from rloo_kit.trainer import LeaveOneOutTrainer
+
+    assert "UnslothRLOOTrainer" in [base.__name__ for base in LeaveOneOutTrainer.__mro__]
+
+
+@pytest.fixture
+def sharing(policy, share, monkeypatch, tmp_path):
+    """(model, tokenizer) with Unsloth's engine; the card is gone: training needs a real one."""
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = policy(four_bit=True)
+    with pytest.MonkeyPatch.context() as while_it_starts:
+        share(model, four_bit=True, patches=while_it_starts)
+    return model, tokenizer
+
+
+@pytest.mark.xfail(strict=True, reason="G4")
+def test_trls_own_vllm_layer_stays_off(sharing, tmp_path):
+    model, tokenizer = sharing
+    engine, before = model.vllm_engine, dict(os.environ)
+    trainer = rk.LeaveOneOutTrainer(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=rk.load_prompts("arithmetic"),
+        reward_funcs=["accuracy"],
+        args=rk.LeaveOneOutConfig(
+            str(tmp_path / "run"),
+            max_steps=1,
+            per_device_train_batch_size=8,
+            num_generations=4,
+            max_completion_length=16,
+            generation="transformers",
+            save_strategy="no",
+            use_cpu=True,
+        ),
+    )
+    assert not trainer.use_vllm
+    assert not hasattr(trainer, "vllm_generation")
+    assert dict(os.environ) == before
+    trainer.train()
+    assert engine.llm_engine.model_executor.requests == {}
+    assert model.vllm_engine is engine
+    assert dict(os.environ) == before
+    assert [path.name for path in tmp_path.iterdir() if path.name != "run"] == []

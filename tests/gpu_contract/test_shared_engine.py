@@ -1,0 +1,81 @@
+"""The engine that Unsloth shares with the trainer: both kinds of request, sleep, stray files."""
+
+import pytest
+
+from rloo_kit.generation import Sampling
+
+pytestmark = pytest.mark.gpu_contract
+KINDS = [
+    pytest.param(True, "LoRARequest", id="4-bit base"),
+    pytest.param(
+        False,
+        "_MergedLoRARequest",
+        id="unquantised base",
+        marks=pytest.mark.xfail(strict=True, reason="G1", raises=AttributeError),
+    ),
+]
+PROMPTS = [[1, 2, 3], [4, 5]]
+
+
+def calls(llm):
+    return [method for method, _ in llm.llm_engine.model_executor.calls]
+
+
+@pytest.fixture
+def engine_of():
+    from rloo_kit.vllm_engine import VllmEngine
+
+    started = []
+
+    def start(model):
+        started.append(VllmEngine(model, max_length=128, num_sequences=16, sleeps=True))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.close()
+
+
+@pytest.mark.parametrize(("four_bit", "kind"), KINDS)
+def test_both_kinds_of_request_are_synced_and_sampled(
+    policy, share, engine_of, tmp_path, monkeypatch, four_bit, kind
+):
+    monkeypatch.chdir(tmp_path)
+    model, _ = policy(four_bit=four_bit)
+    llm = share(model, four_bit=four_bit)
+    assert type(model.load_lora(str(tmp_path / "x"), load_tensors=True)).__name__ == kind
+    engine = engine_of(model)
+    for _ in range(3):
+        engine.sync(model)
+        drawn = engine.generate(PROMPTS, Sampling(10, (258,)), seed=0)
+        assert drawn.completion_ids == [[1, 1, 1, 258]] * 2
+        assert drawn.log_probs == [[-0.5] * 4] * 2
+    held = llm.llm_engine.model_executor.loras
+    assert len(held) == (1 if four_bit else 0)
+    assert calls(llm).count("remove_lora") == (2 if four_bit else 0)
+
+
+def test_it_sleeps_and_wakes_once(policy, share, engine_of, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, _ = policy(four_bit=True)
+    llm = share(model, four_bit=True)
+    engine = engine_of(model)
+    engine.sync(model)
+    for _ in range(2):
+        engine.sleep()
+        engine.sleep()
+        engine.generate(PROMPTS, Sampling(10, (258,)), seed=0)
+    assert calls(llm).count("sleep") == 2
+    assert calls(llm).count("wake_up") == 2
+    assert not llm.llm_engine.is_sleeping()
+
+
+@pytest.mark.xfail(strict=True, reason="G5", raises=AssertionError)
+def test_a_sync_leaves_no_folder_in_the_working_directory(
+    policy, share, engine_of, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    model, _ = policy(four_bit=True)
+    share(model, four_bit=True)
+    engine_of(model).sync(model)
+    assert list(tmp_path.iterdir()) == []
