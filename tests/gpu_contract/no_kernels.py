@@ -9,16 +9,31 @@ import inspect
 from concurrent.futures import Future
 
 import numpy as np
+import torch
 from vllm.lora import request as lora  # Unsloth replaces the class in it
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as ModelRunnerV2
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner as ModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import request_memory
-from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase, WorkerWrapperBase
 
 TOKENS = 3
 """Of every completion, before its stop token."""
+
+
+def worker_with(model, config):
+    """Return vLLM's wrapper, worker and model runner of the installed classes, around a model."""
+    wrapper = WorkerWrapperBase()
+    wrapper.worker = object.__new__(Worker)
+    wrapper.worker.model_runner = object.__new__(
+        ModelRunnerV2 if config.use_v2_model_runner else ModelRunner
+    )
+    wrapper.worker.model_runner.model = model
+    wrapper.worker.model_runner.kv_caches = [torch.zeros(16)]
+    return wrapper
 
 
 class NoKernels(Executor):
@@ -31,6 +46,7 @@ class NoKernels(Executor):
         self.calls = []
         self.loras = {}
         self.requests = {}
+        self.driver_worker = worker_with(torch.nn.Linear(8, 8), self.vllm_config)
         # as the worker's init_device does
         self.requested = request_memory(self.card.snapshot(), self.cache_config)
 
