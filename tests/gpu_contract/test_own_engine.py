@@ -103,7 +103,6 @@ FITS = [  # card, used by the trainer's copy of the weights and by CUDA, in GiB
 ]
 
 
-@pytest.mark.xfail(strict=True, reason="G2", raises=GenerationError)
 @pytest.mark.parametrize(("name", "gib", "used", "length", "sequences"), FITS)
 def test_it_starts_beside_a_loaded_model(
     large_policy, vllm_starts, start, name, gib, used, length, sequences

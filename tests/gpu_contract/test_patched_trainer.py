@@ -30,7 +30,6 @@ def variables():
     return {name: value for name, value in os.environ.items() if not name.startswith("_")}
 
 
-@pytest.mark.xfail(strict=True, reason="G4", raises=AssertionError)
 def test_trls_own_vllm_layer_stays_off(sharing, tmp_path):
     model, tokenizer = sharing
     engine, before = model.vllm_engine, variables()

@@ -1,0 +1,110 @@
+"""vLLM's share of the card: the plan, Unsloth and vLLM's own check use one number."""
+
+import os
+
+import pytest
+
+from rloo_kit.errors import GenerationError
+from rloo_kit.generation import room_for_rank
+from rloo_kit.memory_plan import CONTEXT
+from rloo_kit.planning import plan
+from rloo_kit.shared_engine import EngineSettings, _standby
+
+pytestmark = pytest.mark.gpu_contract
+FILES = (
+    "qwen3-0.6b-8gb", "qwen3-1.7b-8gb", "qwen3-4b-thinking", "qwen3-4b-thinking-12gb",
+    "qwen3-4b-thinking-24gb", "qwen3-8b-16gb", "qwen3-14b-24gb",
+)  # fmt: skip
+CARDS = (8, 12, 16, 24)
+
+
+def unsloths_arguments(config, folder, card, settings, shape, monkeypatch, **others):
+    """Return what Unsloth's ``load_vllm`` would start vLLM with, as the kit calls it."""
+    from unsloth_zoo import vllm_utils
+
+    monkeypatch.setenv("UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE", "1")  # environment.VLLM
+    if hasattr(config, "quantization_config"):
+        config.quantization_config = {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_compute_dtype": "bfloat16",
+        }
+    config.save_pretrained(folder)
+    free = card.total - card.used
+    asked = settings.arguments(shape, free, card.total)
+    asked.pop("fast_inference")
+    with _standby(settings.sleeps):
+        return vllm_utils.load_vllm(
+            str(folder),
+            config,
+            max_seq_length=settings.max_seq_length,
+            use_bitsandbytes=settings.load_in_4bit,
+            return_args=True,
+            **asked,
+            **others,
+        )
+
+
+@pytest.mark.parametrize("gib", CARDS)
+@pytest.mark.parametrize("name", FILES)
+def test_the_plan_unsloth_and_vllm_agree_for_every_run_file(
+    name, gib, card, engine_config, tmp_path, monkeypatch
+):
+    from rloo_kit.model_shape import _published
+
+    made = plan(name, gpu=f"{gib}GB")
+    job = made.job
+    here = card(gib, used_gib=CONTEXT / 2**30)
+    here.total = made.card.usable
+    settings = EngineSettings(
+        job.max_length, job.in_4bit, room_for_rank(job.rank), job.rows, sleeps=job.sleeps
+    )
+    try:
+        found = unsloths_arguments(
+            _published(made.config.model.name), tmp_path, here, settings, made.shape, monkeypatch
+        )
+    except GenerationError:
+        assert not made.fits
+        return
+    assert found["gpu_memory_utilization"] == pytest.approx(made.vllm_share, abs=0.002)
+    assert found["max_num_seqs"] == min(256, job.rows)
+    assert found["max_model_len"] == job.max_length
+    assert found["enable_sleep_mode"] == job.sleeps
+    found = {key: value for key, value in found.items() if key in ARGUMENTS}
+    asked = here.start(engine_config(**found))  # vLLM's own check: it raises where it does not fit
+    assert asked == pytest.approx(made.vllm_share * here.total, rel=0.01)
+
+
+ARGUMENTS = {
+    "model", "gpu_memory_utilization", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
+    "kv_cache_dtype", "enable_sleep_mode", "quantization", "load_format", "dtype",
+}  # fmt: skip
+"""What decides the memory; LoRA and compilation do not change vLLM's check."""
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_sleep_mode_and_eight_bit_cache_reach_the_engine(sleeps, card, tmp_path, monkeypatch):
+    from rloo_kit.model_shape import _published, read_shape
+
+    name = "unsloth/Qwen3-4B-bnb-4bit"
+    settings = EngineSettings(1024, True, 16, 16, sleeps=sleeps, float8_cache=True)
+    before = os.environ.get("UNSLOTH_VLLM_STANDBY")
+    found = unsloths_arguments(
+        _published(name), tmp_path, card(24, used_gib=0.6), settings, read_shape(name),
+        monkeypatch, float8_kv_cache=True,
+    )  # fmt: skip
+    assert found["enable_sleep_mode"] is sleeps
+    assert found["kv_cache_dtype"] == "fp8"
+    assert os.environ.get("UNSLOTH_VLLM_STANDBY") == before
+
+
+def test_a_share_that_the_user_sets_is_obeyed(card, tmp_path, monkeypatch):
+    from rloo_kit.model_shape import _published, read_shape
+
+    name = "unsloth/Qwen3-4B-bnb-4bit"
+    settings = EngineSettings(1024, True, 16, 16, share=0.6)
+    found = unsloths_arguments(
+        _published(name), tmp_path, card(12, used_gib=0.6), settings, read_shape(name), monkeypatch
+    )
+    assert found["gpu_memory_utilization"] == pytest.approx(0.6, abs=0.005)
