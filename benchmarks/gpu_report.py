@@ -34,6 +34,7 @@ def markdown(content: dict) -> str:
         f"# GPU acceptance on {card}",
         f"{content['date']}, torch {content['torch']}, {content['seconds']:.0f} s: {counts}.{toy}",
         f"`{content['command'].strip()}`",
+        content.get("note", ""),
         _table(
             ("part", "", "s", "why"),
             (
@@ -116,6 +117,42 @@ def _planner(parts: list[dict]) -> list[str]:
         "kit sees it likewise. Measured: the most that torch's allocator reserved, and the context."
     )
     return ["## The planner against measured peaks", text, _table(head, rows)] if rows else []
+
+
+def _cards(parts: list[dict]) -> list[str]:
+    """Trainings with vLLM on cards made small: the share, and the peak that the driver counted."""
+    rows = []
+    for row in _of(parts, "cards"):
+        data = row["data"]
+        for number in (1, 2):
+            run = data.get(f"run_{number}")
+            if not run:
+                continue
+            last = run["metrics"][-1] if run["metrics"] else {}
+            rows.append(
+                (
+                    row["name"],
+                    number,
+                    data.get("planned_share"),
+                    run.get("share"),
+                    f"{data['predicted'] / GIB:.2f} GiB",
+                    f"{run['peak'] / GIB:.2f} GiB",
+                    f"{run.get('cache_tokens', 0):,}",
+                    run.get("start_seconds"),
+                    f"{last.get('speed/generation_tokens_per_second', 0):,.0f}",
+                    f"{last.get('speed/learning_tokens_per_second', 0):,.0f}",
+                    f"{last.get('sampling/logp_difference_mean', 0):.4f}",
+                    f"{run['left_after_release'] / GIB:.2f} GiB",
+                )
+            )
+    head = ("training", "run", "share planned", "share of the engine", "peak planned",
+            "peak measured", "tokens in the cache", "start s", "tokens/s sampled",
+            "tokens/s learned", "sampler off by (nats)", "left after release")  # fmt: skip
+    text = (
+        "Every library sees a card of that size; torch's allocator is limited to it. The peak is "
+        "what the driver counts for the process, vLLM's own allocations included."
+    )
+    return ["## vLLM on small cards", text, _table(head, rows)] if rows else []
 
 
 def _speed(parts: list[dict]) -> list[str]:
@@ -202,7 +239,7 @@ def _logs(parts: list[dict]) -> list[str]:
     return found
 
 
-SECTIONS = (_environment, _tests, _planner, _speed, _learn_step, _generation, _logs)
+SECTIONS = (_environment, _tests, _cards, _planner, _speed, _learn_step, _generation, _logs)
 
 
 if __name__ == "__main__":
