@@ -2,7 +2,9 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -234,3 +236,12 @@ def test_a_plan_that_cannot_be_made_is_not_written(folder):
     config = config_of("quickstart", "model.name=/no/model")
     write_plan(config, folder, base=EXAMPLES)
     assert not (folder / "plan.json").exists()
+
+
+def test_the_page_has_vllms_shares_of_now():
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+    from write_vllm_shares import PAGE, written
+
+    page = PAGE.read_text()
+    assert written(page) == page, "run scripts/write_vllm_shares.py"
+    assert "| `qwen3-4b-thinking-12gb` |" in page

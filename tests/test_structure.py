@@ -28,7 +28,7 @@ RANKS = {
     "thoughts": 0,
     "types": 0,
     "wording": 0,
-    "adapters": 1,
+    "adapters": 0,
     "advantages": 1,
     "chat_templates": 1,
     "batching": 1,
