@@ -28,7 +28,7 @@ RANKS = {
     "thoughts": 0,
     "types": 0,
     "wording": 0,
-    "adapters": 0,
+    "adapters": 0.5,
     "advantages": 1,
     "chat_templates": 1,
     "batching": 1,
