@@ -24,6 +24,7 @@ from typing import Any
 
 import yaml
 
+from rloo_kit.engine_tables import FIXED, SET_ELSEWHERE, TABLES, known_names
 from rloo_kit.errors import ConfigError
 from rloo_kit.redaction import remember_settings, without_hidden
 from rloo_kit.wording import bare, shown, told, why
@@ -42,6 +43,13 @@ class ModelSection:
     """Longest prompt plus completion, tokens."""
     load_in_4bit: bool = True
     """NF4 base weights."""
+    load_in_fp8: bool = False
+    """FP8 base weights, shared with vLLM by Unsloth; a GPU of compute capability 8.9 (9.0 where the
+    model is a folder here), and load_in_4bit: false."""
+    fp8_kv_cache: bool = False
+    """vLLM keeps keys and values in FP8: half the memory; a GPU of compute capability 8.0."""
+    fp32_lm_head: bool = False
+    """vLLM computes the logits in float32."""
     backend: str = "auto"
     """auto, unsloth or transformers."""
     trust_remote_code: bool = False
@@ -118,6 +126,11 @@ class RunConfig:
     wanted; or a table with name, weight and the reward's own parameters."""
     trainer: dict[str, Any] = field(default_factory=dict)
     """Every field of LeaveOneOutConfig, in TRL's names."""
+    unsloth: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of Unsloth's FastLanguageModel.from_pretrained, and of its load_vllm."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM (fields of its EngineArgs), where it has a copy of the weights of
+    its own in this process."""
     output_dir: str = "runs/run"
     """Where the run's folder is made; a number is added when it exists."""
     seed: int = 42
@@ -307,8 +320,9 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
             faults.append(f"unknown section {shown(key)}{did_you_mean(key, known)}")
         elif key in SECTIONS:
             values[key] = _make_section(key, value, faults)
-        elif key == "trainer":
-            values[key] = _check_trainer(value, faults)
+        elif key in ("trainer", *TABLES):
+            check = _check_trainer if key == "trainer" else functools.partial(_check_table, key)
+            values[key] = check(value, faults)
         elif _fits(value, hints[key]):
             values[key] = value
         else:
@@ -422,7 +436,7 @@ def _apply_override(content: dict[str, Any], override: str, faults: list[str]) -
     table = content
     if len(keys) == 2:
         section = content.get(keys[0]) or {}
-        if not isinstance(section, Mapping) or keys[0] not in (*SECTIONS, "trainer"):
+        if not isinstance(section, Mapping) or keys[0] not in (*SECTIONS, "trainer", *TABLES):
             faults.append(
                 f"--set {shown(override)}: {shown(keys[0])} is no section with keys of its own"
             )
@@ -448,6 +462,25 @@ def _make_section(name: str, value: object, faults: list[str]) -> object:
         else:
             good[key] = item
     return section(**good)
+
+
+def _check_table(table: str, value: object, faults: list[str]) -> dict[str, Any]:
+    """Return ``unsloth:`` or ``vllm:``; names are checked where the library is installed."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        faults.append(f"{table}: holds `key: value` lines, not {shown(value)}")
+        return {}
+    known = known_names(table) if value else frozenset()
+    own = known - FIXED[table] - set(SET_ELSEWHERE[table])
+    for key in map(str, value):
+        if place := SET_ELSEWHERE[table].get(key):
+            faults.append(f"{table}.{key} is {place} in a run file: write it there")
+        elif key in FIXED[table]:
+            faults.append(f"{table}.{key} is set by rloo-kit itself: leave it out")
+        elif known and key not in known:
+            faults.append(f"unknown key {table}.{bare(key)}{did_you_mean(key, own)}")
+    return {str(key): item for key, item in value.items()}
 
 
 def _fits(value: object, hint: Any) -> bool:
@@ -905,6 +938,18 @@ LONGEST_NAME = 255
 """Bytes of a file's name."""
 
 
+def _check_model(model: ModelSection) -> list[str]:
+    faults = []
+    if model.backend not in ("auto", "unsloth", "transformers"):
+        faults.append(f"model.backend is {model.backend!r}, must be auto, unsloth or transformers")
+    if model.load_in_fp8 and model.load_in_4bit:
+        faults.append(
+            "model.load_in_fp8 and model.load_in_4bit are both true: set model.load_in_4bit to "
+            "false, which is true unless a run file says otherwise"
+        )
+    return faults
+
+
 def _check_ranges(config: RunConfig) -> list[str]:
     faults = []
     ranges = {
@@ -930,10 +975,7 @@ def _check_ranges(config: RunConfig) -> list[str]:
         faults.append(
             "lora.target_modules is empty: name at least one linear layer, such as q_proj"
         )
-    if config.model.backend not in ("auto", "unsloth", "transformers"):
-        faults.append(
-            f"model.backend is {config.model.backend!r}, must be auto, unsloth or transformers"
-        )
+    faults += _check_model(config.model)
     faults += _check_held_out(config)
     if not config.rewards:
         faults.append("rewards: is empty, so there is nothing to learn from: give at least one")

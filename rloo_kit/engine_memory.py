@@ -73,6 +73,8 @@ def engine_size(  # noqa: PLR0913
     max_length: int,
     value_bytes: int = 2,
     cache_bytes: float = 2,
+    in_fp8: bool = False,
+    batched_tokens: int = BATCHED_TOKENS,
 ) -> EngineSize:
     """Return what an engine needs.
 
@@ -84,15 +86,17 @@ def engine_size(  # noqa: PLR0913
         max_length: Longest prompt plus completion, tokens.
         value_bytes: Of an activation.
         cache_bytes: Of a key or value: 2 in 16 bit, 1 in FP8.
+        in_fp8: Whether the engine holds FP8 weights.
+        batched_tokens: Prompt tokens that it reads in one pass.
     """
     rows = min(num_sequences, MAX_SEQUENCES)
     trained = sum(
         max_rank * (linear.rows + linear.columns) * linear.count for linear in shape.linears
     )
-    activations = BATCHED_TOKENS * (2 * shape.intermediate_size + 4 * shape.hidden_size)
+    activations = batched_tokens * (2 * shape.intermediate_size + 4 * shape.hidden_size)
     logits = 12 * rows * shape.vocab_size  # in float32, their softmax, and what sampling keeps
     return EngineSize(
-        weights=weight_bytes(shape, in_4bit=in_4bit, value_bytes=value_bytes),
+        weights=weight_bytes(shape, in_4bit=in_4bit, value_bytes=value_bytes, in_fp8=in_fp8),
         trained=trained,
         working=value_bytes * (activations + trained) + logits,
         graphs=cuda_graph_bytes(shape),

@@ -8,6 +8,7 @@ from typing import Any
 
 from rloo_kit.config import did_you_mean
 from rloo_kit.engine_memory import MAX_SEQUENCES
+from rloo_kit.engine_tables import SET_ELSEWHERE
 from rloo_kit.errors import ConfigError, GenerationError, KitError
 from rloo_kit.generation import Choice, Drawn, Engine, Sampling, choose, why_no_hot_swap
 from rloo_kit.hardware import detect_hardware, why_not_vllm
@@ -110,6 +111,7 @@ def start_engine(
     choice = choose(asked, on_gpu=model.device.type != "cpu", why_not=why_not)
     if trains:
         check_settings(args, choice.engine)
+    _check_tables(model, choice)
     if choice.engine == "transformers":
         return None, choice
     max_length = _max_length(model, args)
@@ -120,9 +122,28 @@ def start_engine(
     try:
         return _in_process(model, args, max_length), choice
     except GenerationError as exc:
-        if asked != "auto":
+        if asked != "auto" or getattr(model, "rloo_kit_vllm", None):
             raise
         return None, Choice("transformers", str(exc))
+
+
+def _check_tables(model: Any, choice: Choice) -> None:
+    """Refuse further arguments of vLLM where another engine samples.
+
+    Raises:
+        ConfigError: ``load_model`` was given one.
+    """
+    for name, value in getattr(model, "rloo_kit_vllm", {}).items():
+        if choice.engine == "vllm":
+            return
+        key = SET_ELSEWHERE["vllm"].get(name, f"vllm.{name}")
+        if name == "hf_overrides" and "head_dtype" in value:
+            key = "model.fp32_lm_head"
+        reason = f" ({choice.reason})" if choice.reason else ""
+        raise ConfigError(
+            f"{key} is for vLLM in this process, and {ENGINES[choice.engine]} samples{reason}: "
+            f"leave it out, or set trainer.generation to vllm"
+        )
 
 
 def _why_not_here(asked: str, team: Team, model: Any) -> str | None:
@@ -151,6 +172,7 @@ def _in_process(model: Any, args: Any, max_length: int) -> Engine:
         sleeps=args.vllm_enable_sleep_mode,
         memory_share=args.vllm_gpu_memory_utilization if args.memory_share_given else None,
         seed=args.seed,
+        extra=getattr(model, "rloo_kit_vllm", None),
     )
     belongs_to_session(engine)
     return engine

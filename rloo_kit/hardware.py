@@ -23,6 +23,10 @@ TESTED = {
 }
 """The set of versions that was tested together (requirements.lock pins all of it)."""
 
+FP8_WEIGHTS, FP8_WEIGHTS_MADE, FP8_CACHE = (8, 9), (9, 0), (8, 0)
+"""Compute capability that Unsloth 2026.10 and vLLM 0.31 ask for: FP8 weights that the hub holds,
+FP8 weights that are made while a model loads, keys and values in FP8."""
+
 FIRST_CPU_UNSLOTH = (2026, 10, 8)
 
 
@@ -60,6 +64,38 @@ def detect_hardware() -> Hardware:
             return Hardware(kind, name, total, free, bf16, api.device_count())
     total, free = host_memory()
     return Hardware("cpu", _cpu_name(), total, free, _cpu_has_bf16(), 1)
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Return CUDA's compute capability of the GPU in use, None where there is none."""
+    import torch
+
+    try:
+        return torch.cuda.get_device_capability()
+    except (AssertionError, RuntimeError):  # a torch without CUDA, or no driver
+        return None
+
+
+def fp8_capability(source: str) -> tuple[int, int]:
+    """Return the compute capability that FP8 weights need: the hub may have an FP8 copy of a model.
+
+    Args:
+        source: A folder or a hub name.
+    """
+    return FP8_WEIGHTS_MADE if os.path.isdir(source) else FP8_WEIGHTS
+
+
+def why_no_fp8(needed: tuple[int, int], found: tuple[int, int] | None) -> str | None:
+    """Return why a card cannot compute in FP8, as a part of a sentence; None where it can.
+
+    Args:
+        needed: Its compute capability.
+        found: That of the card; None: there is none.
+    """
+    if found is not None and found >= needed:
+        return None
+    has = "there is none here" if found is None else f"this one has {found[0]}.{found[1]}"
+    return f"needs a GPU of compute capability {needed[0]}.{needed[1]} or more, and {has}"
 
 
 def host_memory() -> tuple[int, int]:

@@ -316,13 +316,16 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def weight_bytes(shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2) -> int:
+def weight_bytes(
+    shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2, in_fp8: bool = False
+) -> int:
     """Return the bytes of a model's weights as they are loaded.
 
     Args:
         shape: Of the model.
         in_4bit: NF4 with double quantisation; embeddings, norms and the LM head stay as they are.
         value_bytes: Of a weight that is not packed.
+        in_fp8: One byte for each weight of a linear layer, and a float32 scale for each row.
     """
     total = float(shape.others * value_bytes)
     for linear in shape.linears:
@@ -330,6 +333,8 @@ def weight_bytes(shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2) -> i
         if in_4bit and linear.quantised:
             packed = nf4_bytes(linear.rows, linear.columns) * linear.count
             total += packed * (1 - shape.in_16bit) + plain * shape.in_16bit
+        elif in_fp8:
+            total += (linear.size + 4 * linear.rows) * linear.count
         else:
             total += plain
     return int(total)

@@ -12,10 +12,20 @@ from typing import Any
 from rloo_kit.adapters import WEIGHTS, adapter_in, base_of, lora_settings
 from rloo_kit.chat_templates import end_of_turn_id
 from rloo_kit.config import LoraSection
+from rloo_kit.engine_tables import shared_engine_names
 from rloo_kit.environment import Environment, quiet, setup
 from rloo_kit.errors import ConfigError, KitError, ModelError
 from rloo_kit.generation import room_for_rank
-from rloo_kit.hardware import GIB, Hardware, host_memory, why_not_vllm
+from rloo_kit.hardware import (
+    FP8_CACHE,
+    GIB,
+    Hardware,
+    compute_capability,
+    fp8_capability,
+    host_memory,
+    why_no_fp8,
+    why_not_vllm,
+)
 from rloo_kit.memory import belongs_to_session
 from rloo_kit.model_shape import TINY_THINKER
 from rloo_kit.pickles import (
@@ -52,6 +62,7 @@ def load_model(
     max_lora_rank: int = 64,
     num_sequences: int = 8,
     trust_remote_code: bool = False,
+    vllm: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """Load a causal language model and its tokenizer, ready for ``attach_lora``.
@@ -70,9 +81,14 @@ def load_model(
             its share of the card, unless ``gpu_memory_utilization`` is given.
         trust_remote_code: Run the code that comes with the model, where it needs any. Such code can
             do all that you can: only for a source you trust.
+        vllm: Further arguments of vLLM for an engine in this process that has a copy of the weights
+            of its own: fields of its ``EngineArgs``.
         **kwargs: Passed to Unsloth's or transformers' ``from_pretrained``. Weights are read from
             safetensors files alone. ``gpu_memory_utilization`` is vLLM's share of the card;
-            ``unsloth_vllm_standby=False`` keeps the shared engine awake while the model learns.
+            ``unsloth_vllm_standby=False`` keeps the shared engine awake while the model learns;
+            ``load_in_fp8`` shares FP8 weights with vLLM. In any engine of this process
+            ``float8_kv_cache`` halves keys and values, and ``fp32_lm_head`` computes logits in
+            float32.
 
     Returns:
         (model, tokenizer). The tokenizer pads on the left with a pad token that is set; the model
@@ -82,7 +98,8 @@ def load_model(
     Raises:
         ModelError: Not found, not reachable, not a model, too big for the memory, held in a pickle,
             or in need of code of its own that was not allowed.
-        ConfigError: ``use_safetensors`` is turned off.
+        ConfigError: ``use_safetensors`` is turned off, or a setting of the engine cannot be obeyed
+            here.
         GenerationError: ``fast_inference=True``, and Unsloth or the card cannot do it.
         ImportOrderError, BackendError: From ``setup()``.
     """
@@ -93,6 +110,7 @@ def load_model(
         )
     environment = setup(backend)
     source = _find(str(name))
+    taken = _engine_settings(kwargs)
     adapter = adapter_in(source)
     if adapter is not None:
         source = _find(base_of(adapter))
@@ -105,11 +123,12 @@ def load_model(
         load_in_4bit,
         room_for_rank(max_lora_rank),
         num_sequences,
-        share=kwargs.pop("gpu_memory_utilization", None),
-        sleeps=kwargs.pop("unsloth_vllm_standby", True),
-        required=fast_inference != "auto",
-        float8_cache=bool(kwargs.get("float8_kv_cache")),
+        required=fast_inference != "auto" or bool(taken["in_fp8"] or taken["extra"]),
+        not_shared=tuple(vllm or ()),
+        **taken,
     )
+    shares = bool(fast_inference) and _can_share(environment)
+    _check_engine(engine, source, None if shares else _why_no_share(environment))
     kwargs |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}
     load = functools.partial(
         _load_transformers if environment.backend == "transformers" else _load_unsloth,
@@ -119,7 +138,7 @@ def load_model(
         load_in_4bit=load_in_4bit,
         **kwargs,
     )
-    if fast_inference and _can_share(environment):
+    if shares:
         load = functools.partial(load_shared, load, source, engine, trust_remote_code)
     refuse = functools.partial(_refused_pickle, str(name))
     with (
@@ -133,10 +152,73 @@ def load_model(
     keep_trainable_layout(model)
     model.rloo_kit_backend = environment.backend
     model.rloo_kit_max_seq_length = max_seq_length
+    model.rloo_kit_vllm = _own_engine(engine, vllm or {})
     belongs_to_session(model)
-    if adapter is not None:
-        model = _with_adapter(model, adapter)
-    return model, tokenizer
+    return (model if adapter is None else _with_adapter(model, adapter)), tokenizer
+
+
+def _engine_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Take out of ``kwargs`` what is for vLLM alone; return it as fields of ``EngineSettings``."""
+    return {
+        "share": kwargs.pop("gpu_memory_utilization", None),
+        "sleeps": kwargs.pop("unsloth_vllm_standby", True),
+        "in_fp8": kwargs.pop("load_in_fp8", False),
+        "float8_cache": bool(kwargs.pop("float8_kv_cache", False)),
+        "fp32_head": bool(kwargs.pop("fp32_lm_head", False)),
+        "extra": {name: kwargs.pop(name) for name in list(kwargs) if _is_for_vllm(name)},
+    }
+
+
+def _is_for_vllm(name: str) -> bool:
+    return name in shared_engine_names()
+
+
+def _own_engine(engine: EngineSettings, vllm: dict[str, Any]) -> dict[str, Any]:
+    """Return the further arguments of an engine with a copy of the weights of its own."""
+    settings = dict(vllm)
+    if engine.float8_cache:
+        settings["kv_cache_dtype"] = "fp8"
+    if engine.fp32_head:
+        settings["hf_overrides"] = {**settings.get("hf_overrides", {}), "head_dtype": "float32"}
+    return settings
+
+
+def _check_engine(engine: EngineSettings, source: str, why_not_shared: str | None) -> None:
+    """Refuse settings of vLLM that this machine, or how the model is loaded, cannot obey.
+
+    Args:
+        engine: As it was asked for.
+        source: Of the model.
+        why_not_shared: Why Unsloth does not share the weights with vLLM, or None.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    if engine.in_fp8 and engine.load_in_4bit:
+        raise ConfigError(
+            "load_in_fp8 and load_in_4bit contradict each other: set load_in_4bit to false"
+        )
+    wanted = {
+        "model.load_in_fp8": engine.in_fp8 and fp8_capability(source),
+        "model.fp8_kv_cache": engine.float8_cache and FP8_CACHE,
+    }
+    for name, needed in wanted.items():
+        if needed and (reason := why_no_fp8(needed, compute_capability())):
+            raise ConfigError(f"{name} {reason}: set it to false")
+    names = ["model.load_in_fp8"] if engine.in_fp8 else [f"unsloth.{one}" for one in engine.extra]
+    if names and why_not_shared:
+        raise ConfigError(
+            f"{names[0]} is for weights that Unsloth shares with vLLM, and {why_not_shared}: leave "
+            f"it out"
+        )
+
+
+def _why_no_share(environment: Environment) -> str:
+    if environment.hardware.device == "cpu":
+        return "this machine has no GPU"
+    if environment.backend != "unsloth":
+        return f"transformers loads the model ({environment.why_not_unsloth})"
+    return why_not_vllm() or "vLLM was not asked for (trainer.generation, fast_inference)"
 
 
 def _can_share(environment: Environment) -> bool:

@@ -27,6 +27,7 @@ from rloo_kit.data import (
     split_held_out,
 )
 from rloo_kit.engines import asked_for
+from rloo_kit.environment import setup
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.generation import room_for_rank
 from rloo_kit.models import attach_lora, load_model
@@ -250,9 +251,31 @@ def load_policy(config: RunConfig, base: Path, args: Any) -> tuple[Any, Any]:
         backend=config.model.backend,
         trust_remote_code=config.model.trust_remote_code,
         max_lora_rank=room_for_rank(config.lora.r),
+        vllm=config.vllm,
         **_engine_arguments(args),
+        **_unsloth_arguments(config),
     )
     return attach_lora(model, **asdict(config.lora), seed=config.seed), tokenizer
+
+
+def _unsloth_arguments(config: RunConfig) -> dict[str, Any]:
+    """Return ``unsloth:`` and what ``model:`` says to vLLM, as ``load_model`` takes them.
+
+    Raises:
+        ConfigError: ``unsloth:`` is given, and transformers loads the model.
+    """
+    environment, model = setup(config.model.backend), config.model
+    if config.unsloth and environment.backend != "unsloth":
+        raise ConfigError(
+            f"unsloth.{next(iter(config.unsloth))} is for Unsloth, and transformers loads the "
+            f"model ({environment.why_not_unsloth}): leave it out"
+        )
+    wanted = {
+        "load_in_fp8": model.load_in_fp8,
+        "float8_kv_cache": model.fp8_kv_cache,
+        "fp32_lm_head": model.fp32_lm_head,
+    }
+    return {**config.unsloth, **{name: True for name, asked in wanted.items() if asked}}
 
 
 def _engine_arguments(args: Any) -> dict[str, Any]:

@@ -8,15 +8,18 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rloo_kit.engine_memory import BATCHED_TOKENS, MAX_SEQUENCES, engine_memory, engine_size
-from rloo_kit.errors import GenerationError
+from rloo_kit.engine_tables import known_names
+from rloo_kit.errors import ConfigError, GenerationError
 from rloo_kit.hardware import detect_hardware
 from rloo_kit.model_shape import ModelShape, read_shape
 from rloo_kit.wording import why
 
+FP32_HEAD = "UNSLOTH_VLLM_FP32_LM_HEAD"
+"""Whether Unsloth's engine computes the logits in float32."""
 STANDBY = "UNSLOTH_VLLM_STANDBY"
 """Whether Unsloth's engine can sleep. Its default in the kit is 1 (``environment``)."""
 SPLIT = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -40,8 +43,17 @@ class EngineSettings:
     """Whether it frees its KV cache while the model learns."""
     required: bool = False
     """Whether it is an error that the engine cannot start."""
+    in_fp8: bool | str = False
+    """Whether the weights are kept in FP8: Unsloth's ``load_in_fp8``."""
     float8_cache: bool = False
     """Whether keys and values are kept in FP8."""
+    fp32_head: bool = False
+    """Whether logits are computed in float32."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of Unsloth's ``load_vllm``."""
+    not_shared: tuple[str, ...] = ()
+    """Settings of an engine with a copy of the weights of its own: an error where they are shared.
+    """
 
     def arguments(self, shape: ModelShape, free: int, card: int) -> dict[str, Any]:
         """Return Unsloth's ``from_pretrained`` arguments.
@@ -61,6 +73,8 @@ class EngineSettings:
             num_sequences=self.num_sequences,
             max_length=self.max_seq_length,
             cache_bytes=1 if self.float8_cache else 2,
+            in_fp8=bool(self.in_fp8),
+            batched_tokens=self.extra.get("max_num_batched_tokens", BATCHED_TOKENS),
         )
         found = engine_memory(size, free, sleeps=self.sleeps, card=card, share=self.share)
         share = self.share or found.share(card)
@@ -71,6 +85,9 @@ class EngineSettings:
             "gpu_memory_utilization": min(1.0, share * card / free),
             "max_num_seqs": min(self.num_sequences, MAX_SEQUENCES),
             "max_num_batched_tokens": BATCHED_TOKENS,
+            **({"load_in_fp8": self.in_fp8} if self.in_fp8 else {}),
+            **({"float8_kv_cache": True} if self.float8_cache else {}),
+            **self.extra,
         }
 
 
@@ -92,14 +109,16 @@ def load_shared(
 
     Raises:
         GenerationError: ``engine.required``, and it cannot start.
+        ConfigError: ``engine.not_shared`` has settings.
     """
     shape = read_shape(source, trust_remote_code=trust_remote_code)
     reason = why_not_shared(shape, trust_remote_code=trust_remote_code)
     if reason is None:
+        _check_tables(engine)
         hardware = detect_hardware()
         try:
             arguments = engine.arguments(shape, hardware.free_memory, hardware.total_memory)
-            with _standby(engine.sleeps):
+            with engine_variables(engine):
                 return load(**arguments)
         except GenerationError as exc:
             reason = str(exc)
@@ -110,7 +129,8 @@ def load_shared(
         ) as exc:  # what Unsloth raises for what it lacks
             reason = f"Unsloth cannot start vLLM for this model ({why(exc)})"
     if engine.required:
-        raise GenerationError(f"{reason}; load it without fast_inference")
+        without = "load_in_fp8" if engine.in_fp8 else next(iter(engine.extra), "fast_inference")
+        raise GenerationError(f"{reason}; load it without {without}")
     _free_what_failed()
     model, tokenizer = load()
     model.rloo_kit_why_not_shared = reason
@@ -135,17 +155,37 @@ def why_not_shared(shape: ModelShape, *, trust_remote_code: bool = False) -> str
     )
 
 
+def _check_tables(engine: EngineSettings) -> None:
+    """Refuse what ``vllm:`` says to an engine that Unsloth starts."""
+    for name in engine.not_shared:
+        takes = name in known_names("unsloth")
+        raise ConfigError(
+            f"vllm.{name} is for an engine with a copy of the weights of its own, and Unsloth "
+            f"shares them with vLLM here: "
+            + ("write it under `unsloth:`" if takes else "leave it out")
+            + ", or set model.backend to transformers"
+        )
+
+
 @contextlib.contextmanager
-def _standby(sleeps: bool) -> Iterator[None]:
-    """Let Unsloth start an engine that sleeps, or one that does not: it reads a variable."""
-    before = os.environ.get(STANDBY)
-    os.environ[STANDBY] = "1" if sleeps else "0"
+def engine_variables(engine: EngineSettings) -> Iterator[None]:
+    """Set the environment variables that Unsloth reads when it starts an engine.
+
+    Args:
+        engine: How it is started.
+    """
+    values = {STANDBY: "1" if engine.sleeps else "0"} | (
+        {FP32_HEAD: "1"} if engine.fp32_head else {}
+    )
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        os.environ.pop(STANDBY)
-        if before is not None:
-            os.environ[STANDBY] = before
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _free_what_failed() -> None:

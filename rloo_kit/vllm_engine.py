@@ -111,6 +111,7 @@ class VllmEngine:
     ) -> Any:
         import torch
 
+        extra = extra or {}
         on_cpu = model.device.type == "cpu"
         dtype = _compute_dtype(model)
         source = model.get_base_model().config._name_or_path
@@ -122,7 +123,7 @@ class VllmEngine:
             source = str(self._base)
         elif _is_4bit(model):
             arguments["quantization"] = "bitsandbytes"
-        arguments |= self._memory(model, num_sequences, max_length, memory_share)
+        arguments |= self._memory(model, num_sequences, max_length, memory_share, extra)
         arguments |= {
             "model": source,
             "skip_tokenizer_init": True,  # token ids in, token ids out
@@ -143,7 +144,7 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",  # after temperature and truncation
             "disable_log_stats": True,
             "seed": seed,
-            **(extra or {}),
+            **extra,
         }
         if on_cpu:  # its worker fails on a seeded prompt that is cut between two passes
             arguments.setdefault("enable_chunked_prefill", False)
@@ -155,12 +156,18 @@ class VllmEngine:
             return LLM(**arguments)
 
     def _memory(
-        self, model: Any, num_sequences: int, max_length: int, share: float | None
+        self,
+        model: Any,
+        num_sequences: int,
+        max_length: int,
+        share: float | None,
+        extra: dict[str, Any],
     ) -> dict[str, Any]:
         """Return vLLM's memory settings for an engine with its own copy of the weights."""
         hardware = detect_hardware()
         on_cpu = hardware.device == "cpu"
-        size = self._size(model, num_sequences, max_length, in_4bit=_is_4bit(model) and not on_cpu)
+        in_4bit = _is_4bit(model) and not on_cpu
+        size = self._size(model, num_sequences, max_length, extra, in_4bit=in_4bit)
         if on_cpu:
             return {"kv_cache_memory_bytes": cpu_cache(size, hardware.free_memory)}
         found = engine_memory(
@@ -179,7 +186,9 @@ class VllmEngine:
         }
 
     @staticmethod
-    def _size(model: Any, num_sequences: int, max_length: int, *, in_4bit: bool) -> EngineSize:
+    def _size(
+        model: Any, num_sequences: int, max_length: int, extra: dict[str, Any], *, in_4bit: bool
+    ) -> EngineSize:
         config = model.get_base_model().config
         return engine_size(
             shape_of_config(config, str(config._name_or_path)),
@@ -187,6 +196,8 @@ class VllmEngine:
             max_rank=room_for_adapters(model),
             num_sequences=num_sequences,
             max_length=max_length,
+            cache_bytes=1 if str(extra.get("kv_cache_dtype")).startswith("fp8") else 2,
+            batched_tokens=extra.get("max_num_batched_tokens", BATCHED_TOKENS),
         )
 
     @contextlib.contextmanager

@@ -21,6 +21,7 @@ REWARDS = ROOT / "rewards"
 
 RANKS = {
     "redaction": -1,
+    "engine_tables": 0,
     "errors": 0,
     "pickles": 0,
     "surroundings": 0,
