@@ -16,6 +16,11 @@ from rloo_kit.wording import shown
 
 USABLE = 0.98
 """Share of a card's memory that its driver leaves: torch says 23.65 of 24 GiB, 11.76 of 12."""
+CAPABILITIES = {
+    "RTX 20": (7, 5), "RTX 30": (8, 6), "RTX 40": (8, 9), "RTX 50": (12, 0), "T4": (7, 5),
+    "L4": (8, 9), "A100": (8, 0), "A10": (8, 6), "RTX A": (8, 6), "H100": (9, 0), "H200": (9, 0),
+}  # fmt: skip
+"""Compute capability by the start of a card's name; the first that fits."""
 SMALLEST, LARGEST = 1, 1024
 """GiB that a card of no name may have."""
 
@@ -33,6 +38,12 @@ class Card:
     """Dense, in 16 bit, per second."""
     bf16: bool = True
     """Whether it computes bfloat16 natively."""
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """CUDA's compute capability; None where only the memory of the card is known."""
+        short = re.sub(r"NVIDIA |GeForce |Tesla ", "", self.name)
+        return next((v for name, v in CAPABILITIES.items() if short.startswith(name)), None)
 
     @property
     def usable(self) -> int:

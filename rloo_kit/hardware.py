@@ -6,6 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from rloo_kit.errors import ConfigError
+
 GIB = 1024**3
 SHARED_MEMORY = Path("/dev/shm")  # where Linux keeps files in memory
 
@@ -85,17 +87,28 @@ def fp8_capability(source: str) -> tuple[int, int]:
     return FP8_WEIGHTS_MADE if os.path.isdir(source) else FP8_WEIGHTS
 
 
-def why_no_fp8(needed: tuple[int, int], found: tuple[int, int] | None) -> str | None:
-    """Return why a card cannot compute in FP8, as a part of a sentence; None where it can.
+def check_fp8(found: tuple[int, int] | None, *, weights_of: str | None, cache: bool) -> None:
+    """Refuse FP8 on a card without it.
 
     Args:
-        needed: Its compute capability.
-        found: That of the card; None: there is none.
+        found: Compute capability of the card; None: there is no card.
+        weights_of: The model whose weights are to be in FP8, a folder or a hub name; None: none.
+        cache: Whether keys and values are to be in FP8.
+
+    Raises:
+        ConfigError: The card has no FP8.
     """
-    if found is not None and found >= needed:
-        return None
+    wanted = {
+        "model.load_in_fp8": weights_of and fp8_capability(weights_of),
+        "model.fp8_kv_cache": cache and FP8_CACHE,
+    }
     has = "there is none here" if found is None else f"this one has {found[0]}.{found[1]}"
-    return f"needs a GPU of compute capability {needed[0]}.{needed[1]} or more, and {has}"
+    for name, needed in wanted.items():
+        if needed and (found is None or found < needed):
+            raise ConfigError(
+                f"{name} needs a GPU of compute capability {needed[0]}.{needed[1]} or more, and "
+                f"{has}: set it to false"
+            )
 
 
 def host_memory() -> tuple[int, int]:

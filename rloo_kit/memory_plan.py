@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rloo_kit.engine_memory import (
+    BATCHED_TOKENS,
     UNMEASURED,
     EngineMemory,
     engine_memory,
@@ -96,6 +97,8 @@ class Job:
     """What the card has for this process, or what is free on a CPU."""
     backend: str = "unsloth"
     in_4bit: bool = True
+    in_fp8: bool = False
+    """Whether the linear layers' weights are kept in FP8."""
     value_bytes: int = 2
     """Of an activation: 2 in 16 bit, 4 in float32."""
     rank: int = 16
@@ -129,6 +132,8 @@ class Job:
     """Of the GPU, for vLLM; None: computed (``engine_memory``)."""
     cache_bytes: float = 2
     """Of a key or value in vLLM's cache: 2 in 16 bit, 1 in FP8."""
+    batched_tokens: int = BATCHED_TOKENS
+    """Prompt tokens that vLLM reads in one pass."""
     judges: tuple[Judge, ...] = ()
 
     @property
@@ -324,7 +329,9 @@ def _budget(job: Job, free: int) -> int:
 def _on_gpu(job: Job) -> MemoryPlan:
     shape, sizes = job.shape, adapter_sizes(job)
     trained = 4 * sum(sizes)
-    weights = weight_bytes(shape, in_4bit=job.in_4bit, value_bytes=job.value_bytes)
+    weights = weight_bytes(
+        shape, in_4bit=job.in_4bit, value_bytes=job.value_bytes, in_fp8=job.in_fp8
+    )
     here, paged = optimizer_bytes(job.optimizer, sizes)
     parts = [
         _always("CUDA context", CONTEXT),
@@ -344,12 +351,13 @@ def _on_gpu(job: Job) -> MemoryPlan:
 
 
 def _bits(job: Job) -> str:
-    return "4 bit (NF4)" if job.in_4bit else f"{8 * job.value_bytes} bit"
+    plain = "FP8" if job.in_fp8 else f"{8 * job.value_bytes} bit"
+    return "4 bit (NF4)" if job.in_4bit else plain
 
 
 def _unpacked(job: Job) -> int:
     """Return the largest weight that is on the card in 16 bit until it is packed."""
-    if not job.in_4bit or job.shape.packed:
+    if job.shape.packed or not (job.in_4bit or job.in_fp8):
         return 0
     return 2 * max(linear.size for linear in job.shape.linears)
 
@@ -424,6 +432,8 @@ def planned_engine(job: Job) -> EngineMemory:
         max_length=job.max_length,
         value_bytes=job.value_bytes,
         cache_bytes=job.cache_bytes,
+        in_fp8=job.in_fp8,
+        batched_tokens=job.batched_tokens,
     )
     free = job.room - CONTEXT
     if job.engine != "shared":  # the trainer's model and adapter are on the card already

@@ -17,13 +17,11 @@ from rloo_kit.environment import Environment, quiet, setup
 from rloo_kit.errors import ConfigError, KitError, ModelError
 from rloo_kit.generation import room_for_rank
 from rloo_kit.hardware import (
-    FP8_CACHE,
     GIB,
     Hardware,
+    check_fp8,
     compute_capability,
-    fp8_capability,
     host_memory,
-    why_no_fp8,
     why_not_vllm,
 )
 from rloo_kit.memory import belongs_to_session
@@ -198,13 +196,9 @@ def _check_engine(engine: EngineSettings, source: str, why_not_shared: str | Non
         raise ConfigError(
             "load_in_fp8 and load_in_4bit contradict each other: set load_in_4bit to false"
         )
-    wanted = {
-        "model.load_in_fp8": engine.in_fp8 and fp8_capability(source),
-        "model.fp8_kv_cache": engine.float8_cache and FP8_CACHE,
-    }
-    for name, needed in wanted.items():
-        if needed and (reason := why_no_fp8(needed, compute_capability())):
-            raise ConfigError(f"{name} {reason}: set it to false")
+    if engine.in_fp8 or engine.float8_cache:
+        weights_of = source if engine.in_fp8 else None
+        check_fp8(compute_capability(), weights_of=weights_of, cache=engine.float8_cache)
     names = ["model.load_in_fp8"] if engine.in_fp8 else [f"unsloth.{one}" for one in engine.extra]
     if names and why_not_shared:
         raise ConfigError(

@@ -18,9 +18,18 @@ import yaml
 from rloo_kit.adapters import adapter_in
 from rloo_kit.cards import USABLE, Card, card_of, find_card
 from rloo_kit.config import EXAMPLES, RunConfig, batch_plan
+from rloo_kit.engine_memory import BATCHED_TOKENS
 from rloo_kit.environment import quiet, setup
 from rloo_kit.errors import ConfigError, KitError
-from rloo_kit.hardware import GIB, Hardware, detect_hardware, installed_version, why_not_unsloth
+from rloo_kit.hardware import (
+    GIB,
+    Hardware,
+    check_fp8,
+    compute_capability,
+    detect_hardware,
+    installed_version,
+    why_not_unsloth,
+)
 from rloo_kit.memory_plan import (
     CONTEXT,
     DOING,
@@ -52,6 +61,8 @@ FULL = 0.9
 """Share of the memory that ``tune`` fills."""
 MOST_ROWS, MOST_POSITIONS = 64, 16_384
 """Completions of a step, and positions of a pass, beyond which ``tune`` goes no further."""
+BATCHED = "max_num_batched_tokens"
+"""The setting of ``unsloth:`` and ``vllm:`` that a plan counts."""
 REWARD_TOKENS = 8192
 """Of a reward model's pass, where the run file says nothing (rewards/reward_model.py)."""
 
@@ -190,6 +201,7 @@ def make_plan(config: RunConfig, gpu: str | None = None, *, base: Path = Path())
     card, hardware = _card(gpu)
     room = card.usable if hardware is None else _room_of(hardware)
     on_gpu = hardware is None or hardware.device != "cpu"
+    _check_fp8(config, beside(config.model.name, base), card, hardware)
     with quiet():  # transformers is imported here
         facts = _facts(config, base, room, card, on_gpu=on_gpu)
     job = _job(config, facts)
@@ -340,6 +352,8 @@ class _Facts:
     """Whether it is installed."""
     continues: bool
     """Whether an adapter is trained further, whose rank stays."""
+    has_fp8: bool
+    """Whether the card is known to compute in FP8."""
 
 
 def _card(gpu: str | None) -> tuple[Card, Hardware | None]:
@@ -350,6 +364,14 @@ def _card(gpu: str | None) -> tuple[Card, Hardware | None]:
     known = card_of(hardware.name)
     card = known or Card(hardware.name, hardware.total_memory, bf16=hardware.bf16)
     return replace(card, name=hardware.name, bf16=hardware.bf16), hardware
+
+
+def _check_fp8(config: RunConfig, source: str, card: Card, hardware: Hardware | None) -> None:
+    """Refuse FP8 on a card that is known to be without it."""
+    found = card.capability if hardware is None else compute_capability()
+    if found or hardware:
+        weights_of = source if config.model.load_in_fp8 else None
+        check_fp8(found, weights_of=weights_of, cache=config.model.fp8_kv_cache)
 
 
 def _steps(config: RunConfig) -> int | None:
@@ -387,6 +409,7 @@ def _facts(config: RunConfig, base: Path, room: int, card: Card, *, on_gpu: bool
         backend="unsloth" if unsloth else "transformers",
         vllm=installed_version("vllm") is not None,
         continues=adapter_in(name) is not None,
+        has_fp8=bool(card.capability),
     )
 
 
@@ -451,6 +474,7 @@ def _job(config: RunConfig, facts: _Facts) -> Job:
         room=facts.room,
         backend=facts.backend,
         in_4bit=config.model.load_in_4bit or facts.shape.packed,
+        in_fp8=config.model.load_in_fp8,
         value_bytes=facts.value_bytes,
         rank=config.lora.r,
         targets=tuple(config.lora.target_modules),
@@ -468,8 +492,14 @@ def _job(config: RunConfig, facts: _Facts) -> Job:
         engine=engine,
         sleeps=bool(trainer.get("vllm_enable_sleep_mode", facts.on_gpu)),
         share=trainer.get("vllm_gpu_memory_utilization"),
+        cache_bytes=1 if config.model.fp8_kv_cache else 2,
+        batched_tokens=_tables(config).get(BATCHED, BATCHED_TOKENS),
         judges=facts.judges,
     )
+
+
+def _tables(config: RunConfig) -> dict[str, Any]:
+    return {**config.vllm, **config.unsloth}
 
 
 def _prompt(config: RunConfig, facts: _Facts, completion: int) -> int:
@@ -516,6 +546,10 @@ def _notes(config: RunConfig, facts: _Facts, job: Job) -> Iterator[str]:
         )
     if job.on_gpu and not facts.vllm and config.trainer.get("generation", "auto") == "auto":
         yield "transformers samples, since vLLM is not installed here"
+    if others := sorted(set(_tables(config)) - {BATCHED}):
+        yield f"what `unsloth:` and `vllm:` set is not part of it: {', '.join(others)}"
+    if (config.model.load_in_fp8 or config.model.fp8_kv_cache) and not facts.has_fp8:
+        yield "FP8 needs a card that has it (model.load_in_fp8: RTX 40 and newer)"
     if not job.on_gpu and job.engine in ("vllm", "shared"):
         yield "vLLM's own memory on a CPU is not part of it"
 
@@ -582,9 +616,10 @@ def _recomputing(config: RunConfig, facts: _Facts) -> list[Option]:
 
 
 def _packing(config: RunConfig, facts: _Facts) -> list[Option]:
-    return (
-        [] if config.model.load_in_4bit or facts.shape.packed else [(("model.load_in_4bit", True),)]
-    )
+    if config.model.load_in_4bit or facts.shape.packed:
+        return []
+    other: Option = (("model.load_in_fp8", False),) if config.model.load_in_fp8 else ()
+    return [(("model.load_in_4bit", True), *other)]
 
 
 def _sleeping(config: RunConfig, facts: _Facts) -> list[Option]:

@@ -62,7 +62,9 @@ def estimate_speed(job: Job, card: Card, steps: int | None) -> Speed | None:
 
 def _generation(job: Job, bandwidth: float) -> Range:
     shape = job.shape
-    weights = weight_bytes(shape, in_4bit=job.in_4bit, value_bytes=job.value_bytes)
+    weights = weight_bytes(
+        shape, in_4bit=job.in_4bit, value_bytes=job.value_bytes, in_fp8=job.in_fp8
+    )
     of_a_row = 2 * shape.num_layers * shape.kv_size * job.value_bytes * job.width / 2
     found = []
     for share, start in zip(BANDWIDTH_REACHED, LAYER_SECONDS, strict=True):

@@ -12,14 +12,19 @@ import yaml
 
 import rloo_kit as rk
 from rloo_kit import engine_tables
+from rloo_kit.cards import CARDS, find_card
 from rloo_kit.cli import main
-from rloo_kit.config import make_run_config
+from rloo_kit.config import make_run_config, read_run_file
 from rloo_kit.engine_tables import FIXED, SET_ELSEWHERE, known_names, shared_engine_names
 from rloo_kit.engines import _check_tables
 from rloo_kit.errors import ConfigError
 from rloo_kit.generation import Choice
 from rloo_kit.hardware import GIB
+from rloo_kit.memory_plan import planned_engine
 from rloo_kit.model_shape import read_shape
+from rloo_kit.planning import make_plan
+from rloo_kit.preparation import read_config
+from rloo_kit.run_folder import check_same_settings
 from rloo_kit.shared_engine import (
     FP32_HEAD,
     STANDBY,
@@ -202,3 +207,82 @@ def test_vllm_that_samples_obeys():
     _check_tables(model, Choice("vllm"))
     with pytest.raises(ConfigError, match=r"vllm.enforce_eager .* the vLLM server samples"):
         _check_tables(model, Choice("server"))
+
+
+# --- the plan -------------------------------------------------------------------------------------
+
+LARGE = ["model.name=Qwen/Qwen3-8B", "model.load_in_4bit=false"]
+
+
+def planned(*settings, gpu="rtx4090"):
+    return make_plan(read_run_file("qwen3-8b-16gb", [*LARGE, *settings]), gpu)
+
+
+def test_a_plan_counts_one_byte_for_a_weight_in_fp8():
+    plain, packed = planned(), planned("model.load_in_fp8=true")
+    sizes = [dict(made.memory.at(made.memory.phase)) for made in (plain, packed)]
+    linear = sum(one.size * one.count for one in plain.shape.linears)
+    saved = sizes[0]["weights, 16 bit"] - sizes[1]["weights, FP8"]
+    assert 0.99 * linear < saved < linear
+
+
+def test_a_plan_counts_one_byte_for_a_key_in_fp8(monkeypatch):
+    monkeypatch.setattr("rloo_kit.planning.installed_version", lambda name: "0.31.0")
+    assert (planned().job.cache_bytes, planned("model.fp8_kv_cache=true").job.cache_bytes) == (2, 1)
+    sizes = [
+        planned_engine(planned("model.load_in_fp8=true", *more, gpu="H100").job).size
+        for more in ([], ["model.fp8_kv_cache=true"], ["unsloth.max_num_batched_tokens=8192"])
+    ]
+    assert sizes[0].full_cache == 2 * sizes[1].full_cache
+    assert sizes[2].working > 1.5 * sizes[0].working
+
+
+def test_a_plan_names_what_it_does_not_count():
+    notes = " ".join(planned("unsloth.offload_embedding=true", gpu="24GB").notes)
+    assert "what `unsloth:` and `vllm:` set is not part of it: offload_embedding" in notes
+    notes = planned("model.load_in_fp8=true", gpu="24GB").notes
+    assert any(note.startswith("FP8 needs a card that has it") for note in notes)
+    assert not any("FP8" in note for note in planned("model.load_in_fp8=true").notes)
+
+
+def test_a_plan_refuses_fp8_on_a_card_without_it(tmp_path, capsys):
+    content = {"model": {**FP8, "name": "Qwen/Qwen3-8B"}}
+    text = refused(tmp_path, capsys, content, "--gpu", "rtx3090", command="plan")
+    assert "model.load_in_fp8 needs a GPU of compute capability 8.9 or more, and this one h" in text
+    content = {"model": {"fp8_kv_cache": True}}
+    text = refused(tmp_path, capsys, content, "--gpu", "rtx2080", command="plan")
+    assert "capability 8.0 or more, and this one has 7.5: set it to false" in text
+    assert "there is none here" in refused(tmp_path, capsys, content, command="plan")
+
+
+def test_a_smaller_plan_never_asks_for_fp8_and_4_bit():
+    made = planned("model.load_in_fp8=true", gpu="rtx4060")
+    lines = [line for change in made.changes for line in change.lines]
+    assert ("model.load_in_4bit=true" in lines) == ("model.load_in_fp8=false" in lines)
+
+
+def test_every_card_of_the_table_has_a_capability():
+    assert all(card.capability for card in CARDS)
+    assert all((card.capability >= (8, 0)) == card.bf16 for card in CARDS)
+    assert find_card("12GB").capability is None
+
+
+# --- run.yaml -------------------------------------------------------------------------------------
+
+
+def test_tables_are_kept_for_a_resume_and_hide_secrets(tmp_path):
+    secret = "hf_" + "aBcD1234" * 4
+    content = {
+        "output_dir": str(tmp_path / "run"),
+        "unsloth": {"offload_embedding": False, "token": secret},
+        "trainer": {**QUICK, "save_strategy": "no"},
+        "data": {"num_prompts": 8, "held_out": 0},
+    }
+    rk.train(make_run_config(content))
+    text = (tmp_path / "run" / "run.yaml").read_text()
+    assert secret not in text
+    kept, _ = read_config(tmp_path / "run", [])
+    assert kept.unsloth == {"offload_embedding": False}
+    check_same_settings(tmp_path / "run", kept)
+    with pytest.raises(ConfigError, match=r"^unsloth is .* put it back to resume"):
+        check_same_settings(tmp_path / "run", replace(kept, unsloth={"offload_embedding": True}))

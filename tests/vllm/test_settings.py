@@ -1,10 +1,13 @@
 """What vLLM is given by ``generation_kwargs``, held against the installed vLLM."""
 
+import dataclasses
 import inspect
 
 import pytest
 
 import rloo_kit as rk
+from rloo_kit.config import make_run_config
+from rloo_kit.engine_tables import FIXED, SET_ELSEWHERE, known_names
 from rloo_kit.engines import TOKEN_SAMPLING, check_settings
 
 pytestmark = pytest.mark.vllm
@@ -63,3 +66,31 @@ def test_the_trainer_refuses_before_the_engine_starts_and_obeys_what_passes(tmp_
     assert seen
     assert seen <= {5, 6, 7}
     rk.release(trainer)
+
+
+def test_a_table_of_the_run_file_reaches_the_engine(tmp_path):
+    given = {"enforce_eager": True, "max_num_batched_tokens": 1024}
+    model, _ = rk.load_model("tiny-thinker", max_seq_length=128, fp32_lm_head=True, vllm=given)
+    with rk.session():
+        engine, _ = rk.start_engine(rk.attach_lora(model), args(tmp_path))
+        config = engine._llm.llm_engine.vllm_config
+        assert config.model_config.enforce_eager is True
+        assert config.scheduler_config.max_num_batched_tokens == 1024
+        assert config.model_config.hf_overrides == {"head_dtype": "float32"}
+        assert str(config.model_config.head_dtype) == "torch.float32"
+
+
+def test_the_names_of_the_table_are_those_of_the_installed_vllm():
+    from vllm import EngineArgs
+
+    fields = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert known_names("vllm") == fields
+    assert set(SET_ELSEWHERE["vllm"]) | FIXED["vllm"] <= fields
+    with pytest.raises(rk.ConfigError, match=r"^unknown key vllm.enforce_eagr; did you mean"):
+        make_run_config({"vllm": {"enforce_eagr": True}})
+
+
+def test_a_wrong_value_in_the_table_is_one_sentence(tmp_path):
+    model, _ = rk.load_model("tiny-thinker", max_seq_length=128, vllm={"block_size": "many"})
+    with pytest.raises(rk.GenerationError, match=r"^vLLM cannot start [^\n]*$"):
+        rk.start_engine(rk.attach_lora(model), args(tmp_path))
