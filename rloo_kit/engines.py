@@ -106,6 +106,7 @@ def start_engine(
     """
     asked, team = asked_for(args), current_team()
     if asked == "trl":
+        _check_tables(model, Choice("trl"))
         return None, Choice("trl")
     why_not = why_not or _why_not_here(asked, team, model)
     choice = choose(asked, on_gpu=model.device.type != "cpu", why_not=why_not)
@@ -140,8 +141,9 @@ def _check_tables(model: Any, choice: Choice) -> None:
         if name == "hf_overrides" and "head_dtype" in value:
             key = "model.fp32_lm_head"
         reason = f" ({choice.reason})" if choice.reason else ""
+        sampler = ENGINES.get(choice.engine, "TRL's own client")
         raise ConfigError(
-            f"{key} is for vLLM in this process, and {ENGINES[choice.engine]} samples{reason}: "
+            f"{key} is for vLLM in this process, and {sampler} samples{reason}: "
             f"leave it out, or set trainer.generation to vllm"
         )
 

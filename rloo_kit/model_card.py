@@ -112,7 +112,8 @@ def _training(facts: CardFacts) -> list[str]:
         lines.append(f"Prompts: `{public_name(data.prompts)}`{count}")
         steps = (record.end or {}).get("steps") or len(record.metrics)
         lines.append(f"{steps} steps of TRL's RLOO; seed {config.seed}")
-        how = "4-bit (NF4)" if config.model.load_in_4bit else "16-bit"
+        plain = "FP8" if config.model.load_in_fp8 else "16-bit"
+        how = "4-bit (NF4)" if config.model.load_in_4bit else plain
         lines.append(f"{how} base; LoRA of rank {config.lora.r}, alpha {config.lora.lora_alpha}")
         told = [f"{name} {given[name]}" for name in SETTINGS if given.get(name) is not None]
         lines.append("Settings: " + ", ".join(told))

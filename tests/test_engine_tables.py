@@ -207,6 +207,9 @@ def test_vllm_that_samples_obeys():
     _check_tables(model, Choice("vllm"))
     with pytest.raises(ConfigError, match=r"vllm.enforce_eager .* the vLLM server samples"):
         _check_tables(model, Choice("server"))
+    args = rk.LeaveOneOutConfig("out", use_vllm=True, vllm_mode="server")
+    with pytest.raises(ConfigError, match=r"vllm.enforce_eager .* TRL's own client samples"):
+        rk.start_engine(model, args)
 
 
 # --- the plan -------------------------------------------------------------------------------------
