@@ -25,6 +25,8 @@ STANDBY = "UNSLOTH_VLLM_STANDBY"
 SPLIT = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 JOINED = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
 """Linear layers of the models whose weights Unsloth can read out of vLLM."""
+REFUSALS = (NotImplementedError, RuntimeError, MemoryError)
+"""What Unsloth raises for what it cannot do."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,7 @@ def load_shared(
                 return load(**arguments)
         except GenerationError as exc:
             reason = str(exc)
-        except (
-            NotImplementedError,
-            RuntimeError,
-            MemoryError,
-        ) as exc:  # what Unsloth raises for what it lacks
+        except REFUSALS as exc:
             reason = f"Unsloth cannot start vLLM for this model ({why(exc)})"
     if engine.required:
         without = "load_in_fp8" if engine.in_fp8 else next(iter(engine.extra), "fast_inference")

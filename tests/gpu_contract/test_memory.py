@@ -8,7 +8,7 @@ from rloo_kit.errors import GenerationError
 from rloo_kit.generation import room_for_rank
 from rloo_kit.memory_plan import CONTEXT
 from rloo_kit.planning import plan
-from rloo_kit.shared_engine import EngineSettings, _standby
+from rloo_kit.shared_engine import EngineSettings, engine_variables
 
 pytestmark = pytest.mark.gpu_contract
 FILES = (
@@ -34,7 +34,7 @@ def unsloths_arguments(config, folder, card, settings, shape, monkeypatch, **oth
     free = card.total - card.used
     asked = settings.arguments(shape, free, card.total)
     asked.pop("fast_inference")
-    with _standby(settings.sleeps):
+    with engine_variables(settings):
         return vllm_utils.load_vllm(
             str(folder),
             config,
@@ -92,7 +92,7 @@ def test_sleep_mode_and_eight_bit_cache_reach_the_engine(sleeps, card, tmp_path,
     before = os.environ.get("UNSLOTH_VLLM_STANDBY")
     found = unsloths_arguments(
         _published(name), tmp_path, card(24, used_gib=0.6), settings, read_shape(name),
-        monkeypatch, float8_kv_cache=True,
+        monkeypatch,
     )  # fmt: skip
     assert found["enable_sleep_mode"] is sleeps
     assert found["kv_cache_dtype"] == "fp8"
