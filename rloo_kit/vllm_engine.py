@@ -326,8 +326,8 @@ class VllmEngine:
         self._request = None
         if llm is not None:
             if self._on_gpu:
-                self._wake(llm)  # a block that is not mapped cannot be freed
-                with contextlib.suppress(AttributeError):  # another vLLM: less is given back
+                with contextlib.suppress(Exception):  # less is given back, and ``release`` says so
+                    self._wake(llm)  # a block that is not mapped cannot be freed
                     _empty_engine(llm)
             with contextlib.suppress(Exception), quiet():  # half-started, or already gone
                 llm.llm_engine.engine_core.shutdown()
