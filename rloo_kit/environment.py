@@ -40,6 +40,8 @@ VLLM = {
 """What must stand before vLLM, or Unsloth beside it, is imported."""
 BACKENDS = ("auto", "unsloth", "transformers")
 PATCHED_BY_UNSLOTH = ("trl", "transformers", "peft")
+SHELL = {"trl", "trl._compat", "trl._lazy_module", "trl.import_utils"}
+"""All that ``import trl`` loads, before a name of it is used."""
 OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 """Not needed to train on text; installed beside another build of torch they fail at import and take
 transformers.AutoProcessor, and so TRL, down with them."""
@@ -113,7 +115,7 @@ def check_import_order() -> None:
     """Raise ImportOrderError when a library that Unsloth patches is already imported without it."""
     if "unsloth" in sys.modules:
         return
-    early = [name for name in PATCHED_BY_UNSLOTH if name in sys.modules]
+    early = [name for name in PATCHED_BY_UNSLOTH if _is_loaded(name)]
     if not early:
         return
     places = [place for place in (_where_imported(name) for name in early) if place]
@@ -121,6 +123,15 @@ def check_import_order() -> None:
     raise ImportOrderError(
         f"{early[0]} was imported before unsloth{where}, so Unsloth cannot patch it: restart the "
         f"kernel and put `import rloo_kit as rk; rk.setup()` before every other import"
+    )
+
+
+def _is_loaded(name: str) -> bool:
+    """Return whether more of a library is imported than the shell that ``import trl`` loads."""
+    return any(
+        module == name or module.startswith(f"{name}.")
+        for module in list(sys.modules)
+        if module not in SHELL
     )
 
 

@@ -57,7 +57,7 @@ def test_setup_sets_what_is_not_set_and_imports_unsloth_before_trl(tmp_path):
     assert found["dotenv"] == str(tmp_path / ".env")
 
 
-@pytest.mark.parametrize("module", ["trl", "transformers", "peft"])
+@pytest.mark.parametrize("module", ["trl.trainer.utils", "transformers", "peft"])
 def test_an_early_import_is_refused_with_its_place(tmp_path, module):
     (tmp_path / "mine.py").write_text(f"import os\n\nimport {module}\n")
     done = python(
@@ -77,6 +77,18 @@ def test_an_early_import_is_refused_with_its_place(tmp_path, module):
     assert "was imported before unsloth" in done.stdout
     assert "mine.py:3" in done.stdout
     assert "restart the kernel" in done.stdout
+
+
+def test_trl_may_be_imported_before_as_long_as_none_of_its_classes_is(tmp_path):
+    done = python(
+        """
+        import trl, rloo_kit as rk
+        rk.setup()
+        print(trl.RLOOTrainer.__module__, issubclass(rk.LeaveOneOutTrainer, trl.RLOOTrainer))
+        """,
+        tmp_path,
+    )
+    assert done.stdout.split() == ["trl.trainer.rloo_trainer", "True"], done.stderr[-2000:]
 
 
 def test_in_a_notebook_the_cell_is_named(tmp_path):
