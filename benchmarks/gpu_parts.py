@@ -470,7 +470,9 @@ def vllm_speed(options: argparse.Namespace, answer: Answer) -> None:
     from rloo_kit.vllm_engine import VllmEngine
 
     name, rows, length = ("toy", 8, 16) if options.toy else ("qwen3-4b", 64, 256)
-    model, tokenizer = _policy(options, answer, name, length + 64, fast_inference=True)
+    model, tokenizer = _policy(
+        options, answer, name, length + 64, fast_inference=True, num_sequences=rows
+    )
     started = time.perf_counter()
     engine = VllmEngine(model, max_length=length + 64, num_sequences=rows)
     answer.note(engine=engine.name, start_seconds=round(time.perf_counter() - started, 1))

@@ -12,8 +12,8 @@ from rloo_kit.hardware import GIB
 from rloo_kit.model_shape import ModelShape, weight_bytes
 
 MIB = 1024**2
-MAX_SEQUENCES = 256
-"""Completions that vLLM samples at a time, at most."""
+MAX_SEQUENCES = 255
+"""Completions that vLLM samples at a time, at most. Unsloth takes exactly 256 for "not given"."""
 BATCHED_TOKENS = 4096
 """Prompt tokens that vLLM reads in one pass; longer prompts are read in several."""
 SMALLEST_CACHE = 64 * MIB
@@ -38,6 +38,8 @@ class EngineSize:
     """CUDA graphs. They stay when the engine sleeps."""
     full_cache: int
     """Keys and values of all completions at full length."""
+    smallest_cache: int
+    """Keys and values of one of them: with less vLLM does not start, or cuts the length."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class EngineMemory:
     size: EngineSize
     cache: int
     """Keys and values."""
+    refusal: str | None = None
+    """Why vLLM would not start, in a plan."""
 
     @property
     def total(self) -> int:
@@ -94,13 +98,15 @@ def engine_size(  # noqa: PLR0913
         max_rank * (linear.rows + linear.columns) * linear.count for linear in shape.linears
     )
     activations = batched_tokens * (2 * shape.intermediate_size + 4 * shape.hidden_size)
+    sequence = cache_bytes * 2 * shape.num_layers * shape.kv_size * max_length
     logits = 12 * rows * shape.vocab_size  # in float32, their softmax, and what sampling keeps
     return EngineSize(
         weights=weight_bytes(shape, in_4bit=in_4bit, value_bytes=value_bytes, in_fp8=in_fp8),
         trained=trained,
         working=value_bytes * (activations + trained) + logits,
         graphs=cuda_graph_bytes(shape),
-        full_cache=int(cache_bytes * 2 * shape.num_layers * shape.kv_size * rows * max_length),
+        full_cache=int(sequence * rows),
+        smallest_cache=max(SMALLEST_CACHE, int(sequence)),
     )
 
 
@@ -130,7 +136,7 @@ def engine_memory(
         share: ``vllm_gpu_memory_utilization`` as the user set it; None: computed.
 
     Raises:
-        GenerationError: Less than 64 MiB would be left for keys and values.
+        GenerationError: Less would be left than the keys and values of one completion take.
     """
     fixed = size.weights + size.working + size.graphs + UNMEASURED
     if share is not None:
@@ -141,17 +147,15 @@ def engine_memory(
             math.ceil(1.05 * size.full_cache) + SMALLEST_CACHE,
             left * 9 // 10 if sleeps else left // 2,
         )
-    if cache < SMALLEST_CACHE:
-        taken = f"{share:g} of the card" if share is not None else f"{free / GIB:.1f} GiB free"
+    if cache < size.smallest_cache:
+        taken, remedy = f"{free / GIB:.1f} GiB free", "lower model.max_seq_length"
+        if share is not None:
+            taken, remedy = f"{share:g} of the card", "raise trainer.vllm_gpu_memory_utilization"
         raise GenerationError(
             f"vLLM does not fit: with {taken} its weights, activations and CUDA graphs take "
-            f"{fixed / GIB:.1f} GiB, and no keys and values fit; "
-            + (
-                "raise trainer.vllm_gpu_memory_utilization, "
-                if share is not None
-                else "load the model with fast_inference=True (one copy of the weights for both), "
-            )
-            + "or set trainer.generation: transformers"
+            f"{fixed / GIB:.1f} GiB, and a completion's keys and values "
+            f"{size.smallest_cache / GIB:.1f} GiB; {remedy}, or set trainer.generation: "
+            f"transformers"
         )
     return EngineMemory(size, cache)
 

@@ -95,7 +95,10 @@ def _names(package: str, file: str, qualified: str) -> frozenset[str]:
         return frozenset()
     node: ast.AST = ast.parse(source.read_text("utf-8"))
     for part in qualified.split("."):
-        node = next(one for one in ast.iter_child_nodes(node) if getattr(one, "name", "") == part)
+        parts = ast.iter_child_nodes(node)
+        node = next((one for one in parts if getattr(one, "name", "") == part), None)
+        if node is None:  # another version, which has it elsewhere: the load checks the names
+            return frozenset()
     if isinstance(node, ast.ClassDef):
         fields = (one.target for one in node.body if isinstance(one, ast.AnnAssign))
         return frozenset(one.id for one in fields if isinstance(one, ast.Name))

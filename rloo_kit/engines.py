@@ -114,6 +114,7 @@ def start_engine(
         check_settings(args, choice.engine)
     _check_tables(model, choice)
     if choice.engine == "transformers":
+        _let_sleep(model)
         return None, choice
     max_length = _max_length(model, args)
     if choice.engine == "server":
@@ -164,8 +165,43 @@ def _max_length(model: Any, args: Any) -> int:
     return given or model.config.get_text_config().max_position_embeddings
 
 
+def _check_shared(args: Any, shared: Any) -> None:
+    """Refuse settings of an engine that started with the model, and differs.
+
+    Args:
+        args: A ``LeaveOneOutConfig``.
+        shared: What ``load_model`` started it with (``EngineSettings``).
+
+    Raises:
+        ConfigError: One differs.
+    """
+    share, length = args.vllm_gpu_memory_utilization, args.vllm_max_model_length
+    if args.memory_share_given and share != shared.share:
+        raise ConfigError(
+            f"trainer.vllm_gpu_memory_utilization is {share:g}, and vLLM started with the model: "
+            f"give it to load_model as gpu_memory_utilization"
+        )
+    if length and length != shared.max_seq_length:
+        raise ConfigError(
+            f"trainer.vllm_max_model_length is {length}, and vLLM started with the model for "
+            f"{shared.max_seq_length} tokens: set model.max_seq_length"
+        )
+
+
+def _let_sleep(model: Any) -> None:
+    """Let an engine sleep that a model carries and nobody samples with."""
+    llm = getattr(model, "vllm_engine", None)
+    if llm is None or not llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
+        return
+    if not llm.llm_engine.is_sleeping():
+        llm.sleep(level=1)
+
+
 def _in_process(model: Any, args: Any, max_length: int) -> Engine:
     from rloo_kit.vllm_engine import VllmEngine
+
+    if (shared := getattr(model, "rloo_kit_engine", None)) is not None:
+        _check_shared(args, shared)
 
     engine = VllmEngine(
         model,

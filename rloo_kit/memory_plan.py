@@ -95,6 +95,8 @@ class Job:
     on_gpu: bool
     room: int
     """What the card has for this process, or what is free on a CPU."""
+    card: int = 0
+    """Memory of the whole card, as torch reports it; 0: the room."""
     backend: str = "unsloth"
     in_4bit: bool = True
     in_fp8: bool = False
@@ -439,9 +441,10 @@ def planned_engine(job: Job) -> EngineMemory:
     if job.engine != "shared":  # the trainer's model and adapter are on the card already
         free -= size.weights + 4 * sum(adapter_sizes(job))
     try:
-        return engine_memory(size, free, sleeps=job.sleeps, card=job.room, share=job.share)
-    except GenerationError:
-        return EngineMemory(size, size.full_cache)
+        card = job.card or job.room
+        return engine_memory(size, free, sleeps=job.sleeps, card=card, share=job.share)
+    except GenerationError as exc:
+        return EngineMemory(size, size.full_cache, str(exc))
 
 
 def _logits(job: Job) -> int:

@@ -58,7 +58,7 @@ def load_model(
     backend: str = "auto",
     fast_inference: bool | str = False,
     max_lora_rank: int = 64,
-    num_sequences: int = 8,
+    num_sequences: int = 64,
     trust_remote_code: bool = False,
     vllm: dict[str, Any] | None = None,
     **kwargs: Any,

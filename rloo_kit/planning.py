@@ -121,15 +121,20 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is no more than the room."""
-        return self.peak_bytes <= self.room
+        """Whether the peak is no more than the room, and vLLM starts."""
+        return self.peak_bytes <= self.room and self.refusal is None
 
     @property
     def vllm_share(self) -> float | None:
         """Share of the card that vLLM gets; None where it does not sample in this process."""
         if not self.job.on_gpu or self.job.engine not in ("shared", "vllm"):
             return None
-        return self.job.share or planned_engine(self.job).share(self.room)
+        return self.job.share or planned_engine(self.job).share(self.job.card or self.room)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why vLLM would not start, though the peak may fit; None where it does."""
+        return None if self.vllm_share is None else planned_engine(self.job).refusal
 
     @property
     def verdict(self) -> str:
@@ -345,6 +350,8 @@ class _Facts:
     longest: int | None
     """Tokens of the longest prompt, where prompts and tokenizer are here."""
     on_gpu: bool
+    card: int
+    """Memory of the whole card, as torch reports it; 0 on a CPU."""
     room: int
     value_bytes: int
     backend: str
@@ -404,6 +411,7 @@ def _facts(config: RunConfig, base: Path, room: int, card: Card, *, on_gpu: bool
         judges=tuple(_judges(config, base, on_gpu=on_gpu)),
         longest=_longest_prompt(config, name, base),
         on_gpu=on_gpu,
+        card=card.usable if on_gpu else 0,
         room=room,
         value_bytes=2 if on_gpu or card.bf16 else 4,
         backend="unsloth" if unsloth else "transformers",
@@ -472,6 +480,7 @@ def _job(config: RunConfig, facts: _Facts) -> Job:
         shape=facts.shape,
         on_gpu=facts.on_gpu,
         room=facts.room,
+        card=facts.card,
         backend=facts.backend,
         in_4bit=config.model.load_in_4bit or facts.shape.packed,
         in_fp8=config.model.load_in_fp8,
@@ -645,8 +654,12 @@ def _sampling(config: RunConfig, facts: _Facts) -> list[Option]:
     if engine not in ("vllm", "shared") or not facts.on_gpu:
         return []
     job = _job(config, facts)
-    given = job.share or planned_engine(job).share(job.room)
-    shares = [share for share in (0.7, 0.6, 0.5, 0.4, 0.3, 0.2) if share < given]
+    given = job.share or planned_engine(job).share(job.card or job.room)
+    shares = [
+        share
+        for share in (0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+        if share < given and planned_engine(replace(job, share=share)).refusal is None
+    ]
     smaller: list[Option] = [(("trainer.vllm_gpu_memory_utilization", share),) for share in shares]
     return [*smaller, (("trainer.generation", "transformers"),)]
 
@@ -805,6 +818,8 @@ def plan_lines(made: Plan) -> list[str]:
 def _verdict(made: Plan) -> str:
     what = f"{made.config.model.name} on {made.card.name}"
     left = made.room - made.peak_bytes
+    if left >= 0 and made.refusal:
+        return f"{what}: {made.refusal}"
     if left < 0:
         return f"{what}: does not fit, {_gib(-left)} are missing of {_gib(made.peak_bytes)}"
     tight = " (tight)" if left < (1 - USABLE) * 3 * made.room else ""

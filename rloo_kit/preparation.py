@@ -31,6 +31,7 @@ from rloo_kit.environment import setup
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.generation import room_for_rank
 from rloo_kit.models import attach_lora, load_model
+from rloo_kit.processes import asked_size
 from rloo_kit.reward_loading import LoadedReward
 
 
@@ -280,7 +281,7 @@ def _unsloth_arguments(config: RunConfig) -> dict[str, Any]:
 
 def _engine_arguments(args: Any) -> dict[str, Any]:
     """Return what ``load_model`` needs to load the base once for training and for vLLM."""
-    if asked_for(args) not in ("auto", "vllm"):
+    if asked_for(args) not in ("auto", "vllm") or asked_size() > 1:
         return {}
     given = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization}
     return {

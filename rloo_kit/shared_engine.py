@@ -25,7 +25,10 @@ STANDBY = "UNSLOTH_VLLM_STANDBY"
 SPLIT = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 JOINED = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
 """Linear layers of the models whose weights Unsloth can read out of vLLM."""
-REFUSALS = (NotImplementedError, RuntimeError, MemoryError)
+NO_ENGINE = "Unsloth loaded the model without vLLM on this machine"
+REFUSALS = (
+    NotImplementedError, RuntimeError, MemoryError, ValueError, AssertionError, ImportError
+)  # fmt: skip
 """What Unsloth raises for what it cannot do."""
 
 
@@ -121,18 +124,30 @@ def load_shared(
         try:
             arguments = engine.arguments(shape, hardware.free_memory, hardware.total_memory)
             with engine_variables(engine):
-                return load(**arguments)
+                model, tokenizer = load(**arguments)
         except GenerationError as exc:
             reason = str(exc)
         except REFUSALS as exc:
             reason = f"Unsloth cannot start vLLM for this model ({why(exc)})"
+        else:
+            return _with_engine(model, engine), tokenizer
     if engine.required:
-        without = "load_in_fp8" if engine.in_fp8 else next(iter(engine.extra), "fast_inference")
-        raise GenerationError(f"{reason}; load it without {without}")
+        raise GenerationError(reason)
     _free_what_failed()
     model, tokenizer = load()
     model.rloo_kit_why_not_shared = reason
     return model, tokenizer
+
+
+def _with_engine(model: Any, engine: EngineSettings) -> Any:
+    """Return the model with its engine's settings, or with the reason why it has none."""
+    if getattr(model, "vllm_engine", None) is not None:
+        model.rloo_kit_engine = engine
+    elif engine.required:
+        raise GenerationError(NO_ENGINE)
+    else:
+        model.rloo_kit_why_not_shared = NO_ENGINE
+    return model
 
 
 def why_not_shared(shape: ModelShape, *, trust_remote_code: bool = False) -> str | None:

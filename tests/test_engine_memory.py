@@ -6,7 +6,7 @@ import pytest
 
 from rloo_kit import engines, shared_engine
 from rloo_kit.engine_memory import EngineMemory, cpu_cache, engine_memory, engine_size
-from rloo_kit.errors import GenerationError
+from rloo_kit.errors import ConfigError, GenerationError
 from rloo_kit.generation import Choice
 from rloo_kit.hardware import Hardware
 from rloo_kit.model_shape import read_shape
@@ -35,7 +35,7 @@ def test_the_cache_holds_all_completions_at_full_length(four_billion):
     size = size_of(four_billion)
     assert size.full_cache == 16 * 768 * 2 * 2 * 36 * 8 * 128
     assert size_of(four_billion, cache_bytes=1).full_cache == size.full_cache // 2
-    assert size_of(four_billion, rows=1024).full_cache == 16 * size.full_cache  # 256 at a time
+    assert size_of(four_billion, rows=1024).full_cache * 16 == 255 * size.full_cache
 
 
 def test_no_more_is_taken_than_the_completions_need(four_billion):
@@ -65,7 +65,7 @@ def test_an_engine_that_does_not_fit_is_one_sentence_with_remedies(four_billion,
         engine_memory(size_of(four_billion), free, sleeps=True, card=12 * GIB, share=share)
     text = str(caught.value)
     assert "generation: transformers" in text
-    assert ("vllm_gpu_memory_utilization" if share else "fast_inference") in text
+    assert ("vllm_gpu_memory_utilization" if share else "max_seq_length") in text
     assert (f"{share:g}" if share else f"{free / GIB:.1f} GiB") in text
 
 
@@ -105,7 +105,7 @@ def test_the_plan_and_the_load_ask_for_the_same_share(name, card, monkeypatch):
         return
     asked = arguments["gpu_memory_utilization"] * free / total
     assert asked == pytest.approx(made.vllm_share, abs=0.001)
-    assert arguments["max_num_seqs"] == min(256, job.rows)
+    assert arguments["max_num_seqs"] == min(255, job.rows)
 
 
 # --- what Unsloth cannot share -------------------------------------------------------------------
@@ -170,6 +170,36 @@ def test_a_card_that_is_too_small_is_not_tried(small_card):
     assert "vllm_gpu_memory_utilization" in model.rloo_kit_why_not_shared
 
 
+def test_a_model_that_unsloth_loads_without_vllm_says_so(small_card):
+    load = loader(SimpleNamespace())
+    settings = EngineSettings(768, True, 16, 16)
+    model, _ = load_shared(load, "unsloth/Qwen3-4B-bnb-4bit", settings, False)
+    assert "without vLLM" in model.rloo_kit_why_not_shared
+    assert len(load.calls) == 1
+
+
+def test_a_plan_refuses_a_share_that_vllm_cannot_start_with(monkeypatch):
+    monkeypatch.setattr("rloo_kit.planning.installed_version", lambda _: "0.31.0")
+    monkeypatch.setattr("rloo_kit.planning.why_not_unsloth", lambda _: None)
+    setting = ["trainer.vllm_gpu_memory_utilization=0.1"]
+    made = plan("qwen3-4b-thinking-12gb", gpu="12GB", overrides=setting)
+    assert not made.fits
+    assert "vllm_gpu_memory_utilization" in made.verdict
+
+
+@pytest.mark.parametrize(
+    "settings", [{"share": 0.4, "given": True}, {"length": 4096}], ids=["share", "length"]
+)
+def test_settings_that_differ_from_the_shared_engines_are_refused(on_gpu, settings):
+    on_gpu.rloo_kit_engine = EngineSettings(128, True, 16, 16, share=0.5)
+    args = arguments_of("vllm")
+    args.memory_share_given = settings.get("given", False)
+    args.vllm_gpu_memory_utilization = settings.get("share", 0.3)
+    args.vllm_max_model_length = settings.get("length")
+    with pytest.raises(ConfigError, match="with the model"):
+        engines.start_engine(on_gpu, args, trains=False)
+
+
 @pytest.mark.parametrize("sleeps", [True, False])
 def test_unsloths_variable_follows_the_sleep_mode_and_is_put_back(sleeps, small_card, monkeypatch):
     import os
@@ -179,10 +209,11 @@ def test_unsloths_variable_follows_the_sleep_mode_and_is_put_back(sleeps, small_
 
     def load(**_):
         seen.append(os.environ["UNSLOTH_VLLM_STANDBY"])
-        return SimpleNamespace(), None
+        return SimpleNamespace(vllm_engine="an engine"), None
 
     settings = EngineSettings(768, True, 16, 16, sleeps=sleeps)
-    load_shared(load, "unsloth/Qwen3-4B-bnb-4bit", settings, False)
+    model, _ = load_shared(load, "unsloth/Qwen3-4B-bnb-4bit", settings, False)
+    assert model.rloo_kit_engine is settings
     assert seen == ["1" if sleeps else "0"]
     assert os.environ["UNSLOTH_VLLM_STANDBY"] == "1"
 
