@@ -63,7 +63,11 @@ SETTINGS: dict[str, tuple[str, str, str]] = {
 }
 """TRL's settings of who samples: what to do where they are given to vLLM in this process, a vLLM
 server, transformers. TRL's own client has them all from TRL."""
-ENGINES = {"vllm": "vLLM in this process", "server": "the vLLM server", "transformers": "generate"}
+ENGINES = {
+    "vllm": "vLLM in this process",
+    "server": "the vLLM server",
+    "transformers": "transformers",
+}
 TOKEN_SAMPLING = frozenset(
     {
         "allowed_token_ids",

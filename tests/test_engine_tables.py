@@ -182,7 +182,7 @@ def test_fp8_without_the_shared_engine_is_one_sentence(tmp_path, capsys, monkeyp
     text = refused(tmp_path, capsys, {"model": FP8, "trainer": QUICK})
     assert "model.load_in_fp8 is for weights that Unsloth shares with vLLM, and this mac" in text
     text = refused(tmp_path, capsys, {"model": {"fp8_kv_cache": True}, "trainer": QUICK})
-    assert "model.fp8_kv_cache is for vLLM in this process, and generate samples" in text
+    assert "model.fp8_kv_cache is for vLLM in this process, and transformers samples" in text
 
 
 def test_fp8_and_4_bit_contradict_each_other(tmp_path, capsys):
@@ -194,7 +194,7 @@ def test_fp8_and_4_bit_contradict_each_other(tmp_path, capsys):
 
 def test_an_engine_that_does_not_sample_takes_no_settings(tmp_path, capsys, fake_vllm):
     text = refused(tmp_path, capsys, {"vllm": {"enforce_eager": True}, "trainer": QUICK})
-    assert "vllm.enforce_eager is for vLLM in this process, and generate samples" in text
+    assert "vllm.enforce_eager is for vLLM in this process, and transformers samples" in text
     text = refused(tmp_path, capsys, {"unsloth": {"conservativeness": 0.5}, "trainer": QUICK})
     assert "unsloth.conservativeness is for weights that Unsloth shares with vLLM" in text
     text = refused(tmp_path, capsys, {"model": {"fp32_lm_head": True}, "trainer": QUICK})

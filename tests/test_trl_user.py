@@ -419,7 +419,7 @@ def test_the_regex_is_refused_before_a_model_is_loaded(tmp_path, capsys):
     flag = "trainer.vllm_structured_outputs_regex='[0-9]+'"
     assert main(["train", str(run), "--set", flag, "--set", f"output_dir={tmp_path}/out"]) == 2
     said = capsys.readouterr().err
-    assert "vllm_structured_outputs_regex is '[0-9]+', which generate does not obey" in said
+    assert "vllm_structured_outputs_regex is '[0-9]+', which transformers does not obey" in said
 
 
 @pytest.mark.parametrize(
