@@ -521,7 +521,7 @@ def test_an_engine_samples_a_few_tokens_of_the_batch_and_sleeps(trainer):
     trainer.engine = Engine()
     passes = watched(trainer)
     found = rehearse(trainer)
-    assert trainer.engine.asked == ["sync", (8, {found.tokens - 24}, SHORT), "sleep"]
+    assert trainer.engine.asked == ["sleep", "sync", (8, {found.tokens - 24}, SHORT), "sleep"]
     assert "sample" not in {kind for kind, *_ in passes}
 
 
