@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 GIB = 2**30
+PAGE = Path(__file__).resolve().parents[1] / "docs/gpu_acceptance.md"
+ON_THE_PAGE = "gpu_acceptance_nvidia-h100-80gb-hbm3.json"
+BEGIN, END = "<!-- h100: written by benchmarks/gpu_report.py -->\n", "<!-- /h100 -->"
 PLANNER = (
     ("card", "card", "{} GB"),
     ("predicted", "predicted", "gib"),
@@ -155,6 +158,34 @@ def _cards(parts: list[dict]) -> list[str]:
     return ["## vLLM on small cards", text, _table(head, rows)] if rows else []
 
 
+def card_table(content: dict) -> str:
+    """Return the table of docs/gpu_acceptance.md: the first training of each real shape."""
+    rows = []
+    for row in _of(content["parts"], "cards"):
+        run = row["data"].get("run_1")
+        if not run or row["name"].startswith("toy"):
+            continue
+        last = run["metrics"][-1]
+        rows.append(
+            (
+                row["name"],
+                f"{row['data']['planned_share']}, {run['share']}",
+                f"{row['data']['predicted'] / GIB:.1f}, {run['peak'] / GIB:.1f} GiB",
+                f"{last['sampling/logp_difference_mean']:.3f}, "
+                f"{last['sampling/rounding_noise']:.3f}",
+            )
+        )
+    head = ("training", "vLLM's share: planned, in the engine", "peak: planned, measured",
+            "nats a token: sampler and trainer differ, rounding")  # fmt: skip
+    return _table(head, rows)
+
+
+def written(page: str, content: dict) -> str:
+    """Return docs/gpu_acceptance.md with the table of a result between its markers."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}{card_table(content)}\n{END}{rest.split(END)[1]}"
+
+
 def _speed(parts: list[dict]) -> list[str]:
     found = []
     for row in _of(parts, "speed"):
@@ -244,4 +275,7 @@ SECTIONS = (_environment, _tests, _cards, _planner, _speed, _learn_step, _genera
 
 if __name__ == "__main__":
     source = Path(sys.argv[1])
-    source.with_suffix(".md").write_text(markdown(json.loads(source.read_text())))
+    found = json.loads(source.read_text())
+    source.with_suffix(".md").write_text(markdown(found))
+    if source.name == ON_THE_PAGE:
+        PAGE.write_text(written(PAGE.read_text(), found))

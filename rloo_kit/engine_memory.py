@@ -54,7 +54,7 @@ class EngineMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes of the card."""
         size = self.size
         total = size.weights + size.working + size.graphs + self.cache + UNMEASURED
         return max(total, SMALLEST_TOTAL)

@@ -307,13 +307,12 @@ class VllmEngine:
         if self._sleeps and self._llm is not None and not self._llm.llm_engine.is_sleeping():
             self._llm.sleep(level=1)
 
-    def _wake(self, llm: Any = None) -> None:
-        llm = llm or self._llm
-        if self._sleeps and llm.llm_engine.is_sleeping():
+    def _wake(self) -> None:
+        if self._sleeps and self._llm.llm_engine.is_sleeping():
             import torch
 
             torch.cuda.empty_cache()  # what the learning step let go of
-            llm.wake_up()
+            self._llm.wake_up()
 
     def close(self) -> None:
         """Shut the engine down, its process groups, threads, caches and files included.
@@ -322,13 +321,13 @@ class VllmEngine:
         the pool that holds them back with the engine, and freeing a block of that pool afterwards
         can end the process (vllm/device_allocator/cumem.py).
         """
+        if self._llm is not None and self._on_gpu:
+            with contextlib.suppress(Exception):  # less is given back, and ``release`` says so
+                self._wake()  # a block that is not mapped cannot be freed
+                _empty_engine(self._llm)
         llm, self._llm = self._llm, None
         self._request = None
         if llm is not None:
-            if self._on_gpu:
-                with contextlib.suppress(Exception):  # less is given back, and ``release`` says so
-                    self._wake(llm)  # a block that is not mapped cannot be freed
-                    _empty_engine(llm)
             with contextlib.suppress(Exception), quiet():  # half-started, or already gone
                 llm.llm_engine.engine_core.shutdown()
             _drop_caches(llm)
@@ -501,13 +500,13 @@ def _empty_engine(llm: Any) -> None:
 
 
 def _empty_sleep_pools(cumem: Any) -> None:
-    """Make vLLM's sleep allocator ready to give all of its memory back at the shutdown.
+    """Prepare vLLM's sleep allocator, so that the shutdown frees all of its memory.
 
-    Tensors that lie in its pools (buffers of the sampler, quantisation states) are freed. Blocks
-    that vLLM unmapped by itself while it loaded are mapped again: torch frees them like the others,
-    the allocator does not know them (a KeyError inside its C callback), and the blocks that follow
-    then stay mapped. Seen on an H100 with vLLM 0.26 (2.6 GiB of a 1.7B model); the remedy is from
-    csrc/cumem_allocator.cpp and has not run on a card.
+    This frees the tensors in its pools (sampler buffers, quantisation states), and maps again the
+    blocks that vLLM unmapped during the load. torch frees those too, but the allocator no longer
+    knows them: its C callback raises a KeyError, and the blocks after it stay mapped (2.6 GiB of a
+    1.7B model, on an H100 with vLLM 0.26). The fix follows vLLM's csrc/cumem_allocator.cpp; it has
+    not run on a card.
 
     Args:
         cumem: The module ``vllm.device_allocator.cumem``.

@@ -13,7 +13,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import gpu_acceptance as acceptance  # noqa: E402
 from gpu_acceptance import Part, Suite, run_part, why_not  # noqa: E402
-from gpu_report import markdown  # noqa: E402
+from gpu_report import ON_THE_PAGE, PAGE, markdown, written  # noqa: E402
 
 
 @pytest.fixture
@@ -228,3 +228,9 @@ def test_too_small_a_disk_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_models, "disk_bytes", lambda *_: 10**18)
     with pytest.raises(OSError, match="give --scratch a folder on a larger disk"):
         gpu_models.model_folder(tmp_path, "qwen3-4b", load_in_4bit=True, device="cpu")
+
+
+def test_the_page_has_the_numbers_of_the_result():
+    found = json.loads((BENCHMARKS / "results" / ON_THE_PAGE).read_text())
+    assert written(PAGE.read_text(), found) == PAGE.read_text(), "run benchmarks/gpu_report.py"
+    assert "| qwen3-4b in 4 bit on 12 GB, shared weights | 0.417, 0.417 |" in PAGE.read_text()

@@ -21,6 +21,15 @@ from rloo_kit.models import TINY_THINKER
 HERE = Path(__file__).parent
 
 
+def run_python(folder, *words):
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done
+
+
 @pytest.fixture
 def policy():
     model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
@@ -90,15 +99,8 @@ def test_a_script_in_trls_style_trains(tmp_path):
         --use_peft --lora_r 4 --lora_target_modules q_proj v_proj --dtype float32
         --normalize_reward moving --doctor false --max_steps 2 --max_completion_length 16
         --learning_rate 1e-3 --beta 0 --save_strategy no --stop_on""".split()[:-1]
-    done = subprocess.run(
-        [sys.executable, str(HERE / "scripts" / "trl_script.py"), *flags, "--no_canary"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    script = str(HERE / "scripts" / "trl_script.py")
+    done = run_python(tmp_path, script, *flags, "--no_canary")
     assert "steps 2 only lora True\nmoved True\n" in done.stdout
     assert "moving moving False False 4 0.001 None 2" in done.stdout
 
@@ -206,15 +208,7 @@ print(parsed.max_steps, parsed.num_generations, parsed.weight_decay)
 
 
 def test_under_unsloths_patched_class_both_work(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", UNDER_UNSLOTH],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run_python(tmp_path, "-c", UNDER_UNSLOTH)
     lines = done.stdout.splitlines()
     for line in ("1 0.001 0.25 8", "True True", "3 4 0.0"):
         assert line in lines, done.stdout
