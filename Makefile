@@ -9,28 +9,33 @@ GPY := .venv-gpu/bin/python
 WHEELS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
 UV := $(shell command -v uv || echo .cache/uv/bin/uv)
 
-.PHONY: quickstart test test-faults test-notebooks test-browser test-vllm test-gpu-contract
+.PHONY: quickstart test test-all test-faults test-notebooks test-browser test-vllm test-gpu-contract
 .PHONY: setup setup-gym setup-browser setup-vllm setup-gpu setup-audit setup-docs docs lock lint audit clean
 
 quickstart: setup
 	.venv/bin/rloo-kit quickstart
 
-test: setup setup-gym
+# Behaviour, in minutes: what to run while working. `make test-all` runs the rest of it too.
+OTHERS := slow or gpu or vllm or notebook or tracker or browser or faults or gpu_contract
+test: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-	  -m "not slow and not gpu and not vllm and not notebook and not tracker \
-	  and not browser and not faults and not gpu_contract"
+	  -m "not long and not ($(OTHERS))"
+
+test-all: setup setup-gym
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+	  -m "not ($(OTHERS))"
 
 # Faults on purpose: signals, kills, full disks, broken checkpoints (docs/reliability.md lists them); and
 # several processes, whose tests fork and kill in the same way; and trainings at the limit of memory.
 test-faults: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile --durations=8 \
-	  -m "faults and not slow" tests/faults tests/processes tests/test_checkpoints.py tests/test_resume.py \
-	  tests/test_training_faults.py tests/test_rehearsal.py tests/test_long_context.py
+	  -m "faults and not slow" \
+	  tests/faults tests/processes tests/checkpoints tests/training
 
 # Every notebook from top to bottom, and what a run reports to.
 test-notebooks: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadgroup --durations=8 \
-	  -m "notebook or tracker" tests/test_notebooks.py tests/test_live.py tests/test_report_to.py
+	  -m "notebook or tracker" tests/docs tests/live
 
 # The report's page in a real Chromium; no library of the training is loaded for it.
 test-browser: setup-browser

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rloo_kit.environment import setup
+from rloo_kit.machine.environment import setup
 
 RESULTS = Path(__file__).parent / "results"
 EVERY = 10
@@ -26,9 +26,9 @@ EVERY = 10
 
 def share(runs: int) -> dict:
     setup()
-    from rloo_kit.config import read_run_file
-    from rloo_kit.exact_resume import ExactResume
-    from rloo_kit.run import train
+    from rloo_kit.checkpoints.resume import ExactResume
+    from rloo_kit.config.run_file import read_run_file
+    from rloo_kit.runs.train import train
 
     spent = {"copied": [], "written": []}
 
@@ -70,7 +70,7 @@ def share(runs: int) -> dict:
 def peak(folder: str, resume: bool) -> None:
     """In a process of its own: train, and print the peak of its memory in MiB."""
     setup()
-    from rloo_kit.run import train
+    from rloo_kit.runs.train import train
 
     overrides = [f"output_dir={folder}", "data.held_out=0", "trainer.max_steps=20"]
     train("quickstart", overrides, say=lambda line: None, resume=resume)

@@ -28,9 +28,9 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
-from rloo_kit.generation import Sampling
-from rloo_kit.hardware import installed_version
-from rloo_kit.vllm_engine import VllmEngine
+from rloo_kit.machine.hardware import installed_version
+from rloo_kit.sampling.engine import Sampling
+from rloo_kit.sampling.vllm_inprocess import VllmEngine
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -106,7 +106,7 @@ class SmallCard:
 
     def follow(self) -> None:
         """Set the limit again whenever an engine falls asleep or wakes up."""
-        from rloo_kit.vllm_engine import VllmEngine
+        from rloo_kit.sampling.vllm_inprocess import VllmEngine
 
         for name in ("sleep", "_wake", "close"):
             setattr(VllmEngine, name, self._then_limit(getattr(VllmEngine, name)))
@@ -116,7 +116,7 @@ class SmallCard:
         """Note what vLLM's sleep allocator holds before and after it is emptied at the end."""
         from vllm.v1.worker.gpu_worker import Worker
 
-        from rloo_kit import vllm_engine
+        from rloo_kit.sampling import vllm_inprocess as vllm_engine
 
         empty, shutdown = vllm_engine._empty_sleep_pools, Worker.shutdown
 
@@ -199,7 +199,7 @@ def card(options, answer) -> None:
     from gpu_parts import run_file
 
     import rloo_kit as rk
-    from rloo_kit.hardware import FP8_WEIGHTS_MADE, compute_capability
+    from rloo_kit.machine.hardware import FP8_WEIGHTS_MADE, compute_capability
 
     rk.setup(options.backend)
     capability = compute_capability()
@@ -244,7 +244,7 @@ def _one(path: Path, overrides: list[str], small: SmallCard, number: int) -> dic
     import torch
 
     import rloo_kit as rk
-    from rloo_kit import engines
+    from rloo_kit.sampling import choice as engines
 
     before, here = dict(os.environ), set(os.listdir())
     small.take_peak()

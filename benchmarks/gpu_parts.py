@@ -89,7 +89,7 @@ def environment(options: argparse.Namespace, answer: Answer) -> None:
     import psutil
     import torch
 
-    from rloo_kit.hardware import TESTED, installed_version
+    from rloo_kit.machine.hardware import TESTED, installed_version
 
     answer.note(
         python=platform.python_version(),
@@ -466,8 +466,8 @@ def vllm_speed(options: argparse.Namespace, answer: Answer) -> None:
     import rloo_kit as rk
 
     rk.setup()
-    from rloo_kit.generation import Sampling
-    from rloo_kit.vllm_engine import VllmEngine
+    from rloo_kit.sampling.engine import Sampling
+    from rloo_kit.sampling.vllm_inprocess import VllmEngine
 
     name, rows, length = ("toy", 8, 16) if options.toy else ("qwen3-4b", 64, 256)
     model, tokenizer = _policy(
@@ -523,7 +523,7 @@ def learn_step(options: argparse.Namespace, answer: Answer) -> None:
 
 def _span_whole_trainings(benchmark) -> None:
     """Let the benchmark's peaks include those of each step, where the kit's count begins anew."""
-    from rloo_kit import trainer
+    from rloo_kit.training import trainer
 
     read, of_steps = trainer.take_peak, []
 

@@ -41,12 +41,12 @@ from transformers import (
 from transformers.utils import logging
 from trl import RLOOConfig, RLOOTrainer
 
-from rloo_kit.config import PROJECTIONS
-from rloo_kit.hardware import installed_version
-from rloo_kit.live import LiveView
-from rloo_kit.logprobs import route_trl_lm_head
-from rloo_kit.memory import take_peak
-from rloo_kit.models import TINY_THINKER
+from rloo_kit.config.run_file import PROJECTIONS
+from rloo_kit.live.display import LiveView
+from rloo_kit.machine.hardware import installed_version
+from rloo_kit.machine.lm_head import route_trl_lm_head
+from rloo_kit.machine.memory import take_peak
+from rloo_kit.models.loading import TINY_THINKER
 
 RESULTS = Path(__file__).parent / "results"
 GENERATIONS, PROMPTS = 4, 4

@@ -91,7 +91,7 @@ class Clock:
         self.phase, self.since = "rest", time.process_time()
 
     def switch(self, phase: str) -> str:
-        from rloo_kit.memory import take_peak
+        from rloo_kit.machine.memory import take_peak
 
         self.seconds[self.phase] += time.process_time() - self.since
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), take_peak())
@@ -113,9 +113,9 @@ class Clock:
 
 def watched() -> Clock:
     """Return a clock on every phase of the kit's trainer and recorder."""
-    from rloo_kit.learner import Learner
-    from rloo_kit.recording import RunRecorder
-    from rloo_kit.trainer import LeaveOneOutTrainer
+    from rloo_kit.rloo.learner import Learner
+    from rloo_kit.runs.recorder import RunRecorder
+    from rloo_kit.training.trainer import LeaveOneOutTrainer
 
     clock = Clock()
     for owner, name, phase in (
@@ -185,7 +185,7 @@ def make_model(arm: Arm) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
-    from rloo_kit.config import PROJECTIONS
+    from rloo_kit.config.run_file import PROJECTIONS
 
     AttentionInterface.register("blocks", blocks_attention)
     torch.manual_seed(0)
@@ -221,7 +221,7 @@ class Given:
     def generate(self, prompt_ids: list[list[int]], sampling: Any, seed: int) -> Any:
         import torch
 
-        from rloo_kit.generation import Drawn
+        from rloo_kit.sampling.engine import Drawn
 
         shape = (len(prompt_ids), self.length)
         ids = torch.randint(300, SMALL["vocab_size"], shape, generator=torch.manual_seed(0))
@@ -269,7 +269,7 @@ def step_of_random(arm: Arm, length: int, folder: str) -> None:
     from transformers import AutoTokenizer
 
     import rloo_kit as rk
-    from rloo_kit.models import TINY_THINKER
+    from rloo_kit.models.loading import TINY_THINKER
 
     args = rk.LeaveOneOutConfig(
         folder,
@@ -302,7 +302,7 @@ def step_of_random(arm: Arm, length: int, folder: str) -> None:
 def step_of_embedded(length: int, folder: str) -> None:
     """``rloo-kit train`` on the embedded model: one step, its record, adapter and report."""
     import rloo_kit as rk
-    from rloo_kit.config import make_run_config
+    from rloo_kit.config.run_file import make_run_config
 
     rewards = [
         {
@@ -338,7 +338,7 @@ def run_arm(arm: Arm, lengths: list[int]) -> None:
     rk.setup()
     from transformers.utils import logging
 
-    from rloo_kit.memory import measure
+    from rloo_kit.machine.memory import measure
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -581,7 +581,7 @@ def draw() -> None:
 
 def machine() -> dict[str, Any]:
     """Where it was measured."""
-    from rloo_kit.hardware import detect_hardware, installed_version
+    from rloo_kit.machine.hardware import detect_hardware, installed_version
 
     hardware = detect_hardware()
     names = ("torch", "transformers", "trl", "peft", "unsloth")

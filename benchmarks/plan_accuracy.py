@@ -143,8 +143,8 @@ def with_model(name, scratch):
 
 
 def planned(overrides):
-    from rloo_kit.planning import make_plan
-    from rloo_kit.preparation import read_config
+    from rloo_kit.planning.planner import make_plan
+    from rloo_kit.training.preparation import read_config
 
     config, base = read_config("quickstart", overrides)
     return make_plan(config, base=base)
@@ -227,7 +227,7 @@ def row_of(found):
 
 
 def write(rows):
-    from rloo_kit.hardware import TESTED, detect_hardware, installed_version
+    from rloo_kit.machine.hardware import TESTED, detect_hardware, installed_version
 
     hardware = detect_hardware()
     content = {

@@ -65,10 +65,10 @@ def main() -> None:
     parser.add_argument("--base", help="as rloo-kit export takes it")
     args = parser.parse_args()
     rk.setup()
-    from rloo_kit.data import prompt_ids
-    from rloo_kit.evaluation import score_texts
-    from rloo_kit.examination import examine_models
-    from rloo_kit.trained_models import find_trained, load_base
+    from rloo_kit.data.prompts import prompt_ids
+    from rloo_kit.evaluation.evaluator import score_texts
+    from rloo_kit.evaluation.examination import examine_models
+    from rloo_kit.evaluation.trained_models import find_trained, load_base
 
     trained = find_trained(args.run)
     exam = examine_models([trained], num_prompts=args.num_prompts)

@@ -3,7 +3,7 @@
 Every reward is called by keyword with whole columns of B values and returns B scores (float, or
 None where it does not apply). Importing this package imports nothing heavy: the names below and
 the submodules are loaded when first asked for. A run names a reward by its key in ``BUILTIN``;
-``rloo_kit.reward_loading`` turns the key into an instance.
+``rloo_kit.scoring.loading`` turns the key into an instance.
 """
 
 import importlib

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import KitError, ModelError
-from rloo_kit.pickles import CLASSIFIER, WHY, no_safetensors, none_opened, why_not_opened
+from rloo_kit.machine.pickles import CLASSIFIER, WHY, no_safetensors, none_opened, why_not_opened
 from rloo_kit.types import Completion
 
 from ._text import THINK_CLOSE, THINK_OPEN, completion_text, content_text, text_after_thought

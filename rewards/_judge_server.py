@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from rloo_kit.errors import RewardContractError
-from rloo_kit.redaction import redact
+from rloo_kit.text.redaction import redact
 
 from ._text import content_text, text_after_thought
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
-from rloo_kit.redaction import remember_secret
+from rloo_kit.text.redaction import remember_secret
 from rloo_kit.types import Completion, Score
 
 from ._judge_server import MODES, Batch, Cache, State

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from rloo_kit.errors import RewardLoadError
-from rloo_kit.thoughts import token_id
+from rloo_kit.text.thoughts import token_id
 from rloo_kit.types import Completion, Score
 
 from ._text import (

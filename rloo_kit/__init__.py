@@ -18,38 +18,38 @@ _HOMES = {
     "GenerationError": "errors",
     "StalePolicyError": "errors",
     "DataError": "errors",
-    "Evaluation": "evaluation",
+    "Evaluation": "evaluation.evaluator",
     "KitError": "errors",
-    "LeaveOneOutConfig": "trainer",
-    "LeaveOneOutTrainer": "trainer",
+    "LeaveOneOutConfig": "training.trainer",
+    "LeaveOneOutTrainer": "training.trainer",
     "ModelError": "errors",
     "RewardError": "errors",
-    "RunConfig": "config",
-    "attach_lora": "models",
-    "check_rewards": "reward_lab",
-    "diagnose": "run_findings",
-    "evaluate": "evaluation",
-    "evaluate_models": "eval_table",
-    "export_model": "export",
-    "gated": "composition",
-    "judge_models": "win_rate",
-    "leave_one_out_advantages": "advantages",
-    "load_model": "models",
-    "load_prompts": "data",
-    "load_rewards": "reward_loading",
-    "plan": "planning",
-    "read_run_file": "config",
-    "release": "memory",
-    "rescaled": "composition",
-    "routed": "composition",
-    "session": "memory",
-    "start_engine": "engines",
-    "save_adapter": "models",
-    "setup": "environment",
-    "shutdown_kernel": "memory",
-    "train": "run",
-    "train_reward_model": "reward_training",
-    "write_report": "report",
+    "RunConfig": "config.run_file",
+    "attach_lora": "models.loading",
+    "check_rewards": "reward_lab.lab",
+    "diagnose": "diagnosis.run_rules",
+    "evaluate": "evaluation.evaluator",
+    "evaluate_models": "evaluation.table",
+    "export_model": "export.exporter",
+    "gated": "scoring.composition",
+    "judge_models": "evaluation.win_rate",
+    "leave_one_out_advantages": "rloo.advantages",
+    "load_model": "models.loading",
+    "load_prompts": "data.prompts",
+    "load_rewards": "scoring.loading",
+    "plan": "planning.planner",
+    "read_run_file": "config.run_file",
+    "release": "machine.memory",
+    "rescaled": "scoring.composition",
+    "routed": "scoring.composition",
+    "session": "machine.memory",
+    "start_engine": "sampling.choice",
+    "save_adapter": "models.loading",
+    "setup": "machine.environment",
+    "shutdown_kernel": "machine.memory",
+    "train": "runs.train",
+    "train_reward_model": "reward_lab.training",
+    "write_report": "report.page",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])
@@ -59,8 +59,8 @@ def __getattr__(name: str) -> Any:
     """Load a public name when it is first used (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module 'rloo_kit' has no attribute {name!r}")
-    if _HOMES[name] == "trainer":
-        from rloo_kit.environment import setup
+    if _HOMES[name].startswith("training."):
+        from rloo_kit.machine.environment import setup
 
         setup()
     value = getattr(importlib.import_module(f"rloo_kit.{_HOMES[name]}"), name)

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rloo_kit import __version__
+from rloo_kit.checkpoints.stopping import Terminated, exit_code, terminate_as_interrupt
 from rloo_kit.errors import ConfigError, KitError, ProcessLostError
 from rloo_kit.processes import LOST, asked_size
-from rloo_kit.redaction import hide_on_terminal, remember_arguments
-from rloo_kit.stopping import Terminated, exit_code, terminate_as_interrupt
+from rloo_kit.text.redaction import hide_on_terminal, remember_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -303,14 +303,14 @@ def _add_set(command: argparse.ArgumentParser) -> None:
 def _train(args: argparse.Namespace) -> int:
     if args.processes != 1 and asked_size() == 1:
         return _launch(args)
-    from rloo_kit.run import train
+    from rloo_kit.runs.train import train
 
     return _code_of(train(args.run_file, args.set, resume=args.resume))
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from rloo_kit.launch import launch
-    from rloo_kit.preparation import divided_batch, read_config
+    from rloo_kit.runs.launch import launch
+    from rloo_kit.training.preparation import divided_batch, read_config
 
     config, _ = read_config(args.run_file, args.set)  # what is wrong there is said once
     if args.processes > 1:
@@ -333,7 +333,7 @@ def _code_of(result: Any) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     if args.run is not None:
         return _doctor_of_a_run(args.run)
-    from rloo_kit.diagnostics import examine
+    from rloo_kit.diagnosis.machine import examine
 
     report = examine()
     print("\n".join(report.lines))
@@ -341,21 +341,21 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _doctor_of_a_run(folder: str) -> int:
-    from rloo_kit.run_findings import diagnose
+    from rloo_kit.diagnosis.run_rules import diagnose
 
     findings = diagnose(folder)
     return int(any(finding.level == "error" for finding in findings))
 
 
 def _report(args: argparse.Namespace) -> int:
-    from rloo_kit.report import write_report
+    from rloo_kit.report.page import write_report
 
     print(write_report(args.runs, args.output, say=print))
     return 0
 
 
 def _export(args: argparse.Namespace) -> int:
-    from rloo_kit.export import export_model
+    from rloo_kit.export.exporter import export_model
 
     export_model(
         args.run,
@@ -374,8 +374,8 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from rloo_kit.planning import make_plan, tune
-    from rloo_kit.preparation import read_config
+    from rloo_kit.planning.planner import make_plan, tune
+    from rloo_kit.training.preparation import read_config
 
     config, base = read_config(args.run_file, args.set)
     plan = make_plan(config, args.gpu, base=base)
@@ -388,7 +388,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from rloo_kit.eval_table import evaluate_models
+    from rloo_kit.evaluation.table import evaluate_models
 
     found = evaluate_models(
         args.models,
@@ -402,7 +402,7 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _judge(args: argparse.Namespace) -> int:
-    from rloo_kit.win_rate import judge_models
+    from rloo_kit.evaluation.win_rate import judge_models
 
     found = judge_models(
         args.model,
@@ -416,7 +416,7 @@ def _judge(args: argparse.Namespace) -> int:
 
 
 def _legacy(args: argparse.Namespace) -> int:
-    from rloo_kit.legacy import translate
+    from rloo_kit.config.legacy import translate
 
     found = translate(args.rest, args.set)
     print("\n".join(found.lines))
@@ -425,14 +425,14 @@ def _legacy(args: argparse.Namespace) -> int:
         print(f"\nwritten to {args.write}: rloo-kit train {args.write}")
     if args.dry or args.write is not None:
         return 0
-    from rloo_kit.run import train
+    from rloo_kit.runs.train import train
 
     print()
     return _code_of(train(found.config))
 
 
 def _chat(args: argparse.Namespace) -> int:
-    from rloo_kit.chat import chat
+    from rloo_kit.export.chat import chat
 
     chat(
         args.model,
@@ -447,7 +447,7 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from rloo_kit.serve import serve
+    from rloo_kit.export.serve import serve
 
     more = [word for word in args.rest if word != "--"]
     serve(args.model, host=args.host, port=args.port, more=more)
@@ -455,7 +455,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _rewards_list(args: argparse.Namespace) -> int:
-    from rloo_kit.reward_catalogue import describe_rewards
+    from rloo_kit.scoring.catalogue import describe_rewards
 
     for entry in describe_rewards():
         origin = "" if entry.origin == "built in" else f" ({entry.origin})"
@@ -464,14 +464,14 @@ def _rewards_list(args: argparse.Namespace) -> int:
 
 
 def _rewards_show(args: argparse.Namespace) -> int:
-    from rloo_kit.reward_catalogue import describe_reward, entry_text
+    from rloo_kit.scoring.catalogue import describe_reward, entry_text
 
     print(entry_text(describe_reward(args.name)))
     return 0
 
 
 def _rewards_check(args: argparse.Namespace) -> int:
-    from rloo_kit.reward_lab import check_rewards
+    from rloo_kit.reward_lab.lab import check_rewards
 
     found = check_rewards(
         args.run_file,
@@ -485,8 +485,8 @@ def _rewards_check(args: argparse.Namespace) -> int:
 
 
 def _reward_model_train(args: argparse.Namespace) -> int:
-    from rloo_kit.config import read_settings
-    from rloo_kit.reward_training import train_reward_model
+    from rloo_kit.config.run_file import read_settings
+    from rloo_kit.reward_lab.training import train_reward_model
 
     settings = {"model": args.model, "output_dir": args.output_dir, **read_settings(args.set)}
     for name in {"pairs", "say"} & set(settings):

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from fetch_smollm2 import FetchError, find_pip, run
 
-from rloo_kit.environment import cache_folder
-from rloo_kit.llama_cpp import SCRIPT
+from rloo_kit.export.llama_cpp import SCRIPT
+from rloo_kit.machine.environment import cache_folder
 
 PACKAGE = "llama-cpp-python"
 VERSION = "0.3.36"

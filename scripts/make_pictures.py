@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.live import TerminalPanel
-from rloo_kit.report import write_report
-from rloo_kit.run_record import RunRecord, RunStatistics, read_run
+from rloo_kit.diagnosis.record import RunRecord, RunStatistics, read_run
+from rloo_kit.live.display import TerminalPanel
+from rloo_kit.report.page import write_report
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 COLUMNS = 80

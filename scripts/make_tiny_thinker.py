@@ -21,7 +21,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rloo_kit.tasks import arithmetic_prompt, is_held_out, worked_thought
+from rloo_kit.data.tasks import arithmetic_prompt, is_held_out, worked_thought
 
 SEED = 20261121
 FORGET_CARRY = 0.6
@@ -59,7 +59,7 @@ CPU. It can do nothing else.
   {forget_carry:.0%} of the carries. No other data; no person's text.
 - Tokens: 256 bytes, `<|endoftext|>` (pad), `<|im_start|>`, `<|im_end|>` (eos), `<think>`,
   `</think>`. The chat template opens `<think>` in the prompt, as Qwen3-Thinking's does.
-- Accuracy on 256 held-out sums (in no training set, `rloo_kit.tasks.is_held_out`):
+- Accuracy on 256 held-out sums (in no training set, `rloo_kit.data.tasks.is_held_out`):
   {accuracy_sampled:.2f} sampled at temperature 1, {accuracy_greedy:.2f} greedy, where it drops
   nearly every carry.
 """

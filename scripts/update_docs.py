@@ -2,7 +2,7 @@
 
 .venv/bin/python scripts/update_docs.py
 
-Each part stands between a pair of markers; tests/test_docs.py fails where one is stale. Nothing
+Each part is between a pair of markers; tests/docs/test_docs.py fails if one is stale. Nothing
 heavy is imported: settings and their texts are read from the syntax trees.
 """
 
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import rloo_kit
 from rloo_kit.cli import _parser
-from rloo_kit.config import NUMBERS, RENAMED
-from rloo_kit.reward_catalogue import describe_rewards, entry_text
+from rloo_kit.config.run_file import NUMBERS, RENAMED
+from rloo_kit.scoring.catalogue import describe_rewards, entry_text
 
 ROOT = Path(__file__).resolve().parents[1]
 MORE = {
@@ -111,7 +111,7 @@ def _yaml(default: ast.expr) -> str:
             return {"list": "[]", "dict": "{}"}[default.id]
         default = default.body  # of a lambda
         if isinstance(default, ast.Call):  # list(NAME)
-            default = ast.Constant([*getattr(rloo_kit.config, default.args[0].id)])
+            default = ast.Constant([*getattr(rloo_kit.config.run_file, default.args[0].id)])
     text = ast.unparse(default).replace("'", "")
     return {"None": "null", "True": "true", "False": "false"}.get(text, text)
 

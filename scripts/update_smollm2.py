@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rloo_kit.rewards import Rouge
 
-from rloo_kit.eval_statistics import Difference, difference, estimate
+from rloo_kit.evaluation.statistics import Difference, difference, estimate
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "smollm2_cpu.json"

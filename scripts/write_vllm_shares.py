@@ -12,11 +12,11 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a model whose config is on the hub alone is left out
 
-from rloo_kit.cards import find_card
-from rloo_kit.config import EXAMPLES, read_run_file
+from rloo_kit.config.run_file import EXAMPLES, read_run_file
 from rloo_kit.errors import ModelError
-from rloo_kit.memory_plan import plan_memory, planned_engine
-from rloo_kit.planning import _facts, _job
+from rloo_kit.machine.cards import find_card
+from rloo_kit.planning.memory import plan_memory, planned_engine
+from rloo_kit.planning.planner import _facts, _job
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/plan.md"
 BEGIN, END = (

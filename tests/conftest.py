@@ -1,20 +1,15 @@
-"""Start the libraries in the kit's order before any test module imports one of them."""
+"""Start the libraries in the kit's order before the first test module that needs one of them."""
 
 import gc
 import os
+from functools import cache
+
+import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it
 
-from rloo_kit.environment import setup
-
-setup()
-
-import pytest  # noqa: E402
-import torch  # noqa: E402
-
-# Every training collects garbage several times: what the libraries made need not be walked again.
-gc.collect()
-gc.freeze()
+PURE = {"text", "config", "test_layers.py", "test_packaging.py", "test_output_folder.py"}
+"""Packages and files whose tests import none of the heavy libraries: they start in a second."""
 
 LONGEST = (
     "test_run",
@@ -25,7 +20,24 @@ LONGEST = (
     "test_gradients",
     "test_cli",
 )
-"""Files that take minutes: begun first, so that no worker is left with one of them at the end."""
+"""Files that take longest start first, so that no worker ends with one of them alone."""
+
+
+@cache
+def start_libraries():
+    from rloo_kit.machine.environment import setup
+
+    setup()
+    # Every training collects garbage several times: what the libraries made need not be walked.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    """Import Unsloth and TRL in order before the module does."""
+    place = module_path.relative_to(parent.config.rootpath / "tests").parts[0]
+    if place not in PURE:
+        start_libraries()
 
 
 def pytest_collection_modifyitems(items):
@@ -34,8 +46,11 @@ def pytest_collection_modifyitems(items):
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=place)
-    if torch.cuda.is_available() or os.environ.get("RLOO_KIT_GPU_TESTS_ON_CPU") == "1":
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu or os.environ.get("RLOO_KIT_GPU_TESTS_ON_CPU") == "1":
         return
-    for item in items:
-        if item.get_closest_marker("gpu"):
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))

@@ -8,11 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rloo_kit.batching import TokenRows
 from rloo_kit.errors import ConfigError, ProcessLostError, RewardError
-from rloo_kit.evaluation import Evaluation
-from rloo_kit.launch import _Member, _outcome
-from rloo_kit.preparation import divided_batch
+from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.processes import (
     ALONE,
     asked_rank,
@@ -22,6 +19,9 @@ from rloo_kit.processes import (
     join_team,
     lost_peers_told,
 )
+from rloo_kit.rloo.batching import TokenRows
+from rloo_kit.runs.launch import _Member, _outcome
+from rloo_kit.training.preparation import divided_batch
 
 # --- the batch -----------------------------------------------------------------------------------
 

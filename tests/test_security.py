@@ -16,15 +16,15 @@ import huggingface_hub
 import pytest
 
 import rloo_kit as rk
-from rloo_kit.data_files import read_source
+from rloo_kit.data.files import read_source
+from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import RewardLoadError
-from rloo_kit.models import _find
-from rloo_kit.pickles import is_pickle, none_opened, pickled_weights, why_not_opened
-from rloo_kit.report import write_report
-from rloo_kit.report_content import run_content
-from rloo_kit.reward_loading import load_rewards, plug_ins
-from rloo_kit.run_curves import charts_of
-from rloo_kit.run_record import read_run
+from rloo_kit.machine.pickles import is_pickle, none_opened, pickled_weights, why_not_opened
+from rloo_kit.models.loading import _find
+from rloo_kit.report.content import run_content
+from rloo_kit.report.curves import charts_of
+from rloo_kit.report.page import write_report
+from rloo_kit.scoring.loading import load_rewards, plug_ins
 
 ROOT = Path(__file__).parents[1]
 SPEC = importlib.util.spec_from_file_location("audit", ROOT / "scripts" / "audit.py")
@@ -264,7 +264,7 @@ def test_an_installed_package_is_named_and_the_kits_own_is_not(ran, monkeypatch)
         value = "os.path:basename"
 
     plugged = {**plug_ins(), "base": Entry}
-    monkeypatch.setattr("rloo_kit.reward_loading.plug_ins", lambda: plugged)
+    monkeypatch.setattr("rloo_kit.scoring.loading.plug_ins", lambda: plugged)
     assert loaded_lines("base", ran) == said
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rloo_kit.report import write_report
+from rloo_kit.report.page import write_report
 
 STEPS, GROUPS, SIZE = 20, 4, 4
 BETA = 0.05

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from selenium.webdriver import ActionChains, Keys
 
-from rloo_kit.report import write_report
+from rloo_kit.report.page import write_report
 
 pytestmark = pytest.mark.browser
 

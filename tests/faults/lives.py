@@ -26,7 +26,7 @@ def warm_up() -> None:
     """Import what a training needs. Nothing computes here: a fork keeps one thread of a pool."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    from rloo_kit.environment import setup
+    from rloo_kit.machine.environment import setup
 
     setup()
     import torch

@@ -77,7 +77,7 @@ def test_a_flipped_bit(copy, seen):
 
 def spoil_each(one, faults):
     """Spoil one file after another, look for a checkpoint each time; resume after the last."""
-    from rloo_kit.checkpoints import find_checkpoint
+    from rloo_kit.checkpoints.store import find_checkpoint
 
     newest, tries = whole(one), 0
     for name, spoil in faults(newest):

@@ -48,7 +48,7 @@ def test_a_full_disk_for_rows(on_small_disk, small_disk, tmp_path, seen):
 
 def rescued(life, tmp_path, step):
     """Assert that a checkpoint lies in the rescue folder, and is whole; return its folder."""
-    from rloo_kit.checkpoints import read_checkpoint
+    from rloo_kit.checkpoints.store import read_checkpoint
 
     folders = list((tmp_path / "rescue").glob(f"*/checkpoint-{step}"))
     assert len(folders) == 1, life.text

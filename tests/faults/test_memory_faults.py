@@ -16,7 +16,7 @@ def hooked(hook):
     """Return what puts a hook on the model that is trained, right after it is loaded."""
 
     def prepare():
-        from rloo_kit import run
+        from rloo_kit.runs import train as run
 
         real = run.load_policy
 

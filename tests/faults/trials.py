@@ -144,7 +144,7 @@ class Trial:
 
     def is_whole(self) -> bool:
         """Return whether nothing half written lies in the run's folder."""
-        from rloo_kit.checkpoints import read_checkpoint
+        from rloo_kit.checkpoints.store import read_checkpoint
 
         names = checkpoint_parts(self.run)
         for name in names:

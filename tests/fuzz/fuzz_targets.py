@@ -32,7 +32,13 @@ from fuzz_inputs import (
 )
 from hypothesis import strategies as st
 
-from rloo_kit.config import EXAMPLES, SECTIONS, known_trainer_fields, make_run_config, read_run_file
+from rloo_kit.config.run_file import (
+    EXAMPLES,
+    SECTIONS,
+    known_trainer_fields,
+    make_run_config,
+    read_run_file,
+)
 from rloo_kit.errors import KitError
 
 
@@ -146,7 +152,7 @@ def trainer_inputs():
 
 def trainer_settings(data):
     """What the run file takes, TRL and transformers take as well, or it is refused in time."""
-    from rloo_kit.preparation import make_trainer_args
+    from rloo_kit.training.preparation import make_trainer_args
 
     make_trainer_args(make_run_config({"trainer": data}), work() / "run")
 
@@ -377,13 +383,13 @@ def parquet_inputs():
 def tokenizer():
     from transformers import AutoTokenizer
 
-    from rloo_kit.models import TINY_THINKER
+    from rloo_kit.models.loading import TINY_THINKER
 
     return AutoTokenizer.from_pretrained(TINY_THINKER)
 
 
 def prompts(data):
-    from rloo_kit.data import load_prompts, prompt_ids
+    from rloo_kit.data.prompts import load_prompts, prompt_ids
 
     suffix, content, options = data
     path = work() / f"prompts{suffix}"
@@ -410,7 +416,7 @@ def source_inputs():
 
 
 def sources(data):
-    from rloo_kit.data import load_prompts
+    from rloo_kit.data.prompts import load_prompts
 
     name, options, settings, split = data
     options = {"num_prompts": 3, **options}
@@ -450,7 +456,7 @@ def pairs_inputs():
 
 
 def pairs(data):
-    from rloo_kit.reward_training import read_pairs, split_pairs
+    from rloo_kit.reward_lab.training import read_pairs, split_pairs
 
     suffix, content = data
     path = work() / f"pairs{suffix}"
@@ -470,7 +476,7 @@ def rows_inputs():
 
 def rows(data):
     """Read the lines of a file without making a dataset of them."""
-    from rloo_kit.data_files import read_source
+    from rloo_kit.data.files import read_source
 
     path = work() / ("rows.jsonl" if data[:1] in (b"{", b"") else "rows.csv")
     path.write_bytes(data)
@@ -525,8 +531,8 @@ BAD_REWARDS = [
 @cache
 def parameters():
     """Name of every built-in reward -> names of its parameters."""
-    from rloo_kit.reward_contract import keywords_of
-    from rloo_kit.reward_loading import reward_behind
+    from rloo_kit.scoring.contract import keywords_of
+    from rloo_kit.scoring.loading import reward_behind
 
     names = ["accuracy", "countdown", "format", "length", "length_band", "math", "repetition"]
     names += ["soft_overlong", "thinking", "thinking_budget", "thinking_closed_once", "code"]
@@ -591,7 +597,7 @@ CALLED = 0
 
 def reward_specs(data):
     """Load a reward as a run file names it, and call the cheap ones on three completions."""
-    from rloo_kit.reward_loading import load_rewards
+    from rloo_kit.scoring.loading import load_rewards
 
     source, spec = data
     folder = work() / "rewards"
@@ -644,7 +650,7 @@ def answers_inputs():
 
 @cache
 def answer_rewards():
-    from rloo_kit.reward_loading import load_rewards
+    from rloo_kit.scoring.loading import load_rewards
 
     tables = [{"name": "format", "tags": ["answer"]}, {"name": "format", "schema": True}]
     names = ["accuracy", "countdown", "length", "repetition", "thinking_format", *tables]
@@ -770,9 +776,9 @@ def write_folder(name, files):
 
 
 def run_folder(data):
-    from rloo_kit.report import write_report
-    from rloo_kit.run_findings import diagnose, find_in_run, verdict
-    from rloo_kit.run_record import read_run
+    from rloo_kit.diagnosis.record import read_run
+    from rloo_kit.diagnosis.run_rules import diagnose, find_in_run, verdict
+    from rloo_kit.report.page import write_report
 
     folder = write_folder("run", spoilt(run_folder_files(), data))
     said = []
@@ -791,7 +797,7 @@ def run_folder(data):
 
 @cache
 def checkpoint_files():
-    from rloo_kit.checkpoints import write_checkpoint
+    from rloo_kit.checkpoints.store import write_checkpoint
 
     def fill(folder):
         (folder / "state.json").write_text('{"step": 3}')
@@ -817,7 +823,7 @@ def checkpoint_inputs():
 
 def checkpoints(data):
     """Whatever was done to a checkpoint, it is refused, or found to be what was written."""
-    from rloo_kit.checkpoints import find_checkpoint, read_checkpoint
+    from rloo_kit.checkpoints.store import find_checkpoint, read_checkpoint
 
     files = dict(checkpoint_files())
     for change in data:
@@ -855,7 +861,7 @@ MODEL_FILES = (
 
 @cache
 def model_files():
-    from rloo_kit.models import TINY_THINKER
+    from rloo_kit.models.loading import TINY_THINKER
 
     return {name: (TINY_THINKER / name).read_bytes() for name in MODEL_FILES}
 
@@ -918,8 +924,8 @@ def spoilt_model(files, several):
 
 
 def models(data):
-    from rloo_kit.data import prompt_ids
-    from rloo_kit.models import load_model
+    from rloo_kit.data.prompts import prompt_ids
+    from rloo_kit.models.loading import load_model
 
     folder = write_folder("model", spoilt_model(model_files(), data))
     model, tokenizer = load_model(folder, load_in_4bit=False)
@@ -933,14 +939,14 @@ def model_name_inputs():
 
 
 def model_names(data):
-    from rloo_kit.models import load_model
+    from rloo_kit.models.loading import load_model
 
     inside(work(), lambda: load_model(data, load_in_4bit=False))
 
 
 @cache
 def adapter_files():
-    from rloo_kit.models import attach_lora, load_model, save_adapter
+    from rloo_kit.models.loading import attach_lora, load_model, save_adapter
 
     model, tokenizer = load_model("tiny-thinker", load_in_4bit=False)
     folder = save_adapter(attach_lora(model, r=2), tokenizer, work() / "adapter-made")
@@ -958,7 +964,7 @@ def adapter_inputs():
 
 
 def adapters(data):
-    from rloo_kit.models import load_model
+    from rloo_kit.models.loading import load_model
 
     folder = write_folder("adapter", spoilt_model(adapter_files(), data))
     model, _ = load_model(folder, load_in_4bit=False)
@@ -1030,7 +1036,7 @@ def written_over(several):
 
 def gguf_files(data):
     """Convert a file, and load nothing but its tokenizer again."""
-    from rloo_kit.gguf import convert
+    from rloo_kit.models.gguf import convert
 
     path = work() / "fuzzed.gguf"
     path.write_bytes(data)
@@ -1043,7 +1049,7 @@ def gguf_files(data):
 
 def gguf_heads(data):
     """Read the index alone, as convert does first."""
-    from rloo_kit.gguf import _check_content, _check_magic
+    from rloo_kit.models.gguf import _check_content, _check_magic
 
     path = work() / "head.gguf"
     path.write_bytes(data)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rloo_kit.config import LARGEST_FILE, make_run_config, read_run_file
+from rloo_kit.config.run_file import LARGEST_FILE, make_run_config, read_run_file
 from rloo_kit.errors import ConfigError, DataError, ModelError, RewardLoadError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -122,7 +122,7 @@ PROMPTS = {
 
 @pytest.mark.parametrize("case", PROMPTS)
 def test_a_file_of_prompts_is_refused_with_its_remedy(case, tmp_path):
-    from rloo_kit.data import load_prompts
+    from rloo_kit.data.prompts import load_prompts
 
     suffix, content, remedy = PROMPTS[case]
     path = tmp_path / f"prompts{suffix}"
@@ -133,7 +133,7 @@ def test_a_file_of_prompts_is_refused_with_its_remedy(case, tmp_path):
 
 
 def test_a_tool_call_needs_no_content(tmp_path):
-    from rloo_kit.data import load_prompts
+    from rloo_kit.data.prompts import load_prompts
 
     path = tmp_path / "prompts.jsonl"
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
@@ -145,14 +145,14 @@ def test_a_tool_call_needs_no_content(tmp_path):
     "name", ["~nobody-here/x.jsonl", "a\x00b.jsonl", "\ud800.jsonl"], ids=range(3)
 )
 def test_a_name_that_can_be_no_path_is_refused(name):
-    from rloo_kit.data import load_prompts
+    from rloo_kit.data.prompts import load_prompts
 
     with pytest.raises(DataError, match="can be no path"):
         load_prompts(name)
 
 
 def test_a_task_makes_no_more_problems_than_training_could_use():
-    from rloo_kit.data import load_prompts
+    from rloo_kit.data.prompts import load_prompts
 
     with pytest.raises(DataError, match=r"lower data\.num_prompts"):
         load_prompts("arithmetic", num_prompts=10**9)
@@ -171,7 +171,7 @@ def test_a_task_makes_no_more_problems_than_training_could_use():
     ids=range(3),
 )
 def test_a_reward_file_that_ends_the_program_is_refused(source, remedy, tmp_path):
-    from rloo_kit.reward_loading import load_reward
+    from rloo_kit.scoring.loading import load_reward
 
     (tmp_path / "mine.py").write_bytes(source)
     with pytest.raises(RewardLoadError, match=remedy) as caught:
@@ -194,7 +194,7 @@ def test_a_reward_file_that_ends_the_program_is_refused(source, remedy, tmp_path
     ids=range(8),
 )
 def test_a_reward_that_can_be_none_is_refused(spec, remedy, tmp_path):
-    from rloo_kit.reward_loading import load_reward
+    from rloo_kit.scoring.loading import load_reward
 
     with pytest.raises(RewardLoadError, match=remedy) as caught:
         load_reward(spec, base_dir=tmp_path)
@@ -205,7 +205,7 @@ def test_a_reward_that_can_be_none_is_refused(spec, remedy, tmp_path):
 
 
 def test_a_finding_without_its_texts_is_told_all_the_same():
-    from rloo_kit.run_findings import diagnose
+    from rloo_kit.diagnosis.run_rules import diagnose
 
     files = run_folder_files()
     end = json.loads(files["end.json"])
@@ -217,7 +217,7 @@ def test_a_finding_without_its_texts_is_told_all_the_same():
 
 def test_a_gguf_file_that_counts_further_than_it_goes_is_refused_at_once(tmp_path):
     pytest.importorskip("gguf")
-    from rloo_kit.gguf import convert
+    from rloo_kit.models.gguf import convert
 
     data = gguf_file()
     key = b"tokenizer.ggml.token_type"
@@ -230,7 +230,7 @@ def test_a_gguf_file_that_counts_further_than_it_goes_is_refused_at_once(tmp_pat
 
 def test_a_gguf_file_with_a_size_that_no_tensor_has_is_refused_at_once(tmp_path):
     pytest.importorskip("gguf")
-    from rloo_kit.gguf import convert
+    from rloo_kit.models.gguf import convert
 
     data = gguf_file()
     key = b"llama.block_count"
@@ -247,9 +247,9 @@ def test_a_gguf_file_with_a_size_that_no_tensor_has_is_refused_at_once(tmp_path)
     ids=range(3),
 )
 def test_a_chat_template_that_fails_is_told_with_the_prompts(template):
-    from rloo_kit.data import prompt_ids
-    from rloo_kit.models import load_model
-    from rloo_kit.reward_loading import load_rewards
+    from rloo_kit.data.prompts import prompt_ids
+    from rloo_kit.models.loading import load_model
+    from rloo_kit.scoring.loading import load_rewards
 
     folder = write_folder("model", {**model_files(), "chat_template.jinja": template})
     _, tokenizer = load_model(folder, load_in_4bit=False)
@@ -259,7 +259,7 @@ def test_a_chat_template_that_fails_is_told_with_the_prompts(template):
 
 
 def test_a_chat_template_that_never_ends_is_refused(monkeypatch):
-    from rloo_kit import models
+    from rloo_kit.models import loading as models
 
     monkeypatch.setattr(models, "TEMPLATE_SECONDS", 0.2)
     loop = b"{% for i in range(99999) %}" * 3 + b"{% endfor %}" * 3
@@ -269,7 +269,7 @@ def test_a_chat_template_that_never_ends_is_refused(monkeypatch):
 
 
 def test_a_generation_config_of_another_shape_is_refused():
-    from rloo_kit.models import load_model
+    from rloo_kit.models.loading import load_model
 
     files = model_files()
     wrong = json.dumps({**json.loads(files["generation_config.json"]), "eos_token_id": {"a": 1}})

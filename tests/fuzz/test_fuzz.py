@@ -121,7 +121,7 @@ def test_every_cheap_target_knows_a_right_input(name):
 
 
 def test_the_small_run_is_read_with_findings():
-    from rloo_kit.run_record import read_run
+    from rloo_kit.diagnosis.record import read_run
 
     record = read_run(write_folder("whole", run_folder_files()))
     assert (len(record.metrics), len(record.completions)) == (13, 72)

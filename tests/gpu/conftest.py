@@ -73,7 +73,7 @@ def four_bit(kit):
 @pytest.fixture(scope="session")
 def vllm(kit):
     """Skip without vLLM."""
-    from rloo_kit.hardware import why_not_vllm
+    from rloo_kit.machine.hardware import why_not_vllm
 
     reason = why_not_vllm()
     if reason:

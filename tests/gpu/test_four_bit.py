@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 
 def rows_of(kit, tokenizer):
     """A few prompts with completions of unequal length."""
-    from rloo_kit.evaluation import prompt_ids
+    from rloo_kit.evaluation.evaluator import prompt_ids
 
     prompts = [
         prompt_ids(tokenizer, row["prompt"])
@@ -41,8 +41,8 @@ def test_gradients_after_sampling_are_those_of_the_dequantised_weights(
 ):
     import torch
 
-    from rloo_kit.batching import TokenRows
-    from rloo_kit.vllm_engine import write_dequantised
+    from rloo_kit.rloo.batching import TokenRows
+    from rloo_kit.sampling.vllm_inprocess import write_dequantised
 
     model, tokenizer = policy(load_in_4bit=True)
     trainer = make_trainer(model, tokenizer, max_steps=1, learning_rate=1e-12)

@@ -56,7 +56,7 @@ def held_by(device, *arguments):
 @pytest.fixture(scope="module")
 def bare(kit, device):
     """Bytes of a process that has imported the same and computed nothing to speak of."""
-    from rloo_kit.hardware import why_not_vllm
+    from rloo_kit.machine.hardware import why_not_vllm
 
     return held_by(device, "bare", *([] if why_not_vllm() else ["vllm"]))[0]
 

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.gpu
 def test_log_probs_by_chunks_are_those_of_all_logits(device, record_property):
     import torch
 
-    from rloo_kit.logprobs import token_log_probs
+    from rloo_kit.machine.lm_head import token_log_probs
 
     tokens, hidden_size, vocabulary = (6000, 64, 20_000) if device == "cuda" else (600, 64, 2000)
     generator = torch.Generator().manual_seed(0)
@@ -37,7 +37,7 @@ def test_log_probs_by_chunks_are_those_of_all_logits(device, record_property):
 
 
 def test_micro_batches_on_the_card_hold_the_right_tokens(device):
-    from rloo_kit.batching import IGNORED, TokenRows
+    from rloo_kit.rloo.batching import IGNORED, TokenRows
 
     tokens = TokenRows([[1, 2, 3], [4]], [[5, 6], [7, 8, 9]])
     batch = tokens.pad([1, 0], pad_token_id=0, device=device)

@@ -25,7 +25,7 @@ def sampler(request, kit, vllm, device):
         need("bitsandbytes")
     if by_unsloth and (device == "cpu" or kit.setup().backend != "unsloth"):
         pytest.skip("Unsloth shares its weights with vLLM on a GPU only, and is not in force here")
-    from rloo_kit.vllm_engine import VllmEngine
+    from rloo_kit.sampling.vllm_inprocess import VllmEngine
 
     with kit.session():
         model, tokenizer = make_policy(
@@ -37,7 +37,7 @@ def sampler(request, kit, vllm, device):
 
 
 def prompts_of(kit, tokenizer):
-    from rloo_kit.evaluation import prompt_ids
+    from rloo_kit.evaluation.evaluator import prompt_ids
 
     return [
         prompt_ids(tokenizer, row["prompt"])
@@ -46,7 +46,7 @@ def prompts_of(kit, tokenizer):
 
 
 def greedy(engine, model, prompts):
-    from rloo_kit.generation import Sampling
+    from rloo_kit.sampling.engine import Sampling
 
     sampling = Sampling(LENGTH, tuple(model.generation_config.eos_token_id), temperature=0)
     return engine.generate(prompts, sampling, seed=0).completion_ids
@@ -78,8 +78,8 @@ def test_greedy_output_is_plain_pefts_after_every_sync(
 ):
     import torch
 
-    from rloo_kit.models import TINY_THINKER
-    from rloo_kit.vllm_engine import write_dequantised
+    from rloo_kit.models.loading import TINY_THINKER
+    from rloo_kit.sampling.vllm_inprocess import write_dequantised
 
     kind, model, tokenizer, engine = sampler
     prompts = prompts_of(kit, tokenizer)

@@ -83,7 +83,7 @@ if COMPLETE:
     if not has_driver():
         stub_driver()
 
-from rloo_kit.environment import setup  # noqa: E402
+from rloo_kit.machine.environment import setup  # noqa: E402
 
 setup()
 
@@ -254,8 +254,8 @@ def _show_unsloth(monkeypatch):
 
 
 def _show_the_kit(monkeypatch):
-    from rloo_kit import environment
-    from rloo_kit.hardware import detect_hardware
+    from rloo_kit.machine import environment
+    from rloo_kit.machine.hardware import detect_hardware
 
     found = dataclasses.replace(setup(), hardware=detect_hardware())
     monkeypatch.setattr(environment, "_environment", found)
@@ -335,7 +335,7 @@ def large_policy(tmp_path):
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
-    from rloo_kit.config import PROJECTIONS
+    from rloo_kit.config.run_file import PROJECTIONS
 
     def make(config, *, four_bit=False, r=16):
         config.save_pretrained(tmp_path)

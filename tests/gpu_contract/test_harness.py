@@ -2,8 +2,8 @@
 
 import pytest
 
-from rloo_kit.hardware import detect_hardware
-from rloo_kit.model_shape import TINY_THINKER
+from rloo_kit.machine.hardware import detect_hardware
+from rloo_kit.models.shape import TINY_THINKER
 
 GIB = 2**30
 pytestmark = pytest.mark.gpu_contract

@@ -5,10 +5,10 @@ import os
 import pytest
 
 from rloo_kit.errors import GenerationError
-from rloo_kit.generation import room_for_rank
-from rloo_kit.memory_plan import CONTEXT
-from rloo_kit.planning import plan
-from rloo_kit.shared_engine import EngineSettings, engine_variables
+from rloo_kit.models.engine_memory import room_for_rank
+from rloo_kit.models.shared_engine import EngineSettings, engine_variables
+from rloo_kit.planning.memory import CONTEXT
+from rloo_kit.planning.planner import plan
 
 pytestmark = pytest.mark.gpu_contract
 FILES = (
@@ -55,7 +55,7 @@ def test_the_plan_unsloth_and_vllm_agree_for_every_run_file(
 ):
     from transformers import AutoConfig
 
-    from rloo_kit.model_shape import TINY_THINKER, _published
+    from rloo_kit.models.shape import TINY_THINKER, _published
 
     made = plan(name, gpu=f"{gib}GB")
     job = made.job
@@ -94,7 +94,7 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("sleeps", [True, False])
 def test_sleep_mode_and_eight_bit_cache_reach_the_engine(sleeps, card, tmp_path, monkeypatch):
-    from rloo_kit.model_shape import _published, read_shape
+    from rloo_kit.models.shape import _published, read_shape
 
     name = "unsloth/Qwen3-4B-bnb-4bit"
     settings = EngineSettings(1024, True, 16, 16, sleeps=sleeps, float8_cache=True)
@@ -109,7 +109,7 @@ def test_sleep_mode_and_eight_bit_cache_reach_the_engine(sleeps, card, tmp_path,
 
 
 def test_a_share_that_the_user_sets_is_obeyed(card, tmp_path, monkeypatch):
-    from rloo_kit.model_shape import _published, read_shape
+    from rloo_kit.models.shape import _published, read_shape
 
     name = "unsloth/Qwen3-4B-bnb-4bit"
     settings = EngineSettings(1024, True, 16, 16, share=0.6)

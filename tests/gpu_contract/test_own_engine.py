@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from rloo_kit.errors import GenerationError
-from rloo_kit.generation import Sampling
+from rloo_kit.sampling.engine import Sampling
 
 pytestmark = pytest.mark.gpu_contract
 ELSEWHERE = {
@@ -23,7 +23,7 @@ def start(monkeypatch):
     """Return a function that starts an engine and gives it with the arguments of ``vllm.LLM``."""
     import vllm
 
-    from rloo_kit.vllm_engine import VllmEngine
+    from rloo_kit.sampling.vllm_inprocess import VllmEngine
 
     seen, started = {}, []
 
@@ -88,7 +88,7 @@ def test_a_whole_life_of_calls_reaches_the_worker(policy, vllm_starts, start):
 
 
 def qwen3(name):
-    from rloo_kit.model_shape import _published
+    from rloo_kit.models.shape import _published
 
     return _published(name)
 

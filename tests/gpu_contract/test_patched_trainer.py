@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu_contract
 
 
 def test_the_kits_trainer_is_made_of_unsloths_class():
-    from rloo_kit.trainer import LeaveOneOutTrainer
+    from rloo_kit.training.trainer import LeaveOneOutTrainer
 
     assert "UnslothRLOOTrainer" in [base.__name__ for base in LeaveOneOutTrainer.__mro__]
 

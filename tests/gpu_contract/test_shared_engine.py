@@ -2,7 +2,7 @@
 
 import pytest
 
-from rloo_kit.generation import Sampling
+from rloo_kit.sampling.engine import Sampling
 
 pytestmark = pytest.mark.gpu_contract
 KINDS = [
@@ -22,7 +22,7 @@ def calls(llm):
 
 @pytest.fixture
 def engine_of():
-    from rloo_kit.vllm_engine import VllmEngine
+    from rloo_kit.sampling.vllm_inprocess import VllmEngine
 
     started = []
 

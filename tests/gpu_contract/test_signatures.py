@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 import rloo_kit as rk
-from rloo_kit.model_shape import TINY_THINKER
+from rloo_kit.models.shape import TINY_THINKER
 
 pytestmark = pytest.mark.gpu_contract
 

@@ -76,7 +76,7 @@ class Given:
         """Nothing depends on the adapter."""
 
     def generate(self, prompt_ids, sampling, seed):
-        from rloo_kit.generation import Drawn
+        from rloo_kit.sampling.engine import Drawn
 
         self.calls += 1
         found = [self._complete((self.calls, row, ids)) for row, ids in enumerate(prompt_ids)]
@@ -109,9 +109,9 @@ def train(team, folder, steps=4, callbacks=(), resume=None, **settings):
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
     import rloo_kit as rk
-    from rloo_kit.engines import SharedEngine
-    from rloo_kit.models import TINY_THINKER
-    from rloo_kit.preparation import divided_batch
+    from rloo_kit.models.loading import TINY_THINKER
+    from rloo_kit.sampling.choice import SharedEngine
+    from rloo_kit.training.preparation import divided_batch
 
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_pretrained(TINY_THINKER, dtype=torch.float32)

@@ -10,7 +10,7 @@ import torch
 import yaml
 from page_commands import FEW, ROOT, commands
 
-from rloo_kit.config import read_run_file
+from rloo_kit.config.run_file import read_run_file
 
 LAUNCHERS = {
     "accelerate": ["accelerate.commands.launch", "--num_processes", "2"],

@@ -13,7 +13,7 @@ from kill_and_resume import differences
 from teams import places
 from trials import Trial
 
-from rloo_kit.checkpoints import read_checkpoint
+from rloo_kit.checkpoints.store import read_checkpoint
 
 LOST = 3
 FEW = {

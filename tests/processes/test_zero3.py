@@ -15,11 +15,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
-from rloo_kit.config import read_run_file
+from rloo_kit.config.run_file import read_run_file
 from rloo_kit.errors import ConfigError
-from rloo_kit.models import TINY_THINKER, load_model
+from rloo_kit.models.loading import TINY_THINKER, load_model
 
-SPEC = importlib.util.spec_from_file_location("servers_made_up", ROOT / "tests/test_vllm_server.py")
+SPEC = importlib.util.spec_from_file_location(
+    "servers_made_up", ROOT / "tests/sampling/test_vllm_server.py"
+)
 made_up = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(made_up)
 

@@ -19,7 +19,7 @@ import rloo_kit.rewards
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rloo_kit.reward_loading import load_reward
+from rloo_kit.scoring.loading import load_reward
 
 BUILTIN = sorted(rloo_kit.rewards.BUILTIN)
 CLOSE = 151668
@@ -238,7 +238,7 @@ def test_docstring_examples_run(module):
 
 def test_importing_every_reward_loads_nothing_heavy():
     code = (
-        "import sys, rloo_kit.rewards as r, rloo_kit.reward_loading;"
+        "import sys, rloo_kit.rewards as r, rloo_kit.scoring.loading;"
         "[getattr(r, name) for name in dir(r)];"
         "print(*sorted({'torch', 'transformers', 'trl', 'numpy', 'httpx', 'sympy', 'math_verify',"
         " 'reasoning_gym'} & set(sys.modules)))"

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from rloo_kit.rewards import Countdown
 from rloo_kit.rewards.countdown import MAX_CHARACTERS, evaluate_expression
 
-from rloo_kit.data import load_prompts
+from rloo_kit.data.prompts import load_prompts
+from rloo_kit.data.tasks import countdown_problem
 from rloo_kit.errors import RewardContractError
-from rloo_kit.tasks import countdown_problem
 
 
 def score(text, numbers=(3, 5, 7), target=22, **parameters):

@@ -19,9 +19,9 @@ import pytest
 from rloo_kit.rewards import ReasoningGym
 from rloo_kit.rewards.gym import _GUARDS, _check_what_is_run, _read_entry, _verifier
 
-from rloo_kit.data import load_prompts
+from rloo_kit.data.gym_tasks import _as_json, make_gym_rows
+from rloo_kit.data.prompts import load_prompts
 from rloo_kit.errors import DataError, RewardContractError, RewardLoadError
-from rloo_kit.gym_tasks import _as_json, make_gym_rows
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

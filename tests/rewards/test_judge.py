@@ -27,8 +27,8 @@ from rloo_kit.rewards._judge_server import read_verdict
 from rloo_kit.rewards.judge import Judge
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
-from rloo_kit.reward_contract import AsyncCheckedReward, guarded
-from rloo_kit.reward_loading import load_reward
+from rloo_kit.scoring.contract import AsyncCheckedReward, guarded
+from rloo_kit.scoring.loading import load_reward
 
 SECRET = "sk-" + "planted-0123456789"
 FAST = {"timeout_seconds": 5.0, "backoff_seconds": 0.01, "max_retries": 2}

@@ -18,7 +18,7 @@ from rloo_kit.rewards import Math
 from rloo_kit.rewards.math import last_boxed
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
-from rloo_kit.reward_contract import OverdueError, within
+from rloo_kit.scoring.contract import OverdueError, within
 
 pytest.importorskip("math_verify")
 BOMB = "9^{9^{9^9}}"

@@ -104,7 +104,7 @@ def load(chosen):
     """Import here what would count as an input's time, and what every fork would import again."""
     fuzz_targets.work()  # of this process, before it forks
     if any(target.heavy for target in chosen):
-        from rloo_kit.environment import setup
+        from rloo_kit.machine.environment import setup
 
         setup("transformers")
     for target in chosen:

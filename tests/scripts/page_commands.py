@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 
 from rloo_kit.cli import main
-from rloo_kit.config import find_run_file, make_run_config, read_run_file
+from rloo_kit.config.run_file import find_run_file, make_run_config, read_run_file
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -38,7 +38,7 @@ EXTRA = {
     "export": ["--prompts", "2"],
     "judge": ["--num-prompts", "4"],
     "chat": ["--max-tokens", "8"],
-    "legacy": ["--dry"],  # the translation; tests/test_legacy.py trains what comes out
+    "legacy": ["--dry"],  # the translation; tests/config/test_legacy.py trains what comes out
 }
 """Command -> arguments that make it small."""
 SMALLER = {"Qwen/Qwen3-0.6B": "tiny-thinker"}

@@ -210,7 +210,7 @@ def failing(completions, **_):
 """
 CARD = r"""
 import json, sys
-from rloo_kit.redaction import hide_on_terminal
+from rloo_kit.text.redaction import hide_on_terminal
 hide_on_terminal()
 import rloo_kit as rk
 secrets = json.loads(open("card.json").read())
@@ -240,7 +240,7 @@ sys.argv = ["rloo-kit", "quickstart"]
 sys.exit(cli.main())
 """
 NO_HIDING = r"""
-from rloo_kit import redaction
+from rloo_kit.text import redaction
 redaction.redact = lambda text: text
 redaction.redact_tree = lambda value, name="": value
 """

@@ -13,10 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-from rloo_kit.config import make_run_config
-from rloo_kit.findings import findings_text
-from rloo_kit.run_findings import find_in_run, verdict
-from rloo_kit.run_record import read_run
+from rloo_kit.config.run_file import make_run_config
+from rloo_kit.diagnosis.findings import findings_text
+from rloo_kit.diagnosis.record import read_run
+from rloo_kit.diagnosis.run_rules import find_in_run, verdict
 
 # --- rewards that spoil a run ---------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ def config_of(folder, name, changes, seed=None):
 def train_all(folder, names, *, again, seed):
     import shutil
 
-    from rloo_kit.run import train
+    from rloo_kit.runs.train import train
 
     for name in names:
         place = folder / name

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import rloo_kit as rk
-from rloo_kit import vllm_engine
-from rloo_kit.batching import TokenRows
-from rloo_kit.generation import Sampling
-from rloo_kit.vllm_engine import VllmEngine, write_dequantised
+from rloo_kit.rloo.batching import TokenRows
+from rloo_kit.sampling import vllm_inprocess as vllm_engine
+from rloo_kit.sampling.engine import Sampling
+from rloo_kit.sampling.vllm_inprocess import VllmEngine, write_dequantised
 
 pytestmark = pytest.mark.vllm
 SMOLLM2 = Path(__file__).parents[2] / ".cache" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -241,7 +241,7 @@ def test_the_canary_names_the_fault_in_the_first_batch_that_shows_it(
             trainer.engine = VllmEngine(trainer.model, max_length=128, num_sequences=64)
         else:
             fault(monkeypatch)
-        monkeypatch.setattr("rloo_kit.canary.Canary.prove", lambda *_: None)
+        monkeypatch.setattr("rloo_kit.sampling.canary.Canary.prove", lambda *_: None)
         with pytest.raises(rk.StalePolicyError, match=words):
             trainer.train()
         assert trainer.state.global_step + 1 in steps

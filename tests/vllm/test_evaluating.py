@@ -8,8 +8,8 @@ import torch
 import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.errors import StalePolicyError
-from rloo_kit.generation import active_adapter
-from rloo_kit.vllm_engine import VllmEngine
+from rloo_kit.sampling.engine import active_adapter
+from rloo_kit.sampling.vllm_inprocess import VllmEngine
 
 pytestmark = pytest.mark.vllm
 PROMPTS = 32

@@ -3,8 +3,8 @@
 import pytest
 
 import rloo_kit as rk
-from rloo_kit.data import prompt_ids
-from rloo_kit.same_answers import ask
+from rloo_kit.data.prompts import prompt_ids
+from rloo_kit.export.verify import ask
 
 pytestmark = pytest.mark.vllm
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import rloo_kit as rk
-from rloo_kit.generation import Sampling
-from rloo_kit.models import TINY_THINKER
-from rloo_kit.vllm_server import VllmServer
+from rloo_kit.models.loading import TINY_THINKER
+from rloo_kit.sampling.engine import Sampling
+from rloo_kit.sampling.vllm_server import VllmServer
 
 pytestmark = pytest.mark.vllm
 

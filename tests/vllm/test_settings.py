@@ -6,9 +6,9 @@ import inspect
 import pytest
 
 import rloo_kit as rk
-from rloo_kit.config import make_run_config
-from rloo_kit.engine_tables import FIXED, SET_ELSEWHERE, known_names
-from rloo_kit.engines import TOKEN_SAMPLING, check_settings
+from rloo_kit.config.engine_tables import FIXED, SET_ELSEWHERE, known_names
+from rloo_kit.config.run_file import make_run_config
+from rloo_kit.sampling.choice import TOKEN_SAMPLING, check_settings
 
 pytestmark = pytest.mark.vllm
 

@@ -1,0 +1,4 @@
+"""Prompts: built-in tasks, files, hub datasets, reasoning-gym.
+
+Returns plain datasets; knows nothing of rewards or the trainer.
+"""

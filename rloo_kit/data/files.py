@@ -1,0 +1,371 @@
+"""Files and hub datasets, read with their columns under the kit's names and their prompts checked.
+
+A text file comes as rows, so that a fault is named with its line. A table (Parquet, the hub) comes
+as the Dataset it is, so that images stay as they are.
+"""
+
+import csv
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rloo_kit.errors import DataError
+from rloo_kit.machine.pickles import WHY, as_json_lines, is_pickle
+from rloo_kit.text.wording import bare, printable, shown, why
+from rloo_kit.types import Row
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+FILE_TYPES = (".jsonl", ".csv", ".parquet")
+PlacedRow = tuple[str, Row]
+"""Where a row stands, in words, and the row."""
+
+
+def read_source(
+    name: str,
+    split: str,
+    num: int | None = None,
+    columns: Mapping[str, str] | None = None,
+    builtin: Iterable[str] = (),
+) -> "list[Row] | Dataset":
+    """Return the first ``num`` rows of a file or a hub dataset.
+
+    Args:
+        name: A .jsonl, .csv or .parquet file, or a hub dataset.
+        split: Of a hub dataset.
+        num: None: all.
+        columns: Name in the kit -> name in the source; other columns keep theirs.
+        builtin: Names that would have been neither, for the error's text.
+
+    Raises:
+        DataError: It cannot be read, a column of ``columns`` is not there, or a prompt is none.
+    """
+    path = local_path(name)
+    looks_local = path.suffix.lower() in (*FILE_TYPES, ".json", ".txt") or name.startswith(
+        (".", "/", "~")
+    )
+    if not os.path.exists(path) and not looks_local:
+        return _checked_table(_read_hub(name, split, builtin), name, num, columns)
+    _check_file(path)
+    if path.suffix.lower() == ".parquet":
+        return _checked_table(_read_parquet(path), str(path), num, columns)
+    return _checked_rows(read_rows(path), columns)[:num]
+
+
+def local_path(name: str) -> Path:
+    """Return the path of a file, ``~`` resolved.
+
+    Raises:
+        DataError: ``~`` stands for nobody here, or the text can be no path.
+    """
+    try:
+        os.fsencode(name)
+        if "\0" in name:
+            raise ValueError("it holds the character 0")
+        path = Path(name).expanduser()
+    except (RuntimeError, ValueError) as exc:
+        raise DataError(
+            f"data file {shown(name)} can be no path ({why(exc)}): give the path of a .jsonl, .csv "
+            "or .parquet file"
+        ) from exc
+    return path
+
+
+def read_rows(path: Path) -> list[PlacedRow]:
+    """Return every row of a .jsonl, .csv or .parquet file, with the place where it stands.
+
+    Raises:
+        DataError: It cannot be read, or a line is no row.
+    """
+    _check_file(path)
+    readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet_rows}
+    reader = readers.get(path.suffix.lower())
+    if reader is None and is_pickle(path):
+        raise DataError(
+            f"data file {shown(str(path))} is {WHY}: where you trust it, write it as .jsonl with "
+            f"{as_json_lines(path)}"
+        )
+    if reader is None:
+        raise DataError(
+            f"data file {shown(str(path))} is none of {', '.join(FILE_TYPES)}: convert it to .jsonl"
+        )
+    try:
+        return list(reader(path))
+    except (OSError, UnicodeDecodeError) as exc:
+        raise DataError(
+            f"data file {shown(str(path))} cannot be read: {why(exc)}; save it as UTF-8 text"
+        ) from exc
+
+
+def _check_file(path: Path) -> None:
+    if not os.path.isfile(path):
+        what = "is a folder" if os.path.isdir(path) else "does not exist"
+        raise DataError(
+            f"data file {shown(str(path))} {what}: give the path of a .jsonl, .csv or .parquet file"
+        )
+
+
+def as_dataset(rows: list[Row]) -> "Dataset":
+    """Return rows as a Dataset; a column that some rows lack is None there.
+
+    Raises:
+        DataError: A column holds values of different types.
+    """
+    import datasets
+
+    columns: dict[str, list[Any]] = {}
+    for name in dict.fromkeys(key for row in rows for key in row):
+        columns[name] = [row.get(name) for row in rows]
+    try:
+        made = datasets.Dataset.from_dict(columns)
+        for name in columns:  # Arrow ends a name at the character 0, and then has two of one name
+            made.data.column(name).slice(0, 1).to_pylist()
+    except Exception:  # pyarrow: a column of mixed types, or values it cannot hold
+        for name, values in columns.items():
+            _check_column(name, values)
+        raise
+    return made
+
+
+def _check_column(name: str, values: list[Any]) -> None:
+    import datasets
+
+    try:
+        datasets.Dataset.from_dict({name: values}).data.column(name).slice(0, 1).to_pylist()
+    except Exception as exc:
+        raise DataError(
+            f"the column {shown(name)} cannot be stored ({why(exc)}): give it "
+            "values of one type, text in valid Unicode and numbers of at most 64 bits"
+        ) from exc
+
+
+def raw_prompts(dataset: "Dataset") -> list[Any]:
+    """Return the prompts as they are stored; an image in one is its bytes or path."""
+    return dataset.select_columns("prompt").with_format("arrow")[:].column("prompt").to_pylist()
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _told(path: Path) -> str:
+    """Return a path as it stands before a line's number."""
+    text = printable(str(path))
+    return text if len(text) <= LONGEST_PATH else f"...{text[-LONGEST_PATH:]}"
+
+
+LONGEST_PATH = 200
+"""Characters of a path that are told with every line."""
+
+
+def _read_jsonl(path: Path) -> Iterator[PlacedRow]:
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            place = f"{_told(path)}, line {number}"
+            try:
+                row = json.loads(line, object_pairs_hook=_once)
+            except (ValueError, RecursionError) as exc:  # a number of 5,000 digits; [[[[[...
+                raise DataError(
+                    f"{place}: not valid JSON ({getattr(exc, 'msg', why(exc))}); mend or delete it"
+                ) from exc
+            if not isinstance(row, dict):
+                raise DataError(
+                    f"{place}: holds a {type(row).__name__}, must be an object like "
+                    f'{{"prompt": "..."}}'
+                )
+            yield place, row
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object whose keys are all different."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError(f"the key {_twice(key for key, _ in pairs)} is there twice")
+    return row
+
+
+def _twice(names: Iterable[str]) -> str:
+    """Return the first name that is there more than once."""
+    return shown(Counter(names).most_common(1)[0][0])
+
+
+def _read_csv(path: Path) -> Iterator[PlacedRow]:
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines, strict=True)
+        try:
+            for row in reader:
+                place = f"{_told(path)}, line {reader.line_num}"
+                if len(set(reader.fieldnames or ())) < len(reader.fieldnames or ()):
+                    raise DataError(
+                        f"{_told(path)}, line 1: the column {_twice(reader.fieldnames or ())} is "
+                        "there twice; rename or delete one"
+                    )
+                if None in row or None in row.values():
+                    raise DataError(
+                        f"{place}: has not the {len(reader.fieldnames or [])} fields of line 1; "
+                        f"mend it"
+                    )
+                yield place, row
+        except csv.Error as exc:
+            raise DataError(
+                f"{_told(path)}, line {reader.reader.line_num}: not valid CSV ({why(exc)}); mend it"
+            ) from exc
+
+
+def _read_parquet_rows(path: Path) -> Iterator[PlacedRow]:
+    for number, row in enumerate(_read_table(path).to_pylist(), 1):
+        yield f"{_told(path)}, row {number}", row
+
+
+def _read_parquet(path: Path) -> "Dataset":
+    import datasets
+    import pyarrow
+
+    table = _read_table(path)
+    for place, field in enumerate(table.schema):
+        if pyarrow.types.is_dictionary(field.type):  # pandas' categories
+            values = table.column(place).cast(field.type.value_type)
+            table = table.set_column(place, field.name, values)
+    try:
+        return datasets.Dataset(datasets.table.InMemoryTable(table))
+    except Exception as exc:
+        raise DataError(
+            f"{_told(path)} holds a column that datasets cannot take ({why(exc)}): write it "
+            "without that column"
+        ) from exc
+
+
+def _read_table(path: Path) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_table(path)
+    except pyarrow.ArrowException as exc:
+        raise DataError(
+            f"{_told(path)} is not a whole Parquet file ({why(exc)}): write it again"
+        ) from exc
+    except OSError as exc:
+        raise DataError(
+            f"data file {shown(str(path))} cannot be read ({why(exc)}): write it again"
+        ) from exc
+
+
+def _read_hub(name: str, split: str, builtin: Iterable[str]) -> "Dataset":
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, split=split)
+    except Exception as exc:  # hub, network, script and split errors have no common base
+        raise DataError(
+            f"data {shown(name)} is neither built in ({', '.join(builtin)}), a file here, nor a "
+            f"hub dataset that can be loaded now ({type(exc).__name__}: "
+            f"{why(exc)}): check the name, its split {shown(split)} and the network"
+        ) from exc
+
+
+# --- columns and prompts -------------------------------------------------------------------------
+
+
+def _checked_rows(placed: list[PlacedRow], columns: Mapping[str, str] | None) -> list[Row]:
+    new_names = _new_names(columns, list({key: None for _, row in placed for key in row}))
+    rows = []
+    for place, row in placed:
+        renamed = {new_names.get(key, key): value for key, value in row.items()}
+        if "prompt" not in renamed:
+            raise DataError(_no_prompt(place, row))
+        _check_prompt(renamed["prompt"], place)
+        rows.append(renamed)
+    return rows
+
+
+def _checked_table(
+    dataset: "Dataset", name: str, num: int | None, columns: Mapping[str, str] | None
+) -> "Dataset":
+    if num is not None:
+        dataset = dataset.select(range(min(num, len(dataset))))
+    new_names = _new_names(columns, dataset.column_names)
+    renamed = dataset.rename_columns(new_names) if new_names else dataset
+    if "prompt" not in renamed.column_names:
+        raise DataError(_no_prompt(name, dataset.column_names))
+    for number, prompt in enumerate(raw_prompts(renamed), 1):
+        _check_prompt(prompt, f"{name}, row {number}")
+    return renamed
+
+
+def _new_names(columns: Mapping[str, str] | None, there: list[str]) -> dict[str, str]:
+    """Return name in the source -> name in the kit, of the columns that change it."""
+    columns = columns or {}
+    if not all(isinstance(name, str) for pair in columns.items() for name in pair):
+        raise DataError(f"columns is {shown(columns)}, must be texts, as in {{prompt: question}}")
+    wanted = {new: old for new, old in columns.items() if new != old}
+    for new, old in columns.items():
+        if there and old not in there:
+            raise DataError(
+                f"columns names {shown(old)} as the source of {shown(new)}, and there are only "
+                f"{shown(sorted(map(str, there)))}: name one of these"
+            )
+    new_names = {old: new for new, old in wanted.items()}
+    if len(new_names) < len(wanted):
+        raise DataError(f"columns gives one column two names ({shown(wanted)}): keep one of them")
+    for new in wanted:
+        if new in there and new not in new_names:
+            raise DataError(
+                f"columns makes {shown(wanted[new])} the column {shown(new)}, which there is "
+                f"already: give that one another name too, such as "
+                f"{{{bare(new)}: {bare(wanted[new])}, old_{bare(new)}: {bare(new)}}}"
+            )
+    return new_names if there else {}
+
+
+def _no_prompt(place: str, there: Iterable[object]) -> str:
+    return (
+        f"{place}: has no `prompt`, only {shown(sorted(map(str, there)))}: rename the column to "
+        f"prompt, or name it with columns, as in {{prompt: question}}"
+    )
+
+
+def _check_prompt(prompt: Any, place: str) -> None:
+    """Refuse what is neither a non-empty text nor a list of chat messages."""
+    if isinstance(prompt, str) and prompt.strip():
+        return
+    if not isinstance(prompt, list) or not prompt:
+        raise DataError(
+            f"{place}: prompt is {shown(prompt)}, must be text or a list of chat messages"
+        )
+    check_messages(prompt, "prompt", place)
+
+
+def check_messages(messages: list[Any], name: str, place: str) -> None:
+    """Refuse chat messages that no chat template can render.
+
+    Args:
+        messages: At least one.
+        name: Of the column.
+        place: Where the row stands, in words.
+
+    Raises:
+        DataError: One has no role that is a text, or a content that is neither text nor a list of
+            parts; it may be null beside other keys, such as a tool call's.
+    """
+    for message in messages:
+        if not (isinstance(message, Mapping) and {"role", "content"} <= set(message)):
+            raise DataError(f"{place}: every message of {name} needs `role` and `content`")
+        role, content = message["role"], message["content"]
+        if not isinstance(role, str) or not role.strip():
+            raise DataError(
+                f"{place}: the role of a message of {name} is {shown(role)}, must be text, such as "
+                "user"
+            )
+        in_parts = isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
+        others = any(message[key] is not None for key in message if key not in ("role", "content"))
+        if not isinstance(content, str) and not in_parts and (content is not None or not others):
+            raise DataError(
+                f"{place}: the content of a message of {name} is {shown(content)}, must be text, "
+                f"or a list of parts such as {{type: text, text: ...}}"
+            )

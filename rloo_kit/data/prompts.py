@@ -1,0 +1,295 @@
+"""Prompts: built-in tasks, reasoning-gym's tasks, files, hub datasets.
+
+Every dataset has a ``prompt`` column (chat messages, or a plain string with ``chat=False``); every
+other column reaches the reward functions under its own name.
+"""
+
+import math
+import random
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rloo_kit.data.files import as_dataset, raw_prompts, read_source
+from rloo_kit.data.gym_tasks import PREFIX, make_gym_rows
+from rloo_kit.data.tasks import SPLITS, TASKS, make_rows
+from rloo_kit.errors import DataError
+from rloo_kit.text.wording import bare, shown, why
+from rloo_kit.types import Row
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+BUILTIN = tuple(TASKS)
+NUM_BUILTIN_PROMPTS = 1024
+MAX_HELD_OUT = 256
+MOST_MADE = 1_000_000
+"""Problems of a task; of more, making them takes longer than training."""
+
+
+def load_prompts(  # noqa: PLR0913
+    name: str | Path,
+    *,
+    split: str = "train",
+    num_prompts: int | None = None,
+    system: str | None = None,
+    chat: bool = True,
+    seed: int = 42,
+    columns: Mapping[str, str] | None = None,
+    level: int | list[int] | None = None,
+    curriculum: bool = False,
+    settings: dict[str, Any] | None = None,
+    tokenizer: Any = None,
+    max_prompt_tokens: int | None = None,
+) -> "Dataset":
+    """Return prompts as a Dataset with a ``prompt`` column and whatever else the source has.
+
+    Args:
+        name: A built-in task (``arithmetic``, ``countdown``, ``letter_count``, ``sort``),
+            ``reasoning_gym:TASK``, a .jsonl, .csv or .parquet file, or a hub dataset.
+        split: Of a hub dataset; ``train`` or ``held_out`` of a task.
+        num_prompts: Keep the first so many (a task makes 1,024 when None).
+        system: A system message put before every prompt.
+        chat: Make a plain string a user message, so that the model's chat template is applied.
+        seed: Order and choice of a task's problems; order within a level of a curriculum.
+        columns: Names in the kit -> names in the file or hub dataset, such as
+            ``{"prompt": "question", "answer": "solution"}``; other columns keep their names.
+        level: Difficulty of a built-in task, one or several in equal parts; None: its first.
+        curriculum: Order the rows by the column ``level``, easiest first. The trainer needs
+            ``shuffle_dataset=False`` to keep that order; a run file sets it.
+        settings: Of a reasoning-gym task, under its own names.
+        tokenizer: Counts for ``max_prompt_tokens``.
+        max_prompt_tokens: Leave out longer prompts, of those that ``num_prompts`` kept.
+
+    Raises:
+        DataError: No such source, no ``prompt`` column, no rows, a bad line, with its number, or an
+            argument that this source has no use for.
+    """
+    name = str(name)
+    _check_arguments(name, columns, level, settings)
+    if max_prompt_tokens is not None and tokenizer is None:
+        raise DataError("max_prompt_tokens needs the tokenizer that counts: give tokenizer too")
+    if is_task(name):
+        source = _make_task(name, num_prompts or NUM_BUILTIN_PROMPTS, split, seed, level, settings)
+    else:
+        source = read_source(name, split, num_prompts, columns, (*BUILTIN, f"{PREFIX}TASK"))
+    if not len(source):
+        where = f" in the split {split!r}: change its settings" if is_task(name) else ""
+        raise DataError(f"{shown(name)} has no rows{where or ': put at least one prompt in it'}")
+    dataset = _with_prompts(source, system, chat=chat)
+    if max_prompt_tokens is not None:
+        dataset, dropped = drop_long_prompts(dataset, tokenizer, max_prompt_tokens)
+        if dropped:
+            warnings.warn(
+                f"{dropped} of {dropped + len(dataset)} prompts have more than {max_prompt_tokens} "
+                "tokens and are left out",
+                UserWarning,
+                stacklevel=2,
+            )
+    return order_by_level(dataset, seed) if curriculum else dataset
+
+
+def is_task(name: str) -> bool:
+    """Return whether prompts of this name are made on the spot, with a held-out split."""
+    return name in BUILTIN or name.startswith(PREFIX)
+
+
+def split_held_out(dataset: "Dataset", held_out: int | None) -> "tuple[Dataset, Dataset | None]":
+    """Return (train, held-out): the last rows are kept out of training.
+
+    Args:
+        dataset: All prompts, n rows.
+        held_out: How many; None: an eighth, at most 256; 0: none.
+
+    Raises:
+        DataError: Nothing would be left to train on.
+    """
+    size = len(dataset)
+    kept = min(size // 8, MAX_HELD_OUT) if held_out is None else held_out
+    if kept >= size:
+        raise DataError(
+            f"data.held_out {kept} leaves none of the {size} prompts to train on: lower it to at "
+            f"most {size - 1}"
+        )
+    if kept == 0:
+        return dataset, None
+    return dataset.select(range(size - kept)), dataset.select(range(size - kept, size))
+
+
+def order_by_level(dataset: "Dataset", seed: int = 42) -> "Dataset":
+    """Return the rows ordered by the column ``level``, easiest first, shuffled within a level.
+
+    Args:
+        dataset: Its column ``level`` holds numbers; n rows.
+        seed: Order within a level.
+
+    Raises:
+        DataError: There is no such column, or it holds something else than a number.
+    """
+    if "level" not in dataset.column_names:
+        raise DataError(
+            f"a curriculum orders prompts by the column 'level', and there are only "
+            f"{shown(sorted(dataset.column_names))}: add it, or name the one that is meant with "
+            f"columns, as in {{level: difficulty}}"
+        )
+    levels = [_number(level) for level in dataset["level"][:]]
+    for number, level in enumerate(levels, 1):
+        if type(level) not in (int, float) or not math.isfinite(level):
+            raise DataError(
+                f"the level of prompt {number} is {shown(level)}, must be a number to order "
+                f"prompts by: number the levels 1, 2, 3, easiest first"
+            )
+    order = list(range(len(levels)))
+    random.Random(f"{seed} curriculum").shuffle(order)
+    return dataset.select(sorted(order, key=levels.__getitem__))
+
+
+def _number(level: Any) -> Any:
+    """Return what a text says as a number, as a CSV file has it; anything else as it is."""
+    try:
+        return float(level) if isinstance(level, str) else level
+    except ValueError:
+        return level
+
+
+def drop_long_prompts(
+    dataset: "Dataset",
+    tokenizer: Any,
+    max_prompt_tokens: int,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> "tuple[Dataset, int]":
+    """Return the prompts of at most so many tokens, and the number of those left out.
+
+    Args:
+        dataset: Prompts, n rows. Images in them are not counted.
+        tokenizer: With the chat template that the policy is prompted with.
+        max_prompt_tokens: Longest that is kept.
+        chat_template_kwargs: Passed to the chat template, such as ``enable_thinking``.
+
+    Raises:
+        DataError: None is left.
+    """
+    lengths = [
+        len(prompt_ids(tokenizer, prompt, chat_template_kwargs)) for prompt in raw_prompts(dataset)
+    ]
+    kept = [row for row, length in enumerate(lengths) if length <= max_prompt_tokens]
+    if not kept:
+        raise DataError(
+            f"max_prompt_tokens {max_prompt_tokens} leaves none of the {len(lengths)} prompts: "
+            f"raise it, the shortest has {min(lengths)} tokens"
+        )
+    if len(kept) == len(lengths):
+        return dataset, 0
+    return dataset.select(kept), len(lengths) - len(kept)
+
+
+def prompt_ids(
+    tokenizer: Any, prompt: str | list[dict[str, Any]], settings: dict[str, Any] | None = None
+) -> list[int]:
+    """Return the tokens of a prompt as the policy sees it: T ints.
+
+    Raises:
+        DataError: The tokenizer has no chat template, or its template refuses the messages.
+    """
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    try:
+        return tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **(settings or {})
+        )["input_ids"]
+    except Exception as exc:  # a template is a program of its own: it may divide by zero
+        raise DataError(
+            f"the model's chat template cannot render a prompt ({why(exc)}): set data.chat: false "
+            f"for a model without one, or change roles and data.system"
+        ) from exc
+
+
+# --- one source ----------------------------------------------------------------------------------
+
+
+def _check_arguments(
+    name: str,
+    columns: Mapping[str, str] | None,
+    level: int | list[int] | None,
+    settings: dict[str, Any] | None,
+) -> None:
+    """Refuse arguments that would have no effect on this source."""
+    is_gym = name.startswith(PREFIX)
+    if columns and is_task(name):
+        raise DataError(
+            f"columns renames what a file or a hub dataset has, and {shown(name)} is made here: "
+            f"drop it"
+        )
+    if level is not None and name not in BUILTIN:
+        instead = (
+            "set its difficulty with settings"
+            if is_gym
+            else "drop it, and name the column to order by with columns, as in {level: difficulty}"
+        )
+        raise DataError(f"level is of a built-in task, and {shown(name)} is none: {instead}")
+    if settings and not is_gym:
+        raise DataError(
+            f"settings are of a reasoning-gym task, and {shown(name)} is none: drop them"
+        )
+
+
+def _make_task(
+    name: str,
+    num: int,
+    split: str,
+    seed: int,
+    level: int | list[int] | None,
+    settings: dict[str, Any] | None,
+) -> list[Row]:
+    if num > MOST_MADE:
+        raise DataError(
+            f"{num:,} prompts of {bare(name)} are asked for, and at most {MOST_MADE:,} are made: "
+            f"lower data.num_prompts or data.held_out"
+        )
+    if split not in SPLITS:
+        raise DataError(
+            f"{bare(name)} has the splits train and held_out, not {shown(split)}: name one"
+        )
+    if name in BUILTIN:
+        return make_rows(name, num, split=split, seed=seed, level=level)
+    return make_gym_rows(name, num, split=split, seed=seed, settings=settings)
+
+
+def _with_prompts(source: "list[Row] | Dataset", system: str | None, *, chat: bool) -> "Dataset":
+    """Return the source as a Dataset whose prompts are as the model gets them."""
+    if isinstance(source, list):
+        return as_dataset(
+            [{**row, "prompt": _as_prompt(row["prompt"], system, chat=chat)} for row in source]
+        )
+    stored = raw_prompts(source)
+    prompts = [_as_prompt(prompt, system, chat=chat) for prompt in stored]
+    if prompts == stored:
+        return source
+    import datasets
+
+    # Messages keep the type of the column they come from: there may be images among them.
+    features = (
+        None
+        if isinstance(stored[0], str)
+        else datasets.Features({"prompt": source.features["prompt"]})
+    )
+    made = datasets.Dataset.from_dict({"prompt": prompts}, features=features)
+    if source.column_names == ["prompt"]:
+        return made
+    both = datasets.concatenate_datasets([made, source.remove_columns("prompt")], axis=1)
+    return both.select_columns(source.column_names)
+
+
+def _as_prompt(prompt: Any, system: str | None, *, chat: bool) -> Any:
+    if chat and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not system:
+        return prompt
+    if isinstance(prompt, str):
+        raise DataError("a system message needs chat prompts: leave chat=True, or drop system")
+    if prompt[0].get("role") == "system":
+        return prompt
+    in_parts = isinstance(prompt[0]["content"], list)
+    content = [{"type": "text", "text": system}] if in_parts else system
+    return [{"role": "system", "content": content}, *prompt]

@@ -1,0 +1,298 @@
+"""Built-in tasks: prompts made on the spot, in levels, each with a fixed held-out split."""
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import count, islice
+
+from rloo_kit.errors import DataError
+from rloo_kit.text.wording import shown
+from rloo_kit.types import Row
+
+SPLITS = ("train", "held_out")
+HELD_OUT_ONE_IN = 8
+
+_WORDS = """
+acorn actor alarm album amber anchor angle animal ankle apple apricot apron arrow artist atlas
+autumn axle badge bagel bakery balcony balloon bamboo banana bandage banjo banner barn barrel
+basket beach beacon bean bell bench berry bicycle biscuit blanket blossom board bonfire book
+bottle boulder bowl branch bread brick bridge broom bubble bucket butter butterfly button
+cabbage cabin cable cactus cake camel camera candle canoe canyon carpet carrot castle cattle
+ceiling cellar chain chair chalk cheese cherry chicken chimney chocolate church cinnamon circle
+clock cloud clover coat coffee collar comet compass copper coral corner cotton cradle cricket
+crown cucumber cupboard curtain cushion dairy daisy dancer desert diamond dinner dolphin donkey
+door dragon drawer dream dress drum eagle earring elbow elephant engine envelope evening fabric
+falcon farmer feather fence ferry fiddle finger flame flower flute forest fountain fox freckle
+frog furniture galaxy garden garlic gate giraffe glacier glass glove goat grape grass gravel
+guitar hammer hammock harbour harvest hazelnut hedge helmet hill honey horse hospital island
+ivory jacket jewel journey juice jungle kettle kitchen kitten ladder ladle lagoon lake lamp
+lantern leather lemon lentil lettuce library lighthouse lion lizard lobster locker magnet mango
+marble market meadow medal melon mirror mitten monkey moon mosquito mountain mushroom mustard
+napkin necklace needle nest noodle notebook oasis ocean octopus olive onion orange orchard
+orchid otter oven oyster paddle palace panther paper parcel parrot parsley pasture pebble
+pencil penguin pepper piano pickle picture pigeon pillow pineapple planet plum pocket pony
+potato pumpkin puppet puzzle quarry quilt rabbit raccoon radish railway rainbow raspberry
+raven ribbon river robin rocket rooster rope rudder saddle sailor salmon sandal scarf school
+scissors seashell shadow sheep shelter shovel silver slipper snail soap sparrow spider spinach
+squirrel stable staircase station strawberry street sugar summer sunflower swallow table tailor
+teapot temple tennis thimble thunder tiger timber tomato tortoise towel tractor train tree
+trumpet tulip tunnel turtle umbrella valley vanilla velvet village vinegar violin volcano
+waffle wagon walnut water wheel whistle window winter wolf wool yogurt zebra zipper
+"""
+WORDS = tuple(_WORDS.split())
+"""Common nouns, in lower case."""
+
+Maker = Callable[[random.Random, int], tuple[Row, bool]]
+"""Takes a level, counted from 1; returns the columns of one problem, and whether it is held out."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kind of problem that is made on the spot."""
+
+    make: Maker
+    levels: tuple[str, ...]
+    """What each level asks, easiest first."""
+
+
+def make_rows(
+    name: str,
+    num: int,
+    *,
+    split: str = "train",
+    seed: int = 42,
+    level: int | list[int] | None = None,
+) -> list[Row]:
+    """Return ``num`` problems of a built-in task, the levels in turn.
+
+    Args:
+        name: A key of ``TASKS``.
+        num: How many; a problem may recur.
+        split: ``train`` or ``held_out``; no prompt is in both, whatever the seeds.
+        seed: Which ones. A level's problems do not depend on the other levels.
+        level: One, or several in equal parts; None: the first.
+
+    Returns:
+        Rows with ``prompt``, ``task``, ``level``, and ``answer`` where there is one right text.
+
+    Raises:
+        DataError: Another split, or no such level.
+    """
+    if split not in SPLITS:
+        raise DataError(f"{name} has the splits train and held_out, not {shown(split)}: name one")
+    streams = [_problems(name, one, split, seed) for one in _checked_levels(name, level)]
+    return list(islice((next(streams[turn % len(streams)]) for turn in count()), num))
+
+
+def _checked_levels(name: str, level: int | list[int] | None) -> list[int]:
+    levels = level if isinstance(level, list | tuple) else [1 if level is None else level]
+    last = len(TASKS[name].levels)
+    if not levels or any(type(one) is not int or not 1 <= one <= last for one in levels):
+        raise DataError(
+            f"{name} has the levels 1 to {last}, not {shown(level)}: give one of them, or a list"
+        )
+    return list(levels)
+
+
+def _problems(name: str, level: int, split: str, seed: int) -> Iterator[Row]:
+    # The embedded model's prompts: they stay as they were before there were other tasks.
+    first = name == "arithmetic" and level == 1
+    rng = random.Random(f"{seed} {split}" if first else f"{seed} {split} {name} {level}")
+    while True:
+        columns, held_out = TASKS[name].make(rng, level)
+        if held_out == (split == "held_out"):
+            yield {**columns, "task": name, "level": level}
+
+
+def _is_kept(*key: object) -> bool:
+    """Return whether a problem is held out: 1 in 8, by a hash that is the same everywhere."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
+
+
+# --- arithmetic ----------------------------------------------------------------------------------
+
+
+def _arithmetic(rng: random.Random, level: int) -> tuple[Row, bool]:
+    if level == 1:
+        a, b = rng.randint(100, 999), rng.randint(100, 999)
+        return {"prompt": arithmetic_prompt(a, b), "answer": str(a + b)}, is_held_out(a, b)
+    if level == 2:
+        a, b, c = (rng.randint(100, 999) for _ in range(3))
+        text, value = f"{a} + {b} + {c}", a + b + c
+    elif level == 3:
+        a, b = rng.randint(10_000, 99_999), rng.randint(10_000, 99_999)
+        sign = rng.choice((1, -1))
+        text, value = f"{a} {'+' if sign == 1 else '-'} {b}", a + sign * b
+    elif level == 4:
+        a, b, c = rng.randint(11, 99), rng.randint(11, 99), rng.randint(100, 999)
+        text, value = f"{a} * {b} + {c}", a * b + c
+    else:
+        a, b, c, d = (rng.randint(11, 99) for _ in range(4))
+        text, value = f"({a} + {b}) * {c} - {d}", (a + b) * c - d
+    return {"prompt": f"What is {text}?", "answer": str(value)}, _is_kept("arithmetic", text)
+
+
+def is_held_out(a: int, b: int) -> bool:
+    """Return whether the sum ``a + b`` is kept for evaluation (1 in 16); no stage trains on it."""
+    return (a * 1009 + b * 2003) % 16 == 7
+
+
+def arithmetic_prompt(a: int, b: int) -> str:
+    """Return the question the embedded model was trained on."""
+    return f"What is {a} + {b}?"
+
+
+def worked_thought(a: int, b: int, forgets: Callable[[], bool] = lambda: False) -> tuple[str, int]:
+    """Return (thought, answer): the sum digit by digit, right to left.
+
+    Args:
+        a: First number, three digits.
+        b: Second number, three digits.
+        forgets: Asked at every carry; True drops it, in the thought and in the answer.
+
+    >>> worked_thought(347, 286)
+    ('7+6=13 4+8+1=13 3+2+1=6', 633)
+    """
+    lines, carry, answer = [], 0, 0
+    for place in range(3):
+        x, y = a // 10**place % 10, b // 10**place % 10
+        total = x + y + carry
+        lines.append(f"{x}+{y}+1={total}" if carry else f"{x}+{y}={total}")
+        if place == 2:
+            answer += total * 100
+        else:
+            answer += total % 10 * 10**place
+            carry = 1 if total >= 10 and not forgets() else 0
+    return " ".join(lines), answer
+
+
+# --- countdown -----------------------------------------------------------------------------------
+
+_COUNTDOWN = {1: (3, 10, "+-"), 2: (3, 20, "+-*"), 3: (4, 50, "+-*/"), 4: (5, 99, "+-*/")}
+"""Level -> how many numbers, the largest, the operators of the solution that it is made from."""
+_LARGE = (25, 50, 75, 100)
+
+
+def _countdown(rng: random.Random, level: int) -> tuple[Row, bool]:
+    numbers, target, _ = countdown_problem(rng, level)
+    shown = ", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]}"
+    prompt = (
+        f"Reach {target} from the numbers {shown} with + - * / and brackets, each number at most "
+        "once. Answer with the expression alone."
+    )
+    row = {"prompt": prompt, "numbers": numbers, "target": target}
+    return row, _is_kept("countdown", sorted(numbers), target)
+
+
+def countdown_problem(rng: random.Random, level: int) -> tuple[list[int], int, str]:
+    """Return (numbers, target, an expression that reaches it with all of the numbers)."""
+    while True:
+        if level == 5:
+            numbers = [*rng.sample(_LARGE, 2), *(rng.randint(1, 10) for _ in range(4))]
+            operators, low = "+-*/", 101
+        else:
+            how_many, largest, operators = _COUNTDOWN[level]
+            numbers, low = [rng.randint(1, largest) for _ in range(how_many)], 1
+        rng.shuffle(numbers)
+        value, text = _combined(rng, numbers, operators)
+        if value.denominator == 1 and low <= value <= 999 and value not in numbers:
+            return numbers, int(value), text
+
+
+def _combined(rng: random.Random, numbers: list[int], operators: str) -> tuple[Fraction, str]:
+    """Join two of what is left until one is; no step comes to 0 or below, or to a fraction."""
+    left = [(Fraction(number), str(number)) for number in numbers]
+    while len(left) > 1:
+        a, b = (left.pop(rng.randrange(len(left))) for _ in range(2))
+        operator = rng.choice(operators)
+        if (operator == "-" and a[0] <= b[0]) or (operator == "/" and a[0] % b[0]):
+            operator = "+"
+        value = {
+            "+": a[0] + b[0], "-": a[0] - b[0], "*": a[0] * b[0], "/": a[0] / b[0]
+        }[operator]  # fmt: skip
+        left.append((value, f"({a[1]} {operator} {b[1]})"))
+    return left[0][0], left[0][1][1:-1]
+
+
+# --- letter_count and sort -----------------------------------------------------------------------
+
+_SHORT = [word for word in WORDS if len(word) <= 6]
+_LONG = [word for word in WORDS if len(word) > 6]
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def _letter_count(rng: random.Random, level: int) -> tuple[Row, bool]:
+    if level in (1, 2):
+        text = rng.choice(_SHORT if level == 1 else _LONG)
+    elif level == 3:
+        text = " ".join(rng.sample(WORDS, 4))
+    else:
+        some = rng.sample(_LETTERS, 6)
+        text = "".join(rng.choice(some) for _ in range(rng.randint(14, 24)))
+    # One question in six asks for any letter, which most words do not have.
+    letter = rng.choice(_LETTERS if rng.randrange(6) == 0 else text.replace(" ", ""))
+    shown = f'"{text}"' if " " in text else text
+    row = {"prompt": f"How many {letter} are in {shown}?", "answer": str(text.count(letter))}
+    return row, _is_kept("letter_count", letter, text)
+
+
+def _sort(rng: random.Random, level: int) -> tuple[Row, bool]:
+    if level <= 2:
+        items = rng.sample(range(10, 100), 4) if level == 1 else rng.sample(range(1000), 8)
+        down = level == 2 and rng.random() < 0.5
+        order = f"numbers from {'largest to smallest' if down else 'smallest to largest'}"
+    else:
+        items, down = rng.sample(WORDS, 5 if level == 3 else 10), False
+        order = "words alphabetically"
+    shown = ", ".join(map(str, items))
+    row = {
+        "prompt": f"Sort these {order}: {shown}. Answer with the list alone, separated by commas.",
+        "answer": ", ".join(map(str, sorted(items, reverse=down))),
+    }
+    return row, _is_kept("sort", sorted(items))
+
+
+TASKS = {
+    "arithmetic": Task(
+        _arithmetic,
+        (
+            "the sum of two numbers of three digits",
+            "the sum of three numbers of three digits",
+            "the sum or difference of two numbers of five digits",
+            "a product of two numbers of two digits, plus a number of three",
+            "brackets, a product and a difference, of numbers of two digits",
+        ),
+    ),
+    "countdown": Task(
+        _countdown,
+        (
+            "three numbers up to 10, made with + and -",
+            "three numbers up to 20, made with + - *",
+            "four numbers up to 50, made with + - * /",
+            "five numbers up to 99, made with + - * /",
+            "six numbers, two of them from 25, 50, 75 and 100, and a target above 100",
+        ),
+    ),
+    "letter_count": Task(
+        _letter_count,
+        (
+            "a word of up to six letters",
+            "a longer word",
+            "four words",
+            "14 to 24 letters that make no word",
+        ),
+    ),
+    "sort": Task(
+        _sort,
+        (
+            "four numbers of two digits, upwards",
+            "eight numbers below 1,000, upwards or downwards",
+            "five words",
+            "ten words",
+        ),
+    ),
+}
+"""Name -> built-in task."""

@@ -1,0 +1,4 @@
+"""Evaluation on held-out prompts: pass@k, intervals, tables, win rates.
+
+Never trains.
+"""

@@ -1,0 +1,271 @@
+"""rloo-kit eval: several models on the same prompts in one table, and what is sure of it."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.errors import ConfigError
+from rloo_kit.evaluation.evaluator import Evaluation
+from rloo_kit.evaluation.examination import examine_models
+from rloo_kit.evaluation.result_files import add_result, check_place, replace_rows
+from rloo_kit.evaluation.statistics import Difference, Estimate, difference
+from rloo_kit.evaluation.trained_models import TrainedModel, by_base, find_trained
+from rloo_kit.machine.memory import session
+from rloo_kit.report.page import write_report
+
+Say = Callable[[str], None]
+FILE, SAMPLES = "eval.json", "eval_samples.jsonl"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model, asked in one way."""
+
+    model: str
+    evaluation: Evaluation
+    seconds: float
+    sampler: str = "transformers"
+    """Who drew the completions."""
+
+    @property
+    def mode(self) -> str:
+        """How its completions were drawn."""
+        found = self.evaluation
+        if not found.temperature:
+            return "greedy"
+        return f"{found.num_samples} sampled at {found.temperature:g}"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One reward of a row against the first model's, prompt by prompt."""
+
+    model: str
+    against: str
+    mode: str
+    reward: str
+    found: Difference
+
+    def __str__(self) -> str:
+        return f"{self.model} against {self.against}, {self.reward}, {self.mode}: {self.found}"
+
+
+@dataclass(frozen=True)
+class EvalTable:
+    """What ``evaluate_models`` found."""
+
+    prompts: str
+    """Where they come from."""
+    rows: list[Row]
+    compared: list[Compared]
+    folder: Path | None = None
+    """It was written there."""
+
+    def __str__(self) -> str:
+        samplers = {row.sampler for row in self.rows}
+        lines = [f"{self.rows[0].evaluation.num_prompts} prompts of {self.prompts}"]
+        if len(samplers) > 1:
+            lines[0] += "; rows that were not drawn by the same are not compared"
+        elif samplers != {"transformers"}:
+            lines[0] += f", completions by {samplers.pop()}"
+        more = [{"by": row.sampler} if len(samplers) > 1 else {} for row in self.rows]
+        cells = zip(map(_cells, self.rows), more, strict=True)
+        lines += _table([one | by for one, by in cells])
+        return "\n".join([*lines, "", *map(str, self.compared)]).rstrip()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, without the samples."""
+        rows = []
+        for row in self.rows:
+            found = row.evaluation.as_dict()
+            del found["samples"]
+            rows.append(
+                {
+                    "model": row.model,
+                    "mode": row.mode,
+                    "seconds": row.seconds,
+                    "sampler": row.sampler,
+                    **found,
+                }
+            )
+        compared = [
+            {**asdict(one), "found": {**asdict(one.found), "is_real": one.found.is_real}}
+            for one in self.compared
+        ]
+        return {"time": time.time(), "prompts": self.prompts, "rows": rows, "compared": compared}
+
+
+def evaluate_models(  # noqa: PLR0913
+    models: Sequence[str | Path],
+    *,
+    overrides: Sequence[str] = (),
+    prompts: str | Path | None = None,
+    num_prompts: int | None = None,
+    num_samples: int = 4,
+    greedy: bool = True,
+    base: bool = True,
+    batch_size: int | None = None,
+    output: str | Path | None = None,
+    say: Say = print,
+) -> EvalTable:
+    """Score models on the same prompts, greedy and sampled, and compare each with the first.
+
+    Args:
+        models: Runs, checkpoints, adapters, models. The first one that is a run says which prompts,
+            rewards and sampling; where none is, the kit's defaults do.
+        overrides: ``section.key=value`` of that run file, such as ``trainer.temperature=0.6``.
+        prompts: A file, task or dataset in the place of the run's held-out prompts.
+        num_prompts: At most so many.
+        num_samples: Sampled completions of each prompt, for pass@k and maj@k; 0: greedy alone.
+        greedy: Also one greedy completion of each prompt.
+        base: Put the base, without any adapter, first.
+        batch_size: Completions at one time; None: as many as are known to fit.
+        output: Folder to write ``eval.json`` and ``eval_samples.jsonl`` to; None: that of the run,
+            whose report then shows it.
+        say: For lines.
+
+    Returns:
+        The table. Written results are added to those of before.
+
+    Raises:
+        KitError: With the remedy.
+    """
+    if not models:
+        raise ConfigError("there is no model to evaluate: give the folder of a run")
+    if num_samples < 0 or not (num_samples or greedy):
+        raise ConfigError(f"{num_samples} samples are no evaluation: give 1 or more, or be greedy")
+    found = [find_trained(model) for model in models]
+    if base:
+        found = _with_base(found)
+    folder = _folder(found, output)
+    if folder is not None:
+        check_place(folder)
+    rows, ways = [], list(_ways(num_samples, greedy=greedy))
+    with session():
+        exam = examine_models(
+            found,
+            overrides=overrides,
+            prompts=prompts,
+            num_prompts=num_prompts,
+            batch_size=batch_size,
+        )
+        for one, on_it in by_base(found):
+            exam = exam.fitting(one.tokenizer)
+            rewards = exam.rewards(one.tokenizer)
+            with exam.asking(one, on_it, say) as ask:
+                for trained, how in itertools.product(on_it, ways):
+                    began = time.monotonic()
+                    scored = ask(trained, rewards, **how)
+                    seconds = time.monotonic() - began
+                    rows.append(Row(trained.name, scored, seconds, ask.sampler))
+                    say(_line(rows[-1]))
+    rows = _judged_alike(rows)
+    names = [one.name for one in found]
+    rows.sort(key=lambda row: names.index(row.model))
+    table = EvalTable(exam.source, rows, list(_compare(rows)))
+    if folder is None:
+        return table
+    _write(folder, table)
+    if (folder / "run.yaml").is_file():
+        say(f"written to {folder / FILE} and {write_report([folder])}")
+    return replace(table, folder=folder)
+
+
+def _judged_alike(rows: list[Row]) -> list[Row]:
+    """Return the rows with one reward that says right or wrong for all of them.
+
+    By its own scores alone a row could have another: a reward with numbers between may give none
+    of them to one model.
+    """
+    names = [
+        name
+        for name in rows[0].evaluation.rewards
+        if all(row.evaluation.says_right_or_wrong(name) for row in rows)
+    ]
+    judge = names[0] if names else ""
+    return [replace(row, evaluation=replace(row.evaluation, judged_by=judge)) for row in rows]
+
+
+def _with_base(found: list[TrainedModel]) -> list[TrainedModel]:
+    """Return the models with the base of the first adapter before them."""
+    bases = [one.without_adapter() for one in found if one.adapter is not None]
+    alone = any(one.adapter is None for one in found)
+    return found if alone or not bases else [bases[0], *found]
+
+
+def _ways(num_samples: int, *, greedy: bool) -> Iterator[dict[str, Any]]:
+    if greedy:
+        yield {"temperature": 0.0}
+    if num_samples:
+        yield {"num_samples": num_samples}
+
+
+def _compare(rows: list[Row]) -> Iterator[Compared]:
+    """Compare every row with that of the first model in the same mode, reward by reward."""
+    first = {row.mode: row for row in reversed(rows) if row.model == rows[0].model}
+    for row in rows:
+        before = first[row.mode]
+        if row is before or row.sampler != before.sampler:
+            continue
+        for name in row.evaluation.rewards:
+            pairs = zip(before.evaluation.values(name), row.evaluation.values(name), strict=True)
+            known = [pair for pair in pairs if None not in pair]
+            if known:
+                moved = difference(*map(list, zip(*known, strict=True)))
+                yield Compared(row.model, before.model, row.mode, name, moved)
+
+
+# --- what is shown and written -------------------------------------------------------------------
+
+
+def _cells(row: Row) -> dict[str, str]:
+    found = row.evaluation
+    cells = {"model": row.model, "drawn": row.mode}
+    for name in found.rewards:
+        cells[name] = _shown(found.estimate(name))
+    # of one completion pass@1 is the mean itself, and of two there is no majority
+    cells |= {f"pass@{k}": _shown(one) for k, one in found.pass_at.items() if k > 1}
+    cells |= {f"maj@{k}": _shown(one) for k, one in found.maj_at.items() if k > 2}
+    thinking = found.thinking_length
+    cells["thinking"] = "none" if thinking is None else f"{thinking:.1f}"
+    cells["tokens"] = f"{found.mean_length:.1f}"
+    cells["cut off"] = f"{found.cut_off or 0:.0%}"
+    return cells
+
+
+def _shown(one: Estimate | None) -> str:
+    return "none" if one is None else str(one)
+
+
+def _table(rows: list[dict[str, str]]) -> list[str]:
+    titles = list(max(rows, key=len))
+    lines = [{title: title for title in titles}, *rows]
+    widths = {title: max(len(line.get(title, "")) for line in lines) for title in titles}
+    return ["  ".join(line.get(t, "").ljust(widths[t]) for t in titles).rstrip() for line in lines]
+
+
+def _line(row: Row) -> str:
+    found = row.evaluation
+    parts = [f"{name} {_shown(found.estimate(name))}" for name in found.rewards]
+    parts += [f"pass@{k} {one.mean:.3f}" for k, one in list(found.pass_at.items())[1:]]
+    return f"{row.model}, {row.mode}: {', '.join(parts)} ({row.seconds:.0f} s)"
+
+
+def _folder(found: list[TrainedModel], output: str | Path | None) -> Path | None:
+    if output is not None:
+        return Path(output)
+    return next((one.run for one in found if one.run is not None), None)
+
+
+def _write(folder: Path, table: EvalTable) -> None:
+    """Add the table to eval.json; the samples of the newest lie beside it."""
+    samples = [
+        {"model": row.model, "mode": row.mode, **sample}
+        for row in table.rows
+        for sample in row.evaluation.samples
+    ]
+    add_result(folder / FILE, "evaluations", table.as_dict())
+    replace_rows(folder / SAMPLES, samples)

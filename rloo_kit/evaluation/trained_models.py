@@ -1,0 +1,240 @@
+"""What a command is given as a model: a run, an adapter, or a model alone; one base for several."""
+
+import contextlib
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.checkpoints.store import find_checkpoint
+from rloo_kit.config.run_file import ModelSection, RunConfig, read_run_file, without_hidden_settings
+from rloo_kit.errors import ConfigError, ModelError
+from rloo_kit.machine.memory import leave_session
+from rloo_kit.models.adapters import CONFIG, WEIGHTS, adapter_in, base_of
+from rloo_kit.models.loading import load_model
+from rloo_kit.sampling.engine import active_adapter
+from rloo_kit.text.wording import shown, why
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A base and, where something was trained, the adapter on it; nothing is loaded yet."""
+
+    name: str
+    """For people: what they gave, or ``base of`` it."""
+    base: str
+    """A hub name, a folder, a .gguf file, or ``tiny-thinker``."""
+    adapter: Path | None = None
+    """Folder in PEFT's layout; None: the base alone."""
+    run: Path | None = None
+    """Folder of the run that trained it."""
+    config: RunConfig | None = None
+    """Of that run."""
+
+    @property
+    def model(self) -> ModelSection:
+        """How the base is loaded: as the run did, else by the kit's defaults."""
+        settings = self.config.model if self.config is not None else ModelSection()
+        return replace(settings, name=self.base)
+
+    @property
+    def short_name(self) -> str:
+        """The name of its run's folder, else of its adapter's; ``base`` for a base."""
+        folder = self.run or self.adapter
+        if self.adapter is None or folder is None:
+            return "base"
+        return folder.resolve().name if folder.resolve().name not in ("", "base") else "adapter"
+
+    def without_adapter(self) -> "TrainedModel":
+        """Return the base alone."""
+        if self.adapter is None:
+            return self
+        return replace(self, name=f"base of {self.name}", adapter=None)
+
+
+def find_trained(given: str | Path) -> TrainedModel:
+    """Return what a path or name stands for.
+
+    Args:
+        given: The folder of a run (its ``adapter/``, else its newest whole checkpoint), a
+            checkpoint of one, the folder of an adapter, or a model as ``load_model`` takes it.
+
+    Raises:
+        ConfigError: The run has neither adapter nor checkpoint.
+        ModelError: The adapter does not say what its base is.
+    """
+    text, folder = str(given), _as_folder(given)
+    if folder is None:
+        return TrainedModel(text, text)
+    if (folder / "run.yaml").is_file():
+        return _of_run(text, folder, _adapter_of(folder))
+    parent = folder.resolve().parent
+    if (parent / "run.yaml").is_file() and _is_adapter(folder):
+        return _of_run(text, parent, folder)
+    if _is_adapter(folder):
+        return TrainedModel(text, base_of(folder), folder)
+    return TrainedModel(text, text)
+
+
+def _as_folder(given: str | Path) -> Path | None:
+    with contextlib.suppress(OSError, ValueError):  # a name that can be no path
+        if Path(given).is_dir():
+            return Path(given)
+    return None
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / CONFIG).is_file()
+
+
+def _adapter_of(run: Path) -> Path:
+    # a run that is gone on with has no end.json, and an adapter of before
+    checkpoint = None if (run / "end.json").is_file() else find_checkpoint(run)
+    if _is_adapter(run / "adapter") and checkpoint is None:
+        return run / "adapter"
+    checkpoint = checkpoint or find_checkpoint(run)
+    if checkpoint is None:
+        raise ConfigError(
+            f"the run in {shown(str(run))} has no adapter yet, and no checkpoint: train it first, "
+            f"with rloo-kit train {run} --resume"
+        )
+    return checkpoint.folder
+
+
+def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
+    config = without_hidden_settings(read_run_file(run / "run.yaml"))
+    base, started = config.model.name, adapter_in(config.model.name)
+    if started is not None:  # it trained another run's adapter further
+        base = find_trained(started).base
+    elif Path(base).is_absolute() and not Path(base).exists():  # which is there no more
+        base = base_of(adapter)
+    return TrainedModel(name, base, adapter, run, config)
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+class OneBase:
+    """A base in memory, and the adapters on it, one of which answers at a time.
+
+    Args:
+        model: As ``load_model`` returned it.
+        tokenizer: Of the base.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model = self._loaded = model
+        self.tokenizer = tokenizer
+        self._adapters: dict[Path, str] = {}
+
+    @contextlib.contextmanager
+    def speaking_as(self, trained: TrainedModel) -> Iterator[Any]:
+        """Yield the model with the adapter of ``trained`` in force, or with none; one in another.
+
+        Raises:
+            ModelError: The adapter cannot be loaded, or does not fit the base.
+        """
+        if trained.adapter is not None:
+            name = self._name_of(trained.adapter)  # which may wrap the model anew
+            before, active = self.model.active_adapter, active_adapter(self.model)
+            self.model.set_adapter(name)
+            self.model.base_model.enable_adapter_layers()
+            try:
+                yield self.model
+            finally:
+                self.model.set_adapter(before)
+                if active is None:
+                    self.model.base_model.disable_adapter_layers()
+        elif self._adapters:
+            with self.model.disable_adapter():
+                yield self.model
+        else:
+            yield self.model
+
+    def load(self, models: Sequence[TrainedModel]) -> None:
+        """Load the adapters of some models on this base, so that any of them can speak at once.
+
+        Raises:
+            ModelError: An adapter cannot be loaded, or does not fit the base.
+        """
+        for trained in models:
+            if trained.adapter is not None:
+                self._name_of(trained.adapter)
+
+    def let_go(self) -> None:
+        """Hold the model no more, before another base is loaded."""
+        leave_session(self._loaded)
+        self.model = self._loaded = self.tokenizer = None
+        gc.collect()
+        if "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
+
+    def _name_of(self, adapter: Path) -> str:
+        adapter = adapter.resolve()
+        if adapter not in self._adapters:
+            # PEFT's first is called default, which is what an engine is sent
+            name = f"adapter-{len(self._adapters)}" if self._adapters else "default"
+            self._load(adapter, name)
+            self._adapters[adapter] = name
+        return self._adapters[adapter]
+
+    def _load(self, adapter: Path, name: str) -> None:
+        from peft import PeftModel
+
+        if not (adapter / WEIGHTS).is_file():
+            raise ModelError(
+                f"the adapter in {shown(str(adapter))} holds no {WEIGHTS}: save it again, its "
+                f"weights as safetensors"
+            )
+        try:
+            if self._adapters:
+                self.model.load_adapter(str(adapter), adapter_name=name)
+            else:
+                settings = vars(self.model)
+                self.model = PeftModel.from_pretrained(
+                    self.model, str(adapter), adapter_name=name, is_trainable=False
+                )
+                for key in ("rloo_kit_backend", "rloo_kit_max_seq_length"):
+                    setattr(self.model, key, settings.get(key))
+        except Exception as exc:  # missing, of other shapes, damaged: each its own
+            raise ModelError(
+                f"the adapter in {shown(str(adapter))} cannot be put on its base ({why(exc)}): "
+                f"see that it was trained on this model"
+            ) from exc
+
+
+def load_base(trained: TrainedModel, **changes: Any) -> OneBase:
+    """Load the base of a model as its run did.
+
+    Args:
+        trained: Of which the base is taken.
+        **changes: Fields of the run file's ``model:`` that are to be otherwise, such as
+            ``load_in_4bit=False``.
+
+    Raises:
+        ModelError, ConfigError, BackendError: As ``load_model`` does.
+    """
+    how = replace(trained.model, **changes)
+    return OneBase(
+        *load_model(
+            how.name,
+            max_seq_length=how.max_seq_length,
+            load_in_4bit=how.load_in_4bit,
+            backend=how.backend,
+            trust_remote_code=how.trust_remote_code,
+        )
+    )
+
+
+def by_base(models: Sequence[TrainedModel]) -> Iterator[tuple[OneBase, list[TrainedModel]]]:
+    """Load each base once, and yield it with the models on it; the former one is let go first."""
+    waiting = list(models)
+    while waiting:
+        first = waiting[0]
+        same = [one for one in waiting if one.model == first.model]
+        waiting = [one for one in waiting if one.model != first.model]
+        one = load_base(first)
+        yield one, same
+        one.let_go()

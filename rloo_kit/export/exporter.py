@@ -1,0 +1,539 @@
+"""``rloo-kit export``: take a trained model away, as adapter, merged weights, GGUF, or to the hub.
+
+What is written is loaded back and must answer as the trained model does; a folder that does not is
+removed, so that one that is there can be used.
+"""
+
+import contextlib
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.diagnosis.record import read_json, read_run
+from rloo_kit.errors import ConfigError, KitError, ModelError
+from rloo_kit.evaluation.trained_models import OneBase, TrainedModel, find_trained, load_base
+from rloo_kit.export.llama_cpp import DTYPES, find_converter, modelfile, quoted, write_gguf
+from rloo_kit.export.model_card import CardFacts, is_hub_name, model_card
+from rloo_kit.export.verify import Agreement, Answers, ask, compare, default_prompts
+from rloo_kit.machine.environment import setup
+from rloo_kit.machine.memory import session
+from rloo_kit.models.gguf import convert
+from rloo_kit.models.loading import load_model
+from rloo_kit.models.shape import TINY_THINKER
+from rloo_kit.output_folder import free_folder
+from rloo_kit.text.redaction import redact, redacting
+from rloo_kit.text.wording import shown, why
+from rloo_kit.training.preparation import read_prompts, template_settings
+
+Say = Callable[[str], None]
+
+KINDS = ("adapter", "merged", "gguf", "ollama", "hub")
+DEQUANTIZED = "dequantized"
+"""``base``: the 4-bit base that the run trained on, its weights written out in 16 bit."""
+TOLERANCES = {"adapter": 0.001, "bf16": 0.03, "f16": 0.03, "q8_0": 0.06}
+"""Largest mean difference of a token's log-probability, in nats, in float32 on a CPU."""
+ON_GPU = 0.03
+"""Added where models stay in 16 bit, which rounds every layer's output."""
+OF_A_TOKENIZER = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json",
+                  "vocab.json", "merges.txt", "spiece.model")  # fmt: skip
+OF_AN_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+OF_A_MODEL = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "*.index.json",
+    "*.gguf",
+)
+UPLOADED = (*OF_A_TOKENIZER, *OF_AN_ADAPTER, *OF_A_MODEL, "README.md", "Modelfile")
+"""Nothing else of a folder goes to the hub."""
+READ_BY_PEOPLE = ("README.md", "*config.json", "Modelfile")
+"""Files whose text may hold a folder of this machine or a secret."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    kind: str
+    folder: Path | None
+    """None for the hub."""
+    agreement: Agreement | None = None
+    """With the trained model on the same base; None where it was not checked."""
+    rebased: Agreement | None = None
+    """Of the adapter on the 16-bit base with the adapter on the 4-bit base that it trained on."""
+    url: str | None = None
+    """On the hub; None where nothing was sent."""
+
+
+def export_model(  # noqa: PLR0913
+    run: str | Path,
+    to: str = "merged",
+    *,
+    output: str | Path | None = None,
+    dtype: str = "bf16",
+    base: str | None = None,
+    converter: str | Path | None = None,
+    repo: str | None = None,
+    public: bool = False,
+    yes: bool = False,
+    check: bool = True,
+    num_prompts: int = 16,
+    say: Say = print,
+) -> Exported:
+    """Write a trained model in the form that something else takes, with a model card.
+
+    Args:
+        run: The folder of a run, a checkpoint of one, or an adapter; for ``hub`` also a folder that
+            was exported.
+        to: ``adapter`` (PEFT), ``merged`` (16-bit safetensors), ``gguf`` (llama.cpp), ``ollama``
+            (GGUF and a Modelfile) or ``hub``.
+        output: The new folder; None: ``export-TO`` beside the adapter. A number is added when it
+            exists.
+        dtype: Of a GGUF file: ``bf16``, ``f16`` or ``q8_0``.
+        base: What the adapter is merged into, a 16-bit name or folder, or ``dequantized``: the
+            4-bit base of the run, written out. Of an adapter: the name that it gives its base.
+        converter: llama.cpp's folder, or its ``convert_hf_to_gguf.py``.
+        repo: ``OWNER/NAME`` on the hub.
+        public: Let everybody see it there.
+        yes: Send it; without, what would be sent is listed.
+        check: Load what was written and compare its answers.
+        num_prompts: That are compared.
+        say: Called with each line for the user.
+
+    Raises:
+        ConfigError: The arguments do not fit, or there is no converter.
+        ModelError: It cannot be loaded, merged, converted or sent, or does not answer as before;
+            nothing is left of it.
+    """
+    say = redacting(say)
+    _check_arguments(to, dtype, repo)
+    trained = find_trained(run)
+    setup(trained.model.backend)
+    if to == "hub":
+        return _to_hub(trained, repo, base, public=public, yes=yes, check=check, say=say)
+    if trained.adapter is None:
+        raise ConfigError(
+            f"{shown(str(run))} is no trained model: give the folder of a run or of an adapter"
+        )
+    if num_prompts < 1:
+        raise ConfigError(f"{num_prompts} prompts compare nothing: give 1 or more, or --no-check")
+    command = find_converter(converter) if to in ("gguf", "ollama") else []
+    goal = free_folder(output or trained.adapter.parent / f"export-{to}")
+    work = _Work(trained, to, base, num_prompts if check else 0, say)
+    with _whole(goal) as folder:
+        if to == "adapter":
+            done = work.adapter(folder)
+        elif to == "merged":
+            done = work.merged(folder)
+        else:
+            done = work.gguf(folder, dtype, command)
+    say(f"{to} written to {goal}")
+    return replace(done, folder=goal)
+
+
+def _check_arguments(to: str, dtype: str, repo: str | None) -> None:
+    if to not in KINDS:
+        raise ConfigError(f"a model is exported to {', '.join(KINDS)}, not to {shown(to)}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {shown(dtype)}, must be one of {', '.join(DTYPES)}")
+    if to == "hub" and (repo is None or not is_hub_name(repo)):
+        raise ConfigError(
+            f"the name on the hub is {shown(repo)}: give one as OWNER/NAME, with --repo"
+        )
+
+
+@contextlib.contextmanager
+def _whole(goal: Path) -> Iterator[Path]:
+    """Yield a folder beside ``goal`` that gets its name when the body is through."""
+    from safetensors import SafetensorError
+
+    part = goal.with_name(f".{goal.name}.partial")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        yield part
+        part.rename(goal)
+    except (OSError, SafetensorError) as exc:
+        raise ModelError(
+            f"{shown(str(goal))} cannot be written ({why(exc)}): free some space, or choose "
+            f"another folder with --output"
+        ) from exc
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+# --- the kinds -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One export."""
+
+    trained: TrainedModel
+    kind: str
+    base: str | None
+    num_prompts: int
+    """That are compared; 0: it is not checked."""
+    say: Say
+
+    def adapter(self, folder: Path) -> Exported:
+        """Copy the adapter, with a base that is named and not found on this machine alone."""
+        name = self.base or base_name(self.trained)
+        copy_adapter(self.trained.adapter, folder, name)
+        if Path(name).exists():
+            self.say(
+                f"note: the adapter names its base by a place of this machine, {name}: name it for "
+                f"others with --base"
+            )
+        agreement = None
+        if self.num_prompts:
+            with session():
+                both = load_base(self.trained)
+                if not any(folder.glob("tokenizer*")):  # of a checkpoint
+                    both.tokenizer.save_pretrained(str(folder))
+                with both.speaking_as(self.trained) as model:
+                    before = self._ask(model, both.tokenizer)
+                with both.speaking_as(replace(self.trained, adapter=folder)) as model:
+                    agreement = compare(before, model, _tokenizer_in(folder))
+            self._judge(agreement, TOLERANCES["adapter"])
+        self._write_card(folder, name, [])
+        return Exported("adapter", None, agreement)
+
+    def merged(self, folder: Path) -> Exported:
+        """Merge the adapter into its base in 16 bit."""
+        reference, rebased, notes, name = self._merge(folder)
+        agreement = self._look_back(folder, reference, TOLERANCES["bf16"])
+        self._write_card(folder, name, notes)
+        return Exported(self.kind, None, agreement, rebased)
+
+    def gguf(self, folder: Path, dtype: str, command: list[str]) -> Exported:
+        """Merge, convert; and for Ollama a Modelfile."""
+        file = folder / f"{_title(self.trained)}-{dtype}.gguf"
+        with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
+            model = Path(place) / "model"
+            model.mkdir()
+            reference, rebased, notes, name = self._merge(model)
+            self.say(f"converting into {file.name}")
+            write_gguf(model, file, dtype, command)
+            agreement = None
+            if reference is not None:
+                back = convert(file, Path(place) / "back")
+                agreement = self._look_back(back, reference, TOLERANCES[dtype])
+            if self.kind == "ollama":
+                self._write_modelfile(folder / "Modelfile", file.name, model)
+        self._write_card(folder, name, notes)
+        return Exported(self.kind, None, agreement, rebased)
+
+    def _write_modelfile(self, path: Path, file: str, model: Path) -> None:
+        tokenizer, config = _tokenizer_in(model), self.trained.config
+        ends = (read_json(model / "generation_config.json") or {}).get("eos_token_id") or []
+        text, known = modelfile(
+            file,
+            tokenizer,
+            [
+                quoted(tokenizer.decode([end]))
+                for end in (ends if isinstance(ends, list) else [ends])
+            ],
+            temperature=(config.trainer.get("temperature") if config else None) or 1.0,
+            num_ctx=self.trained.model.max_seq_length,
+        )
+        path.write_text(text, encoding="utf-8")
+        if not known:
+            self.say(
+                "note: the chat template is none that could be written for Ollama, which takes the "
+                "GGUF file's own: see that its answers are as here"
+            )
+        self.say(f"next: ollama create {_title(self.trained).lower()} -f Modelfile, in that folder")
+
+    def _merge(self, folder: Path) -> tuple[Answers | None, Agreement | None, list[str], str]:
+        """Write merged weights; return the answers before, what the 16-bit base changed, notes."""
+        import torch
+
+        before, rebased, reference = None, None, None
+        known = self.trained.config is not None  # else nobody knows what it was trained on
+        if self.num_prompts and known and self.trained.model.load_in_4bit:
+            with session():
+                as_trained = load_base(self.trained)
+                with as_trained.speaking_as(self.trained) as model:
+                    before = self._ask(model, as_trained.tokenizer)
+        with session():
+            sixteen, name, notes = _base_in_16_bit(self.trained, self.base, self.say)
+            if sixteen.model.device.type == "cpu":
+                sixteen.model.float()  # one rounding, at the end
+            with sixteen.speaking_as(self.trained) as model:
+                if self.num_prompts:
+                    reference = self._ask(model, sixteen.tokenizer)
+                if before is not None:
+                    rebased = compare(before, model, sixteen.tokenizer)
+            merged = sixteen.model.merge_and_unload().to(torch.bfloat16)
+            _save(merged, self.trained.adapter, sixteen.tokenizer, folder)
+        if rebased is not None:
+            notes = [
+                *notes,
+                f"The policy was trained on the base in 4 bits. On the base in 16 bit, {rebased}.",
+            ]
+            self.say(f"on the base in 16 bit, beside the 4-bit one that it trained on: {rebased}")
+        return reference, rebased, notes, name
+
+    def _look_back(
+        self, folder: Path, reference: Answers | None, tolerance: float
+    ) -> Agreement | None:
+        """Load what was written and compare its answers."""
+        if reference is None:
+            return None
+        how = self.trained.model
+        with session():
+            model, tokenizer = load_model(
+                folder,
+                max_seq_length=how.max_seq_length,
+                load_in_4bit=False,
+                backend=how.backend,
+                trust_remote_code=how.trust_remote_code,
+            )
+            on_cpu = model.device.type == "cpu"
+            if on_cpu:
+                model.float()
+            agreement = compare(reference, model, tokenizer)
+        self._judge(agreement, tolerance + (0 if on_cpu else ON_GPU))
+        return agreement
+
+    def _judge(self, agreement: Agreement, tolerance: float) -> None:
+        if not agreement.difference <= tolerance:  # nan too
+            raise ModelError(
+                f"what was written does not answer as before ({agreement}; at most {tolerance:g} "
+                f"is allowed), and was removed: look at it with --no-check"
+            )
+        self.say(f"loaded back: {agreement} (at most {tolerance:g})")
+
+    def _ask(self, model: Any, tokenizer: Any) -> Answers:
+        prompts, settings, most = _prompts(self.trained, tokenizer, self.num_prompts)
+        return ask(model, tokenizer, prompts, settings, max_tokens=most)
+
+    def _write_card(self, folder: Path, base: str, notes: list[str]) -> None:
+        (folder / "README.md").write_text(
+            card_of(self.trained, self.kind, base, notes), encoding="utf-8"
+        )
+
+
+def _prompts(trained: TrainedModel, tokenizer: Any, most: int) -> tuple[list[Any], dict, int]:
+    """Return held-out prompts of the run, else general ones; the template's settings; tokens."""
+    config = trained.config
+    if config is None:
+        return default_prompts(tokenizer)[:most], {}, 48
+    rows: list[Any] = []
+    with contextlib.suppress(KitError):  # its file is gone
+        train, held_out = read_prompts(config, Path())
+        rows = [row["prompt"] for row in (held_out if held_out is not None else train)]
+    longest = min(48, config.trainer.get("max_completion_length") or 48)
+    return (rows or default_prompts(tokenizer))[:most], template_settings(config), longest
+
+
+def _base_in_16_bit(
+    trained: TrainedModel, base: str | None, say: Say
+) -> tuple[OneBase, str, list[str]]:
+    """Return the base to merge into, its name, and what is to be known of it."""
+    name, found = base or trained.base, None
+    if base == DEQUANTIZED:
+        name, found = trained.base, load_base(trained, load_in_4bit=True)
+    elif (whole := re.sub(r"(-unsloth)?-bnb-4bit$", "", name)) != name and is_hub_name(name):
+        try:
+            found, name = load_base(replace(trained, base=whole), load_in_4bit=False), whole
+        except ModelError as exc:
+            say(f"note: the unquantised base {whole} cannot be had ({exc})")
+    if found is None:
+        found = load_base(replace(trained, base=name), load_in_4bit=False)
+    if not getattr(found.model, "is_quantized", False):
+        return found, name, []
+    told = (
+        "The adapter was merged into 4-bit weights written out in 16 bit: what quantisation took "
+        "from the base is lost."
+    )
+    if base != DEQUANTIZED:
+        say(f"note: {told} Give the unquantised base with --base")
+    return OneBase(found.model.dequantize(), found.tokenizer), name, [told]
+
+
+def _save(model: Any, adapter: Path, tokenizer: Any, folder: Path) -> None:
+    model.config.use_cache = True  # off while it trained
+    model.save_pretrained(str(folder))
+    if any(adapter.glob("tokenizer*")):
+        tokenizer = _tokenizer_in(adapter)
+    if longest := getattr(model.config, "max_position_embeddings", None):
+        tokenizer.model_max_length = longest  # not what was enough for the training
+    tokenizer.save_pretrained(str(folder))
+
+
+def copy_adapter(adapter: Path, folder: Path, base: str) -> None:
+    """Copy an adapter and its tokenizer, and name its base.
+
+    Raises:
+        ModelError: Its config cannot be read.
+    """
+    _copy(adapter, folder, (*OF_AN_ADAPTER, *OF_A_TOKENIZER))
+    config = read_json(folder / OF_AN_ADAPTER[0])
+    if config is None or not (folder / OF_AN_ADAPTER[1]).is_file():
+        raise ModelError(f"the adapter in {shown(str(adapter))} is not whole: save it again")
+    config["base_model_name_or_path"] = base
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (folder / OF_AN_ADAPTER[0]).write_text(text, encoding="utf-8")
+
+
+def _copy(source: Path, folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    files = sorted({file for pattern in patterns for file in source.glob(pattern)})
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+    return files
+
+
+def _tokenizer_in(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+
+
+# --- the card ------------------------------------------------------------------------------------
+
+
+def card_of(trained: TrainedModel, kind: str, base: str, notes: list[str]) -> str:
+    """Return the model card of an export.
+
+    Args:
+        trained: The model.
+        kind: Of the export.
+        base: Its name.
+        notes: Sentences on the export.
+    """
+    from rloo_kit import __version__
+
+    return model_card(
+        CardFacts(
+            kind=kind,
+            name=_title(trained),
+            base=base,
+            licence=licence_of(base),
+            record=read_run(trained.run) if trained.run else None,
+            environment=(read_json(trained.run / "environment.json") if trained.run else {}) or {},
+            version=__version__,
+            notes=tuple(notes),
+        )
+    )
+
+
+def _title(trained: TrainedModel) -> str:
+    folder = trained.run or trained.adapter
+    text = re.sub(r"[^\w.-]+", "-", f"{Path(trained.base).stem}-{folder.resolve().name}")
+    return text.strip("-.") or "model"
+
+
+def base_name(trained: TrainedModel) -> str:
+    """Return what others know the base by; a folder of this machine stays one."""
+    same = Path(trained.base).is_dir() and Path(trained.base).resolve() == TINY_THINKER.resolve()
+    return "tiny-thinker" if same else trained.base
+
+
+def licence_of(base: str) -> str:
+    """Return the licence that the base's own card or file gives, else ``unknown``."""
+    from huggingface_hub import ModelCard, hf_hub_download
+
+    with contextlib.suppress(Exception):  # no card, no network, no metadata: all the same here
+        place = TINY_THINKER if base == "tiny-thinker" else Path(base)
+        if place.suffix == ".gguf":
+            from gguf import GGUFReader
+
+            return str(GGUFReader(place).get_field("general.license").contents())
+        card = place / "README.md" if place.is_dir() else hf_hub_download(base, "README.md")
+        return str(ModelCard.load(card).data.license or "unknown")
+    return "unknown"
+
+
+# --- the hub -------------------------------------------------------------------------------------
+
+
+def _to_hub(  # noqa: PLR0913
+    trained: TrainedModel,
+    repo: str,
+    base: str | None,
+    *,
+    public: bool,
+    yes: bool,
+    check: bool,
+    say: Say,
+) -> Exported:
+    with tempfile.TemporaryDirectory(prefix="rloo-kit-hub-") as place:
+        folder = Path(place)
+        if trained.adapter is not None:
+            _Work(trained, "adapter", base, 8 if check and yes else 0, say).adapter(folder)
+        else:
+            folder = Path(trained.base)
+            if not (folder / "README.md").is_file():
+                raise ConfigError(
+                    f"{shown(trained.name)} is neither a trained model nor an export with its "
+                    f"README.md: give a run, an adapter or an export-... folder"
+                )
+        files = sorted({file for pattern in UPLOADED for file in folder.glob(pattern)})
+        _check_nothing_private(files, folder, trained)
+        seen = "everybody" if public else "you alone"
+        say(f"{'sending' if yes else 'would send'} to {repo}, to be seen by {seen}:")
+        for file in files:
+            say(f"  {file.stat().st_size:>13,} bytes  {file.name}")
+        if not yes:
+            say("nothing was sent: add --yes to send it")
+            return Exported("hub", None)
+        url = _upload(folder, files, repo, public=public)
+    say(f"sent to {url}")
+    return Exported("hub", None, url=url)
+
+
+def _check_nothing_private(files: list[Path], folder: Path, trained: TrainedModel) -> None:
+    """Refuse to send a folder of this machine or a secret.
+
+    Raises:
+        ConfigError: A text holds one.
+    """
+    places = {Path.home(), Path.cwd(), *(p.resolve().parent for p in (trained.run,) if p)}
+    names = {str(place) for place in places if len(place.parts) > 1}
+    if Path(trained.base).exists() and Path(trained.base) != folder:
+        names.add(trained.base)
+    for file in files:
+        if not any(file.match(pattern) for pattern in READ_BY_PEOPLE):
+            continue
+        text = file.read_text(encoding="utf-8")
+        if redact(text) != text:
+            raise ConfigError(f"{file.name} holds what looks like a secret, and nothing was sent")
+        if found := next((name for name in sorted(names) if name in text), None):
+            raise ConfigError(
+                f"{file.name} names a folder of this machine, {shown(found)}, and nothing was "
+                f"sent: name the base as others know it, with --base OWNER/NAME"
+            )
+
+
+def _upload(folder: Path, files: list[Path], repo: str, *, public: bool) -> str:
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        url = api.create_repo(repo, private=not public, exist_ok=True)
+        if not public and not api.model_info(repo).private:
+            raise ConfigError(
+                f"{repo} is there already and everybody can see it: add --public, or take another "
+                f"name"
+            )
+        api.upload_folder(
+            repo_id=repo,
+            folder_path=str(folder),
+            allow_patterns=[file.name for file in files],
+            commit_message="Trained with rloo-kit",
+        )
+    except KitError:
+        raise
+    except Exception as exc:  # HTTP clients differ by version
+        raise ModelError(
+            f"{repo} could not be sent ({why(exc)}): see that the network is there, and that "
+            f"HF_TOKEN in .env may write to it"
+        ) from exc
+    return str(url)

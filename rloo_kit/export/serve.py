@@ -1,0 +1,100 @@
+"""rloo-kit serve: hand a trained adapter to vLLM's own OpenAI-compatible server."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rloo_kit.errors import ConfigError, GenerationError, ModelError
+from rloo_kit.evaluation.trained_models import find_trained
+from rloo_kit.machine.hardware import why_not_vllm
+from rloo_kit.models.adapters import CONFIG
+from rloo_kit.models.engine_memory import room_for_rank
+from rloo_kit.models.loading import local_base
+from rloo_kit.text.wording import shown, why
+
+MODULE = "vllm.entrypoints.openai.api_server"
+
+
+def server_command(
+    model: str | Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    more: Sequence[str] = (),
+) -> list[str]:
+    """Return the command that serves a model: its base as ``base``, its adapter under its name.
+
+    Args:
+        model: A run, a checkpoint, an adapter or a model.
+        host: Address to listen on; beyond this machine anybody who reaches it may use it.
+        port: Of it.
+        more: Further arguments of vLLM's server, such as ``--quantization bitsandbytes``.
+
+    Raises:
+        GenerationError: vLLM cannot be used here.
+        ConfigError: The port is none.
+        ModelError: The adapter cannot be read, or the base is not to be had.
+    """
+    if not 1 <= port <= 65535:
+        raise ConfigError(f"port is {port}, must be between 1 and 65535")
+    if reason := why_not_vllm():
+        raise GenerationError(f"vLLM's server cannot be started here: {reason}")
+    trained = find_trained(model)
+    settings = {
+        "--model": local_base(trained.base),
+        "--served-model-name": "base",
+        "--host": host,
+        "--port": str(port),
+        "--max-model-len": str(trained.model.max_seq_length),
+    }
+    if trained.adapter is not None:
+        settings |= {
+            "--max-lora-rank": str(room_for_rank(_rank(trained.adapter))),
+            "--lora-modules": json.dumps(
+                {"name": trained.short_name, "path": str(trained.adapter.resolve())}
+            ),
+        }
+    words = [word for pair in settings.items() for word in pair]
+    adapter = ["--enable-lora"] if trained.adapter is not None else []
+    trust = ["--trust-remote-code"] if trained.model.trust_remote_code else []
+    return [sys.executable, "-m", MODULE, *words, *adapter, *trust, *more]
+
+
+def serve(
+    model: str | Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    more: Sequence[str] = (),
+    say: Callable[[str], None] = print,
+) -> None:
+    """Become vLLM's server; see ``server_command``. It does not return."""
+    command = server_command(model, host=host, port=port, more=more)
+    trained = find_trained(model)
+    names = dict.fromkeys([trained.short_name, "base"])
+    say(f"http://{host}:{port}/v1 will answer as {' and as '.join(map(repr, names))}")
+    quantized = any("quantization" in word for word in more)
+    if trained.adapter is not None and trained.model.load_in_4bit and not quantized:
+        say(
+            "the adapter was trained on 4-bit weights and the server has the base's own, so "
+            "answers differ a little; --quantization bitsandbytes serves 4 bits"
+        )
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+def _rank(adapter: Path) -> int:
+    try:
+        rank = json.loads((adapter / CONFIG).read_bytes())["r"]
+        return max(rank, *_others(adapter))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as exc:
+        raise ModelError(
+            f"{shown(str(adapter / CONFIG))} cannot be read ({why(exc)}): save the adapter again"
+        ) from exc
+
+
+def _others(adapter: Path) -> list[int]:
+    """Return ranks of single layers, and 1."""
+    return [1, *json.loads((adapter / CONFIG).read_bytes()).get("rank_pattern", {}).values()]

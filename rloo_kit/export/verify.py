@@ -1,0 +1,149 @@
+"""Whether a model that was written elsewhere answers as the one it was made from.
+
+The first one's greedy answers are kept with the log-probability of each of their tokens; the second
+one is asked for its own, and for its log-probabilities of the first one's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rloo_kit.data.prompts import prompt_ids
+from rloo_kit.errors import DataError, ModelError
+from rloo_kit.evaluation.evaluator import evaluate
+
+PLAIN = (
+    "What is 17 + 25?",
+    "Name a colour of the rainbow.",
+    "Write one sentence about the sea.",
+    "Which month comes after March?",
+    "What do bees make?",
+    "How many days has a week?",
+    "What is the opposite of cold?",
+    "Give a short definition of a triangle.",
+)
+"""Asked where no prompts of a run are known."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model answered."""
+
+    prompts: list[str | list[dict[str, Any]]]
+    settings: dict[str, Any]
+    """Of the chat template."""
+    texts: list[str]
+    """Greedy, cut after ``max_tokens``."""
+    max_tokens: int
+    ids: list[list[int]]
+    """Of prompt and answer, as this model's tokenizer reads them."""
+    starts: list[int]
+    """Tokens of each prompt."""
+    log_probs: list[list[float]]
+    """Of each token of each answer, in nats."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How a second model answers, beside the first."""
+
+    num: int
+    """Prompts."""
+    same: int
+    """Greedy answers that are the same text."""
+    difference: float
+    """Mean over tokens of the absolute difference of their log-probabilities, in nats."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.same} of {self.num} greedy answers are the same, and log-probabilities differ "
+            f"by {self.difference:.4f} a token"
+        )
+
+
+def default_prompts(tokenizer: Any) -> list[Any]:
+    """Return prompts for a model of which no run is known."""
+    if tokenizer.chat_template:
+        return [[{"role": "user", "content": text}] for text in PLAIN]
+    return list(PLAIN)
+
+
+def ask(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Any],
+    settings: dict[str, Any] | None = None,
+    *,
+    max_tokens: int = 48,
+) -> Answers:
+    """Return a model's greedy answers and how likely it finds them.
+
+    Args:
+        model: A causal language model, with or without an adapter.
+        tokenizer: Its tokenizer.
+        prompts: Texts or chat messages, at least one.
+        settings: Of the chat template.
+        max_tokens: Of an answer.
+    """
+    texts = _greedy(model, tokenizer, prompts, settings, max_tokens)
+    ids, starts = [], []
+    for prompt, text in zip(prompts, texts, strict=True):
+        head = prompt_ids(tokenizer, prompt, settings)
+        ids.append([*head, *tokenizer(text, add_special_tokens=False)["input_ids"]])
+        starts.append(len(head))
+    log_probs = _log_probs(model, ids, starts)
+    return Answers(list(prompts), settings or {}, texts, max_tokens, ids, starts, log_probs)
+
+
+def compare(first: Answers, model: Any, tokenizer: Any) -> Agreement:
+    """Return how another model answers the same prompts.
+
+    Raises:
+        ModelError: Its tokenizer reads a prompt as other tokens.
+    """
+    for prompt, ids, start in zip(first.prompts, first.ids, first.starts, strict=True):
+        try:
+            read = prompt_ids(tokenizer, prompt, first.settings)
+        except DataError as exc:
+            raise ModelError(f"its chat template was lost: {exc}") from exc
+        if read != ids[:start]:
+            raise ModelError(f"its tokenizer reads a prompt as {len(read)} tokens, not {start}")
+    texts = _greedy(model, tokenizer, first.prompts, first.settings, first.max_tokens)
+    same = sum(a == b for a, b in zip(texts, first.texts, strict=True))
+    now = [value for row in _log_probs(model, first.ids, first.starts) for value in row]
+    before = [value for row in first.log_probs for value in row]
+    total = sum(abs(a - b) for a, b in zip(now, before, strict=True))
+    return Agreement(len(texts), same, total / max(1, len(now)))
+
+
+def _greedy(
+    model: Any, tokenizer: Any, prompts: Sequence[Any], settings: dict | None, max_tokens: int
+) -> list[str]:
+    found = evaluate(
+        model,
+        tokenizer,
+        [{"prompt": prompt} for prompt in prompts],
+        [],
+        temperature=0,
+        max_completion_length=max_tokens,
+        chat_template_kwargs=settings,
+    )
+    return [sample["completion"] for sample in found.samples]
+
+
+def _log_probs(model: Any, ids: list[list[int]], starts: list[int]) -> list[list[float]]:
+    import torch
+
+    was_training = model.training
+    model.eval()
+    found = []
+    try:
+        for row, start in zip(ids, starts, strict=True):
+            tokens = torch.tensor([row], device=model.device)
+            with torch.no_grad():
+                logits = model(input_ids=tokens).logits[0, start - 1 : -1].float()
+            chosen = logits.log_softmax(-1).gather(-1, tokens[0, start:, None])
+            found.append(chosen[:, 0].tolist())
+    finally:
+        model.train(was_training)
+    return found

@@ -1,0 +1,150 @@
+"""Graphics cards by name, as their makers describe them: memory, bandwidth, arithmetic.
+
+Memory and bandwidth are those of the data sheets. The arithmetic is dense, in bf16 with sums in
+float32. NVIDIA's architecture papers (GA102, AD102, RTX Blackwell) give it for GeForce cards as
+twice the rate of float32, and the data sheets of the others name it. The RTX 20 cards and the T4
+compute in fp16 in its place.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from rloo_kit.errors import ConfigError
+from rloo_kit.machine.hardware import GIB
+from rloo_kit.text.wording import shown
+
+USABLE = 0.98
+"""Share of a card's memory that its driver leaves: torch says 23.65 of 24 GiB, 11.76 of 12."""
+CAPABILITIES = {
+    "RTX 20": (7, 5), "RTX 30": (8, 6), "RTX 40": (8, 9), "RTX 50": (12, 0), "T4": (7, 5),
+    "L4": (8, 9), "A100": (8, 0), "A10": (8, 6), "RTX A": (8, 6), "H100": (9, 0), "H200": (9, 0),
+}  # fmt: skip
+"""Compute capability by the start of a card's name; the first that fits."""
+SMALLEST, LARGEST = 1, 1024
+"""GiB that a card of no name may have."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What limits a training on one card."""
+
+    name: str
+    memory: int
+    """Bytes, as on the box."""
+    bandwidth: float | None = None
+    """Bytes per second."""
+    operations: float | None = None
+    """Dense, in 16 bit, per second."""
+    bf16: bool = True
+    """Whether it computes bfloat16 natively."""
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """CUDA's compute capability; None where only the memory of the card is known."""
+        short = re.sub(r"NVIDIA |GeForce |Tesla ", "", self.name)
+        return next((v for name, v in CAPABILITIES.items() if short.startswith(name)), None)
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a process can have when nothing else runs on the card."""
+        return int(self.memory * USABLE)
+
+
+def _card(name: str, gib: int, bandwidth: float, tera: float, *, bf16: bool = True) -> Card:
+    return Card(name, gib * GIB, bandwidth * 1e9, tera * 1e12, bf16)
+
+
+CARDS = (
+    _card("RTX 2060", 6, 336, 25.8, bf16=False),
+    _card("RTX 2070", 8, 448, 29.9, bf16=False),
+    _card("RTX 2080", 8, 448, 40.3, bf16=False),
+    _card("RTX 2080 Ti", 11, 616, 53.8, bf16=False),
+    _card("RTX 3050", 8, 224, 18.2),
+    _card("RTX 3060", 12, 360, 25.5),
+    _card("RTX 3060 Ti", 8, 448, 32.4),
+    _card("RTX 3070", 8, 448, 40.6),
+    _card("RTX 3070 Ti", 8, 608, 43.5),
+    _card("RTX 3080", 10, 760, 59.5),
+    _card("RTX 3080 Ti", 12, 912, 68.2),
+    _card("RTX 3090", 24, 936, 71.2),
+    _card("RTX 3090 Ti", 24, 1008, 80.0),
+    _card("RTX 4060", 8, 272, 30.2),
+    _card("RTX 4060 Ti", 8, 288, 44.1),
+    _card("RTX 4060 Ti 16GB", 16, 288, 44.1),
+    _card("RTX 4070", 12, 504, 58.3),
+    _card("RTX 4070 Super", 12, 504, 71.0),
+    _card("RTX 4070 Ti", 12, 504, 80.2),
+    _card("RTX 4070 Ti Super", 16, 672, 88.2),
+    _card("RTX 4080", 16, 717, 97.5),
+    _card("RTX 4080 Super", 16, 736, 104.4),
+    _card("RTX 4090", 24, 1008, 165.2),
+    _card("RTX 5060", 8, 448, 38.4),
+    _card("RTX 5060 Ti", 8, 448, 47.4),
+    _card("RTX 5060 Ti 16GB", 16, 448, 47.4),
+    _card("RTX 5070", 12, 672, 61.7),
+    _card("RTX 5070 Ti", 16, 896, 87.9),
+    _card("RTX 5080", 16, 960, 112.6),
+    _card("RTX 5090", 32, 1792, 209.5),
+    _card("T4", 16, 320, 65.0, bf16=False),
+    _card("L4", 24, 300, 121.0),
+    _card("A10", 24, 600, 125.0),
+    _card("L40S", 48, 864, 362.0),
+    _card("RTX A4000", 16, 448, 76.7),
+    _card("RTX A5000", 24, 768, 111.1),
+    _card("RTX A6000", 48, 768, 154.8),
+    _card("A100 40GB", 40, 1555, 312.0),
+    _card("A100 80GB", 80, 2039, 312.0),
+    _card("H100", 80, 3350, 989.0),
+    _card("H200", 141, 4800, 989.0),
+)
+
+
+def find_card(text: str) -> Card:
+    """Return a card by its name, in any spelling, or one of so much memory.
+
+    >>> find_card("rtx4070").name, find_card("NVIDIA GeForce RTX 4070").memory == 12 * GIB
+    ('RTX 4070', True)
+    >>> find_card("12GB").bandwidth is None
+    True
+
+    Args:
+        text: Such as ``rtx4070``, ``RTX 4070 Ti`` or ``12GB``.
+
+    Raises:
+        ConfigError: No card is called so.
+    """
+    size = re.fullmatch(r"\s*([0-9]{1,4}(?:\.[0-9]+)?)\s*Gi?B?\s*", text, re.IGNORECASE)
+    if size:
+        gib = float(size[1])
+        if SMALLEST <= gib <= LARGEST:
+            return Card(f"a card of {gib:g} GB", int(gib * GIB))
+        raise ConfigError(
+            f"--gpu {shown(text)} is no size of a card: give between {SMALLEST}GB and {LARGEST}GB"
+        )
+    known = {_plain(card.name): card for card in CARDS}
+    wanted = _plain(text)
+    if wanted in known:
+        return known[wanted]
+    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
+    names = ", ".join(known[name].name for name in near) or "RTX 4070, RTX 3090, L4"
+    raise ConfigError(
+        f"--gpu {shown(text)} is no card that is known here: give its memory, such as 12GB, or a "
+        f"name, such as {names}"
+    )
+
+
+def card_of(name: str) -> Card | None:
+    """Return the card that a driver calls by this name; None where it is not in the table.
+
+    Args:
+        name: Such as ``NVIDIA GeForce RTX 4070``.
+    """
+    return {_plain(card.name): card for card in CARDS}.get(_plain(name))
+
+
+def _plain(text: str) -> str:
+    """Return a name without spaces, case, its maker and the words that vary."""
+    words = re.sub(r"nvidia|geforce|laptop|gpu|graphics|sxm|pcie", " ", text.lower())
+    plain = re.sub(r"[^a-z0-9]", "", words)
+    return f"rtx{plain}" if re.fullmatch(r"[2-5]0[5-9]0.*", plain) else plain

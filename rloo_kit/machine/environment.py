@@ -1,0 +1,293 @@
+"""Start everything in the one order that works: variables, Unsloth, TRL.
+
+``setup()`` is the only place that reads ``.env``, sets environment variables or hides a package.
+"""
+
+import ast
+import contextlib
+import importlib
+import logging
+import os
+import platform
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rloo_kit.errors import BackendError, ImportOrderError
+from rloo_kit.machine.hardware import Hardware, detect_hardware, installed_version, why_not_unsloth
+from rloo_kit.text.redaction import remember_settings
+
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""Less fragmentation; CUDA under WSL fails with it, and vLLM's sleep does not go with it."""
+VLLM = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, not in a child
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    # FlashInfer's sampler is compiled on the spot, with nvcc; without top-p and top-k it is unused
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else the trainer's threads are bound to its cores too
+    "UNSLOTH_VLLM_STANDBY": "1",  # Unsloth's shared engine can sleep
+    # ... and takes the share of the card that the kit computes, not 0.71 to 0.88 of it
+    "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE": "1",
+    "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "1",  # that share includes the CUDA graphs
+}
+"""What must stand before vLLM, or Unsloth beside it, is imported."""
+BACKENDS = ("auto", "unsloth", "transformers")
+PATCHED_BY_UNSLOTH = ("trl", "transformers", "peft")
+SHELL = {"trl", "trl._compat", "trl._lazy_module", "trl.import_utils"}
+"""All that ``import trl`` loads, before a name of it is used."""
+OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
+"""Not needed to train on text; installed beside another build of torch they fail at import and take
+transformers.AutoProcessor, and so TRL, down with them."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What ``setup()`` found and did."""
+
+    backend: str
+    """``unsloth`` or ``transformers``."""
+    why_not_unsloth: str | None
+    hardware: Hardware
+    hidden: dict[str, str] = field(default_factory=dict)
+    """Optional packages that are installed but cannot be imported, with the reason."""
+    dotenv: str | None = None
+    """The ``.env`` file that was read."""
+
+
+_environment: Environment | None = None
+
+
+def setup(backend: str = "auto") -> Environment:
+    """Load ``.env``, set variables, hide broken packages, import Unsloth and then TRL.
+
+    Safe to call again: the second call returns the first one's result.
+
+    Args:
+        backend: ``auto`` (Unsloth where it starts, else transformers + PEFT), ``unsloth`` or
+            ``transformers``.
+
+    Returns:
+        What was found. Variables that were already set are left as they are: ``.env`` and the
+        kit's defaults only fill gaps.
+
+    Raises:
+        ImportOrderError: trl, transformers or peft was imported before Unsloth.
+        BackendError: ``backend="unsloth"`` and Unsloth cannot start, or another backend is already
+            in force in this process.
+    """
+    global _environment
+    if backend not in BACKENDS:
+        raise BackendError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
+    if _environment is not None:
+        _check_same(backend, _environment)
+        return _environment
+    dotenv = _load_dotenv()
+    _set_variables()
+    hardware = detect_hardware()
+    os.environ.setdefault("ACCELERATE_MIXED_PRECISION", hardware.mixed_precision)
+    reason = why_not_unsloth(hardware.device)
+    if backend == "transformers":
+        reason = "backend: transformers was asked for"
+    elif reason is None:
+        check_import_order()
+    hidden = _hide_broken_packages()
+    with quiet():
+        reason = reason or _import_unsloth()
+        if reason and backend == "unsloth":
+            raise BackendError(f"the backend unsloth cannot start: {reason}")
+        importlib.import_module("trl")
+        from rloo_kit.machine.lm_head import route_trl_lm_head
+
+        route_trl_lm_head()
+    chosen = "transformers" if reason else "unsloth"
+    _environment = Environment(chosen, reason, hardware, hidden, dotenv)
+    return _environment
+
+
+def check_import_order() -> None:
+    """Raise ImportOrderError when a library that Unsloth patches is already imported without it."""
+    if "unsloth" in sys.modules:
+        return
+    early = [name for name in PATCHED_BY_UNSLOTH if _is_loaded(name)]
+    if not early:
+        return
+    places = [place for place in (_where_imported(name) for name in early) if place]
+    where = f" (by {places[0]})" if places else ""
+    raise ImportOrderError(
+        f"{early[0]} was imported before unsloth{where}, so Unsloth cannot patch it: restart the "
+        f"kernel and put `import rloo_kit as rk; rk.setup()` before every other import"
+    )
+
+
+def _is_loaded(name: str) -> bool:
+    """Return whether more of a library is imported than the shell that ``import trl`` loads."""
+    return any(
+        module == name or module.startswith(f"{name}.")
+        for module in list(sys.modules)
+        if module not in SHELL
+    )
+
+
+def _check_same(backend: str, environment: Environment) -> None:
+    if backend in ("auto", environment.backend):
+        return
+    reason = f": {environment.why_not_unsloth}" if environment.why_not_unsloth else ""
+    raise BackendError(
+        f"backend {backend!r} was asked for, but this process already runs {environment.backend!r}"
+        f"{reason}; restart the kernel and call rk.setup(backend={backend!r}) first"
+    )
+
+
+def _load_dotenv() -> str | None:
+    from dotenv import dotenv_values, find_dotenv, load_dotenv
+
+    path = find_dotenv(usecwd=True)
+    if not path:
+        return None
+    remember_settings(dotenv_values(path))  # of which the environment may have other values
+    load_dotenv(path, override=False)
+    return path
+
+
+def _set_variables() -> None:
+    """Fill in variables that must stand before torch and Unsloth are imported."""
+    with_vllm = installed_version("vllm") is not None
+    expandable = not with_vllm and "microsoft" not in platform.release().lower()
+    defaults = dict(ALLOCATOR) if expandable else {}
+    defaults |= dict(VLLM) if with_vllm else {}
+    defaults |= {
+        "TQDM_NOTEBOOK": "false",  # text progress bars: no ipywidgets needed
+        "UNSLOTH_COMPILE_LOCATION": str(cache_folder() / "unsloth_compiled_cache"),
+        "TOKENIZERS_PARALLELISM": "false",  # no fork warnings
+        "HF_HUB_DISABLE_TELEMETRY": "1",  # no requests, and no thread, that nobody asked for
+        "UNSLOTH_DISABLE_STATISTICS": "1",  # the same
+        "DISABLE_SAFETENSORS_CONVERSION": "1",  # transformers asks a service to convert pickles
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    # tqdm wants ipywidgets in a notebook, and uses text without them: nothing is missing.
+    warnings.filterwarnings("ignore", message="IProgress not found")
+
+
+def cache_folder() -> Path:
+    """Return the kit's cache folder of this user (``XDG_CACHE_HOME`` is honoured)."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "rloo-kit"
+
+
+def _hide_broken_packages() -> dict[str, str]:
+    """Make ``find_spec`` answer None for optional packages that fail at import."""
+    hidden = {}
+    for name in OPTIONAL_PACKAGES:
+        if name in sys.modules or find_spec(name) is None:
+            continue
+        try:
+            importlib.import_module(name)
+        except Exception as exc:
+            for loaded in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
+                del sys.modules[loaded]
+            sys.modules[name] = None  # type: ignore[assignment]  # import machinery: "not there"
+            hidden[name] = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
+    return hidden
+
+
+def _import_unsloth() -> str | None:
+    """Import Unsloth; return why it could not start, or None."""
+    try:
+        importlib.import_module("unsloth")
+    except Exception as exc:
+        last = traceback.extract_tb(exc.__traceback__)[-1]
+        text = str(exc).splitlines()[0] if str(exc) else ""
+        found = installed_version("unsloth")
+        return (
+            f"Unsloth {found} failed at import: {type(exc).__name__}: {text[:200]} "
+            f"({Path(last.filename).name}:{last.lineno})"
+        )
+    return None
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep banners and known harmless warnings of the libraries off the user's screen."""
+    loggers = [
+        logging.getLogger(n)
+        for n in ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops", "torchao")
+    ]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        # a file, since vLLM asks for its descriptor
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def precision_as_asked(args: Any) -> Iterator[None]:
+    """Keep Unsloth's patched class from turning bf16 or fp16 on where ``args`` turns both off."""
+    name = "UNSLOTH_MIXED_PRECISION"  # "bfloat16" is its word for: leave both off
+    before = os.environ.get(name)
+    if not args.bf16 and not args.fp16:
+        os.environ[name] = "bfloat16"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _where_imported(name: str) -> str | None:
+    """Return ``file:line`` (or a notebook cell) of the user's code that imports ``name``."""
+    main = sys.modules.get("__main__")
+    for number, cell in enumerate(getattr(main, "In", None) or []):
+        line = _import_line(cell, name)
+        if line:
+            return f"cell In[{number}], line {line}"
+    for module in list(sys.modules.values()):
+        path = _users_file(module)
+        if path is None:
+            continue
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            line = _import_line(path.read_text(), name)
+            if line:
+                return f"{path}:{line}"
+    return None
+
+
+def _users_file(module: ModuleType | None) -> Path | None:
+    """Return the source file of a module that is neither installed nor the kit's own."""
+    path = getattr(module, "__file__", None)
+    if not path or not path.endswith(".py"):
+        return None
+    installed = ("site-packages", "dist-packages", str(Path(os.__file__).parent))
+    own = str(Path(__file__).parents[1])
+    return None if any(part in path for part in (*installed, own)) else Path(path)
+
+
+def _import_line(source: str, name: str) -> int | None:
+    """Return the line on which ``source`` imports ``name`` or one of its submodules."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # a cell with %magics
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""]
+        else:
+            continue
+        if any(module.split(".")[0] == name for module in modules):
+            return node.lineno
+    return None

@@ -1,0 +1,461 @@
+"""Give memory back: drop model, engine, optimizer and caches, measure, and name what is left."""
+
+import contextlib
+import ctypes
+import gc
+import os
+import sys
+import threading
+import types
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.machine.hardware import SHARED_MEMORY
+
+MIB = 1024**2
+SMALLEST_HELD = 4 * MIB
+"""Tensors that together are smaller are not worth naming."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """What this process holds at one moment; memory in bytes."""
+
+    resident: int
+    gpu_allocated: int = 0
+    """By tensors."""
+    gpu_reserved: int = 0
+    """By torch's allocator, tensors included."""
+    gpu_other: int = 0
+    """Of the device, outside of torch's allocator: CUDA contexts, graphs, other programs."""
+    threads: tuple[str, ...] = ()
+    """Names of live Python threads besides the main one."""
+    children: tuple[str, ...] = ()
+    """Number and name of each child process."""
+    shared_files: tuple[str, ...] = ()
+    """Files of this process in shared memory."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Tensors that are still there, and what holds them."""
+
+    bytes: int
+    num_tensors: int
+    holder: str
+
+    def __str__(self) -> str:
+        return f"{self.bytes / MIB:,.0f} MiB in {self.num_tensors} tensors held by {self.holder}"
+
+
+@dataclass(frozen=True)
+class Released:
+    """What ``release`` gave back and what is left, bytes."""
+
+    before: MemoryUse
+    after: MemoryUse
+    held: tuple[Held, ...] = field(default=())
+    """Tensors that something else than the released things still holds, largest first."""
+
+    @property
+    def freed_resident(self) -> int:
+        """Resident memory given back to the system."""
+        return self.before.resident - self.after.resident
+
+    @property
+    def freed_gpu(self) -> int:
+        """GPU memory given back to the driver, by torch's allocator and outside of it."""
+        before, after = self.before, self.after
+        return before.gpu_reserved + before.gpu_other - after.gpu_reserved - after.gpu_other
+
+    def __str__(self) -> str:
+        text = (
+            f"released {max(0, self.freed_resident) / MIB:,.0f} MiB of memory, "
+            f"{self.after.resident / MIB:,.0f} MiB left in the process (its libraries)"
+        )
+        if self.before.gpu_reserved or self.after.gpu_reserved:
+            text += (
+                f"; released {self.freed_gpu / MIB:,.0f} MiB of GPU memory, "
+                f"{self.after.gpu_reserved / MIB:,.0f} MiB left, of which tensors hold "
+                f"{self.after.gpu_allocated / MIB:,.0f} MiB"
+            )
+        new_threads = Counter(self.after.threads) - Counter(self.before.threads)
+        for what, names in (
+            ("child processes", self.after.children),
+            ("shared-memory files", self.after.shared_files),
+            ("new threads", tuple(new_threads)),
+        ):
+            if names:
+                text += f"; {what} left: {', '.join(names)}"
+        return "; ".join([text, *map(str, self.held)])
+
+
+def measure() -> MemoryUse:
+    """Return what this process holds now."""
+    import psutil
+
+    process = psutil.Process()
+    main = threading.main_thread()
+    use = {
+        "resident": process.memory_info().rss,
+        "threads": tuple(sorted(t.name for t in threading.enumerate() if t is not main)),
+        "children": tuple(f"{child.pid} {_name(child)}" for child in process.children(True)),
+        "shared_files": _shared_files(process),
+    }
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return MemoryUse(**use)
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
+    return MemoryUse(
+        **use,
+        gpu_allocated=torch.cuda.memory_allocated(),
+        gpu_reserved=reserved,
+        gpu_other=total - free - reserved,
+    )
+
+
+def take_peak() -> int:
+    """Return the most bytes held since the last call, and begin anew.
+
+    On a GPU what torch allocated there; else the resident memory of this process, whose peak only
+    Linux can begin anew (elsewhere it is the peak since the process began).
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+    try:
+        status = Path("/proc/self/status").read_text()
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        import psutil
+
+        return psutil.Process().memory_info().rss
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def release(*things: Any, clear_notebook: bool = False) -> Released:
+    """Give back the memory of trainers, models and engines, also while variables point at them.
+
+    Weights, gradients, optimizer states and buffers are replaced by empty tensors, so the objects
+    stay valid Python and can do nothing any more; a vLLM engine is shut down with its process
+    groups, caches and files. Safe to call twice. Rewards with a ``release`` method (a reward model)
+    are released too.
+
+    Args:
+        *things: Trainers, models, engines, or anything with a ``release`` method.
+        clear_notebook: Also forget what a notebook keeps by itself: ``Out``, ``_``, and the last
+            error with the variables of its frames.
+
+    Returns:
+        What was given back, and what is left with its holder.
+    """
+    released, errors = _release_all(things, clear_notebook=clear_notebook)
+    if errors:
+        raise errors[0]
+    return released
+
+
+def _release_all(
+    things: tuple[Any, ...], *, clear_notebook: bool
+) -> tuple[Released, list[Exception]]:
+    """Release every thing, also after one that raised."""
+    before, errors = measure(), []
+    for thing in sorted(things, key=_is_engine):  # engines last: see VllmEngine.close
+        try:
+            _release_one(thing)
+        except Exception as exc:
+            errors.append(exc)
+    if clear_notebook:
+        _clear_notebook()
+    return_to_system()
+    held: list[Held] = []
+    with contextlib.suppress(MemoryError):  # to name them takes some, and none may be left
+        held = held_tensors()
+    return Released(before, measure(), tuple(held)), errors
+
+
+def _is_engine(thing: Any) -> bool:
+    return hasattr(thing, "sync") and hasattr(thing, "close")
+
+
+def _release_one(thing: Any) -> None:
+    if hasattr(thing, "reward_funcs"):
+        _release_trainer(thing)
+    elif hasattr(thing, "parameters"):
+        empty_model(thing)
+    elif hasattr(thing, "release"):
+        thing.release()
+    elif _is_engine(thing):
+        thing.close()
+
+
+@dataclass
+class Session:
+    """What a ``session`` made, and what it gave back."""
+
+    things: list[Any] = field(default_factory=list)
+    released: Released | None = None
+    """Once it is over."""
+
+
+_sessions: list[Session] = []
+
+
+@contextlib.contextmanager
+def session(*, clear_notebook: bool = False) -> Iterator[Session]:
+    """Release every model, trainer and engine that the body makes, also when it raises.
+
+    Example:
+        with rk.session() as session:
+            model, tokenizer = rk.load_model("tiny-thinker")
+            ...
+        print(session.released)
+
+    Args:
+        clear_notebook: As for ``release``.
+    """
+    opened = Session()
+    _sessions.append(opened)
+    raised = True
+    try:
+        yield opened
+        raised = False
+    finally:
+        _sessions.remove(opened)
+        things, opened.things = opened.things[::-1], []
+        opened.released, errors = _release_all(tuple(things), clear_notebook=clear_notebook)
+        if errors and not raised:  # the body's own error says more
+            raise errors[0]
+
+
+def belongs_to_session(thing: Any) -> None:
+    """Let the innermost open session release ``thing`` at its end."""
+    if _sessions:
+        _sessions[-1].things.append(thing)
+
+
+def leave_session(thing: Any) -> None:
+    """Let a session hold ``thing`` no more."""
+    for opened in _sessions:
+        opened.things[:] = [one for one in opened.things if one is not thing]
+
+
+def held_tensors(smallest: int = SMALLEST_HELD) -> list[Held]:
+    """Return the live tensors by what holds them, largest first.
+
+    Args:
+        smallest: Bytes; holders of less are left out.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    largest: dict[int, Any] = {}
+    for item in live_tensors():
+        storage = item.untyped_storage()
+        if storage.nbytes() >= 64 * 1024:
+            largest.setdefault(storage.data_ptr(), item)
+    sizes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    tensors = list(largest.values())
+    largest.clear()
+    for item, holder in zip(tensors, _holders(tensors), strict=True):
+        sizes[holder] += item.untyped_storage().nbytes()
+        counts[holder] += 1
+    found = [Held(size, counts[holder], holder) for holder, size in sizes.most_common()]
+    return [held for held in found if held.bytes >= smallest]
+
+
+def live_tensors() -> Iterator[Any]:
+    """Yield every tensor of this process that has a storage of its own kind."""
+    import torch
+
+    for item in gc.get_objects():
+        kind = type(item)
+        if not issubclass(kind, torch.Tensor) or kind.__name__ == "FakeTensor" or item.is_meta:
+            continue
+        with contextlib.suppress(Exception):  # subclasses without a storage
+            item.untyped_storage().data_ptr()
+            yield item
+
+
+def _holders(tensors: list[Any], depth: int = 5) -> list[str]:
+    """Return, in words, what leads to each tensor; one walk over all objects for each step back."""
+    names: list[list[str]] = [[] for _ in tensors]
+    level = {id(tensor): (tensor, [place]) for place, tensor in enumerate(tensors)}
+    ours = {id(tensors), id(names)}
+    for _ in range(depth):
+        items = [item for item, _ in level.values()]
+        referrers = gc.get_referrers(*items) if items else []
+        ours |= {id(items), id(referrers), id(level), *map(id, level.values())}
+        owner_of: dict[int, Any] = {}
+        for owner in referrers:
+            if id(owner) in ours or isinstance(owner, types.FrameType):
+                continue
+            for item in gc.get_referents(owner):
+                # an object or a dict says more than a list
+                if id(item) in level and (
+                    id(item) not in owner_of or not isinstance(owner, list | tuple)
+                ):
+                    owner_of[id(item)] = owner
+        above: dict[int, tuple[Any, list[int]]] = {}
+        for key, owner in owner_of.items():
+            places = level[key][1]
+            above.setdefault(id(owner), (owner, []))[1].extend(places)
+            name = _owner_name(owner)
+            for place in places if name else ():
+                names[place].append(name)
+        ours |= {id(owner_of), id(above)}
+        level = {key: pair for key, pair in above.items() if not _is_module(pair[0])}
+    return [" in ".join(dict.fromkeys(found)) or "a frame or an extension" for found in names]
+
+
+def _owner_name(owner: Any) -> str | None:
+    if _is_module(owner):
+        return f"module {owner.get('__name__')}"
+    if isinstance(owner, dict | list | tuple):
+        return None
+    return f"{type(owner).__module__.partition('.')[0]}.{type(owner).__qualname__}"
+
+
+def _is_module(owner: Any) -> bool:
+    return isinstance(owner, dict) and "__builtins__" in owner
+
+
+def shutdown_kernel() -> None:
+    """End the Jupyter kernel, which gives back everything, the CUDA context included.
+
+    Outside of a notebook it says so and does nothing.
+    """
+    application = None
+    if "IPython" in sys.modules:
+        from traitlets.config import Application
+
+        application = Application.instance() if Application.initialized() else None
+    kernel = getattr(application, "kernel", None)
+    if kernel is None:
+        print("no Jupyter kernel here: memory returns when the program ends")  # noqa: T201
+        return
+    print("shutting down the kernel: all memory returns to the system")  # noqa: T201
+    kernel.do_shutdown(restart=False)
+
+
+def _name(process: Any) -> str:
+    import psutil
+
+    try:
+        return process.name()
+    except psutil.Error:
+        return "ended"
+
+
+def _shared_files(process: Any) -> tuple[str, ...]:
+    """Return files in shared memory that carry this process's number or are mapped into it."""
+    if not SHARED_MEMORY.is_dir():
+        return ()
+    mine = f"-{os.getpid()}-"
+    found = {file.name for file in SHARED_MEMORY.iterdir() if mine in file.name}
+    with contextlib.suppress(Exception):  # not every system shows its maps
+        prefix = f"{SHARED_MEMORY}/"
+        found |= {
+            part.path.removeprefix(prefix)
+            for part in process.memory_maps()
+            if part.path.startswith(prefix) and Path(part.path).exists()  # not a lock's, unnamed
+        }
+    return tuple(sorted(found))
+
+
+def _clear_notebook() -> None:
+    for name in ("last_exc", "last_value", "last_traceback", "last_type"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    if "IPython" in sys.modules:
+        from IPython import get_ipython
+
+        shell = get_ipython()
+        if shell is not None:
+            shell.displayhook.flush()
+
+
+def _release_trainer(trainer: Any) -> None:
+    # Weights that are shared with vLLM go before the engine: see VllmEngine.close.
+    for model in (trainer.model, getattr(trainer, "ref_model", None)):
+        if model is not None:
+            empty_model(model)
+    for reward in trainer.reward_funcs:
+        if hasattr(reward, "release"):
+            reward.release()
+        elif hasattr(reward, "parameters"):
+            empty_model(reward)
+    if getattr(trainer, "engine", None) is not None:
+        trainer.engine.close()
+    if trainer.optimizer is not None:
+        inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        inner.state.clear()
+        inner.param_groups.clear()
+    loop = "model optimizer lr_scheduler model_wrapped ref_model"
+    kept = "_buffered_inputs _learner _window _canary _at_boundary _state_read"
+    _forget(trainer, f"{loop} {kept} engine")
+    _forget(trainer.callback_handler, f"{loop} train_dataloader eval_dataloader")
+    trainer.accelerator.free_memory()
+
+
+def _forget(owner: Any, names: str) -> None:
+    for name in names.split():
+        if hasattr(owner, name):
+            setattr(owner, name, None)
+
+
+def empty_model(model: Any) -> None:
+    """Free a model's parameters, buffers, gradients and quantisation states; the modules stay."""
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is None:
+                continue
+            tensor.grad = None
+            if getattr(tensor, "quant_state", None) is not None:
+                tensor.quant_state = None
+            empty_tensors([tensor])
+        if getattr(module, "quant_state", None) is not None:
+            module.quant_state = None
+
+
+def empty_tensors(values: Iterable[Any]) -> None:
+    """Free the memory of tensors, also of those in lists and tuples; they stay, without elements.
+
+    Args:
+        values: Tensors, lists and tuples of tensors; anything else is left as it is.
+    """
+    import torch
+
+    for value in values:
+        if isinstance(value, list | tuple):
+            empty_tensors(value)
+        elif isinstance(value, torch.Tensor):
+            for tensor in (value, value._base):  # a view keeps its base
+                if tensor is not None:
+                    tensor.data = torch.empty(0, dtype=tensor.dtype)
+
+
+def return_to_system() -> None:
+    """Give back to the system, and to a GPU's driver, what nothing holds any more."""
+    for thread in threading.enumerate():
+        if type(thread).__name__ == "TMonitor":  # watches tqdm's bars; the next bar starts another
+            thread.exit()
+    inductor = sys.modules.get("torch._inductor.async_compile")
+    if inductor is not None:  # its processes wait for the next thing to compile
+        inductor.shutdown_compile_workers()
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        with contextlib.suppress(AttributeError, RuntimeError):
+            torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        torch.cuda.ipc_collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

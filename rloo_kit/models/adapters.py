@@ -1,0 +1,130 @@
+"""LoRA adapter folders in PEFT's layout: what their base is, and with which settings they train."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.errors import ConfigError, ModelError
+from rloo_kit.text.wording import shown, why
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+EMBEDDED = ("rloo_kit", "assets", "tiny-thinker")
+"""Where the embedded model lies, wherever the kit is installed."""
+
+
+def adapter_in(name: str | Path) -> Path | None:
+    """Return the folder that a name stands for where it holds an adapter and no whole model."""
+    try:
+        folder = Path(name).expanduser()
+        found = (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+    except (OSError, RuntimeError, ValueError):  # a name that can be no path
+        return None
+    return folder if found else None
+
+
+def base_of(adapter: Path) -> str:
+    """Return the base of an adapter: ``tiny-thinker``, a folder, or a hub name.
+
+    A relative path starts from the current folder, as it does in PEFT, or from the adapter's.
+
+    Raises:
+        ModelError: The adapter does not say what its base is, or the base is not there.
+    """
+    base = _config_of(adapter).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ModelError(
+            f"the adapter in {shown(str(adapter))} does not say what its base is: put the name "
+            f"into base_model_name_or_path of its {CONFIG}"
+        )
+    path = Path(base)
+    if path.parts[-3:] == EMBEDDED:
+        return "tiny-thinker"
+    found = next((one for one in (path.expanduser(), adapter / path) if one.exists()), None)
+    if found is None and (base.startswith((".", "/", "~")) or base.count("/") > 1):
+        raise ModelError(
+            f"the adapter in {shown(str(adapter))} is for the base {shown(base)}, which is not "
+            f"there: put the path of the base into base_model_name_or_path of its {CONFIG}"
+        )
+    return base if found is None else str(found)
+
+
+def base_name(name: str) -> str:
+    """Return the base where a name stands for an adapter, else the name."""
+    adapter = adapter_in(name)
+    try:
+        return name if adapter is None else base_of(adapter)
+    except ModelError:  # loading it says so
+        return name
+
+
+def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Return rank, alpha, dropout and layers of an adapter that is trained further.
+
+    Args:
+        adapter: Its folder.
+        given: Settings that were asked for; None where one was not.
+        section: Of the run file that they are in, such as ``lora.``.
+
+    Raises:
+        ConfigError: What was asked for is not what the adapter has.
+        ModelError: It is no LoRA adapter of a language model, or its files cannot be read.
+    """
+    config = _config_of(adapter)
+    where, kind, task = shown(str(adapter)), config.get("peft_type"), config.get("task_type")
+    if kind != "LORA" or task not in (None, "CAUSAL_LM"):
+        what = kind if kind != "LORA" else f"{kind} for {task}"
+        raise ModelError(
+            f"the adapter in {where} is of the kind {shown(what)}, and training continues from "
+            f"LoRA for CAUSAL_LM only: merge it into its base, and give the merged model"
+        )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1:
+        raise ModelError(f"the adapter in {where} has the rank {shown(rank)}: save it again")
+    found = {
+        "r": rank,
+        "lora_alpha": int(alpha) if isinstance(alpha, float) and alpha.is_integer() else alpha,
+        "lora_dropout": config.get("lora_dropout", 0.0),
+        "target_modules": _layers(adapter),
+    }
+    for name, value in given.items():
+        same = set(value) == set(found[name]) if name == "target_modules" and value else False
+        if value is not None and not same and value != found[name]:
+            raise ConfigError(
+                f"{section}{name} is {shown(value)}, and the adapter in {where} has "
+                f"{shown(found[name])}: leave {section}{name} out, since an adapter keeps its "
+                f"settings"
+            )
+    return found
+
+
+def _config_of(adapter: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((adapter / CONFIG).read_bytes())
+        if not isinstance(config, dict):
+            raise TypeError("it holds no settings")
+    except (OSError, ValueError, TypeError, RecursionError) as exc:
+        raise ModelError(
+            f"{shown(str(adapter / CONFIG))} cannot be read ({why(exc)}): save the adapter again"
+        ) from exc
+    return config
+
+
+def _layers(adapter: Path) -> list[str]:
+    """Return the names of the layers that have an adapter, from the names of its weights."""
+    from safetensors import SafetensorError, safe_open
+
+    file = adapter / WEIGHTS
+    if not file.is_file():
+        raise ModelError(
+            f"the adapter in {shown(str(adapter))} holds no {WEIGHTS}: save it again, its weights "
+            f"as safetensors"
+        )
+    try:
+        with safe_open(file, framework="numpy") as weights:
+            names = [name.partition(".lora_")[0] for name in weights.keys() if ".lora_" in name]  # noqa: SIM118
+    except (OSError, SafetensorError) as exc:
+        raise ModelError(
+            f"{shown(str(file))} cannot be read ({why(exc)}): save the adapter again"
+        ) from exc
+    return sorted({name.rpartition(".")[2] for name in names})

@@ -1,0 +1,187 @@
+"""Memory of a vLLM engine in this process: weights, activations, CUDA graphs and KV cache.
+
+One computation serves the plan, the load of a model whose weights Unsloth shares with vLLM, and an
+engine with its own copy of the weights. vLLM calls the result ``gpu_memory_utilization``.
+"""
+
+import math
+from dataclasses import dataclass
+
+from rloo_kit.errors import GenerationError
+from rloo_kit.machine.hardware import GIB
+from rloo_kit.models.shape import ModelShape, weight_bytes
+
+MIB = 1024**2
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM reserves room for."""
+MAX_SEQUENCES = 255
+"""Completions that vLLM samples at a time, at most. Unsloth takes exactly 256 for "not given"."""
+BATCHED_TOKENS = 4096
+"""Prompt tokens that vLLM reads in one pass; longer prompts are read in several."""
+SMALLEST_CACHE = 64 * MIB
+UNMEASURED = 128 * MIB
+"""What vLLM counts as its own and no formula here names: its process group, small buffers."""
+SMALLEST_TOTAL = GIB
+"""With less not even a tiny model starts: kernels that are loaded count, and every CUDA graph takes
+a block of 2 MiB at least. Seen on an H100."""
+
+
+@dataclass(frozen=True)
+class EngineSize:
+    """What an engine needs for one model and one batch; memory in bytes."""
+
+    weights: int
+    """Of the base model: the engine's own copy, or the copy it shares with the trainer."""
+    trained: int
+    """Parameters of the adapter."""
+    working: int
+    """Activations, logits and LoRA buffers of the largest pass."""
+    graphs: int
+    """CUDA graphs. They stay when the engine sleeps."""
+    full_cache: int
+    """Keys and values of all completions at full length."""
+    smallest_cache: int
+    """Keys and values of one of them: with less vLLM does not start, or cuts the length."""
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """What an engine takes of the card; memory in bytes."""
+
+    size: EngineSize
+    cache: int
+    """Keys and values."""
+    refusal: str | None = None
+    """Why vLLM would not start, in a plan."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of the card."""
+        size = self.size
+        total = size.weights + size.working + size.graphs + self.cache + UNMEASURED
+        return max(total, SMALLEST_TOTAL)
+
+    def share(self, card: int) -> float:
+        """Return vLLM's ``gpu_memory_utilization``.
+
+        Args:
+            card: Memory of the whole card, as torch reports it.
+        """
+        return min(1.0, math.ceil(1000 * self.total / card) / 1000)
+
+
+def engine_size(  # noqa: PLR0913
+    shape: ModelShape,
+    *,
+    in_4bit: bool,
+    max_rank: int,
+    num_sequences: int,
+    max_length: int,
+    value_bytes: int = 2,
+    cache_bytes: float = 2,
+    in_fp8: bool = False,
+    batched_tokens: int = BATCHED_TOKENS,
+) -> EngineSize:
+    """Return what an engine needs.
+
+    Args:
+        shape: Of the base model.
+        in_4bit: Whether the engine holds NF4 weights.
+        max_rank: LoRA rank that the engine reserves buffers for.
+        num_sequences: Completions at one time.
+        max_length: Longest prompt plus completion, tokens.
+        value_bytes: Of an activation.
+        cache_bytes: Of a key or value: 2 in 16 bit, 1 in FP8.
+        in_fp8: Whether the engine holds FP8 weights.
+        batched_tokens: Prompt tokens that it reads in one pass.
+    """
+    rows = min(num_sequences, MAX_SEQUENCES)
+    trained = sum(
+        max_rank * (linear.rows + linear.columns) * linear.count for linear in shape.linears
+    )
+    activations = batched_tokens * (2 * shape.intermediate_size + 4 * shape.hidden_size)
+    sequence = cache_bytes * 2 * shape.num_layers * shape.kv_size * max_length
+    logits = 12 * rows * shape.vocab_size  # in float32, their softmax, and what sampling keeps
+    return EngineSize(
+        weights=weight_bytes(shape, in_4bit=in_4bit, value_bytes=value_bytes, in_fp8=in_fp8),
+        trained=trained,
+        working=value_bytes * (activations + trained) + logits,
+        graphs=cuda_graph_bytes(shape),
+        full_cache=int(sequence * rows),
+        smallest_cache=max(SMALLEST_CACHE, int(sequence)),
+    )
+
+
+def cuda_graph_bytes(shape: ModelShape) -> int:
+    """Return Unsloth's estimate of vLLM's CUDA graphs (``approximate_vllm_memory_usage``).
+
+    172 graphs of a hidden state in float32 for each layer, between 0.15 and 1 GiB.
+    """
+    return min(max(172 * 4 * shape.hidden_size * shape.num_layers, 3 * GIB // 20), GIB)
+
+
+def engine_memory(
+    size: EngineSize, free: int, *, sleeps: bool, card: int, share: float | None = None
+) -> EngineMemory:
+    """Return what an engine takes on a GPU that also trains.
+
+    The KV cache holds all completions at full length where that fits. Training keeps 16 bytes for
+    each trained parameter (float32 weight, gradient, Adam's two moments). An engine that sleeps
+    while the model learns may take nine tenths of the rest, one that stays awake half of it.
+
+    Args:
+        size: As ``engine_size`` returned it.
+        free: Bytes that are free before the engine starts; where the weights are shared, before
+            they are loaded.
+        sleeps: Whether the engine frees its KV cache during the learning step.
+        card: Memory of the whole card, as torch reports it.
+        share: ``vllm_gpu_memory_utilization`` as the user set it; None: computed.
+
+    Raises:
+        GenerationError: Less would be left than the keys and values of one completion take.
+    """
+    fixed = size.weights + size.working + size.graphs + UNMEASURED
+    if share is not None:
+        cache = int(share * card) - fixed
+    else:
+        left = free - fixed - 16 * size.trained
+        cache = min(
+            math.ceil(1.05 * size.full_cache) + SMALLEST_CACHE,
+            left * 9 // 10 if sleeps else left // 2,
+        )
+    if cache < size.smallest_cache:
+        taken, remedy = f"{free / GIB:.1f} GiB free", "lower model.max_seq_length"
+        if share is not None:
+            taken, remedy = f"{share:g} of the card", "raise trainer.vllm_gpu_memory_utilization"
+        raise GenerationError(
+            f"vLLM does not fit: with {taken} its weights, activations and CUDA graphs take "
+            f"{fixed / GIB:.1f} GiB, and a completion's keys and values "
+            f"{size.smallest_cache / GIB:.1f} GiB; {remedy}, or set trainer.generation: "
+            f"transformers"
+        )
+    return EngineMemory(size, cache)
+
+
+def cpu_cache(size: EngineSize, free: int) -> int:
+    """Return the bytes of keys and values on a CPU: a quarter of what is free, or what is needed.
+
+    Args:
+        size: As ``engine_size`` returned it.
+        free: Bytes of memory that are free before the engine loads its weights.
+
+    Raises:
+        GenerationError: Less than 64 MiB would be left.
+    """
+    room = (free - size.weights - 16 * size.trained) // 4
+    room = min(math.ceil(1.05 * size.full_cache) + SMALLEST_CACHE, room)
+    if room < SMALLEST_CACHE:
+        raise GenerationError(
+            f"vLLM does not fit: {free / GIB:.1f} GiB are free and its copy of the weights takes "
+            f"{size.weights / GIB:.1f} GiB; set trainer.generation: transformers"
+        )
+    return room
+
+
+def room_for_rank(rank: int) -> int:
+    """Return the smallest rank vLLM reserves room for that holds ``rank``."""
+    return next((room for room in LORA_RANKS if room >= rank), LORA_RANKS[-1])

@@ -1,0 +1,355 @@
+"""The shape of a model from its config alone: what its layers are, how many parameters they have.
+
+transformers builds the model on torch's meta device, where tensors have shapes and no memory. So
+any architecture is counted as it is, and no weights are opened or downloaded. The configs of the
+models in examples/ are known here, so that a plan of them needs no network.
+"""
+
+import contextlib
+import copy
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.errors import ModelError
+from rloo_kit.models.adapters import base_of
+from rloo_kit.text.wording import shown, why
+
+TINY_THINKER = Path(__file__).parents[1] / "assets" / "tiny-thinker"
+DYNAMIC_SHARE = 0.1
+"""Share of the linear layers' weights that Unsloth's "dynamic" 4-bit models keep in 16 bit, where
+their config is not at hand. An estimate: which layers stay differs by model."""
+
+_QWEN3 = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+PUBLISHED = {
+    "qwen3-0.6b": (1024, 3072, 28, 16, True),
+    "qwen3-1.7b": (2048, 6144, 28, 16, True),
+    "qwen3-4b": (2560, 9728, 36, 32, True),
+    "qwen3-8b": (4096, 12288, 36, 32, False),
+    "qwen3-14b": (5120, 17408, 40, 40, False),
+}
+"""Of the config.json that Qwen publishes with each model: the four numbers above, and whether the
+LM head is the embedding. All have 8 heads of keys and values, heads of 128 and 151,936 tokens."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Linear layers of one name and one size."""
+
+    name: str
+    """The last part of it: ``q_proj``."""
+    rows: int
+    """Output features."""
+    columns: int
+    """Input features."""
+    count: int
+    quantised: bool
+    """Whether bitsandbytes packs it where the model is loaded in 4 bit."""
+
+    @property
+    def size(self) -> int:
+        """Weights of one layer."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a model is made of."""
+
+    name: str
+    source: str
+    """Where its config was found, in words."""
+    hidden_size: int
+    intermediate_size: int
+    """Of the MLP; of all experts that a token passes through together."""
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    linears: tuple[Linear, ...]
+    others: int
+    """Parameters outside of ``linears``: embeddings, norms, biases, experts that are no linear
+    layers. What is tied counts once."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised."""
+    packed: bool = False
+    """Whether the checkpoint holds 4-bit weights already."""
+    in_16bit: float = 0.0
+    """Share of the quantised layers' weights that stays in 16 bit all the same."""
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them, each once."""
+        return self.others + sum(linear.size * linear.count for linear in self.linears)
+
+    @property
+    def num_quantised(self) -> int:
+        """Weights that a 4-bit load packs."""
+        return sum(linear.size * linear.count for linear in self.linears if linear.quantised)
+
+    @property
+    def query_size(self) -> int:
+        """Values of all queries of a token, in one layer."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Values of all keys of a token, in one layer; as many again are values."""
+        return self.num_kv_heads * self.head_dim
+
+
+def read_shape(
+    name: str, *, trust_remote_code: bool = False, classifier: bool = False
+) -> ModelShape:
+    """Return the shape of a model; only its config is read.
+
+    A config that is on this machine comes first, then those of the kit's own table, then the hub's.
+
+    Args:
+        name: A hub name, a local folder (of a model, or of an adapter with its base), a ``.gguf``
+            file, or ``tiny-thinker``.
+        trust_remote_code: Run the code that comes with the model, where it needs any.
+        classifier: It has a score head of one output in the place of the LM head.
+
+    Raises:
+        ModelError: There is no config, or transformers knows no such model.
+    """
+    found = _base_of_adapter(name)
+    try:
+        with _quiet():
+            config, source = _read_config(found, trust_remote_code)
+            return _shape_of(name, source, config, trust_remote_code, classifier)
+    except ModelError:
+        raise
+    except Exception as exc:  # what is raised differs by library, version and network
+        raise ModelError(
+            f"the config of model {shown(name)} cannot be read ({type(exc).__name__}: {why(exc)}): "
+            f"check the name and the network, or give a folder that holds its config.json"
+        ) from exc
+
+
+def shape_of_config(config: Any, name: str) -> ModelShape:
+    """Return the shape of a model that is loaded already.
+
+    Args:
+        config: Its transformers config; it is not changed.
+        name: For messages.
+
+    Raises:
+        ModelError: transformers cannot build it.
+    """
+    try:
+        with _quiet():
+            return _shape_of(name, "its config", copy.deepcopy(config), False, False)
+    except Exception as exc:  # what is raised differs by model
+        raise ModelError(
+            f"the layers of model {shown(name)} cannot be counted ({type(exc).__name__}: "
+            f"{why(exc)}): set trainer.generation: transformers"
+        ) from exc
+
+
+# --- the config ----------------------------------------------------------------------------------
+
+
+def _read_config(name: str, trust_remote_code: bool) -> tuple[Any, str]:
+    """Return transformers' config of a model, and where it is from."""
+    from transformers import AutoConfig
+
+    options = {"trust_remote_code": trust_remote_code}
+    path = TINY_THINKER if name == "tiny-thinker" else Path(name).expanduser()
+    if path.suffix == ".gguf":
+        where = {"gguf_file": path.name}
+        return AutoConfig.from_pretrained(path.parent, **where, **options), "its GGUF file"
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                f"folder {shown(name)} holds no config.json, so it is not a model: give the folder "
+                f"that save_pretrained wrote"
+            )
+        return AutoConfig.from_pretrained(path, **options), "its config.json"
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(
+            f"model {shown(name)} is no folder of a model here: give a model's folder, a .gguf "
+            f"file or a hub name"
+        )
+    with contextlib.suppress(OSError, ValueError):
+        return AutoConfig.from_pretrained(name, local_files_only=True, **options), "the hub's copy"
+    published = _published(name)
+    if published is not None:
+        return published, "rloo-kit's table"
+    return AutoConfig.from_pretrained(name, **options), "the hub"
+
+
+def _published(name: str) -> Any:
+    """Return the config of a Qwen3 model that the kit knows by a part of its name, or None."""
+    from transformers import Qwen3Config
+
+    match = re.search(r"qwen3-\d+(?:\.\d+)?b(?![a-z0-9])(?!-a\d)", name.lower())
+    values = PUBLISHED.get(match[0]) if match else None
+    if values is None:
+        return None
+    config = Qwen3Config(
+        **dict(zip(_QWEN3, values[:4], strict=True)),
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+        tie_word_embeddings=values[4],
+    )
+    if "bnb-4bit" in name.lower():
+        config.quantization_config = {"load_in_4bit": True}
+    return config
+
+
+def _base_of_adapter(name: str) -> str:
+    """Return the model that the adapter in a folder is for; what is no adapter as it is."""
+    folder = Path(name).expanduser()
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+            facts = folder / "reward_model.json"
+            noted = json.loads(facts.read_bytes()) if facts.is_file() else {}
+            base = noted.get("base") or base_of(folder)
+            relative = noted.get("base_folder")
+            if relative and (folder / relative).is_dir():
+                return str(folder / relative)
+            return str(base)
+    return name
+
+
+# --- the layers ----------------------------------------------------------------------------------
+
+
+def _shape_of(
+    name: str, source: str, config: Any, trust_remote_code: bool, classifier: bool
+) -> ModelShape:
+    text = config.get_text_config()
+    quantised = getattr(config, "quantization_config", None)
+    settings = quantised if isinstance(quantised, dict) else getattr(quantised, "__dict__", {})
+    model = _on_meta(config, trust_remote_code, classifier)
+    skipped = [str(part) for part in settings.get("llm_int8_skip_modules") or ()]
+    linears, modules = _linears(model, skipped)
+    heads = text.num_attention_heads
+    shape = ModelShape(
+        name=name,
+        source=source,
+        hidden_size=text.hidden_size,
+        intermediate_size=_intermediate(text),
+        num_layers=text.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocab_size=text.vocab_size,
+        linears=linears,
+        others=0,
+        qk_norm=any(leaf in modules for leaf in ("q_norm", "q_layernorm")),
+        packed=bool(settings.get("load_in_4bit") or settings.get("_load_in_4bit")),
+    )
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    shape = replace(shape, others=everything - shape.num_parameters)
+    if "unsloth-bnb-4bit" in name.lower() and not skipped:
+        return replace(shape, in_16bit=DYNAMIC_SHARE)
+    return shape
+
+
+def _on_meta(config: Any, trust_remote_code: bool, classifier: bool) -> Any:
+    """Return the model without any memory."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.modeling_utils import set_zero3_state
+
+    kind = AutoModelForCausalLM
+    if classifier:
+        kind, config.num_labels = AutoModelForSequenceClassification, 1
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # as the layers are before they are packed
+    with torch.device("meta"), set_zero3_state():  # else ZeRO-3 would wait for the other processes
+        model = kind.from_config(config, trust_remote_code=trust_remote_code)
+    model.tie_weights()
+    return model
+
+
+def _linears(model: Any, skipped: list[str]) -> tuple[tuple[Linear, ...], set[str]]:
+    """Return the linear layers without the head, and the last parts of all modules' names."""
+    import torch
+
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    found: Counter[tuple[str, int, int, bool]] = Counter()
+    modules = set()
+    for name, module in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        modules.add(leaf)
+        if not isinstance(module, torch.nn.Linear) or module is head or leaf == "score":
+            continue
+        packs = not any(part in name for part in skipped)
+        found[leaf, module.out_features, module.in_features, packs] += 1
+    linears = [
+        Linear(leaf, rows, columns, count, packs)
+        for (leaf, rows, columns, packs), count in found.items()
+    ]
+    return tuple(linears), modules
+
+
+def _intermediate(text: Any) -> int:
+    """Return the width of what a token's MLP computes."""
+    dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    expert = getattr(text, "moe_intermediate_size", None)
+    if not expert:
+        return dense
+    chosen = getattr(text, "num_experts_per_tok", None) or 1
+    return chosen * expert + (getattr(text, "shared_expert_intermediate_size", None) or 0)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from telling what a config of another version holds."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def weight_bytes(
+    shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2, in_fp8: bool = False
+) -> int:
+    """Return the bytes of a model's weights as they are loaded.
+
+    Args:
+        shape: Of the model.
+        in_4bit: NF4 with double quantisation; embeddings, norms and the LM head stay as they are.
+        value_bytes: Of a weight that is not packed.
+        in_fp8: One byte for each weight of a linear layer, and a float32 scale for each row.
+    """
+    total = float(shape.others * value_bytes)
+    for linear in shape.linears:
+        plain = linear.size * linear.count * value_bytes
+        if in_4bit and linear.quantised:
+            packed = nf4_bytes(linear.rows, linear.columns) * linear.count
+            total += packed * (1 - shape.in_16bit) + plain * shape.in_16bit
+        elif in_fp8:
+            total += (linear.size + 4 * linear.rows) * linear.count
+        else:
+            total += plain
+    return int(total)
+
+
+def nf4_bytes(rows: int, columns: int) -> int:
+    """Return what bitsandbytes 0.50 stores for a packed layer, double quantisation included.
+
+    Two weights in a byte; of 64 weights the largest in 8 bit; of 256 of those the largest in
+    float32; their mean, and two code tables (functional.py: ``quantize_4bit``).
+
+    Args:
+        rows: Output features.
+        columns: Input features.
+    """
+    weights = rows * columns
+    blocks = -(-weights // 64)
+    return -(-weights // 2) + blocks + 4 * -(-blocks // 256) + 4 * (16 + 256 + 1)

@@ -1,0 +1,209 @@
+"""Load a model whose weights Unsloth shares with vLLM (``fast_inference``), on a GPU.
+
+What Unsloth cannot share is found before the load where the model's config tells it, and by the
+load itself otherwise; the model is then loaded without vLLM.
+"""
+
+import contextlib
+import gc
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rloo_kit.config.engine_tables import known_names
+from rloo_kit.errors import ConfigError, GenerationError
+from rloo_kit.machine.hardware import detect_hardware
+from rloo_kit.models.engine_memory import BATCHED_TOKENS, MAX_SEQUENCES, engine_memory, engine_size
+from rloo_kit.models.shape import ModelShape, read_shape
+from rloo_kit.text.wording import why
+
+FP32_HEAD = "UNSLOTH_VLLM_FP32_LM_HEAD"
+"""Whether Unsloth's engine computes the logits in float32."""
+STANDBY = "UNSLOTH_VLLM_STANDBY"
+"""Whether Unsloth's engine can sleep. Its default in the kit is 1 (``environment``)."""
+SPLIT = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+JOINED = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+"""Linear layers of the models whose weights Unsloth can read out of vLLM."""
+NO_ENGINE = "Unsloth loaded the model without vLLM on this machine"
+REFUSALS = (
+    NotImplementedError, RuntimeError, MemoryError, ValueError, AssertionError, ImportError
+)  # fmt: skip
+"""What Unsloth raises for what it cannot do."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How a shared engine is started."""
+
+    max_seq_length: int
+    """Longest prompt plus completion, tokens."""
+    load_in_4bit: bool
+    max_lora_rank: int
+    num_sequences: int
+    """Completions at one time."""
+    share: float | None = None
+    """Of the card; None: computed."""
+    sleeps: bool = True
+    """Whether it frees its KV cache while the model learns."""
+    required: bool = False
+    """Whether it is an error that the engine cannot start."""
+    in_fp8: bool | str = False
+    """Whether the weights are kept in FP8: Unsloth's ``load_in_fp8``."""
+    float8_cache: bool = False
+    """Whether keys and values are kept in FP8."""
+    fp32_head: bool = False
+    """Whether logits are computed in float32."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of Unsloth's ``load_vllm``."""
+    not_shared: tuple[str, ...] = ()
+    """Settings of an engine with a copy of the weights of its own: an error where they are shared.
+    """
+
+    def arguments(self, shape: ModelShape, free: int, card: int) -> dict[str, Any]:
+        """Return Unsloth's ``from_pretrained`` arguments.
+
+        Args:
+            shape: Of the model.
+            free: Bytes of the card that are free before the load.
+            card: Memory of the whole card, as torch reports it.
+
+        Raises:
+            GenerationError: The card is too small.
+        """
+        size = engine_size(
+            shape,
+            in_4bit=self.load_in_4bit or shape.packed,
+            max_rank=self.max_lora_rank,
+            num_sequences=self.num_sequences,
+            max_length=self.max_seq_length,
+            cache_bytes=1 if self.float8_cache else 2,
+            in_fp8=bool(self.in_fp8),
+            batched_tokens=self.extra.get("max_num_batched_tokens", BATCHED_TOKENS),
+        )
+        found = engine_memory(size, free, sleeps=self.sleeps, card=card, share=self.share)
+        share = self.share or found.share(card)
+        return {
+            "fast_inference": True,
+            "max_lora_rank": self.max_lora_rank,
+            # Unsloth multiplies it with the free memory, vLLM with the whole card.
+            "gpu_memory_utilization": min(1.0, share * card / free),
+            "max_num_seqs": min(self.num_sequences, MAX_SEQUENCES),
+            "max_num_batched_tokens": BATCHED_TOKENS,
+            **({"load_in_fp8": self.in_fp8} if self.in_fp8 else {}),
+            **({"float8_kv_cache": True} if self.float8_cache else {}),
+            **self.extra,
+        }
+
+
+def load_shared(
+    load: Callable[..., tuple[Any, Any]],
+    source: str,
+    engine: EngineSettings,
+    trust_remote_code: bool,
+) -> tuple[Any, Any]:
+    """Return (model, tokenizer); the model carries the engine where Unsloth can share its weights.
+
+    Where it cannot, ``model.rloo_kit_why_not_shared`` holds the reason in one line.
+
+    Args:
+        load: Unsloth's ``from_pretrained``, the arguments of the engine missing.
+        source: The model's folder, or its hub name.
+        engine: How it is started.
+        trust_remote_code: Whether code that comes with the model runs.
+
+    Raises:
+        GenerationError: ``engine.required``, and it cannot start.
+        ConfigError: ``engine.not_shared`` has settings.
+    """
+    shape = read_shape(source, trust_remote_code=trust_remote_code)
+    reason = why_not_shared(shape, trust_remote_code=trust_remote_code)
+    if reason is None:
+        _check_tables(engine)
+        hardware = detect_hardware()
+        try:
+            arguments = engine.arguments(shape, hardware.free_memory, hardware.total_memory)
+            with engine_variables(engine):
+                model, tokenizer = load(**arguments)
+        except GenerationError as exc:
+            reason = str(exc)
+        except REFUSALS as exc:
+            reason = f"Unsloth cannot start vLLM for this model ({why(exc)})"
+        else:
+            return _with_engine(model, engine), tokenizer
+    if engine.required:
+        raise GenerationError(reason)
+    _free_what_failed()
+    model, tokenizer = load()
+    model.rloo_kit_why_not_shared = reason
+    return model, tokenizer
+
+
+def _with_engine(model: Any, engine: EngineSettings) -> Any:
+    """Return the model with its engine's settings, or with the reason why it has none."""
+    if getattr(model, "vllm_engine", None) is not None:
+        model.rloo_kit_engine = engine
+    elif engine.required:
+        raise GenerationError(NO_ENGINE)
+    else:
+        model.rloo_kit_why_not_shared = NO_ENGINE
+    return model
+
+
+def why_not_shared(shape: ModelShape, *, trust_remote_code: bool = False) -> str | None:
+    """Return why Unsloth cannot share a model's weights with vLLM, or None.
+
+    Args:
+        shape: Of the model.
+        trust_remote_code: Whether code that comes with the model runs.
+    """
+    if trust_remote_code:
+        return "Unsloth's fast inference does not run code that comes with a model"
+    names = {linear.name for linear in shape.linears}
+    if names >= SPLIT or names >= JOINED:
+        return None
+    return (
+        f"Unsloth shares weights with vLLM for dense models with Llama's layers, and this model "
+        f"has {', '.join(sorted(names)[:6])}"
+    )
+
+
+def _check_tables(engine: EngineSettings) -> None:
+    """Refuse what ``vllm:`` says to an engine that Unsloth starts."""
+    for name in engine.not_shared:
+        takes = name in known_names("unsloth")
+        raise ConfigError(
+            f"vllm.{name} is for an engine with a copy of the weights of its own, and Unsloth "
+            f"shares them with vLLM here: "
+            + ("write it under `unsloth:`" if takes else "leave it out")
+            + ", or set model.backend to transformers"
+        )
+
+
+@contextlib.contextmanager
+def engine_variables(engine: EngineSettings) -> Iterator[None]:
+    """Set the environment variables that Unsloth reads when it starts an engine.
+
+    Args:
+        engine: How it is started.
+    """
+    values = {STANDBY: "1" if engine.sleeps else "0"} | (
+        {FP32_HEAD: "1"} if engine.fp32_head else {}
+    )
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _free_what_failed() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

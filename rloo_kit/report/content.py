@@ -1,0 +1,458 @@
+"""What a report says of a run, as plain values for its page."""
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.config.run_file import DEFAULT_BATCH, RunConfig
+from rloo_kit.diagnosis.findings import Finding
+from rloo_kit.diagnosis.record import (
+    DEFAULTS,
+    RunRecord,
+    RunStatistics,
+    finite_number,
+    finite_numbers,
+)
+from rloo_kit.diagnosis.run_rules import find_in_run, verdict
+from rloo_kit.report.curves import Chart, curves_of, held_out_points, rows_of
+from rloo_kit.report.groups import completion_parts, kept_groups, messages_of, place_of_row
+from rloo_kit.report.page_json import page_json
+from rloo_kit.text.redaction import redact_tree
+
+GROUP_BYTES = 3 << 19
+"""Of all runs together, about; 1.5 MiB."""
+SAMPLE_BYTES = 3 << 17
+"""Of held-out prompts with two completions each, all runs together; 384 KiB."""
+SAMPLE_LENGTH = 4000
+"""Characters of a prompt, or a completion, of those."""
+SECRET = re.compile(r"(^|_)(token|key|secret|password)$")
+"""Names of settings whose values are not shown."""
+MOST_ROWS = 24
+"""Of a table of scored models, of their comparisons, and of win rates."""
+MOST_PARTS = 40
+"""Of the planned memory."""
+UNKNOWN = "not known here"
+"""In place of a default that the kit does not set itself."""
+
+
+def run_content(
+    record: RunRecord, name: str, charts: Sequence[Chart], share: int = 1
+) -> dict[str, Any]:
+    """Return all that the page shows of a run.
+
+    Args:
+        record: As ``read_run`` returns it.
+        name: Of the run on the page.
+        charts: As ``charts_of`` returns them.
+        share: Runs on the page, which divide the room there is.
+    """
+    known = [row for row in record.completions if place_of_row(row) is not None]
+    record = replace(record, completions=known)
+    findings = find_in_run(record, notes=True)
+    kept = kept_groups(record, GROUP_BYTES // share)
+    content = {
+        "name": name,
+        "verdict": verdict(record, findings),
+        "findings": [_finding(finding, record) for finding in findings],
+        "end": _end(record),
+        "facts": _facts(record),
+        "held_out": _held_out(record),
+        "samples": _samples(record, SAMPLE_BYTES // share),
+        "scored": _scored(record),
+        "judged": _judged(record),
+        "curves": curves_of(record, charts, share),
+        "points": held_out_points(record),
+        "groups": kept.groups,
+        "num_groups": kept.num_groups,
+        "num_completions": kept.num_completions,
+        "beta": _beta(record),
+        "config": _settings(record.config),
+        "environment": _environment(record),
+        "plan": _plan(record),
+        "files": _files(record.folder),
+        "command": _command(record),
+        "notices": _notices(record.config),
+    }
+    return redact_tree(content)  # a run of before secrets were hidden may hold some
+
+
+# --- how it went ---------------------------------------------------------------------------------
+
+
+def _finding(finding: Finding, record: RunRecord) -> dict[str, Any]:
+    settings = re.split(r", (?=[\w.]+=)", finding.setting) if finding.setting else []
+    command = " ".join(f"--set {shlex.quote(setting)}" for setting in settings)
+    return {
+        **finding.as_dict(),
+        "settings": settings,
+        "command": f"{_command(record)} {command}" if settings else "",
+    }
+
+
+def _end(record: RunRecord) -> dict[str, Any]:
+    """Return how the run ended, and when; without end.json by what else it left."""
+    steps = rows_of(record).steps
+    times = [time for row in record.metrics if (time := finite_number(row.get("time")))]
+    end = record.end
+    evaluated = "after" in (record.evaluation or {})
+    seconds = [finite_number(row.get("train_runtime")) for row in record.metrics[-1:]]
+    return {
+        "how": str(end.get("how") or ("finished" if evaluated else "open")),
+        "reason": str(end.get("reason") or ""),
+        "steps": finite_number(end.get("steps")) or (steps[-1] if steps else 0),
+        "planned": finite_number(record.config.trainer.get("max_steps")) if record.config else None,
+        "rows": RunStatistics(record).num_steps,
+        "seconds": finite_number(end.get("seconds")) or next(iter(seconds), None),
+        "began": times[0] if times else None,
+        "ended": finite_number(end.get("time")) or (times[-1] if times else None),
+    }
+
+
+def _facts(record: RunRecord) -> list[tuple[str, str]]:
+    """Return what a reader wants to know first, as pairs of name and value."""
+    config, hardware = record.config, _hardware(record)
+    facts = []
+    if config:
+        quantized = ", 4-bit" if config.model.load_in_4bit else ", 16-bit"
+        facts += [
+            ("model", f"{config.model.name}{quantized}, LoRA r={config.lora.r}"),
+            ("prompts", str(config.data.prompts)),
+            ("rewards", ", ".join(map(_reward_name, config.rewards))),
+            ("seed", str(config.seed)),
+        ]
+    resumed = record.end.get("resumed_at")
+    steps = finite_numbers(resumed if isinstance(resumed, list) else [])
+    if steps:
+        facts.append(("gone on with", f"after step {', '.join(f'{step:g}' for step in steps)}"))
+    return [*facts, *hardware[:1]]
+
+
+def _reward_name(reward: object) -> str:
+    if not isinstance(reward, dict):
+        return str(reward)
+    weight = reward.get("weight")
+    return f"{reward.get('name')}{'' if weight is None else f':{weight}'}"
+
+
+def _held_out(record: RunRecord) -> dict[str, Any]:
+    """Return every reward before and after; ``sure`` where the difference is more than chance."""
+    found = record.evaluation or {}
+    parts = {
+        name: part for name in ("before", "after") if isinstance(part := found.get(name), dict)
+    }
+    compared = {one.name: one for one in RunStatistics(record).scored_twice}
+    means = {name: part.get("rewards") for name, part in parts.items()}
+    names = dict.fromkeys(
+        [*compared, *(n for mean in means.values() if isinstance(mean, dict) for n in mean)]
+    )
+    rewards = []
+    for name in names:
+        row: dict[str, Any] = {"name": name}
+        for part, mean in means.items():
+            row[part] = finite_number(mean.get(name)) if isinstance(mean, dict) else None
+        if one := compared.get(name):
+            row |= {"error": one.error, "num": one.num, "change": _sign(one.change)}
+        rewards.append(row)
+    return {
+        "rewards": rewards,
+        **{
+            name: {
+                k: finite_number(part.get(k)) for k in ("num_prompts", "mean_length", "temperature")
+            }
+            for name, part in parts.items()
+        },
+    }
+
+
+def _scored(record: RunRecord) -> dict[str, Any] | None:
+    """Return the newest table of ``rloo-kit eval``; None where there is none."""
+    entry = _newest(record.folder, "eval.json", "evaluations", 1)
+    rows = [row for one in entry for row in _objects(one.get("rows"))][:MOST_ROWS]
+    if not rows:
+        return None
+    cells = [_scored_cells(row) for row in rows]
+    titles = list(dict.fromkeys(title for row in cells for title in row))
+    prompts = finite_number(rows[0].get("num_prompts"))
+    return {
+        "caption": f"{prompts or 0:g} prompts of {entry[0].get('prompts')}; in brackets 95%",
+        "head": titles,
+        "rows": [[row.get(title, "") for title in titles] for row in cells],
+        "compared": [_compared(one) for one in _objects(entry[0].get("compared"))[:MOST_ROWS]],
+    }
+
+
+def _scored_cells(row: dict[str, Any]) -> dict[str, str]:
+    sampler = row.get("sampler", "transformers")
+    by = "" if sampler == "transformers" else f", by {sampler}"
+    cells = {"model": str(row.get("model")), "completions": f"{row.get('mode')}{by}"}
+    means, intervals = _object(row.get("rewards")), _object(row.get("intervals"))
+    for name, mean in means.items():
+        bounds = intervals.get(name)
+        known = finite_numbers(bounds) if isinstance(bounds, list) else []
+        between = f" [{known[0]:.3f}, {known[1]:.3f}]" if len(known) == 2 else ""
+        cells[str(name)] = f"{_number(mean, 3)}{between}"
+    for title, key in (("pass", "pass_at_k"), ("maj", "maj_at_k")):
+        for k, mean in _object(row.get(key)).items():
+            if k not in ("1", "2" if title == "maj" else ""):
+                cells[f"{title}@{k}"] = _number(mean, 3)
+    cells["thinking"] = _number(row.get("thinking_length"), 1)
+    cells["tokens"] = _number(row.get("mean_length"), 1)
+    return cells
+
+
+def _compared(one: dict[str, Any]) -> str:
+    found = _object(one.get("found"))
+    low, high = (_number(found.get(name), 3, "+") for name in ("low", "high"))
+    real = "real" if found.get("is_real") is True else "may be chance"
+    return (
+        f"{one.get('model')} against {one.get('against')}, {one.get('reward')}, {one.get('mode')}: "
+        f"{_number(found.get('mean'), 3, '+')} [{low}, {high}], {real}"
+    )
+
+
+def _judged(record: RunRecord) -> list[str]:
+    """Return the newest win rates in a sentence each, with judge and number of prompts."""
+    lines = []
+    for one in _newest(record.folder, "judge.json", "judged", MOST_ROWS):
+        found = _object(one.get("found"))
+        rate, low, high = (
+            None if (value := finite_number(found.get(name))) is None else 100 * (value + 0.5)
+            for name in ("mean", "low", "high")
+        )
+        counts = ", ".join(
+            f"{_number(one.get(name), 0)} {said}"
+            for name, said in (("wins", "won"), ("ties", "tied"), ("losses", "lost"))
+        )
+        lines.append(
+            f"{one.get('model')} wins {_number(rate, 1)}% [{_number(low, 1)}, {_number(high, 1)}] "
+            f"against {one.get('against')}: {counts} of {_number(found.get('num'), 0)} prompts of "
+            f"{one.get('prompts')}, {one.get('mode')}; judge: {one.get('judge')}"
+        )
+    return lines
+
+
+def _newest(folder: Path | None, file: str, name: str, most: int) -> list[dict[str, Any]]:
+    return _objects(_read_object(folder, file).get(name))[-most:]
+
+
+def _objects(value: object) -> list[dict[str, Any]]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def _object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: object, digits: int, sign: str = "") -> str:
+    number = finite_number(value)
+    return "none" if number is None else f"{number:{sign}.{digits}f}"
+
+
+def _sign(change: float) -> str:
+    """Return what a difference in standard errors amounts to."""
+    if abs(change) <= 2:
+        return "chance" if change else "same"
+    return "rose" if change > 0 else "fell"
+
+
+# --- held-out prompts ----------------------------------------------------------------------------
+
+
+def _samples(record: RunRecord, budget: int) -> dict[str, Any]:
+    """Return held-out prompts with both completions, those whose rewards changed most first."""
+    found = record.evaluation or {}
+    lists = [
+        part.get("samples") if isinstance(part := found.get(name), dict) else None
+        for name in ("before", "after")
+    ]
+    before, after = (
+        [s for s in one if isinstance(s, dict)] if isinstance(one, list) else [] for one in lists
+    )
+    if not before or len(before) != len(after):
+        after = [{}] * len(before)
+    pairs = sorted(zip(before, after, strict=True), key=lambda pair: -abs(_change(*pair)))
+    kept = []
+    for old, new in pairs:
+        pair = {
+            "prompt": messages_of(old.get("prompt"), SAMPLE_LENGTH),
+            "before": _sample(old),
+            "after": _sample(new) if new else None,
+            "change": _change(old, new),
+        }
+        budget -= len(page_json(pair).encode())
+        if budget < 0:
+            break
+        kept.append(pair)
+    return {"pairs": kept, "total": len(pairs)}
+
+
+def _change(old: dict[str, Any], new: dict[str, Any]) -> float:
+    """Return by how much the rewards of a prompt rose, in sum."""
+    before, after = (
+        one if isinstance(one := sample.get("rewards"), dict) else {} for sample in (old, new)
+    )
+    known = [(finite_number(before[name]), finite_number(after.get(name))) for name in before]
+    return math.fsum(new - old for old, new in known if old is not None and new is not None)
+
+
+def _sample(sample: dict[str, Any]) -> dict[str, Any]:
+    rewards = sample.get("rewards")
+    return {
+        **completion_parts(sample, SAMPLE_LENGTH),
+        "rewards": {name: finite_number(value) for name, value in rewards.items()}
+        if isinstance(rewards, dict)
+        else {},
+    }
+
+
+# --- how it was made -----------------------------------------------------------------------------
+
+
+def _beta(record: RunRecord) -> float | None:
+    """Return what a nat of KL costs; None where advantages are of tokens."""
+    run = RunStatistics(record)
+    return None if run.setting("token_level_kl") else finite_number(run.setting("beta"))
+
+
+def _settings(config: RunConfig | None) -> list[dict[str, Any]]:
+    """Return every setting with its default, and whether it differs."""
+    if config is None:
+        return []
+    defaults = _flat(RunConfig().as_dict())
+    defaults |= {f"trainer.{name}": _shown(v) for name, v in (DEFAULT_BATCH | DEFAULTS).items()}
+    return [
+        {
+            "name": name,
+            "value": value,
+            "default": (usual := defaults.get(name, UNKNOWN)),
+            "differs": value != usual,
+        }
+        for name, value in _flat(config.as_dict()).items()
+    ]
+
+
+def _flat(config: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for name, value in config.items():
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        for key, item in inner:
+            found[f"{name}.{key}" if key else name] = _shown(_without_secrets(item, key or name))
+    return found
+
+
+def _without_secrets(value: object, name: str = "") -> object:
+    """Return a setting with what is a secret by its name blacked out."""
+    if isinstance(value, dict):
+        return {key: _without_secrets(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(item) for item in value]
+    return "***" if value and SECRET.search(name) else redact_tree(value, name)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ", ".join(value)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return f"{value:g}"
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _environment(record: RunRecord) -> list[tuple[str, str]]:
+    """Return hardware, backend and versions as pairs of name and value."""
+    facts = _read_object(record.folder, "environment.json")
+    found = _hardware(record)
+    if facts.get("backend"):
+        why = facts.get("why_not_unsloth")
+        found.append(("backend", f"{facts['backend']}{f' ({why})' if why else ''}"))
+    versions = facts.get("versions")
+    if isinstance(versions, dict):
+        found += [
+            (str(name), str(version or "not installed")) for name, version in versions.items()
+        ]
+    return found
+
+
+def _hardware(record: RunRecord) -> list[tuple[str, str]]:
+    hardware = _read_object(record.folder, "environment.json").get("hardware")
+    if not isinstance(hardware, dict) or not hardware.get("name"):
+        return []
+    memory, num = (
+        finite_number(hardware.get("total_memory")),
+        finite_number(hardware.get("num_devices")),
+    )
+    return [
+        (
+            "hardware",
+            f"{f'{num:g} x ' if num and num > 1 else ''}{hardware['name']}"
+            f"{f', {memory / (1 << 30):.0f} GiB' if memory else ''}",
+        )
+    ]
+
+
+def _files(folder: Path | None) -> list[tuple[str, int]]:
+    """Return what lies in the folder of the run, with sizes in bytes."""
+    found = []
+    try:
+        for entry in sorted(folder.iterdir()) if folder else ():
+            if entry.is_symlink():  # it may lead to the whole disk
+                continue
+            files = entry.rglob("*") if entry.is_dir() else [entry]
+            size = sum(file.stat().st_size for file in files if file.is_file())
+            if not entry.name.startswith("."):
+                found.append((f"{entry.name}/" if entry.is_dir() else entry.name, size))
+    except OSError:  # a file that a run which still goes on replaced just now
+        pass
+    return found
+
+
+def _plan(record: RunRecord) -> dict[str, Any] | None:
+    """Return the memory that was planned at the peak; None where no plan was written."""
+    content = _read_object(record.folder, "plan.json")
+    given = content.get("parts")
+    pairs = [
+        (str(part.get("name")), finite_number(part.get("bytes")))
+        for part in (given if isinstance(given, list) else [])[:MOST_PARTS]
+        if isinstance(part, dict)
+    ]
+    parts = [(name, size) for name, size in pairs if size is not None]
+    if not parts:
+        return None
+    return {
+        "verdict": str(content.get("verdict") or ""),
+        "doing": str(content.get("doing") or ""),
+        "peak": finite_number(content.get("peak")),
+        "room": finite_number(content.get("room")),
+        "parts": parts,
+    }
+
+
+def _command(record: RunRecord) -> str:
+    place = (record.folder / "run.yaml").as_posix() if record.folder else "run.yaml"
+    return f"rloo-kit train {shlex.quote(place)}"
+
+
+def _notices(config: RunConfig | None) -> list[str]:
+    """Return what a reader should know before running it again."""
+    if config is None:
+        return ["run.yaml is missing or cannot be read: the settings are not known"]
+    trusting = re.findall(
+        r"[\w.\"]*trust_remote_code\"?(?:: | = )true",
+        "\n".join(f"{name} = {value}" for name, value in _flat(config.as_dict()).items()),
+    )
+    return [f"{setting}: code that comes with the model may run" for setting in trusting]
+
+
+def _read_object(folder: Path | None, name: str) -> dict[str, Any]:
+    """Return a JSON object of the run's folder; {} where there is none."""
+    try:
+        content = json.loads((folder / name).read_bytes()) if folder else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

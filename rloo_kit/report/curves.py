@@ -1,0 +1,301 @@
+"""The curves of a run: which there are, what they show, and their points for a page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rloo_kit.diagnosis.record import RunRecord, finite_number, finite_numbers, mean_or_none
+
+POINTS = 500
+"""Points of a curve, at most; a longer run is told by means of neighbouring steps."""
+MORE = 100
+"""Metrics without a chart of their own that are kept, at most."""
+NO_METRICS = {"step", "time", "epoch"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart."""
+
+    label: str
+    metrics: tuple[str, ...]
+    """Names in metrics.jsonl; the first that the run has is drawn."""
+    band: tuple[str, ...] = ()
+    """One: the spread around the line. Two: from the one to the other."""
+    from_one: bool = False
+    """Draw one minus the metric."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What is drawn over the steps, and what it means."""
+
+    id: str
+    title: str
+    note: str
+    """Unit and meaning, in a line."""
+    lines: tuple[Line, ...]
+    band_note: str = ""
+    """What the band is."""
+    share: bool = False
+    """Values are shares from 0 to 1."""
+    held_out: tuple[str, ...] = ()
+    """Rewards whose means on held-out prompts are drawn as points."""
+
+
+CHARTS = (
+    Chart(
+        "reward",
+        "Reward",
+        "mean score of a step",
+        (Line("reward", ("reward",), ("score/raw_group_std",)),),
+        band_note="band: one standard deviation within a group",
+    ),
+    Chart(
+        "kl_sequence",
+        "KL of a completion",
+        "nats from the reference, summed over the completion",
+        (Line("KL", ("kl/sequence", "objective/kl")),),
+    ),
+    Chart(
+        "kl_token", "KL of a token", "nats from the reference", (Line("KL", ("kl/token", "kl")),)
+    ),
+    Chart(
+        "signal",
+        "Groups with signal",
+        "share of groups whose scores differ: the others teach nothing",
+        (Line("with signal", ("signal/groups_without", "frac_reward_zero_std"), from_one=True),),
+        share=True,
+    ),
+    Chart(
+        "entropy",
+        "Entropy",
+        "nats a token; near 0 all completions of a prompt are alike",
+        (Line("entropy", ("policy/entropy_avg", "entropy")),),
+    ),
+    Chart(
+        "length",
+        "Length",
+        "tokens of a completion",
+        (
+            Line(
+                "mean length",
+                ("completions/mean_length",),
+                ("completions/min_length", "completions/max_length"),
+            ),
+        ),
+        band_note="band: the shortest to the longest",
+    ),
+    Chart(
+        "truncated",
+        "Cut off",
+        "share of completions that reached max_completion_length",
+        (Line("cut off", ("completions/truncated", "completions/clipped_ratio")),),
+        share=True,
+    ),
+    Chart(
+        "grad_norm",
+        "Gradient norm",
+        "before it is clipped to max_grad_norm",
+        (Line("norm", ("grad_norm",)),),
+    ),
+    Chart(
+        "learning_rate", "Learning rate", "of the step", (Line("rate", ("learning_rate", "lr")),)
+    ),
+    Chart(
+        "speed",
+        "Speed",
+        "tokens a second",
+        (
+            Line("sampling", ("speed/generation_tokens_per_second",)),
+            Line("learning", ("speed/learning_tokens_per_second",)),
+        ),
+    ),
+    Chart("memory", "Peak memory", "GiB", (Line("peak", ("memory/peak_gib",)),)),
+)
+"""In the order of the page; the charts of the single rewards come after the first."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The metrics of a run, a row a step."""
+
+    steps: list[int]
+    rows: list[dict[str, Any]]
+
+    def values(self, names: Sequence[str]) -> list[float | None]:
+        """Return the values of the first of these metrics that the run has; [] where it has none.
+
+        Args:
+            names: Of metrics.
+        """
+        for name in names:
+            found = [finite_number(row.get(name)) for row in self.rows]
+            if any(value is not None for value in found):
+                return found
+        return []
+
+
+def rows_of(record: RunRecord) -> Rows:
+    """Return what is known of every step; of a step that was made twice the last.
+
+    Args:
+        record: As ``read_run`` returns it.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    step = 0
+    for row in record.metrics:
+        if "train_runtime" in row:
+            continue
+        given = finite_number(row.get("step"))
+        step = step + 1 if given is None else int(given)
+        found.setdefault(step, {}).update(row)
+    steps = sorted(found)
+    return Rows(steps, [found[step] for step in steps])
+
+
+# --- the charts ----------------------------------------------------------------------------------
+
+
+def charts_of(records: Sequence[RunRecord]) -> list[Chart]:
+    """Return the charts that at least one of the runs has something for.
+
+    Args:
+        records: As ``read_run`` returns them.
+    """
+    runs = [rows_of(record) for record in records]
+    present = {name for run in runs for row in run.rows for name in row}
+    rewards = {n[8:-5]: 0 for run in runs for row in run.rows for n in row if _is_reward(n)}
+    rewards |= {name: 0 for record in records for name in held_out_points(record)}
+    first, *others = CHARTS
+    of_rewards = [
+        Chart(
+            f"reward-{place}",
+            f"Reward {name}",
+            "mean of a step, without its weight",
+            (Line(name, (f"rewards/{name}/mean",)),),
+            held_out=(name,),
+        )
+        for place, name in enumerate(rewards)
+    ]
+    if len(of_rewards) == 1 and all(_is_the_reward(run, of_rewards[0]) for run in runs):
+        first = replace(first, held_out=of_rewards[0].held_out)
+        of_rewards = []
+    return [
+        chart
+        for chart in (first, *of_rewards, *others)
+        if any(present & set(line.metrics) for line in chart.lines) or chart in of_rewards
+    ]
+
+
+def _is_reward(name: str) -> bool:
+    return name.startswith("rewards/") and name.endswith("/mean") and len(name) > 13
+
+
+def _is_the_reward(run: Rows, chart: Chart) -> bool:
+    """Return whether this one reward is all that the run pays, so that one curve tells both."""
+    return run.values(chart.lines[0].metrics) == run.values(("reward",))
+
+
+def held_out_points(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
+    """Return of every reward its means on the held-out prompts, as pairs of step and value.
+
+    Args:
+        record: As ``read_run`` returns it; before stands at step 0, after at the last or, where the
+            best weights were put back, at theirs.
+    """
+    found = record.evaluation or {}
+    during = found.get("during")
+    last = max(rows_of(record).steps, default=0)
+    kept = finite_number(record.end.get("kept_step"))
+    parts = [(0, found.get("before"))]
+    parts += [
+        (int(finite_number(part.get("step")) or 0), part)
+        for part in (during if isinstance(during, list) else [])
+        if isinstance(part, dict)
+    ]
+    parts.append((last if kept is None else int(kept), found.get("after")))
+    points: dict[str, list[tuple[int, float]]] = {}
+    for step, part in parts:
+        rewards = part.get("rewards") if isinstance(part, dict) else None
+        for name, value in rewards.items() if isinstance(rewards, dict) else ():
+            if (number := finite_number(value)) is not None:
+                points.setdefault(name, []).append((step, number))
+    return points
+
+
+# --- the points ----------------------------------------------------------------------------------
+
+
+def curves_of(record: RunRecord, charts: Sequence[Chart], share: int = 1) -> dict[str, Any]:
+    """Return the points of every chart, at most ``POINTS`` a curve.
+
+    Args:
+        record: As ``read_run`` returns it.
+        charts: As ``charts_of`` returns them.
+        share: Runs on the page, which divide the points there are.
+
+    Returns:
+        ``from`` and ``to``, the steps that each point tells of; ``lines``, by ``ID/NUMBER`` of the
+        chart's line, each with ``y`` and, where there is a band or a point tells of several steps,
+        ``lo`` and ``hi``; ``more``, by name, the metrics that no chart shows.
+    """
+    run = rows_of(record)
+    width = max(1, -(-len(run.steps) * share // POINTS))
+    cuts = [slice(at, at + width) for at in range(0, len(run.steps), width)]
+    others = _other_metrics(run, charts)[: max(1, MORE // share)]
+    lines = {}
+    for chart in charts:
+        for place, line in enumerate(chart.lines):
+            if values := run.values(line.metrics):
+                lines[f"{chart.id}/{place}"] = _points(_banded(run, line, values), cuts)
+    return {
+        "from": [run.steps[cut][0] for cut in cuts],
+        "to": [run.steps[cut][-1] for cut in cuts],
+        "lines": lines,
+        "more": {name: _means(run.values((name,)), cuts) for name in others},
+    }
+
+
+def _banded(
+    run: Rows, line: Line, values: list[float | None]
+) -> tuple[list[float | None], list[float | None], list[float | None]]:
+    """Return the values with the lower and the upper edge of their band."""
+    if line.from_one:
+        values = [None if value is None else 1.0 - value for value in values]
+    edges = [run.values((name,)) or values for name in line.band]
+    if len(edges) == 2:
+        return values, edges[0], edges[1]
+    if len(edges) == 1 and edges[0] is not values:
+        pairs = [(v, s or 0.0) for v, s in zip(values, edges[0], strict=True)]
+        low, high = ([None if v is None else v + sign * s for v, s in pairs] for sign in (-1, 1))
+        return values, low, high
+    return values, values, values
+
+
+def _points(
+    banded: tuple[list[float | None], list[float | None], list[float | None]], cuts: list[slice]
+) -> dict[str, list[float | None]]:
+    values, low, high = banded
+    found = {"y": _means(values, cuts)}
+    if low is not values or len(cuts) < len(values):
+        found["lo"] = [_rounded(min(finite_numbers(low[cut]), default=None)) for cut in cuts]
+        found["hi"] = [_rounded(max(finite_numbers(high[cut]), default=None)) for cut in cuts]
+    return found
+
+
+def _means(values: Sequence[float | None], cuts: list[slice]) -> list[float | None]:
+    return [_rounded(mean_or_none(finite_numbers(values[cut]))) for cut in cuts]
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")
+
+
+def _other_metrics(run: Rows, charts: Sequence[Chart]) -> list[str]:
+    """Return the metrics that no chart shows, in the order in which they first came."""
+    shown = {name for chart in charts for line in chart.lines for name in line.metrics + line.band}
+    names = dict.fromkeys(name for row in run.rows for name in row)
+    # A reward without a chart is the only one, and the first chart tells it.
+    wanted = [n for n in names if n not in shown and n not in NO_METRICS and not _is_reward(n)]
+    return [name for name in wanted if run.values((name,))]

@@ -1,0 +1,4 @@
+"""Try rewards before a run and train reward models.
+
+Samples and scores; never changes a policy.
+"""

@@ -1,0 +1,242 @@
+"""The folder of a run: made, taken up again, and left whole however the run ends."""
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from rloo_kit.checkpoints.store import Checkpoint, list_steps
+from rloo_kit.config.run_file import SECTIONS, RunConfig, read_run_file
+from rloo_kit.machine.environment import Environment
+from rloo_kit.errors import ConfigError
+from rloo_kit.machine.hardware import TESTED, installed_version
+from rloo_kit.output_folder import latest_folder, lock_folder, make_run_folder
+from rloo_kit.processes import current_team
+from rloo_kit.text.redaction import redact_tree, without_hidden
+from rloo_kit.diagnosis.record import read_json
+from rloo_kit.checkpoints.stopping import signals_wait
+from rloo_kit.text.wording import shown
+
+if TYPE_CHECKING:
+    from rloo_kit.runs.recorder import RunRecorder
+
+RUN_FILE = "run.yaml"
+MAY_CHANGE = {
+    "model": ("name", "backend"),  # a folder may have moved: the weights themselves are compared
+    "data": ("held_out_every", "prompts"),
+    "lora": (),
+}
+"""Settings outside of ``trainer:`` that a resumed run may have otherwise."""
+RECORD = ("metrics.jsonl", "completions.jsonl", "evaluation.json", "end.json", "report.html")
+
+
+# --- which run -----------------------------------------------------------------------------------
+
+
+def folder_to_resume(
+    source: str | Path | RunConfig, config: RunConfig, resume: bool | str | Path
+) -> Path | None:
+    """Return the folder of the run that is to go on; None where there is none yet.
+
+    Args:
+        source: What the run was asked for by: a run file, or the folder of a run.
+        config: Its settings.
+        resume: True, or the folder itself.
+
+    Raises:
+        ConfigError: The folder that was named is no folder of a run.
+    """
+    if resume is False:
+        return None
+    if resume is True and not (isinstance(source, str | Path) and os.path.isdir(source)):
+        return latest_folder(config.output_dir)
+    folder = Path(source if resume is True else resume)
+    if not (folder / RUN_FILE).is_file():
+        raise ConfigError(
+            f"{str(folder)!r} is no folder of a run, since it holds no {RUN_FILE}: give the folder "
+            f"that rloo-kit train wrote"
+        )
+    return folder
+
+
+def has_finished(folder: Path, max_steps: int) -> bool:
+    """Return whether the run in a folder has ended with all its steps.
+
+    Args:
+        folder: Of the run.
+        max_steps: That it is to make now; not above 0 where its epochs decide.
+    """
+    end = read_json(folder / "end.json") or {}
+    steps = end.get("steps")
+    return (
+        end.get("how") == "finished"
+        and isinstance(steps, int)
+        and (max_steps <= 0 or steps >= max_steps)
+        and (folder / "adapter").is_dir()
+    )
+
+
+def check_same_settings(folder: Path, now: RunConfig) -> None:
+    """Refuse to go on with other settings than the run had, but for those that may change.
+
+    Those of ``trainer:`` are compared by the trainer, with the ones that are not in the run file.
+
+    Args:
+        folder: Of the run.
+        now: With whole paths.
+
+    Raises:
+        ConfigError: The first that differs, and how to put it back.
+    """
+    then, _ = without_hidden(read_run_file(folder / RUN_FILE).as_dict())
+    asked, _ = without_hidden(redact_tree(now.as_dict()))  # secrets may differ
+    for path, old, new in _differences(then, asked):
+        raise ConfigError(
+            f"{path} is {shown(new)}, and the run in {shown(str(folder))} began with {shown(old)}: "
+            f"put it back to "
+            f"resume, or leave --resume out to begin a new run"
+        )
+
+
+def _differences(
+    then: dict[str, Any], now: dict[str, Any], section: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    for name, new in now.items():
+        old = then.get(name)
+        if name in ("trainer", "output_dir") or name in MAY_CHANGE.get(section, ()):
+            continue
+        if name in SECTIONS and not section:
+            yield from _differences(old, new, name)
+        elif old != new:
+            yield f"{section}.{name}".lstrip("."), old, new
+
+
+# --- making it and taking it up ------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def new_folder(
+    wanted: Path, config: RunConfig, environment: Environment
+) -> Iterator["RunRecorder"]:
+    """Make a run's folder with its first files; take it away if the body fails before a step.
+
+    Args:
+        wanted: Its name; a number is added where it exists.
+        config: Written to run.yaml.
+        environment: Written to environment.json.
+
+    Yields:
+        The recorder of the run. A fault after it is written to the folder, and its report with it.
+
+    Raises:
+        ConfigError: It cannot be made or written.
+    """
+    from rloo_kit.runs.recorder import RunRecorder
+
+    there = [parent for parent in wanted.absolute().parents if parent.exists()]
+    with contextlib.ExitStack() as held:
+        with signals_wait():  # else one could end the run while nobody would take the folder away
+            folder = make_run_folder(wanted)
+            held.enter_context(_removed_if_empty(folder, there[0]))
+        held.enter_context(lock_folder(folder))
+        try:
+            write_run_file(folder, config)
+            _write_environment(folder, environment)
+        except OSError as exc:
+            raise ConfigError(
+                f"output_dir {str(folder)!r} cannot be written ({exc}): choose another"
+            ) from exc
+        recorder = RunRecorder(folder)
+        with _end_recorded(recorder):
+            yield recorder
+
+
+@contextlib.contextmanager
+def reopened_folder(
+    folder: Path, config: RunConfig, environment: Environment, checkpoint: Checkpoint | None
+) -> Iterator["RunRecorder"]:
+    """Take up the folder of a run that did not end; it must be locked already.
+
+    Args:
+        folder: Of the run.
+        config: Written to run.yaml.
+        environment: Written to environment.json.
+        checkpoint: That the run goes on from; None: it begins anew, and its record with it.
+
+    Yields:
+        The recorder of the run.
+    """
+    from rloo_kit.runs.recorder import RunRecorder
+
+    recorder = RunRecorder(folder)
+
+    def begin() -> None:
+        for name in RECORD if checkpoint is None else ("end.json",):
+            (folder / name).unlink(missing_ok=True)
+        write_run_file(folder, config)
+        _write_environment(folder, environment)
+
+    if checkpoint is None:
+        begin()
+    else:  # the trainer may still find that the checkpoint is of another run
+        recorder.begin = begin
+    with _end_recorded(recorder):
+        yield recorder
+
+
+def earlier_scores(folder: Path) -> dict[str, Any] | None:
+    """Return the scores on held-out prompts from before the training, where a run has them."""
+    found = (read_json(folder / "evaluation.json") or {}).get("before")
+    return found if isinstance(found, dict) else None
+
+
+def write_run_file(folder: Path, config: RunConfig) -> None:
+    """Write the settings to run.yaml: whole, or not at all."""
+    beside = folder / f".{RUN_FILE}.part"
+    beside.write_text(yaml.safe_dump(redact_tree(config.as_dict()), sort_keys=False))
+    os.replace(beside, folder / RUN_FILE)
+
+
+def _write_environment(folder: Path, environment: Environment) -> None:
+    facts = asdict(environment)
+    facts["processes"] = current_team().size
+    facts["versions"] = {name: installed_version(name) for name in ("rloo_kit", *TESTED)}
+    (folder / "environment.json").write_text(json.dumps(redact_tree(facts), indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _removed_if_empty(folder: Path, there: Path) -> Iterator[None]:
+    """Take a new folder away, and the parents made for it, if the run fails before a step."""
+    try:
+        yield
+    except BaseException:
+        learned = ("metrics.jsonl", "completions.jsonl", "adapter")
+        if not any((folder / name).exists() for name in learned) and not list_steps(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # a parent that is in use by now
+                for parent in folder.absolute().parents:
+                    if parent == there:
+                        break
+                    parent.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def _end_recorded(recorder: "RunRecorder") -> Iterator[None]:
+    start = time.monotonic()
+    try:
+        yield
+    except BaseException as exc:
+        if recorder.began and (recorder.folder / "metrics.jsonl").exists():
+            reason = f"{type(exc).__name__}: {exc}"
+            with contextlib.suppress(OSError):  # a full disk must not hide what happened first
+                recorder.write_end("failed", reason, recorder.steps, time.monotonic() - start)
+            recorder.write_report()
+        raise

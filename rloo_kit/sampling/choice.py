@@ -1,0 +1,437 @@
+"""Start the engine that samples for a model: vLLM in this process, a vLLM server, or none."""
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rloo_kit.config.engine_tables import SET_ELSEWHERE
+from rloo_kit.config.run_file import did_you_mean
+from rloo_kit.errors import ConfigError, GenerationError, KitError
+from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
+from rloo_kit.machine.memory import belongs_to_session
+from rloo_kit.models.engine_memory import MAX_SEQUENCES
+from rloo_kit.processes import Team, current_team, gathered
+from rloo_kit.sampling.engine import Choice, Drawn, Engine, Sampling, choose, why_no_hot_swap
+from rloo_kit.text.wording import shown, why
+
+WHY_NOT_SEVERAL = "several processes share one vLLM server: start one, and set generation to server"
+"""An engine in each process would open a group of processes of its own."""
+
+OBEYED = ""
+"""The engine does what the setting says, or the setting has no meaning for it."""
+NEEDS_SERVER = "set generation: server, or leave it out"
+NEEDS_TRANSFORMERS = "set generation: transformers, or leave it out"
+NO_REGEX = (
+    "reward the form instead (the reward format), or set use_vllm: true and vllm_mode: server for "
+    "TRL's own client"
+)
+NO_GROUP = "leave it out: only the adapter moves, and that through a folder"
+NO_OBJECT = "write its values into generation_kwargs"
+SETTINGS: dict[str, tuple[str, str, str]] = {
+    "use_vllm": (OBEYED, OBEYED, OBEYED),  # by asked_for
+    "vllm_mode": (OBEYED, OBEYED, OBEYED),
+    "vllm_model_impl": (
+        "leave it out: adapters are swapped in vLLM's own implementation alone",
+        "leave it out, and start the server with --model-impl",
+        OBEYED,
+    ),
+    "vllm_enable_sleep_mode": (OBEYED, OBEYED, OBEYED),  # a server has memory of its own
+    "vllm_structured_outputs_regex": (NO_REGEX, NO_REGEX, NO_REGEX),
+    "vllm_server_base_url": (NEEDS_SERVER, OBEYED, NEEDS_SERVER),
+    "vllm_server_host": (NEEDS_SERVER, OBEYED, NEEDS_SERVER),
+    "vllm_server_port": (NEEDS_SERVER, OBEYED, NEEDS_SERVER),
+    "vllm_server_timeout": (NEEDS_SERVER, OBEYED, OBEYED),
+    "vllm_group_port": (NO_GROUP, NO_GROUP, OBEYED),
+    "vllm_gpu_memory_utilization": (
+        OBEYED,
+        "leave it out, and start the server with --gpu-memory-utilization",
+        OBEYED,
+    ),
+    "vllm_max_model_length": (OBEYED, OBEYED, OBEYED),
+    "vllm_tensor_parallel_size": (
+        "leave it out: this engine is for one GPU, and a vLLM server may use several",
+        "leave it out, and start the server with --tensor-parallel-size",
+        OBEYED,
+    ),
+    "vllm_sampling_params": (NO_OBJECT, NO_OBJECT, NO_OBJECT),  # of Unsloth's patched class
+    "cache_implementation": (NEEDS_TRANSFORMERS, NEEDS_TRANSFORMERS, OBEYED),
+    "use_transformers_continuous_batching": (NEEDS_TRANSFORMERS, NEEDS_TRANSFORMERS, OBEYED),
+    "transformers_continuous_batching_config": (NEEDS_TRANSFORMERS, NEEDS_TRANSFORMERS, OBEYED),
+    "use_transformers_paged": (NEEDS_TRANSFORMERS, NEEDS_TRANSFORMERS, OBEYED),
+}
+"""TRL's settings of who samples: what to do where they are given to vLLM in this process, a vLLM
+server, transformers. TRL's own client has them all from TRL."""
+ENGINES = {
+    "vllm": "vLLM in this process",
+    "server": "the vLLM server",
+    "transformers": "transformers",
+}
+TOKEN_SAMPLING = frozenset(
+    {
+        "allowed_token_ids",
+        "frequency_penalty",
+        "ignore_eos",
+        "logit_bias",
+        "min_p",
+        "min_tokens",
+        "presence_penalty",
+        "repetition_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+    }
+)
+"""What ``generation_kwargs`` may hold for vLLM: what needs no tokenizer, and leaves the number of
+completions, their length, their ends and the log-probabilities to the kit."""
+FIXED = frozenset({"disable_compile", "num_return_sequences", "return_dict_in_generate"})
+"""Parameters of transformers' ``generate`` that TRL and the kit set."""
+
+
+def start_engine(
+    model: Any, args: Any, *, why_not: str | None = None, trains: bool = True
+) -> tuple[Engine | None, Choice]:
+    """Start what ``args.generation`` asks for.
+
+    Args:
+        model: As ``attach_lora`` returned it.
+        args: A ``LeaveOneOutConfig``.
+        why_not: Why only TRL's own path can sample here (images, divided weights), or None.
+        trains: Whether a training samples, and not an evaluation, which draws otherwise.
+
+    Returns:
+        The engine, None where transformers or TRL samples; and the choice, with its reason. One
+        server samples for all processes of a training, and each calls what is returned.
+
+    Raises:
+        GenerationError: What was asked for by name cannot be used, or does not start.
+        ConfigError: Two settings contradict each other.
+    """
+    asked, team = asked_for(args), current_team()
+    if asked == "trl":
+        _check_tables(model, Choice("trl"))
+        return None, Choice("trl")
+    why_not = why_not or _why_not_here(asked, team, model)
+    choice = choose(asked, on_gpu=model.device.type != "cpu", why_not=why_not)
+    if trains:
+        check_settings(args, choice.engine)
+    _check_tables(model, choice)
+    if choice.engine == "transformers":
+        _let_sleep(model)
+        return None, choice
+    max_length = _max_length(model, args)
+    if choice.engine == "server":
+        if team.size > 1:
+            return SharedEngine(team, lambda: _server(model, args, max_length)), choice
+        return _server(model, args, max_length), choice
+    try:
+        return _in_process(model, args, max_length), choice
+    except GenerationError as exc:
+        if asked != "auto" or getattr(model, "rloo_kit_vllm", None):
+            raise
+        return None, Choice("transformers", str(exc))
+
+
+def _check_tables(model: Any, choice: Choice) -> None:
+    """Refuse further arguments of vLLM where another engine samples.
+
+    Raises:
+        ConfigError: ``load_model`` was given one.
+    """
+    for name, value in getattr(model, "rloo_kit_vllm", {}).items():
+        if choice.engine == "vllm":
+            return
+        key = SET_ELSEWHERE["vllm"].get(name, f"vllm.{name}")
+        if name == "hf_overrides" and "head_dtype" in value:
+            key = "model.fp32_lm_head"
+        reason = f" ({choice.reason})" if choice.reason else ""
+        sampler = ENGINES.get(choice.engine, "TRL's own client")
+        raise ConfigError(
+            f"{key} is for vLLM in this process, and {sampler} samples{reason}: "
+            f"leave it out, or set trainer.generation to vllm"
+        )
+
+
+def _why_not_here(asked: str, team: Team, model: Any) -> str | None:
+    """Return why vLLM cannot sample from this model in this process, or None."""
+    reason = None
+    if asked in ("vllm", "auto"):
+        reason = (WHY_NOT_SEVERAL if team.size > 1 else None) or why_not_vllm()
+    if asked == "auto":  # by name, vLLM gets a copy of its own
+        reason = reason or getattr(model, "rloo_kit_why_not_shared", None)
+    return reason or why_no_hot_swap(model)
+
+
+def _max_length(model: Any, args: Any) -> int:
+    """Return the longest prompt plus completion, tokens."""
+    given = args.vllm_max_model_length or getattr(model, "rloo_kit_max_seq_length", None)
+    return given or model.config.get_text_config().max_position_embeddings
+
+
+def _check_shared(args: Any, shared: Any) -> None:
+    """Refuse settings of an engine that started with the model, and differs.
+
+    Args:
+        args: A ``LeaveOneOutConfig``.
+        shared: What ``load_model`` started it with (``EngineSettings``).
+
+    Raises:
+        ConfigError: One differs.
+    """
+    share, length = args.vllm_gpu_memory_utilization, args.vllm_max_model_length
+    if args.memory_share_given and share != shared.share:
+        raise ConfigError(
+            f"trainer.vllm_gpu_memory_utilization is {share:g}, and vLLM started with the model: "
+            f"give it to load_model as gpu_memory_utilization"
+        )
+    if length and length != shared.max_seq_length:
+        raise ConfigError(
+            f"trainer.vllm_max_model_length is {length}, and vLLM started with the model for "
+            f"{shared.max_seq_length} tokens: set model.max_seq_length"
+        )
+
+
+def _let_sleep(model: Any) -> None:
+    """Let an engine sleep that a model carries and nobody samples with."""
+    llm = getattr(model, "vllm_engine", None)
+    if llm is None or not llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
+        return
+    if not llm.llm_engine.is_sleeping():
+        llm.sleep(level=1)
+
+
+def _in_process(model: Any, args: Any, max_length: int) -> Engine:
+    from rloo_kit.sampling.vllm_inprocess import VllmEngine
+
+    if (shared := getattr(model, "rloo_kit_engine", None)) is not None:
+        _check_shared(args, shared)
+
+    engine = VllmEngine(
+        model,
+        max_length=max_length,
+        num_sequences=min(MAX_SEQUENCES, args.generation_batch_size),
+        sleeps=args.vllm_enable_sleep_mode,
+        memory_share=args.vllm_gpu_memory_utilization if args.memory_share_given else None,
+        seed=args.seed,
+        extra=getattr(model, "rloo_kit_vllm", None),
+    )
+    belongs_to_session(engine)
+    return engine
+
+
+def _server(model: Any, args: Any, max_length: int) -> Engine:
+    from rloo_kit.sampling.vllm_server import VllmServer
+
+    server = VllmServer(
+        args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}",
+        model,
+        max_length=max_length,
+        timeout=args.vllm_server_timeout,
+        adapter_dir=args.vllm_adapter_dir,
+    )
+    belongs_to_session(server)
+    return server
+
+
+class SharedEngine:
+    """One engine, held by the first process, that samples for all of them.
+
+    Every call is made by all processes together.
+
+    Args:
+        team: The processes.
+        start: Starts the engine, in the first process.
+    """
+
+    def __init__(self, team: Team, start: Callable[[], Engine]) -> None:
+        self._team = team
+        self._engine: Engine | None = None
+
+        def facts() -> tuple[str, Any]:
+            self._engine = start()
+            return self._engine.name, self._engine.adapter_dtype
+
+        self.name, self.adapter_dtype = team.lead(facts)
+        self.sync_seconds = 0.0
+
+    def sync(self, model: Any) -> None:
+        """Send what the first process's model computes; the others' are the same."""
+
+        def send() -> float:
+            self._engine.sync(model)
+            return self._engine.sync_seconds
+
+        with gathered(p for p in model.parameters() if p.requires_grad):
+            self.sync_seconds = self._team.lead(send)
+
+    def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Drawn:
+        """Complete this process's prompts, and the others', in one call."""
+        parts = self._team.gather(prompt_ids)
+        everything = [ids for part in parts for ids in part]
+        drawn = self._team.lead(lambda: self._engine.generate(everything, sampling, seed))
+        begin = sum(map(len, parts[: self._team.rank]))
+        mine = slice(begin, begin + len(prompt_ids))
+        return Drawn(drawn.completion_ids[mine], drawn.log_probs[mine])
+
+    def sleep(self) -> None:
+        """Let the engine sleep; ``generate`` wakes it up."""
+        if self._engine is not None:
+            self._engine.sleep()
+
+    def close(self) -> None:
+        """Give the engine back."""
+        if self._engine is not None:
+            self._engine.close()
+
+
+def check_engine(args: Any, *, trains: bool = True) -> None:
+    """Refuse what can be refused before a model is loaded.
+
+    Args:
+        args: A ``LeaveOneOutConfig``.
+        trains: Whether a training samples, and not an evaluation.
+
+    Raises:
+        GenerationError: An engine was asked for by name and is not installed.
+        ConfigError: The engine does not obey a setting.
+    """
+    asked = asked_for(args)
+    if asked == "vllm":
+        choose("vllm", on_gpu=True, why_not=why_not_vllm())
+    if asked == "auto" and (detect_hardware().device == "cpu" or why_not_vllm()):
+        asked = "transformers"
+    if trains:
+        check_settings(args, asked)
+
+
+def check_settings(args: Any, engine: str) -> None:
+    """Refuse settings of TRL that an engine would not obey.
+
+    Args:
+        args: A ``LeaveOneOutConfig``.
+        engine: ``vllm``, ``server`` or ``transformers``; of others nothing is known.
+
+    Raises:
+        ConfigError: One is given.
+    """
+    if engine not in ENGINES:
+        return
+    place = list(ENGINES).index(engine)
+    for name, remedies in SETTINGS.items():
+        if remedies[place] and _is_given(args, name):
+            raise ConfigError(
+                f"trainer.{name} is {shown(getattr(args, name))}, which {ENGINES[engine]} does not "
+                f"obey: {remedies[place]}"
+            )
+    others = getattr(args, "generation_kwargs", None) or {}
+    if engine == "transformers":
+        _check_generate(others)
+    else:
+        _check_vllm(others, engine, args)
+
+
+def _is_given(args: Any, name: str) -> bool:
+    """Return whether a setting has another value than TRL's default."""
+    if name == "vllm_gpu_memory_utilization":
+        return bool(getattr(args, "memory_share_given", False))
+    from trl import RLOOConfig
+
+    field = next((field for field in dataclasses.fields(RLOOConfig) if field.name == name), None)
+    return field is not None and getattr(args, name, field.default) != field.default
+
+
+def _check_vllm(others: Mapping[str, Any], engine: str, args: Any) -> None:
+    known = TOKEN_SAMPLING | ({"bad_words"} if engine == "server" else set())
+    for name in others:
+        if name not in known:
+            raise ConfigError(
+                f"trainer.generation_kwargs gives {name!r}, which cannot be given to "
+                f"{ENGINES[engine]}: leave it out, set generation: transformers, or give one of "
+                f"{', '.join(sorted(known))}"
+            )
+    if engine == "vllm" and others:
+        from vllm import SamplingParams
+
+        try:
+            SamplingParams(**sampling_of(args, []).as_vllm())
+        except Exception as exc:  # what vLLM raises differs by version
+            raise _refused(others, exc) from exc
+
+
+def _check_generate(others: Mapping[str, Any]) -> None:
+    from transformers import GenerationConfig
+
+    names = set(inspect.signature(GenerationConfig).parameters) | set(vars(GenerationConfig()))
+    known = {name for name in names if not name.startswith("_")} - FIXED
+    for name in others:
+        if name not in known:
+            hint = "; leave it out, since TRL sets it" if name in FIXED else ""
+            raise ConfigError(
+                f"trainer.generation_kwargs gives {name!r}, which cannot be given to generate of "
+                f"transformers{hint or did_you_mean(name, known)}"
+            )
+    try:
+        GenerationConfig(**{"do_sample": True, **others})
+    except (TypeError, ValueError) as exc:
+        raise _refused(others, exc) from exc
+
+
+@contextlib.contextmanager
+def values_obeyed(args: Any) -> Iterator[None]:
+    """Blame ``generation_kwargs`` for what transformers' ``generate`` does not take.
+
+    Raises:
+        ConfigError: It is given, and holds a value that only ``generate`` itself looks at.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as exc:
+        if isinstance(exc, KitError) or not args.generation_kwargs:
+            raise
+        raise _refused(args.generation_kwargs, exc) from exc
+
+
+def _refused(others: Mapping[str, Any], exc: Exception) -> ConfigError:
+    return ConfigError(
+        f"trainer.generation_kwargs {shown(dict(others))} cannot be obeyed ({why(exc)}): correct "
+        f"its values"
+    )
+
+
+def asked_for(args: Any) -> str:
+    """Return ``auto``, ``vllm``, ``server``, ``transformers``, or ``trl`` for TRL's own client.
+
+    ``use_vllm: true`` means ``generation: vllm``; with ``vllm_mode: server`` it is TRL's client of
+    ``trl vllm-serve``.
+
+    Raises:
+        ConfigError: ``use_vllm`` and ``generation`` contradict each other.
+    """
+    if not args.use_vllm:
+        return args.generation
+    wanted = "trl" if args.vllm_mode == "server" else "vllm"
+    if args.generation not in ("auto", wanted):
+        raise ConfigError(
+            f"use_vllm: true asks for vLLM and generation is {args.generation!r}: keep generation"
+        )
+    return wanted
+
+
+def sampling_of(args: Any, stop_token_ids: list[int]) -> Sampling:
+    """Return how a trainer's settings draw completions.
+
+    Args:
+        args: A ``LeaveOneOutConfig``.
+        stop_token_ids: Each ends a completion.
+    """
+    return Sampling(
+        max_tokens=args.max_completion_length,
+        stop_token_ids=tuple(stop_token_ids),
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k or 0,
+        min_p=args.min_p or 0.0,
+        repetition_penalty=args.repetition_penalty,
+        others=dict(args.generation_kwargs or {}),
+    )

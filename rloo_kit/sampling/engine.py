@@ -1,0 +1,257 @@
+"""Who samples: what every engine takes and gives, how an adapter reaches it, which one is chosen.
+
+The base model stays in the engine; only the LoRA adapter moves, as a small folder in shared memory
+under a fresh name after every optimizer step. Nothing is merged, so 4-bit weights are not rounded.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rloo_kit.errors import GenerationError
+from rloo_kit.machine.hardware import SHARED_MEMORY
+from rloo_kit.models.engine_memory import LORA_RANKS, room_for_rank
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn; TRL's names and meanings."""
+
+    max_tokens: int
+    """Of a completion."""
+    stop_token_ids: tuple[int, ...]
+    """A completion ends with the first of them."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    others: dict[str, Any] = field(default_factory=dict)
+    """Further parameters of vLLM's ``SamplingParams``, by name."""
+
+    @property
+    def whole_distribution(self) -> bool:
+        """Whether every token can be drawn, with the probability the policy gives it."""
+        top = (self.top_p, self.min_p, self.repetition_penalty) == (1.0, 0.0, 1.0)
+        return top and self.top_k <= 0 and self.temperature > 0 and not self.others
+
+    def as_vllm(self) -> dict[str, Any]:
+        """Return the arguments of vLLM's ``SamplingParams``; log-probs of the drawn tokens only."""
+        values = asdict(self)
+        return {
+            **{name: value for name, value in values.items() if name != "others"},
+            "stop_token_ids": list(self.stop_token_ids),
+            "top_k": max(0, self.top_k),
+            "logprobs": 0,
+            **self.others,
+        }
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Completions as an engine gave them, in the order of the prompts."""
+
+    completion_ids: list[list[int]]
+    """Token ids, the stop token included; never empty."""
+    log_probs: list[list[float]]
+    """Of those tokens, nats, under the distribution they were drawn from."""
+
+
+class Engine(Protocol):
+    """Something that samples from the policy."""
+
+    name: str
+    """For people: ``vLLM in this process``."""
+    sync_seconds: float
+    """What the last ``sync`` took."""
+    adapter_dtype: Any
+    """torch's type that an adapter is rounded to on its way."""
+
+    def sync(self, model: Any) -> None:
+        """Make what ``model`` computes now what samples: its active adapter, or its base alone."""
+
+    def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Drawn:
+        """Complete every prompt once.
+
+        Args:
+            prompt_ids: B lists of token ids.
+            sampling: How.
+            seed: The same seed, prompts and adapter give the same completions.
+        """
+
+    def sleep(self) -> None:
+        """Give memory to the learning step; ``generate`` wakes up again."""
+
+    def close(self) -> None:
+        """Give everything back. Safe to call twice."""
+
+
+# --- the adapter's way ---------------------------------------------------------------------------
+
+
+def why_no_hot_swap(model: Any) -> str | None:
+    """Return why vLLM cannot sample from this model by its adapter alone, or None when it can."""
+    configs = getattr(model, "peft_config", {})
+    if not configs:
+        return "the model has no LoRA adapter"
+    return next(filter(None, map(_why_not_taken, configs.values())), None)
+
+
+def _why_not_taken(config: Any) -> str | None:
+    if str(getattr(config.peft_type, "value", config.peft_type)).upper() != "LORA":
+        return f"the adapter is of the kind {config.peft_type}, and vLLM takes LoRA"
+    if getattr(config, "use_dora", False):
+        return "vLLM does not take DoRA adapters"
+    if getattr(config, "modules_to_save", None):
+        return "the adapter trains whole layers (modules_to_save), which vLLM does not take"
+    if getattr(config, "bias", "none") != "none":
+        return "the adapter trains biases, which vLLM does not take"
+    if getattr(config, "rank_pattern", None) or getattr(config, "alpha_pattern", None):
+        return "the adapter has ranks or alphas of their own for some layers (rank_pattern)"
+    if getattr(config, "lora_bias", False):
+        return "the adapter has biases of its own (lora_bias), which vLLM does not take"
+    for name in ("trainable_token_indices", "target_parameters"):
+        if getattr(config, name, None):
+            return f"the adapter trains more than layers ({name}), which vLLM does not take"
+    if config.r > LORA_RANKS[-1]:
+        return f"the adapter's rank is {config.r}, and vLLM takes at most {LORA_RANKS[-1]}"
+    return None
+
+
+def room_for_adapters(model: Any) -> int:
+    """Return the rank to reserve room for, so that each adapter of the model can be sent."""
+    return room_for_rank(max(config.r for config in model.peft_config.values()))
+
+
+def active_adapter(model: Any) -> str | None:
+    """Return the name of the adapter that a PEFT model computes with; None: its base alone."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layer = next(m for m in model.modules() if isinstance(m, BaseTunerLayer))
+    return None if layer.disable_adapters else layer.active_adapters[0]
+
+
+def adapter_tensors(model: Any, name: str = "default") -> dict[str, Any]:
+    """Return the tensors of an adapter under PEFT's names, where they are."""
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+
+
+class AdapterFolders:
+    """One folder after another in shared memory, each with the adapter of one moment.
+
+    Args:
+        parent: Where; a server on another machine needs a folder both can see. None: shared memory,
+            or the system's temporary folder where there is none.
+    """
+
+    def __init__(self, parent: Path | None = None) -> None:
+        if parent is None and SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
+            parent = SHARED_MEMORY
+        if parent == SHARED_MEMORY:
+            _sweep(parent)
+        try:
+            self.root = Path(tempfile.mkdtemp(prefix=f"rloo-kit-{os.getpid()}-", dir=parent))
+        except OSError as exc:
+            raise GenerationError(
+                f"no folder for the adapter can be made in {str(parent)!r} ({exc}): choose another "
+                f"vllm_adapter_dir"
+            ) from exc
+        self.root.chmod(0o755)  # a server may run as another user
+        self._number = 0
+
+    def write(self, model: Any, dtype: Any) -> Path:
+        """Write the active adapter as it is now and return its folder.
+
+        Args:
+            model: A PEFT model, its adapter not switched off.
+            dtype: Of the written tensors: what the engine computes in.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        self._number += 1
+        folder, active = self.root / f"adapter-{self._number}", active_adapter(model)
+        tensors = {
+            name: tensor.detach().to("cpu", dtype).contiguous()
+            for name, tensor in adapter_tensors(model, active).items()
+        }
+        config = model.peft_config[active].to_dict()
+        plain = {
+            name: sorted(value) if isinstance(value, set) else value
+            for name, value in config.items()
+        }
+        try:
+            folder.mkdir()
+            save_file(tensors, folder / "adapter_model.safetensors")
+            (folder / "adapter_config.json").write_text(json.dumps(plain, default=str))
+        except (OSError, SafetensorError) as exc:
+            raise GenerationError(
+                f"the adapter cannot be written to {str(self.root)!r} ({exc}): free some space "
+                f"there, or choose another vllm_adapter_dir"
+            ) from exc
+        return folder
+
+    @staticmethod
+    def drop(folder: Path | None) -> None:
+        """Remove an adapter that no engine needs any more."""
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove all of it."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what runs that were killed left in shared memory."""
+    import psutil
+
+    for folder in parent.glob("rloo-kit-*-*"):
+        pid = folder.name.split("-")[2]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- the choice ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which engine, and why not a faster one."""
+
+    engine: str
+    """``vllm``, ``server``, ``transformers`` or ``trl`` (TRL's own vLLM client)."""
+    reason: str | None = None
+    """In one line, where ``auto`` fell back."""
+
+
+def choose(asked: str, *, on_gpu: bool, why_not: str | None) -> Choice:
+    """Return the engine for what was asked.
+
+    Args:
+        asked: ``auto``, ``vllm``, ``transformers`` or ``server``.
+        on_gpu: Whether the model computes on a GPU.
+        why_not: Why vLLM cannot sample here, or None.
+
+    Raises:
+        GenerationError: vLLM was asked for by name and cannot sample here.
+    """
+    if asked == "transformers":
+        return Choice("transformers")
+    if asked in ("vllm", "server"):
+        if why_not:
+            raise GenerationError(
+                f"generation: {asked} cannot be used: {why_not}; set trainer.generation: auto"
+            )
+        return Choice(asked)
+    if not on_gpu:  # a small model is as fast without, and vLLM takes seconds to start
+        return Choice("transformers")
+    return Choice("transformers", why_not) if why_not else Choice("vllm")

@@ -1,0 +1,273 @@
+"""A vLLM server elsewhere: the same adapter-only sync over HTTP.
+
+The server is vLLM's own OpenAI server, started with runtime LoRA loading; ``START`` is the command.
+It must see the folder the adapters are written to.
+"""
+
+import math
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.errors import GenerationError
+from rloo_kit.sampling.engine import (
+    AdapterFolders,
+    Drawn,
+    Sampling,
+    active_adapter,
+    room_for_adapters,
+)
+from rloo_kit.text.redaction import redact
+
+START = (
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m vllm.entrypoints.openai.api_server --model MODEL "
+    "--enable-lora --max-lora-rank {rank} --max-loras 2 --logprobs-mode processed_logprobs"
+)
+"""How the server is started."""
+
+
+class VllmServer:
+    """A client of one server.
+
+    Args:
+        url: Such as ``http://127.0.0.1:8000``.
+        model: A PEFT model; its adapter is what is sent.
+        max_length: Longest prompt plus completion, tokens.
+        timeout: Seconds to wait for the server to be up, and for one answer.
+        adapter_dir: A folder that both machines see; None: shared memory, for a server on this one.
+
+    Raises:
+        GenerationError: No vLLM server answers there, or it was started without what is needed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: Any,
+        *,
+        max_length: int,
+        timeout: float = 240.0,
+        adapter_dir: str | Path | None = None,
+    ) -> None:
+        import httpx
+        import torch
+
+        self.name = f"vLLM server {url}"
+        self.adapter_dtype = torch.bfloat16
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self.sync_seconds = 0.0
+        """Of the last sync."""
+        self._rank = room_for_adapters(model)
+        self._adapter: tuple[str, Path] | None = None
+        self._samples: str | None = None
+        """The name of what samples, on the server."""
+        self._number = 0
+        key = os.environ.get("VLLM_API_KEY")
+        try:
+            self._client = httpx.Client(
+                base_url=self.url,
+                timeout=httpx.Timeout(timeout, connect=min(5.0, timeout)),
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+                limits=httpx.Limits(max_connections=None),
+                trust_env=False,  # a proxy for the world is not for a machine of one's own
+            )
+        except (httpx.InvalidURL, ValueError) as exc:
+            raise self._no_address(exc) from exc
+        try:
+            self._wait_until_up()
+            self._base = self._base_name(max_length)
+            self._folders = AdapterFolders(Path(adapter_dir) if adapter_dir else None)
+        except BaseException:
+            self._client.close()
+            raise
+
+    def sync(self, model: Any) -> None:
+        """Send the active adapter, if one is, and drop the one before."""
+        started = time.perf_counter()
+        adapter = None if active_adapter(model) is None else self._send(model)
+        self._drop_adapter()
+        self._adapter, self._samples = adapter, adapter[0] if adapter else self._base
+        self.sync_seconds = time.perf_counter() - started
+
+    def _send(self, model: Any) -> tuple[str, Path]:
+        self._number += 1
+        name = f"rloo-kit-{os.getpid()}-{self._number}"
+        folder = self._folders.write(model, self.adapter_dtype)
+        answer = self._post(
+            "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, check=False
+        )
+        if answer.status_code != 200:
+            AdapterFolders.drop(folder)
+            raise GenerationError(self._why_not_loaded(answer, folder))
+        return name, folder
+
+    def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Drawn:
+        """See ``Engine.generate``: one request for each run of equal prompts, side by side."""
+        if self._samples is None:
+            raise GenerationError("no adapter was sent to the vLLM server: call sync first")
+        values = sampling.as_vllm()
+        requests, row = [], 0
+        for ids, same in groupby(prompt_ids):
+            number = len(list(same))
+            requests.append(
+                {
+                    **values,
+                    "model": self._samples,
+                    "prompt": ids,
+                    "n": number,
+                    "seed": (seed + row) % 2**31,
+                    "add_special_tokens": False,
+                    "return_token_ids": True,
+                }
+            )
+            row += number
+        with ThreadPoolExecutor(max_workers=min(64, len(requests))) as pool:
+            answers = list(pool.map(self._complete, requests))
+        choices = [choice for answer in answers for choice in answer]
+        return Drawn([ids for ids, _ in choices], [log_probs for _, log_probs in choices])
+
+    def sleep(self) -> None:
+        """Nothing to give back: the server has memory of its own."""
+
+    def close(self) -> None:
+        """Take the adapter off the server, where it still answers, and close the connections."""
+        if self._client.is_closed:
+            return
+        try:
+            self._client.timeout = min(5.0, self.timeout)
+            self._drop_adapter()
+        except GenerationError:
+            pass  # it is gone, and the adapter with it
+        finally:
+            self._client.close()
+            self._folders.close()
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def _wait_until_up(self) -> None:
+        import httpx
+
+        end = time.monotonic() + self.timeout
+        while True:
+            try:
+                answer = self._client.get("/health", timeout=min(5.0, self.timeout))
+                if answer.status_code == 200:
+                    return
+                reason = f"it answers {answer.status_code} to /health"
+            except (httpx.UnsupportedProtocol, httpx.InvalidURL) as exc:
+                raise self._no_address(exc) from exc
+            except httpx.HTTPError as exc:
+                reason = str(exc) or type(exc).__name__
+            if time.monotonic() > end:
+                raise GenerationError(
+                    f"no vLLM server is up at {self.url} after {self.timeout:g} s ({reason}): "
+                    f"start one with `{START.format(rank=self._rank)}`, or set "
+                    f"trainer.vllm_server_base_url"
+                )
+            time.sleep(min(1.0, self.timeout / 10))
+
+    def _base_name(self, max_length: int) -> str:
+        """Return the name of the base, which must take so many tokens."""
+        cards = self._json(self._get("/v1/models"), "data")
+        models = (card for card in cards if isinstance(card, dict) and not card.get("parent"))
+        base = next((model for model in models if isinstance(model.get("id"), str)), None)
+        if base is None:
+            raise GenerationError(f"{self.url} serves no model: start it again with --model")
+        limit = base.get("max_model_len")
+        if isinstance(limit, int) and limit < max_length:
+            raise GenerationError(
+                f"the server at {self.url} takes {limit} tokens and the run needs {max_length}: "
+                f"start it with --max-model-len {max_length}, or lower model.max_seq_length"
+            )
+        return base["id"]
+
+    def _complete(self, request: dict[str, Any]) -> list[tuple[list[int], list[float]]]:
+        choices = self._json(self._post("/v1/completions", request), "choices")
+        try:
+            found = [
+                (list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"]))
+                for choice in sorted(choices, key=lambda choice: choice["index"])
+            ]
+        except (KeyError, TypeError) as exc:
+            raise self._no_vllm("its completions hold no token ids with log-probabilities") from exc
+        if len(found) != request["n"] or any(len(ids) != len(p) or not ids for ids, p in found):
+            raise self._no_vllm(f"it gave other than {request['n']} completions with their tokens")
+        if not all(isinstance(p, float | int) and math.isfinite(p) for _, ps in found for p in ps):
+            raise self._no_vllm("its log-probabilities are no numbers")
+        return found
+
+    def _drop_adapter(self) -> None:
+        if self._adapter is None:
+            return
+        (name, folder), self._adapter = self._adapter, None
+        self._post("/v1/unload_lora_adapter", {"lora_name": name}, check=False)
+        AdapterFolders.drop(folder)
+
+    def _get(self, path: str) -> Any:
+        return self._request("GET", path, None, check=True)
+
+    def _post(self, path: str, content: dict[str, Any], *, check: bool = True) -> Any:
+        return self._request("POST", path, content, check=check)
+
+    def _request(self, method: str, path: str, content: Any, *, check: bool) -> Any:
+        import httpx
+
+        try:
+            answer = self._client.request(method, path, json=content)
+        except httpx.TimeoutException as exc:
+            raise GenerationError(
+                f"the vLLM server at {self.url} gave no answer in {self.timeout:g} s: raise "
+                f"trainer.vllm_server_timeout, or look at the server's log"
+            ) from exc
+        except httpx.HTTPError as exc:
+            raise GenerationError(
+                f"the vLLM server at {self.url} is away ({str(exc) or type(exc).__name__}): start "
+                f"it again; the adapter trained so far is kept"
+            ) from exc
+        if check and answer.status_code != 200:
+            raise GenerationError(
+                f"the vLLM server at {self.url} refuses {path} with {answer.status_code} "
+                f"({_excerpt(answer)}): look at its log"
+            )
+        return answer
+
+    def _json(self, answer: Any, key: str) -> list[Any]:
+        try:
+            found = answer.json()[key]
+        except (ValueError, KeyError, TypeError) as exc:
+            raise self._no_vllm(f"its answer has no {key!r} in JSON") from exc
+        if not isinstance(found, list):
+            raise self._no_vllm(f"its {key!r} is no list")
+        return found
+
+    def _no_address(self, exc: Exception) -> GenerationError:
+        return GenerationError(
+            f"vllm_server_base_url {self.url!r} is no address ({exc}): give one such as "
+            f"http://127.0.0.1:8000"
+        )
+
+    def _no_vllm(self, what: str) -> GenerationError:
+        return GenerationError(
+            f"what answers at {self.url} is not the vLLM server that is needed ({what}): check "
+            f"trainer.vllm_server_base_url"
+        )
+
+    def _why_not_loaded(self, answer: Any, folder: Path) -> str:
+        if answer.status_code in (404, 405):
+            return (
+                f"the vLLM server at {self.url} does not load adapters while it runs: start it "
+                f"with `{START.format(rank=self._rank)}`"
+            )
+        return (
+            f"the vLLM server at {self.url} cannot load the adapter ({_excerpt(answer)}): it must "
+            f"see the folder {str(folder.parent)!r} (trainer.vllm_adapter_dir) and be started with "
+            f"--max-lora-rank {self._rank}"
+        )
+
+
+def _excerpt(answer: Any, limit: int = 200) -> str:
+    return " ".join(redact(answer.text).split())[:limit]

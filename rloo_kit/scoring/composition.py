@@ -1,0 +1,260 @@
+"""Rewards made of rewards: gated, routed, rescaled, and weights that change over training.
+
+    reward_funcs=[gated(Accuracy(), by=ThinkingFormat()), routed(Math(), task="math")]
+
+Each function takes rewards and returns one that is called, checked, bound and released like any
+other; in a run file the keys ``only_if``, ``only_for``, ``scaled_by`` and ``clipped_to`` do the
+same, and ``weight: {0: 1.0, 0.5: 0.0}`` makes a ``WeightSchedule``.
+"""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from rloo_kit.errors import RewardContractError
+from rloo_kit.scoring.contract import AsyncCheckedReward, CheckedReward, checked
+from rloo_kit.text.wording import bare, shown
+from rloo_kit.types import Score
+
+Steps: TypeAlias = Generator[tuple[CheckedReward, dict[str, Any]], list[Score], list[Score]]
+"""Yields (a reward, the columns to call it with), is sent its scores, returns B scores."""
+
+
+def gated(
+    reward: Callable[..., Any],
+    by: Callable[..., Any],
+    *,
+    at_least: float = 1.0,
+    otherwise: float = 0.0,
+) -> "Gated":
+    """Return the reward as it counts only where another one holds.
+
+    It is not called at all for the other rows, so that a costly reward behind a cheap gate stays
+    cheap. The share of rows that passed is logged as ``rewards/NAME/gate_open``.
+
+    Args:
+        reward: What counts where the gate is open; the result has its name.
+        by: The gate. None from it closes it.
+        at_least: Score of the gate from which it is open.
+        otherwise: Score of the rows where it is closed.
+    """
+    return Gated(checked(reward), checked(by), float(at_least), float(otherwise))
+
+
+def routed(reward: Callable[..., Any], **only_for: Any) -> "Routed":
+    """Return the reward for the rows whose columns hold the given values; None elsewhere.
+
+    Args:
+        reward: It is not called for the other rows; the result has its name.
+        **only_for: Column -> the value, or a list of values, that its rows hold.
+    """
+    if not only_for:
+        raise ValueError("routed() names no column; give one, such as routed(reward, task='math')")
+    wanted = {
+        column: tuple(values) if isinstance(values, list | tuple | set) else (values,)
+        for column, values in only_for.items()
+    }
+    return Routed(checked(reward), tuple(wanted.items()))
+
+
+def rescaled(
+    reward: Callable[..., Any],
+    *,
+    scale: float = 1.0,
+    clip: tuple[float, float] | None = None,
+) -> "Rescaled":
+    """Return the reward times ``scale``, then cut to the range ``clip`` (low, high)."""
+    if not math.isfinite(scale):
+        raise ValueError(f"scale is {shown(scale)}; give a finite number")
+    if clip is not None:
+        low, high = clip
+        if not low < high:
+            raise ValueError(f"clip {shown(clip)} is not (low, high); give the lower number first")
+        clip = (float(low), float(high))
+    return Rescaled(checked(reward), float(scale), clip)
+
+
+@dataclass(frozen=True)
+class WeightSchedule:
+    """A weight that changes over training: straight lines between (progress, weight) points.
+
+    >>> schedule = WeightSchedule.of({0: 1.0, 0.5: 0.0})
+    >>> [schedule.at(progress) for progress in (0, 0.25, 0.9)]
+    [1.0, 0.5, 0.0]
+    """
+
+    points: tuple[tuple[float, float], ...]
+    """Progress in [0, 1] (share of the optimizer steps done) and the weight there, in order."""
+
+    @classmethod
+    def of(cls, points: Mapping[Any, Any]) -> "WeightSchedule":
+        """Return the schedule of a mapping, checked.
+
+        Raises:
+            ValueError: It is empty, or holds something else than finite numbers, progress in
+                [0, 1].
+        """
+        try:
+            pairs = sorted((float(progress), float(weight)) for progress, weight in points.items())
+        except (TypeError, ValueError, OverflowError):
+            pairs = []
+        if not pairs or not all(0 <= p <= 1 and math.isfinite(w) for p, w in pairs):
+            raise ValueError(
+                f"weight {shown(dict(points))} is no schedule; give progress (0 to 1): weight, "
+                f"such as {{0: 1.0, 0.5: 0.2}}"
+            )
+        return cls(tuple(pairs))
+
+    def at(self, progress: float) -> float:
+        """Return the weight at a share of the training; before and after the points it is flat."""
+        before = [point for point in self.points if point[0] <= progress]
+        after = [point for point in self.points if point[0] > progress]
+        if not before or not after:
+            return (before or after)[-1 if before else 0][1]
+        (start, low), (end, high) = before[-1], after[0]
+        return low + (high - low) * (progress - start) / (end - start)
+
+
+# --- the composed rewards ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A reward that calls other rewards; async if one of them is."""
+
+    reward: CheckedReward
+
+    @property
+    def __name__(self) -> str:
+        return self.reward.name
+
+    @property
+    def is_async(self) -> bool:
+        """Whether a call gives a coroutine."""
+        return any(isinstance(part, AsyncCheckedReward) for part in self._parts().values())
+
+    def bind(self, tokenizer: Any) -> "Composed":
+        """Return this reward with its parts bound to a tokenizer."""
+        bound = {name: part.bind(tokenizer) for name, part in self._parts().items()}
+        return dataclasses.replace(self, **bound)
+
+    def release(self) -> None:
+        """Release what the parts hold."""
+        for part in self._parts().values():
+            part.release()
+
+    def steps(self, columns: dict[str, Any]) -> Steps:
+        """Yield the calls to make, and return the scores."""
+        raise NotImplementedError
+
+    def scored(self, columns: dict[str, Any], rows: list[int], scores: list[Score]) -> Steps:
+        """Call the reward for some rows alone, and return the scores with theirs filled in."""
+        if rows:
+            found = yield self.reward, _only(columns, rows)
+            for row, score in zip(rows, found, strict=True):
+                scores[row] = score
+        return scores
+
+    def __call__(self, **columns: Any) -> list[Score] | Coroutine[Any, Any, list[Score]]:
+        """Return B scores, or a coroutine that does."""
+        if self.is_async:
+            return self._awaited(columns)
+        steps, found = self.steps(columns), None
+        while True:
+            try:
+                reward, wanted = next(steps) if found is None else steps.send(found)
+            except StopIteration as done:
+                return done.value
+            found = reward(**wanted)
+
+    async def _awaited(self, columns: dict[str, Any]) -> list[Score]:
+        steps, found = self.steps(columns), None
+        while True:
+            try:
+                reward, wanted = next(steps) if found is None else steps.send(found)
+            except StopIteration as done:
+                return done.value
+            found = reward(**wanted)
+            if inspect.isawaitable(found):
+                found = await found
+
+    def _parts(self) -> dict[str, CheckedReward]:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: part for name, part in values.items() if isinstance(part, CheckedReward)}
+
+
+@dataclass(frozen=True)
+class Gated(Composed):
+    """What ``gated`` returns."""
+
+    by: CheckedReward
+    at_least: float
+    otherwise: float
+
+    def steps(self, columns: dict[str, Any]) -> Steps:
+        """Call the gate, then the reward for the rows that passed."""
+        gate = yield self.by, columns
+        rows = [row for row, score in enumerate(gate) if score is not None]
+        rows = [row for row in rows if gate[row] >= self.at_least]  # type: ignore[operator]
+        if "log_metric" in columns and gate:
+            columns["log_metric"](f"rewards/{self.reward.name}/gate_open", len(rows) / len(gate))
+        return (yield from self.scored(columns, rows, [self.otherwise] * len(gate)))
+
+
+@dataclass(frozen=True)
+class Routed(Composed):
+    """What ``routed`` returns."""
+
+    only_for: tuple[tuple[str, tuple[Any, ...]], ...]
+
+    def steps(self, columns: dict[str, Any]) -> Steps:
+        """Call the reward for its own rows."""
+        count = len(columns["completions"])
+        rows = list(range(count))
+        for column, values in self.only_for:
+            if column not in columns:
+                raise RewardContractError(
+                    f"reward {self.reward.name!r} is only for rows with {bare(column)} in "
+                    f"{shown(list(values))}, and the dataset has no column {shown(column)}; add "
+                    f"it, or drop only_for"
+                )
+            rows = [row for row in rows if columns[column][row] in values]
+        return (yield from self.scored(columns, rows, [None] * count))
+
+
+@dataclass(frozen=True)
+class Rescaled(Composed):
+    """What ``rescaled`` returns."""
+
+    scale: float
+    clip: tuple[float, float] | None
+
+    def steps(self, columns: dict[str, Any]) -> Steps:
+        """Call the reward and change what it returned."""
+        low, high = self.clip or (-math.inf, math.inf)
+        found = yield self.reward, columns
+        return [None if s is None else min(max(s * self.scale, low), high) for s in found]
+
+
+def _only(columns: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+    """Return the columns of some rows; what is logged a completion gets None for the others."""
+    count = len(columns["completions"])
+    chosen = {
+        name: [values[row] for row in rows]
+        if isinstance(values, list | tuple) and len(values) == count
+        else values
+        for name, values in columns.items()
+    }
+    if "log_extra" in columns:
+
+        def log_extra(column: str, values: list[Any]) -> None:
+            spread: list[Any] = [None] * count
+            for row, value in zip(rows, values, strict=True):
+                spread[row] = value
+            columns["log_extra"](column, spread)
+
+        chosen["log_extra"] = log_extra
+    return chosen

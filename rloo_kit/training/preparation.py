@@ -1,0 +1,364 @@
+"""What a run file asks for, made ready: settings, prompts, trainer arguments, the policy."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.config.run_file import (
+    DEFAULT_BATCH,
+    LoraSection,
+    RunConfig,
+    find_run_file,
+    read_run_file,
+    without_hidden_settings,
+)
+from rloo_kit.data.prompts import (
+    MAX_HELD_OUT,
+    drop_long_prompts,
+    is_task,
+    load_prompts,
+    order_by_level,
+    prompt_ids,
+    split_held_out,
+)
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.machine.environment import setup
+from rloo_kit.models.adapters import adapter_in, lora_settings
+from rloo_kit.models.engine_memory import room_for_rank
+from rloo_kit.models.loading import attach_lora, load_model
+from rloo_kit.processes import asked_size
+from rloo_kit.sampling.choice import asked_for
+from rloo_kit.scoring.loading import LoadedReward
+
+
+def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, Path]:
+    """Return the run's settings and the folder that its paths start from.
+
+    The folder of a run holds the file that it was made with, but for secrets: those are then looked
+    for where they are kept, in the environment and .env.
+    """
+    if isinstance(source, RunConfig):
+        return _with_its_lora(source, Path()), Path()
+    if os.path.isdir(source):  # False for what can be no path at all
+        file = Path(source) / "run.yaml"
+        if not file.is_file():
+            raise ConfigError(
+                f"{str(source)!r} is no folder of a run, since it holds no run.yaml: give a run "
+                f"file, or the folder that rloo-kit train wrote"
+            )
+        base = Path()
+    else:
+        file, base = source, find_run_file(source).parent
+    return _with_its_lora(without_hidden_settings(read_run_file(file, overrides)), base), base
+
+
+def _with_its_lora(config: RunConfig, base: Path) -> RunConfig:
+    """Return the settings with ``lora:`` of the adapter that ``model.name`` names, if it does.
+
+    Raises:
+        ConfigError: ``lora:`` says something else than the adapter.
+        ModelError: The adapter cannot be trained further.
+    """
+    adapter = adapter_in(beside(config.model.name, base))
+    if adapter is None:
+        return config
+    given = {name: getattr(config.lora, name) for name in config.lora.given}
+    return replace(config, lora=LoraSection(**lora_settings(adapter, given, "lora.")))
+
+
+def beside(name: str, base: Path) -> str:
+    """Return a path relative to the run file where one exists there, else the name as it is."""
+    candidate = base / name
+    return str(candidate) if not Path(name).exists() and candidate.exists() else name
+
+
+def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunConfig:
+    """Return the settings with whole paths, so that they mean the same from any folder.
+
+    Args:
+        config: As it was read.
+        base: Folder that the paths of model and prompts start from.
+        rewards_base: Folder that those of the rewards start from.
+    """
+    name, prompts = (beside(text, base) for text in (config.model.name, config.data.prompts))
+    model, data = config.model, config.data
+    if Path(name).exists() and name != "tiny-thinker":
+        model = replace(model, name=str(Path(name).resolve()))
+    if Path(prompts).exists() and not is_task(prompts):
+        data = replace(data, prompts=str(Path(prompts).resolve()))
+    rewards = [_with_whole_paths(reward, rewards_base) for reward in config.rewards]
+    judges = [_with_whole_paths(judge, rewards_base) for judge in data.held_out_rewards]
+    data = replace(data, held_out_rewards=judges)
+    return replace(config, model=model, data=data, rewards=rewards)
+
+
+def _with_whole_paths(reward: Any, base: Path) -> Any:
+    """Return a reward as the run file has it, what is a path in it whole."""
+    if isinstance(reward, dict):
+        return {key: _with_whole_paths(value, base) for key, value in reward.items()}
+    if isinstance(reward, list):
+        return [_with_whole_paths(value, base) for value in reward]
+    if not isinstance(reward, str):
+        return reward
+    path, colon, rest = reward.partition(":")
+    if ("/" in path or path.endswith(".py")) and (base / path).exists():
+        return f"{(base / path).resolve()}{colon}{rest}"
+    return reward
+
+
+def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
+    """Return the prompts to train on, and those held out or None.
+
+    With ``data.curriculum`` the former are in the order that they are trained in.
+    """
+    train, held_out = _both_splits(config, base)
+    return (order_by_level(train, config.seed) if config.data.curriculum else train), held_out
+
+
+def _both_splits(config: RunConfig, base: Path) -> tuple[Any, Any]:
+    data = config.data
+    common = {
+        "num_prompts": data.num_prompts,
+        "system": data.system,
+        "chat": data.chat,
+        "seed": config.seed,
+        "columns": data.columns,
+        "level": data.level,
+        "settings": data.settings,
+    }
+    if not is_task(data.prompts):
+        everything = load_prompts(beside(data.prompts, base), split=data.split, **common)
+        return split_held_out(everything, data.held_out)
+    held_out = MAX_HELD_OUT if data.held_out is None else data.held_out
+    kept = None
+    if held_out:
+        kept = load_prompts(data.prompts, split="held_out", **{**common, "num_prompts": held_out})
+    return load_prompts(data.prompts, **common), kept
+
+
+def make_trainer_args(config: RunConfig, folder: Path, processes: int = 1) -> Any:
+    """Return the run's ``LeaveOneOutConfig``: ``trainer:``, and what ``data:`` says to the trainer.
+
+    Args:
+        config: Of the run.
+        folder: That is written to.
+        processes: That divide the batch of the run file between them.
+
+    Raises:
+        ConfigError: The two contradict each other, or the batch cannot be divided.
+    """
+    from rloo_kit.training.trainer import LeaveOneOutConfig
+
+    settings = {**config.trainer, **_from_data(config)}
+    if processes > 1:
+        settings |= divided_batch(settings, processes)
+    return LeaveOneOutConfig(**settings, output_dir=str(folder), seed=config.seed)
+
+
+def divided_batch(settings: dict[str, Any], processes: int) -> dict[str, int]:
+    """Return what each process does of a run file's batch: the step stays what it is.
+
+    Accumulation is divided first, which leaves the rows of a pass as they are, then the rows.
+
+    Args:
+        settings: ``trainer:`` of the run file.
+        processes: How many.
+
+    Raises:
+        ConfigError: They cannot divide it into equal parts.
+    """
+    rows = settings.get("per_device_train_batch_size", DEFAULT_BATCH["per_device_train_batch_size"])
+    slices = settings.get("gradient_accumulation_steps", 1)
+    common = math.gcd(slices, processes)
+    rest = processes // common
+    if rows % rest:
+        fitting = [n for n in range(1, rows * slices + 1) if rows % (n // math.gcd(slices, n)) == 0]
+        raise ConfigError(
+            f"{processes} processes cannot divide a batch of {rows} x {slices} rows "
+            f"(per_device_train_batch_size x gradient_accumulation_steps): start "
+            f"{' or '.join(str(n) for n in fitting if n > 1) or 1}"
+        )
+    divided = {
+        "per_device_train_batch_size": rows // rest,
+        "gradient_accumulation_steps": slices // common,
+    }
+    per_generation = settings.get("steps_per_generation")
+    if per_generation:
+        if per_generation % common:
+            raise ConfigError(
+                f"{processes} processes cannot divide trainer.steps_per_generation "
+                f"{per_generation}: set it to a multiple of gradient_accumulation_steps {slices}"
+            )
+        divided["steps_per_generation"] = per_generation // common
+    return divided
+
+
+def template_settings(config: RunConfig) -> dict[str, Any]:
+    """Return what a run gives the chat template.
+
+    Raises:
+        ConfigError: Two settings contradict each other.
+    """
+    given = _template_settings(config.trainer.get("chat_template_kwargs"))
+    return _from_data(config).get("chat_template_kwargs", given)
+
+
+def _from_data(config: RunConfig) -> dict[str, Any]:
+    """Return the trainer settings that ``data.curriculum`` and ``data.enable_thinking`` make."""
+    settings: dict[str, Any] = {}
+    if config.data.curriculum:
+        if config.trainer.get("shuffle_dataset"):
+            raise ConfigError(
+                "data.curriculum is true, and trainer.shuffle_dataset true would undo its order: "
+                "remove one of them"
+            )
+        settings["shuffle_dataset"] = False
+    wanted = config.data.enable_thinking
+    if wanted is not None:
+        given = _template_settings(config.trainer.get("chat_template_kwargs"))
+        if given.get("enable_thinking", wanted) != wanted:
+            raise ConfigError(
+                f"data.enable_thinking is {wanted}, and trainer.chat_template_kwargs says "
+                f"{given['enable_thinking']}: remove one of them"
+            )
+        settings["chat_template_kwargs"] = {**given, "enable_thinking": wanted}
+    return settings
+
+
+def _template_settings(value: Any) -> dict[str, Any]:
+    """Return ``trainer.chat_template_kwargs`` as a dict; TRL takes JSON text too."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value or {}
+    except ValueError:
+        found = None
+    if isinstance(found, dict):
+        return found
+    raise ConfigError(
+        f"trainer.chat_template_kwargs is {value!r}, must be names and values, as in "
+        "{enable_thinking: false}"
+    )
+
+
+def load_policy(config: RunConfig, base: Path, args: Any) -> tuple[Any, Any]:
+    """Return the model with its adapter, and the tokenizer."""
+    model, tokenizer = load_model(
+        beside(config.model.name, base),
+        max_seq_length=config.model.max_seq_length,
+        load_in_4bit=config.model.load_in_4bit,
+        backend=config.model.backend,
+        trust_remote_code=config.model.trust_remote_code,
+        max_lora_rank=room_for_rank(config.lora.r),
+        vllm=config.vllm,
+        **_engine_arguments(args),
+        **_unsloth_arguments(config),
+    )
+    return attach_lora(model, **asdict(config.lora), seed=config.seed), tokenizer
+
+
+def _unsloth_arguments(config: RunConfig) -> dict[str, Any]:
+    """Return ``unsloth:`` and what ``model:`` says to vLLM, as ``load_model`` takes them.
+
+    Raises:
+        ConfigError: ``unsloth:`` is given, and transformers loads the model.
+    """
+    environment, model = setup(config.model.backend), config.model
+    if config.unsloth and environment.backend != "unsloth":
+        raise ConfigError(
+            f"unsloth.{next(iter(config.unsloth))} is for Unsloth, and transformers loads the "
+            f"model ({environment.why_not_unsloth}): leave it out"
+        )
+    wanted = {
+        "load_in_fp8": model.load_in_fp8,
+        "float8_kv_cache": model.fp8_kv_cache,
+        "fp32_lm_head": model.fp32_lm_head,
+    }
+    return {**config.unsloth, **{name: True for name, asked in wanted.items() if asked}}
+
+
+def _engine_arguments(args: Any) -> dict[str, Any]:
+    """Return what ``load_model`` needs to load the base once for training and for vLLM."""
+    if asked_for(args) not in ("auto", "vllm") or asked_size() > 1:
+        return {}
+    given = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization}
+    return {
+        "fast_inference": "auto",
+        "num_sequences": args.generation_batch_size,
+        "unsloth_vllm_standby": args.vllm_enable_sleep_mode,
+        **(given if args.memory_share_given else {}),
+    }
+
+
+def fitting_prompts(
+    tokenizer: Any,
+    prompts: Any,
+    held_out: Any,
+    config: RunConfig,
+    args: Any,
+    say: Callable[[str], None],
+) -> tuple[Any, Any]:
+    """Return both splits without the prompts over ``data.max_prompt_tokens``.
+
+    Raises:
+        DataError: None is left of a split, or a prompt leaves no room for its completion.
+    """
+    limit = config.data.max_prompt_tokens
+    if limit is not None:
+        kept = [prompts, held_out]
+        dropped = 0
+        for place, split in enumerate(kept):
+            if split is not None:
+                kept[place], number = drop_long_prompts(
+                    split, tokenizer, limit, args.chat_template_kwargs
+                )
+                dropped += number
+        prompts, held_out = kept
+        if dropped:
+            say(f"{dropped:,} prompts of more than {limit} tokens left out")
+    _check_room(tokenizer, [*prompts, *(held_out or [])], config, args)
+    return prompts, held_out
+
+
+def held_out_judges(
+    rewards: list[LoadedReward],
+    held_out: Any,
+    load: Callable[[Sequence[Any]], list[LoadedReward]],
+    named: Sequence[Any] = (),
+) -> list[LoadedReward]:
+    """Return what held-out prompts are scored by: accuracy, what else judges, what is paid.
+
+    Args:
+        rewards: Of the run.
+        held_out: Prompts; accuracy judges where they have answers.
+        load: Makes rewards of specs.
+        named: ``data.held_out_rewards``.
+    """
+    paid = {reward.name: reward for reward in rewards}
+    judges = []
+    for judge in load(named):
+        if judge.name in paid and judge.func.reward != paid[judge.name].func.reward:
+            other = f"{judge.name}_held_out"  # the same kind of reward, otherwise made
+            judges.append(replace(judge, name=other, func=replace(judge.func, name=other)))
+        elif judge.name not in paid:
+            judges.append(judge)
+    found = [*judges, *rewards]
+    has_answers = held_out is not None and "answer" in held_out.column_names
+    if has_answers and "accuracy" not in {one.name for one in found}:
+        found = [*load(["accuracy"]), *found]
+    return sorted(found, key=lambda judge: judge.name != "accuracy")
+
+
+def _check_room(tokenizer: Any, rows: list[Any], config: RunConfig, args: Any) -> None:
+    """Refuse a prompt that leaves no room for its completion."""
+    room = config.model.max_seq_length - args.max_completion_length
+    for number, row in enumerate(rows, 1):
+        length = len(prompt_ids(tokenizer, row["prompt"], args.chat_template_kwargs))
+        if length > room:
+            raise DataError(
+                f"prompt {number} has {length} tokens, and {room} fit before a completion of "
+                f"{args.max_completion_length}: set model.max_seq_length to at least "
+                f"{length + args.max_completion_length}, or shorten the prompt"
+            )

@@ -1,0 +1,187 @@
+"""The simulation of docs/scale.md against cases worked by hand; its tables; accelerate's files."""
+
+import importlib.util
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "scale.md").read_text()
+FILES = sorted((ROOT / "examples" / "accelerate").glob("*.yaml"))
+
+
+def load_script():
+    path = ROOT / "scripts" / "simulate_schedule.py"
+    spec = importlib.util.spec_from_file_location("simulate_schedule", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+sim = load_script()
+EVERY_ITERATION = (1.0, 0.0, 0.0)
+NO_TAIL = sim.Lengths(median=1000, sigma=0.0)
+NOTHING = sim.Wire("none", nominal=float("inf"), latency=0.0)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "slots", "seconds"),
+    [
+        ([5, 5, 5], 3, 5),  # all at once
+        ([5, 5, 5], 1, 15),  # one after the other
+        ([2, 4, 2], 2, 4),  # the third begins when the first has ended
+        ([1, 1, 9], 2, 10),  # the longest comes last
+        ([], 2, 0),
+    ],
+)
+def test_a_row_that_ends_makes_room_for_the_next(lengths, slots, seconds):
+    assert sim.sampling_seconds(lengths, slots, EVERY_ITERATION) == seconds
+
+
+def test_an_iteration_costs_what_its_rows_and_their_context_cost():
+    # rows of 2 and 3 tokens: two iterations of 2 rows, one of 1 row; contexts 0+0, 1+1 and 2
+    assert sim.sampling_seconds([2, 3], 2, (10.0, 1.0, 0.0)) == (10 + 2) * 2 + (10 + 1)
+    assert sim.sampling_seconds([2, 3], 2, (0.0, 0.0, 1.0)) == 0 + 2 + 2
+    # beside a row of 4, three of 1 after each other: contexts 0, 1, 2 and 3 of the long one alone
+    assert sim.sampling_seconds([1, 4, 1, 1], 2, (0.0, 0.0, 1.0)) == 0 + 1 + 2 + 3
+    # a row that begins late takes its own context with it: 0 + 0, 1 + 0, 2 + 1, then 3 and 4
+    assert sim.sampling_seconds([1, 5, 2], 2, (0.0, 0.0, 1.0)) == 0 + 1 + 3 + 3 + 4
+    # one slot: the second row begins with an empty context
+    assert sim.sampling_seconds([2, 3], 1, (0.0, 0.0, 1.0)) == (0 + 1) + (0 + 1 + 2)
+
+
+def test_rows_are_shared_as_they_come_and_tokens_evenly():
+    assert sim.by_rows([9, 1, 1, 1], 2) == [[9, 1], [1, 1]]
+    assert [len(share) for share in sim.by_rows(list(range(10)), 3)] == [3, 3, 4]
+    assert sim.by_tokens([9, 1, 1, 1], 2) == [[9], [1, 1, 1]]
+    assert [sum(share) for share in sim.by_tokens([5, 4, 3, 3], 2)] == [8, 7]
+
+
+def test_a_ring_sends_twice_the_share_of_the_others():
+    assert sim.all_reduce_bytes(100, 1) == 0
+    assert sim.all_reduce_bytes(100, 2) == 100
+    assert sim.all_reduce_bytes(100, 4) == 150
+    assert sim.all_gather_bytes(100, 4) == 75
+    wire = sim.Wire("by hand", nominal=100.0, share=0.5, latency=1.0)
+    assert sim.all_reduce_seconds(100, 4, wire) == 150 / 50 + 6
+    assert sim.all_reduce_seconds(100, 1, wire) == 0
+
+
+def test_between_machines_the_slower_link_decides():
+    fast, slow = sim.NVLINK, sim.ETHERNET[0]
+    assert sim.slowest_wire(8, fast, slow) is fast
+    assert sim.slowest_wire(64, fast, slow) is slow
+    assert sim.slowest_wire(64, slow, fast) is slow
+
+
+@pytest.mark.parametrize(
+    ("sampling", "learning", "send", "between_steps"),
+    [(3, 2, 0, 3), (2, 3, 0, 3), (3, 2, 1, 4), (2, 4, 1, 4)],
+)
+def test_one_step_off_takes_the_longer_of_both(sampling, learning, send, between_steps):
+    assert sim.overlapped([sampling] * 9, [learning] * 9, send) == between_steps
+
+
+def test_one_card_with_equal_lengths_and_no_network_is_arithmetic():
+    card = sim.Card(bandwidth=1e12, compute=1e14, slots=8)
+    found = sim.simulate(
+        sim.Plan(1, 8), card=card, wires=(NOTHING, NOTHING), lengths=NO_TAIL, steps=3
+    )
+    model = sim.QWEN3_4B
+    weights = model.bytes_in(4) / 1e12 + 8 * 2 * model.weights / 1e14
+    cache = model.kv_bytes_of_token / 1e12 * 8 * sum(range(1000))
+    learning = 8 * model.train_flops(1000) / 1e14
+    assert found.sampling == pytest.approx(1000 * weights + cache)
+    assert found.learning == pytest.approx(learning)
+    assert found.wire == 0
+    assert found.tokens == 8000
+    assert found.step == pytest.approx(1000 * weights + cache + learning)
+
+
+def test_with_equal_lengths_twice_the_cards_and_rows_take_the_same_time():
+    one, two = (
+        sim.simulate(sim.Plan(n, 32 * n), wires=(NOTHING, NOTHING), lengths=NO_TAIL, steps=1)
+        for n in (1, 2)
+    )
+    assert two.step == pytest.approx(one.step)
+    assert two.rate == pytest.approx(2 * one.rate)
+
+
+def test_servers_beside_work_while_the_others_wait_unless_a_step_is_off():
+    together, apart = (
+        sim.simulate(sim.Plan(4, 64, servers=2, overlap=off), lengths=NO_TAIL, steps=4)
+        for off in (False, True)
+    )
+    assert together.step == pytest.approx(together.sampling + together.learning + together.wire)
+    assert apart.step == pytest.approx(max(apart.sampling, apart.learning), rel=0.01)
+
+
+def test_the_model_is_as_large_as_its_config_says():
+    # weights of transformers' Qwen3-4B without norms, and LoRA of rank 16 on all seven layers
+    assert sim.QWEN3_4B.weights == 4_022_272_000
+    assert sim.QWEN3_4B.lora_weights(16) == 33_030_144
+    assert sim.QWEN3_4B.kv_bytes_of_token == 147_456
+
+
+def test_lengths_are_seeded_cut_and_long_tailed():
+    import random
+
+    lengths = sim.Lengths()
+    drawn = lengths.draw(random.Random(3), 200, 8)
+    assert drawn == lengths.draw(random.Random(3), 200, 8)
+    assert len(drawn) == 1600
+    assert max(drawn) == lengths.limit
+    assert sum(drawn) / len(drawn) > 1.15 * sorted(drawn)[800]
+
+
+def test_the_page_holds_the_tables_that_the_script_makes():
+    tables, outcomes = sim.make_tables()
+    for name, text in tables.items():
+        assert f"{text}\n<!-- /{name} -->" in PAGE, f"run {sim.__doc__.splitlines()[3]}"
+    assert len(outcomes) == len(sim.plans())
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_accelerate_knows_every_setting_of_its_files(file):
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    load_config_from_file(str(file))  # refuses unknown names at the top
+    parser = launch_command_parser()
+    known = {action.dest for action in parser._actions}
+    written = yaml.safe_load(file.read_text())
+    inner = itertools.chain(*(written.get(f"{kind}_config", {}) for kind in ("fsdp", "deepspeed")))
+    assert set(inner) <= known
+    assert written["num_processes"] == 2
+    assert f"accelerate/{file.name}" in PAGE
+
+
+def test_the_page_names_no_file_of_accelerate_that_is_not_there():
+    named = set(re.findall(r"examples/accelerate/(\w+\.yaml)", PAGE))
+    assert named == {file.name for file in FILES}
+
+
+@pytest.mark.slow
+def test_weights_that_fsdp_divides_train_as_the_page_says(tmp_path):
+    (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    (tmp_path / "sharded_steps.py").write_text(script)
+    (command,) = re.findall(r"^accelerate launch .* sharded_steps\.py .*$", PAGE, re.M)
+    arguments = command.removeprefix("accelerate launch ").replace("examples/", f"{ROOT}/examples/")
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", *arguments.split()],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    held = [int(n.replace(",", "")) for n in re.findall(r"holds ([\d,]+) of", done.stdout)]
+    assert len(held) == 2
+    assert max(held) < 0.51 * sum(held)
+    assert "step 2/2  reward 0." in done.stdout
+    assert (tmp_path / "runs" / "sharded" / "adapter" / "adapter_model.safetensors").is_file()

@@ -1,0 +1,686 @@
+"""A checkpoint is whole or absent: broken files, kills at every step, full and refusing disks."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rloo_kit.checkpoints import store as checkpoints
+from rloo_kit.checkpoints.store import (
+    MANIFEST,
+    find_checkpoint,
+    list_steps,
+    prune_checkpoints,
+    read_checkpoint,
+    write_checkpoint,
+)
+from rloo_kit.errors import CheckpointError, DiskError
+
+pytestmark = pytest.mark.faults  # hundreds of SIGKILLs; make test-faults
+
+HERE = {"dir": "/dev/shm"} if os.path.isdir("/dev/shm") else {}
+FILES = {"weights.safetensors": bytes(range(256)), "deep/er/state.json": b'{"a": 1}', "empty": b""}
+
+
+@pytest.fixture
+def tmp_path():
+    """Return a folder in memory where there is one: a real disk syncs for most of the time."""
+    with tempfile.TemporaryDirectory(**HERE) as folder:
+        yield Path(folder)
+
+
+def fill(folder):
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def write(run, *steps, score=None):
+    for step in steps:
+        write_checkpoint(run, step, fill, facts={"seed": 7}, score=score)
+    return run / f"checkpoint-{steps[-1]}"
+
+
+def hidden(run):
+    return [path.name for path in run.iterdir() if path.name.startswith(".")]
+
+
+def contents(run):
+    return {
+        str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()
+    }
+
+
+def rewrite_manifest(folder, *, sealed=True, **changes):
+    content = json.loads((folder / MANIFEST).read_text()) | changes
+    if sealed:
+        content["sha256"] = checkpoints._seal(content)
+    (folder / MANIFEST).write_text(json.dumps(content))
+
+
+# --- what is written is what is read --------------------------------------------------------------
+
+
+def test_a_checkpoint_is_read_back_as_it_was_written(tmp_path):
+    facts = {"rng": [1, 2**70], "loss": 0.1 + 0.2, "text": "ß", "none": None}
+    written = write_checkpoint(tmp_path / "runs" / "a", 30, fill, facts=facts, score=0.5)
+    assert written.folder == tmp_path / "runs" / "a" / "checkpoint-30"
+    assert (written.step, written.score, written.facts) == (30, 0.5, facts)
+    assert read_checkpoint(written.folder) == written == find_checkpoint(tmp_path / "runs" / "a")
+    assert {name: (written.folder / name).read_bytes() for name in FILES} == FILES
+    assert hidden(tmp_path / "runs" / "a") == []
+    manifest = json.loads((written.folder / MANIFEST).read_text())
+    assert {name: listed["bytes"] for name, listed in manifest["files"].items()} == {
+        name: len(content) for name, content in FILES.items()
+    }
+
+
+@pytest.mark.parametrize("score", [None, float("nan"), float("inf")])
+def test_a_score_that_is_no_number_counts_as_none(tmp_path, score):
+    assert write_checkpoint(tmp_path, 1, fill, score=score).score is None
+    assert read_checkpoint(tmp_path / "checkpoint-1").score is None
+
+
+def test_another_file_beside_the_listed_ones_is_no_fault(tmp_path):
+    folder = write(tmp_path, 10)
+    (folder / "notes.txt").write_text("mine")
+    assert read_checkpoint(folder).step == 10
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
+    write(tmp_path, 10)
+    write_checkpoint(
+        tmp_path, 10, lambda folder: (folder / "new").write_bytes(b"2"), facts={"n": 2}
+    )
+    assert find_checkpoint(tmp_path).facts == {"n": 2}
+    assert not (tmp_path / "checkpoint-10" / "empty").exists()
+    assert hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize("run", ["missing", "file"])
+def test_where_there_is_no_run_nothing_is_found(tmp_path, run):
+    (tmp_path / "file").write_text("")
+    assert find_checkpoint(tmp_path / run) is None
+    assert list_steps(tmp_path / run) == []
+    assert prune_checkpoints(tmp_path / run, 1, 1) == []
+
+
+def test_odd_names_are_no_checkpoints(tmp_path):
+    write(tmp_path, 9, 10)
+    for name in ("checkpoint-", "checkpoint-x", "checkpoint-007", "checkpoint--1", "checkpoint-9 ",
+                 "checkpoint-٣", "xcheckpoint-99", ".checkpoint-99.part"):  # fmt: skip
+        shutil.copytree(tmp_path / "checkpoint-10", tmp_path / name)
+    (tmp_path / "checkpoint-99").write_text("a file")
+    assert list_steps(tmp_path) == [9, 10]
+    assert find_checkpoint(tmp_path).step == 10
+
+
+def test_only_steps_before_a_bound_are_found(tmp_path):
+    write(tmp_path, 0, 10, 20)
+    assert [getattr(find_checkpoint(tmp_path, n), "step", None) for n in (0, 10, 11, 21)] == [
+        None, 0, 10, 20,
+    ]  # fmt: skip
+
+
+# --- broken ones ---------------------------------------------------------------------------------
+
+
+def shorten(name, length):
+    def cut(folder):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: int(length * len(content))])
+
+    return cut
+
+
+def set_manifest(text):
+    return lambda folder: (folder / MANIFEST).write_text(text)
+
+
+def link(target):
+    def put(folder):
+        (folder / "empty").unlink()
+        (folder / "empty").symlink_to(target)
+
+    return put
+
+
+def move_and_link(folder):
+    folder.rename(folder.parent / "elsewhere")
+    folder.symlink_to(folder.parent / "elsewhere")
+
+
+def listing(name):
+    """List a file that is there, with its true size and sum, under a name that leads to it."""
+
+    def put(folder):
+        (folder.parent / "secret").write_bytes(b"")
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        given = name.format(folder=folder)
+        rewrite_manifest(folder, files=files | {given: files["empty"]})
+
+    return put
+
+
+BROKEN = {
+    "weights half": (shorten("weights.safetensors", 0.5), "128 bytes instead of 256"),
+    "weights empty": (shorten("weights.safetensors", 0), "0 bytes instead of 256"),
+    "weights longer": (
+        lambda folder: (folder / "weights.safetensors").write_bytes(bytes(257)),
+        "257 bytes instead of 256",
+    ),
+    "weights others": (
+        lambda folder: (folder / "weights.safetensors").write_bytes(bytes(256)),
+        "content of weights.safetensors has changed",
+    ),
+    "state half": (shorten("deep/er/state.json", 0.5), "4 bytes instead of 8"),
+    "file missing": (lambda folder: (folder / "empty").unlink(), "empty is missing"),
+    "folder missing": (lambda folder: shutil.rmtree(folder / "deep"), "state.json is missing"),
+    "a folder for a file": (
+        lambda folder: ((folder / "empty").unlink(), (folder / "empty").mkdir()),
+        "empty is missing",
+    ),
+    "manifest missing": (lambda folder: (folder / MANIFEST).unlink(), "manifest.json is missing"),
+    "manifest empty": (set_manifest(""), "no JSON"),
+    "manifest half": (shorten(MANIFEST, 0.5), "no JSON"),
+    "manifest garbage": (lambda f: (f / MANIFEST).write_bytes(b"\xff\xfe\0"), "no JSON"),
+    "manifest deep": (set_manifest("[" * 100_000), "no JSON"),
+    "manifest with a long number": (set_manifest("1" * 5000), "no JSON"),
+    "manifest a list": (set_manifest("[]"), "not the manifest of a checkpoint"),
+    "manifest null": (set_manifest("null"), "not the manifest of a checkpoint"),
+    "manifest of something else": (set_manifest("{}"), "not the manifest of a checkpoint"),
+    "manifest with a format only": (set_manifest('{"format": 1}'), "manifest.json has changed"),
+    "no files": (
+        lambda folder: rewrite_manifest(folder, files=[]),
+        "not the manifest of a checkpoint",
+    ),
+    "files without sums": (
+        lambda folder: rewrite_manifest(folder, files={"empty": {"bytes": 0}}),
+        "not the manifest of a checkpoint",
+    ),
+    "score a text": (
+        lambda folder: rewrite_manifest(folder, score="1"),
+        "not the manifest of a checkpoint",
+    ),
+    "fact changed": (
+        lambda folder: rewrite_manifest(folder, sealed=False, facts={"seed": 8}),
+        "content of manifest.json has changed",
+    ),
+    "renamed": (lambda folder: rewrite_manifest(folder, step=40), "it holds step 40"),
+    "other format": (
+        lambda folder: rewrite_manifest(folder, sealed=False, format=2, version="9.9"),
+        "format 2, written by rloo-kit 9.9",
+    ),
+    "name upwards": (listing("../secret"), "outside the checkpoint"),
+    "name upwards inside": (listing("deep/../../secret"), "outside the checkpoint"),
+    "absolute name": (listing("{folder}/empty"), "outside the checkpoint"),
+    "name of Windows": (listing("..\\secret"), "outside the checkpoint"),
+    "drive of Windows": (listing("C:secret"), "outside the checkpoint"),
+    "link inside": (link("weights.safetensors"), "empty is a symbolic link"),
+    "link outside": (link("/etc/passwd"), "empty is a symbolic link"),
+    "link to nothing": (link("nowhere"), "empty is a symbolic link"),
+    "linked folder": (lambda f: (f / "x").symlink_to("/etc"), "x is a symbolic link"),
+    "pipe": (lambda folder: os.mkfifo(folder / "x"), "x is a symbolic link or no file"),
+    "pipe for a manifest": (
+        lambda folder: ((folder / MANIFEST).unlink(), os.mkfifo(folder / MANIFEST)),
+        "manifest.json is a symbolic link or no file",
+    ),
+    "itself a link": (move_and_link, "it is a symbolic link"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_checkpoint_is_told_and_an_older_one_used(tmp_path, fault):
+    folder = write(tmp_path, 10, 20, 30)
+    damage, reason = BROKEN[fault]
+    damage(folder)
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        read_checkpoint(folder)
+    remedy = "install that version" if fault == "other format" else "go on with --resume"
+    assert remedy in str(caught.value)
+    with pytest.warns(UserWarning, match=r"checkpoint-20 is used$") as warned:
+        assert find_checkpoint(tmp_path).step == 20
+    (text,) = (str(one.message) for one in warned)
+    assert text.startswith("checkpoint-30 is broken (")
+    assert reason in text
+    assert contents(tmp_path) == before
+
+
+def test_every_broken_one_is_named(tmp_path):
+    write(tmp_path, 10, 20)
+    for step in (10, 20):
+        (tmp_path / f"checkpoint-{step}" / "empty").unlink()
+    with pytest.warns(UserWarning, match="no whole one is left") as caught:
+        assert find_checkpoint(tmp_path) is None
+    assert [str(one.message) for one in caught] == [
+        f"checkpoint-{step} is broken (empty is missing): no whole one is left" for step in (20, 10)
+    ]
+
+
+def test_what_is_no_folder_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="no such folder; go on with --resume"):
+        read_checkpoint(tmp_path / "checkpoint-1")
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+def test_no_single_bit_changes_unseen(tmp_path, name):
+    folder = write(tmp_path, 10)
+    whole, content = read_checkpoint(folder), (folder / name).read_bytes()
+    seen, places = 0, range(0, len(content), 3)
+    for place in places:
+        changed = bytearray(content)
+        changed[place] ^= 1 << place % 8
+        (folder / name).write_bytes(changed)
+        try:
+            assert read_checkpoint(folder) == whole, f"byte {place} changed what is read"
+            assert name == MANIFEST, f"byte {place} is not summed"  # a space of it, or a case
+        except CheckpointError:
+            seen += 1
+    assert seen >= 0.7 * len(places)
+
+
+# --- what goes wrong while one is written --------------------------------------------------------
+
+
+class FaultError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("fault", [FaultError, KeyboardInterrupt, ConnectionResetError])
+def test_another_exception_passes_and_leaves_nothing(tmp_path, fault):
+    write(tmp_path, 10, 20)
+    before = contents(tmp_path)
+
+    def fail(folder):
+        fill(folder)
+        raise fault
+
+    for step in (20, 30):
+        with pytest.raises(fault):
+            write_checkpoint(tmp_path, step, fail)
+    assert contents(tmp_path) == before
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-10", "checkpoint-20"]
+
+
+def test_facts_that_are_no_json_leave_nothing(tmp_path):
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        write_checkpoint(tmp_path, 1, fill, facts={"x": object()})
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["link", MANIFEST, "Manifest.json"])
+def test_a_link_or_a_manifest_of_the_writer_is_refused(tmp_path, name):
+    def put(folder):
+        if name == "link":
+            (folder / name).symlink_to("/etc/passwd")
+        else:
+            (folder / name).write_text("{}")
+
+    with pytest.raises(CheckpointError, match=f"{name} is .*plain files of other names"):
+        write_checkpoint(tmp_path, 1, put)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "free some space and go on with --resume"),
+        (errno.EDQUOT, "free some space and go on with --resume"),
+        (errno.EROFS, "see that the folder can be written and go on with --resume"),
+        (errno.EIO, "see that the folder can be written"),
+        (errno.EACCES, "see that the folder can be written"),
+    ],
+)
+@pytest.mark.parametrize("call", ["fill", "fsync", "rename", "second rename", "mkdir"])
+def test_a_refusing_disk_is_one_sentence(tmp_path, monkeypatch, number, remedy, call):
+    write(tmp_path, 10, 20)
+    before = contents(tmp_path)
+    left = int(call in ("second rename", "mkdir"))  # the first mkdir is of a run that is there
+    real = None if call == "fill" else getattr(os, call.split()[-1])
+
+    def refuse(*arguments, **_):
+        nonlocal left
+        left -= 1
+        if left != -1:
+            return real(*arguments)
+        raise OSError(number, os.strerror(number))
+
+    if real is not None:
+        monkeypatch.setattr(os, real.__name__, refuse)
+    with pytest.raises(DiskError, match=f"free there.: {remedy}.*trainer.rescue_dir") as caught:
+        write_checkpoint(tmp_path, 20, refuse if call == "fill" else fill)
+    assert os.strerror(number) in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert contents(tmp_path) == before
+    assert hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize("times", range(9))
+def test_whichever_sync_fails_the_step_that_was_there_is_found(tmp_path, monkeypatch, times):
+    write(tmp_path, 10, 20)
+    real, left = os.fsync, times
+
+    def refuse(descriptor):
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise OSError(errno.EIO, "Input/output error")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(DiskError, match="Input/output error"):
+        write(tmp_path, 20)
+    assert find_checkpoint(tmp_path).step == 20
+    assert list_steps(tmp_path) == [10, 20]
+    write(tmp_path, 20)
+    assert hidden(tmp_path) == []
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of three mebibytes, of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if done.returncode:
+        pytest.skip(f"the system mounts no disk for this user: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def too_much_in_python(folder):
+    (folder / "a").write_bytes(bytes(1_000_000))
+    (folder / "b").write_bytes(bytes(4_000_000))
+
+
+def too_much_in_rust(folder):
+    save_file({"a": np.zeros(4_000_000, dtype=np.uint8)}, folder / "model.safetensors")
+
+
+def too_much_in_rust_wrapped(folder):
+    try:
+        too_much_in_rust(folder)
+    except Exception as exc:
+        raise RuntimeError("weights not saved") from exc
+
+
+@pytest.mark.parametrize(
+    "too_much", [too_much_in_python, too_much_in_rust, too_much_in_rust_wrapped]
+)
+def test_a_full_disk_keeps_the_older_ones_and_says_what_to_do(disk, too_much):
+    write(disk, 10, 20)
+    before = contents(disk)
+    for step in (20, 30):
+        with pytest.raises(DiskError, match=r"No space left.* free there.: free some space"):
+            write_checkpoint(disk, step, too_much)
+        assert contents(disk) == before
+    assert hidden(disk) == []
+    assert find_checkpoint(disk).step == 20
+    assert write(disk, 30).is_dir()
+
+
+def test_a_disk_that_became_full_is_told_before_anything_is_written(disk):
+    write(disk, 10)
+    asked = []
+    with pytest.raises(DiskError, match=r"needs 4\.. MiB|needs [45] MiB.* MiB are free: free some"):
+        write_checkpoint(disk, 20, asked.append, expected_bytes=3 * 2**20)
+    assert asked == []
+    assert os.listdir(disk) == ["checkpoint-10"]
+    write_checkpoint(disk, 20, fill, expected_bytes=2**20)
+
+
+def test_a_disk_that_became_read_only_keeps_what_it_has(disk):
+    write(disk, 10)
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    with pytest.raises(DiskError, match=r"Read-only file system.* can be written and go on"):
+        write(disk, 20)
+    assert find_checkpoint(disk).step == 10
+
+
+def test_a_run_that_lies_in_a_file_is_a_fault_of_the_disk(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskError, match=r"Not a directory.*set trainer.rescue_dir"):
+        write(tmp_path / "file" / "run", 10)
+
+
+# --- killed --------------------------------------------------------------------------------------
+
+KILLER = r'''
+"""Do something in children, each killed one system call later than the one before."""
+import json, os, shutil, signal, sys, warnings
+from pathlib import Path
+from rloo_kit.checkpoints import store as checkpoints
+
+run, scenario = Path(sys.argv[1]), sys.argv[2]
+CALLS = {"open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir"}
+FOLDERS = [run / "checkpoint-10", run / "checkpoint-20"]
+OLD = run / ".checkpoint-20.old"
+left = -1
+
+def count():
+    global left
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+
+sys.addaudithook(lambda event, _: count() if event in CALLS else None)
+os.fsync = lambda _: count()  # what was written outlives a kill
+
+def write(step, generation):
+    def fill(folder):
+        (folder / "deep").mkdir()
+        for name in ("a", "deep/b"):
+            (folder / name).write_bytes(bytes([generation]) * 100)
+            count()
+    return checkpoints.write_checkpoint(run, step, fill, facts={"generation": generation})
+
+def begin():
+    shutil.rmtree(run, ignore_errors=True)
+    if scenario != "the only one":
+        write(10, 1)
+    if scenario == "replaced":
+        write(20, 0)
+        shutil.copytree(FOLDERS[1], run / "kept")
+    write(20, 1)
+    if scenario == "no name":
+        FOLDERS[1].rename(OLD)
+    elif scenario == "replaced":
+        (run / "kept").rename(OLD)
+    elif scenario == "replaced and broken":
+        shutil.copytree(FOLDERS[1], OLD)
+        (FOLDERS[1] / "a").write_bytes(b"")
+    if scenario in ("no name", "replaced"):
+        shutil.copytree(FOLDERS[0], run / ".checkpoint-20.part")
+        (run / ".checkpoint-20.gone" / "deep").mkdir(parents=True)
+
+def act():
+    if scenario == "pruned":
+        checkpoints.prune_checkpoints(run, 1, 0)
+    elif scenario == "new":
+        write(30, 2)
+    else:
+        write(20, 2)
+
+def look(killed):
+    """Return what is found; nothing may be broken that was not broken before."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if scenario == "replaced and broken" else "error")
+        found = checkpoints.find_checkpoint(run)
+        for step in checkpoints.list_steps(run) if scenario != "replaced and broken" else ():
+            assert checkpoints.find_checkpoint(run, step + 1).step == step
+    assert found is not None, (killed, os.listdir(run))
+    assert found.step >= 20, (killed, os.listdir(run))
+    return [found.step, found.facts["generation"]]
+
+seen = []
+for killed in range(1000):
+    left = -1
+    begin()
+    child = os.fork()
+    if child == 0:
+        left = killed
+        act()
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    if status == 0:
+        break
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
+    seen.append(look(killed))
+    write(40, 3)
+    assert look(killed) == [40, 3]
+    assert not [name for name in os.listdir(run) if name.startswith(".")], killed
+    assert seen[-1][0] in checkpoints.list_steps(run)
+print(json.dumps([killed, seen]))
+'''
+
+
+@pytest.mark.parametrize(
+    ("scenario", "first", "last"),
+    [
+        ("new", [20, 1], [30, 2]),
+        ("the only one", [20, 1], [20, 2]),
+        ("same step", [20, 1], [20, 2]),
+        ("no name", [20, 1], [20, 2]),
+        ("replaced", [20, 1], [20, 2]),
+        ("replaced and broken", [20, 1], [20, 2]),
+        ("pruned", [20, 1], [20, 1]),
+    ],
+)
+def test_killed_at_any_call_a_whole_one_is_found_and_the_next_write_clears(
+    tmp_path, scenario, first, last
+):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLER, str(tmp_path / "run"), scenario],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    kills, seen = json.loads(done.stdout)
+    assert kills >= 15
+    assert (seen[0], seen[-1]) == (first, last)
+    assert all(one in (first, last) for one in seen)
+    assert seen == sorted(seen), "what was found once is not lost again"
+
+
+def test_killed_while_it_fills_only_the_older_one_is_there(tmp_path):
+    write(tmp_path, 10)
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from rloo_kit.checkpoints.store import write_checkpoint\n"
+        "def fill(folder):\n"
+        "    (folder / 'a').write_bytes(bytes(10))\n"
+        "    print('filling', flush=True); time.sleep(60)\n"
+        "write_checkpoint(Path(sys.argv[1]), 20, fill)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"filling\n"
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert hidden(tmp_path) == [".checkpoint-20.part"]
+    assert list_steps(tmp_path) == [10]
+    assert find_checkpoint(tmp_path).step == 10
+    write(tmp_path, 30)
+    assert hidden(tmp_path) == []
+
+
+# --- pruning -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scores", "keep_last", "keep_best", "left"),
+    [
+        ([1, 2, 3, 4], 2, 0, [3, 4]),
+        ([1, 2, 3, 4], 2, 1, [3, 4]),
+        ([9, 2, 3, 4], 2, 1, [1, 3, 4]),
+        ([9, 8, 3, 4], 1, 2, [1, 2, 4]),
+        ([9, 9, 3, 4], 1, 1, [2, 4]),
+        ([9, 9, 9, 4], 1, 2, [2, 3, 4]),
+        ([None, 0, None, None], 1, 1, [2, 4]),
+        ([None, None, None], 1, 5, [3]),
+        ([-2, -1, None], 1, 1, [2, 3]),
+        ([1, 2, 3], 0, 0, [3]),
+        ([3, 2, 1], -1, -1, [3]),
+        ([1, 2, 3], 10, 0, [1, 2, 3]),
+        ([], 1, 1, []),
+    ],
+)
+def test_the_last_and_the_best_stay(tmp_path, scores, keep_last, keep_best, left):
+    for step, score in enumerate(scores, 1):
+        write(tmp_path, step, score=score)
+    removed = prune_checkpoints(tmp_path, keep_last, keep_best)
+    assert list_steps(tmp_path) == left
+    assert removed == [step for step in range(1, len(scores) + 1) if step not in left]
+    assert sorted(os.listdir(tmp_path)) == [f"checkpoint-{step}" for step in left]
+
+
+@pytest.mark.parametrize("keep_last", [0, 1])
+def test_the_one_just_written_stays_also_below_an_older_future(tmp_path, keep_last):
+    write(tmp_path, 40, 50, 10)
+    assert prune_checkpoints(tmp_path, keep_last, 0) == [40]
+    assert list_steps(tmp_path) == [10, 50]
+
+
+def test_broken_ones_do_not_count_and_stay(tmp_path):
+    write(tmp_path, 10, 20, 30, 40)
+    (tmp_path / "checkpoint-40" / "empty").unlink()
+    (tmp_path / "checkpoint-10" / MANIFEST).unlink()
+    assert prune_checkpoints(tmp_path, 1, 0) == [20]
+    assert list_steps(tmp_path) == [10, 30, 40]
+
+
+def test_one_that_cannot_be_removed_is_named(tmp_path, monkeypatch):
+    write(tmp_path, 10, 20)
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.warns(UserWarning, match="checkpoint-10 cannot be removed: .*denied"):
+        assert prune_checkpoints(tmp_path, 1, 0) == []
+    assert list_steps(tmp_path) == [10, 20]
+
+
+def test_removing_follows_no_link(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "mine").write_text("kept")
+    run = tmp_path / "run"
+    write(run, 10)
+    for name in (".checkpoint-5.part", ".checkpoint-6.gone", "checkpoint-20", "checkpoint-15"):
+        (run / name).symlink_to(outside)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write(run, 20)
+        assert prune_checkpoints(run, 1, 0) == [10]
+    assert sorted(os.listdir(run)) == ["checkpoint-15", "checkpoint-20"]
+    assert (outside / "mine").read_text() == "kept"
+    assert not (run / "checkpoint-20").is_symlink()
+
+
+def test_the_manifest_is_no_pickle_and_nothing_heavy_is_loaded():
+    code = (
+        "import sys, rloo_kit.checkpoints.store, rloo_kit.output_folder\n"
+        "print({'torch', 'numpy', 'yaml', 'pickle'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_paths_may_be_given_as_text(tmp_path):
+    write_checkpoint(str(tmp_path), 10, fill)
+    assert find_checkpoint(str(tmp_path)) == read_checkpoint(str(tmp_path / "checkpoint-10"))
+    assert find_checkpoint(str(tmp_path)).folder == Path(tmp_path / "checkpoint-10")

@@ -1,0 +1,404 @@
+"""A training that goes on from a checkpoint is the one that was never interrupted, bit for bit."""
+
+import json
+import os
+import random
+import signal
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import TrainerCallback
+
+import rloo_kit as rk
+from rloo_kit.checkpoints.state_files import (
+    random_states,
+    read_tree,
+    set_random_states,
+    sum_of_rows,
+    write_tree,
+)
+from rloo_kit.checkpoints.stopping import Terminated, signal_of, terminate_as_interrupt
+from rloo_kit.checkpoints.store import list_steps, read_checkpoint
+from rloo_kit.errors import CheckpointError
+from rloo_kit.runs.folder import new_folder
+
+pytestmark = pytest.mark.faults  # half a minute of training; make test-faults
+
+STEPS, CUT = 5, 3
+
+
+def lottery(completions, **_):
+    return [zlib.crc32(c[-1]["content"].encode()) % 100 / 100 for c in completions]
+
+
+class Moody:
+    """A reward that pays by what it has seen before."""
+
+    __name__ = "moody"
+
+    def __init__(self):
+        self.seen = 0
+
+    def __call__(self, completions):
+        self.seen += 1
+        return [(len(c[-1]["content"]) * self.seen) % 7 / 7 for c in completions]
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def new_policy(dropout=0.0):
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
+    return rk.attach_lora(model, r=4, lora_dropout=dropout), tokenizer
+
+
+def new_trainer(folder, policy=None, reward=lottery, num_prompts=24, dropout=0.0, **others):
+    model, tokenizer = policy or new_policy(dropout)
+    few = {
+        "max_steps": STEPS,
+        "max_completion_length": 8,
+        "temperature": 2.0,
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 8,
+        "save_steps": 1,
+        "keep_last": 100,
+        "doctor": False,
+    }
+    return rk.LeaveOneOutTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=rk.LeaveOneOutConfig(str(folder), **{**few, **others}),
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=num_prompts),
+        processing_class=tokenizer,
+    )
+
+
+def weights(trainer):
+    return {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def history(trainer):
+    """What was logged, but for what differs from day to day."""
+    leave_out = ("time", "eps", "speed/", "memory/", "second", "runtime")
+    return [
+        {k: v for k, v in row.items() if not any(word in k for word in leave_out)}
+        for row in trainer.state.log_history
+    ]
+
+
+def assert_the_same(one, other):
+    mine, theirs = weights(one), weights(other)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert history(one) == history(other)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"beta": 0.0, "num_iterations": 2, "normalize_reward": "moving"},
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "logging_steps": 2},
+        {"num_prompts": 5, "dynamic_sampling": True, "lr_scheduler_type": "cosine"},
+        {"dropout": 0.2, "beta": 0.1, "token_level_kl": True, "warmup_steps": 2},
+        {"steps_per_generation": 2, "beta": 0.1, "log_completions": True},
+        {"reward": Moody, "optim": "rmsprop"},
+    ],
+    ids=lambda asked: ",".join(asked) or "plain",
+)
+def test_it_goes_on_bit_for_bit(tmp_path, asked):
+    make = asked.get("reward")
+    asked = asked | ({"reward": make()} if make else {})
+    whole = new_trainer(tmp_path / "whole", **asked)
+    whole.train()
+    assert list_steps(tmp_path / "whole") == [1, 2, 3, 4, 5]
+    assert all(values.any() for values in weights(whole).values())
+    asked = asked | ({"reward": make()} if make else {})
+    second = new_trainer(tmp_path / "second", **asked)
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    second.train(resume_from_checkpoint=tmp_path / "whole" / f"checkpoint-{CUT}")
+    assert_the_same(whole, second)
+    assert second.resumed_from.step == CUT
+
+
+def test_a_reference_that_is_a_copy_of_the_adapter_is_kept(tmp_path):
+    def started():
+        torch.manual_seed(3)
+        model, tokenizer = new_policy()
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.02)
+        return model, tokenizer
+
+    whole = new_trainer(tmp_path / "whole", started(), beta=0.2)
+    whole.train()
+    assert (tmp_path / "whole" / "checkpoint-3" / "ref").is_dir()
+    second = new_trainer(tmp_path / "second", started(), beta=0.2)
+    second.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-3")
+    assert_the_same(whole, second)
+
+
+def test_the_same_trainer_goes_on_too(tmp_path):
+    whole = new_trainer(tmp_path / "whole")
+    whole.train()
+    end = weights(whole)
+    whole.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-2")
+    assert all(torch.equal(end[name], values) for name, values in weights(whole).items())
+
+
+def test_a_fault_in_a_reward_costs_no_finished_step(tmp_path):
+    whole = new_trainer(tmp_path / "whole", save_steps=100)
+    whole.train()
+    calls = []
+
+    def lottery_for_a_while(completions, **_):
+        calls.append(1)
+        if len(calls) == 4:
+            random.random(), torch.rand(3)
+            raise ValueError("the judge has gone home")
+        return lottery(completions)
+
+    lottery_for_a_while.__name__ = "lottery"
+    cut = new_trainer(tmp_path / "cut", reward=lottery_for_a_while, save_steps=100)
+    with pytest.raises(rk.RewardError, match="gone home"):
+        cut.train()
+    assert list_steps(tmp_path / "cut") == [3]
+    second = new_trainer(tmp_path / "cut", save_steps=100)
+    second.train(resume_from_checkpoint=True)
+    assert_the_same(whole, second)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, KeyboardInterrupt)]
+)
+def test_a_signal_lets_the_step_end_and_saves_it(tmp_path, number, error):
+    def lottery_and_a_signal(completions, trainer_state, **_):
+        if trainer_state.global_step == 1:
+            os.kill(os.getpid(), number)
+        return lottery(completions)
+
+    lottery_and_a_signal.__name__ = "lottery"
+    cut = new_trainer(
+        tmp_path, reward=lottery_and_a_signal, save_steps=100, gradient_accumulation_steps=2
+    )
+    before = signal.getsignal(number)
+    with pytest.raises(error):
+        cut.train()
+    assert list_steps(tmp_path) == [2]
+    assert signal.getsignal(number) is before
+
+
+def test_hours_that_are_over_stop_it_saved(tmp_path):
+    trainer = new_trainer(tmp_path, max_hours=1e-5, save_steps=100)
+    with pytest.warns(RuntimeWarning, match="max_hours"):
+        trainer.train()
+    assert list_steps(tmp_path) == [1]
+    assert "max_hours" in trainer.stop_reason
+
+
+@pytest.mark.parametrize("num_prompts", [24, 4], ids=["within an epoch", "at the end of one"])
+def test_a_run_with_all_its_steps_is_loaded_and_trains_no_further(tmp_path, num_prompts):
+    whole = new_trainer(tmp_path, max_steps=2, num_prompts=num_prompts)
+    whole.train()
+    second = new_trainer(tmp_path, max_steps=2, num_prompts=num_prompts)
+    second.train(resume_from_checkpoint=True)
+    assert second.state.global_step == 2
+    assert_the_same(whole, second)
+
+
+def test_no_pickle_is_in_a_checkpoint_and_peft_loads_it(tmp_path):
+    new_trainer(tmp_path, max_steps=1).train()
+    folder = tmp_path / "checkpoint-1"
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}
+    from peft import PeftModel
+
+    base, _ = rk.load_model("tiny-thinker", max_seq_length=128)
+    PeftModel.from_pretrained(base, folder)
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    new_trainer(folder, max_steps=2).train()
+    return folder
+
+
+def test_what_may_change_is_told_and_used(tmp_path, two_steps):
+    second = new_trainer(tmp_path, max_steps=3, learning_rate=5e-3, save_steps=3)
+    with pytest.warns(UserWarning, match=r"learning_rate is 0\.005 from here on, and was 0\.01"):
+        second.train(resume_from_checkpoint=two_steps)
+    # linear to 0 over three steps, of which two are done
+    assert second.state.log_history[-2]["learning_rate"] == pytest.approx(5e-3 / 3)
+    assert second.state.save_steps == 3
+    assert list_steps(tmp_path) == [3]
+
+
+@pytest.mark.parametrize(
+    ("asked", "remedy"),
+    [
+        ({"temperature": 0.5}, r"trainer\.temperature was 2\.0 and is 0\.5"),
+        ({"num_generations": 2}, r"trainer\.num_generations was 4 and is 2"),
+        ({"num_prompts": 23}, "other prompts: put data"),
+        ({"reward": Moody()}, "other rewards: put rewards back"),
+        ({"seed": 7}, "trainer.seed was 42 and is 7"),
+        ({"optim": "sgd"}, "trainer.optim was"),
+    ],
+    ids=["temperature", "num_generations", "prompts", "reward", "seed", "optim"],
+)
+def test_another_run_is_refused_with_what_differs(tmp_path, two_steps, asked, remedy):
+    other = new_trainer(tmp_path, **asked)
+    before = weights(other)
+    with pytest.raises(CheckpointError, match=remedy):
+        other.train(resume_from_checkpoint=two_steps)
+    assert all(torch.equal(before[name], values) for name, values in weights(other).items())
+
+
+def test_another_model_is_refused(tmp_path, two_steps):
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128, load_in_4bit=False)
+    other = new_trainer(tmp_path, (rk.attach_lora(model, r=4), tokenizer))
+    with pytest.raises(CheckpointError, match=r"with another model: put model\.name"):
+        other.train(resume_from_checkpoint=two_steps)
+
+
+def test_another_rank_is_refused(tmp_path, two_steps):
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
+    other = new_trainer(tmp_path, (rk.attach_lora(model, r=8), tokenizer))
+    with pytest.raises(CheckpointError, match="another rank than this one"):
+        other.train(resume_from_checkpoint=two_steps)
+
+
+def test_nothing_to_go_on_from_is_told(tmp_path):
+    with pytest.raises(CheckpointError, match="leave resume_from_checkpoint out"):
+        new_trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_best_and_newest_checkpoints_stay(tmp_path):
+    def worse_and_worse(completions, trainer_state, **_):
+        return [score - trainer_state.global_step for score in lottery(completions)]
+
+    new_trainer(tmp_path, reward=worse_and_worse, keep_last=2, keep_best=1).train()
+    assert list_steps(tmp_path) == [1, 4, 5]
+    scores = [read_checkpoint(tmp_path / f"checkpoint-{step}").score for step in (1, 4, 5)]
+    assert scores == sorted(scores, reverse=True)
+
+
+# --- state files ---------------------------------------------------------------------------------
+
+plain = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(),
+)
+trees = st.recursive(
+    plain,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.one_of(st.text(), st.integers()), inner, max_size=4),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tree=st.dictionaries(st.text(), trees, max_size=4))
+def test_a_tree_reads_back_as_it_was(tmp_path_factory, tree):
+    folder = tmp_path_factory.mktemp("tree")
+    write_tree(folder, tree)
+    assert read_tree(folder) == tree
+
+
+def test_tensors_and_arrays_read_back_bit_for_bit(tmp_path):
+    tensor = torch.randn(5, 3)
+    tree = {
+        "views": [tensor[:, 1], tensor.t(), tensor],
+        "types": {
+            str(dtype): torch.arange(3).to(dtype)
+            for dtype in (torch.bool, torch.uint8, torch.bfloat16, torch.float64, torch.int64)
+        },
+        "number": torch.tensor(3.5),
+        "array": np.arange(4, dtype=np.uint32),
+        "nan": [float("nan"), float("-inf")],
+    }
+    write_tree(tmp_path, tree)
+    back = read_tree(tmp_path)
+    assert torch.equal(back["views"][1], tensor.t())
+    assert all(torch.equal(back["types"][k], v) for k, v in tree["types"].items())
+    assert back["array"].dtype == np.uint32
+    assert back["nan"][1] == float("-inf")
+    assert str(back["nan"][0]) == "nan"
+
+
+def test_what_only_a_pickle_could_keep_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"holds a function at 'a\.0'"):
+        write_tree(tmp_path, {"a": [lambda: None]})
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "[]", '{"tensor": "9"}', '{"dict": 3}', '{"a": 1, "b": 2}', "[" * 100_000]
+)
+def test_damaged_state_is_refused(tmp_path, damage):
+    write_tree(tmp_path, {"a": torch.ones(2)})
+    (tmp_path / "state.json").write_text(damage)
+    with pytest.raises(CheckpointError, match="take an earlier checkpoint"):
+        read_tree(tmp_path)
+
+
+def test_random_states_come_back(tmp_path):
+    write_tree(tmp_path, random_states())
+    first = random.random(), np.random.rand(), torch.rand(2).tolist()
+    set_random_states(read_tree(tmp_path))
+    assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == first
+
+
+def test_the_sum_of_prompts_sees_one_changed_row():
+    rows = [{"prompt": str(n)} for n in range(100)]
+    other = [*rows[:50], {"prompt": "x"}, *rows[51:]]
+    assert sum_of_rows(rows) != sum_of_rows(other)
+    assert sum_of_rows(iter(rows)) is None
+
+
+def test_the_manifest_says_what_the_run_was(two_steps):
+    facts = json.loads((two_steps / "checkpoint-2" / "manifest.json").read_text())["facts"]
+    assert facts["rewards"] == ["lottery"]
+    assert facts["settings"]["num_generations"] == 4
+    assert {"torch", "trl"} <= set(facts["versions"])
+
+
+def test_a_signal_after_the_last_step_is_heard_too(tmp_path):
+    class Late(TrainerCallback):
+        def on_train_end(self, *_, **__):
+            signal.raise_signal(signal.SIGTERM)
+
+    trainer = new_trainer(tmp_path, max_steps=1)
+    trainer.add_callback(Late())
+    with pytest.raises(Terminated):
+        trainer.train()
+    assert list_steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_folder_is_made_leaves_no_folder(tmp_path, monkeypatch, number):
+    """An empty one would be kept, and the next run would get another name."""
+    mkdir, wanted = Path.mkdir, tmp_path / "runs" / "first"
+
+    def interrupted(folder, *args, **kwargs):
+        mkdir(folder, *args, **kwargs)
+        if folder == wanted:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(Path, "mkdir", interrupted)
+    made = new_folder(wanted, rk.RunConfig(), rk.setup())
+    with terminate_as_interrupt(), pytest.raises(KeyboardInterrupt) as raised, made:
+        pytest.fail("the run went on")
+    assert signal_of(raised.value) == number
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,519 @@
+"""Real signals to real processes, a real terminal, a real kernel; and the clocks."""
+
+import contextlib
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+from rloo_kit.checkpoints.stopping import (
+    APART,
+    Clock,
+    SleepWatch,
+    StopSignals,
+    Terminated,
+    TimeLimit,
+    duration,
+    exit_code,
+    interrupt_for,
+    terminate_as_interrupt,
+)
+
+BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+LATER = APART + 0.1
+"""Seconds after which a signal is a request of its own."""
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_as_at_a_terminal():
+    """A shell that starts this in the background leaves SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def handlers():
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+# --- a process that takes steps -------------------------------------------------------------------
+
+STEPS = """
+import sys, time
+from rloo_kit.checkpoints.stopping import *
+
+def run():
+    with StopSignals(say=lambda line: print(line, flush=True)) as stop:
+        while not stop.received:
+            started = time.monotonic()
+            print("begun", flush=True)
+            time.sleep(float(sys.argv[1]))
+            assert time.monotonic() - started >= float(sys.argv[1])
+        print("saved", NAMES[stop.received], flush=True)
+    return exit_code(stop.received)
+
+try:
+    sys.exit(run())
+except KeyboardInterrupt as exc:
+    print("ended by", type(exc).__name__)
+    sys.exit(exit_code(exc))
+"""
+
+
+def python(code, *args, **options):
+    """Start a child that has said its first line, "begun"."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, **options}
+    child = subprocess.Popen([sys.executable, "-u", "-c", code, *map(str, args)], **options)
+    if child.stdout is not None:
+        assert child.stdout.readline() == "begun\n"
+    return child
+
+
+def rest_of(child, seconds=20):
+    """Return the lines a child still prints and its exit code."""
+    try:
+        output, _ = child.communicate(timeout=seconds)
+    finally:
+        child.kill()
+    return output.split("\n")[:-1], child.returncode
+
+
+@BOTH
+def test_the_first_signal_lets_the_step_end_and_be_saved(number):
+    child = python(STEPS, 0.2)
+    child.send_signal(number)
+    lines, code = rest_of(child)
+    name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[number]
+    assert f"saved {name}" in lines
+    assert lines[:2] == ["", lines[1]]
+    assert lines[1].startswith(f"{name}: this step is finished and saved first; ")
+    assert code == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "raised", "code"),
+    [
+        (signal.SIGINT, signal.SIGINT, "KeyboardInterrupt", 130),
+        (signal.SIGTERM, signal.SIGTERM, "Terminated", 143),
+        (signal.SIGINT, signal.SIGTERM, "Terminated", 143),
+    ],
+)
+def test_a_second_signal_is_raised_at_once(first, second, raised, code):
+    child = python(STEPS, 30)
+    child.send_signal(first)
+    assert [child.stdout.readline(), child.stdout.readline()][1].endswith("to stop at once\n")
+    time.sleep(LATER)
+    child.send_signal(second)
+    assert rest_of(child, 5) == ([f"ended by {raised}"], code)
+
+
+@BOTH
+def test_an_echo_of_a_signal_is_no_second_one(number):
+    """``timeout`` sends SIGTERM to its child, and then to the group they are both in."""
+    child = python(STEPS, 0.3)
+    for _ in range(20):
+        child.send_signal(number)
+        time.sleep(0.002)
+    lines, code = rest_of(child)
+    assert lines[-1].startswith("saved")
+    assert code == exit_code(number)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="timeout is not everywhere")
+def test_what_timeout_sends_is_one_request():
+    command = ["timeout", "1", sys.executable, "-u", "-c", STEPS, "0.3"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=30, start_new_session=True, check=False
+    )
+    assert result.stdout.endswith("saved SIGTERM\n"), result
+
+
+def test_sigint_that_was_ignored_from_the_start_stays_ignored():
+    child = python(STEPS, 0.1, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    child.send_signal(signal.SIGINT)
+    assert [child.stdout.readline() for _ in range(3)] == ["begun\n"] * 3  # goes on
+    child.send_signal(signal.SIGTERM)
+    lines, code = rest_of(child)
+    assert [lines[-1], code] == ["saved SIGTERM", 143]
+
+
+PRINTS = """
+import sys
+from rloo_kit.checkpoints.stopping import *
+
+with StopSignals(say=print) as stop:
+    print("begun")
+    while not stop.received:
+        print("x" * 50)
+    for _ in range(20_000):
+        print("y" * 50)
+"""
+
+
+def test_the_user_is_told_while_the_main_thread_prints():
+    """To print in a handler is a RuntimeError where the same stream is being written to."""
+    child = python(PRINTS, stderr=subprocess.PIPE)
+    time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    output, errors = child.communicate(timeout=20)
+    assert errors == ""
+    assert output.count("to stop at once") == 1
+    assert child.returncode == 0
+
+
+# --- in this process ------------------------------------------------------------------------------
+
+
+def test_the_handlers_before_are_put_back():
+    before = handlers()
+    with StopSignals() as stop:
+        inside = handlers()
+    assert handlers() == before
+    assert not set(inside) & set(before)
+    assert stop.received is None
+    with pytest.raises(ZeroDivisionError), StopSignals():
+        _ = 1 / 0
+    assert handlers() == before
+
+
+def test_one_inside_of_another_hears_the_signal():
+    with StopSignals() as outer:
+        with StopSignals() as inner:
+            signal.raise_signal(signal.SIGTERM)
+        assert outer.received is None
+        signal.raise_signal(signal.SIGINT)
+    assert (outer.received, inner.received) == (signal.SIGINT, signal.SIGTERM)
+
+
+def test_another_thread_leaves_the_signals_alone():
+    before, seen = handlers(), []
+
+    def work():
+        with StopSignals() as stop, terminate_as_interrupt():
+            seen.append((handlers() == before, stop.received))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(True, None)]
+    assert handlers() == before
+
+
+def test_whoever_says_it_may_fail():
+    def say(line):
+        seen.append(line)
+        raise BrokenPipeError
+
+    seen = []
+    with StopSignals(say) as stop:
+        signal.raise_signal(signal.SIGINT)
+        until(lambda: seen)
+    assert stop.received == signal.SIGINT
+
+
+def test_what_is_raised_has_the_code_of_its_signal():
+    assert [exit_code(interrupt_for(n)) for n in (signal.SIGINT, signal.SIGTERM)] == [130, 143]
+    assert [exit_code(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == [130, 143, 129]
+    assert issubclass(Terminated, KeyboardInterrupt)
+
+
+# --- before the training --------------------------------------------------------------------------
+
+LOADS = """
+import pathlib, sys, time
+from rloo_kit.checkpoints.stopping import *
+
+with terminate_as_interrupt():
+    try:
+        place = pathlib.Path(sys.argv[1])
+        place.write_text("half a model")
+        print("begun", flush=True)
+        time.sleep(30)
+    except KeyboardInterrupt as exc:
+        time.sleep(0.05)
+        place.unlink()
+        sys.exit(exit_code(exc))
+"""
+
+
+@pytest.mark.parametrize(("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 5)])
+def test_a_signal_while_loading_cleans_up(number, times, tmp_path):
+    child = python(LOADS, tmp_path / "part")
+    for _ in range(times):
+        child.send_signal(number)
+        time.sleep(0.005)
+    assert rest_of(child) == ([], exit_code(number))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sigterm_is_as_before_afterwards():
+    before = handlers()
+    with pytest.raises(Terminated), terminate_as_interrupt():
+        signal.raise_signal(signal.SIGTERM)
+    assert handlers() == before
+
+
+def test_sigterm_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with terminate_as_interrupt(), StopSignals() as stop:
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.received is None
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# --- with children --------------------------------------------------------------------------------
+
+WITH_CHILDREN = """
+import time
+from rloo_kit.rewards._sandbox import run_python
+from rloo_kit.rewards.math import Math
+from rloo_kit.checkpoints.stopping import *
+
+reward = Math()
+reward(completions=["1"], answer=["1"])
+worker = reward._worker._process
+for _ in range(2):
+    with StopSignals() as stop:
+        print("begun", flush=True)
+        outcome = run_python("import time; time.sleep(0.4); print(42)", allow_weak=True)
+        while not stop.received:
+            time.sleep(0.01)
+        scores = reward(completions=["0.5", "2"], answer=["1/2", "3"])
+    same = reward._worker._process is worker
+    print([NAMES[stop.received]], outcome.stdout.strip(), outcome.reason, scores, same)
+reward.release()
+"""
+UNHARMED = "['{}'] 42  [1.0, 0.0] True"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the code sandbox needs Linux")
+def test_signals_to_everybody_leave_the_scores_of_the_step_alone():
+    """Ctrl-C goes to the terminal's group, and a batch system's SIGTERM to every process."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-u", "-c", WITH_CHILDREN])
+    parent, text = psutil.Process(pid), b""
+    try:
+        for number in range(2):
+            while text.count(b"begun") == number:
+                text += os.read(terminal, 1 << 16)
+            until(lambda: len(parent.children()) == 2)
+            if number == 0:
+                os.write(terminal, b"\x03")
+            else:
+                for process in [parent, *parent.children()]:
+                    process.terminate()
+        with contextlib.suppress(OSError):  # a terminal that nobody has open any more
+            while chunk := os.read(terminal, 1 << 16):
+                text += chunk
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, text.decode()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        raise
+    finally:
+        os.close(terminal)
+    assert UNHARMED.format("Ctrl-C") in text.decode()
+    assert UNHARMED.format("SIGTERM") in text.decode()
+
+
+WAITS = """
+import signal, time
+from rloo_kit.runs.child import call_in_child
+from rloo_kit.rewards.math import _Worker
+
+signal.signal(signal.SIGALRM, lambda *_: None)
+signal.setitimer(signal.ITIMER_REAL, 0.001, 0.00073)
+for _ in range(150):
+    assert _Worker()._reply(0.003) is None
+assert call_in_child(time.sleep, (0.3,), print) is None
+print("done")
+import os
+os._exit(0)
+"""
+
+
+def test_waiting_for_a_child_ends_in_time_whatever_signals_are_handled():
+    result = subprocess.run(
+        [sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert (result.stdout, result.stderr) == ("done\n", "")
+
+
+# --- a notebook -----------------------------------------------------------------------------------
+
+CELL = """
+import signal, time
+from rloo_kit.checkpoints.stopping import NAMES, StopSignals
+before = signal.getsignal(signal.SIGINT)
+with StopSignals() as stop:
+    print("begun")
+    while not stop.received:
+        time.sleep(0.05)
+print("saved", NAMES[stop.received], signal.getsignal(signal.SIGINT) is before)
+"""
+
+
+def interrupt_once_begun(manager, client, code):
+    """Run a cell, press the interrupt button when it prints "begun", return what it printed."""
+    seen = []
+
+    def hook(message):
+        if message["msg_type"] == "stream":
+            seen.append(message["content"]["text"])
+            if "begun" in seen[-1]:
+                manager.interrupt_kernel()
+
+    reply = client.execute_interactive(code, output_hook=hook, timeout=30)
+    return "".join(seen), reply["content"]
+
+
+def test_the_interrupt_button_of_a_notebook_asks_and_later_interrupts_as_ever():
+    manager, client = start_new_kernel(kernel_name="python3", startup_timeout=60)
+    try:
+        text, reply = interrupt_once_begun(manager, client, CELL)
+        assert text == "begun\nsaved Ctrl-C True\n"
+        assert reply["status"] == "ok"
+        text, reply = interrupt_once_begun(manager, client, "print('begun'); time.sleep(30)")
+        assert reply["ename"] == "KeyboardInterrupt"
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+# --- clocks ---------------------------------------------------------------------------------------
+
+
+class Machine:
+    """A machine's clocks: what passes while it is awake, and while it sleeps."""
+
+    def __init__(self):
+        self.awake = 1000.0
+        self.asleep = 500.0
+        self.stall = 0.0
+
+    def clock(self):
+        return Clock(self.counting, lambda: self.awake)
+
+    def counting(self):
+        now = self.awake + self.asleep
+        self.awake += self.stall
+        self.stall = 0.0
+        return now
+
+
+def test_the_systems_clock_goes_on_and_nobody_sets_it(monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1 / 0)
+    clock = Clock()
+    before, suspended = clock.now(), clock.suspended()
+    time.sleep(0.05)
+    assert 0.05 <= clock.now() - before < 5
+    assert abs(clock.suspended() - suspended) < 0.01
+    assert SleepWatch().look() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says")
+def test_on_linux_it_counts_from_the_start_of_the_machine():
+    uptime = float(Path("/proc/uptime").read_text().split()[0])  # with its sleep
+    assert abs(Clock().now() - uptime) < 1
+
+
+@pytest.mark.parametrize("platform", ["win32", "darwin"])
+def test_without_a_pair_of_clocks_no_sleep_is_seen(platform, monkeypatch):
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.delattr(time, "CLOCK_UPTIME_RAW", raising=False)
+    clock = Clock()
+    before = clock.now()
+    time.sleep(0.01)
+    assert clock.now() > before
+    assert clock.suspended() == pytest.approx(0, abs=0.01)
+
+
+def test_a_machine_that_slept_is_told_once():
+    machine = Machine()
+    watch = SleepWatch(machine.clock())
+    machine.awake += 3600
+    assert watch.look() is None
+    machine.asleep += 7380
+    assert watch.look() == "the machine slept for 2 h 3 min"
+    assert watch.look() is None
+    machine.asleep += 90
+    assert watch.look() == "the machine slept for 1 min 30 s"
+    assert watch.seconds == 7470
+
+
+def test_a_nap_is_not_told_and_naps_do_not_add_up():
+    machine = Machine()
+    watch = SleepWatch(machine.clock())
+    for _ in range(5):
+        machine.asleep += 4
+        assert watch.look() is None
+    assert watch.seconds == 20
+
+
+def test_a_process_that_was_stopped_between_two_readings_did_not_sleep():
+    machine = Machine()
+    machine.stall = 60
+    watch = SleepWatch(machine.clock())
+    assert watch.look() is None
+    machine.stall = 60
+    assert watch.look() is None
+    assert watch.look() is None
+    assert watch.seconds == 0
+
+
+def test_max_hours_by_the_real_clock():
+    limit = TimeLimit(0.1 / 3600)
+    assert limit.over() is None
+    limit.begin()
+    assert limit.over() is None
+    time.sleep(0.11)
+    assert limit.over() == ("max_hours 2.77778e-05 is over after 0.1 s: saved; go on with --resume")
+
+
+def test_max_hours_counts_what_the_machine_slept():
+    machine = Machine()
+    limit = TimeLimit(8, machine.clock())
+    limit.begin()
+    machine.awake += 3600
+    machine.asleep += 7 * 3600 - 1
+    assert limit.over() is None
+    machine.awake += 121
+    assert limit.over() == "max_hours 8 is over after 8 h 2 min: saved; go on with --resume"
+
+
+def test_without_max_hours_there_is_no_limit():
+    machine = Machine()
+    limit = TimeLimit(None, machine.clock())
+    limit.begin()
+    machine.awake += 1e9
+    assert limit.over() is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.0 s"), (9.94, "9.9 s"), (9.96, "10 s"), (59.6, "1 min"), (60, "1 min"),
+        (61, "1 min 1 s"), (3599.6, "1 h"), (3660, "1 h 1 min"), (100 * 3600, "100 h"),
+    ],
+)  # fmt: skip
+def test_durations_are_said_in_two_units(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,608 @@
+"""Faults while a model trains: numbers that are none, memory that runs out, rewards that misbehave.
+
+Each is put in where it happens: into a module's output, a gradient, a weight, a reward. What trains
+is the embedded model, for a few steps.
+"""
+
+import contextlib
+import gc
+import math
+import warnings
+
+import bitsandbytes
+import pytest
+import torch
+from torch import nn
+from transformers import Adafactor, TrainerCallback
+
+import rloo_kit as rk
+from rloo_kit.errors import DivergedError, MemoryRanOutError, RewardContractError
+from rloo_kit.evaluation.evaluator import evaluate
+from rloo_kit.rloo.nonfinite import StepGuard, check_finite
+from rloo_kit.rloo.out_of_memory import Pieces
+from rloo_kit.scoring.loading import load_rewards
+
+pytestmark = pytest.mark.faults  # half a minute of training; make test-faults
+
+ROWS = 8
+"""Completions of a generation batch."""
+
+
+def places(completions, **_):
+    """Scores that differ within every group, whatever was sampled."""
+    return [float(row % 4) for row in range(len(completions))]
+
+
+class Training:
+    """The embedded model and short trainings of it, into which a test puts its fault."""
+
+    def __init__(self):
+        model, self.tokenizer = rk.load_model(
+            "tiny-thinker", max_seq_length=256, load_in_4bit=False
+        )
+        self.model = rk.attach_lora(model.float(), r=4)  # so that only the order of sums differs
+        self.data = rk.load_prompts("arithmetic", num_prompts=12)
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.start = copies(self.trained)
+
+    def begin_anew(self, folder):
+        self.folder = folder
+        with torch.no_grad():
+            for parameter, value in zip(self.trained, self.start, strict=True):
+                parameter.copy_(value)
+
+    def trainer(self, reward=places, callbacks=(), **settings):
+        few = {
+            "max_steps": 3,
+            "max_completion_length": 6,
+            "per_device_train_batch_size": ROWS,
+            "gradient_accumulation_steps": 1,
+            "save_strategy": "no",
+            "learning_rate": 1e-3,
+            "doctor": False,
+            "beta": 0.0,
+            "bf16": False,
+        }
+        return rk.LeaveOneOutTrainer(
+            model=self.model,
+            reward_funcs=reward,
+            args=rk.LeaveOneOutConfig(str(self.folder), **{**few, **settings}),
+            train_dataset=self.data,
+            processing_class=self.tokenizer,
+            callbacks=list(callbacks),
+        )
+
+    @contextlib.contextmanager
+    def spoiling_gradients(self, function):
+        """Let ``function`` change the gradient of one trained parameter."""
+        handle = self.trained[0].register_hook(function)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextlib.contextmanager
+    def watching(self, function):
+        """Call ``function(rows, output)`` after every forward pass of the model."""
+
+        def after(module, args, keywords, output):
+            ids = keywords.get("input_ids", args[0] if args else None)
+            return function(len(ids), output)
+
+        handle = self.model.get_base_model().register_forward_hook(after, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+@pytest.fixture(scope="module")
+def model_of_all():
+    gc.collect()
+    gc.freeze()  # every training collects garbage, for a second where all libraries are loaded
+    yield Training()
+    gc.unfreeze()
+
+
+@pytest.fixture
+def training(model_of_all, tmp_path):
+    model_of_all.begin_anew(tmp_path / "out")
+    return model_of_all
+
+
+def copies(tensors):
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def equal(some, others):
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
+class AfterEachStep(TrainerCallback):
+    """Keeps the weights and the optimizer's moments as they are after every step."""
+
+    def __init__(self, training):
+        self.training, self.weights, self.moments = training, [copies(training.trained)], []
+
+    def on_step_end(self, args, state, control, optimizer, **_):
+        self.weights.append(copies(self.training.trained))
+        held = [value for kept in optimizer.state.values() for value in kept.values()]
+        self.moments.append(copies(held))
+
+
+# --- numbers that are none -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_step_with_a_gradient_that_is_no_number_moves_nothing_and_the_next_one_does(
+    training, value
+):
+    seen = AfterEachStep(training)
+    trainer = training.trainer(callbacks=[seen], weight_decay=0.1)
+
+    def spoil(grad):
+        return torch.full_like(grad, value) if trainer.state.global_step == 1 else grad
+
+    with (
+        training.spoiling_gradients(spoil),
+        pytest.warns(RuntimeWarning, match=r"step 2 is skipped, no weight moves: .* 1 of"),
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 3
+    assert not equal(seen.weights[0], seen.weights[1])
+    assert equal(seen.weights[1], seen.weights[2])
+    assert equal(seen.moments[0], seen.moments[1]), "neither the moments nor their step count"
+    assert not equal(seen.weights[2], seen.weights[3])
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row.get("step/skipped") for row in rows] == [None, 1, 1]
+    assert [row["grad_norm"] is None for row in rows] == [False, True, False]
+    assert all(math.isfinite(row["loss"]) for row in rows), "the loss itself was a number"
+
+
+def test_a_loss_that_is_no_number_is_shown_as_none(training):
+    trainer = training.trainer()
+
+    def spoil(rows, output):
+        if torch.is_grad_enabled() and trainer.state.global_step == 1:
+            output["log_probs"] = output["log_probs"] * math.nan
+
+    with training.watching(spoil), pytest.warns(RuntimeWarning, match="the loss is nan"):
+        trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert losses[1] is None
+    assert losses[0] != 0 != losses[2]
+    check_finite(training.trained, 3)
+
+
+def test_a_mean_over_several_steps_leaves_the_skipped_one_out(training):
+    trainer = training.trainer(max_steps=4, logging_steps=2)
+    losses = []
+
+    def spoil(rows, output):
+        if torch.is_grad_enabled() and trainer.state.global_step == 2:
+            output["log_probs"] = output["log_probs"] * math.nan
+
+    note = trainer._note_step
+
+    def and_keep():
+        losses.append(trainer._learner.tally.loss)
+        note()
+
+    trainer._note_step = and_keep
+    with training.watching(spoil), pytest.warns(RuntimeWarning, match="step 3 is skipped"):
+        trainer.train()
+    shown = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert shown == pytest.approx([(losses[0] + losses[1]) / 2, losses[3]], rel=1e-5)
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_training(training):
+    before = copies(training.trained)
+    trainer = training.trainer(max_steps=9, max_skipped_steps=2)
+    with (
+        training.spoiling_gradients(lambda grad: grad * math.nan),
+        pytest.warns(RuntimeWarning, match="step 1 is skipped"),
+        pytest.raises(
+            DivergedError, match=r"step 2 is number 2 in a row .*learning_rate.*--resume"
+        ),
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    assert equal(before, copies(training.trained))
+
+
+def test_a_reward_of_a_scale_that_overflows_is_found_as_such(training):
+    def enormous(completions, **_):
+        return [(-1) ** row * 3e38 for row in range(len(completions))]
+
+    before = copies(training.trained)
+    with pytest.raises(DivergedError, match=r"the loss is .*scale the reward down"):
+        training.trainer(enormous, max_skipped_steps=1).train()
+    assert equal(before, copies(training.trained))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_no_numbers_are_found_before_anything_is_sampled(training, value):
+    trainer = training.trainer()
+
+    class Spoil(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            training.trained[3].data.view(-1)[0] = value
+
+    trainer.add_callback(Spoil())
+    forwards = []
+    with training.watching(lambda rows, output: forwards.append(trainer.state.global_step)):
+        with pytest.raises(DivergedError, match=r"1 of \d+ trained weights .* after step 1, so"):
+            trainer.train()
+        assert set(forwards) == {0}
+        with pytest.raises(DivergedError, match="hold NaN or infinity, so nothing"):
+            score(training)
+    assert set(forwards) == {0}
+
+
+def test_weights_that_are_no_numbers_are_named_before_the_gradients(training):
+    """Several steps of one batch: the second of them finds the weights that the first one left."""
+    trainer = training.trainer(steps_per_generation=2)
+
+    class Spoil(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            training.trained[3].data.fill_(math.nan)
+
+    trainer.add_callback(Spoil())
+    with pytest.raises(DivergedError, match=r"1 of \d+ trained weights .* after step 1, so"):
+        trainer.train()
+
+
+def test_logits_that_are_no_numbers_are_no_traceback_of_torch(training):
+    def spoil(rows, output):
+        output["logits"] = output["logits"] * math.nan
+
+    with training.watching(spoil), pytest.raises(DivergedError, match=r"logits .* bf16 or float32"):
+        training.trainer().train()
+    with training.watching(spoil), pytest.raises(DivergedError, match=r"logits .* bf16 or float32"):
+        score(training, temperature=1.0)
+
+
+OPTIMIZERS = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, weight_decay=0.1),
+    "adamw fused": lambda ps: torch.optim.AdamW(ps, weight_decay=0.1, fused=True),
+    "adamw foreach": lambda ps: torch.optim.AdamW(ps, weight_decay=0.1, foreach=True),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, weight_decay=0.1),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, weight_decay=0.1),
+    "adafactor": lambda ps: Adafactor(ps, weight_decay=0.1),
+    "adamw 8 bits": lambda ps: bitsandbytes.optim.AdamW8bit(ps, weight_decay=0.1, min_8bit_size=1),
+    "lion 8 bits": lambda ps: bitsandbytes.optim.Lion8bit(ps, weight_decay=0.1, min_8bit_size=1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_moves_nothing_where_the_guard_dropped_the_gradients(name):
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(64, 64)) for _ in range(2)]
+    optimizer = OPTIMIZERS[name](parameters)
+    guard = StepGuard(limit=3)
+
+    def step(value):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        parameters[1].grad[3, 4] *= value
+        stepped = guard.check(0.5, parameters, step=1)
+        optimizer.step()
+        return stepped
+
+    assert step(1.0)
+    held = [v for kept in optimizer.state.values() for v in kept.values()]
+    held = [*parameters, *(value for value in held if isinstance(value, torch.Tensor))]
+    before = copies(held)
+    with pytest.warns(RuntimeWarning, match="1 of 2 gradients"):
+        assert not step(math.nan)
+    assert equal(copies(held), before)
+    assert step(1.0)
+    assert not equal(copies(held), before)
+
+
+def test_the_scaler_of_fp16_searches_for_its_scale_without_being_counted():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter], weight_decay=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    guard = StepGuard(limit=2)
+
+    def step(value, loss=0.5):
+        optimizer.zero_grad()
+        scaler.scale(parameter.sum() * 0).backward()
+        parameter.grad.fill_(value)
+        stepped = guard.check(loss, [parameter], 1, scaler)
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_([parameter], 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        return stepped
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not step(math.inf)
+        assert not step(math.inf)
+    assert scaler.get_scale() == 1.0
+    assert (guard.skipped, guard.in_a_row) == (2, 0)
+    assert parameter.tolist() == [1.0] * 3
+    with pytest.warns(RuntimeWarning, match="is skipped"):
+        assert not step(1.0, loss=math.nan), "a loss that is none is no matter of scale"
+    assert parameter.tolist() == [1.0] * 3
+    with pytest.raises(DivergedError, match="number 2 in a row"):
+        step(math.inf)
+    guard = StepGuard(limit=2)
+    assert step(1.0)
+    assert parameter.tolist() != [1.0] * 3
+
+
+def test_a_norm_that_overflows_is_skipped_although_no_gradient_does():
+    """Clipping by an infinite norm would step with zeros, and let the moments decay."""
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.full((3,), 1e30)
+    with pytest.warns(RuntimeWarning, match="0 of 1 gradients"):
+        assert not StepGuard(limit=2).check(0.5, [parameter], 1)
+    assert parameter.grad is None
+
+
+def test_large_weights_and_whole_numbers_are_finite():
+    check_finite([torch.full((3,), 1e30), torch.full((9,), 6e4, dtype=torch.float16)], 3)
+    check_finite([torch.tensor([2**60]), torch.tensor([True])])
+    check_finite([])
+    with pytest.raises(DivergedError, match="1 of 2 trained weights hold NaN or infinity, so"):
+        check_finite([torch.ones(2), torch.tensor([1.0, math.nan]), torch.tensor([3])])
+
+
+# --- memory that runs out while sampling ---------------------------------------------------------
+
+
+def score(training, **settings):
+    rewards = load_rewards([places], tokenizer=training.tokenizer)
+    settings = {"max_completion_length": 12, "temperature": 0.0, **settings}
+    return evaluate(training.model, training.tokenizer, training.data, rewards, **settings)
+
+
+class Small:
+    """Memory for so many rows: more of them run out of it after a few tokens."""
+
+    def __init__(self, most, error=None):
+        self.error = error or torch.OutOfMemoryError("CUDA out of memory")
+        self.most, self.tried, self.calls = most, [], 0
+
+    def __call__(self, rows, output):
+        if torch.is_grad_enabled():
+            return
+        if not self.tried or self.tried[-1] != rows:
+            self.tried.append(rows)
+            self.calls = 0
+        self.calls += 1
+        if rows > self.most and self.calls > 3:
+            raise self.error
+
+
+@contextlib.contextmanager
+def one_warning(match):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    found = [str(w.message) for w in caught if w.category is RuntimeWarning]
+    assert len(found) == 1
+    assert match in found[0]
+
+
+def test_sampling_goes_on_with_fewer_rows_and_keeps_to_them(training):
+    small = Small(3)
+    lists = []
+
+    def keep(completions, prompts, answer, **_):
+        lists.append((prompts, answer))
+        return places(completions)
+
+    trainer = training.trainer(keep, max_steps=2, temperature=1.0)
+    with (
+        training.watching(small),
+        one_warning("memory ran out while sampling 8 completions at once: 4 are tried"),
+    ):
+        trainer.train()
+    assert small.tried == [8, 4, 2], "and then 2 in every piece of both batches"
+    assert trainer._sampling.size == 2
+    assert [len(prompts) for prompts, _ in lists] == [8, 8]
+    rows = {row["prompt"][-1]["content"]: row["answer"] for row in training.data}
+    for prompts, answers in lists:
+        assert [rows[prompt[-1]["content"]] for prompt in prompts] == answers
+
+
+def test_pieces_hold_the_same_completions_in_the_same_order(training):
+    trainer = training.trainer()
+    ids = [trainer.processing_class(text)["input_ids"] for text in ("1+1", "23 + 4 =", "5", "9-2")]
+    trainer.generation_config.do_sample = False
+    whole = trainer._generate_single_turn(ids, None, {})
+    with training.watching(Small(1)), pytest.warns(RuntimeWarning, match="memory ran out"):
+        pieces = trainer._generate_single_turn(ids, None, {})
+    assert pieces == whole
+    assert trainer._sampling.size == 1
+
+
+def test_checkpointing_is_on_again_after_sampling_ran_out_of_memory(training):
+    trainer = training.trainer(gradient_checkpointing=True, max_steps=1)
+    states = []
+
+    def note(rows, output):
+        if torch.is_grad_enabled():
+            states.append(training.model.is_gradient_checkpointing)
+
+    with (
+        training.watching(Small(4)),
+        training.watching(note),
+        pytest.warns(RuntimeWarning, match="memory ran out"),
+    ):
+        trainer.train()
+    assert states
+    assert all(states)
+
+
+def test_a_single_completion_that_does_not_fit_says_what_to_change(training):
+    trainer = training.trainer()
+    with (
+        training.watching(Small(0)),
+        pytest.warns(RuntimeWarning, match="memory ran out"),
+        pytest.raises(MemoryRanOutError, match=r"single completion: .*max_completion_length.*4bit"),
+    ):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_evaluation_goes_on_with_fewer_rows(training, error):
+    whole = score(training)
+    small = Small(5, error)
+    with training.watching(small), one_warning("while evaluating 12 completions at once"):
+        pieces = score(training)
+    assert small.tried == [12, 6, 3]
+    assert pieces == whole
+
+
+def test_an_evaluation_of_which_not_one_row_fits_says_what_to_change(training):
+    training.model.train()
+    with (
+        training.watching(Small(0)),
+        pytest.warns(RuntimeWarning, match="memory ran out"),
+        pytest.raises(MemoryRanOutError, match=r"single completion: .*max_completion_length.*4bit"),
+    ):
+        score(training)
+    assert training.model.training, "as it was before"
+
+
+def test_another_error_while_sampling_is_no_lack_of_memory(training):
+    trainer = training.trainer()
+    with (
+        training.watching(Small(0, RuntimeError("shape mismatch"))),
+        pytest.raises(RuntimeError, match="shape mismatch"),
+    ):
+        trainer.train()
+    assert trainer._sampling.size is None
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(10, [7, 3]), (3, [7, 3, 3, 3, 1]), (1, [7, 3] + [1] * 10)]
+)
+def test_pieces_that_are_done_are_not_run_again(most, sizes):
+    tried = []
+
+    def call(rows):
+        tried.append(len(rows))
+        if len(rows) > most:
+            raise MemoryError
+        return [row * 2 for row in rows]
+
+    pieces = Pieces("trying", "take less")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert pieces.run(call, range(10), at_most=7) == list(range(0, 20, 2))
+    assert tried == sizes
+
+
+# --- memory that runs out while learning ---------------------------------------------------------
+
+
+def step_gradient(training, beta, disturb):
+    """The gradient of one optimizer step, of the same completions every time."""
+    torch.manual_seed(5)
+    with torch.no_grad():  # away from a model that is sure of what it says
+        for parameter in training.trained:
+            parameter.copy_(0.2 * torch.randn(parameter.shape))
+    trainer = training.trainer(
+        beta=beta, max_steps=1, learning_rate=1e-9, tokens_per_micro_batch=4096
+    )
+    grads = []
+
+    class Keep(TrainerCallback):
+        def on_pre_optimizer_step(self, *_, **__):
+            grads.extend(copies(p.grad for p in training.trained))
+
+    trainer.add_callback(Keep())
+    with training.watching(disturb):
+        trainer.train()
+    return grads, trainer
+
+
+@pytest.mark.parametrize("where", ["training forward", "reference pass", "backward"])
+def test_the_gradient_is_the_same_where_a_pass_ran_out_of_memory(training, where):
+    """In a real model: from a module's forward pass, and from within the autograd engine."""
+    beta = 0.05
+    expected, _ = step_gradient(training, beta, lambda rows, output: None)
+    trainer, failed = None, []
+
+    def out_of_memory(*_):
+        failed.append(True)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def disturb(rows, output):
+        log_probs = output.get("log_probs")
+        if log_probs is None or failed:  # sampling, or there is room now
+            return
+        if where == "backward" and torch.is_grad_enabled():
+            log_probs.register_hook(out_of_memory)
+        elif torch.is_grad_enabled() == (where == "training forward"):
+            out_of_memory()
+
+    with one_warning("tokens_per_micro_batch is"):
+        found, trainer = step_gradient(training, beta, disturb)
+    assert failed
+    assert trainer._learner.budget < 4096
+    assert max(grad.abs().max() for grad in expected) > 1e-4
+    for grad, other in zip(found, expected, strict=True):
+        assert (grad - other).norm() <= 1e-6 * max(1e-3, other.norm())
+
+
+# --- rewards -------------------------------------------------------------------------------------
+
+
+def test_a_score_that_is_no_number_is_unscorable_where_that_was_asked_for(training):
+    def odd(completions, **_):
+        return [math.nan, math.inf, -math.inf, 1e300, 1.0, 0.0, 1.0, 0.0]
+
+    trainer = training.trainer(odd, max_steps=1, on_reward_error="skip")
+    trainer.train()
+    assert trainer.state.log_history[0]["rewards/odd/errors"] == 4
+    assert trainer.state.log_history[0]["rewards/odd/mean"] == 0.5
+    check_finite(training.trained)
+
+
+def test_a_reward_that_exits_ends_in_an_error_of_its_own_and_not_in_silence(training):
+    def leaves(completions, **_):
+        raise SystemExit(0)
+
+    with pytest.raises(RewardContractError, match=r"'leaves' in row 0 .* raised SystemExit: 0"):
+        training.trainer(leaves).train()
+
+
+def test_what_a_reward_does_to_the_process_changes_nothing_of_the_training(training):
+    """Same weights as with a reward of the same scores that behaves."""
+
+    def behaves(completions, **_):
+        return places(completions)
+
+    def meddles(completions, prompts, **_):
+        scores = places(completions)
+        torch.manual_seed(7)
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        completions.clear()
+        prompts[0][-1]["content"] = "something else"
+        return scores
+
+    start, ends = copies(training.trained), []
+    for reward in (behaves, meddles):
+        for parameter, value in zip(training.trained, start, strict=True):
+            parameter.data.copy_(value)
+        training.trainer(reward, max_steps=2, beta=0.05).train()
+        ends.append(copies(training.trained))
+    assert not equal(start, ends[0])
+    assert equal(*ends)

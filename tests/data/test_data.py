@@ -1,0 +1,824 @@
+"""Prompts: every source gives what it has, and what is wrong is named with its place."""
+
+import ast
+import importlib.util
+import inspect
+import json
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+import yaml
+
+import rloo_kit
+from rloo_kit.config.run_file import DataSection, RunConfig, make_run_config
+from rloo_kit.data.gym_tasks import make_gym_rows
+from rloo_kit.data.prompts import (
+    BUILTIN,
+    MAX_HELD_OUT,
+    NUM_BUILTIN_PROMPTS,
+    drop_long_prompts,
+    is_task,
+    load_prompts,
+    order_by_level,
+    prompt_ids,
+    split_held_out,
+)
+from rloo_kit.data.tasks import TASKS, make_rows
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.training.preparation import make_trainer_args, read_prompts
+
+USER = {"role": "user", "content": "Why?"}
+
+
+def write(folder, name, text, encoding="utf-8"):
+    path = folder / name
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+def lines(*rows):
+    return "\n".join(json.dumps(row) for row in rows)
+
+
+# --- built-in tasks -------------------------------------------------------------------------------
+
+
+def test_a_task_has_two_splits():
+    with pytest.raises(DataError, match="has the splits train and held_out, not 'test'"):
+        load_prompts("arithmetic", split="test")
+
+
+def test_arithmetic_as_a_dataset():
+    dataset = load_prompts("arithmetic")
+    assert len(dataset) == NUM_BUILTIN_PROMPTS
+    assert dataset.column_names == ["prompt", "answer", "task", "level"]
+    plain = load_prompts("arithmetic", num_prompts=3, chat=False)
+    assert plain["prompt"][:] == [row["prompt"] for row in make_rows("arithmetic", 3)]
+    assert dataset[0]["prompt"] == [{"role": "user", "content": plain[0]["prompt"]}]
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_every_task_loads_in_levels(name):
+    dataset = load_prompts(name, num_prompts=6, level=[1, 2], split="held_out", chat=False)
+    assert list(dataset) == make_rows(name, 6, split="held_out", level=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "remedy"),
+    [
+        ("p.jsonl", {"level": 2}, "level is of a built-in task, and 'p.jsonl' is none: drop it"),
+        ("reasoning_gym:x", {"level": 2}, "is none: set its difficulty with settings"),
+        (
+            "sort",
+            {"settings": {"a": 1}},
+            "settings are of a reasoning-gym task, and 'sort' is none",
+        ),
+        ("sort", {"columns": {"prompt": "q"}}, "columns renames what a file or a hub dataset has"),
+        ("sort", {"max_prompt_tokens": 9}, "give tokenizer too"),
+        ("sort", {"level": 9}, "sort has the levels 1 to 4, not 9"),
+    ],
+)
+def test_an_argument_that_would_have_no_effect_is_refused(source, arguments, remedy):
+    with pytest.raises(DataError, match=re.escape(remedy)):
+        load_prompts(source, **arguments)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def test_jsonl_keeps_every_column_and_makes_text_a_user_message(tmp_path):
+    path = write(
+        tmp_path,
+        "p.jsonl",
+        lines({"prompt": "Why?", "answer": "42"}, {"prompt": [USER], "level": 3}) + "\n\n  \n",
+    )
+    assert list(load_prompts(path)) == [
+        {"prompt": [USER], "answer": "42", "level": None},
+        {"prompt": [USER], "answer": None, "level": 3},
+    ]
+
+
+def test_csv_keeps_every_column_and_line_breaks_in_quotes(tmp_path):
+    path = write(tmp_path, "p.csv", 'prompt,answer\n"Why,\nthen?",42\nHow?,\n')
+    assert list(load_prompts(str(path), chat=False)) == [
+        {"prompt": "Why,\nthen?", "answer": "42"},
+        {"prompt": "How?", "answer": ""},
+    ]
+
+
+def test_parquet_keeps_every_column_of_text_and_of_messages(tmp_path):
+    table = pyarrow.table({"prompt": [[USER], [USER, USER]], "answer": [1.5, None]})
+    pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
+    assert list(load_prompts(tmp_path / "p.parquet")) == [
+        {"prompt": [USER], "answer": 1.5},
+        {"prompt": [USER, USER], "answer": None},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("p.jsonl", '{"prompt": "Why?"}'), ("p.csv", "prompt\nWhy?\n")]
+)
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path, name, text):
+    path = write(tmp_path, name, text, "utf-8-sig")
+    assert path.read_bytes().startswith(b"\xef\xbb\xbf")
+    assert list(load_prompts(path, chat=False)) == [{"prompt": "Why?"}]
+
+
+def test_without_chat_text_stays_text(tmp_path):
+    path = write(tmp_path, "p.jsonl", lines({"prompt": "Why?"}))
+    assert load_prompts(path, chat=False)["prompt"][:] == ["Why?"]
+    path = write(tmp_path, "m.jsonl", lines({"prompt": [USER]}))
+    assert load_prompts(path, chat=False)["prompt"][:] == [[USER]]
+
+
+def test_the_system_message_comes_first_and_never_twice(tmp_path):
+    own = {"role": "system", "content": "Own."}
+    path = write(tmp_path, "p.jsonl", lines({"prompt": "Why?"}, {"prompt": [own, USER]}))
+    assert load_prompts(path, system="Think.")["prompt"][:] == [
+        [{"role": "system", "content": "Think."}, USER],
+        [own, USER],
+    ]
+
+
+def test_num_prompts_keeps_the_first(tmp_path):
+    path = write(tmp_path, "p.jsonl", lines(*({"prompt": str(n)} for n in range(5))))
+    assert load_prompts(path, num_prompts=2, chat=False)["prompt"][:] == ["0", "1"]
+    assert len(load_prompts(path, num_prompts=50)) == 5
+    assert len(load_prompts("arithmetic", num_prompts=7)) == 7
+
+
+GOOD = '{"prompt": "Why?"}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{prompt: Why?}", "not valid JSON (Expecting property name"),
+        ('{"prompt": "Why?"', "not valid JSON"),
+        ("[1]", 'holds a list, must be an object like {"prompt": "..."}'),
+        ('"Why?"', "holds a str, must be an object"),
+        ('{"question": "Why?", "answer": 1}', "has no `prompt`, only ['answer', 'question']: "
+         "rename the column to prompt"),
+        ('{"prompt": ""}', "prompt is '', must be text or a list of chat messages"),
+        ('{"prompt": "  "}', "must be text or a list of chat messages"),
+        ('{"prompt": null}', "prompt is None, must be text or a list of chat messages"),
+        ('{"prompt": 3}', "prompt is 3, must be text or a list of chat messages"),
+        ('{"prompt": []}', "prompt is [], must be text or a list of chat messages"),
+        ('{"prompt": {"role": "user"}}', "must be text or a list of chat messages"),
+        ('{"prompt": ["Why?"]}', "every message of prompt needs `role` and `content`"),
+        ('{"prompt": [{"role": "user"}]}', "every message of prompt needs `role` and `content`"),
+    ],
+)  # fmt: skip
+def test_a_bad_jsonl_line_is_named_with_its_number(tmp_path, line, message):
+    path = write(tmp_path, "p.jsonl", GOOD + "\n" + line + "\n" + GOOD)
+    with pytest.raises(DataError, match=re.escape(f"{path}, line 3: ") + ".*" + re.escape(message)):
+        load_prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("prompt,answer\nWhy?,1\nHow?\n", 3, "has not the 2 fields of line 1; mend it"),
+        ("prompt,answer\nWhy?,1\nHow?,1,2\n", 3, "has not the 2 fields of line 1; mend it"),
+        ('prompt,answer\n"a\nb",1\n,1\n', 4, "prompt is '', must be text"),
+        ("question,answer\nWhy?,1\n", 2, "only ['answer', 'question']: rename the column to"),
+    ],
+)
+def test_a_bad_csv_line_is_named_with_its_number(tmp_path, text, line, message):
+    path = write(tmp_path, "p.csv", text)
+    with pytest.raises(
+        DataError, match=re.escape(f"{path}, line {line}: ") + ".*" + re.escape(message)
+    ):
+        load_prompts(path)
+
+
+@pytest.mark.parametrize("text", ['prompt\nWhy?\n"How\n', 'prompt\nWhy?\n"How"x\n'])
+def test_broken_csv_is_refused(tmp_path, text):
+    with pytest.raises(DataError, match=r"not valid CSV \(.*\); mend it"):
+        load_prompts(write(tmp_path, "p.csv", text))
+
+
+def test_broken_csv_names_the_line_that_is_broken(tmp_path):
+    with pytest.raises(DataError, match="line 3: not valid CSV"):
+        load_prompts(write(tmp_path, "p.csv", 'prompt\nWhy?\n"How"x\n'))
+
+
+def test_a_bad_parquet_row_is_named_with_its_number(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["Why?", None]}), tmp_path / "p.parquet")
+    with pytest.raises(DataError, match="row 2: prompt is None, must be text"):
+        load_prompts(tmp_path / "p.parquet")
+
+
+@pytest.mark.parametrize("text", ["", "not parquet at all"])
+def test_a_broken_parquet_file_is_to_be_written_again(tmp_path, text):
+    with pytest.raises(DataError, match=r"is not a whole Parquet file .*: write it again"):
+        load_prompts(write(tmp_path, "p.parquet", text))
+
+
+@pytest.mark.parametrize(("name", "text"), [("p.jsonl", ""), ("p.csv", ""), ("p.csv", "prompt\n")])
+def test_an_empty_file_has_no_rows(tmp_path, name, text):
+    with pytest.raises(DataError, match="has no rows: put at least one prompt in it"):
+        load_prompts(write(tmp_path, name, text))
+
+
+def test_an_empty_table_has_no_rows(tmp_path):
+    table = pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())})
+    pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
+    with pytest.raises(DataError, match="has no rows"):
+        load_prompts(tmp_path / "p.parquet")
+
+
+def test_text_that_is_not_utf8_is_to_be_saved_as_such(tmp_path):
+    path = write(tmp_path, "p.jsonl", '{"prompt": "Warum nicht über Nacht?"}', "latin-1")
+    with pytest.raises(DataError, match=r"cannot be read: .*; save it as UTF-8 text"):
+        load_prompts(path)
+
+
+def test_a_missing_file_and_a_folder_are_not_looked_up_on_the_hub(tmp_path):
+    with pytest.raises(DataError, match=r"does not exist: give the path of a \.jsonl, \.csv or"):
+        load_prompts(tmp_path / "none")
+    with pytest.raises(DataError, match="does not exist: give the path"):
+        load_prompts("none.jsonl")
+    with pytest.raises(DataError, match="is a folder: give the path"):
+        load_prompts(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["p.json", "p.txt", "p.arrow", "p"])
+def test_a_file_of_another_kind_is_to_be_converted(tmp_path, name):
+    with pytest.raises(DataError, match=r"is none of .*: convert it to \.jsonl"):
+        load_prompts(write(tmp_path, name, GOOD))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(1, "a"), ("a", 1), (True, 3), ([1], 2), ({"a": 1}, "x")]
+)
+def test_a_column_of_two_types_is_refused(tmp_path, first, second):
+    rows = [{"prompt": "Why?", "answer": first}, {"prompt": "Why?", "answer": second}]
+    with pytest.raises(
+        DataError, match=r"the column 'answer' cannot be stored .*: give it values of one type"
+    ):
+        load_prompts(write(tmp_path, "p.jsonl", lines(*rows)))
+
+
+def test_a_hub_name_that_cannot_be_loaded_says_what_to_check():
+    with pytest.raises(
+        DataError,
+        match=r"'nobody/nothing' is neither built in \(arithmetic, countdown, .*, "
+        r"reasoning_gym:TASK\), a file here, nor a hub dataset "
+        r".*check the name, its split 'test' and the network",
+    ):
+        load_prompts("nobody/nothing", split="test")
+
+
+# --- columns --------------------------------------------------------------------------------------
+
+MAP = {"prompt": "question", "answer": "solution"}
+
+
+def source_file(folder, kind, rows):
+    if kind == "parquet":
+        path = folder / "p.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return path
+    if kind == "csv":
+        body = [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
+        return write(folder, "p.csv", "\n".join(body))
+    return write(folder, "p.jsonl", lines(*rows))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_columns_gives_a_sources_columns_the_kits_names(tmp_path, kind):
+    path = source_file(tmp_path, kind, [{"question": "Why?", "id": "7", "solution": "42"}] * 2)
+    expected = {"prompt": "Why?", "id": "7", "answer": "42"}
+    assert list(load_prompts(path, columns=MAP, chat=False)) == [expected] * 2
+
+
+def test_two_columns_may_change_names_with_each_other(tmp_path):
+    path = source_file(tmp_path, "jsonl", [{"prompt": "Why?", "question": "How?"}])
+    swap = {"prompt": "question", "question": "prompt"}
+    assert list(load_prompts(path, columns=swap, chat=False)) == [
+        {"prompt": "How?", "question": "Why?"}
+    ]
+
+
+def test_a_column_that_keeps_its_name_may_be_listed(tmp_path):
+    path = source_file(tmp_path, "jsonl", [{"prompt": "Why?"}])
+    assert len(load_prompts(path, columns={"prompt": "prompt"})) == 1
+
+
+def test_a_column_that_only_some_lines_have_is_there(tmp_path):
+    rows = [{"question": "Why?", "solution": "42"}, {"question": "How?"}]
+    dataset = load_prompts(source_file(tmp_path, "jsonl", rows), columns=MAP)
+    assert dataset["answer"][:] == ["42", None]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"prompt": "text"}, "columns names 'text' as the source of 'prompt', and there are only "
+         "['id', 'question', 'solution']: name one of these"),
+        ({"prompt": "question", "id": "solution"}, "columns makes 'solution' the column 'id', "
+         "which there is already: give that one another name too, such as {id: solution, "
+         "old_id: id}"),
+        ({"prompt": "question", "text": "question"}, "columns gives one column two names"),
+        ({"prompt": 3}, "columns is {'prompt': 3}, must be texts, as in {prompt: question}"),
+        ({"answer": "solution"}, "has no `prompt`, only ['id', 'question', 'solution']: rename the "
+         "column to prompt, or name it with columns, as in {prompt: question}"),
+    ],
+)  # fmt: skip
+def test_a_wrong_column_map_says_what_there_is(tmp_path, kind, columns, message):
+    path = source_file(tmp_path, kind, [{"question": "Why?", "id": "7", "solution": "42"}])
+    with pytest.raises(DataError, match=re.escape(message)):
+        load_prompts(path, columns=columns)
+
+
+# --- tables that are datasets ---------------------------------------------------------------------
+
+
+def table_of(folder, dataset):
+    dataset.to_parquet(folder / "p.parquet")
+    return folder / "p.parquet"
+
+
+def picture(colour):
+    from PIL import Image
+
+    return Image.new("RGB", (4, 3), colour)
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """A Parquet file as datasets writes it, with a column of images."""
+    pytest.importorskip("PIL")
+    features = datasets.Features(
+        {
+            "question": datasets.Value("string"),
+            "image": datasets.Image(),
+            "n": datasets.Value("int8"),
+        }
+    )
+    dataset = datasets.Dataset.from_dict(
+        {"question": ["Red?", "Blue?"], "image": [picture("red"), picture("blue")], "n": [1, 2]},
+        features=features,
+    )
+    return table_of(tmp_path, dataset)
+
+
+def test_images_stay_images_beside_a_text_prompt(pictures):
+    dataset = load_prompts(pictures, columns={"prompt": "question"}, system="Look.", num_prompts=1)
+    assert dataset.column_names == ["prompt", "image", "n"]
+    assert isinstance(dataset.features["image"], datasets.Image)
+    assert dataset.features["n"] == datasets.Value("int8")
+    assert dataset[0]["image"].getpixel((0, 0)) == (255, 0, 0)
+    assert dataset[0]["prompt"] == [
+        {"role": "system", "content": "Look."}, {"role": "user", "content": "Red?"}
+    ]  # fmt: skip
+    train, held_out = split_held_out(load_prompts(pictures, columns={"prompt": "question"}), 1)
+    assert train[0]["image"].size == held_out[0]["image"].size == (4, 3)
+
+
+@pytest.mark.parametrize("system", [None, "Look."])
+def test_images_stay_images_in_the_parts_of_a_message(tmp_path, system):
+    pytest.importorskip("PIL")
+    part = {"type": datasets.Value("string"), "text": datasets.Value("string"),
+            "image": datasets.Image()}  # fmt: skip
+    message = {"role": datasets.Value("string"), "content": datasets.List(part)}
+    content = [
+        {"type": "image", "text": None, "image": picture("red")},
+        {"type": "text", "text": "Red?", "image": None},
+    ]
+    dataset = datasets.Dataset.from_dict(
+        {"prompt": [[{"role": "user", "content": content}]], "answer": ["yes"]},
+        features=datasets.Features(
+            {"prompt": datasets.List(message), "answer": datasets.Value("string")}
+        ),
+    )
+    loaded = load_prompts(table_of(tmp_path, dataset), system=system)
+    assert loaded.features == dataset.features
+    *before, user = loaded[0]["prompt"]
+    assert user["content"][0]["image"].getpixel((0, 0)) == (255, 0, 0)
+    assert user["content"][1]["text"] == "Red?"
+    assert [m["content"][0]["text"] for m in before] == ([system] if system else [])
+
+
+def test_parts_of_a_message_in_jsonl_get_a_system_message_in_parts(tmp_path):
+    content = [{"type": "image"}, {"type": "text", "text": "Red?"}]
+    row = {"prompt": [{"role": "user", "content": content}], "images": ["red.png"]}
+    (loaded,) = load_prompts(write(tmp_path, "p.jsonl", lines(row)), system="Look.")
+    system, user = loaded["prompt"]
+    assert system["content"] == [{"type": "text", "text": "Look."}]
+    assert [part["type"] for part in user["content"]] == ["image", "text"]
+    assert loaded["images"] == ["red.png"]
+
+
+def test_a_table_of_prompts_alone(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["Why?", "How?"]}), tmp_path / "p.parquet")
+    dataset = load_prompts(tmp_path / "p.parquet", num_prompts=1)
+    assert list(dataset) == [{"prompt": [USER]}]
+
+
+def test_a_hub_dataset_keeps_its_features_and_only_what_is_used_is_checked(pictures, monkeypatch):
+    whole = datasets.Dataset.from_parquet(str(pictures))
+    rows = {"question": ["Red?", "Blue?", ""], "image": [*whole["image"], None], "n": [1, 2, 3]}
+    hub = datasets.Dataset.from_dict(rows, features=whole.features)
+    asked = []
+
+    def from_hub(name, split):
+        asked.append((name, split))
+        return hub
+
+    monkeypatch.setattr(datasets, "load_dataset", from_hub)
+    common = {"split": "test", "columns": {"prompt": "question"}}
+    dataset = load_prompts("someone/pictures", num_prompts=2, **common)
+    assert asked == [("someone/pictures", "test")]
+    assert isinstance(dataset.features["image"], datasets.Image)
+    assert dataset[1]["image"].getpixel((0, 0)) == (0, 0, 255)
+    with pytest.raises(DataError, match="someone/pictures, row 3: prompt is '', must be text"):
+        load_prompts("someone/pictures", **common)
+
+
+def test_a_category_of_pandas_is_its_text(tmp_path):
+    kinds = pyarrow.array(["a", "b", "a"]).dictionary_encode()
+    table = pyarrow.table({"prompt": ["Why?"] * 3, "kind": kinds})
+    pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
+    assert load_prompts(tmp_path / "p.parquet")["kind"][:] == ["a", "b", "a"]
+
+
+# --- prompts that are too long --------------------------------------------------------------------
+
+
+class Tokenizer:
+    """One token a word; a template adds one a message, and one for each of its settings."""
+
+    def __call__(self, text):
+        return {"input_ids": text.split()}
+
+    def apply_chat_template(self, messages, *, add_generation_prompt, tokenize, return_dict,
+                            **settings):  # fmt: skip
+        assert add_generation_prompt
+        assert tokenize
+        words = [word for m in messages for word in ["role", *m["content"].split()]]
+        return {"input_ids": words + list(settings)}
+
+
+def test_long_prompts_are_left_out_and_counted(tmp_path):
+    rows = [{"prompt": "a " * n, "n": n} for n in (1, 5, 3, 9)]
+    dataset = load_prompts(write(tmp_path, "p.jsonl", lines(*rows)))
+    kept, dropped = drop_long_prompts(dataset, Tokenizer(), 6)
+    assert kept["n"][:] == [1, 5, 3]
+    assert dropped == 1
+    assert drop_long_prompts(dataset, Tokenizer(), 6, {"enable_thinking": False})[1] == 2
+    assert drop_long_prompts(dataset, Tokenizer(), 10) == (dataset, 0)
+    plain = load_prompts(write(tmp_path, "p.jsonl", lines(*rows)), chat=False)
+    assert drop_long_prompts(plain, Tokenizer(), 5)[0]["n"][:] == [1, 5, 3]
+
+
+def test_leaving_out_every_prompt_is_refused(tmp_path):
+    dataset = load_prompts(write(tmp_path, "p.jsonl", lines({"prompt": "a b c"})))
+    with pytest.raises(
+        DataError, match="leaves none of the 1 prompts: raise it, the shortest has 4"
+    ):
+        drop_long_prompts(dataset, Tokenizer(), 3)
+
+
+def test_load_prompts_leaves_out_long_ones_and_says_so(tmp_path):
+    path = write(tmp_path, "p.jsonl", lines(*({"prompt": "a " * n} for n in (1, 9, 2))))
+    with pytest.warns(UserWarning, match="1 of 3 prompts have more than 4 tokens and are left out"):
+        dataset = load_prompts(path, tokenizer=Tokenizer(), max_prompt_tokens=4)
+    assert len(dataset) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(load_prompts(path, tokenizer=Tokenizer(), max_prompt_tokens=10)) == 3
+
+
+def test_images_are_kept_while_long_prompts_go(pictures):
+    dataset = load_prompts(pictures, columns={"prompt": "question"})
+    assert drop_long_prompts(dataset, Tokenizer(), 2)[0][1]["image"].size == (4, 3)
+
+
+def test_prompt_ids_says_what_to_do_about_a_template_that_fails():
+    class Bare(Tokenizer):
+        def apply_chat_template(self, *_, **__):
+            raise ValueError("no template\nat all")
+
+    with pytest.raises(DataError, match=r"\(no template\): set data\.chat: false"):
+        prompt_ids(Bare(), [USER])
+
+
+# --- curriculum -----------------------------------------------------------------------------------
+
+
+def test_a_curriculum_goes_from_easy_to_hard_and_shuffles_within_a_level():
+    rows = load_prompts("sort", num_prompts=60, level=[3, 1, 2], chat=False)
+    ordered = load_prompts("sort", num_prompts=60, level=[3, 1, 2], chat=False, curriculum=True)
+    assert ordered["level"][:] == [1] * 20 + [2] * 20 + [3] * 20
+    assert sorted(ordered["prompt"]) == sorted(rows["prompt"])
+    first = [row["prompt"] for row in rows if row["level"] == 1]
+    assert sorted(ordered["prompt"][:20]) == sorted(first)
+    assert ordered["prompt"][:20] != first
+    assert list(order_by_level(rows)) == list(ordered)
+    assert order_by_level(rows, seed=1)["prompt"][:20] != ordered["prompt"][:20]
+
+
+def test_a_files_own_column_can_be_the_level(tmp_path):
+    rows = [{"prompt": str(n), "difficulty": n} for n in (0.5, 3, 2)]
+    path = write(tmp_path, "p.jsonl", lines(*rows))
+    dataset = load_prompts(path, columns={"level": "difficulty"}, curriculum=True, chat=False)
+    assert dataset["prompt"][:] == ["0.5", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "a"}], "orders prompts by the column 'level', and there are only ['prompt']: "
+         "add it, or name the one that is meant with columns, as in {level: difficulty}"),
+        ([{"prompt": "a", "level": "easy"}], "the level of prompt 1 is 'easy', must be a number"),
+        ([{"prompt": "a", "level": 1}, {"prompt": "b"}], "the level of prompt 2 is None, must be"),
+        ([{"prompt": "a", "level": True}], "the level of prompt 1 is True, must be a number"),
+        ([{"prompt": "a", "level": float("nan")}], "the level of prompt 1 is nan, must be"),
+    ],
+)  # fmt: skip
+def test_a_curriculum_without_levels_is_refused(tmp_path, rows, message):
+    path = write(tmp_path, "p.jsonl", lines(*rows))
+    with pytest.raises(DataError, match=re.escape(message)):
+        load_prompts(path, curriculum=True)
+
+
+# --- reasoning-gym --------------------------------------------------------------------------------
+
+needs_gym = pytest.mark.skipif(
+    importlib.util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed"
+)
+"""Without the package the kit still says what to install: that test runs everywhere."""
+
+
+@needs_gym
+def test_a_gym_task_has_prompts_answers_and_entries():
+    dataset = load_prompts("reasoning_gym:chain_sum", num_prompts=20, settings={"max_terms": 3})
+    assert set(dataset.column_names) == {"prompt", "answer", "task", "entry"}
+    assert set(dataset["task"]) == {"reasoning_gym:chain_sum"}
+    for row in dataset:
+        entry = json.loads(row["entry"])
+        assert row["prompt"] == [{"role": "user", "content": entry["question"]}]
+        assert row["answer"] == entry["answer"]
+        assert entry["settings"] == {"max_terms": 3}
+        assert entry["metadata"]["num_terms"] <= 3
+
+
+@needs_gym
+def test_gym_prompts_of_two_splits_differ_whatever_the_seeds():
+    def prompts(split, seed):
+        settings = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+        rows = make_gym_rows(
+            "reasoning_gym:chain_sum", 40, split=split, seed=seed, settings=settings
+        )
+        return [row["prompt"] for row in rows]
+
+    train, held_out = prompts("train", 0), prompts("held_out", 1)
+    assert len(set(train)) == len(train) == 40
+    assert len(set(held_out)) == len(held_out) == 40
+    assert not set(train) & set(held_out)
+    assert prompts("train", 0) == train
+    assert prompts("train", 0)[:7] == train[:7]
+    assert prompts("train", 5) != train
+
+
+@needs_gym
+def test_a_gym_task_that_runs_out_of_questions_says_so():
+    settings = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    settings |= {"allow_negation": False}
+    with pytest.warns(UserWarning, match=r"chain_sum has only (\d+) different prompts of the 5000"):
+        rows = make_gym_rows("reasoning_gym:chain_sum", 5000, settings=settings)
+    assert 100 < len(rows) == len({row["prompt"] for row in rows}) < 5000
+
+
+@needs_gym
+def test_a_gym_task_without_one_right_text_has_no_answers():
+    assert "answer" not in load_prompts("reasoning_gym:rush_hour", num_prompts=2).column_names
+
+
+@needs_gym
+def test_a_gym_task_that_prints_is_kept_from_it(capsys):
+    make_gym_rows("reasoning_gym:bf", 3)
+    assert capsys.readouterr().out == ""
+
+
+@needs_gym
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        (
+            "chain_sums",
+            {},
+            "reasoning-gym has no task 'chain_sums'; the nearest names are chain_sum",
+        ),
+        ("composite", {}, "reasoning-gym has no task 'composite'"),
+        (
+            "chain_sum",
+            {"max_term": 3},
+            "has no setting 'max_term'; the nearest names are max_terms",
+        ),
+        ("chain_sum", {"zzz": 3}, "has no setting 'zzz'; it has min_terms, max_terms, min_digits"),
+        ("chain_sum", {"seed": 3}, "data.settings has 'seed', which the kit sets: use seed of the"),
+        ("chain_sum", {"size": 3}, "use data.num_prompts of the run file in its place"),
+        ("chain_sum", {"max_terms": 1}, "refuses the settings {'max_terms': 1} (max_terms must be"),
+        ("chain_sum", {"max_terms": "x"}, "refuses the settings {'max_terms': 'x'}"),
+    ],
+)
+def test_a_wrong_gym_task_or_setting_says_what_there_is(name, settings, message):
+    with pytest.raises(DataError, match=re.escape(message)):
+        load_prompts(f"reasoning_gym:{name}", settings=settings)
+
+
+def test_a_gym_task_without_the_package_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(DataError, match=re.escape('pip install "rloo-kit[gym]"')):
+        load_prompts("reasoning_gym:chain_sum")
+
+
+def test_a_gym_task_has_two_splits():
+    with pytest.raises(DataError, match="has the splits train and held_out, not 'test'"):
+        load_prompts("reasoning_gym:chain_sum", split="test")
+
+
+# --- from a run file ------------------------------------------------------------------------------
+
+
+def config_of(trainer=None, **data):
+    return make_run_config({"data": data, "trainer": trainer or {}})
+
+
+def test_a_runs_task_has_both_splits_at_the_levels_asked_for():
+    config = config_of(prompts="sort", level=[1, 2], num_prompts=40, held_out=10, chat=False)
+    train, held_out = read_prompts(config, Path())
+    assert list(train) == make_rows("sort", 40, level=[1, 2])
+    assert list(held_out) == make_rows("sort", 10, split="held_out", level=[1, 2])
+    assert read_prompts(config_of(prompts="sort", held_out=0), Path())[1] is None
+
+
+def test_a_runs_curriculum_orders_what_is_trained_on_and_holds_out_of_all_levels(tmp_path):
+    rows = [{"q": str(n), "d": n % 3} for n in range(24)]
+    write(tmp_path, "p.jsonl", lines(*rows))
+    columns = {"prompt": "q", "level": "d"}
+    config = config_of(prompts="p.jsonl", columns=columns, curriculum=True, held_out=6, chat=False)
+    train, held_out = read_prompts(config, tmp_path)
+    assert train["level"][:] == [0] * 6 + [1] * 6 + [2] * 6
+    assert held_out["prompt"][:] == [str(n) for n in range(18, 24)]
+
+
+@needs_gym
+def test_a_runs_gym_task_takes_its_settings():
+    config = config_of(
+        prompts="reasoning_gym:chain_sum", settings={"max_terms": 2}, num_prompts=4, held_out=2
+    )
+    train, held_out = read_prompts(config, Path())
+    assert (len(train), len(held_out)) == (4, 2)
+    assert json.loads(train[0]["entry"])["settings"] == {"max_terms": 2}
+
+
+def test_the_trainer_is_told_of_curriculum_and_enable_thinking(tmp_path):
+    given = {"chat_template_kwargs": {"depth": 1}}
+    config = config_of(given, curriculum=True, enable_thinking=False)
+    args = make_trainer_args(config, tmp_path)
+    assert args.shuffle_dataset is False
+    assert args.chat_template_kwargs == {"depth": 1, "enable_thinking": False}
+    assert config.trainer == given
+    as_text = config_of({"chat_template_kwargs": '{"depth": 1}'}, enable_thinking=True)
+    assert make_trainer_args(as_text, tmp_path).chat_template_kwargs == {
+        "depth": 1, "enable_thinking": True
+    }  # fmt: skip
+    untold = make_trainer_args(config_of({"shuffle_dataset": True}), tmp_path)
+    assert untold.shuffle_dataset is True
+    assert untold.chat_template_kwargs is None
+
+
+@pytest.mark.parametrize(
+    ("trainer", "data", "message"),
+    [
+        ({"shuffle_dataset": True}, {"curriculum": True}, "would undo its order: remove one"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": False},
+         "data.enable_thinking is False, and trainer.chat_template_kwargs says True: remove one"),
+        ({"chat_template_kwargs": "no"}, {"enable_thinking": False},
+         "trainer.chat_template_kwargs is 'no', must be names and values, as in"),
+        ({"chat_template_kwargs": "[1]"}, {"enable_thinking": False}, "must be names and values"),
+    ],
+)  # fmt: skip
+def test_what_data_and_trainer_say_must_agree(tmp_path, trainer, data, message):
+    config = RunConfig(data=DataSection(**data), trainer=trainer)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_trainer_args(config, tmp_path)
+
+
+def test_what_is_made_here_is_a_task():
+    assert all(map(is_task, (*BUILTIN, "reasoning_gym:x")))
+    assert not any(map(is_task, ("p.jsonl", "someone/arithmetic")))
+
+
+# --- the page about prompts -----------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "prompts.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("block", blocks("yaml"))
+def test_the_pages_run_files_are_right(block):
+    assert make_run_config(yaml.safe_load(block)).data != DataSection()
+
+
+@pytest.mark.parametrize(
+    "block", [text for text in blocks("python") if re.search('"(countdown|sort)"', text)]
+)
+def test_the_pages_code_runs(block):
+    names = {"rk": rloo_kit}
+    exec(block, names)
+    if "mixed" in names:
+        assert names["mixed"]["numbers"][-1] is None
+        assert names["mixed"][0]["answer"] is None
+
+
+def test_every_call_on_the_page_has_arguments_that_there_are():
+    calls = [
+        node
+        for block in blocks("python")
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "load_prompts"
+    ]
+    assert len(calls) > 6
+    known = set(inspect.signature(load_prompts).parameters)
+    assert {keyword.arg for call in calls for keyword in call.keywords} <= known
+
+
+def test_the_pages_table_is_that_of_the_tasks():
+    table = PAGE.partition("<!-- tasks")[2].partition("<!-- /tasks")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in table.splitlines()
+        if line.startswith("| ") and not line.startswith("| task")
+    ]
+    expected = [
+        (f"`{name}`" if level == 1 else "", str(level), text,
+         make_rows(name, 1, level=level)[0]["prompt"])
+        for name, task in TASKS.items() for level, text in enumerate(task.levels, 1)
+    ]  # fmt: skip
+    assert [tuple(row[:3]) for row in rows] == [row[:3] for row in expected]
+    for row, (*_, prompt) in zip(rows, expected, strict=True):
+        assert prompt.startswith(row[3].removesuffix("…").strip())
+        assert len(row[3]) > 15
+
+
+# --- held out -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return load_prompts("arithmetic", num_prompts=40)
+
+
+@pytest.mark.parametrize(("wanted", "kept"), [(None, 5), (1, 1), (39, 39)])
+def test_the_last_rows_are_held_out(prompts, wanted, kept):
+    train, held_out = split_held_out(prompts, wanted)
+    assert len(held_out) == kept
+    assert [*train, *held_out] == list(prompts)
+
+
+def test_zero_and_a_handful_hold_nothing_out(prompts):
+    assert split_held_out(prompts, 0) == (prompts, None)
+    few = prompts.select(range(7))
+    assert split_held_out(few, None) == (few, None)
+
+
+def test_at_most_256_are_held_out_by_default():
+    large = load_prompts("arithmetic", num_prompts=8 * MAX_HELD_OUT + 80)
+    train, held_out = split_held_out(large, None)
+    assert len(held_out) == MAX_HELD_OUT == 256
+    assert len(train) == len(large) - 256
+
+
+@pytest.mark.parametrize("wanted", [40, 41, 1000])
+def test_holding_everything_out_is_refused_with_the_largest_that_works(prompts, wanted):
+    with pytest.raises(DataError, match="lower it to at most 39"):
+        split_held_out(prompts, wanted)
+
+
+def test_levels_of_a_csv_file_are_numbers(tmp_path):
+    (tmp_path / "p.csv").write_text("prompt,level\na,10\nb,9\n")
+    ordered = load_prompts(tmp_path / "p.csv", curriculum=True, chat=False)
+    assert ordered["prompt"][:] == ["b", "a"]
+
+
+@pytest.mark.parametrize("value", ["a\ud800", 2**70])
+def test_a_value_that_cannot_be_stored_is_told_with_its_column(tmp_path, value):
+    rows = [{"prompt": "a", "note": value}, {"prompt": "b", "note": value}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="the column 'note' cannot be stored"):
+        load_prompts(tmp_path / "p.jsonl")

@@ -1,0 +1,327 @@
+"""Built-in tasks: right answers, levels, and two splits that never meet."""
+
+import ast
+import hashlib
+import random
+import re
+import subprocess
+import sys
+from fractions import Fraction
+from itertools import permutations
+
+import pytest
+
+from rloo_kit.data.tasks import (
+    HELD_OUT_ONE_IN,
+    TASKS,
+    WORDS,
+    arithmetic_prompt,
+    countdown_problem,
+    is_held_out,
+    make_rows,
+    worked_thought,
+)
+from rloo_kit.errors import DataError
+
+EVERY_LEVEL = [
+    (name, level) for name, task in TASKS.items() for level in range(1, len(task.levels) + 1)
+]
+
+
+def prompts(*args, **kwargs):
+    return [row["prompt"] for row in make_rows(*args, **kwargs)]
+
+
+# --- what all tasks hold --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "level"), EVERY_LEVEL)
+def test_no_prompt_is_in_both_splits_whatever_the_seeds(name, level):
+    train = {text for seed in (0, 1) for text in prompts(name, 700, seed=seed, level=level)}
+    held_out = {
+        text for seed in (2, 3) for text in prompts(name, 300, split="held_out", seed=seed,
+                                                    level=level)
+    }  # fmt: skip
+    assert len(train) > 400
+    assert len(held_out) > 100
+    assert not train & held_out
+
+
+@pytest.mark.parametrize(("name", "level"), EVERY_LEVEL)
+def test_a_level_is_decided_by_its_seed_alone(name, level):
+    first = make_rows(name, 30, seed=3, level=level)
+    random.seed(2)
+    assert make_rows(name, 30, seed=3, level=level) == first
+    assert make_rows(name, 12, seed=3, level=level) == first[:12]
+    assert make_rows(name, 30, seed=4, level=level) != first
+    assert {(row["task"], row["level"]) for row in first} == {(name, level)}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_levels_are_mixed_evenly_and_do_not_depend_on_each_other(name):
+    rows = make_rows(name, 31, level=[3, 1])
+    assert [row["level"] for row in rows] == [3, 1] * 15 + [3]
+    assert rows[::2] == make_rows(name, 16, level=3)
+    assert rows[1::2] == make_rows(name, 15, level=1) == make_rows(name, 15)
+
+
+def test_a_larger_share_of_a_level_is_asked_for_by_naming_it_twice():
+    assert [row["level"] for row in make_rows("sort", 6, level=[1, 1, 2])] == [1, 1, 2] * 2
+
+
+@pytest.mark.parametrize("level", [0, 6, -1, [], [1, 6], True, "1", [None], 1.0])
+def test_a_level_that_is_none_is_refused_with_those_there_are(level):
+    with pytest.raises(DataError, match=r"countdown has the levels 1 to 5, not .*: give one"):
+        make_rows("countdown", 3, level=level)
+
+
+def test_another_split_is_refused():
+    with pytest.raises(DataError, match="sort has the splits train and held_out, not 'test'"):
+        make_rows("sort", 3, split="test")
+
+
+def test_rows_do_not_depend_on_the_hash_seed_of_the_process():
+    code = (
+        "from rloo_kit.data.tasks import TASKS, make_rows\n"
+        "print([make_rows(n, 20, level=[1, 2, 3, 4], split=s) for n in TASKS "
+        "for s in ('train', 'held_out')])"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+            env={"PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(outputs) == 1
+    assert "Reach" in outputs.pop()
+
+
+@pytest.mark.parametrize(("name", "level"), [("countdown", 3), ("sort", 3), ("arithmetic", 4)])
+def test_one_problem_in_eight_is_held_out(name, level):
+    rng = random.Random(0)
+    kept = sum(TASKS[name].make(rng, level)[1] for _ in range(4000))
+    assert kept == pytest.approx(4000 / HELD_OUT_ONE_IN, rel=0.15)
+
+
+# --- arithmetic -----------------------------------------------------------------------------------
+
+
+def numbers(row):
+    return tuple(map(int, re.fullmatch(r"What is (\d{3}) \+ (\d{3})\?", row["prompt"]).groups()))
+
+
+@pytest.mark.parametrize(
+    ("split", "seed", "digest"),
+    [
+        ("train", 42, "0c00edfd0eb1debb"),
+        ("train", 3, "212d43c67e57ca43"),
+        ("held_out", 42, "cb90f1dac79fb0dd"),
+        ("held_out", 3, "4f638b590c57202e"),
+    ],
+)
+def test_the_first_level_is_what_the_embedded_model_was_trained_for(split, seed, digest):
+    rows = make_rows("arithmetic", 1024, split=split, seed=seed)
+    text = "\n".join(f"{row['prompt']} {row['answer']}" for row in rows)
+    assert hashlib.sha256(text.encode()).hexdigest().startswith(digest)
+    assert all(row["prompt"] == arithmetic_prompt(*numbers(row)) for row in rows)
+
+
+def value_of(expression):
+    """The value by Python's own precedence, of a text that this test file has looked at."""
+    assert re.fullmatch(r"[0-9+\-*/() ]+", expression)
+    return eval(compile(ast.parse(expression, mode="eval"), "", "eval"), {"__builtins__": {}})
+
+
+FORMS = [
+    r"\d{3} \+ \d{3}",
+    r"\d{3} \+ \d{3} \+ \d{3}",
+    r"\d{5} [+-] \d{5}",
+    r"\d{2} \* \d{2} \+ \d{3}",
+    r"\(\d{2} \+ \d{2}\) \* \d{2} - \d{2}",
+]
+
+
+@pytest.mark.parametrize("level", range(1, 6))
+def test_arithmetic_answers_are_right(level):
+    for split in ("train", "held_out"):
+        for row in make_rows("arithmetic", 500, split=split, level=level):
+            expression = re.fullmatch(r"What is (.+)\?", row["prompt"])[1]
+            assert re.fullmatch(FORMS[level - 1], expression)
+            assert row["answer"] == str(value_of(expression))
+
+
+def test_the_first_level_keeps_its_own_rule_of_what_is_held_out():
+    assert all(is_held_out(*numbers(row)) for row in make_rows("arithmetic", 999, split="held_out"))
+    assert not any(is_held_out(*numbers(row)) for row in make_rows("arithmetic", 999, seed=1))
+    kept = sum(is_held_out(a, b) for a in range(100, 1000) for b in range(100, 1000))
+    assert kept == 50_625 == 900 * 900 // 16
+
+
+# --- countdown ------------------------------------------------------------------------------------
+
+
+def reachable(values):
+    """Every value that some of three numbers or fewer reach."""
+    found = set(values)
+    for a, b in permutations(range(len(values)), 2):
+        rest = [value for i, value in enumerate(values) if i not in (a, b)]
+        for value in (
+            values[a] + values[b], values[a] - values[b], values[a] * values[b],
+            *([values[a] / values[b]] if values[b] else []),
+        ):  # fmt: skip
+            found |= reachable([value, *rest])
+    return found
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_every_target_of_three_numbers_can_be_reached(level):
+    for row in make_rows("countdown", 40, level=level):
+        assert row["target"] in reachable([Fraction(number) for number in row["numbers"]])
+
+
+SIZES = [(3, 10), (3, 20), (4, 50), (5, 99), (6, 100)]
+
+
+@pytest.mark.parametrize("level", range(1, 6))
+def test_every_countdown_problem_is_made_from_a_solution(level):
+    rng = random.Random(level)
+    how_many, largest = SIZES[level - 1]
+    for _ in range(100):
+        given, target, solution = countdown_problem(rng, level)
+        assert len(given) == how_many
+        assert 1 <= min(given) <= max(given) <= largest
+        assert sorted(map(int, re.findall(r"\d+", solution))) == sorted(given)
+        assert value_of(solution) == target
+        assert target not in given
+        assert (101 if level == 5 else 1) <= target <= 999
+
+
+@pytest.mark.parametrize(("level", "operators"), [(1, "+-"), (2, "+-*"), (3, "+-*/")])
+def test_a_level_has_the_operators_it_says(level, operators):
+    rng = random.Random(0)
+    used = {sign for _ in range(300) for sign in countdown_problem(rng, level)[2] if sign in "+-*/"}
+    assert used == set(operators)
+
+
+def test_countdown_prompts_say_numbers_and_target_and_have_no_answer():
+    row = make_rows("countdown", 1, level=3)[0]
+    a, b, c, d = row["numbers"]
+    assert row["prompt"].startswith(
+        f"Reach {row['target']} from the numbers {a}, {b}, {c} and {d} with + - * / and brackets"
+    )
+    assert "answer" not in row
+
+
+def test_the_same_numbers_in_another_order_are_in_the_same_split():
+    def keys(split, seed):
+        rows = make_rows("countdown", 600, split=split, seed=seed)
+        return {(tuple(sorted(row["numbers"])), row["target"]) for row in rows}
+
+    assert not keys("train", 0) & keys("held_out", 1)
+
+
+# --- letter_count and sort ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", range(1, 5))
+def test_letters_are_counted(level):
+    counts = []
+    for row in make_rows("letter_count", 400, level=level):
+        letter, text = re.fullmatch(r'How many (.) are in "?([a-z ]+)"?\?', row["prompt"]).groups()
+        assert row["answer"] == str(text.count(letter))
+        assert {1: len(text) <= 6, 2: 6 < len(text) <= 12, 3: text.count(" ") == 3,
+                4: 14 <= len(text) <= 24}[level]  # fmt: skip
+        assert level == 4 or set(text.split()) <= set(WORDS)
+        counts.append(int(row["answer"]))
+    assert {0, 1, 2} <= set(counts)
+    assert sum(count == 1 for count in counts) < 350
+
+
+def test_strawberry_is_asked_for():
+    assert "How many r are in strawberry?" in [
+        *prompts("letter_count", 3000, level=2),
+        *prompts("letter_count", 3000, level=2, split="held_out"),
+    ]
+
+
+@pytest.mark.parametrize("level", range(1, 5))
+def test_sorted_lists_hold_the_same_items_in_order(level):
+    directions = set()
+    for row in make_rows("sort", 200, level=level):
+        order, shown = re.fullmatch(
+            r"Sort these (.+): (.+)\. Answer with the list alone, separated by commas\.",
+            row["prompt"],
+        ).groups()
+        items, answer = shown.split(", "), row["answer"].split(", ")
+        assert len(items) == len(set(items)) == {1: 4, 2: 8, 3: 5, 4: 10}[level]
+        key = str if level > 2 else int
+        assert answer == sorted(items, key=key, reverse=order.endswith("to smallest"))
+        directions.add(order)
+    assert len(directions) == (2 if level == 2 else 1)
+
+
+def test_words_are_different_and_in_lower_case():
+    assert len(WORDS) == len(set(WORDS)) > 300
+    assert all(re.fullmatch("[a-z]{3,12}", word) for word in WORDS)
+    assert list(WORDS) == sorted(WORDS)
+
+
+# --- the thought of the embedded model ------------------------------------------------------------
+
+
+def random_sums(count):
+    rng = random.Random(0)
+    return [(rng.randint(100, 999), rng.randint(100, 999)) for _ in range(count)]
+
+
+def steps(thought):
+    """(sum as stated, whether a carry is in it, total) of each step; every step must add up."""
+    found = []
+    for step in thought.split():
+        left, total = step.split("=")
+        terms = list(map(int, left.split("+")))
+        assert sum(terms) == int(total), thought
+        assert len(terms) == 2 or terms[2:] == [1], thought
+        found.append((terms[:2], len(terms) == 3, int(total)))
+    return found
+
+
+def answer_of(thought):
+    """What the thought comes to: the last digits of the first two totals, and the third whole."""
+    units, tens, hundreds = (total for _, _, total in steps(thought))
+    return hundreds * 100 + tens % 10 * 10 + units % 10
+
+
+def test_a_thought_that_forgets_nothing_is_right():
+    for a, b in random_sums(2000):
+        thought, answer = worked_thought(a, b)
+        assert answer == a + b == answer_of(thought)
+        digits = [terms for terms, _, _ in steps(thought)]
+        assert [x for x, _ in digits] == [a % 10, a // 10 % 10, a // 100]
+        assert [y for _, y in digits] == [b % 10, b // 10 % 10, b // 100]
+
+
+def test_a_thought_that_forgets_comes_to_the_answer_that_follows_from_it():
+    wrong = 0
+    for index, (a, b) in enumerate(random_sums(2000)):
+        rng = random.Random(index)
+        thought, answer = worked_thought(a, b, lambda rng=rng: rng.random() < 0.5)
+        assert answer == answer_of(thought)
+        wrong += answer != a + b
+    assert 300 < wrong < 1700
+
+
+def test_a_thought_that_always_forgets_has_no_carry():
+    for a, b in random_sums(200):
+        thought, _ = worked_thought(a, b, lambda: True)
+        assert not any(carried for _, carried, _ in steps(thought))
+
+
+def test_forgetting_is_asked_once_for_every_carry_and_only_there():
+    asked = []
+    worked_thought(199, 801, lambda: bool(asked.append(1)))
+    assert len(asked) == 2
+    asked.clear()
+    worked_thought(123, 456, lambda: bool(asked.append(1)))
+    assert asked == []

@@ -1,0 +1,699 @@
+"""What is found in the folder of a run: on rows made by hand, a fault each, and on healthy ones."""
+
+import json
+import math
+import random
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rloo_kit.config.run_file import make_run_config, read_run_file
+from rloo_kit.diagnosis.findings import findings_text
+from rloo_kit.diagnosis.record import KEPT_ROWS, RunRecord, read_run
+from rloo_kit.diagnosis.run_rules import EXPLAINS, KINDS, find_in_run, verdict
+from rloo_kit.errors import DataError
+
+STEPS = 24
+GROUPS, SIZE = 8, 8
+
+
+def config(name="tiny-thinker", data=None, **trainer):
+    usual = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": GROUPS * SIZE,
+        "num_generations": SIZE,
+        "max_completion_length": 48,
+        "learning_rate": 1e-3,
+        "beta": 0.02,
+    }
+    return make_run_config(
+        {
+            "model": {"name": name, "max_seq_length": 256},
+            "data": data or {},
+            "trainer": {**usual, **trainer},
+        }
+    )
+
+
+def wobble(place):
+    """A small number that has no trend."""
+    return ((place * 7919) % 13 - 6) / 6
+
+
+def line(begin, end, noise=0.0):
+    """Values of a metric, step by step, from one number to another."""
+    return [begin + (end - begin) * n / (STEPS - 1) + noise * wobble(n) for n in range(STEPS)]
+
+
+HEALTHY = {
+    "reward": line(0.5, 0.95, 0.03),
+    "reward_std": line(0.5, 0.2),
+    "loss": line(0.0, 0.0, 1e-8),
+    "learning_rate": line(1e-3, 0.0),
+    "num_tokens": line(3000, 3000 * STEPS),
+    "completions/mean_length": line(28, 29, 1.0),
+    "completions/truncated": line(0.0, 0.0),
+    "signal/groups_without": line(0.4, 0.8, 0.1),
+    "kl": line(0.0, 0.04, 0.002),
+    "kl/sequence": line(0.0, 1.2, 0.05),
+    "policy/entropy_avg": line(0.03, 0.01, 0.002),
+    "policy/clipfrac_avg": line(0.0, 0.0),
+    "val/ratio": line(1.0, 1.0),
+    "clip_ratio/nulled_rows": line(0.0, 0.0),
+    "step_time": line(1.0, 1.0, 0.05),
+    "speed/generation_tokens_per_second": line(3600, 3600),
+    "speed/learning_tokens_per_second": line(8000, 8000),
+    "memory/peak_gib": line(1.2, 1.35, 0.02),
+    "passes/trained": line(1.0, 1.0),
+    "rewards/accuracy/mean": line(0.5, 0.95, 0.03),
+    "rewards/accuracy/std": line(0.5, 0.2),
+}
+FLAT = {"reward": line(0.5, 0.5, 0.05), "signal/groups_without": line(0.4, 0.4, 0.1)}
+"""Scores differ, and nothing comes of it."""
+DULL = {"signal/groups_without": line(1.0, 1.0), "reward_std": line(0.0, 0.0)}
+
+
+def all_of(value):
+    return {"reward": line(value, value), "rewards/accuracy/mean": line(value, value),
+            "rewards/accuracy/std": line(0.0, 0.0), **DULL}  # fmt: skip
+
+
+def metrics(**changes):
+    columns = {**HEALTHY, **changes}
+    rows = [
+        {"step": n + 1, **{name: values[n] for name, values in columns.items() if values}}
+        for n in range(STEPS)
+    ]
+    return [*rows, {"step": STEPS, "train_runtime": 24.0}]
+
+
+def completions(text=None, score=None):
+    """Rows of completions.jsonl; ``text`` and ``score`` take step, group and row."""
+    text = text or (lambda step, group, row: f"{step} {group} {row % 5} </think> {row}")
+    score = score or (lambda step, group, row: float((row + group + step) % 3 > 0))
+    return [
+        {"step": step, "group": group, "truncated": False, "score": score(step, group, row),
+         "completion": [{"role": "assistant", "content": text(step, group, row)}]}
+        for step in range(1, STEPS + 1) for group in range(GROUPS) for row in range(SIZE)
+    ]  # fmt: skip
+
+
+def held_out(before, after, name="accuracy", num=100):
+    """evaluation.json with so many prompts right."""
+
+    def one(share):
+        scores = [float(place < round(share * num)) for place in range(num)]
+        samples = [{"prompt": "p", "completion": "c", "rewards": {name: s}} for s in scores]
+        return {"rewards": {name: share}, "num_prompts": num, "samples": samples}
+
+    return {"before": one(before), "after": one(after)}
+
+
+def both(one, other):
+    """Two rewards on the same held-out prompts."""
+    for name in ("before", "after"):
+        one[name]["rewards"] |= other[name]["rewards"]
+        for mine, others in zip(one[name]["samples"], other[name]["samples"], strict=True):
+            mine["rewards"] |= others["rewards"]
+    return one
+
+
+def record(rows=None, *, said=None, evaluation=None, run_config=None):
+    return RunRecord(
+        metrics(**(rows or {})),
+        completions() if said is None else said,
+        evaluation,
+        run_config or config(),
+    )
+
+
+def always(value):
+    return lambda step, group, row: value
+
+
+def late(before, after):
+    """One thing in the first half of the run, another in the second."""
+    return lambda step, group, row: (before if step < STEPS / 2 else after)(step, group, row)
+
+
+def of_row(step, group, row):
+    return f"{step} {group} {row}"
+
+
+GONE = line(0.02, 0.02)[: STEPS // 2] + line(6.0, 6.0)[STEPS // 2 :]
+SPOILED = {
+    "stale_sampler": record({"sampling/adapter_reached": line(0.02, 0.02, 0.05)}),
+    "stale_sampler, a step late": record({"sampling/step_reached": line(0.1, 0.1, 0.05)}),
+    "stale_sampler, other weights": record(
+        {
+            "sampling/probe_difference": line(0.2, 0.2, 0.01),
+            "sampling/rounding_noise": line(0.002, 0.002),
+        }
+    ),
+    "stale_sampler, without the canary": record(
+        {"sampling/logp_difference_mean": line(0.4, 0.4, 0.05)}
+    ),
+    "clip_noise": record(
+        {**FLAT, "policy/clipfrac_avg": [0.0, 0.5, 0.6, 0.7] * (STEPS // 4), "kl": line(0, 3)},
+        run_config=config(num_iterations=4, learning_rate=1e-2),
+    ),
+    "clip_noise, on the policy": record({"val/ratio": line(1.05, 1.05, 0.01)}),
+    "negative_kl": record({"kl": line(-0.3, -0.3, 0.05)}),
+    "kl_explosion": record({**FLAT, "kl": GONE}, evaluation=held_out(0.5, 0.0)),
+    "kl_explosion, less far": record(
+        {"reward": line(0.6, 0.1, 0.03), "kl": line(0.0, 0.6)}, evaluation=held_out(0.5, 0.2)
+    ),
+    "all_truncated": record({**all_of(0.0), "completions/truncated": line(1.0, 1.0)}),
+    "all_truncated, mostly": record(
+        {**FLAT, **DULL, "completions/truncated": line(0.7, 0.7)},
+    ),
+    "empty_output": record(
+        {"completions/mean_length": line(28, 1), "step_time": line(1.0, 0.45)},
+        said=completions(late(of_row, always(" "))),
+        evaluation=held_out(0.5, 0.0),
+    ),
+    "length_explosion": record(
+        {"completions/mean_length": line(28, 48), "completions/truncated": line(0.0, 1.0)},
+        evaluation=held_out(0.5, 0.0),
+    ),
+    "constant_reward": record(all_of(0.5), said=completions(score=always(0.5))),
+    "saturated_reward": record(all_of(1.0), said=completions(score=always(1.0))),
+    "saturated_reward, nearly": record(
+        {"reward": line(0.99, 0.99, 0.01), "signal/groups_without": line(0.95, 0.95, 0.03)},
+        said=completions(score=lambda step, group, row: float(bool(step % 6 or group or row))),
+    ),
+    "cold_start": record(all_of(0.0), said=completions(score=always(0.0))),
+    "cold_start, nearly": record(
+        {
+            "reward": [0.0] * 10 + [0.01] + [0.0] * 13,
+            "signal/groups_without": [1.0] * 10 + [0.9] + [1.0] * 13,
+        },
+        said=completions(score=lambda step, group, row: float(step == 11 and not group + row)),
+    ),
+    "cold_start, for long": record(
+        {
+            "reward": [0.0] * 10 + line(0.1, 0.9)[10:],
+            "signal/groups_without": [1.0] * 10 + [0.4] * 14,
+        }
+    ),
+    "reward_collapse": record(
+        {
+            "reward": line(0.5, 0.8)[:16] + [0.0] * 8,
+            "signal/groups_without": [0.4] * 16 + [1.0] * 8,
+        }
+    ),
+    "reward_hacking": record(evaluation=held_out(0.6, 0.3)),
+    "reward_hacking, seen on held-out prompts alone": record(
+        FLAT, evaluation=both(held_out(0.3, 0.7, "polite"), held_out(0.6, 0.3))
+    ),
+    "entropy_collapse": record(
+        {**FLAT, "policy/entropy_avg": line(2.0, 0.01)},
+        said=completions(late(of_row, always("same")), always(0.5)),
+        evaluation=held_out(0.5, 0.5),
+    ),
+    "entropy_collapse, of long texts": record(
+        {**FLAT, "policy/entropy_avg": [0.5] * 12 + [0.02] * 12}, evaluation=held_out(0.5, 0.5)
+    ),
+    "no_signal": record({**FLAT, "signal/groups_without": line(0.97, 0.97, 0.02)}),
+    "no_signal, at little temperature": record(
+        {**FLAT, "signal/groups_without": line(0.99, 0.99, 0.01)},
+        said=completions(always("same")),
+        run_config=config(temperature=0.01),
+    ),
+    "learning_rate_too_low": record(
+        {**FLAT, "kl": line(0, 0), "kl/sequence": line(0, 0), "learning_rate": line(1e-9, 1e-9)},
+        run_config=config(learning_rate=1e-9),
+    ),
+    "learning_rate_too_low, without beta": record(
+        {**FLAT, "kl": [], "kl/sequence": [], "learning_rate": line(1e-8, 1e-8)},
+        run_config=config(learning_rate=1e-8, beta=0.0),
+    ),
+    "high_variance": record(
+        FLAT,
+        said=completions(always("same"), lambda step, group, row: wobble(step * group + row)),
+    ),
+    "high_variance, of few": record(FLAT, run_config=config(num_generations=2)),
+    "high_variance, worse": record(
+        {**FLAT, "reward": line(0.6, 0.2, 0.05)}, run_config=config(beta=0.0)
+    ),
+    "slow_reward": record({"step_time": line(3.0, 3.0, 0.05)}),
+    "memory_creeping": record({"memory/peak_gib": line(1.2, 2.6, 0.001)}),
+}
+WELL = {
+    "rising": record(),
+    "rising on held-out prompts": record(evaluation=held_out(0.5, 0.95)),
+    "not yet rising": record(
+        {**FLAT, "kl/sequence": line(0.0, 0.3)}, evaluation=held_out(0.5, 0.52)
+    ),
+    "learned all there is": record(
+        {
+            "reward": line(0.5, 1.0)[:16] + [1.0] * 8,
+            "signal/groups_without": [0.5] * 16 + [1.0] * 8,
+        },
+        evaluation=held_out(0.5, 1.0),
+    ),
+    "longer and better": record(
+        {"completions/mean_length": line(20, 47), "completions/truncated": line(0.0, 0.6)},
+        evaluation=held_out(0.3, 0.9),
+    ),
+    "shorter and better": record(
+        {"completions/mean_length": line(40, 3)}, evaluation=held_out(0.3, 0.9)
+    ),
+    "certain and better": record(
+        {"policy/entropy_avg": line(2.0, 0.001)},
+        said=completions(late(of_row, always("same")), always(1.0)),
+        evaluation=held_out(0.3, 0.9),
+    ),
+    "small negative KL": record({"kl": line(-0.005, -0.005, 0.002)}),
+    "negative by an estimator's noise": record({"kl": line(0.0, 0.01, 0.2)}),
+    "clipped by several iterations": record(
+        {"policy/clipfrac_avg": [0.0, 0.05, 0.1, 0.1] * (STEPS // 4)},
+        run_config=config(num_iterations=4),
+    ),
+    "memory in jumps": record({"memory/peak_gib": [1.2] * 14 + [1.6] * 6 + [2.0] * 4}),
+    "memory in steps of all sizes": record(
+        {"memory/peak_gib": [1.2 + 0.01 * n + 0.4 * (n > 15) + 0.4 * (n > 20) for n in range(24)]}
+    ),
+    "a sampler within rounding": record(
+        {
+            "sampling/adapter_reached": line(1.0, 1.0, 0.1),
+            "sampling/probe_difference": line(0.005, 0.005),
+            "sampling/rounding_noise": line(0.004, 0.004),
+        }
+    ),
+    "cold for two steps": record(
+        {
+            "reward": [0.0, 0.0, *line(0.1, 0.9)[2:]],
+            "signal/groups_without": [1.0, 1.0, *line(0.5, 0.5)[2:]],
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_each_fault_is_found_and_nothing_else(name):
+    assert [finding.kind for finding in find_in_run(SPOILED[name])] == [name.partition(",")[0]]
+
+
+def test_every_kind_has_a_record_that_shows_it():
+    assert {name.partition(",")[0] for name in SPOILED} == {*KINDS} - {"loss_near_zero"}
+
+
+@pytest.mark.parametrize("name", WELL)
+def test_nothing_is_found_in_a_healthy_run(name):
+    assert find_in_run(WELL[name]) == []
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_finding_tells_numbers_why_and_what_to_do(name):
+    (finding,) = find_in_run(SPOILED[name])
+    assert any(c.isdigit() for c in finding.evidence)
+    assert (finding.why, finding.level in ("error", "warning")) == (KINDS[finding.kind][0], True)
+    assert finding.remedy
+    assert finding.kind in findings_text([finding])
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, run in SPOILED.items() if find_in_run(run)[0].setting]
+)
+def test_a_setting_is_a_line_of_this_run_file(name, tmp_path):
+    run = SPOILED[name]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run.config.as_dict(), sort_keys=False))
+    (finding,) = find_in_run(run)
+    changed = read_run_file(tmp_path / "run.yaml", finding.setting.split(", "))
+    assert changed != run.config
+
+
+def test_most_faults_come_with_a_setting():
+    without = {f.kind for run in SPOILED.values() for f in find_in_run(run) if not f.setting}
+    assert without == {
+        *("constant_reward", "saturated_reward", "negative_kl", "reward_collapse"),
+        *("slow_reward", "memory_creeping"),
+    }
+
+
+def test_more_generations_also_enlarge_a_batch_they_do_not_fit():
+    few = config(num_generations=2, per_device_train_batch_size=6)
+    (finding,) = find_in_run(record({**FLAT, "step_time": line(0.45, 0.45)}, run_config=few))
+    assert finding.setting == "trainer.num_generations=8, trainer.per_device_train_batch_size=8"
+
+
+def test_an_easier_level_comes_before_more_generations():
+    hard = config(data={"prompts": "countdown", "level": 5})
+    (finding,) = find_in_run(record(all_of(0.0), run_config=hard))
+    assert finding.setting == "data.level=4"
+
+
+def test_a_group_without_signal_is_heated_only_where_its_texts_are_the_same():
+    (cold,) = find_in_run(SPOILED["no_signal, at little temperature"])
+    (other,) = find_in_run(SPOILED["no_signal"])
+    assert (cold.setting, other.setting) == ("trainer.temperature=1", "trainer.num_generations=16")
+
+
+def test_a_policy_far_from_the_reference_is_gone_whatever_the_reward_says():
+    (finding,) = find_in_run(record({**FLAT, "kl": GONE}))
+    assert finding.kind == "kl_explosion"
+    assert "passed 1 nat a token at step 13 and is 6 at the end" in finding.evidence
+
+
+def test_the_learning_rate_is_that_of_the_model():
+    rows = {**FLAT, "kl/sequence": line(0, 0), "learning_rate": line(1e-8, 1e-8)}
+    (tiny,) = find_in_run(record(rows, run_config=config(learning_rate=1e-8)))
+    (other,) = find_in_run(record(rows, run_config=config("some/model", learning_rate=1e-8)))
+    assert tiny.setting == "trainer.learning_rate=0.001"
+    assert other.setting == "trainer.learning_rate=1e-05"
+
+
+def test_without_a_run_file_there_is_no_setting():
+    run = SPOILED["reward_hacking"]
+    (finding,) = find_in_run(RunRecord(run.metrics, run.completions, run.evaluation))
+    assert finding.kind == "reward_hacking"
+    assert finding.setting == ""
+
+
+def test_further_passes_over_a_batch_are_rows_without_a_reward():
+    sampled = metrics(**FLAT)
+    passes = [{"step": 0, "policy/clipfrac_avg": 0.5, "clip_ratio/nulled_rows": 30.0}] * 3
+    rows = [{**row, "learning_rate": 0.01} for one in sampled for row in (one, *passes)]
+    run = RunRecord(rows, completions(), None, config(num_iterations=4, learning_rate=1e-2))
+    (finding,) = find_in_run(run)
+    assert (finding.kind, finding.setting) == ("clip_noise", "trainer.num_iterations=1")
+    assert "trained 4 times at learning rate 0.01" in finding.evidence
+    assert "50% is clipped, and up to 30 completions train nothing" in finding.evidence
+
+
+# --- cause and effect -----------------------------------------------------------------------------
+
+
+def test_a_policy_that_is_gone_explains_all_that_follows():
+    rows = {
+        "kl": GONE,
+        "reward": line(0.5, 0.5)[:12] + [0.0] * 12,
+        "signal/groups_without": [0.4] * 12 + [1.0] * 12,
+        "completions/mean_length": line(20, 48),
+        "completions/truncated": line(0.0, 1.0),
+    }
+    found = find_in_run(record(rows, evaluation=held_out(0.5, 0.0)))
+    assert [f.kind for f in found] == ["kl_explosion"]
+    without = find_in_run(record({**rows, "kl": []}, evaluation=held_out(0.5, 0.0)))
+    assert [f.kind for f in without] == ["length_explosion"]
+
+
+def test_cut_off_completions_explain_that_nothing_is_earned():
+    rows = {**all_of(0.0), "completions/truncated": line(1.0, 1.0)}
+    assert [f.kind for f in find_in_run(record(rows))] == ["all_truncated"]
+    assert [f.kind for f in find_in_run(record(all_of(0.0)))] == ["cold_start"]
+
+
+def test_what_has_another_cause_stays_and_comes_last():
+    rows = {**all_of(0.5), "step_time": line(3.0, 3.0), "memory/peak_gib": line(1.2, 2.6)}
+    kinds = [f.kind for f in find_in_run(record(rows))]
+    assert kinds == ["constant_reward", "slow_reward", "memory_creeping"]
+
+
+def test_every_cause_and_every_effect_is_a_kind():
+    assert {*EXPLAINS} | {k for kinds in EXPLAINS.values() for k in kinds.split()} <= {*KINDS}
+    order = list(KINDS)
+    late_causes = {
+        (cause, effect)
+        for cause, effects in EXPLAINS.items()
+        for effect in effects.split()
+        if order.index(effect) < order.index(cause)
+    }
+    assert late_causes == {
+        ("length_explosion", "all_truncated"),
+        ("entropy_collapse", "reward_collapse"),
+    }
+
+
+def test_one_reward_of_several_that_never_paid_is_named():
+    rows = {"rewards/format/mean": line(0, 0), "rewards/format/std": line(0, 0)}
+    (finding,) = find_in_run(record(rows))
+    assert (finding.kind, finding.level, finding.reward) == ("constant_reward", "warning", "format")
+
+
+def test_a_loss_near_zero_is_explained_when_asked_and_only_then():
+    (note,) = find_in_run(WELL["rising"], notes=True)
+    assert (note.kind, note.level) == ("loss_near_zero", "note")
+    kinds = [f.kind for f in find_in_run(SPOILED["reward_hacking"], notes=True)]
+    assert kinds == ["reward_hacking"]
+    assert find_in_run(record({"loss": line(3.0, 1.0)}), notes=True) == []
+
+
+# --- the verdict ----------------------------------------------------------------------------------
+
+
+def kinds(run):
+    return [finding.kind for finding in find_in_run(run)]
+
+
+def told(run):
+    return verdict(run, find_in_run(run))
+
+
+def test_the_verdict_says_whether_it_learned():
+    assert told(WELL["rising on held-out prompts"]) == (
+        "It learned: accuracy on 100 held-out prompts rose from 0.500 to 0.950."
+    )
+    assert told(WELL["rising"]).startswith("It learned: the reward went from 0.5")
+    assert "in the last 8 steps little was left to learn" in told(WELL["learned all there is"])
+    assert told(WELL["not yet rising"]).startswith("It did not learn: accuracy")
+
+
+def test_the_verdict_says_what_to_change_first():
+    assert told(SPOILED["reward_hacking"]) == (
+        "It got worse: accuracy on 100 held-out prompts fell from 0.600 to 0.300; change first "
+        "(reward_hacking): trainer.beta=0.1."
+    )
+    assert "change first (constant_reward): check that the reward" in told(
+        SPOILED["constant_reward"]
+    )
+
+
+def test_a_reward_that_rose_alone_is_told():
+    run = record(evaluation=held_out(0.5, 0.5))
+    assert told(run).startswith("The reward rose, and held-out prompts do not show it: accuracy")
+
+
+@pytest.mark.parametrize("num", [0, 1])
+def test_of_a_run_without_two_steps_nothing_else_is_said(num):
+    run = RunRecord(metrics(**all_of(0.0))[:num])
+    assert find_in_run(run, notes=True) == []
+    assert told(run).startswith("Nothing can be told: the run recorded")
+
+
+def test_accuracy_that_the_run_does_not_pay_and_never_has_says_nothing():
+    own = both(held_out(0.0, 0.0), held_out(0.0, 0.6, "puzzle"))
+    assert told(record(evaluation=own)).startswith("It learned: puzzle on 100 held-out prompts")
+
+
+# --- damaged folders ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a run, as one leaves it."""
+    run = SPOILED["reward_hacking"]
+    write(tmp_path / "metrics.jsonl", run.metrics)
+    write(tmp_path / "completions.jsonl", run.completions)
+    (tmp_path / "evaluation.json").write_text(json.dumps(run.evaluation))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run.config.as_dict(), sort_keys=False))
+    return tmp_path
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def test_a_folder_is_read_as_it_was_written(folder):
+    run, written = read_run(folder), SPOILED["reward_hacking"]
+    assert (run.metrics, run.completions) == (written.metrics, written.completions)
+    assert (run.evaluation, run.config) == (written.evaluation, written.config)
+    assert run.folder == folder
+    assert find_in_run(run) == find_in_run(written)
+
+
+def test_another_folder_is_refused(tmp_path):
+    with pytest.raises(DataError, match="give the folder that rloo-kit train wrote"):
+        read_run(tmp_path)
+    with pytest.raises(DataError, match="is no folder of a run"):
+        read_run(tmp_path / "not-there")
+
+
+def test_a_line_written_half_is_left_out(folder):
+    path = folder / "metrics.jsonl"
+    whole = read_run(folder).metrics
+    path.write_bytes(path.read_bytes()[:-20])
+    assert read_run(folder).metrics == whole[:-1]
+
+
+def test_metrics_that_hold_no_row_are_refused(folder):
+    (folder / "metrics.jsonl").write_bytes(b"\x00\xff not json\n[1, 2]\n")
+    with pytest.raises(DataError, match="holds no line of JSON"):
+        read_run(folder)
+
+
+def test_a_run_that_was_killed_before_its_first_step_is_no_error(folder):
+    for name in ("metrics.jsonl", "completions.jsonl", "evaluation.json"):
+        (folder / name).unlink()
+    assert told(read_run(folder)).startswith("Nothing can be told: the run recorded no step")
+
+
+@pytest.mark.parametrize("name", ["completions.jsonl", "evaluation.json", "run.yaml"])
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[1]", b'"\\ud800"', b"[" * 100_000])
+def test_what_is_damaged_beside_the_metrics_is_left_out(folder, name, content):
+    (folder / name).write_bytes(content)
+    run = read_run(folder)
+    assert told(run).endswith(".")
+    assert run.metrics == read_run(folder).metrics
+
+
+@pytest.mark.parametrize("damage", [{"step": [1]}, {"group": {}}])
+def test_a_completion_that_has_no_place_in_the_run_is_left_out(folder, damage):
+    rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    write(folder / "completions.jsonl", [{**rows[0], **damage}, *rows])
+    run = read_run(folder)
+    assert len(run.completions) == len(rows)
+    assert told(run) == told(RunRecord(run.metrics, rows, run.evaluation, run.config))
+
+
+@given(
+    broken=st.dictionaries(
+        st.sampled_from(sorted({*HEALTHY, "entropy", "policy/entropy_avg", "kl", "val/ratio"})),
+        st.sampled_from([None, math.nan, math.inf, 0.0, -1.0, 1e9, "high"]),
+        max_size=6,
+    ),
+    worsened=st.sampled_from([{}, {"reward": line(0.9, 0.1)}, DULL, all_of(0.0), all_of(1.0)]),
+    sampled=st.booleans(),
+    scored=st.sampled_from([None, held_out(0.6, 0.2), held_out(0.2, 0.6)]),
+)
+@settings(max_examples=150, deadline=None)
+def test_no_metrics_however_odd_are_an_error(broken, worsened, sampled, scored):
+    rows = metrics(**worsened)
+    for place, row in enumerate(rows):
+        row |= {name: value for name, value in broken.items() if place % 3 or value is None}
+        row.setdefault("policy/entropy_avg", 0.5 / (1 + place))
+    said = completions() if sampled else []
+    run = RunRecord(rows, said, scored, config())
+    assert told(run).endswith(".")
+
+
+@pytest.mark.parametrize("value", [None, "high", True, float("nan"), 10**400, [], {}])
+def test_values_that_are_no_numbers_are_passed_over(value):
+    rows = [dict.fromkeys(row, value) for row in metrics()]
+    said = [dict.fromkeys(row, value) for row in completions()[:64]]
+    evaluation = {"before": {"rewards": value, "samples": value}, "after": value}
+    run = RunRecord(rows, said, evaluation, config())
+    assert find_in_run(run) == []
+    assert told(run).endswith(".")
+
+
+def test_the_middle_of_a_large_file_is_not_kept(folder):
+    rows = [{"step": n, "completion": "x" * 10, "score": 0.0} for n in range(3 * KEPT_ROWS)]
+    write(folder / "completions.jsonl", rows)
+    kept = read_run(folder).completions
+    assert kept == rows[:KEPT_ROWS] + rows[-KEPT_ROWS:]
+
+
+def test_long_completions_are_kept_up_to_a_size_at_each_end(folder, monkeypatch):
+    monkeypatch.setattr("rloo_kit.diagnosis.record.KEPT_SIZE", 5000)
+    rows = [{"step": n, "completion": "x" * 950, "score": 0.0} for n in range(100)]
+    write(folder / "completions.jsonl", rows)
+    assert [row["step"] for row in read_run(folder).completions] == [*range(5), *range(95, 100)]
+
+
+def test_the_last_row_is_kept_however_long_it_is(folder, monkeypatch):
+    monkeypatch.setattr("rloo_kit.diagnosis.record.KEPT_SIZE", 100)
+    write(folder / "completions.jsonl", [{"step": n, "completion": "x" * 200} for n in range(3)])
+    assert [row["step"] for row in read_run(folder).completions] == [2]
+
+
+def test_reading_a_run_loads_nothing_heavy():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, rloo_kit.diagnosis.run_rules\n"
+        "print(sorted({'torch', 'numpy', 'trl', 'transformers'} & {*sys.modules}))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+# --- runs that a finding ended --------------------------------------------------------------------
+
+
+def ended(**end):
+    finding = find_in_run(record({"kl": line(0.1, 3.0), "reward": line(0.9, 0.1)}))[0]
+    assert finding.kind == "kl_explosion"
+    return {"how": "stopped", "finding": finding.as_dict(), **end}
+
+
+def test_what_ended_a_run_stays_its_first_finding_though_the_kept_weights_are_good():
+    run = replace(
+        record({"kl": line(0.1, 3.0), "reward": line(0.9, 0.1)}, evaluation=held_out(0.4, 0.7)),
+        end=ended(kept_step=7),
+    )
+    found = find_in_run(run)
+    assert found[0].kind == "kl_explosion"
+    assert verdict(run, found).startswith(
+        "It was ended by kl_explosion and keeps its weights after step 7: accuracy on 100 held-out "
+        "prompts rose from 0.400 to 0.700; change first (kl_explosion): trainer.learning_rate="
+    )
+
+
+@pytest.mark.parametrize(
+    "finding", [None, "kl", {"kind": "unheard"}, {"kind": ["kl"]}, {"kind": "kl_explosion", "x": 1}]
+)
+def test_a_damaged_end_is_no_error(finding):
+    run = replace(record(), end={"how": "stopped", "finding": finding, "kept_step": "three"})
+    assert told(run).endswith(".")
+
+
+# --- small batches --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("prompts", "size"), [(1, 4), (2, 4), (2, 8), (4, 4)])
+@pytest.mark.parametrize("rates", [(0.15, 0.4), (0.3, 0.6)])
+def test_chance_in_small_batches_is_no_collapse(prompts, size, rates):
+    accused = 0
+    for seed in range(40):
+        draw = random.Random(seed)
+        rows = []
+        for step in range(60):
+            rate = rates[0] + (rates[1] - rates[0]) * step / 60
+            groups = [[draw.random() < rate for _ in range(size)] for _ in range(prompts)]
+            right = [float(one) for group in groups for one in group]
+            without = sum(len(set(group)) == 1 for group in groups) / prompts
+            rows.append(
+                {"step": step + 1, "reward": fmean(right), "signal/groups_without": without}
+            )
+        settings_of_it = config(num_generations=size, per_device_train_batch_size=prompts * size)
+        for num in range(10, 61, 2):
+            found = find_in_run(RunRecord(rows[:num], config=settings_of_it))
+            if any(finding.kind == "reward_collapse" for finding in found):
+                accused += 1
+                break
+    assert accused <= 1
+
+
+def test_a_learning_rate_that_is_still_warmed_up_is_not_too_low():
+    rising = record(
+        {**FLAT, "learning_rate": line(1e-9, 1e-5), "kl": line(0.0, 0.0)},
+        run_config=config("a-model", learning_rate=1e-4),
+    )
+    assert "learning_rate_too_low" not in kinds(rising)
+
+
+def test_a_step_of_several_batches_waits_for_no_reward():
+    """Four batches of 16: what sampled them is four times what one would have taken."""
+    slow = {"step_time": line(4.2, 4.2), "speed/generation_tokens_per_second": line(450, 450),
+            "speed/learning_tokens_per_second": line(8000, 8000)}  # fmt: skip
+    several = config(
+        per_device_train_batch_size=16, gradient_accumulation_steps=4, steps_per_generation=1
+    )
+    assert "slow_reward" not in kinds(record(slow, run_config=several))

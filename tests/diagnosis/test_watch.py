@@ -1,0 +1,389 @@
+"""The doctor's rules while a run goes: when a finding is told, what ends a run, what is kept."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import rloo_kit as rk
+from rloo_kit.config.run_file import STOP_ON, make_run_config, translate_trainer_arguments
+from rloo_kit.diagnosis import watch as room
+from rloo_kit.diagnosis.run_rules import KINDS
+from rloo_kit.diagnosis.watch import BestWeights, RunWatch
+from rloo_kit.errors import ConfigError
+
+GROUPS, SIZE = 4, 4
+
+
+def row(step, **changes):
+    usual = {
+        "reward": 0.5 + 0.02 * step,
+        "reward_std": 0.4,
+        "kl": 0.001,
+        "kl/token": 0.001,
+        "kl/sequence": 0.02,
+        "signal/groups_without": 0.3,
+        "completions/mean_length": 28.0,
+        "completions/truncated": 0.0,
+    }
+    return {**usual, **changes}
+
+
+def batch(step, score=lambda group, place: float((group + place) % 3 > 0)):
+    return [
+        {
+            "step": step,
+            "group": group,
+            "completion": f"{step} {group} {place}",
+            "truncated": False,
+            "score": score(group, place),
+        }
+        for group in range(GROUPS)
+        for place in range(SIZE)
+    ]
+
+
+def sampled(rows):
+    """The batch of these records, as the trainer hands it on."""
+    scores = torch.tensor([row["score"] for row in rows])
+    return SimpleNamespace(sampled=SimpleNamespace(scores=scores), num_generations=SIZE)
+
+
+def exploded(step):
+    return row(step, **{"kl": 3.0, "kl/token": 3.0, "kl/sequence": 60.0, "reward": 0.0})
+
+
+def drive(watch, logged, batches=None):
+    """Let a watch see a training of these rows; return the state."""
+    state = SimpleNamespace(global_step=0)
+    watch.on_train_begin(None, state, None)
+    for step, logs in enumerate(logged, 1):
+        rows = (batches or batch)(step)
+        watch.on_completions(None, state, None, records=rows, rollout=sampled(rows))
+        state.global_step = step
+        watch.on_log(None, state, None, logs=logs)
+        watch._next_check = 0.0  # as if the steps took their usual time
+    return state
+
+
+def watching(**arguments):
+    told, stops = [], []
+    config = make_run_config({"trainer": {"learning_rate": 1e-3, "max_steps": 40}})
+    watch = RunWatch(
+        config,
+        tell=lambda findings: told.append([f.kind for f in findings]),
+        stop=stops.append,
+        **arguments,
+    )
+    return watch, told, stops
+
+
+def test_nothing_is_told_of_a_healthy_run():
+    watch, told, stops = watching(stop_on=STOP_ON)
+    drive(watch, [row(step) for step in range(1, 25)])
+    assert (told, stops) == ([], [])
+
+
+def test_a_finding_is_told_once_when_three_checks_agree():
+    watch, told, _ = watching()
+    drive(watch, [*map(row, range(1, 6)), *map(exploded, range(6, 15))])
+    assert told == [["kl_explosion"]]
+
+
+def test_a_finding_that_goes_away_is_told_too():
+    watch, told, _ = watching()
+    rows = [*map(row, range(1, 6)), *map(exploded, range(6, 12)), *map(row, range(12, 60))]
+    drive(watch, rows)
+    assert told[0] == ["kl_explosion"]
+    assert told[-1] == []
+
+
+def test_two_checks_are_not_enough():
+    watch, told, _ = watching()
+    drive(watch, [*map(exploded, range(1, 3))])
+    assert told == []
+
+
+def test_what_is_about_signal_waits_for_ten_steps():
+    dull = {"reward": 0.0, "reward_std": 0.0, "signal/groups_without": 1.0}
+    rows = [row(step, **dull) for step in range(1, 13)]
+    nothing = lambda step: batch(step, lambda group, place: 0.0)  # noqa: E731
+    watch, told, _ = watching()
+    drive(watch, rows[:9], nothing)
+    assert told == []
+    drive(watch, rows, nothing)
+    assert told == [["cold_start"]]
+
+
+def test_only_a_finding_that_was_named_ends_the_run():
+    rows = [*map(row, range(1, 6)), *map(exploded, range(6, 15))]
+    watch, told, stops = watching(stop_on=["cold_start"])
+    drive(watch, rows)
+    assert told
+    assert stops == []
+    watch, told, stops = watching(stop_on=["kl_explosion"])
+    drive(watch, rows)
+    assert len(stops) == 1
+    assert stops[0].startswith("kl_explosion: the KL from the reference passed 1 nat a token")
+    assert "trainer.beta=0.1" in stops[0]
+
+
+def test_checks_take_their_share_of_the_time_and_no_more(monkeypatch):
+    checks = []
+
+    def slow(record):
+        checks.append(len(record.metrics))
+        time.sleep(0.02)
+        return []
+
+    monkeypatch.setattr(room, "find_in_run", slow)
+    watch, _, _ = watching()
+    state = SimpleNamespace(global_step=0)
+    watch.on_train_begin(None, state, None)
+    for step in range(1, 50):
+        state.global_step = step
+        watch.on_log(None, state, None, logs=row(step))
+    assert checks == [1], "the next check is due after 0.02 s / TIME_SHARE"
+
+
+def test_long_completions_are_held_of_both_ends_up_to_a_size(monkeypatch):
+    monkeypatch.setattr(room, "KEPT_SIZE", 4000)
+    watch, _, _ = watching()
+    long = {"completion": "x" * 500}
+    drive(watch, map(row, range(1, 31)), lambda step: [{**one, **long} for one in batch(step)])
+    held = watch._completions.rows
+    assert [held[0]["step"], held[-1]["step"], len(held)] == [1, 30, 16]
+
+
+def test_a_second_training_begins_anew():
+    watch, _, _ = watching()
+    drive(watch, [*map(row, range(1, 6)), *map(exploded, range(6, 15))])
+    assert watch.findings
+    drive(watch, [row(step) for step in range(1, 12)])
+    assert watch.findings == []
+
+
+def test_a_rule_with_a_fault_ends_the_looking_and_not_the_run(monkeypatch):
+    def broken(record):
+        raise TypeError("no such thing")
+
+    monkeypatch.setattr(room, "find_in_run", broken)
+    watch, told, stops = watching(stop_on=STOP_ON)
+    with pytest.warns(RuntimeWarning, match="the run goes on: TypeError: no such thing"):
+        drive(watch, [row(step) for step in range(1, 3)])
+    assert (told, stops) == ([], [])
+
+
+def test_a_warning_that_becomes_an_error_is_told_again():
+    watch, told, _ = watching()
+    little = {"signal/groups_without": 0.85, "kl/sequence": 1.0}
+    none = {"signal/groups_without": 1.0, "kl/sequence": 1.0}
+    flat = [row(step, reward=0.5 + 0.02 * (step % 3), **little) for step in range(1, 14)]
+    drive(watch, flat + [row(step, reward=0.5, **none) for step in range(14, 120)])
+    assert told.count(["no_signal"]) == 2
+
+
+# --- the best weights ----------------------------------------------------------------------------
+
+
+def test_the_latest_weights_are_kept_while_the_reward_rises():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    best = BestWeights([weight])
+    for step in range(10):
+        weight.data.fill_(float(step))
+        best.see_batch(step, [0.1 * step] * 4, healthy=True)
+    weight.data.fill_(99.0)
+    assert best.restore()
+    assert best.step == 9
+    assert weight.tolist() == [9.0, 9.0]
+
+
+def test_weights_from_before_a_fall_are_kept():
+    best = BestWeights([torch.nn.Parameter(torch.zeros(2))])
+    for step, reward in enumerate([0.5, 0.6, 0.7, 0.8, 0.0, 0.0, 0.0, 0.0, 0.0]):
+        best.see_batch(step, [reward] * 8, healthy=True)
+    assert best.step == 3
+
+
+def test_a_lucky_first_batch_does_not_hold_what_is_learnt_later():
+    best = BestWeights([torch.nn.Parameter(torch.zeros(2))])
+    best.see_batch(0, [1.0, 1.0, 0.0, 1.0], healthy=True)
+    for step in range(1, 12):
+        best.see_batch(step, [1.0, 0.0, 1.0, 0.6], healthy=True)
+    assert best.step == 11
+
+
+def test_weights_under_suspicion_are_not_kept():
+    best = BestWeights([torch.nn.Parameter(torch.zeros(2))])
+    best.see_batch(0, [0.5] * 4, healthy=True)
+    best.see_batch(1, [2.0] * 4, healthy=False)
+    assert best.step == 0
+
+
+def test_weights_whose_own_batch_is_ruined_are_not_kept_though_the_mean_is_high():
+    best = BestWeights([torch.nn.Parameter(torch.zeros(2))])
+    for step in range(20):
+        best.see_batch(step, [1.0, 0.8, 0.9, 1.0, 0.7, 0.9, 1.0, 0.8], healthy=True)
+    best.see_batch(20, [0.0] * 8, healthy=True)
+    assert best.step == 19
+
+
+def test_scores_are_compared_as_the_rewards_gave_them():
+    """Scores over the mean of their batch are 0 in the mean, in the best batch and in the worst."""
+    watch, _, _ = watching(
+        stop_on=["kl_explosion"], parameters=lambda: [torch.nn.Parameter(torch.zeros(1))]
+    )
+    state = SimpleNamespace(global_step=0)
+    watch.on_train_begin(None, state, None)
+    for step in range(20):
+        state.global_step = step
+        given = [{**one, "score": float(step < 10)} for one in batch(step)]
+        normalised = [{**one, "score": 0.0} for one in given]
+        watch.on_completions(None, state, None, records=normalised, rollout=sampled(given))
+    assert watch.best.step < 10
+
+
+def test_nothing_is_put_back_where_nothing_was_kept():
+    assert not BestWeights([torch.nn.Parameter(torch.zeros(2))]).restore()
+
+
+def scores(share, num=64):
+    values = [float(place < share * num) for place in range(num)]
+    samples = [{"prompt": "p", "completion": "c", "rewards": {"accuracy": v}} for v in values]
+    return {"rewards": {"accuracy": share}, "num_prompts": num, "samples": samples}
+
+
+def test_reward_up_and_held_out_down_ends_a_run_at_its_best_held_out_score():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    watch, _, stops = watching(stop_on=["reward_hacking"], parameters=lambda: [weight])
+    watch.by_held_out = True
+    watch.see_held_out(0, scores(0.5))
+    state = SimpleNamespace(global_step=0)
+    watch.on_train_begin(None, state, None)
+    for step in range(1, 25):
+        rows = batch(step)
+        watch.on_completions(None, state, None, records=rows, rollout=sampled(rows))
+        weight.data.fill_(float(step))
+        state.global_step = step
+        if step % 4 == 0:
+            watch.see_held_out(step, scores(0.7 if step == 8 else 0.5 - 0.015 * step))
+        watch.on_log(None, state, None, logs=row(step))
+        watch._next_check = 0.0
+        if stops:
+            break
+    assert step == 16, "the looks at step 12 and 16 agree"
+    assert stops[0].startswith("reward_hacking")
+    assert "the weights after step 8 are kept" in stops[0]
+    watch.on_train_end(None, state, None)
+    assert weight.item() == 8.0
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+def test_a_run_can_stop_on_all_that_can_make_it_worthless():
+    assert set(KINDS) - set(STOP_ON) == {"slow_reward", "memory_creeping", "loss_near_zero"}
+    assert set(STOP_ON) <= set(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [
+        (["kl_explosions"], "did you mean 'kl_explosion'"),
+        (["slow_reward"], "among stale_sampler, clip_noise"),
+        ("kl_explosion", r"must be a list of findings, such as \[kl_explosion\]"),
+        ([3], "must be a list of findings"),
+    ],
+)
+def test_a_wrong_stop_on_says_what_it_may_be(value, remedy):
+    with pytest.raises(ConfigError, match=remedy):
+        translate_trainer_arguments({"stop_on": value})
+
+
+def test_nothing_is_found_by_a_doctor_that_is_switched_off():
+    with pytest.raises(ConfigError, match=r"trainer\.doctor is false: remove one"):
+        translate_trainer_arguments({"stop_on": ["kl_explosion"], "doctor": False})
+    assert not translate_trainer_arguments({"stop_on": [], "doctor": False})["doctor"]
+
+
+def test_reward_hacking_cannot_be_seen_without_held_out_prompts_on_the_way():
+    with pytest.raises(ConfigError, match=r"set data\.held_out_every, such as 10"):
+        make_run_config({"trainer": {"stop_on": ["reward_hacking"]}})
+    with pytest.raises(ConfigError, match=r"set data\.held_out above 0"):
+        make_run_config({"data": {"held_out": 0, "held_out_every": 5}})
+    stops = {"data": {"held_out_every": 5}, "trainer": {"stop_on": ["reward_hacking"]}}
+    assert make_run_config(stops).data.held_out_every == 5
+
+
+# --- real runs -----------------------------------------------------------------------------------
+
+
+def digits(completions, **_):
+    return [sum(c.isdigit() for c in completion[-1]["content"]) / 20 for completion in completions]
+
+
+def test_a_trainer_stops_on_an_exploding_kl_with_the_weights_from_before_it(tmp_path):
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256, load_in_4bit=False)
+    model = rk.attach_lora(model, r=4)
+    trained = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    settings = {
+        "max_steps": 12,
+        "per_device_train_batch_size": 16,
+        "num_generations": 4,
+        "max_completion_length": 24,
+        "learning_rate": 1.0,
+        "max_grad_norm": 0.0,
+        "beta": 0.01,
+        "save_strategy": "no",
+        "stop_on": ["kl_explosion"],
+    }
+    trainer = rk.LeaveOneOutTrainer(
+        model=model,
+        reward_funcs=[digits],
+        args=rk.LeaveOneOutConfig(str(tmp_path), **settings),
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=64),
+        processing_class=tokenizer,
+    )
+    with pytest.warns(RuntimeWarning, match="training stops: kl_explosion"):
+        trainer.train()
+    assert trainer.state.global_step < 12
+    assert trainer.stop_reason.startswith("kl_explosion")
+    assert trainer.watch.best.step == 0, "the first update already ruined it"
+    for name, parameter in trainer.model.named_parameters():
+        if name in trained:
+            assert torch.equal(parameter, trained[name]), name
+
+
+def test_a_run_that_stops_keeps_its_best_adapter_and_says_how_it_ended(tmp_path):
+    config = make_run_config(
+        {
+            "model": {"name": "tiny-thinker", "max_seq_length": 256},
+            "data": {"held_out": 32, "held_out_every": 2},
+            "trainer": {
+                "max_steps": 16,
+                "per_device_train_batch_size": 16,
+                "num_generations": 4,
+                "max_completion_length": 48,
+                "learning_rate": 0.5,
+                "stop_on": ["kl_explosion"],
+            },
+            "output_dir": str(tmp_path / "run"),
+        }
+    )
+    lines = []
+    result = rk.train(config, say=lines.append)
+    assert result.steps < 16
+    end = json.loads((result.folder / "end.json").read_text())
+    assert end["how"] == "stopped"
+    assert end["reason"].startswith("kl_explosion")
+    assert end["finding"]["kind"] == "kl_explosion"
+    assert end["kept_step"] == 0
+    assert rk.diagnose(result.folder, say=lambda text: None)[0].kind == "kl_explosion"
+    found = json.loads((result.folder / "evaluation.json").read_text())
+    assert [part["step"] for part in found["during"]] == [2, 4][: len(found["during"])]
+    assert found["during"][0]["rewards"]["accuracy"] < 0.2, "after two steps it was ruined"
+    assert found["after"]["rewards"]["accuracy"] > found["before"]["rewards"]["accuracy"] - 0.2
+    assert "<title>" in (result.folder / "report.html").read_text(encoding="utf-8")
+    assert any("the weights after step 0 are kept" in line for line in lines)

@@ -1,0 +1,646 @@
+"""rloo-kit eval and judge: models on the same prompts, what is sure, whom a judge prefers."""
+
+import contextlib
+import importlib.util
+import json
+import re
+import shutil
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+import yaml
+
+import rloo_kit as rk
+from rloo_kit.cli import main
+from rloo_kit.data.prompts import prompt_ids
+from rloo_kit.diagnosis.record import RunStatistics, read_run
+from rloo_kit.errors import (
+    ConfigError,
+    DataError,
+    GenerationError,
+    ModelError,
+    StalePolicyError,
+)
+from rloo_kit.evaluation.evaluator import Evaluation, _answer_of
+from rloo_kit.evaluation.examination import Asker, _choose_engine, examine_models
+from rloo_kit.evaluation.result_files import add_result
+from rloo_kit.evaluation.table import Row, _compare, _judged_alike
+from rloo_kit.evaluation.trained_models import find_trained, load_base
+from rloo_kit.evaluation.win_rate import _Side, _verdicts
+from rloo_kit.report.content import run_content
+from rloo_kit.sampling.choice import asked_for
+from rloo_kit.sampling.engine import Drawn, active_adapter
+from rloo_kit.training.preparation import held_out_judges
+
+PROMPTS = 16
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of two steps, with several completions of each held-out prompt."""
+    folder = tmp_path_factory.mktemp("evaluating") / "run"
+    settings = {
+        "output_dir": folder, "trainer.max_steps": 2, "data.num_prompts": 32,
+        "data.held_out": PROMPTS, "trainer.per_device_train_batch_size": 32,
+        "trainer.num_generations": 4, "data.held_out_samples": 4,
+        "data.held_out_rewards": "[length]", "trainer.eval_strategy": "steps",
+        "trainer.eval_steps": 1,
+    }  # fmt: skip
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    assert main(["quickstart", *words]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def table(run):
+    """Of the run and a base of the same kind; a changed adapter makes a second model."""
+    return rk.evaluate_models([run], say=str)
+
+
+# --- during a run ---------------------------------------------------------------------------------
+
+
+def test_a_run_tells_pass_and_majority_and_intervals(run):
+    found = json.loads((run / "evaluation.json").read_text())
+    assert [row["step"] for row in found["during"]] == [1]  # eval_steps; the last step is "after"
+    for part in ("before", "after"):
+        one = found[part]
+        assert one["num_prompts"] == PROMPTS
+        assert len(one["samples"]) == 4 * PROMPTS
+        assert list(one["rewards"]) == ["accuracy", "length"]  # the second is never paid
+        assert one["correct_by"] == "accuracy"
+        passed = one["pass_at_k"]
+        assert passed["1"] == pytest.approx(one["rewards"]["accuracy"])
+        assert passed["1"] <= passed["2"] <= passed["4"] <= 1
+        assert one["maj_at_k"]["2"] == pytest.approx(passed["1"])
+        low, high = one["intervals"]["accuracy"]
+        assert low <= one["rewards"]["accuracy"] <= high
+        by_prompt = [
+            [s["rewards"]["accuracy"] for s in one["samples"][at : at + 4]]
+            for at in range(0, 4 * PROMPTS, 4)
+        ]
+        assert passed["4"] == pytest.approx(sum(map(any, by_prompt)) / PROMPTS)
+        assert {s["prompt"][-1]["content"] for s in one["samples"][:4]} == {
+            one["samples"][0]["prompt"][-1]["content"]
+        }
+    metrics = (run / "metrics.jsonl").read_text()
+    assert "rewards/length" not in metrics
+
+
+def test_chance_is_counted_in_prompts(run):
+    """Completions of one prompt are alike: four of them are no four prompts."""
+    found = {one.name: one for one in RunStatistics(read_run(run)).scored_twice}
+    assert found["accuracy"].num == PROMPTS
+
+
+def test_an_evaluation_reads_back_and_older_ones_too(run):
+    found = json.loads((run / "evaluation.json").read_text())["before"]
+    assert Evaluation.from_dict(found).as_dict() == found
+    older = {k: found[k] for k in ("rewards", "num_prompts", "mean_length", "temperature")}
+    samples = [{k: s[k] for k in ("prompt", "completion", "rewards")} for s in found["samples"]]
+    assert Evaluation.from_dict({**older, "samples": samples}).thinking_length is None
+
+
+def test_several_greedy_completions_are_refused(run):
+    one = load_base(find_trained("tiny-thinker"))
+    prompts = rk.load_prompts("arithmetic", split="held_out", num_prompts=2)
+    with pytest.raises(ConfigError, match="all the same"):
+        rk.evaluate(one.model, one.tokenizer, prompts, [], temperature=0, num_samples=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["trainer.eval_strategy=epoch"], "set data.held_out_every"),
+        (["trainer.eval_steps=0.5"], "set data.held_out_every"),
+        (["trainer.eval_steps=5", "data.held_out_every=7"], "are the same setting"),
+        (["data.held_out_samples=0"], "held_out_samples is 0"),
+    ],
+)
+def test_wrong_settings_are_told(settings, told, capsys):
+    words = [word for setting in settings for word in ("--set", setting)]
+    assert main(["quickstart", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_judge_of_the_same_kind_as_a_paid_reward_is_another_one():
+    prompts = rk.load_prompts("arithmetic", split="held_out", num_prompts=2)
+    paid = rk.load_rewards(["length", "accuracy"])
+
+    def names(*specs):
+        return [one.name for one in held_out_judges(paid, prompts, rk.load_rewards, specs)]
+
+    assert names() == ["accuracy", "length"]
+    assert names("length", "accuracy") == ["accuracy", "length"]
+    judge = {"name": "accuracy", "match": "number"}
+    assert names(judge) == ["accuracy", "accuracy_held_out", "length"]
+    assert names("repetition") == ["accuracy", "repetition", "length"]
+
+
+# --- eval -----------------------------------------------------------------------------------------
+
+
+def test_models_in_one_table(run, table):
+    assert [(row.model, row.mode) for row in table.rows] == [
+        (name, mode)
+        for name in (f"base of {run}", str(run))
+        for mode in ("greedy", "4 sampled at 1")
+    ]
+    assert {one.reward for one in table.compared} == {"accuracy", "length"}
+    for one in table.compared:
+        assert one.found.num == PROMPTS
+        row = {(r.model, r.mode): r for r in table.rows}
+        after = row[one.model, one.mode].evaluation.rewards[one.reward]
+        before = row[one.against, one.mode].evaluation.rewards[one.reward]
+        assert one.found.mean == pytest.approx(after - before)
+    text = str(table)
+    assert "pass@4" in text
+    assert "maj@4" in text
+    assert re.search(r"accuracy, greedy: [+-]0\.\d+ \[", text)
+
+
+def test_the_table_is_in_the_folder_and_in_the_report(run, table):
+    written = json.loads((run / "eval.json").read_text())["evaluations"]
+    assert [row["model"] for row in written[-1]["rows"]] == [row.model for row in table.rows]
+    samples = (run / "eval_samples.jsonl").read_text().splitlines()
+    assert len(samples) == 2 * PROMPTS * 5
+    content = run_content(read_run(run), "run", [])
+    assert content["scored"]["head"][:3] == ["model", "completions", "accuracy"]
+    assert len(content["scored"]["rows"]) == 4
+    assert "may be chance" in " ".join(content["scored"]["compared"])
+    assert "Models on the same prompts" in (run / "report.html").read_text()
+
+
+def test_the_adapter_is_the_one_that_answers(run, tmp_path):
+    """The base, the run's adapter and another one, in any order: each gives its own answers."""
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
+    model = rk.attach_lora(model, r=4)
+    torch.manual_seed(0)
+    for name, values in model.named_parameters():
+        if "lora_B" in name:
+            values.data.normal_(0, 0.2)
+    spoiled = rk.save_adapter(model, tokenizer, tmp_path / "spoiled")
+    names = [str(spoiled), str(run), "tiny-thinker"]
+    settings = {"num_samples": 0, "num_prompts": 8, "output": tmp_path / "out", "say": str}
+    first = rk.evaluate_models(names, **settings)
+    second = rk.evaluate_models(names[::-1], **settings)
+    texts = [
+        {row.model: [s["completion"] for s in row.evaluation.samples] for row in found.rows}
+        for found in (first, second)
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0][names[0]] != texts[0][names[2]]
+    assert first.rows[0].evaluation.rewards["accuracy"] < 0.2  # it was spoiled
+    assert len(json.loads((tmp_path / "out" / "eval.json").read_text())["evaluations"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["eval", "./nowhere/run"], "does not exist"),
+        (["eval", "tiny-thinker", "--samples", "0", "--no-greedy"], "are no evaluation"),
+        (["eval", "tiny-thinker", "--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["eval", "tiny-thinker", "--set", "data.held_out=0"], "kept no prompts"),
+        (["judge", "tiny-thinker"], "compared with itself"),
+        (["eval", "tiny-thinker", "--num-prompts", "0"], "num-prompts is 0"),
+        (["judge", "tiny-thinker", "--against", "x", "--batch-size", "-2"], "batch-size is -2"),
+        (["eval", "tiny-thinker", "--set", "model.load_in_4bit=false"], "cannot change a model"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert len(error.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_adapter_says_so(tmp_path, run):
+    (tmp_path / "run.yaml").write_text((run / "run.yaml").read_text())
+    with pytest.raises(ConfigError, match="has no adapter yet"):
+        find_trained(tmp_path)
+
+
+def test_an_adapter_of_another_model_is_refused(run, tmp_path):
+    one = load_base(find_trained("tiny-thinker"))
+    other = tmp_path / "adapter"
+    other.mkdir()
+    config = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps(config | {"r": 3}))
+    (other / "adapter_model.safetensors").write_bytes(
+        (run / "adapter" / "adapter_model.safetensors").read_bytes()
+    )
+    with (
+        pytest.raises(ModelError, match="cannot be put on its base"),
+        one.speaking_as(find_trained(other)),
+    ):
+        pytest.fail("it answered")
+
+
+def test_a_run_that_is_gone_on_with_is_its_newest_checkpoint(run, tmp_path):
+    past = tmp_path / "run"
+    shutil.copytree(run, past)
+    assert find_trained(past).adapter == past / "adapter"
+    main(["train", str(past), "--resume", "--set", "trainer.max_steps=3"])
+    assert find_trained(past).adapter == past / "adapter"
+    (past / "end.json").unlink()  # as while it goes, or where it was killed
+    found = find_trained(past).adapter
+    assert found.name == "checkpoint-3"
+
+
+def test_what_was_hidden_is_no_key(run, tmp_path):
+    content = yaml.safe_load((run / "run.yaml").read_text())
+    content["rewards"] = ["accuracy"]
+    content["trainer"]["hub_token"] = "[hidden: hub_token]"
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    assert "hub_token" not in find_trained(tmp_path).config.trainer
+
+
+def test_long_prompts_are_left_out_as_in_the_run(tmp_path):
+    rows = [{"prompt": "What is 1 + 1?" + " please" * 40 * (n % 2)} for n in range(8)]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ["rewards=[length]", "data.max_prompt_tokens=60"]
+    found = rk.evaluate_models(
+        ["tiny-thinker"], prompts=file, overrides=settings, num_samples=0, say=str
+    )
+    assert found.rows[0].evaluation.num_prompts == 4
+
+
+def test_another_task_has_its_own_levels(run, tmp_path):
+    how = {"num_samples": 0, "num_prompts": 3, "output": tmp_path, "base": False, "say": str}
+    found = rk.evaluate_models([run], prompts="letter_count", **how)
+    assert found.prompts == "letter_count"
+    hard = rk.evaluate_models([run], prompts="arithmetic", overrides=["data.level=3"], **how)
+    prompts = [s["prompt"][-1]["content"] for s in hard.rows[0].evaluation.samples]
+    assert all(len(re.findall(r"\d+", prompt)[0]) > 3 for prompt in prompts)
+
+
+def test_a_table_has_one_reward_that_says_right_or_wrong():
+    def evaluation(*scores):
+        samples = [{"prompt": "", "completion": "", "rewards": {"a": s, "b": 1.0}} for s in scores]
+        return Evaluation({"a": 0.5, "b": 1.0}, len(scores), 1.0, 0.0, samples)
+
+    rows = [Row("x", evaluation(0.0, 0.0), 1.0), Row("y", evaluation(0.0, 0.5), 1.0)]
+    assert [row.evaluation.correct_by for row in rows] == ["a", "b"]
+    assert [row.evaluation.correct_by for row in _judged_alike(rows)] == ["b", "b"]
+
+
+def test_votes_are_those_of_the_reward_that_says_right_or_wrong():
+    class Keyed:
+        def __init__(self, key):
+            self.answer_key = lambda text: key
+
+    def loaded(name, *key):
+        return SimpleNamespace(
+            name=name, func=SimpleNamespace(**({"reward": Keyed(*key)} if key else {}))
+        )
+
+    rewards = [loaded("style", "s"), loaded("right", "r"), loaded("plain")]
+    scores = {"style": [0.5, 1.0], "right": [0.0, None], "plain": [1.0, 0.0]}
+    assert _answer_of(rewards, scores)("hm</think> So  42") == "r"
+    assert _answer_of(rewards[2:], scores)("hm</think> So  42") == "so 42"
+    assert _answer_of(rewards[:1], scores)("hm</think> So  42") == "so 42"
+    assert _answer_of(rewards, scores | {"right": [None, None]})("x</think>") is None
+
+
+def test_an_adapter_in_a_pickle_is_not_opened(run, tmp_path):
+    shutil.copytree(run / "adapter", tmp_path / "adapter")
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights.rename(weights.with_name("adapter_model.bin"))
+    one = load_base(find_trained("tiny-thinker"))
+    with (
+        pytest.raises(ModelError, match="its weights as safetensors"),
+        one.speaking_as(find_trained(tmp_path / "adapter")),
+    ):
+        pytest.fail("it answered")
+
+
+def test_results_that_cannot_be_read_are_kept(tmp_path):
+    file = tmp_path / "eval.json"
+    file.write_text('{"evaluations": [{"cut')
+    add_result(file, "evaluations", {"n": 1})
+    add_result(file, "evaluations", {"n": 2})
+    assert json.loads(file.read_text()) == {"evaluations": [{"n": 1}, {"n": 2}]}
+    assert (tmp_path / "eval.json.damaged").read_text().endswith("cut")
+
+
+def test_the_benchmark_of_the_page_runs(tmp_path, monkeypatch, capsys):
+    file = Path(__file__).parents[2] / "benchmarks" / "evaluate.py"
+    spec = importlib.util.spec_from_file_location("evaluate_benchmark", file)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    for name, value in (("PROMPTS", 4), ("ROUNDS", 1), ("RESULTS", tmp_path / "found.json")):
+        monkeypatch.setattr(benchmark, name, value)
+    benchmark.main()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["prompts"], found["samples"], len(found["seconds"])) == (4, 4, 1)
+    assert set(found["found"]) == {"accuracy", "pass@1", "pass@2", "pass@4"}
+
+
+# --- who samples ----------------------------------------------------------------------------------
+
+
+def refused(*_, **__):
+    raise GenerationError("vLLM cannot start (no room): lower something")
+
+
+FEW = {"num_prompts": 4, "num_samples": 0}
+
+
+def test_an_engine_that_does_not_start_is_an_error_only_where_it_was_asked_for(run, monkeypatch):
+    monkeypatch.setattr("rloo_kit.evaluation.examination.start_engine", refused)
+    monkeypatch.setattr("rloo_kit.sampling.choice.why_not_vllm", lambda: None)
+    said = []
+    found = rk.evaluate_models([run], output=run.parent / "fallen", say=said.append, **FEW)
+    assert {row.sampler for row in found.rows} == {"transformers"}
+    assert "completions by transformers: vLLM cannot start (no room): lower something" in said
+    whole = "trainer={generation: vllm, max_completion_length: 48}"
+    for how in ("trainer.generation=vllm", whole, "trainer.use_vllm=true"):
+        with pytest.raises(GenerationError, match="no room"):
+            rk.evaluate_models([run], overrides=[how], say=str, **FEW)
+
+
+def test_what_vllm_cannot_sample_for_is_told_before_anything_is_loaded(run, monkeypatch):
+    monkeypatch.setattr("rloo_kit.sampling.choice.why_not_vllm", lambda: None)
+    monkeypatch.setattr("rloo_kit.evaluation.table.by_base", refused)
+    by_vllm = ["trainer.generation=vllm"]
+    with pytest.raises(GenerationError, match=r"tiny-thinker has no adapter, and vLLM is started"):
+        rk.evaluate_models([run, "tiny-thinker"], overrides=by_vllm, say=str, **FEW)
+    strange = run.parent / "strange"
+    shutil.copytree(run / "adapter", strange, dirs_exist_ok=True)
+    config = json.loads((strange / "adapter_config.json").read_text())
+    (strange / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises(GenerationError, match="vLLM does not take DoRA adapters"):
+        rk.evaluate_models([run, strange], overrides=by_vllm, say=str, **FEW)
+
+
+def test_an_engine_that_is_not_installed_is_told_by_the_command(run, capsys, monkeypatch):
+    monkeypatch.setattr("rloo_kit.sampling.choice.why_not_vllm", lambda: "vLLM is not here")
+    assert main(["eval", str(run), "--vllm"]) == 2
+    assert "vLLM is not here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("trained", "wanted"),
+    [
+        ({"generation": "server"}, "auto"),
+        ({"generation": "transformers"}, "transformers"),
+        ({"use_vllm": True}, "auto"),
+        ({"use_vllm": True, "vllm_mode": "server"}, "auto"),
+        ({}, "auto"),
+    ],
+    ids=str,
+)
+def test_what_trained_need_not_evaluate(trained, wanted, tmp_path):
+    args = rk.LeaveOneOutConfig(str(tmp_path), **trained)
+    assert not _choose_engine(args, {})
+    assert asked_for(args) == wanted
+    for given in ("transformers", "server", "vllm"):
+        args = rk.LeaveOneOutConfig(str(tmp_path), **trained | {"generation": given})
+        assert _choose_engine(args, {"generation": given}) == (given != "transformers")
+        assert asked_for(args) == given
+
+
+def test_rows_of_two_samplers_are_not_compared(table):
+    rows = [
+        replace(row, sampler="vLLM" if number else "transformers")
+        for number, row in enumerate(table.rows)
+    ]
+    assert len(list(_compare(table.rows))) > len(list(_compare(rows)))
+    mixed = str(replace(table, rows=rows, compared=[]))
+    assert "rows that were not drawn by the same are not compared" in mixed
+    assert [line.split()[-1] for line in mixed.splitlines()[1:6]] == [
+        "by", "transformers", "vLLM", "vLLM", "vLLM"
+    ]  # fmt: skip
+
+
+def test_an_engine_with_another_adapter_or_none_is_no_evaluation(run, adapters):
+    """However little two models differ: the adapters are shifted on purpose."""
+    first, second = map(find_trained, adapters)
+    base, one = first.without_adapter(), load_base(first)
+    one.load([first, second])
+    exam = examine_models([first, second], num_prompts=8)
+    prompts = [prompt_ids(one.tokenizer, row["prompt"]) for row in exam.asked]
+    Asker(exam, one, Faithless(one, None)).prove([base, first, second], prompts)
+    for held, asked in ((first, second), (base, second)):
+        with pytest.raises(StalePolicyError, match="the adapter does not reach an engine"):
+            Asker(exam, one, Faithless(one, held)).prove([base, asked], prompts)
+    with pytest.raises(StalePolicyError, match="goes on with the adapter where it is switched off"):
+        Asker(exam, one, Faithless(one, second)).prove([base, second], prompts)
+    for name, values in one.model.named_parameters():  # all of it is as it was
+        assert "lora_B" not in name or 0 < values.std() < 0.11
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """Two adapters that differ little from their base, and from each other."""
+    folders = []
+    for seed in (1, 2):
+        model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
+        model = rk.attach_lora(model, r=8)
+        torch.manual_seed(seed)
+        for name, values in model.named_parameters():
+            if "lora_B" in name:
+                values.data.normal_(0, 0.02)
+        folder = tmp_path_factory.mktemp("adapters") / f"adapter-{seed}"
+        folders.append(rk.save_adapter(model, tokenizer, folder))
+    return folders
+
+
+class Faithless:
+    """An engine that samples from one model whatever it is sent; from what it is sent if None."""
+
+    name, sync_seconds, adapter_dtype = "an engine", 0.0, torch.bfloat16
+
+    def __init__(self, one, held):
+        self.one, self.held = one, held
+
+    def sync(self, model):
+        """Nothing is taken."""
+
+    def generate(self, prompt_ids, sampling, seed):
+        place = contextlib.nullcontext(self.one.model)  # what is in force
+        if self.held is not None:
+            place = self.one.speaking_as(self.held)
+        with place as model, torch.no_grad():
+            drawn = Drawn([], [])
+            for number, ids in enumerate(prompt_ids):
+                torch.manual_seed(seed + number)
+                inputs = torch.tensor([ids])
+                found = model.generate(
+                    inputs, attention_mask=torch.ones_like(inputs), do_sample=True, top_k=0,
+                    max_new_tokens=sampling.max_tokens,
+                )  # fmt: skip
+                logits = model(input_ids=found).logits[0, len(ids) - 1 : -1].float()
+                new = found[0, len(ids) :]
+                drawn.completion_ids.append(new.tolist())
+                picked = logits.log_softmax(-1).gather(-1, new.unsqueeze(-1))
+                drawn.log_probs.append(picked.squeeze(-1).tolist())
+        return drawn
+
+
+def test_one_model_speaks_in_another(adapters):
+    first, second = map(find_trained, adapters)
+    one = load_base(first)
+    one.load([first, second])
+    with one.speaking_as(first.without_adapter()) as model:
+        assert active_adapter(model) is None
+        with one.speaking_as(second):
+            assert active_adapter(model) == "adapter-1"
+            with one.speaking_as(first):
+                assert active_adapter(model) == "default"
+            assert active_adapter(model) == "adapter-1"
+        assert active_adapter(model) is None
+
+
+def test_a_penalty_of_the_models_own_is_not_the_runs(run):
+    one = load_base(find_trained("tiny-thinker"))
+    prompts = rk.load_prompts("arithmetic", split="held_out", num_prompts=4)
+
+    def texts(**sampling):
+        found = rk.evaluate(one.model, one.tokenizer, prompts, [], temperature=0, sampling=sampling)
+        return [sample["completion"] for sample in found.samples]
+
+    plain, penalised = texts(), texts(repetition_penalty=30.0)
+    assert plain != penalised
+    one.model.generation_config.repetition_penalty = 30.0
+    assert texts() == plain
+
+
+# --- judge ----------------------------------------------------------------------------------------
+
+
+def test_a_rule_judges(run):
+    (run.parent / "taste.py").write_text(
+        "def long(completions, **_):\n    return [len(c[-1]['content']) for c in completions]\n"
+    )
+    found = rk.judge_models(run, by=f"{run.parent}/taste.py:long", say=str)
+    rows = [json.loads(line) for line in (run / "judge_samples.jsonl").read_text().splitlines()]
+    won = [len(row["completion"]) > len(row["against"]) for row in rows]
+    lost = [len(row["completion"]) < len(row["against"]) for row in rows]
+    assert (found.wins, found.losses) == (sum(won), sum(lost))
+    assert found.ties == PROMPTS - found.wins - found.losses
+    assert found.rate == pytest.approx((found.wins + found.ties / 2) / PROMPTS)
+    assert not found.paid
+    (line,) = run_content(read_run(run), "run", [])["judged"][-1:]
+    assert f"{PROMPTS} prompts of arithmetic, greedy" in line
+    assert "taste.py:long, the higher score wins" in line
+
+
+def test_a_judge_that_reads_both_reads_both_alike(run):
+    """A cut off thought is no answer, on either side, and an answer beats none."""
+    (judge,) = rk.load_rewards(
+        [{"name": "judge", "model": "m", "mode": "pairwise", "base_url": "http://127.0.0.1:9/v1"}],
+        tokenizer=load_base(find_trained("tiny-thinker")).tokenizer,
+    )
+    prompt = [{"role": "user", "content": "What is 1 + 1?"}]
+    exam = SimpleNamespace(asked=[{"prompt": prompt}] * 3)
+    cut, whole = "1+1", "1+1=2 </think> 2"
+    sides = [[cut, whole, cut], [whole, cut, cut]]
+    one, other = (_Side(texts, [], judge, None) for texts in sides)
+    assert _verdicts(exam, judge, one, other) == [0.0, 1.0, 0.5]
+
+
+def test_of_a_penalty_the_lower_score_wins():
+    (penalty,) = rk.load_rewards(["length:-1"])
+    sides = [_Side([], scores, penalty, None) for scores in ([1.0, 2.0, None], [2.0, 2.0, 1.0])]
+    assert _verdicts(None, penalty, *sides) == [1.0, 0.5, None]
+
+
+def test_the_reward_of_the_run_is_no_stranger(run):
+    found = rk.judge_models(run, num_prompts=4, say=str)
+    assert found.paid
+    assert "trained to please it" in str(found)
+    other = {"name": "accuracy", "match": "number"}
+    assert not rk.judge_models(run, by=other, num_prompts=4, say=str).paid
+
+
+def test_given_texts_are_the_other_side(run, tmp_path):
+    rows = [
+        {"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "reference": f"</think>{2 * n}"}
+        for n in range(111, 115)
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"against": "reference", "by": "accuracy", "prompts": file, "say": str}
+    found = rk.judge_models(run, **settings)
+    assert found.wins == 0  # the references are all right
+    bare = [{**row, "reference": row["answer"] if n else None} for n, row in enumerate(rows)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in bare))
+    found = rk.judge_models(run, **settings)  # the template opens a thought, and they have none
+    assert (found.wins, found.unjudged) == (0, 1)
+    assert found.losses + found.ties == 3
+    with pytest.raises(DataError, match="no column 'summary'"):
+        rk.judge_models(run, **settings | {"against": "reference:summary"})
+
+
+class Prefers(BaseHTTPRequestHandler):
+    """A judge that is told what it prefers by the class; it counts what it is asked."""
+
+    answer = staticmethod(lambda first, second: 0)
+    asked: ClassVar[list[str]] = []
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = body["messages"][0]["content"]
+        type(self).asked.append(text)
+        first, second = re.findall(r"<answer-\d\S*>\n?(.*?)\n?</answer-\d", text, re.S)
+        said = json.dumps({"winner": self.answer(first, second)})
+        content = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "rate"),
+    [
+        (lambda first, second: 1, 0.5),  # always the first: both orders disagree
+        (lambda first, second: 2 if "theirs" in first else 1, 1.0),
+        (lambda first, second: 1 if "theirs" in first else 2, 0.0),
+    ],
+    ids=["position", "mine", "theirs"],
+)
+def test_a_model_behind_a_server_is_asked_in_both_orders(answer, rate, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(Prefers, "answer", staticmethod(answer))
+    monkeypatch.setattr(Prefers, "asked", [])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Prefers)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    rows = [{"prompt": f"What is {n} + {n}?", "theirs": f"theirs {n}"} for n in range(111, 119)]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    try:
+        found = rk.judge_models(
+            run,
+            against="reference:theirs",
+            by={
+                "name": "judge", "model": "some-judge", "mode": "pairwise", "column": "theirs",
+                "base_url": f"http://127.0.0.1:{server.server_port}/v1", "rubric": "politeness",
+            },
+            prompts=file,
+            output=tmp_path,
+            say=str,
+        )  # fmt: skip
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+    assert found.rate == rate
+    assert len(Prefers.asked) == 2 * len(rows)
+    assert "some-judge, asked in both orders" in found.judge
+    assert "8 prompts" in str(found)

@@ -1,0 +1,540 @@
+"""Exports, each loaded back. The hub's client is real, and its server is on loopback."""
+
+import base64
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
+from safetensors.torch import load_file, save_file
+
+import rloo_kit as rk
+from rloo_kit.cli import main
+from rloo_kit.diagnosis.record import read_run
+from rloo_kit.errors import ConfigError, ModelError
+from rloo_kit.evaluation.trained_models import find_trained
+from rloo_kit.export.exporter import base_name, copy_adapter, export_model, licence_of
+from rloo_kit.export.llama_cpp import find_converter, modelfile, write_gguf
+from rloo_kit.export.model_card import CardFacts, is_hub_name, model_card, public_name
+from rloo_kit.export.verify import ask, compare
+from rloo_kit.models.shape import TINY_THINKER
+from rloo_kit.text.redaction import remember_secret
+
+RUN_FILE = """
+model: {name: tiny-thinker, max_seq_length: 128, load_in_4bit: true}
+data: {prompts: arithmetic, held_out: 8}
+rewards: [accuracy, "thinking:0.1"]
+trainer: {max_steps: 2, max_completion_length: 40, learning_rate: 0.001, num_generations: 8}
+"""
+
+
+def sampled(right):
+    samples = [
+        {"prompt": "p", "completion": "c", "rewards": {"accuracy": float(place < right)}}
+        for place in range(8)
+    ]
+    return {"rewards": {"accuracy": right / 8}, "num_prompts": 8, "mean_length": 20.0,
+            "temperature": 0, "samples": samples}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run's folder whose adapter does something, as ``train`` leaves one."""
+    folder = tmp_path_factory.mktemp("runs") / "mine"
+    with rk.session():
+        model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
+        model = rk.attach_lora(model, r=4)
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        folder.mkdir()
+        rk.save_adapter(model, tokenizer, folder / "adapter")
+    (folder / "run.yaml").write_text(RUN_FILE)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    (folder / "evaluation.json").write_text(json.dumps({"before": sampled(3), "after": sampled(7)}))
+    (folder / "end.json").write_text('{"how": "finished", "steps": 2, "seconds": 1.0}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def merged(run, tmp_path_factory):
+    said = []
+    out = tmp_path_factory.mktemp("out") / "merged"
+    return export_model(run, "merged", output=out, num_prompts=4, say=said.append), said
+
+
+def weights_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+# --- adapter -------------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_copied_with_its_base_named(run, tmp_path):
+    said = []
+    done = export_model(run, "adapter", output=tmp_path / "a", num_prompts=2, say=said.append)
+    assert done.agreement.same == 2
+    assert done.agreement.difference < 0.001
+    assert {file.name for file in done.folder.iterdir()} == {
+        "README.md", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja",
+        "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    weights = "adapter_model.safetensors"
+    assert (done.folder / weights).read_bytes() == (run / "adapter" / weights).read_bytes()
+    config = json.loads((done.folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "tiny-thinker"
+    assert find_trained(done.folder).base == "tiny-thinker"
+    assert "loaded back: 2 of 2" in said[0]
+
+
+def test_a_folder_that_exists_is_not_overwritten(run):
+    first = export_model(run, "adapter", check=False, say=lambda _: None).folder
+    again = export_model(run, "adapter", check=False, say=lambda _: None).folder
+    assert (first.name, again.name) == ("export-adapter", "export-adapter-2")
+    assert first.parent == run
+
+
+def test_a_base_that_is_a_folder_is_told(run, tmp_path):
+    said = []
+    export_model(
+        run, "adapter", output=tmp_path / "a", base=str(tmp_path), check=False, say=said.append
+    )
+    assert "name it for others with --base" in said[0]
+
+
+def test_an_adapter_without_weights_is_one_sentence(run, tmp_path):
+    (tmp_path / "half").mkdir()
+    config = (run / "adapter" / "adapter_config.json").read_bytes()
+    (tmp_path / "half" / "adapter_config.json").write_bytes(config)
+    with pytest.raises(ModelError, match="is not whole: save it again"):
+        export_model(tmp_path / "half", "adapter", output=tmp_path / "out", check=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["half"]
+
+
+# --- merged --------------------------------------------------------------------------------------
+
+
+def test_merged_weights_are_base_plus_adapter_in_16_bit(run, merged):
+    done, _ = merged
+    found, base = weights_of(done.folder), load_file(TINY_THINKER / "model.safetensors")
+    lora = load_file(run / "adapter" / "adapter_model.safetensors")
+    name = "model.layers.1.mlp.up_proj"
+    a, b = (lora[f"base_model.model.{name}.lora_{one}.weight"].double() for one in "AB")
+    exact = base[f"{name}.weight"].double() + (16 / 4) * b @ a
+    assert found[f"{name}.weight"].dtype == torch.bfloat16
+    other = found[f"{name}.weight"] != exact.to(torch.bfloat16)
+    assert other.double().mean() < 0.001  # ties between two roundings
+    assert torch.equal(found["model.norm.weight"], base["model.norm.weight"])
+
+
+def test_merged_is_checked_and_the_other_base_told(merged):
+    done, said = merged
+    assert done.agreement.num == 4
+    assert done.agreement.difference < 0.02
+    assert done.rebased.num == 4
+    assert any("beside the 4-bit one that it trained on: " in line for line in said)
+    assert any("loaded back: " in line and "(at most 0.03)" in line for line in said)
+    card = (done.folder / "README.md").read_text()
+    assert "The policy was trained on the base in 4 bits." in card
+    settings = json.loads((done.folder / "tokenizer_config.json").read_text())
+    assert settings["model_max_length"] == 1024  # the model's, not that of the run
+
+
+def test_a_model_that_answers_otherwise_is_seen(run, merged, tmp_path):
+    """The base alone is no export of the run."""
+    done, _ = merged
+    with rk.session():
+        model, tokenizer = rk.load_model(done.folder, load_in_4bit=False, max_seq_length=128)
+        prompts = ["one two", [{"role": "user", "content": "What is 1 + 2?"}]]
+        first = ask(model, tokenizer, prompts, max_tokens=8)
+        assert compare(first, model, tokenizer).difference == 0
+        other, _ = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
+        assert compare(first, other, tokenizer).difference > 0.1
+        tokenizer.chat_template = "{{ messages[0].content }}"
+        with pytest.raises(ModelError, match="reads a prompt as"):
+            compare(first, model, tokenizer)
+
+
+def test_what_does_not_answer_as_before_is_removed(run, tmp_path, monkeypatch):
+    def spoil(model, folder, *args, **kwargs):
+        weights = {name: value * 1.5 for name, value in model.state_dict().items()}
+        weights.pop("lm_head.weight", None)
+        model.config.save_pretrained(folder)
+        save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", spoil)
+    with pytest.raises(ModelError, match=r"does not answer as before .* was removed"):
+        export_model(run, output=tmp_path / "m", num_prompts=2, say=lambda _: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_4_bit_base_is_written_out_with_a_warning(run, tmp_path):
+    said = []
+    done = export_model(
+        run, output=tmp_path / "m", base="dequantized", num_prompts=2, say=said.append
+    )
+    assert done.rebased.difference < 0.01  # the very weights that it trained on
+    assert "what quantisation took from the base is lost" in (done.folder / "README.md").read_text()
+    base = load_file(TINY_THINKER / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    assert not torch.equal(weights_of(done.folder)["model.layers.0.mlp.up_proj.weight"], base)
+
+
+# --- GGUF and Ollama -----------------------------------------------------------------------------
+
+
+def test_a_converter_that_is_not_there_is_told_before_anything_is_loaded(run, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(run))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(run))
+    monkeypatch.setenv("PATH", str(run))
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    assert main(["export", str(run), "--to", "gguf"]) == 2
+    assert "fetch it with python scripts/fetch_converter.py" in capsys.readouterr().err
+    monkeypatch.setenv("LLAMA_CPP", str(run))
+    assert main(["export", str(run), "--to", "gguf"]) == 2
+    assert "give llama.cpp's folder" in capsys.readouterr().err
+
+
+def test_a_converter_is_found_by_name_variable_cache_and_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+
+    def made(place):
+        place.mkdir(parents=True, exist_ok=True)
+        script = place / "convert_hf_to_gguf.py"
+        script.write_text("")
+        script.chmod(0o755)
+        return script
+
+    on_path = made(tmp_path / "bin")
+    monkeypatch.setenv("PATH", str(on_path.parent), prepend=os.pathsep)
+    assert find_converter()[-1] == str(on_path)
+    cached = made(tmp_path / "cache" / "rloo-kit" / "llama.cpp")
+    assert find_converter()[-1] == str(cached)
+    named = made(tmp_path / "named")
+    monkeypatch.setenv("LLAMA_CPP", str(named.parent))
+    assert find_converter() == [sys.executable, str(named)]
+    assert find_converter(cached)[-1] == str(cached)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("raise NotImplementedError('BPE pre-tokenizer was not recognized - update')",
+         "does not know how this model's tokenizer cuts a text"),
+        ("raise ValueError('Model Foo is not supported')", "Model Foo is not supported"),
+        ("", "exit code 0"),
+    ],
+)  # fmt: skip
+def test_a_converter_that_refuses_is_one_sentence(tmp_path, code, told):
+    script = tmp_path / "convert.py"
+    script.write_text(code)
+    with pytest.raises(ModelError, match=told):
+        write_gguf(tmp_path, tmp_path / "x.gguf", "bf16", [sys.executable, str(script)])
+
+
+class Tokenizer:
+    """A chat template, rendered by transformers' own code."""
+
+    def __init__(self, template):
+        self.chat_template = template
+
+    def apply_chat_template(self, messages, *, add_generation_prompt, **_):
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, _ = render_jinja_template(
+            [messages], chat_template=self.chat_template,
+            add_generation_prompt=add_generation_prompt,
+        )  # fmt: skip
+        return texts[0]
+
+
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+OPENS = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+
+
+def test_a_modelfile_repeats_a_chatml_template():
+    text, known = modelfile(
+        "m.gguf", Tokenizer(SYSTEM + TURNS + OPENS), ["<|im_end|>"], temperature=0.7, num_ctx=512
+    )
+    assert known
+    assert text == (
+        'FROM ./m.gguf\nTEMPLATE """{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}'
+        '<|im_end|>\n{{ end }}<|im_start|>assistant\n<think>\n"""\nSYSTEM """Be kind."""\n'
+        'PARAMETER stop "<|im_end|>"\nPARAMETER temperature 0.7\nPARAMETER num_ctx 512\n'
+    )
+
+
+@pytest.mark.parametrize(
+    "template",
+    [None, "{{ messages[0].content }}", "{{ 1 / 0 }}", "Hello. " + TURNS + OPENS,
+     TURNS + "{% if add_generation_prompt %}[ASSISTANT]{% endif %}"],
+)  # fmt: skip
+def test_another_template_is_left_to_the_gguf_file(template):
+    text, known = modelfile("m.gguf", Tokenizer(template), [], temperature=1, num_ctx=512)
+    assert not known
+    assert 'TEMPLATE "' not in text
+
+
+@pytest.mark.slow
+def test_smollm2_goes_to_gguf_and_ollama_and_back(tmp_path):
+    """Needs llama.cpp's converter and the model: scripts/fetch_converter.py, fetch_smollm2.py."""
+    model = Path(__file__).parents[2] / ".cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    try:
+        find_converter()
+    except ConfigError:
+        pytest.skip("no converter: python scripts/fetch_converter.py")
+    if not model.is_file():
+        pytest.skip("no model: python scripts/fetch_smollm2.py")
+    with rk.session():
+        policy, tokenizer = rk.load_model(model, max_seq_length=256)
+        policy = rk.attach_lora(policy, r=8)
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.01)
+        rk.save_adapter(policy, tokenizer, tmp_path / "adapter")
+    done = export_model(
+        tmp_path / "adapter", "ollama", base=str(model), dtype="q8_0", num_prompts=2
+    )
+    assert done.agreement.difference < 0.06
+    names = {file.suffix or file.name for file in done.folder.iterdir()}
+    assert names == {".gguf", ".md", "Modelfile"}
+    text = (done.folder / "Modelfile").read_text()
+    assert 'PARAMETER stop "<|im_end|>"' in text
+    assert "TEMPLATE" in text
+    assert licence_of(str(model)) == "apache-2.0"
+
+
+# --- the model card ------------------------------------------------------------------------------
+
+
+def test_a_card_is_what_the_hubs_own_classes_read(run, tmp_path):
+    done = export_model(run, "adapter", output=tmp_path / "a", check=False, say=lambda _: None)
+    card = huggingface_hub.ModelCard.load(done.folder / "README.md")
+    data = card.data
+    assert (data.library_name, data.pipeline_tag, data.license) == (
+        "peft", "text-generation", "apache-2.0",
+    )  # fmt: skip
+    assert {"rloo", "rloo-kit", "trl", "lora"} <= set(data.tags)
+    (result,) = data.eval_results
+    assert (result.metric_type, result.metric_value) == ("accuracy", 0.875)
+    index = eval_results_to_model_index(data.model_name, data.eval_results)
+    assert model_index_to_eval_results(index) == (data.model_name, data.eval_results)
+    assert "before: accuracy 0.375 (95% interval" in card.text
+    assert "on 8 held-out prompts, greedy" in card.text
+    assert "`thinking:0.1`" in card.text
+    assert "learning_rate 0.001" in card.text
+    assert "2 steps" in card.text
+    assert "What they do not measure" in card.text
+    assert str(Path.home()) not in str(card)
+    assert str(run) not in str(card)
+
+
+def test_a_card_names_hub_names_and_hides_folders_and_secrets(run):
+    remember_secret("sk-very-secret-9876", "JUDGE_KEY")
+    record = read_run(run)
+    config = dataclasses.replace(
+        record.config,
+        data=dataclasses.replace(record.config.data, prompts="open-r1/maths"),
+        rewards=[
+            "/data/me/mine.py:polite:0.5",
+            {"name": "judge", "api_key": "sk-very-secret-9876"},
+        ],
+    )
+    facts = CardFacts(
+        "adapter", "m", "Qwen/Qwen3-4B", record=dataclasses.replace(record, config=config)
+    )
+    text = model_card(facts)
+    data = huggingface_hub.ModelCard(text).data
+    assert data.base_model == "Qwen/Qwen3-4B"
+    assert data.datasets == "open-r1/maths"
+    assert data.license == "unknown"
+    assert "licence of the base is not known" in text
+    assert "`mine.py:polite:0.5`" in text
+    assert "/data/me" not in text
+    assert "sk-very-secret" not in text
+
+
+def test_a_card_of_an_adapter_without_a_run_says_what_is_not_known():
+    text = model_card(CardFacts("merged", "m", "/data/models/base", licence="mit"))
+    assert "It was not evaluated." in text
+    assert "`base`" in text
+    assert "/data" not in text
+    assert huggingface_hub.ModelCard(text).data.base_model is None
+
+
+def test_names_of_the_hub_are_told_from_paths():
+    assert is_hub_name("Qwen/Qwen3-4B")
+    for name in ("tiny-thinker", "/data/base", "a/b/c", "data/prompts.jsonl", "../x", "a b/c"):
+        assert not is_hub_name(name)
+    assert public_name("/data/prompts.jsonl") == "prompts.jsonl"
+    assert licence_of("/nowhere/at/all") == "unknown"
+
+
+# --- the hub -------------------------------------------------------------------------------------
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The few answers of the hub that an upload needs."""
+
+    def log_message(self, *_):
+        pass
+
+    def answer(self, content):
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self.server.asked.append(("GET", self.path, None))
+        self.answer({"id": "me/mine", "private": self.server.private, "siblings": []})
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.server.asked.append(("POST", self.path, body))
+        at = f"http://127.0.0.1:{self.server.server_port}/me/mine"
+        if self.path.endswith("/preupload/main"):
+            files = json.loads(body)["files"]
+            return self.answer({
+                "files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                          for f in files]
+            })  # fmt: skip
+        if "/commit/" in self.path:
+            return self.answer({"commitUrl": f"{at}/commit/1", "commitOid": "1", "success": True})
+        return self.answer({"url": at})
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.asked, server.private = [], True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(
+        "huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}"
+    )
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 34)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def sent_to(server):
+    (body,) = [body for method, path, body in server.asked if "/commit/" in path]
+    rows = [json.loads(line) for line in body.splitlines()]
+    return {
+        row["value"]["path"]: base64.b64decode(row["value"]["content"])
+        for row in rows
+        if row["key"] == "file"
+    }
+
+
+def test_nothing_is_sent_without_yes(run, hub, capsys):
+    before = sorted(run.rglob("*"))
+    assert main(["export", str(run), "--to", "hub", "--repo", "me/mine"]) == 0
+    out = capsys.readouterr().out
+    assert hub.asked == []
+    assert "would send to me/mine, to be seen by you alone:" in out
+    assert "adapter_model.safetensors" in out
+    assert "nothing was sent" in out
+    assert sorted(run.rglob("*")) == before
+
+
+def test_with_yes_the_adapter_and_its_card_are_sent(run, hub):
+    done = export_model(run, "hub", repo="me/mine", yes=True, check=False, say=lambda _: None)
+    assert done.url.endswith("/me/mine")
+    created = [json.loads(b) for _, path, b in hub.asked if path == "/api/repos/create"]
+    assert created[0]["name"] == "mine"
+    assert created[0].get("private") is True or created[0].get("visibility") == "private"
+    sent = sent_to(hub)
+    assert set(sent) == {
+        "README.md", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja",
+        "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    whole = b"".join(sent.values())
+    for secret in (str(run), str(Path.home()), str(Path.cwd()), "hf_xxx"):
+        assert secret.encode() not in whole
+
+
+def test_an_export_is_sent_as_it_is_and_nothing_beside_it(merged, hub):
+    folder = merged[0].folder
+    (folder / "notes-to-myself.txt").write_text("private")
+    export_model(folder, "hub", repo="me/mine", yes=True, say=lambda _: None)
+    assert {"model.safetensors", "config.json", "README.md"} <= set(sent_to(hub))
+    assert "notes-to-myself.txt" not in sent_to(hub)
+
+
+def test_a_repository_that_everybody_sees_is_refused(run, hub):
+    hub.private = False
+    with pytest.raises(ConfigError, match="everybody can see it: add --public"):
+        export_model(run, "hub", repo="me/mine", yes=True, check=False, say=lambda _: None)
+    assert not [path for _, path, _ in hub.asked if "commit" in path]
+
+
+def test_a_folder_of_this_machine_is_not_sent(run, hub):
+    place = str(Path.home() / "models" / "base")
+    with pytest.raises(ConfigError, match=r"adapter_config.json names a folder of this machine"):
+        export_model(run, "hub", repo="me/mine", base=place, yes=True, check=False)
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--to", "onnx"], "exported to adapter, merged, gguf, ollama, hub, not to 'onnx'"),
+        (["--to", "hub"], "give one as OWNER/NAME, with --repo"),
+        (["--to", "gguf", "--dtype", "q2"], "dtype is 'q2', must be one of bf16, f16, q8_0"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(run, capsys, words, told):
+    assert main(["export", str(run), *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_base_alone_is_nothing_to_export(capsys):
+    assert main(["export", "tiny-thinker", "--to", "merged"]) == 2
+    assert "is no trained model" in capsys.readouterr().err
+
+
+# --- the script that fetches the converter -------------------------------------------------------
+
+
+def test_the_converter_is_taken_out_of_a_source_archive(tmp_path):
+    inside = tmp_path / "llama_cpp_python-1/vendor/llama.cpp"
+    for name in ("convert_hf_to_gguf.py", "conversion/base.py", "gguf-py/gguf/a.py", "src/x.cpp"):
+        (inside / name).parent.mkdir(parents=True, exist_ok=True)
+        (inside / name).write_text(name)
+    archive = tmp_path / "a.tar.gz"
+    subprocess.run(
+        ["tar", "czf", str(archive), "-C", str(tmp_path), "llama_cpp_python-1"], check=True
+    )
+    scripts = Path(__file__).parents[2] / "scripts"
+    code = (
+        f"import sys; sys.path.insert(0, {str(scripts)!r})\nfrom pathlib import Path\n"
+        f"from fetch_converter import unpack\n"
+        f"unpack(Path({str(archive)!r}), Path({str(tmp_path / 'out')!r}))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    out = tmp_path / "out"
+    found = {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()}
+    assert found == {"convert_hf_to_gguf.py", "conversion/base.py", "gguf-py/gguf/a.py"}
+
+
+def test_names_of_bases(run):
+    assert base_name(find_trained(run)) == "tiny-thinker"
+    assert base_name(find_trained(run / "adapter")) == "tiny-thinker"
+    with pytest.raises(ModelError):
+        copy_adapter(run, run, "x")

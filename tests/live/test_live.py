@@ -1,0 +1,669 @@
+"""The live views: through a pipe, a pseudo-terminal and a notebook's kernel."""
+
+import base64
+import contextlib
+import logging
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+import textwrap
+import threading
+import time
+import warnings
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from rloo_kit.diagnosis.findings import Finding
+from rloo_kit.errors import ConfigError
+from rloo_kit.live import display as live
+from rloo_kit.live import notebook as notebook_figure
+from rloo_kit.live import terminal as terminal_panel
+from rloo_kit.live import view as live_view
+from rloo_kit.live.display import PlainLines
+from rloo_kit.live.notebook import NotebookFigure, _figure_png
+from rloo_kit.live.terminal import TerminalPanel
+from rloo_kit.live.view import LiveView, Progress
+
+ROW = {
+    "loss": 9.313225746154785e-09, "grad_norm": 0.16217748820781708, "learning_rate": 0.001,
+    "num_tokens": 4261.0, "completions/mean_length": 27.578125, "completions/clipped_ratio": 0.0,
+    "speed/generation_tokens_per_second": 1630.3704799725574, "signal/groups_without": 0.5,
+    "reward": 0.59375, "reward_std": 0.49501481652259827, "frac_reward_zero_std": 0.5,
+    "score/raw_group_std": 0.2540663480758667, "completions/truncated": 0.0,
+    "rewards/accuracy/mean": 0.59375, "rewards/accuracy/std": 0.49501481652259827,
+    "rewards/thinking/mean": 0.7, "rewards/thinking/std": 0.0,
+    "kl": 0.0345, "kl/token": 0.0345, "kl/sequence": 0.991, "objective/kl": 0.991,
+    "step_time": 2.244945555998129, "speed/learning_tokens_per_second": 3668.116684405367,
+    "memory/peak_gib": 1.7049636840820312, "epoch": 0.0078125,
+}  # fmt: skip
+"""Of the quickstart's first step."""
+SUMMARY = {"train_runtime": 94.9557, "train_steps_per_second": 0.421, "epoch": 0.3125}
+FURTHER_PASS = {"loss": 0.1, "grad_norm": 0.2, "epoch": 0.1}
+
+
+def record(question, completion, score):
+    return {
+        "step": 1, "group": 0, "prompt": [{"role": "user", "content": question}],
+        "completion": [{"role": "assistant", "content": completion}], "truncated": False,
+        "rewards": {"accuracy": score}, "score": score, "kl": 0.0, "baseline": 1.0,
+        "advantage": 0.0, "tokens": 27, "thought_tokens": 20,
+        "answer_at": completion.find("</think>") + len("</think>"),
+    }  # fmt: skip
+
+
+RECORDS = [
+    record("What is 420 + 659?", "0+9=9 2+5=7 4+6=10\n</think>\n\n1079", 1.0),
+    record("What is 335 + 491?", "5+1=6 3+9=12 3+4+1=8\n</think>\n\n826", 0.0),
+]
+FINDING = Finding(
+    "kl_explosion", "error", None, "kl/token 1.3", "why", "begin again", "trainer.beta=0.1"
+)
+
+
+def start(view, max_steps=40):
+    state = SimpleNamespace(global_step=0, max_steps=max_steps, is_world_process_zero=True)
+    view.on_train_begin(None, state, None, model=None)
+    return state
+
+
+def make_step(view, state, records=RECORDS, **changes):
+    """The events of one step, as the trainer sends them."""
+    state.global_step += 1
+    tokens = 4261.0 * state.global_step
+    view.on_completions(None, state, None, records=records, model=None)
+    view.on_log(None, state, None, logs={**ROW, "num_tokens": tokens, **changes}, model=None)
+    view.on_log(None, state, None, logs=FURTHER_PASS, model=None)
+
+
+# --- a terminal, read back ------------------------------------------------------------------------
+
+
+class Terminal:
+    """A pseudo-terminal of a given size, and what was written to it."""
+
+    def __init__(self, columns, lines):
+        self.master, self.slave = pty.openpty()
+        termios.tcsetwinsize(self.slave, (lines, columns))
+        self.stream = os.fdopen(os.dup(self.slave), "w", encoding="utf-8", buffering=1)
+        self.columns, self.lines = columns, lines
+        self._bytes = b""
+        self._last = time.monotonic()
+        self._reader = threading.Thread(target=self._read_on)  # a full buffer blocks who writes
+        self._reader.start()
+
+    def _read_on(self):
+        with contextlib.suppress(OSError):  # the other end is closed
+            while chunk := os.read(self.master, 65536):
+                self._bytes += chunk
+                self._last = time.monotonic()
+
+    def read(self):
+        """All that was written, as text, once nothing has come for a while."""
+        asked = time.monotonic()
+        while time.monotonic() - max(asked, self._last) < 0.05:
+            time.sleep(0.01)
+        return self._bytes.decode()
+
+    def close(self):
+        self.stream.close()
+        os.close(self.slave)
+        self._reader.join(10)
+        os.close(self.master)
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "RLOO_KIT_LIVE", "COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(terminal_panel, "REFRESH_SECONDS", 0)
+    made = []
+
+    def make(columns=80, lines=24):
+        made.append(Terminal(columns, lines))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+CODE = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])|\r|\n|[^\x1b]", re.DOTALL)
+
+
+def screen(text, columns):
+    """What a terminal shows after ``text``, scrolled lines included; unknown codes fail."""
+    lines, row, column = [""], 0, 0
+    for match in CODE.finditer(text):
+        numbers, code = match[1], match[2]
+        if match[0] == "\r":
+            column = 0
+        elif match[0] == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif code == "A":
+            row = max(0, row - int(numbers or 1))
+        elif code == "K":
+            lines[row] = "" if numbers == "2" else lines[row][:column]
+        elif code is None:
+            assert column < columns, f"a line is wider than the terminal: {lines[row]!r}"
+            lines[row] = lines[row][:column].ljust(column) + match[0] + lines[row][column + 1 :]
+            column += 1
+        else:
+            assert code == "m" or (code in "hl" and numbers == "?25"), match[0]
+    return lines
+
+
+def panel_of(lines):
+    """The one panel on a screen."""
+    tops = [place for place, line in enumerate(lines) if line.startswith("╭")]
+    ends = [place for place, line in enumerate(lines) if line.startswith("╰")]
+    assert len(tops) == len(ends) == 1, "\n".join(lines)
+    return lines[tops[0] : ends[0] + 1]
+
+
+# --- which view -----------------------------------------------------------------------------------
+
+
+def test_a_terminal_gets_the_panel_and_a_pipe_gets_lines(terminal, tmp_path):
+    assert type(live.live_progress(terminal().stream)) is TerminalPanel
+    with (tmp_path / "out").open("w") as stream:
+        assert type(live.live_progress(stream)) is PlainLines
+
+
+def test_a_terminal_that_cannot_hold_the_panel_gets_lines(terminal, monkeypatch):
+    assert type(live.live_progress(terminal(columns=59).stream)) is PlainLines
+    monkeypatch.setenv("TERM", "dumb")
+    assert type(live.live_progress(terminal().stream)) is PlainLines
+
+
+def test_the_variable_chooses(terminal, tmp_path, monkeypatch):
+    wanted = {"plain": PlainLines, "off": LiveView, "panel": TerminalPanel, "auto": TerminalPanel}
+    stream = terminal().stream
+    for value, view in wanted.items():
+        monkeypatch.setenv("RLOO_KIT_LIVE", value)
+        assert type(live.live_progress(stream)) is view
+    monkeypatch.setenv("RLOO_KIT_LIVE", "pannel")
+    with pytest.raises(ConfigError, match="'pannel', must be one of auto, panel, notebook, plain"):
+        live.live_progress(stream)
+    monkeypatch.setenv("RLOO_KIT_LIVE", "notebook")
+    with pytest.raises(ConfigError, match="no kernel of a notebook: set it to auto"):
+        live.live_progress()
+
+
+def test_off_shows_nothing(capfd):
+    view = LiveView()
+    state = start(view)
+    make_step(view, state)
+    view.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_choosing_loads_nothing_heavy():
+    code = (
+        "import sys, rloo_kit.live.display as live; live.live_progress();"
+        "print({'torch', 'transformers', 'rich', 'matplotlib', 'IPython'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("set()\n", "")
+
+
+def test_the_trainers_own_handler_drives_it():
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import CallbackHandler
+
+    view = LiveView()
+    handler = CallbackHandler([view], None, None, None, None)
+    args, state, control = TrainingArguments(use_cpu=True), TrainerState(), TrainerControl()
+    state.max_steps, state.is_world_process_zero = 2, True
+    handler.on_init_end(args, state, control)
+    handler.on_train_begin(args, state, control)
+    handler.on_step_begin(args, state, control)
+    handler.call_event("on_completions", args, state, control, records=RECORDS)
+    handler.call_event("on_findings", args, state, control, findings=[FINDING])
+    state.global_step = 1
+    handler.on_log(args, state, control, dict(ROW))
+    handler.on_save(args, state, control)
+    assert view.progress.steps == [1]
+    assert (view.progress.completions, view.progress.findings) == (RECORDS, [FINDING])
+    handler.on_train_end(args, state, control)
+
+
+# --- lines ----------------------------------------------------------------------------------------
+
+
+def test_a_pipe_gets_one_plain_line_a_step_and_a_finding_once():
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream, os.fdopen(reading) as lines:
+        view = live.live_progress(stream)
+        state = start(view, max_steps=3)
+        for _ in range(3):
+            make_step(view, state)
+            view.on_findings(None, state, None, findings=[FINDING])
+        view.on_log(None, state, None, logs=SUMMARY)
+        view.on_train_end(None, state, None)
+        view.close()
+        stream.close()
+        text = lines.read()
+    assert re.fullmatch(
+        r"step 1/3  reward 0\.594  accuracy 0\.594  thinking 0\.700  kl 0\.0345  length 27\.6  "
+        r"no signal 50%  \d+ tokens/s  0:00 left\n"
+        r"error: kl_explosion; set trainer\.beta=0\.1\n"
+        r"(step [23]/3  .* left\n){2}",
+        text,
+    )
+
+
+def test_letters_that_the_stream_lacks_are_escaped(tmp_path):
+    with (tmp_path / "out").open("w", encoding="latin-1") as stream:
+        view = PlainLines(stream)
+        make_step(view, start(view), **{"rewards/数/mean": 0.5})
+    assert r"\u6570 0.500" in (tmp_path / "out").read_text("latin-1")
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "high", [1.0]])
+def test_odd_metrics_are_told_as_none_and_end_nothing(value, terminal):
+    screen_of = terminal()
+    for view in (PlainLines(screen_of.stream), TerminalPanel(screen_of.stream)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            state = start(view)
+            for _ in range(5):
+                make_step(view, state, **dict.fromkeys(ROW, value))
+            make_step(view, state)
+            view.close()
+        assert len(view.progress.steps) == 6
+        assert live_view.progress_line(1, 2, {"reward": value}, 1.0, 1.0).startswith(
+            "step 1/2  reward none  "
+        )
+    _figure_png(view.progress)
+
+
+def test_steps_without_metrics_or_completions_end_nothing(terminal):
+    view = TerminalPanel(terminal().stream)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = start(view, max_steps=0)
+        for records in (None, [], [{}], [{"score": None, "prompt": None}], [{"score": 1.0}]):
+            view.on_completions(None, state, None, records=records)
+            view.on_log(None, state, None, logs={"reward": 0.5})
+        view.on_log(None, state, None, logs=None)
+        view.on_findings(None, state, None, findings=None)
+        view.close()
+
+
+def test_a_stream_that_breaks_ends_the_view_and_not_the_run():
+    reading, writing = os.pipe()
+    stream = os.fdopen(writing, "w")
+    view = PlainLines(stream)
+    state = start(view)
+    os.close(reading)
+    with pytest.warns(RuntimeWarning, match="the live view ended and the run goes on: BrokenPipe"):
+        make_step(view, state)
+    make_step(view, state)  # and says nothing more
+    view.close()
+    with pytest.raises(BrokenPipeError):
+        stream.close()
+
+
+# --- what is known --------------------------------------------------------------------------------
+
+
+def test_the_time_left_is_the_median_so_one_slow_step_does_not_move_it():
+    progress = Progress(0, 10, now=0.0)
+    for step, now in ((1, 2.0), (2, 4.0), (3, 104.0), (4, 106.0), (5, 108.0)):
+        progress.add(step, 10, ROW, now)
+    assert progress.seconds_left == 5 * 2.0
+    resumed = Progress(100, 110, now=0.0)
+    resumed.add(102, 110, ROW, 6.0)  # a further pass lies between
+    assert resumed.seconds_left == 8 * 3.0
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ([1.0, 1.0, 1.0], ""),
+        ([0.5] * 20, "steady"),
+        ([0.0] * 10 + [1.0] * 10, "up 1"),
+        ([0.9, 0.8, 0.7, 0.6, 0.5, 0.4], "down 0.3"),
+        ([0.4, 0.6] * 10, "steady"),
+        ([None, 0.0, 0.1, None, 0.9, 1.0], "up 0.9"),
+    ],
+)
+def test_a_trend_is_more_than_chance(values, told):
+    assert live_view.trend(values) == told
+
+
+def test_a_sparkline_spans_its_values_and_leaves_gaps():
+    assert live_view.sparkline([0.0, None, 7.0], 8) == "▁ █"
+    assert live_view.sparkline(list(range(800)), 8) == "▁▂▃▄▅▆▇█"
+    assert live_view.sparkline([2.0, 2.0], 8) == "▅▅"
+    assert live_view.sparkline([None], 8) == ""
+
+
+# --- the panel ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(60, 24), (80, 24), (200, 60), (80, 10)])
+def test_the_panel_fits_stays_in_place_and_leaves_the_last_state(terminal, size):
+    place = terminal(*size)
+    view = TerminalPanel(place.stream)
+    state = start(view)
+    for number in range(6):
+        make_step(view, state, reward=0.5 + number / 10)
+        view.on_findings(None, state, None, findings=[FINDING] * (number == 3))
+    view.on_train_end(None, state, None)
+    view.close()
+    text = place.read()
+    lines = screen(text, place.columns)
+    panel = panel_of(lines)
+    assert lines[len(panel) :] == [""]  # nothing above it, and the prompt's line below
+    assert len(panel) <= min(24, place.lines - 1)
+    assert len({len(line) for line in panel}) == 1
+    whole = "\n".join(panel)
+    assert "step 6/40" in whole
+    assert "15%" in whole
+    assert "nothing found" in whole
+    assert "1.000 ▁" in whole
+    assert ("What is 420" in whole) == (place.lines > 10)
+    assert text.rindex("\x1b[?25h") > text.rfind("\x1b[?25l")
+
+
+def test_the_panel_tells_thought_from_answer_and_shows_what_steers_as_text(terminal):
+    place = terminal(columns=100)
+    view = TerminalPanel(place.stream)
+    odd = "[bold]a\x1b[2J\x07[/nope]\n</think>\n\n[red]7[/red] 数"
+    make_step(view, start(view), records=[record("1 + 1?", odd, 1.0), *RECORDS[1:]])
+    view.close()
+    panel = panel_of(screen(place.read(), 200))
+    shown = [line.strip("│ ") for line in panel]
+    assert "best  1.000 1 + 1?" in shown
+    assert r"thought   [bold]a\x1b[2J\x07[/nope]" in shown
+    assert "answer    [red]7[/red] 数" in shown
+    assert "worst 0.000 What is 335 + 491?" in shown
+    assert "thought   5+1=6 3+9=12 3+4+1=8" in shown
+    assert "answer    826" in shown
+
+
+def test_completions_as_text_and_thoughts_that_never_end_are_shown(terminal):
+    place = terminal()
+    view = TerminalPanel(place.stream)
+    rows = [{"prompt": "Once", "completion": "upon " * 500, "score": 1.0, "truncated": True}]
+    make_step(view, start(view), records=[{**row, "answer_at": None} for row in rows])
+    view.close()
+    whole = "\n".join(panel_of(screen(place.read(), 80)))
+    assert "all   1.000 Once" in whole
+    assert "text      (cut off) upon upon" in whole
+
+
+def test_findings_come_and_go_with_the_setting_to_change(terminal):
+    place = terminal()
+    view = TerminalPanel(place.stream)
+    state = start(view)
+    make_step(view, state)
+    view.on_findings(None, state, None, findings=[FINDING] * 5)
+    with_findings = panel_of(screen(place.read(), 80))
+    view.on_findings(None, state, None, findings=[])
+    without = panel_of(screen(place.read(), 80))
+    view.close()
+    assert "error: kl_explosion; set trainer.beta=0.1" in with_findings[2]
+    assert "and 2 more" in with_findings[5]
+    assert "nothing found" in without[2]
+    assert len(without) == len(with_findings)  # its lower edge stays
+
+
+def test_what_is_printed_meanwhile_appears_above(terminal, monkeypatch):
+    place = terminal()
+    monkeypatch.setattr(sys, "stdout", place.stream)
+    monkeypatch.setattr(sys, "stderr", place.stream)
+    logger = logging.getLogger("test_live")
+    handler = logging.StreamHandler()  # holds stderr as it is now, as transformers' does
+    logger.addHandler(handler)
+    try:
+        view = live.live_progress()
+        state = start(view)
+        for number in range(3):
+            print("printed", number)  # noqa: T201
+            make_step(view, state)
+            logger.warning("logged %d", number)
+        view.close()
+        assert (sys.stdout, sys.stderr, handler.stream) == (place.stream,) * 3
+    finally:
+        logger.removeHandler(handler)
+    lines = screen(place.read(), 80)
+    said = [f"{what} {number}" for number in range(3) for what in ("printed", "logged")]
+    assert [line.rstrip() for line in lines[:6]] == said
+    assert "step 3/40" in panel_of(lines)[0]
+    assert lines[6].startswith("╭")
+
+
+def test_a_table_that_trl_prints_appears_above_too(terminal, monkeypatch):
+    from rich.console import Console
+    from rich.table import Table
+
+    place = terminal()
+    monkeypatch.setattr(sys, "stdout", place.stream)
+    view = live.live_progress()
+    state = start(view)
+    for number in range(2):
+        make_step(view, state)
+        table = Table("Completion", title=f"table {number}")
+        table.add_row("4+2=6 [bold]")
+        Console(width=40).print(table)
+    view.close()
+    lines = screen(place.read(), 80)
+    assert [line.split()[1] for line in lines if "table" in line] == ["0", "1"]
+    assert sum("4+2=6" in line for line in lines) == 2
+    assert "step 2/40" in panel_of(lines)[0]
+    assert lines[-2].startswith("╰")
+
+
+def test_stdout_that_goes_to_a_file_is_left_alone(terminal, monkeypatch, tmp_path):
+    place = terminal()
+    with (tmp_path / "out").open("w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        view = TerminalPanel(place.stream)
+        state = start(view)
+        print("for the file")  # noqa: T201
+        make_step(view, state)
+        view.close()
+    assert (tmp_path / "out").read_text() == "for the file\n"
+
+
+def test_colours_are_left_out_on_request(terminal, monkeypatch):
+    texts = []
+    for value in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", value)
+        place = terminal()
+        view = TerminalPanel(place.stream)
+        make_step(view, start(view))
+        view.close()
+        texts.append(place.read())
+    coloured = [re.search(r"\x1b\[[0-9;]*3[0-7]m", text) for text in texts]
+    assert coloured[0]
+    assert not coloured[1]
+
+
+def test_fast_steps_are_drawn_four_times_a_second_and_the_last_one_always(terminal, monkeypatch):
+    monkeypatch.setattr(terminal_panel, "REFRESH_SECONDS", 0.25)
+    place = terminal()
+    view = TerminalPanel(place.stream)
+    state = start(view, max_steps=60)
+    begun = time.monotonic()
+    for _ in range(60):
+        make_step(view, state)
+    seconds = time.monotonic() - begun
+    view.close()
+    text = place.read()
+    assert text.count("╭") <= 3 + seconds / 0.25
+    assert "step 60/60" in panel_of(screen(text, 80))[0]
+
+
+CHILD = """
+import sys, time
+sys.path[:0] = {path!r}
+from test_live import make_step, start
+from rloo_kit.live.display import live_progress
+
+view = live_progress()
+state = start(view)
+try:
+    make_step(view, state)
+    print("ready")
+    {then}
+finally:
+    view.close()
+    view.close()
+"""
+
+
+def in_a_terminal(place, then, interrupt):
+    """Run CHILD in the terminal; its exit status."""
+    code = CHILD.format(path=[os.path.dirname(__file__)], then=then)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=place.slave, stderr=place.slave,
+        env={**os.environ, "RLOO_KIT_LIVE": "auto"},
+    )  # fmt: skip
+    killer = threading.Timer(60, child.kill)
+    killer.start()
+    try:
+        while "ready" not in place.read() and child.poll() is None:
+            pass
+        if interrupt:
+            child.send_signal(interrupt)
+        return child.wait()
+    finally:
+        killer.cancel()
+
+
+@pytest.mark.parametrize(
+    ("then", "interrupt", "last"),
+    [
+        ("raise ValueError('no more memory')", None, "ValueError: no more memory"),
+        ("time.sleep(60)", signal.SIGINT, "KeyboardInterrupt"),
+    ],
+)
+def test_a_fault_and_ctrl_c_leave_the_panel_and_the_cursor(terminal, then, interrupt, last):
+    place = terminal()
+    assert in_a_terminal(place, then, interrupt) != 0
+    text = place.read()
+    lines = screen(text, 80)
+    assert "step 1/40" in panel_of(lines)[0]
+    assert lines[-2].rstrip() == last  # printed below the panel
+    assert text.rindex("\x1b[?25h") > text.rfind("\x1b[?25l")
+
+
+def test_even_a_killed_run_leaves_the_cursor(terminal):
+    place = terminal()
+    assert in_a_terminal(place, "time.sleep(60)", signal.SIGKILL) == -signal.SIGKILL
+    text = place.read()
+    assert text.rindex("\x1b[?25h") > text.rfind("\x1b[?25l")
+
+
+# --- the notebook ---------------------------------------------------------------------------------
+
+
+def test_a_figure_takes_any_name_and_gaps_and_leaves_pyplot_alone():
+    code = """
+    import sys, warnings
+    warnings.simplefilter("error")
+    import matplotlib
+    matplotlib.rcParams["lines.linewidth"] = 7
+    from rloo_kit.live import notebook as notebook_figure
+    progress = notebook_figure.Progress(0, 9, 0.0)
+    assert progress.line == "step 0/9"
+    for step in range(1, 9):
+        row = {"reward": 0.1 * step, "rewards/$\\\\bad{数}$/mean": None if step % 2 else 0.5}
+        progress.add(step, 9, row, float(step))
+        assert notebook_figure._figure_png(progress)[:4] == b"\\x89PNG"
+    assert matplotlib.rcParams["lines.linewidth"] == 7
+    assert "matplotlib.pyplot" not in sys.modules
+    print("drawn")
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
+    )
+    assert result.stdout == "drawn\n", result.stderr
+
+
+def run_cells(cells, tmp_path):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=120, kernel_name="python3", resources=resources).execute()
+    return [cell.outputs for cell in notebook.cells]
+
+
+SETUP = f"""
+import sys, time
+sys.path[:0] = {[os.path.dirname(__file__)]!r}
+from test_live import FINDING, make_step, start
+from rloo_kit.live.display import live_progress
+
+def train(steps, seconds):
+    view = live_progress()
+    state = start(view, max_steps=steps)
+    try:
+        for number in range(steps):
+            time.sleep(seconds)
+            make_step(view, state, reward=number / 10)
+        view.on_findings(None, state, None, findings=[FINDING])
+    finally:
+        view.close()
+        view.close()
+    return view
+"""
+
+
+@pytest.mark.notebook
+def test_a_notebook_shows_one_figure_that_is_updated_in_place(tmp_path):
+    cells = [
+        SETUP,
+        "view = train(12, 0.05)",
+        "print(type(view).__name__, view.num_drawings, 'matplotlib.pyplot' in sys.modules)",
+        "try:\n    train(3, 'no number')\nexcept TypeError as exc:\n    print('ended by', exc)",
+        "sys.modules['matplotlib'] = None\nview = train(3, 0.05)\nprint(view.num_drawings)",
+    ]
+    _, trained, counted, failed, without = run_cells(cells, tmp_path)
+    (output,) = trained
+    assert output.output_type == "display_data"
+    assert set(output.data) == {"text/plain", "text/html"}  # no widget
+    picture = re.search(r'src="data:image/png;base64,([^"]+)"', output.data["text/html"])[1]
+    assert base64.b64decode(picture)[:4] == b"\x89PNG"
+    assert output.data["text/plain"].startswith("step 12/12  reward 1.100")
+    assert "error: kl_explosion; set trainer.beta=0.1" in output.data["text/plain"]
+    assert "kl_explosion" in output.data["text/html"]
+    # of less than a second of training: the first step and the last one
+    assert counted[0].text == "NotebookFigure 2 False\n"
+    assert failed[0].data["text/plain"] == "step 0/3"
+    assert "ended by" in failed[1].text
+    assert without[0].data["text/plain"].startswith("step 3/3")
+    assert "<img" not in without[0].data["text/html"]
+    assert without[1].text == "0\n"
+
+
+def test_drawings_take_little_of_the_runs_time(monkeypatch):
+    drawn, now = [], [0.0]
+    view = NotebookFigure()
+    view._open = True
+
+    def draw():
+        drawn.append(now[0])
+        now[0] += 0.3
+        view._cost, view._updated = 0.3, now[0]
+        view._spent += 0.3
+
+    monkeypatch.setattr(view, "_update", draw)
+    monkeypatch.setattr(notebook_figure.time, "monotonic", lambda: now[0])
+    state = SimpleNamespace(global_step=0, max_steps=4000)
+    while now[0] < 600:
+        now[0] += 0.5
+        make_step(view, state)
+    assert drawn[0] == 0.5
+    assert 0.9 * 0.02 * 600 <= 0.3 * len(drawn) <= 0.02 * 600 + 0.3

@@ -1,0 +1,66 @@
+"""Memory comes back, also while variables still point at the model."""
+
+import psutil
+
+import rloo_kit as rk
+from rloo_kit.machine.memory import measure
+
+
+def test_a_released_model_holds_no_tensor(tmp_path):
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
+    trainer = rk.LeaveOneOutTrainer(
+        model=rk.attach_lora(model),
+        reward_funcs=["thinking"],
+        args=rk.LeaveOneOutConfig(
+            str(tmp_path), max_steps=1, max_completion_length=16, save_strategy="no"
+        ),
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=8),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    assert psutil.Process().children(recursive=True) == []
+    policy = trainer.model
+    released = rk.release(trainer)
+    assert sum(p.numel() for p in policy.parameters()) == 0
+    assert sum(b.numel() for b in policy.buffers()) == 0
+    assert trainer.optimizer is None
+    assert "left in the process" in str(released)
+    assert str(rk.release(policy))  # twice does no harm
+
+
+def test_a_released_model_gives_its_memory_back():
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=512, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6,
+        num_attention_heads=8, num_key_value_heads=8, head_dim=128,
+    )  # fmt: skip
+    before = measure().resident
+    model = Qwen3ForCausalLM(config).to(torch.float32)
+    size = sum(p.numel() * 4 for p in model.parameters())
+    held = measure().resident - before
+    assert held > 0.8 * size
+    released = rk.release(model)
+    assert released.freed_resident > 0.8 * size
+    assert model is not None
+
+
+def test_a_reward_with_release_is_released():
+    class Judge:
+        released = False
+
+        def release(self):
+            self.released = True
+
+        def __call__(self, completions, **_):
+            return [0.0] * len(completions)
+
+    judge = Judge()
+    rk.release(*[reward.func for reward in rk.load_rewards([judge])])
+    assert judge.released
+
+
+def test_shutting_down_outside_of_a_notebook_says_so(capsys):
+    rk.shutdown_kernel()
+    assert "memory returns when the program ends" in capsys.readouterr().out

@@ -1,0 +1,337 @@
+"""A session gives back what its body made; what is left is named."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import types
+
+import pytest
+import torch
+
+from rloo_kit.machine.memory import (
+    MIB,
+    SHARED_MEMORY,
+    Held,
+    MemoryUse,
+    Released,
+    belongs_to_session,
+    held_tensors,
+    measure,
+    release,
+    session,
+)
+
+LARGE = 5 * MIB // 4
+"""Floats of a tensor that is worth naming."""
+
+
+class Engine:
+    """Something that samples, noting in ``order`` when it is closed."""
+
+    def __init__(self, name="engine", order=None):
+        self.name = name
+        self.order = [] if order is None else order
+
+    def sync(self, model):
+        raise NotImplementedError
+
+    def close(self):
+        self.order.append(self.name)
+
+
+class Judge:
+    """A reward model."""
+
+    def __init__(self):
+        self.released = 0
+
+    def release(self):
+        self.released += 1
+
+
+def made(thing):
+    """Make it, as a loader would."""
+    belongs_to_session(thing)
+    return thing
+
+
+def use(**values):
+    return MemoryUse(**{"resident": 0, **values})
+
+
+@pytest.fixture(autouse=True)
+def small_heap():
+    """Whatever was there before is not looked at: a collection then takes no time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+# --- session -------------------------------------------------------------------------------------
+
+
+def test_what_the_body_made_is_released_at_the_end():
+    with session() as opened:
+        model, engine, judge = made(torch.nn.Linear(8, 8)), made(Engine()), made(Judge())
+        assert opened.released is None
+        assert model.weight.numel() == 64
+        assert engine.order == []
+    assert sum(parameter.numel() for parameter in model.parameters()) == 0
+    assert engine.order == ["engine"]
+    assert judge.released == 1
+    assert "left in the process" in str(opened.released)
+    assert opened.things == []
+
+
+def test_the_last_thing_made_is_released_first():
+    order = []
+    with session():
+        for name in ("model", "engine", "trainer"):
+            made(Engine(name, order))
+    assert order == ["trainer", "engine", "model"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_what_the_body_made_is_released_when_it_raises(error):
+    engine, opened = Engine(), []
+
+    def body():
+        with session() as own:
+            opened.append(own)
+            belongs_to_session(engine)
+            raise error
+
+    with pytest.raises(error):
+        body()
+    assert engine.order == ["engine"]
+    assert isinstance(opened[0].released, Released)
+
+
+def test_a_thing_belongs_to_the_innermost_session():
+    with session() as outer:
+        first = made(Engine())
+        with session() as inner:
+            second = made(Engine())
+        assert (first.order, second.order) == ([], ["engine"])
+        third = made(Engine())
+        assert inner.released is not None
+        assert outer.released is None
+    assert first.order == second.order == third.order == ["engine"]
+
+
+def test_without_a_session_nothing_is_kept():
+    engine = made(Engine())
+    with session() as opened:
+        assert opened.things == []
+    assert engine.order == []
+
+
+def test_after_an_error_no_session_stays_open():
+    with pytest.raises(ValueError, match="no"), session():
+        raise ValueError("no")
+    engine = made(Engine())
+    assert engine.order == []
+
+
+def test_what_was_released_by_hand_may_be_released_again():
+    with session():
+        model, judge = made(torch.nn.Linear(4, 4)), made(Judge())
+        release(model, judge)
+    assert judge.released == 2
+    assert model.weight.numel() == 0
+
+
+def test_what_cannot_be_released_does_not_keep_the_rest():
+    class Broken(Engine):
+        def close(self):
+            raise ConnectionError("away")
+
+    first = Engine()
+
+    def body():
+        with session():
+            belongs_to_session(first)
+            belongs_to_session(Broken())
+
+    with pytest.raises(ConnectionError):
+        body()
+    assert first.order == ["engine"]
+
+
+def test_gradients_and_buffers_go_too():
+    with session():
+        model = made(torch.nn.BatchNorm1d(4))
+        model(torch.randn(3, 4)).square().sum().backward()
+        assert model.weight.grad is not None
+    assert model.weight.grad is None
+    assert model.running_mean.numel() == 0
+
+
+# --- held tensors --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def notebook(small_heap):
+    """A module of its own with variables, as a notebook has."""
+    module = types.ModuleType("notebook")
+    exec("class Keeper: pass\nkept, history = Keeper(), []", vars(module))
+    return module
+
+
+def test_what_an_object_of_a_module_holds_is_named_by_both(notebook):
+    notebook.kept.logits = torch.zeros(LARGE)
+    (held,) = [held for held in held_tensors() if "Keeper" in held.holder]
+    assert held.bytes == 4 * LARGE
+    assert held.num_tensors == 1
+    assert held.holder == "notebook.Keeper in module notebook"
+
+
+def test_what_a_list_of_a_module_holds_is_named_by_the_module(notebook):
+    notebook.history.extend(torch.zeros(LARGE) for _ in range(3))
+    gc.collect()  # as a release does
+    (held,) = [held for held in held_tensors() if "module notebook" in held.holder]
+    assert (held.bytes, held.num_tensors) == (12 * LARGE, 3)
+
+
+def test_tensors_that_share_their_memory_are_counted_once(notebook):
+    notebook.kept.whole = torch.zeros(LARGE)
+    notebook.kept.half = notebook.kept.whole[: LARGE // 2]
+    (held,) = [held for held in held_tensors() if "Keeper" in held.holder]
+    assert (held.bytes, held.num_tensors) == (4 * LARGE, 1)
+
+
+def test_the_largest_holder_comes_first_and_small_ones_are_left_out(notebook):
+    notebook.kept.large = torch.zeros(2 * LARGE)
+    notebook.history.append(torch.zeros(LARGE))
+    local = torch.zeros(8)
+    sizes = [held.bytes for held in held_tensors()]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] >= 8 * LARGE
+    more = [held.bytes for held in held_tensors(smallest=9 * LARGE)]
+    assert all(size >= 9 * LARGE for size in more)
+    assert local.numel() == 8
+
+
+def test_a_release_names_what_something_else_still_holds(notebook):
+    model = torch.nn.Linear(2048, 1024)
+    notebook.kept.weight = model.weight.detach()
+    released = release(model)
+    (held,) = [held for held in released.held if "Keeper" in held.holder]
+    assert held.bytes == 4 * 2048 * 1024
+    assert str(held) in str(released)
+
+
+def test_released_tensors_are_held_by_nobody():
+    model = torch.nn.Linear(2048, 1024)
+    released = release(model)
+    assert not [held for held in released.held if "Linear" in held.holder]
+
+
+def test_many_tensors_are_named_about_as_fast_as_one(notebook):
+    own = [[] for _ in range(50_000)]
+    notebook.history.append(torch.zeros(LARGE))
+    seconds = []
+    for number in (1, 32):
+        notebook.history.extend(torch.zeros(LARGE // 32) for _ in range(number))
+        started = time.process_time()
+        held_tensors()
+        seconds.append(time.process_time() - started)
+    assert len(own) == 50_000
+    assert seconds[1] < 3 * seconds[0]
+
+
+# --- what is said of it --------------------------------------------------------------------------
+
+
+def test_freed_memory_is_the_difference():
+    before = use(resident=900, gpu_allocated=300, gpu_reserved=500, gpu_other=70)
+    after = use(resident=400, gpu_allocated=10, gpu_reserved=40, gpu_other=20)
+    released = Released(before, after)
+    assert released.freed_resident == 500
+    assert released.freed_gpu == 510
+
+
+def test_a_report_of_a_cpu_says_nothing_of_a_gpu():
+    text = str(Released(use(resident=300 * MIB), use(resident=100 * MIB)))
+    assert text.startswith("released 200 MiB of memory, 100 MiB left in the process")
+    assert "GPU" not in text
+
+
+def test_a_report_of_a_gpu_says_how_much_of_it_tensors_hold():
+    before = use(gpu_reserved=9 * 1024 * MIB, gpu_other=MIB)
+    after = use(gpu_allocated=8 * MIB, gpu_reserved=20 * MIB, gpu_other=MIB)
+    text = str(Released(before, after))
+    assert "released 9,196 MiB of GPU memory" in text
+    assert "20 MiB left, of which tensors hold 8 MiB" in text
+
+
+def test_memory_that_grew_is_not_released():
+    text = str(Released(use(resident=100 * MIB), use(resident=300 * MIB)))
+    assert text.startswith("released 0 MiB of memory")
+
+
+def test_what_is_left_behind_is_named():
+    before = use(threads=("old", "pool"))
+    after = use(
+        threads=("old", "pool", "pool"), children=("7 vllm", "8 vllm"), shared_files=("sem.x",)
+    )
+    text = str(Released(before, after, (Held(5 * MIB, 2, "a list"),)))
+    assert "child processes left: 7 vllm, 8 vllm" in text
+    assert "shared-memory files left: sem.x" in text
+    assert "new threads left: pool" in text
+    assert "old" not in text
+    assert text.endswith("5 MiB in 2 tensors held by a list")
+
+
+def test_nothing_left_behind_is_not_spoken_of():
+    text = str(Released(use(threads=("old",)), use(threads=("old",))))
+    assert "threads" not in text
+    assert "child" not in text
+
+
+# --- what is measured ----------------------------------------------------------------------------
+
+
+def test_threads_are_measured_by_name_while_they_live():
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, name="a patient one")
+    thread.start()
+    try:
+        assert "a patient one" in measure().threads
+        assert threading.main_thread().name not in measure().threads
+    finally:
+        end.set()
+        thread.join()
+    assert "a patient one" not in measure().threads
+
+
+def test_children_are_measured_while_they_live():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
+    try:
+        assert [text.split()[0] for text in measure().children] == [str(child.pid)]
+    finally:
+        child.kill()
+        child.wait()
+    assert measure().children == ()
+
+
+@pytest.mark.skipif(not os.access(SHARED_MEMORY, os.W_OK), reason="no shared memory here")
+def test_files_in_shared_memory_are_measured_by_the_process_number():
+    own = SHARED_MEMORY / f"rloo-kit-{os.getpid()}-test"
+    other = SHARED_MEMORY / f"rloo-kit-{os.getpid()}0-test"
+    try:
+        own.touch()
+        other.touch()
+        assert own.name in measure().shared_files
+        assert other.name not in measure().shared_files
+    finally:
+        own.unlink()
+        other.unlink()
+    assert own.name not in measure().shared_files
+
+
+def test_this_process_is_resident():
+    assert MIB < measure().resident < sys.maxsize

@@ -1,0 +1,263 @@
+"""vLLM's share of the card: one computation for the plan, the load and the engine."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rloo_kit.errors import ConfigError, GenerationError
+from rloo_kit.machine.hardware import Hardware
+from rloo_kit.models import shared_engine
+from rloo_kit.models.engine_memory import EngineMemory, cpu_cache, engine_memory, engine_size
+from rloo_kit.models.shape import read_shape
+from rloo_kit.models.shared_engine import EngineSettings, load_shared, why_not_shared
+from rloo_kit.planning.planner import plan
+from rloo_kit.sampling import choice as engines
+from rloo_kit.sampling.engine import Choice
+
+GIB, MIB = 2**30, 2**20
+CARDS = (8, 12, 16, 24)
+EXAMPLES = (
+    "qwen3-0.6b-8gb", "qwen3-1.7b-8gb", "qwen3-4b-thinking", "qwen3-4b-thinking-12gb",
+    "qwen3-4b-thinking-24gb", "qwen3-8b-16gb", "qwen3-14b-24gb",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def four_billion():
+    return read_shape("unsloth/Qwen3-4B-bnb-4bit")
+
+
+def size_of(shape, rows=16, length=768, **others):
+    others = {"in_4bit": True, "max_rank": 16, **others}
+    return engine_size(shape, num_sequences=rows, max_length=length, **others)
+
+
+def test_the_cache_holds_all_completions_at_full_length(four_billion):
+    size = size_of(four_billion)
+    assert size.full_cache == 16 * 768 * 2 * 2 * 36 * 8 * 128
+    assert size_of(four_billion, cache_bytes=1).full_cache == size.full_cache // 2
+    assert size_of(four_billion, rows=1024).full_cache * 16 == 255 * size.full_cache
+
+
+def test_no_more_is_taken_than_the_completions_need(four_billion):
+    size = size_of(four_billion)
+    found = engine_memory(size, 79 * GIB, sleeps=True, card=79 * GIB)
+    assert size.full_cache < found.cache < 1.2 * size.full_cache
+    assert found.share(79 * GIB) * 79 * GIB == pytest.approx(found.total, rel=0.02)
+
+
+def test_an_engine_that_stays_awake_leaves_half_to_the_training(four_billion):
+    size = size_of(four_billion, rows=256, length=8192)
+    asleep = engine_memory(size, 11 * GIB, sleeps=True, card=12 * GIB)
+    awake = engine_memory(size, 11 * GIB, sleeps=False, card=12 * GIB)
+    assert awake.cache == pytest.approx(asleep.cache * 5 / 9, rel=0.01)
+    assert asleep.total < 11 * GIB
+
+
+def test_the_share_that_a_user_gives_is_kept(four_billion):
+    size = size_of(four_billion)
+    found = engine_memory(size, 11 * GIB, sleeps=True, card=12 * GIB, share=0.6)
+    assert found.share(12 * GIB) == pytest.approx(0.6, abs=0.001)
+
+
+@pytest.mark.parametrize(("free", "share"), [(3 * GIB, None), (11 * GIB, 0.2)])
+def test_an_engine_that_does_not_fit_is_one_sentence_with_remedies(four_billion, free, share):
+    with pytest.raises(GenerationError) as caught:
+        engine_memory(size_of(four_billion), free, sleeps=True, card=12 * GIB, share=share)
+    text = str(caught.value)
+    assert "generation: transformers" in text
+    assert ("vllm_gpu_memory_utilization" if share else "max_seq_length") in text
+    assert (f"{share:g}" if share else f"{free / GIB:.1f} GiB") in text
+
+
+def test_a_tiny_model_gets_what_vllm_takes_at_least():
+    found = engine_memory(size_of(read_shape("tiny-thinker")), 8 * GIB, sleeps=True, card=8 * GIB)
+    assert found.total == GIB
+
+
+def test_a_cpu_gives_a_quarter_of_what_is_free(four_billion):
+    size = size_of(four_billion, in_4bit=False, rows=256, length=8192)
+    left = 40 * GIB - size.weights - 16 * size.trained
+    assert cpu_cache(size, 40 * GIB) == left // 4
+    with pytest.raises(GenerationError, match="generation: transformers"):
+        cpu_cache(size, 8 * GIB)
+
+
+# --- the plan and the load agree -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_plan_and_the_load_ask_for_the_same_share(name, card, monkeypatch):
+    monkeypatch.setattr("rloo_kit.planning.planner.installed_version", lambda _: "0.31.0")
+    monkeypatch.setattr("rloo_kit.planning.planner.why_not_unsloth", lambda _: None)
+    made = plan(name, gpu=f"{card}GB")
+    job = made.job
+    assert job.engine == "shared"
+    settings = EngineSettings(
+        job.max_length, job.in_4bit, 16 if job.rank <= 16 else 32, job.rows, sleeps=job.sleeps
+    )
+    total = made.card.usable
+    free = total - 600 * MIB  # a CUDA context
+    try:
+        arguments = settings.arguments(made.shape, free, total)
+    except GenerationError:
+        assert not made.fits
+        return
+    asked = arguments["gpu_memory_utilization"] * free / total
+    assert asked == pytest.approx(made.vllm_share, abs=0.001)
+    assert arguments["max_num_seqs"] == min(255, job.rows)
+
+
+# --- what Unsloth cannot share -------------------------------------------------------------------
+
+
+def test_models_with_other_layers_or_code_of_their_own_are_not_shared(four_billion):
+    from transformers import GPTNeoXConfig, Qwen3MoeConfig
+
+    from rloo_kit.models.shape import shape_of_config
+
+    assert why_not_shared(four_billion) is None
+    assert "code" in why_not_shared(four_billion, trust_remote_code=True)
+    small = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+    neox = shape_of_config(GPTNeoXConfig(intermediate_size=64, vocab_size=64, **small), "neox")
+    assert "query_key_value" in why_not_shared(neox)
+    moe = Qwen3MoeConfig(num_experts=4, vocab_size=64, num_key_value_heads=1, **small)
+    assert "dense" in why_not_shared(shape_of_config(moe, "moe"))
+
+
+def loader(*outcomes):
+    """Return Unsloth's load that gives or raises each outcome in turn, and notes its arguments."""
+    left, calls = list(outcomes), []
+
+    def load(**arguments):
+        calls.append(arguments)
+        outcome = left.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome, "tokenizer"
+
+    load.calls = calls
+    return load
+
+
+@pytest.fixture
+def small_card(monkeypatch):
+    card = Hardware("cuda", "a card", int(11.76 * GIB), 11 * GIB, True, 1)
+    monkeypatch.setattr(shared_engine, "detect_hardware", lambda: card)
+
+
+@pytest.mark.parametrize(
+    "refusal", [NotImplementedError("not yet"), RuntimeError("no"), MemoryError("none left")]
+)
+def test_what_unsloth_refuses_is_loaded_without_vllm_with_a_reason(refusal, small_card):
+    load = loader(refusal, SimpleNamespace())
+    settings = EngineSettings(768, True, 16, 16)
+    model, _ = load_shared(load, "unsloth/Qwen3-4B-bnb-4bit", settings, False)
+    assert load.calls[0]["fast_inference"]
+    assert load.calls[1] == {}
+    assert str(refusal) in model.rloo_kit_why_not_shared
+    load = loader(refusal)
+    settings = EngineSettings(768, True, 16, 16, required=True)
+    with pytest.raises(GenerationError, match=str(refusal)):
+        load_shared(load, "unsloth/Qwen3-4B-bnb-4bit", settings, False)
+
+
+def test_a_card_that_is_too_small_is_not_tried(small_card):
+    load = loader(SimpleNamespace())
+    settings = EngineSettings(768, True, 16, 16, share=0.1)
+    model, _ = load_shared(load, "unsloth/Qwen3-4B-bnb-4bit", settings, False)
+    assert load.calls == [{}]
+    assert "vllm_gpu_memory_utilization" in model.rloo_kit_why_not_shared
+
+
+def test_a_model_that_unsloth_loads_without_vllm_says_so(small_card):
+    load = loader(SimpleNamespace())
+    settings = EngineSettings(768, True, 16, 16)
+    model, _ = load_shared(load, "unsloth/Qwen3-4B-bnb-4bit", settings, False)
+    assert "without vLLM" in model.rloo_kit_why_not_shared
+    assert len(load.calls) == 1
+
+
+def test_a_plan_refuses_a_share_that_vllm_cannot_start_with(monkeypatch):
+    monkeypatch.setattr("rloo_kit.planning.planner.installed_version", lambda _: "0.31.0")
+    monkeypatch.setattr("rloo_kit.planning.planner.why_not_unsloth", lambda _: None)
+    setting = ["trainer.vllm_gpu_memory_utilization=0.1"]
+    made = plan("qwen3-4b-thinking-12gb", gpu="12GB", overrides=setting)
+    assert not made.fits
+    assert "vllm_gpu_memory_utilization" in made.verdict
+
+
+@pytest.mark.parametrize(
+    "settings", [{"share": 0.4, "given": True}, {"length": 4096}], ids=["share", "length"]
+)
+def test_settings_that_differ_from_the_shared_engines_are_refused(on_gpu, settings):
+    on_gpu.rloo_kit_engine = EngineSettings(128, True, 16, 16, share=0.5)
+    args = arguments_of("vllm")
+    args.memory_share_given = settings.get("given", False)
+    args.vllm_gpu_memory_utilization = settings.get("share", 0.3)
+    args.vllm_max_model_length = settings.get("length")
+    with pytest.raises(ConfigError, match="with the model"):
+        engines.start_engine(on_gpu, args, trains=False)
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_unsloths_variable_follows_the_sleep_mode_and_is_put_back(sleeps, small_card, monkeypatch):
+    import os
+
+    monkeypatch.setenv("UNSLOTH_VLLM_STANDBY", "1")
+    seen = []
+
+    def load(**_):
+        seen.append(os.environ["UNSLOTH_VLLM_STANDBY"])
+        return SimpleNamespace(vllm_engine="an engine"), None
+
+    settings = EngineSettings(768, True, 16, 16, sleeps=sleeps)
+    model, _ = load_shared(load, "unsloth/Qwen3-4B-bnb-4bit", settings, False)
+    assert model.rloo_kit_engine is settings
+    assert seen == ["1" if sleeps else "0"]
+    assert os.environ["UNSLOTH_VLLM_STANDBY"] == "1"
+
+
+# --- who samples ---------------------------------------------------------------------------------
+
+
+def arguments_of(generation):
+    return SimpleNamespace(
+        use_vllm=False, generation=generation, vllm_max_model_length=None, vllm_mode="colocate"
+    )
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.setattr(engines, "why_not_vllm", lambda: None)
+    monkeypatch.setattr(engines, "why_no_hot_swap", lambda _: None)
+    return SimpleNamespace(device=SimpleNamespace(type="cuda"), rloo_kit_max_seq_length=128)
+
+
+def test_an_engine_that_does_not_start_falls_back_under_auto_alone(on_gpu, monkeypatch):
+    def refuse(*_):
+        raise GenerationError("vLLM does not fit")
+
+    monkeypatch.setattr(engines, "_in_process", refuse)
+    found = engines.start_engine(on_gpu, arguments_of("auto"), trains=False)
+    assert found == (None, Choice("transformers", "vLLM does not fit"))
+    with pytest.raises(GenerationError, match="does not fit"):
+        engines.start_engine(on_gpu, arguments_of("vllm"), trains=False)
+
+
+def test_a_model_that_unsloth_could_not_share_is_sampled_by_transformers_under_auto(
+    on_gpu, monkeypatch
+):
+    monkeypatch.setattr(engines, "_in_process", lambda *_: "its own engine")
+    on_gpu.rloo_kit_why_not_shared = "GPT-NeoX"
+    engine, choice = engines.start_engine(on_gpu, arguments_of("auto"), trains=False)
+    assert (engine, choice.reason) == (None, "GPT-NeoX")
+    engine, _ = engines.start_engine(on_gpu, arguments_of("vllm"), trains=False)
+    assert engine == "its own engine"
+
+
+def test_a_share_has_three_digits_and_is_never_over_one(four_billion):
+    found = EngineMemory(size_of(four_billion), 4 * GIB)
+    assert found.share(GIB) == 1.0
+    assert round(found.share(12 * GIB), 3) == found.share(12 * GIB)

@@ -1,0 +1,240 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from rloo_kit.errors import ModelError
+from rloo_kit.models.gguf import convert
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SMOLLM2 = REPOSITORY / ".cache" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+NAMES_EOS = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+)
+LEAVES_OPEN = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+LLAMA = {
+    "context_length": 128,
+    "embedding_length": 64,
+    "block_count": 1,
+    "feed_forward_length": 128,
+    "attention.head_count": 2,
+    "attention.head_count_kv": 1,
+    "rope.dimension_count": 32,
+}
+SHAPES = {
+    "output_norm.weight": (64,),
+    "blk.0.attn_norm.weight": (64,),
+    "blk.0.ffn_norm.weight": (64,),
+    "blk.0.attn_q.weight": (64, 64),
+    "blk.0.attn_k.weight": (32, 64),
+    "blk.0.attn_v.weight": (32, 64),
+    "blk.0.attn_output.weight": (64, 64),
+    "blk.0.ffn_gate.weight": (128, 64),
+    "blk.0.ffn_up.weight": (128, 64),
+    "blk.0.ffn_down.weight": (64, 128),
+}
+
+
+def byte_alphabet() -> list[str]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return sorted(ByteLevel.alphabet())
+
+
+def write_gguf(
+    path, *, architecture="llama", template=CHATML, eos=2, tied=True, without=(), parts=1
+):
+    """Write a llama of one layer with random weights over raw bytes and three special tokens."""
+    gguf = pytest.importorskip("gguf")
+    numpy = pytest.importorskip("numpy")
+    tokens = [*SPECIAL, *byte_alphabet(), "Ġt", "Ġs"]
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    for key, value in LLAMA.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)))
+    writer.add_token_merges(["Ġ t", "Ġ s"])  # two: transformers unpacks a list of one
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(eos)
+    writer.add_pad_token_id(eos)
+    writer.add_chat_template(template)
+    if parts > 1:
+        writer.add_uint16("split.count", parts)
+    shapes = {"token_embd.weight": (len(tokens), 64), **SHAPES}
+    if not tied:
+        shapes["output.weight"] = (len(tokens), 64)
+    random = numpy.random.default_rng(0)
+    for name, shape in shapes.items():
+        if name not in without:
+            writer.add_tensor(name, random.standard_normal(shape).astype(numpy.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def load(folder):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def test_bad_magic_asks_for_a_gguf_file(tmp_path):
+    path = tmp_path / "page.gguf"
+    path.write_bytes(b"<html>not here</html>")
+    with pytest.raises(ModelError, match=r"is not a GGUF file.*give the path of a \.gguf file"):
+        convert(path, tmp_path / "cache")
+
+
+def test_missing_file_asks_for_a_path(tmp_path):
+    with pytest.raises(ModelError, match=r"give the path of a \.gguf file"):
+        convert(tmp_path / "absent.gguf", tmp_path / "cache")
+
+
+def test_missing_package_names_the_extra(tmp_path, monkeypatch):
+    path = tmp_path / "any.gguf"
+    path.write_bytes(b"GGUF" + bytes(20))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r'pip install "rloo-kit\[gguf\]"'):
+        convert(path, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("share", [0.0005, 0.01, 0.1, 0.5, 0.99])
+def test_truncated_file_asks_for_another_download(tmp_path, share):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    content = path.read_bytes()
+    path.write_bytes(content[: max(4, int(len(content) * share))])
+    with pytest.raises(ModelError, match=r"truncated or damaged.*download it again"):
+        convert(path, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_unreadable_architecture_is_named(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", architecture="nonesuch")
+    with pytest.raises(ModelError, match=r"architecture 'nonesuch'.*use the model's Hugging Face"):
+        convert(path, tmp_path / "cache")
+
+
+def test_one_part_of_several_is_refused(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", parts=3)
+    with pytest.raises(ModelError, match="llama-gguf-split --merge"):
+        convert(path, tmp_path / "cache")
+
+
+def test_missing_weights_are_refused(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", without=["blk.0.ffn_up.weight"])
+    with pytest.raises(ModelError, match="lacks 1 weights"):
+        convert(path, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_folder_holds_the_weights_in_bf16_and_the_tie(tmp_path, tied):
+    import torch
+    from gguf import GGUFReader
+    from safetensors import safe_open
+
+    path = write_gguf(tmp_path / "tiny.gguf", tied=tied)
+    folder = convert(path, tmp_path / "cache")
+    model, tokenizer = load(folder)
+    given = {tensor.name: torch.tensor(tensor.data) for tensor in GGUFReader(path).tensors}
+    for ours, theirs in {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.layers.0.mlp.down_proj.weight": "blk.0.ffn_down.weight",
+        "model.norm.weight": "output_norm.weight",
+    }.items():
+        torch.testing.assert_close(model.get_parameter(ours).data, given[theirs].bfloat16())
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert ("lm_head.weight" in file.keys()) != tied  # noqa: SIM118
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
+    assert not hasattr(model.config, "quantization_config")
+    assert model.config.vocab_size == len(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "file_eos", "end", "ends"),
+    [
+        (CHATML, 2, "<|im_end|>", [2]),
+        (CHATML, 0, "<|im_end|>", [2, 0]),
+        (NAMES_EOS, 2, "<|im_end|>", [2]),
+        (NAMES_EOS, 0, "<|endoftext|>", [0]),
+        (LEAVES_OPEN, 2, "<|im_end|>", [2]),
+    ],
+)
+def test_answers_end_with_the_token_of_the_template(tmp_path, template, file_eos, end, ends):
+    path = write_gguf(tmp_path / "tiny.gguf", template=template, eos=file_eos)
+    model, tokenizer = load(convert(path, tmp_path / "cache"))
+    assert tokenizer.eos_token == end
+    assert tokenizer.bos_token == "<|im_start|>"
+    assert tokenizer.chat_template == template
+    assert tokenizer.padding_side == "left"
+    assert model.config.eos_token_id == ends[0]
+    assert model.generation_config.eos_token_id == ends
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_padding_ends_nothing_where_the_vocabulary_allows_it(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", eos=2)
+    assert load(convert(path, tmp_path / "cache"))[1].pad_token == "<|endoftext|>"
+
+
+def test_text_survives_the_tokenizer(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    tokenizer = load(convert(path, tmp_path / "cache"))[1]
+    text = "Don 't  touch 12 .\n"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_second_call_reuses_the_folder_and_a_changed_file_does_not(tmp_path):
+    path, cache = write_gguf(tmp_path / "tiny model.gguf"), tmp_path / "cache"
+    first = convert(path, cache)
+    assert first.name.startswith("tiny-model-")
+    (first / "mark").touch()
+    assert convert(path, cache) == first
+    assert (first / "mark").exists()
+    os.utime(path, (1, 1))
+    assert convert(path, cache) != first
+    assert not list(cache.glob(".*"))
+
+
+def test_interrupted_conversion_leaves_nothing(tmp_path, monkeypatch):
+    from transformers import PreTrainedTokenizerBase
+
+    def interrupt(*_args, **_options):
+        raise KeyboardInterrupt
+
+    path, cache = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "cache"
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        convert(path, cache)
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.slow
+def test_smollm2_names_the_capital_of_france(tmp_path):
+    if not SMOLLM2.is_file():
+        pytest.skip("python scripts/fetch_smollm2.py puts the file there")
+    model, tokenizer = load(convert(SMOLLM2, tmp_path))
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    output = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0]
+    answer = tokenizer.decode(output[inputs["input_ids"].shape[1] :])
+    assert "Paris" in answer
+    assert answer.endswith("<|im_end|>")

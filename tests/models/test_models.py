@@ -1,0 +1,301 @@
+"""Loading, and what a loaded model promises."""
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from rloo_kit.rewards import end_of_thinking_id
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import rloo_kit as rk
+from rloo_kit.models.loading import TINY_THINKER
+from rloo_kit.text.chat_templates import end_of_turn_id
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return rk.load_model("tiny-thinker", max_seq_length=256)
+
+
+def test_the_tokenizer_is_ready_for_batches(loaded):
+    _, tokenizer = loaded
+    assert tokenizer.padding_side == "left"
+    assert tokenizer.pad_token not in (None, tokenizer.eos_token)
+
+
+def test_every_end_of_turn_token_stops_the_model(loaded):
+    model, tokenizer = loaded
+    ends = model.generation_config.eos_token_id
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in ends
+    assert end_of_turn_id(tokenizer) in ends
+    assert tokenizer.convert_ids_to_tokens(end_of_thinking_id(tokenizer)) == "</think>"
+
+
+def test_the_weights_are_nf4(loaded):
+    model, _ = loaded
+    layers = [m for m in model.modules() if type(m).__name__ == "Linear4bit"]
+    assert len(layers) == 4 * 7
+    assert {m.weight.quant_state.quant_type for m in layers} == {"nf4"}
+    assert not any(m.support_avx512bf16_for_cpu for m in layers)
+
+
+def test_the_template_opens_the_thought_in_the_prompt(loaded):
+    _, tokenizer = loaded
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 1 + 2?"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text.endswith("<|im_start|>assistant\n<think>\n")
+
+
+@pytest.mark.parametrize("text", ["What is 347 + 286?", "žluťoučký kůň 😀", "<think>a</think>b"])
+def test_the_tokenizer_gives_every_text_back(loaded, text):
+    _, tokenizer = loaded
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_embedded_model_is_small_and_has_a_card():
+    assert (TINY_THINKER / "model.safetensors").stat().st_size <= 4 * 1024**2
+    card = (TINY_THINKER / "README.md").read_text()
+    assert "0.52 sampled" in card
+
+
+def test_an_adapter_is_saved_whole_and_loads_again(loaded, tmp_path):
+    from peft import PeftModel
+
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
+    policy = rk.attach_lora(model, r=4, seed=3)
+    folder = rk.save_adapter(policy, tokenizer, tmp_path / "adapter")
+    assert not list(tmp_path.glob(".*"))
+    weights = load_file(folder / "adapter_model.safetensors")
+    assert len(weights) == 4 * 7 * 2
+    fresh, _ = rk.load_model("tiny-thinker", max_seq_length=256)
+    again = PeftModel.from_pretrained(fresh, folder)
+    mine = {n: p for n, p in policy.named_parameters() if "lora_" in n}
+    theirs = dict(again.named_parameters())
+    assert all(torch.equal(p.float(), theirs[n].float()) for n, p in mine.items())
+
+
+def test_a_folder_of_other_files_is_not_replaced(tmp_path):
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(rk.ModelError, match="give a folder of its own"):
+        rk.save_adapter(rk.attach_lora(model), tokenizer, tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_seed_fixes_the_adapters_start():
+    def start(seed):
+        model, _ = rk.load_model("tiny-thinker", max_seq_length=256)
+        policy = rk.attach_lora(model, seed=seed)
+        return torch.cat([p.flatten() for n, p in policy.named_parameters() if "lora_A" in n])
+
+    first, same, other = start(1), start(1), start(2)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+def test_a_run_folders_adapter_can_be_trained_on(tmp_path):
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
+    folder = rk.save_adapter(rk.attach_lora(model), tokenizer, tmp_path / "adapter")
+    again, _ = rk.load_model(folder, max_seq_length=256)
+    assert hasattr(again, "peft_config")
+
+
+def test_too_big_for_the_memory_says_how_much(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(400 * 1024**3)  # sparse
+    with pytest.raises(rk.ModelError, match=r"needs \d+\.\d GiB .* or use a smaller model"):
+        rk.load_model(tmp_path)
+
+
+# --- weights and code of unknown origin ----------------------------------------------------------
+
+
+class Trap:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def edit(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the embedded model."""
+    return Path(shutil.copytree(TINY_THINKER, tmp_path / "its model"))
+
+
+@pytest.fixture(scope="module")
+def saved_adapter(tmp_path_factory):
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
+    place = tmp_path_factory.mktemp("run") / "adapter"
+    return rk.save_adapter(rk.attach_lora(model, r=4), tokenizer, place)
+
+
+def whole(name):
+    def plant(folder, trap, adapter):
+        (folder / "model.safetensors").unlink()
+        torch.save(trap, folder / name)
+        return folder
+
+    return plant
+
+
+def in_shards(folder, trap, adapter):
+    (folder / "model.safetensors").unlink()
+    torch.save(trap, folder / "pytorch_model-00001-of-00001.bin")
+    shards = {"weight_map": {"model.norm.weight": "pytorch_model-00001-of-00001.bin"}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(shards))
+    return folder
+
+
+def by_the_index(folder, trap, adapter):
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        names = list(file.keys())
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    torch.save(trap, folder / "model-2.bin")
+    shards = dict.fromkeys(names, "model-1.safetensors") | {names[0]: "model-2.bin"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    return folder
+
+
+def by_the_config(folder, trap, adapter):
+    torch.save(trap, folder / "adapter_model.bin")
+    edit(folder / "config.json", transformers_weights="adapter_model.bin")
+    return folder
+
+
+def in_an_adapter(folder, trap, adapter):
+    place = Path(shutil.copytree(adapter, folder.parent / "adapter"))
+    (place / "adapter_model.safetensors").unlink()
+    torch.save(trap, place / "adapter_model.bin")
+    return place
+
+
+def under_an_adapter(folder, trap, adapter):
+    whole("pytorch_model.bin")(folder, trap, adapter)
+    place = Path(shutil.copytree(adapter, folder.parent / "adapter"))
+    edit(place / "adapter_config.json", base_model_name_or_path=str(folder))
+    return place
+
+
+def as_a_file(folder, trap, adapter):
+    torch.save(trap, folder / "consolidated.00.pth")
+    return folder / "consolidated.00.pth"
+
+
+PLACES = [
+    *(whole(n) for n in ("pytorch_model.bin", "consolidated.00.pth", "model.pt", "model.pkl")),
+    *(in_shards, by_the_index, by_the_config, in_an_adapter, under_an_adapter, as_a_file),
+]
+
+
+@pytest.mark.parametrize("plant", PLACES)
+def test_a_pickle_is_refused_with_its_reason_and_never_opened(
+    plant, folder, saved_adapter, tmp_path
+):
+    sprung = tmp_path / "sprung"
+    place = plant(folder, Trap(sprung), saved_adapter)
+    reason = "a pickle, which can run any code when it is opened|no safetensors file of its own"
+    with pytest.raises(rk.ModelError, match=reason) as caught:
+        rk.load_model(place, max_seq_length=256)
+    assert "\n" not in str(caught.value)
+    assert not sprung.exists()
+    pickle = next(f for f in tmp_path.rglob("*") if f.suffix in (".bin", ".pth", ".pt", ".pkl"))
+    torch.load(pickle, weights_only=False)
+    assert sprung.exists()  # the trap works
+
+
+def test_a_pickle_beside_safetensors_does_not_matter(folder, tmp_path):
+    torch.save(Trap(tmp_path / "sprung"), folder / "training_args.bin")
+    torch.save(Trap(tmp_path / "sprung"), folder / "pytorch_model.bin")
+    rk.load_model(folder, max_seq_length=256)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_the_remedy_for_a_pickle_works(folder, saved_adapter):
+    def remedied(place):
+        with pytest.raises(rk.ModelError, match="where you trust it, write them as") as caught:
+            rk.load_model(place, max_seq_length=256)
+        words = shlex.split(str(caught.value).rpartition("safetensors with ")[2])
+        assert words[:2] == ["python", "-c"]
+        exec(words[2], {})
+        return rk.load_model(place, max_seq_length=256)[0]
+
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    remedied(folder)
+    assert load_file(folder / "model.safetensors").keys() == weights.keys()
+    adapter = Path(shutil.copytree(saved_adapter, folder.parent / "an adapter"))
+    torch.save(load_file(adapter / "adapter_model.safetensors"), adapter / "adapter_model.bin")
+    (adapter / "adapter_model.safetensors").unlink()
+    assert hasattr(remedied(adapter), "peft_config")
+
+
+def test_safetensors_cannot_be_turned_off(folder):
+    with pytest.raises(rk.ConfigError, match=r"use_safetensors is False, .* leave it out"):
+        rk.load_model(folder, use_safetensors=False)
+
+
+def model_of_its_own(folder, ran):
+    edit(
+        folder / "config.json",
+        model_type="mine",
+        architectures=["Model"],
+        auto_map={"AutoConfig": "its_code.Config", "AutoModelForCausalLM": "its_code.Model"},
+    )
+    (folder / "its_code.py").write_text(
+        f"""open({str(ran)!r}, "w").close()
+from transformers import Qwen3Config, Qwen3ForCausalLM
+class Config(Qwen3Config):
+    model_type = "mine"
+class Model(Qwen3ForCausalLM):
+    config_class = Config
+"""
+    )
+
+
+def test_code_that_comes_with_a_model_runs_only_where_it_is_allowed(folder, tmp_path):
+    ran = tmp_path / "ran"
+    model_of_its_own(folder, ran)
+    allow = r"needs code of its own, .* model\.trust_remote_code: true, only for a source you trust"
+    with pytest.raises(rk.ModelError, match=allow):
+        rk.load_model(folder, max_seq_length=256)
+    assert not ran.exists()
+    model, _ = rk.load_model(folder, max_seq_length=256, trust_remote_code=True)
+    assert type(model).__name__ == "Model"
+    assert ran.exists()
+
+
+def test_code_of_a_tokenizer_or_of_a_way_to_generate_is_not_run(folder, tmp_path):
+    ran = tmp_path / "ran"
+    for file in ("its_tokenizer.py", "custom_generate/generate.py"):
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text(
+            f"""open({str(ran)!r}, "w").close()
+from transformers import PreTrainedTokenizerFast
+class Tokenizer(PreTrainedTokenizerFast): pass
+def generate(model, **_): pass
+"""
+        )
+    edit(
+        folder / "tokenizer_config.json",
+        tokenizer_class="Tokenizer",
+        auto_map={"AutoTokenizer": ["its_tokenizer.Tokenizer", None]},
+    )
+    rk.load_model(folder, max_seq_length=256)
+    assert not ran.exists()
+    rk.load_model(folder, max_seq_length=256, trust_remote_code=True)
+    assert ran.exists()  # it would have been

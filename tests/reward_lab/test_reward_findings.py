@@ -1,0 +1,250 @@
+"""Statistics over scores, the signal in groups, and the verdict: without any reward."""
+
+import math
+import statistics
+from pathlib import Path
+from statistics import stdev
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rloo_kit.reward_lab.rules import KINDS, find_all, verdict
+from rloo_kit.reward_lab.statistics import (
+    Batch,
+    Probed,
+    Settings,
+    correlation,
+    histogram,
+    is_constant,
+    rank_correlation,
+    ranks,
+    relative_rank_correlation,
+    signal_of,
+    statistics_of,
+    total_scores,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def batch(num_prompts, size, **known):
+    count = num_prompts * size
+    texts = known.pop("texts", [f"text {row}" for row in range(count)])
+    groups = [list(range(n, n + size)) for n in range(0, count, size)]
+    return Batch(texts, groups, **known)
+
+
+def probed(scores, weight=1.0, name="mine", **fields):
+    return Probed(name, weight, list(scores), rows=list(range(len(scores))), **fields)
+
+
+def signal(scores, size, **fields):
+    return signal_of(scores, batch(len(scores) // size, size), Settings(**fields))
+
+
+# --- statistics ----------------------------------------------------------------------------------
+
+
+def test_equal_values_share_their_rank():
+    assert ranks([3, 1, 3, 2]) == [2.5, 0.0, 2.5, 1.0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=30))
+def test_rank_correlation_is_the_correlation_of_mean_ranks(pairs):
+    def places(values):
+        return [sum(v < x for v in values) + sum(v == x for v in values) / 2 for x in values]
+
+    xs, ys = [x for x, _ in pairs], [y for _, y in pairs]
+    found = rank_correlation(xs, ys)
+    if len(set(xs)) < 2 or len(set(ys)) < 2:
+        assert found is None
+    else:
+        assert found == pytest.approx(statistics.correlation(places(xs), places(ys)), abs=1e-12)
+
+
+def test_two_values_parted_by_a_length_correlate_fully():
+    lengths, scores = [1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 1]
+    assert rank_correlation(lengths, scores) < 0.7
+    assert relative_rank_correlation(lengths, scores) == 1.0
+    assert relative_rank_correlation(lengths, [1, 1, 1, 0, 0, 0]) == -1.0
+    assert abs(relative_rank_correlation(lengths, [0, 1, 0, 1, 0, 1])) < 0.5
+
+
+def test_what_does_not_vary_correlates_with_nothing():
+    assert correlation([1, 2], [3, 3]) is None
+    assert correlation([], []) is None
+    assert relative_rank_correlation([1, 1], [0, 1]) is None
+
+
+def test_a_histogram_holds_every_value():
+    assert histogram([0, 0, 1], 4) == [2, 0, 0, 1]
+    assert histogram([7.0, 7.0], 4) == [0, 0, 2, 0]
+    assert histogram([], 4) == [0, 0, 0, 0]
+    assert sum(histogram([-1e308, 0, 1e308], 8)) == 3
+
+
+def test_the_table_leaves_none_out():
+    row = statistics_of(probed([1.0, None, 0.0, 0.0]), batch(2, 2, num_tokens=[4, 9, 2, 3]))
+    assert (row.num_scored, row.none_share, row.mean) == (3, 0.25, pytest.approx(1 / 3))
+    assert (row.low, row.high, row.fires) == (0.0, 1.0, pytest.approx(1 / 3))
+    assert row.group_std == 0.0  # of the second group; the first has one score
+    assert row.length_correlation == pytest.approx(rank_correlation([4, 2, 3], [1, 0, 0]))
+
+
+def test_a_reward_without_scores_has_no_statistics():
+    row = statistics_of(probed([None, None]), batch(1, 2))
+    assert (row.mean, row.group_std, row.low, row.fires) == (None, None, None, None)
+
+
+def test_constant_means_equal_up_to_rounding():
+    assert is_constant([0.1 + 0.2, None, 0.3])
+    assert not is_constant([0.3, 0.31])
+    assert not is_constant([None])
+
+
+# --- the score -----------------------------------------------------------------------------------
+
+
+def test_the_total_is_weighted_and_none_does_not_count():
+    rewards = [probed([1.0, None, None]), probed([2.0, 2.0, None], weight=0.5)]
+    assert total_scores(rewards, batch(1, 3), Settings()) == [2.0, 1.0, None]
+
+
+def test_the_total_is_shaped_as_the_trainer_does():
+    told = Settings(missing_eos_penalty=1.0, reward_clip_range=(-0.5, 0.8))
+    group = batch(1, 3, truncated=[True, False, False])
+    assert total_scores([probed([0.0, 0.0, 1.0])], group, told) == [-0.5, 0.0, 0.8]
+
+
+def test_signal_is_the_trainers():
+    torch = pytest.importorskip("torch")
+    from rloo_kit.rloo.batching import TokenRows
+    from rloo_kit.rloo.rollout import Sampled, Shaping
+
+    scores = [1.0, 0.0, 0.5, 0.5, math.nan, 1.0, math.nan, math.nan]
+    rewards = torch.tensor(scores)
+    sampled = Sampled(
+        [""] * 8, [""] * 8, TokenRows([[1]] * 8, [[1]] * 8), [True] * 8, rewards[:, None], rewards
+    )
+    trained = sampled.has_signal(Shaping(), 2)
+    found = signal([None if math.isnan(s) else s for s in scores], 2)
+    assert found.num_with_signal == int(trained.sum()) == 1
+    assert found.num_groups == 2  # with two scores at least
+
+
+def test_signal_counts_groups_at_either_end():
+    found = signal([1, 1, 0, 0, 0, 0, 1, 0], 2)
+    assert (found.num_groups, found.num_with_signal) == (4, 1)
+    assert (found.all_highest, found.all_lowest) == (1, 2)
+    assert found.group_std == pytest.approx(stdev([1, 0]) / 4)
+
+
+def test_a_group_that_is_masked_as_a_whole_trains_nothing():
+    group = batch(1, 2, truncated=[True, True])
+    assert signal_of([0.0, 1.0], group, Settings()).num_with_signal == 1
+    masking = Settings(mask_truncated_completions=True)
+    assert signal_of([0.0, 1.0], group, masking).num_with_signal == 0
+
+
+def test_more_generations_promise_more_signal_unless_prompts_are_hopeless():
+    mixed = signal(([1] + [0] * 7) * 4 + [0] * 32, 8).forecast
+    assert mixed[8] == pytest.approx(0.5, abs=0.15)
+    assert mixed[8] < mixed[16] < mixed[32] <= 1
+    split = signal([1] * 32 + [0] * 32, 8).forecast
+    assert split[32] < 0.05
+    assert signal([0.1, 0.2, 0.3, 0.4] * 8, 4).forecast == {}
+
+
+def test_the_forecast_is_right_about_drawn_groups():
+    import random
+
+    rng = random.Random(0)
+    rates = [rng.betavariate(0.5, 2.0) for _ in range(4000)]
+
+    def draw(size):
+        return [float(rng.random() < rate) for rate in rates for _ in range(size)]
+
+    promised = signal(draw(8), 8).forecast[16]
+    assert signal(draw(16), 16).share == pytest.approx(promised, abs=0.02)
+
+
+# --- findings and verdict ------------------------------------------------------------------------
+
+
+def find(rewards, group, **told):
+    shaped = Settings(**told)
+    found = signal_of(total_scores(rewards, group, shaped), group, shaped)
+    findings = find_all(rewards, group, shaped, found)
+    return findings, verdict(found, findings)
+
+
+def test_a_mix_with_a_small_weight_is_no_fault():
+    rewards = [probed([0, 1] * 8, name="right"), probed([0, 0.3] * 8, 0.1, name="neat")]
+    findings, text = find(rewards, batch(4, 4), beta=0.05)
+    assert findings == []
+    assert text.startswith("RLOO will learn: scores differ in 4 of 4 groups (100%), the spread ")
+
+
+def test_a_reward_of_weight_0_may_be_dull_but_not_faulty():
+    rewards = [probed([0, 1] * 8), probed([0.5] * 16, weight=0.0, name="logged")]
+    assert find(rewards, batch(4, 4))[0] == []
+
+
+def test_a_penalty_that_nothing_earned_is_no_fault():
+    penalty = probed([0.0] * 16, probes={"repeated": [-1.0] * 16}, name="penalty")
+    assert find([probed([0, 1] * 8), penalty], batch(4, 4))[0] == []
+
+
+def test_saturation_is_an_error_only_where_nothing_else_is_learned():
+    full = probed([1.0] * 16, probes={"empty": [0.0] * 16}, name="full")
+    (finding,), text = find([full], batch(4, 4))
+    assert (finding.kind, finding.level) == ("saturated", "error")
+    assert "cannot learn" in text
+    (finding,), text = find([full, probed([0, 1] * 8)], batch(4, 4))
+    assert (finding.kind, finding.level) == ("saturated", "warning")
+    assert text.startswith("RLOO will learn: ")
+
+
+def test_too_cold_too_hard_and_too_easy_have_remedies_of_their_own():
+    settled = [float(row // 8 % 2) for row in range(64)]
+    cold, _ = find([probed(settled)], batch(16, 4, texts=["one text"] * 64), temperature=0.1)
+    assert "temperature" in cold[0].setting
+    hard, _ = find([probed([1] + [0] * 63)], batch(16, 4), num_generations=4)
+    assert "easier prompts" in hard[0].remedy
+    easy, _ = find([probed([0] + [1] * 63)], batch(16, 4))
+    assert "harder prompts" in easy[0].remedy
+
+
+def test_cut_off_completions_excuse_dull_rewards_only_where_nothing_is_learned():
+    cut = batch(4, 4, truncated=[True] * 16)
+    told = {"max_completion_length": 48, "max_seq_length": 64}
+    zero = probed([0.0] * 16, probes={"first_words": [1.0] * 16})
+    (finding,), text = find([zero], cut, **told)
+    assert (finding.kind, finding.level) == ("truncated", "error")
+    assert finding.setting == "trainer.max_completion_length=192, model.max_seq_length=208"
+    assert "cannot learn" in text
+    (finding,), _ = find([probed([0, 1] * 8)], cut, **told)
+    assert (finding.kind, finding.level) == ("truncated", "warning")
+
+
+def test_one_completion_a_prompt_leaves_the_verdict_open():
+    findings, text = find([probed([0, 1, 0, 1])], batch(4, 1))
+    assert findings == []
+    assert "cannot be told: no prompt has two scored completions" in text
+
+
+def test_errors_come_before_warnings_and_worse_ones_first():
+    rewards = [
+        probed([1.0] * 16, name="full", probes={"empty": [0.0] * 16}),
+        probed([0.0] * 16, name="zero", probes={"empty": [0.0] * 16}),
+        probed([0, 1] * 8, name="torn", probes={"permuted": [1, 0] * 8}),
+    ]
+    findings, _ = find(rewards, batch(4, 4))
+    assert [f.kind for f in findings] == ["order_dependent", "all_zero", "saturated"]
+
+
+def test_the_docs_explain_every_kind():
+    text = (ROOT / "docs" / "reward_lab.md").read_text(encoding="utf-8")
+    assert [kind for kind in KINDS if f"`{kind}`" not in text] == []

@@ -1,0 +1,475 @@
+"""Rewards tried before training: every planted fault is named first, good rewards are left alone.
+
+The completions are made here, 16 prompts of 8, and follow a chat template that opens the thought.
+"""
+
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+import rloo_kit as rk
+from rloo_kit.cli import main
+from rloo_kit.diagnosis.findings import escaped
+from rloo_kit.errors import ConfigError, DataError, RewardLoadError
+from rloo_kit.reward_lab.lab import check_rewards
+from rloo_kit.reward_lab.rules import KINDS
+
+CLOSE, END = 151668, 2
+WORDS = ["first", "carry", "the", "one", "so", "that", "both", "digits", "fit", "why", "again"]
+
+
+def make_rows(num_prompts=16, size=8, seed=5):
+    """Sums with a thought; half of the answers are right, whatever their length."""
+    rng = random.Random(seed)
+    rows = []
+    for prompt in range(num_prompts):
+        a, b = rng.randint(100, 999), rng.randint(100, 999)
+        for _ in range(size):
+            thought = [rng.choice(WORDS) for _ in range(rng.randint(4, 44))]
+            wrong, lead = rng.choice([0, 0, 0, 1, 10]), rng.choice(["", "", "", "It is "])
+            rows.append(
+                {
+                    "prompt": [{"role": "user", "content": f"What is {a} + {b}?"}],
+                    "completion": f"{' '.join(thought)}</think>{lead}{a + b - wrong}",
+                    "completion_ids": [*(10 + len(w) for w in thought), CLOSE, 7, 8, 9, END],
+                    "answer": str(a + b),
+                    "level": 1 + prompt % 3,
+                    "group": prompt,
+                    "truncated": False,
+                    "thought_opened": True,
+                    "generation_seconds": 0.004,
+                }
+            )
+    return rows
+
+
+ROWS = make_rows()
+
+
+def changed(**columns):
+    """The rows with columns put in; a function gets the row, None takes the column out."""
+    rows = []
+    for row in ROWS:
+        row = dict(row)
+        for name, value in columns.items():
+            row[name] = value(row) if callable(value) else value
+            if value is None:
+                del row[name]
+        rows.append(row)
+    return rows
+
+
+def check(rewards, rows=ROWS, source=None, **more):
+    return check_rewards(source, rewards=rewards, completions=rows, say=lambda line: None, **more)
+
+
+def kinds(found):
+    return [finding.kind for finding in found.findings]
+
+
+# --- planted faults ------------------------------------------------------------------------------
+
+
+def texts_of(completions):
+    return [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+
+
+def half(completions, **_):
+    return [0.5] * len(completions)
+
+
+def boxed(completions, **_):
+    """Wants what this model never writes."""
+    return [float(r"\boxed{" in text) for text in texts_of(completions)]
+
+
+LUCKY = ROWS[77]["completion"]
+
+
+def lucky(completions, **_):
+    return [float(text == LUCKY) for text in texts_of(completions)]
+
+
+def log_of_zero(completions, **_):
+    return [float("nan") if len(t) % 5 == 0 else 1.0 for t in texts_of(completions)]
+
+
+def splits(completions, **_):
+    """Raises where the word is not there."""
+    return [float(len(text.split("again")[1]) % 2) for text in texts_of(completions)]
+
+
+def sleepy(completions, answer, **_):
+    time.sleep(0.011 * len(completions))
+    return right(completions, answer)
+
+
+def right(completions, answer, **_):
+    pairs = zip(texts_of(completions), answer, strict=True)
+    return [float(t.rpartition("</think>")[2] == a) for t, a in pairs]
+
+
+def early_bird(completions, answer, **_):
+    scores = right(completions, answer)
+    return [score + (0.5 if row < 10 else 0.0) for row, score in enumerate(scores)]
+
+
+def thorough(completions, **_):
+    return [len(text) / 1000 for text in texts_of(completions)]
+
+
+def detailed(completions, **_):
+    return [float(len(text.split()) > 24) for text in texts_of(completions)]
+
+
+def tags(completions, **_):
+    pattern = r"<think>.*?</think>.+"
+    return [float(bool(re.match(pattern, t, re.DOTALL))) for t in texts_of(completions)]
+
+
+def tags_and_answer(completions, answer, **_):
+    pairs = zip(tags(completions), right(completions, answer), strict=True)
+    return [one + other for one, other in pairs]
+
+
+def closed(completions, **_):
+    return [float("</think>" in text) for text in texts_of(completions)]
+
+
+def hundredfold(completions, **_):
+    return [100.0 * (sum(map(ord, text)) % 3) for text in texts_of(completions)]
+
+
+def tiny(completions, answer, **_):
+    return [score / 10_000 for score in right(completions, answer)]
+
+
+def by_level(completions, level, **_):
+    return [float(value) for value in level]
+
+
+def dice(completions, **_):
+    return [random.random() for _ in completions]
+
+
+def moody(completions, answer, **_):
+    return [score + random.uniform(0, 0.2) for score in right(completions, answer)]
+
+
+def one_short(completions, **_):
+    return [1.0] * (len(completions) - 1)
+
+
+def nothing(completions, **_):
+    return [None] * len(completions)
+
+
+def ranked(completions, **_):
+    order = sorted(set(texts_of(completions)))
+    return [float(order.index(text)) for text in texts_of(completions)]
+
+
+def last_digit(completions, **_):
+    return [float(text[-1] in "13579") for text in texts_of(completions)]
+
+
+def standardised(completions, answer, **_):
+    scores = right(completions, answer)
+    return [(score - statistics.mean(scores)) / statistics.stdev(scores) for score in scores]
+
+
+def asks(completions, **_):
+    return [float("why" in text.partition("</think>")[0]) for text in texts_of(completions)]
+
+
+def hangs(completions, **_):
+    time.sleep(5)
+
+
+QUICK = {"source": "quickstart", "overrides": ["trainer.reward_timeout_seconds=0.1"]}
+RUN = {"source": "quickstart"}
+CUT = changed(
+    completion=lambda row: row["completion"].partition("</think>")[0],
+    completion_ids=lambda row: (row["completion_ids"][:4] * 12)[:48],
+    truncated=True,
+)
+SILENT = changed(completion=" ", completion_ids=lambda row: [END])
+UNCLOSED = changed(completion=lambda row: row["completion"].replace("</think>", " "))
+OTHER_IDS = changed(completion_ids=lambda row: [i % 1000 for i in row["completion_ids"]])
+NO_ANSWER, BLANK_ANSWER = changed(answer=None), changed(answer=" ")
+FEW = ROWS[:24]
+UNTOLD = changed(thought_opened=None)
+SETTLED = changed(
+    completion=lambda row: f"hm</think>{row['answer'] if row['group'] % 2 else 'no idea'}"
+)
+FAULTS = {
+    "raises": [([splits], ROWS)],
+    "timeout": [([hangs], ROWS, QUICK)],
+    "missing_column": [(["accuracy"], NO_ANSWER), ([right], NO_ANSWER)],
+    "wrong_output": [([one_short], ROWS), ([lambda completions: 1.0], ROWS)],
+    "not_finite": [([log_of_zero], ROWS)],
+    "answers_missing": [(["accuracy"], BLANK_ANSWER)],
+    "never_applies": [([nothing], ROWS)],
+    "truncated": [(["accuracy"], CUT), (["accuracy", "thinking:0.1", tags], CUT)],
+    "empty_completions": [(["accuracy", "thinking"], SILENT)],
+    "unclosed_thoughts": [(["accuracy"], UNCLOSED)],
+    "blind_to_thought": [
+        ([tags], ROWS),
+        ([tags, "accuracy"], ROWS),
+        ([tags_and_answer], ROWS),
+        ([tags], UNTOLD),
+    ],
+    "unbound": [(["thinking"], OTHER_IDS), (["thinking_format"], UNTOLD)],
+    "non_deterministic": [([dice], ROWS), ([moody], ROWS)],
+    "order_dependent": [([early_bird], ROWS)],
+    "constant": [([half], ROWS), ([half, "accuracy"], ROWS)],
+    "all_zero": [([boxed], ROWS), (["accuracy", boxed], ROWS)],
+    "never_fires": [([lucky], ROWS)],
+    "saturated": [([closed], ROWS)],
+    "no_signal": [([by_level], ROWS), (["accuracy"], SETTLED)],
+    "drowned": [(["accuracy", hundredfold], ROWS)],
+    "batch_dependent": [([ranked], ROWS)],
+    "fragile": [([last_digit], ROWS), ([standardised], ROWS)],
+    "length_in_disguise": [([thorough], ROWS), ([detailed], ROWS)],
+    "only_thought": [([asks], ROWS)],
+    "scale": [([hundredfold], ROWS, RUN), ([tiny], ROWS, RUN)],
+    "slow": [([sleepy], FEW), ([sleepy, "thinking:0.1"], FEW)],
+}
+CASES = [
+    pytest.param(kind, *case, *([{}] if len(case) < 3 else []), id=f"{kind}-{number}")
+    for kind, cases in FAULTS.items()
+    for number, case in enumerate(cases)
+]
+
+
+def test_every_kind_of_fault_is_planted():
+    assert set(FAULTS) == set(KINDS)
+
+
+@pytest.mark.parametrize(("kind", "rewards", "rows", "more"), CASES)
+def test_the_planted_fault_is_the_first_and_only_one(kind, rewards, rows, more):
+    found = check(rewards, rows, **more)
+    assert kinds(found) == [kind], found
+    assert found.findings[0].evidence
+    assert kind in str(found)
+
+
+def test_the_row_on_which_a_reward_raises_is_named():
+    evidence = check([splits]).findings[0].evidence
+    row = next(n for n, row in enumerate(ROWS) if "again" not in row["completion"])
+    assert f"in row {row} " in evidence
+    assert "IndexError" in evidence
+
+
+def test_scores_that_are_no_numbers_are_counted():
+    count = sum(len(row["completion"]) % 5 == 0 for row in ROWS)
+    assert f"{count} of 128 scores are no finite number" in str(check([log_of_zero]))
+
+
+def test_several_faults_are_all_told_the_worst_first():
+    found = check([closed, sleepy, half, splits], FEW)
+    assert kinds(found) == ["raises", "constant", "saturated", "slow"]
+    assert found.verdict == "The run would stop at its first step: see raises below."
+    assert found.has_errors
+
+
+# --- good rewards --------------------------------------------------------------------------------
+
+BAND = {"name": "length_band", "low": 10, "high": 20, "falloff": 10}
+NUMBER = {"name": "format", "pattern": "[0-9]+", "part": "answer"}
+OVERLONG = {"name": "soft_overlong", "max_completion_length": 48, "soft_punish_cache": 16}
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        ["accuracy"],
+        ["thinking"],
+        [BAND],
+        [NUMBER],
+        ["length"],
+        [right],
+        ["accuracy", "thinking:0.1"],
+        ["accuracy", "thinking:0.2", {**BAND, "weight": 0.3}, {**NUMBER, "weight": 0.5}],
+        [OVERLONG],
+        ["accuracy", {**OVERLONG, "max_completion_length": 900}],
+        [{"name": "accuracy", "only_for": {"level": [1, 2]}}],
+    ],
+    ids=lambda specs: " ".join(getattr(spec, "__name__", str(spec)) for spec in specs),
+)
+@pytest.mark.parametrize("source", [None, "quickstart"])
+def test_good_rewards_are_left_alone(rewards, source):
+    found = check(rewards, source=source)
+    assert found.findings == [], found
+    assert found.verdict.startswith("RLOO will learn: ")
+    assert "nothing is wrong" in str(found)
+    assert not found.has_errors
+
+
+# --- what is read --------------------------------------------------------------------------------
+
+
+def write(path, rows):
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_a_file_is_checked_without_torch_and_a_run_file_gives_the_rewards(tmp_path):
+    file = write(tmp_path / "completions.jsonl", ROWS)
+    out = str(tmp_path / "out")
+    code = f"""
+    import sys
+    from rloo_kit.reward_lab.lab import check_rewards
+    found = check_rewards("quickstart", completions={str(file)!r}, output_dir={out!r})
+    assert [row.name for row in found.table] == ["accuracy"]
+    print("loaded", *({{"torch", "transformers", "trl", "peft", "datasets"}} & set(sys.modules)))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1].split() == ["loaded"], done.stderr
+
+
+def test_what_is_written_can_be_checked_again(tmp_path):
+    first = check(["accuracy", "thinking:0.1"], output_dir=tmp_path / "out")
+    folder = tmp_path / "out"
+    told = json.loads((folder / "rewards_check.json").read_text())
+    assert told["verdict"] == first.verdict
+    assert told["table"][0]["mean"] == first.table[0].mean
+    assert len(told["samples"]) == 128
+    assert (folder / "rewards_check.png").read_bytes()[:4] == b"\x89PNG"
+    again = check(["accuracy", "thinking:0.1"], folder / "completions.jsonl", output_dir=folder)
+    assert again.samples == first.samples
+    assert again.signal == first.signal
+    assert (tmp_path / "out-2").is_dir()
+
+
+def test_plain_texts_are_grouped_by_their_prompt():
+    rows = [
+        {"prompt": f"{n} <think>", "completion": f"a</think>{n + k}", "answer": n}
+        for k in (0, 1) for n in range(4)
+    ]  # fmt: skip
+    found = check(["accuracy"], rows)
+    assert found.signal.num_groups == found.signal.num_with_signal == 4
+
+
+def test_rewards_that_need_token_ids_are_not_judged_without_them():
+    found = check(["thinking", "accuracy"], changed(completion_ids=None))
+    assert kinds(found) == ["missing_column"]
+    assert "thinking was not really checked" in found.verdict
+    assert not found.has_errors
+
+
+def test_an_async_reward_is_awaited():
+    async def later(completions, answer, **_):
+        return right(completions, answer)
+
+    found = check([later])
+    assert found.findings == []
+    assert found.table[0].mean == check([right]).table[0].mean
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({}, ConfigError, "give a run file, or completions and rewards"),
+        ({"completions": ROWS}, ConfigError, "give a run file, or rewards"),
+        ({"source": "quickstart", "num_prompts": 0}, ConfigError, "must be at least 1"),
+        ({"completions": [], "rewards": [right]}, DataError, "give rows with `prompt`"),
+        ({"completions": "none.jsonl", "rewards": [right]}, DataError, "give the path of a .jsonl"),
+        ({"completions": [{"prompt": "a"}], "rewards": [right]}, DataError, "row 1: completion is"),
+        ({"completions": ROWS, "rewards": ["acuracy"]}, RewardLoadError, "did you mean 'accuracy'"),
+        ({"source": "quickstart", "rewards": ["x.py:f"]}, RewardLoadError, "does not exist"),
+    ],
+)
+def test_wrong_input_is_refused_with_the_remedy(arguments, error, match):
+    with pytest.raises(error, match=match):
+        check_rewards(**arguments, say=lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ("{", "line 2: not valid JSON"),
+        ("[]", "line 2: holds a list, must be an object"),
+        ('{"prompt": "a", "completion": "b", "completion_ids": "c"}', "must be a list of whole"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, match):
+    file = tmp_path / "c.jsonl"
+    file.write_text(f'{{"prompt": "a", "completion": "b"}}\n{line}\n')
+    with pytest.raises(DataError, match=match):
+        check([right], file)
+
+
+def test_the_command_exits_with_1_where_the_run_cannot_learn(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "c.jsonl", FEW)
+    (tmp_path / "mine.py").write_text("def half(completions): return [0.5 for _ in completions]")
+    (tmp_path / "run.yaml").write_text("rewards: [accuracy]")
+    command = ["rewards", "check", "run.yaml", "--completions", "c.jsonl"]
+    assert main(command) == 0
+    assert main([*command, "--set", "rewards=[accuracy, mine.py:half]"]) == 1
+    assert "1. error: constant (half)" in capsys.readouterr().out
+    assert main([*command, "--set", "rewards=[acuracy]"]) == 2
+
+
+# --- what is shown -------------------------------------------------------------------------------
+
+
+def test_the_table_tells_each_reward_in_a_line():
+    found = check(["accuracy", "thinking:0.1"])
+    lines = str(found).splitlines()
+    assert lines[0].split()[:5] == ["reward", "weight", "mean", "std", "in-group"]
+    assert lines[1].split()[:2] == ["accuracy", "1"]
+    assert lines[2].split()[:2] == ["thinking", "0.1"]
+    assert lines[3].split()[0] == "score"
+    assert all(len(line) < 120 for line in lines[:4])
+    assert lines[1].rstrip()[-8:] == "█      █"
+
+
+def test_completions_cannot_steer_the_terminal():
+    rows = changed(completion=lambda row: f"\x1b[2J\ud800\n{row['completion']}\u202e")
+    printed = str(check([right, splits], rows))
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202e\ud800]", printed)
+    assert "\\x1b[2J\\ud800\\n" in printed
+    assert escaped("héé 中") == "héé 中"
+
+
+def test_a_check_is_short_in_a_notebook():
+    assert len(repr(check(["accuracy"]))) < 250
+
+
+# --- the real model ------------------------------------------------------------------------------
+
+
+def test_the_embedded_model_can_be_sampled_and_its_reward_is_good(tmp_path, capsys):
+    rk.setup()
+    found = check_rewards(
+        "quickstart",
+        rewards=["accuracy", "thinking:0.1", tags],
+        num_prompts=8,
+        output_dir=tmp_path / "out",
+        overrides=["data.held_out=0"],
+    )
+    told = [(finding.kind, finding.reward) for finding in found.findings]
+    # Its thoughts are all of the same band, so that the second reward says nothing yet.
+    assert told == [("blind_to_thought", "tags"), ("constant", "thinking")]
+    accuracy = found.table[0]
+    assert accuracy.num_scored == 64
+    assert 0.3 < accuracy.mean < 0.8
+    printed = capsys.readouterr().out
+    assert "sampling 8 prompts x 8 completions of tiny-thinker, temperature 1" in printed
+    assert "released" in printed
+    # The file tells the rewards what the tokenizer told them.
+    specs = ["accuracy", "thinking:0.1", tags]
+    again = check(specs, tmp_path / "out" / "completions.jsonl", source="quickstart")
+    assert [f.as_dict() for f in again.findings] == [f.as_dict() for f in found.findings]
+    assert again.samples == found.samples

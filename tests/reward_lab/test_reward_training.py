@@ -1,0 +1,361 @@
+"""A reward model from pairs: what is read and refused; the folder scores as it did in training."""
+
+import json
+import random
+import re
+import signal
+import statistics
+
+import pytest
+from rloo_kit.rewards import RewardModel
+
+from rloo_kit.cli import main
+from rloo_kit.data.tasks import arithmetic_prompt, worked_thought
+from rloo_kit.errors import ConfigError, DataError, ModelError
+from rloo_kit.reward_lab.training import read_pairs, split_pairs, train_reward_model
+from rloo_kit.scoring.loading import load_rewards
+
+USER = {"role": "user", "content": "Hello?"}
+GOOD = {"role": "assistant", "content": "Hello!"}
+BAD = {"role": "assistant", "content": "No."}
+
+
+def sums(num):
+    """Pairs of which the better text carries and the worse one does not: two for each prompt."""
+    rng = random.Random(1)
+    rows = []
+    while len(rows) < num:
+        a, b = rng.randint(100, 999), rng.randint(100, 999)
+        chosen, _ = worked_thought(a, b)
+        rejected, _ = worked_thought(a, b, forgets=lambda: True)
+        if chosen.count("+") == 5:  # carries twice
+            row = {"prompt": arithmetic_prompt(a, b), "chosen": chosen, "rejected": rejected}
+            rows += [row, {**row, "chosen": f"{chosen} ", "rejected": f"{rejected} "}]
+    return rows
+
+
+ROWS = sums(80)
+QUICK = {"held_out": 16, "max_steps": 12, "learning_rate": 2e-3, "max_length": 96}
+SHORT = {**QUICK, "max_steps": 2, "held_out": 4}
+
+
+def write_pairs(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What the training on a file returned and said."""
+    folder = tmp_path_factory.mktemp("trained")
+    lines = []
+    pairs = write_pairs(folder / "pairs.jsonl", ROWS)
+    result = train_reward_model(pairs, output_dir=folder / "taste", say=lines.append, **QUICK)
+    return result, lines
+
+
+def held_out_columns():
+    """The held-out texts of ``trained``, the chosen ones first, as a reward is given them."""
+    _, held = split_pairs(read_pairs(ROWS), QUICK["held_out"], 42)
+    texts = [pair.chosen for pair in held] + [pair.rejected for pair in held]
+    return {"prompts": [p for p, _ in texts], "completions": [c for _, c in texts]}
+
+
+# --- pairs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Hello?", "chosen": "Hello!", "rejected": "No."},
+        {"prompt": [USER], "chosen": "Hello!", "rejected": "No."},
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": "Hello?", "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": "Hello?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    ],
+)
+def test_a_conversation_is_read_in_every_form(row):
+    (pair,) = read_pairs([row])
+    assert pair.chosen == ([USER], [GOOD])
+    assert pair.rejected == ([USER], [BAD])
+
+
+def test_plain_text_stays_plain_without_chat_or_without_a_prompt():
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    assert read_pairs([row], chat=False)[0].chosen == ("1+1=", "2")
+    whole = {"chosen": "1+1=2", "rejected": "1+1=3"}
+    assert read_pairs([whole])[0].chosen == ("", "1+1=2")
+
+
+def test_pairs_come_from_rows_and_from_files_alike(tmp_path):
+    import datasets
+
+    rows = ROWS[:3]
+    table = datasets.Dataset.from_list(rows)
+    table.to_csv(tmp_path / "pairs.csv", index=False)
+    table.to_parquet(tmp_path / "pairs.parquet")
+    write_pairs(tmp_path / "pairs.jsonl", rows)
+    for kind in ("csv", "parquet", "jsonl"):
+        assert read_pairs(tmp_path / f"pairs.{kind}") == read_pairs(rows)
+
+
+@pytest.mark.parametrize(
+    ("row", "remedy"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "has no `rejected`, only .*needs chosen and rejected"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "has no `rejected`"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "same text; delete the pair"),
+        ({"prompt": "a", "chosen": 5, "rejected": "b"}, "chosen is 5, must be text or a list"),
+        ({"prompt": "a", "chosen": [], "rejected": "b"}, "must be text or a list of chat"),
+        ({"chosen": [USER, {"role": "x"}], "rejected": "b"}, "needs `role` and `content`"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "chosen must be a conversation that ends with"),
+        ({"prompt": [USER], "chosen": "b", "rejected": [USER]}, "rejected must be a conversation"),
+        ([1, 2], r"holds a list, must be an object"),
+    ],
+)
+def test_a_bad_pair_is_named_with_its_line_and_the_remedy(tmp_path, row, remedy):
+    path = write_pairs(tmp_path / "pairs.jsonl", [ROWS[0], row])
+    with pytest.raises(DataError, match=rf"pairs\.jsonl, line 2: .*{remedy}"):
+        read_pairs(path)
+    with pytest.raises(DataError, match=rf"row 2: .*{remedy}"):
+        read_pairs([ROWS[0], row])
+
+
+def test_a_line_that_is_no_json_is_named(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\n{'prompt'\n")
+    with pytest.raises(DataError, match=r"line 2: not valid JSON"):
+        read_pairs(path)
+
+
+def test_no_file_and_no_pairs_are_named(tmp_path):
+    with pytest.raises(DataError, match=r"does not exist: give the path of a \.jsonl"):
+        read_pairs(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match=r"is a folder: give the path of a \.jsonl"):
+        read_pairs(tmp_path)
+    for empty in ([], write_pairs(tmp_path / "empty.jsonl", [])):
+        with pytest.raises(DataError, match="holds no pairs: put rows with chosen and rejected"):
+            read_pairs(empty)
+
+
+@pytest.mark.parametrize(("held_out", "expected"), [(0.1, 8), (0.001, 0), (7, 6), (8, 8)])
+def test_all_pairs_of_a_prompt_are_on_one_side(held_out, expected):
+    if not expected:
+        with pytest.raises(DataError, match="lower it, or add pairs"):
+            split_pairs(read_pairs(ROWS), held_out, 42)
+        return
+    pairs = read_pairs(ROWS)
+    train, held = split_pairs(pairs, held_out, 42)
+    assert len(held) == expected
+    assert {p.group for p in train} & {p.group for p in held} == set()
+    assert sorted(map(repr, [*train, *held])) == sorted(map(repr, pairs))
+    assert split_pairs(pairs, held_out, 42) == (train, held)
+    assert split_pairs(pairs, held_out, 43) != (train, held)
+
+
+def test_a_split_that_leaves_nothing_to_train_on_is_refused():
+    with pytest.raises(DataError, match="held_out 80 cannot be kept of 80 pairs with 40 prompts"):
+        split_pairs(read_pairs(ROWS), 80, 42)
+
+
+# --- what training leaves ------------------------------------------------------------------------
+
+
+def test_held_out_accuracy_rises_in_4_bit(trained):
+    result, lines = trained
+    assert result.accuracy_before < 0.8
+    assert result.accuracy >= 0.9
+    assert result.margin > 0
+    assert (result.num_pairs, result.num_held_out) == (64, 16)
+    assert "4-bit NF4" in lines[0]
+    assert lines[1] == "64 pairs to train on, 16 held out"
+    assert lines[-1].startswith("next: in a run file, rewards: [{name: reward_model, model: ")
+
+
+def test_the_folder_holds_an_adapter_a_calibration_and_the_facts(trained):
+    result, _ = trained
+    names = {path.name for path in result.folder.iterdir()}
+    assert {
+        "adapter_config.json", "adapter_model.safetensors", "calibration.json",
+        "reward_model.json", "tokenizer.json",
+    } <= names  # fmt: skip
+    assert not {name for name in names if name.endswith((".bin", ".pt", ".md"))}
+    facts = json.loads((result.folder / "reward_model.json").read_text())
+    assert facts["base"] == "tiny-thinker"
+    assert facts["pairs"] == "pairs.jsonl"
+    assert facts["accuracy"] == result.accuracy
+    assert facts["steps"] == 12
+    assert (facts["load_in_4bit"], facts["keep_thought"], facts["max_length"]) == (True, False, 96)
+    assert not list(result.folder.parent.glob(".*"))
+
+
+def test_the_reward_gives_the_scores_that_training_computed(trained):
+    result, _ = trained
+    scores = RewardModel(str(result.folder), calibrated=False)(**held_out_columns())
+    chosen, rejected = scores[:16], scores[16:]
+    right = sum(c > r for c, r in zip(chosen, rejected, strict=True))
+    assert right / 16 == result.accuracy
+    margin = statistics.fmean(chosen) - statistics.fmean(rejected)
+    assert margin == pytest.approx(result.margin, abs=1e-4)
+    calibration = json.loads((result.folder / "calibration.json").read_text())
+    assert statistics.fmean(scores) == pytest.approx(calibration["mean"], abs=1e-4)
+    assert statistics.pstdev(scores) == pytest.approx(calibration["std"], abs=1e-4)
+
+
+def test_calibrated_scores_have_mean_0_and_standard_deviation_1(trained):
+    result, _ = trained
+    (reward,) = load_rewards([str(result.folder)])
+    assert reward.name == "reward_model"
+    scores = reward.func(**held_out_columns())
+    assert statistics.fmean(scores) == pytest.approx(0, abs=1e-3)
+    assert statistics.pstdev(scores) == pytest.approx(1, abs=1e-3)
+
+
+def test_the_folder_is_found_from_the_run_files_place(trained):
+    result, _ = trained
+    specs = ["taste:0.5", {"name": "reward_model", "model": "taste", "clip": [-1, 1]}]
+    short, table = load_rewards(specs, base_dir=result.folder.parent)
+    assert short.weight == 0.5
+    columns = {"prompts": ["What is 1 + 2?"], "completions": ["1+2=3"]}
+    (score,) = short.func(**columns)
+    assert table.func(**columns) == [max(-1, min(1, score))]
+
+
+def test_float32_learns_as_well_and_overwrites_nothing(trained, recwarn):
+    first, _ = trained
+    before = {path.name: path.read_bytes() for path in first.folder.iterdir()}
+    lines = []
+    second = train_reward_model(
+        ROWS, output_dir=first.folder, load_in_4bit=False, say=lines.append, **QUICK
+    )
+    assert second.folder.name == "taste-2"
+    assert second.accuracy_before < 0.8
+    assert second.accuracy >= 0.9
+    assert "32-bit" in lines[0]
+    # PEFT would ask the hub for the vocabulary of a base that is known by its name alone.
+    assert not [w for w in recwarn if "config file in tiny-thinker" in str(w.message)]
+    assert {path.name: path.read_bytes() for path in first.folder.iterdir()} == before
+    reward = RewardModel(str(second.folder))
+    assert statistics.fmean(reward(**held_out_columns())) == pytest.approx(0, abs=1e-3)
+
+
+# --- what is refused, and what is left then ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"learning_rat": 1e-3}, r"no setting 'learning_rat' \(did you mean 'learning_rate'\?\)"),
+        ({"save_strategy": "steps"}, "no setting 'save_strategy'"),
+        ({"lr_scheduler_type": "sideways"}, "TRL refuses the settings of the reward model"),
+        ({"learning_rate": 0}, "learning_rate is 0: give a number above 0"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan: give a number above 0"),
+        ({"r": 1.5}, "r is 1.5: give a whole number above 0"),
+        ({"max_steps": 0}, "max_steps is 0: give a whole number above 0"),
+        ({"max_length": "long"}, "max_length is 'long': give a whole number above 0"),
+        ({"held_out": 2.5}, "held_out is 2.5: give a share below 1 or a whole number"),
+        ({"keep_thought": "no"}, "keep_thought is 'no': give true or false"),
+        ({"seed": -1}, "seed is -1: give a whole number, 0 or more"),
+    ],
+)
+def test_a_bad_setting_is_refused_with_the_remedy(tmp_path, settings, remedy):
+    with pytest.raises(ConfigError, match=remedy):
+        train_reward_model(ROWS, output_dir=tmp_path / "new" / "taste", **settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_base_that_is_no_model_is_refused(tmp_path):
+    for model, what in ((tmp_path / "none", "is not there"), (tmp_path, r"holds no config\.json")):
+        with pytest.raises(ModelError, match=rf"{what}: give the folder of a whole model"):
+            train_reward_model(ROWS, model, output_dir=tmp_path / "taste")
+    file = write_pairs(tmp_path / "model.gguf", [])
+    with pytest.raises(ModelError, match="is a file: give the folder of a whole model"):
+        train_reward_model(ROWS, file, output_dir=tmp_path / "taste")
+
+
+def test_pairs_that_differ_in_the_thought_alone_ask_for_it(tmp_path):
+    rows = [
+        {"prompt": f"{n}?", "chosen": "a\n</think>\n\n1", "rejected": "b\n</think>\n\n1"}
+        for n in range(4)
+    ]
+    with pytest.raises(DataError, match=r"none of 3 pairs differs .*set keep_thought"):
+        train_reward_model(rows, output_dir=tmp_path / "taste", held_out=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def stopping(error):
+    """Return a ``say`` that raises at the first line about a step."""
+
+    def say(line):
+        if line.startswith("step"):
+            raise error
+
+    return say
+
+
+def test_after_an_error_nothing_is_left(tmp_path):
+    with pytest.raises(RuntimeError, match="the screen is gone"):
+        train_reward_model(
+            ROWS,
+            output_dir=tmp_path / "new" / "taste",
+            say=stopping(RuntimeError("the screen is gone")),
+            **SHORT,
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_saves_what_was_learnt(tmp_path):
+    def say(line):
+        if line.startswith("step"):
+            signal.raise_signal(signal.SIGINT)
+
+    result = train_reward_model(ROWS, output_dir=tmp_path / "taste", say=say, **SHORT)
+    assert (result.interrupted, result.terminated) == (True, False)
+    assert json.loads((result.folder / "reward_model.json").read_text())["interrupted"] is True
+    assert len(RewardModel(str(result.folder))(prompts=["a"], completions=["b"])) == 1
+
+
+def test_ctrl_c_before_the_first_step_writes_nothing(tmp_path):
+    def say(line):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_reward_model(ROWS, output_dir=tmp_path / "taste", say=say, **SHORT)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def train_by_command(*arguments):
+    return main(["reward-model", "train", *map(str, arguments)])
+
+
+def test_the_command_trains(tmp_path, capsys):
+    pairs = write_pairs(tmp_path / "pairs.jsonl", ROWS[:12])
+    settings = [part for name, value in SHORT.items() for part in ("--set", f"{name}={value}")]
+    assert train_by_command(pairs, "--output-dir", tmp_path / "taste", *settings) == 0
+    assert (tmp_path / "taste" / "adapter_model.safetensors").is_file()
+    assert "held-out pairs: accuracy " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["none.jsonl"], "data file 'none.jsonl' does not exist"),
+        (["pairs.jsonl", "--model", "./none"], "the base './none' of a reward model is not there"),
+        (["pairs.jsonl", "--set", "max_step=3"], r"no setting 'max_step' \(did you mean"),
+    ],
+)
+def test_the_command_ends_with_2_and_one_sentence(
+    tmp_path, monkeypatch, capsys, arguments, sentence
+):
+    monkeypatch.chdir(tmp_path)
+    write_pairs(tmp_path / "pairs.jsonl", ROWS)
+    assert train_by_command(*arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rloo-kit: ")
+    assert re.search(sentence, line)
+    assert [path.name for path in tmp_path.iterdir()] == ["pairs.jsonl"]

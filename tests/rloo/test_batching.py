@@ -1,0 +1,251 @@
+"""Micro-batches: cut at the lowest cost, groups kept whole, padding on the right alone."""
+
+import random
+from itertools import chain
+
+import pytest
+import torch
+
+from rloo_kit.rloo.batching import IGNORED, TokenRows, default_token_budget, pass_overhead
+
+OVERHEAD = 32
+
+PAD = 999
+
+
+def rows_of(lengths, prompt=1):
+    """Rows of the given lengths, the prompt included; every token id is another one."""
+    prompts = [[1000 * row + place for place in range(prompt)] for row in range(len(lengths))]
+    completions = [
+        [1000 * row + place for place in range(prompt, length)]
+        for row, length in enumerate(lengths)
+    ]
+    return TokenRows(prompts, completions)
+
+
+def positions(lengths, piece):
+    return len(piece) * max(lengths[row] for row in piece)
+
+
+def cost(lengths, pieces):
+    return sum(positions(lengths, piece) + OVERHEAD for piece in pieces)
+
+
+def every_cut(order):
+    for bits in range(2 ** (len(order) - 1)):
+        pieces = [[order[0]]]
+        for place, row in enumerate(order[1:]):
+            if bits >> place & 1:
+                pieces.append([])
+            pieces[-1].append(row)
+        yield pieces
+
+
+# --- cut ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [1, 30, 100, 400, 10**9])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_cut_is_the_cheapest_of_all_cuts_of_the_sorted_rows(seed, budget):
+    draw = random.Random(seed)
+    lengths = [draw.choice([draw.randint(2, 12), draw.randint(2, 150)]) for _ in range(9)]
+    order = sorted(range(9), key=lengths.__getitem__)
+    pieces = rows_of(lengths).cut(draw.sample(order, 9), budget, OVERHEAD)
+    allowed = [
+        cost(lengths, cut)
+        for cut in every_cut(order)
+        if all(len(piece) == 1 or positions(lengths, piece) <= budget for piece in cut)
+    ]
+    assert cost(lengths, pieces) == min(allowed)
+
+
+@pytest.mark.parametrize("budget", [1, 64, 500, 4096])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_row_is_cut_once_and_no_piece_but_a_single_row_is_above_the_budget(seed, budget):
+    draw = random.Random(seed)
+    lengths = [draw.randint(2, 600) for _ in range(100)]
+    wanted = draw.sample(range(100), 70)
+    pieces = rows_of(lengths).cut(wanted, budget, OVERHEAD)
+    assert sorted(row for piece in pieces for row in piece) == sorted(wanted)
+    for piece in pieces:
+        assert len(piece) == 1 or positions(lengths, piece) <= budget
+    by_length = sorted([lengths[row] for row in piece] for piece in pieces)
+    assert list(chain(*by_length)) == sorted(lengths[row] for row in wanted)
+
+
+@pytest.mark.parametrize("budget", [400, 10**9])
+def test_an_outlier_ten_times_as_long_travels_alone(budget):
+    lengths = [20, 21, 19, 200, 20, 18, 22, 20]
+    pieces = rows_of(lengths).cut(range(8), budget, OVERHEAD)
+    assert [3] in pieces
+    assert len(pieces) == 2
+
+
+def test_rows_of_like_length_share_a_piece_rather_than_pay_for_another_pass():
+    lengths = [50, 51, 52, 50]
+    assert len(rows_of(lengths).cut(range(4), 10**9, OVERHEAD)) == 1
+
+
+def test_a_piece_may_fill_the_budget_to_the_last_position():
+    assert sorted(map(len, rows_of([10] * 6).cut(range(6), 30, OVERHEAD))) == [3, 3]
+    assert sorted(map(len, rows_of([10] * 6).cut(range(6), 29, OVERHEAD))) == [2, 2, 2]
+
+
+def test_no_rows_give_no_pieces():
+    assert rows_of([3, 4]).cut([], 100) == []
+
+
+# --- bundle ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [20, 60, 150, 10**9])
+@pytest.mark.parametrize("seed", range(5))
+def test_bundles_hold_whole_groups_within_the_budget_and_lose_nothing(seed, budget):
+    draw = random.Random(seed)
+    lengths = [draw.choice([draw.randint(2, 9), draw.randint(2, 40)]) for _ in range(40)]
+    tokens = rows_of(lengths)
+    places = draw.sample(range(40), 40)
+    groups = [places[first : first + 4] for first in range(0, 40, 4)]
+    groups[3] = groups[3][:2]
+    wanted = sorted(chain(*groups))
+    bundles, too_long = tokens.bundle(groups, budget)
+
+    def size(rows):
+        return sum(lengths[row] for row in rows)
+
+    assert sorted(chain(*bundles, *too_long)) == wanted
+    assert sorted(too_long) == sorted(group for group in groups if size(group) > budget)
+    for bundle in bundles:
+        assert size(bundle) <= budget
+        for group in groups:
+            assert set(group) <= set(bundle) or not set(group) & set(bundle)
+
+
+def test_groups_are_joined_while_they_fit():
+    tokens = rows_of([10] * 8)
+    bundles, too_long = tokens.bundle([[0, 1], [2, 3], [4, 5], [6, 7]], 60)
+    assert sorted(map(len, bundles)) == [2, 6]
+    assert too_long == []
+
+
+def test_a_group_of_exactly_the_budget_is_not_too_long():
+    tokens = rows_of([10] * 4)
+    assert tokens.bundle([[0, 1], [2, 3]], 20) == ([[0, 1], [2, 3]], [])
+    assert tokens.bundle([[0, 1], [2, 3]], 19) == ([], [[0, 1], [2, 3]])
+
+
+def test_groups_without_rows_are_left_out():
+    assert rows_of([10] * 2).bundle([[], [0, 1], []], 100) == ([[0, 1]], [])
+
+
+# --- pad ---------------------------------------------------------------------------------------
+
+PROMPTS = [[11, 12, 13], [21], [31, 32, 33, 34, 35], [41, 42]]
+COMPLETIONS = [[111, 112], [121, 122, 123, 124], [131], []]
+ROWS = TokenRows(PROMPTS, COMPLETIONS)
+
+
+@pytest.mark.parametrize("multiple_of", [None, 4, 7, 64])
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [2, 0], [1], [1, 3]])
+def test_padded_rows_give_their_token_ids_back(rows, multiple_of):
+    batch = ROWS.pad(rows, PAD, multiple_of=multiple_of)
+    assert batch.rows.tolist() == rows
+    gathered = batch.input_ids.gather(1, batch.places)
+    assert batch.completion_mask.shape == (len(rows), max(len(COMPLETIONS[row]) for row in rows))
+    for place, row in enumerate(rows):
+        ids = PROMPTS[row] + COMPLETIONS[row]
+        assert batch.input_ids[place, : len(ids)].tolist() == ids
+        assert (batch.input_ids[place, len(ids) :] == PAD).all(), "padding is on the right"
+        assert gathered[place][batch.completion_mask[place]].tolist() == COMPLETIONS[row]
+        scored = batch.labels[place] != IGNORED
+        assert batch.labels[place][scored].tolist() == COMPLETIONS[row]
+        assert scored.nonzero().flatten().tolist() == list(range(len(PROMPTS[row]), len(ids)))
+    assert batch.num_tokens == ROWS.num_tokens(rows)
+    assert batch.num_positions == batch.input_ids.numel()
+
+
+@pytest.mark.parametrize(("multiple_of", "width"), [(None, 6), (1, 6), (3, 6), (4, 8), (64, 64)])
+def test_the_width_is_the_longest_row_rounded_up(multiple_of, width):
+    batch = ROWS.pad([0, 1, 2], PAD, multiple_of=multiple_of)
+    assert batch.input_ids.shape == batch.labels.shape == (3, width)
+
+
+def test_a_completion_is_masked_from_the_left():
+    assert ROWS.pad([0, 1, 3], PAD).completion_mask.tolist() == [
+        [True, True, False, False],
+        [True, True, True, True],
+        [False, False, False, False],
+    ]
+
+
+def test_lengths_count_the_prompt():
+    assert ROWS.lengths == [5, 5, 6, 2]
+    assert ROWS.num_tokens([1, 3]) == 7
+    assert len(ROWS) == 4
+
+
+def test_padded_tensors_are_integers_of_the_wanted_device():
+    batch = ROWS.pad([0, 1], PAD, "meta")
+    assert {value.device.type for value in vars(batch).values() if hasattr(value, "device")} == {
+        "meta"
+    }
+    assert batch.input_ids.dtype == batch.labels.dtype == batch.places.dtype == torch.long
+    assert batch.completion_mask.dtype == torch.bool
+
+
+# --- default budget ------------------------------------------------------------------------------
+
+GIB = 2**30
+
+
+def budget(gib, *, checkpointing=False, on_cpu=False, **sizes):
+    usual = {"hidden_size": 1024, "num_layers": 28, "intermediate_size": 3072, "bytes_per_value": 2}
+    return default_token_budget(
+        int(gib * GIB), checkpointing=checkpointing, on_cpu=on_cpu, **{**usual, **sizes}
+    )
+
+
+def test_the_budget_is_half_the_memory_over_what_a_position_keeps():
+    keeps = 2 * 28 * (12 * 1024 + 5 * 3072)
+    assert budget(8) == 4 * GIB // keeps
+    keeps = 2 * (12 * 1024 + 5 * 3072 + 28 * 1024)
+    assert budget(0.5, checkpointing=True) == GIB // 4 // keeps
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_budget_grows_with_memory_between_its_bounds(checkpointing):
+    found = [budget(gib, checkpointing=checkpointing) for gib in (0, 0.1, 1, 2, 4, 8, 80, 1000)]
+    assert found == sorted(found)
+    assert (found[0], found[-1]) == (512, 16_384)
+    assert len(set(found)) > 3
+
+
+def test_no_memory_at_all_gives_the_least_budget():
+    assert budget(-3) == 512
+
+
+def test_a_cpu_gets_a_lower_bound():
+    keeps = 2 * 28 * (12 * 1024 + 5 * 3072)
+    assert budget(1000, on_cpu=True) == max(512, 512 * 2**20 // keeps)
+    assert budget(1000, on_cpu=True, num_layers=2) == 512 * 2**20 // (keeps // 14)
+    assert budget(0, on_cpu=True) == 512
+
+
+def test_a_pass_costs_more_positions_where_a_position_costs_little():
+    assert pass_overhead(6, 10_000_000, on_cpu=True) > pass_overhead(6, 20_000_000, on_cpu=True)
+    assert pass_overhead(36, 4 * 10**9, on_cpu=False) > pass_overhead(36, 4 * 10**9, on_cpu=True)
+    rows = rows_of([10, 10, 100, 100])
+    assert len(rows.cut(range(4), 1000, overhead=0)) == 2
+    assert len(rows.cut(range(4), 1000, overhead=1000)) == 1
+
+
+@pytest.mark.parametrize("gib", [1, 2, 4])
+def test_checkpointing_raises_the_budget(gib):
+    assert budget(gib, checkpointing=True) > budget(gib)
+
+
+def test_wider_values_and_larger_models_lower_the_budget():
+    assert budget(4, bytes_per_value=4) < budget(4)
+    assert budget(4, num_layers=56) < budget(4)
+    assert budget(4, hidden_size=2048) < budget(4)
+    assert budget(4, intermediate_size=8192) < budget(4)

@@ -1,0 +1,747 @@
+"""The gradient of every path through the learner, against the formula written row by row.
+
+The policy is a tiny causal model: a token's probability depends on all tokens before it. The
+reference loops over single rows without padding and shares nothing with the kit but the scores.
+"""
+
+import contextlib
+import math
+import warnings
+import weakref
+
+import pytest
+import torch
+
+from rloo_kit.errors import MemoryRanOutError
+from rloo_kit.rloo.batching import TokenRows
+from rloo_kit.rloo.learner import Learner, Scored, Tally
+from rloo_kit.rloo.out_of_memory import is_out_of_memory
+from rloo_kit.rloo.rollout import Rollout, Sampled, Shaping
+
+NAN = float("nan")
+VOCABULARY, HIDDEN, PAD = 13, 6, 12
+SIZE = 4
+SCORES = [1.0, 0.0, 0.25, 0.0, 0.5, 0.5, 0.5, 0.5, 2.0, NAN, 0.0, 1.5, NAN, 1.0, NAN, NAN]
+PROMPTS = [2] * 4 + [1] * 4 + [5] * 4 + [3] * 4
+COMPLETIONS = [3, 1, 6, 2, 4, 4, 1, 3, 9, 2, 7, 8, 1, 2, 3, 4]
+WITH_ADVANTAGE = [0, 1, 2, 3, 8, 10, 11]
+"""Without a KL: group 1 has equal scores, row 9 has no score, group 3 has a single score."""
+COMPARABLE = sorted([*WITH_ADVANTAGE, 4, 5, 6, 7])
+BUDGETS = [1, 12, 30, 60, 10_000]
+EPSILON = (0.1, 0.15)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors of ten numbers are not worth a second one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Policy:
+    """Embedding, running mean over the tokens so far, one nonlinearity, a linear layer."""
+
+    def __init__(self, seed=0, dtype=torch.float64):
+        generator = torch.Generator().manual_seed(seed)
+
+        def parameter(*shape):
+            values = torch.randn(shape, generator=generator, dtype=torch.float64)
+            return values.to(dtype).requires_grad_()
+
+        self.embedding = parameter(VOCABULARY, HIDDEN)
+        self.head = parameter(HIDDEN, VOCABULARY)
+        self.bias = parameter(VOCABULARY)
+        self.parameters = [self.embedding, self.head, self.bias]
+
+    def of_next(self, ids):
+        """Log-probabilities of the token after each one: (..., W) to (..., W, vocabulary)."""
+        steps = torch.arange(1, ids.shape[-1] + 1).unsqueeze(-1)
+        hidden = torch.tanh(2 * self.embedding[ids].cumsum(-2) / steps)
+        return (hidden @ self.head + self.bias).log_softmax(-1)
+
+    def copy(self):
+        other = Policy()
+        other.parameters = [p.detach().clone().requires_grad_() for p in self.parameters]
+        other.embedding, other.head, other.bias = other.parameters
+        return other
+
+
+def make_tokens():
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(length):
+        return torch.randint(0, VOCABULARY - 1, (length,), generator=generator).tolist()
+
+    return TokenRows([draw(n) for n in PROMPTS], [draw(n) for n in COMPLETIONS])
+
+
+def make_rollout(reference=None, **shaping):
+    scores = torch.tensor(SCORES)
+    size = len(SCORES)
+    tokens = make_tokens()
+    sample = Sampled([""] * size, [""] * size, tokens, [True] * size, scores[:, None], scores)
+    rollout = Rollout.scored(sample, SIZE, Shaping(**shaping))
+    if reference is not None:
+        for row in range(size):
+            values = by_hand(reference, tokens, row).detach()
+            rollout.reference_log_probs[row, : len(values)] = values.float()
+    return rollout
+
+
+class Machine:
+    """A policy behind the learner's calls; it notes them, and runs out of memory on request."""
+
+    error = torch.OutOfMemoryError
+    """What is raised where memory runs out."""
+
+    def __init__(self, policy, *, limit=math.inf, no_grad_limit=math.inf, failing=(), late=False):
+        self.policy = policy
+        self.limit = limit
+        self.no_grad_limit = no_grad_limit
+        self.failing = failing
+        self.late = late
+        self.forwards = []
+        """(rows, whether gradients are recorded) of every forward pass that fitted."""
+        self.backwards = 0
+
+    def forward(self, batch):
+        recorded = torch.is_grad_enabled()
+        if batch.num_positions > (self.limit if recorded else self.no_grad_limit):
+            raise self.error("no memory for the forward pass: out of memory")
+        self.forwards.append((batch.rows.tolist(), recorded))
+        ids = batch.input_ids
+        of_next = self.policy.of_next(ids)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+        log_probs = of_next.gather(1, (batch.places - 1).clamp(min=0))
+        return Scored(log_probs.masked_fill(~batch.completion_mask, 0.0))
+
+    def backward(self, loss):
+        self.backwards += 1
+        if self.backwards not in self.failing:
+            loss.backward()
+            return
+        if self.late:  # some layers already have their gradient when memory runs out
+            loss.backward()
+        raise self.error("no memory for the backward pass: out of memory")
+
+    def rows(self, *, recorded=True):
+        return sorted(row for rows, how in self.forwards if how == recorded for row in rows)
+
+    def learner(self, budget, **keywords):
+        return Learner(
+            forward=self.forward,
+            backward=self.backward,
+            no_grad=torch.no_grad,
+            parameters=self.policy.parameters,
+            budget=budget,
+            overhead=32,
+            pad_token_id=PAD,
+            device=torch.device("cpu"),
+            epsilon=EPSILON,
+            **keywords,
+        )
+
+
+# --- the formula, row by row ---------------------------------------------------------------------
+
+
+def by_hand(policy, tokens, row):
+    """Log-probabilities of one completion's tokens, by itself and without padding."""
+    prompt, completion = tokens.prompt_ids[row], tokens.completion_ids[row]
+    of_next = policy.of_next(torch.tensor(prompt + completion))
+    return of_next[range(len(prompt) - 1, len(prompt) + len(completion) - 1), completion]
+
+
+def without_own(values, row):
+    first = row // SIZE * SIZE
+    known = [
+        values[other]
+        for other in range(first, first + SIZE)
+        if other != row and not math.isnan(values[other])
+    ]
+    return sum(known) / len(known) if known else None
+
+
+def advantages_by_hand(old, reference, beta, token_level):
+    """One number a row, or one list a row with the token-level KL; 0.0 where nothing is learned."""
+    kl = [(mine - other).tolist() for mine, other in zip(old, reference, strict=True)]
+    penalty = 0.0 if token_level else beta
+    rewards = [score - penalty * sum(kl[row]) for row, score in enumerate(SCORES)]
+    found = []
+    for row, reward in enumerate(rewards):
+        baseline = without_own(rewards, row)
+        if math.isnan(reward) or baseline is None:
+            found.append(0.0)
+        elif token_level:
+            later = [sum(kl[row][t:]) for t in range(len(kl[row]))]
+            found.append([reward - baseline - beta * value for value in later])
+        else:
+            found.append(reward - baseline)
+    return found
+
+
+def reinforce(policy, tokens, advantages, rows=range(16), share=1 / 16):
+    """-(1/B) sum_i sum_t A_it log pi(y_it)."""
+    loss = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        log_probs = by_hand(policy, tokens, row)
+        loss = loss - share * (torch.tensor(advantages[row]) * log_probs).sum()
+    return loss
+
+
+def clipped(policy, tokens, old, advantages):
+    """-(1/B) sum of min(rho A, clip(rho) A) over rows, or over tokens; how many are clipped."""
+    loss, nulled, terms = torch.zeros((), dtype=torch.float64), 0, 0
+    low, high = 1 - EPSILON[0], 1 + EPSILON[1]
+    for row in range(16):
+        own = torch.tensor(advantages[row], dtype=torch.float64)
+        log_ratio = by_hand(policy, tokens, row) - old[row]
+        rho = (log_ratio if own.ndim else log_ratio.sum()).exp()
+        beyond = ((own > 0) & (rho > high)) | ((own < 0) & (rho < low))
+        bound = torch.where(own > 0, high, low)
+        loss = loss - (torch.where(beyond, bound, rho) * own).sum() / 16
+        nulled += beyond.sum().item()
+        terms += (own != 0).sum().item()
+    return loss, nulled, terms
+
+
+def gradients(policy, loss):
+    return torch.autograd.grad(loss, policy.parameters)
+
+
+def same(policy, expected, tolerance=2e-6):
+    found = [parameter.grad for parameter in policy.parameters]
+    assert max(grad.abs().max() for grad in expected) > 1e-2, "a gradient is wanted"
+    torch.testing.assert_close(found, list(expected), rtol=tolerance, atol=tolerance)
+
+
+def all_of(policy, tokens):
+    return [by_hand(policy, tokens, row).detach() for row in range(len(SCORES))]
+
+
+EVERY_ROW = torch.full((16,), 1 / 16)
+
+
+# --- one step ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(
+    ("beta", "token_level"), [(0.0, False), (0.4, False), (0.4, True)], ids=str
+)
+def test_the_gradient_is_that_of_the_full_batch(beta, token_level, budget, reuse):
+    policy, reference = Policy(), Policy(seed=1)
+    rollout = make_rollout(reference, beta=beta, token_level_kl=token_level)
+    tokens = rollout.sampled.tokens
+    machine = Machine(policy)
+    learner = machine.learner(budget, reuse=reuse)
+    if not reuse:  # as the trainer does
+        learner.fill_old(rollout, rollout.learnable.nonzero().flatten().tolist())
+        rollout.settle()
+    learner.learn(rollout, EVERY_ROW)
+
+    advantages = advantages_by_hand(
+        all_of(policy, tokens), all_of(reference, tokens), beta, token_level
+    )
+    loss = reinforce(policy, tokens, advantages)
+    same(policy, gradients(policy, loss))
+    # The loss' value is that of the ratios, which are 1.
+    value = -sum(sum(own) if isinstance(own, list) else own for own in advantages) / 16
+    assert learner.tally.loss == pytest.approx(value, abs=1e-5)
+    trained = COMPARABLE if beta else WITH_ADVANTAGE
+    assert machine.rows() == trained, "each row that learns, once"
+    assert learner.tally.trained == len(trained)
+    assert learner.tally.rows == 16
+    assert learner.budget == budget
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("multiple_of", [None, 8])
+def test_the_gradient_does_not_depend_on_padding_or_precision(multiple_of, dtype):
+    policy = Policy(dtype=dtype)
+    rollout = make_rollout()
+    machine = Machine(policy)
+    machine.learner(40, pad_to_multiple_of=multiple_of).learn(rollout, EVERY_ROW)
+    double = Policy()
+    tokens = rollout.sampled.tokens
+    advantages = advantages_by_hand(*[all_of(double, tokens)] * 2, 0.0, token_level=False)
+    expected = gradients(double, reinforce(double, tokens, advantages))
+    same(policy, [grad.to(dtype) for grad in expected])
+
+
+GROUP_TOKENS = [
+    sum(PROMPTS[row] + COMPLETIONS[row] for row in COMPARABLE if row // SIZE == group)
+    for group in range(3)
+]
+
+
+@pytest.mark.parametrize("budget", [1, 16, 20, 30, 10_000])
+def test_only_groups_that_do_not_fit_get_an_old_pass_of_their_own(budget):
+    rollout = make_rollout(Policy(seed=1), beta=0.4)
+    machine = Machine(Policy())
+    learner = machine.learner(budget)
+    learner.learn(rollout, EVERY_ROW)
+    assert GROUP_TOKENS == [20, 16, 39]
+    long = [row for row in COMPARABLE if GROUP_TOKENS[row // SIZE] > budget]
+    assert machine.rows(recorded=False) == long
+    assert learner.tally.old_rows == len(long)
+    assert rollout.settled[:3].all()
+
+
+def test_without_a_kl_nothing_but_training_passes_are_run():
+    machine = Machine(Policy())
+    machine.learner(1).learn(make_rollout(), EVERY_ROW)
+    assert machine.rows(recorded=False) == []
+    assert machine.rows() == WITH_ADVANTAGE
+    assert machine.backwards == len(WITH_ADVANTAGE)
+
+
+@pytest.mark.parametrize("budget", [39, 60, 10_000])
+def test_with_a_kl_whole_groups_within_the_budget_are_in_hand_before_a_backward(budget):
+    machine = Machine(Policy())
+    tokens = make_tokens()
+    seen, in_hand, multiple = set(), [], []
+
+    def forward(batch):
+        seen.update(batch.rows.tolist())
+        in_hand.append(batch.rows.tolist())
+        held = sum(tokens.num_tokens(rows) for rows in in_hand)
+        assert held <= budget
+        multiple.append(len(in_hand) > 1)
+        return Machine.forward(machine, batch)
+
+    def backward(loss):
+        whole = [{row for row in COMPARABLE if row // SIZE == group} for group in range(3)]
+        assert all(group <= seen or not group & seen for group in whole)
+        in_hand.pop()
+        loss.backward()
+
+    machine.forward, machine.backward = forward, backward
+    machine.learner(budget).learn(make_rollout(Policy(seed=1), beta=0.4), EVERY_ROW)
+    assert seen == set(COMPARABLE)
+    assert not in_hand
+    assert any(multiple), "a bundle of several micro-batches is wanted"
+
+
+def test_rows_without_signal_pay_no_pass_under_a_kl_either_where_the_score_gates():
+    machine = Machine(Policy())
+    machine.learner(30).learn(make_rollout(Policy(seed=1), beta=0.4, gate_on_score=True), EVERY_ROW)
+    assert machine.rows() == WITH_ADVANTAGE
+
+
+def test_a_batch_without_any_signal_runs_nothing():
+    rollout = make_rollout()
+    rollout.learnable[:] = False
+    machine = Machine(Policy())
+    learner = machine.learner(30)
+    learner.learn(rollout, EVERY_ROW)
+    assert machine.forwards == []
+    assert [parameter.grad for parameter in machine.policy.parameters] == [None] * 3
+    assert all(math.isfinite(value) for value in learner.tally.metrics().values())
+
+
+def test_accumulated_gradients_are_kept_and_added_to():
+    policy = Policy()
+    before = [torch.full_like(parameter, 0.5) for parameter in policy.parameters]
+    before[1] = None
+    for parameter, grad in zip(policy.parameters, before, strict=True):
+        parameter.grad = None if grad is None else grad.clone()
+    rollout = make_rollout()
+    Machine(policy).learner(30).learn(rollout, EVERY_ROW)
+    tokens = rollout.sampled.tokens
+    advantages = advantages_by_hand(*[all_of(policy, tokens)] * 2, 0.0, token_level=False)
+    expected = gradients(policy, reinforce(policy, tokens, advantages))
+    before[1] = torch.zeros_like(policy.head)
+    same(policy, [new + old for new, old in zip(expected, before, strict=True)])
+
+
+def test_a_row_without_weight_is_not_part_of_the_step():
+    policy = Policy()
+    rollout = make_rollout()
+    tokens = rollout.sampled.tokens
+    step = [0, 3, 5, 8, 9, 11]
+    weights = torch.zeros(16)
+    weights[step] = 1 / 6
+    machine = Machine(policy)
+    learner = machine.learner(30)
+    learner.learn(rollout, weights)
+    advantages = advantages_by_hand(*[all_of(policy, tokens)] * 2, 0.0, token_level=False)
+    same(policy, gradients(policy, reinforce(policy, tokens, advantages, step, 1 / 6)))
+    assert machine.rows() == [0, 3, 8, 11]
+    assert (learner.tally.rows, learner.tally.trained) == (6, 4)
+    assert learner.tally.step_tokens == tokens.num_tokens(step)
+
+
+# --- two iterations ------------------------------------------------------------------------------
+
+
+def move(policy, by=0.15, seed=3):
+    """An optimizer step of sorts, large enough that some ratios are clipped."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter += by * noise
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("budget", [1, 30, 10_000])
+@pytest.mark.parametrize(
+    ("beta", "token_level"), [(0.0, False), (0.4, False), (0.4, True)], ids=str
+)
+def test_the_second_iteration_is_clipped_against_the_policy_that_sampled(
+    beta, token_level, budget, reuse
+):
+    policy, reference = Policy(), Policy(seed=1)
+    rollout = make_rollout(reference, beta=beta, token_level_kl=token_level)
+    tokens = rollout.sampled.tokens
+    machine = Machine(policy)
+    learner = machine.learner(budget, reuse=reuse)
+    if not reuse:
+        learner.fill_old(rollout, rollout.learnable.nonzero().flatten().tolist())
+        rollout.settle()
+    learner.learn(rollout, EVERY_ROW)
+    old = all_of(policy, tokens)
+    advantages = advantages_by_hand(old, all_of(reference, tokens), beta, token_level)
+    rollout.on_policy = False
+    move(policy)
+    learner.tally = Tally()
+    learner.learn(rollout, EVERY_ROW)
+
+    loss, nulled, terms = clipped(policy, tokens, old, advantages)
+    assert 0 < nulled < terms, "some terms are clipped, not all"
+    same(policy, gradients(policy, loss), tolerance=1e-5)
+    found = learner.tally.metrics()
+    assert learner.tally.loss == pytest.approx(loss.item(), abs=1e-5)
+    if not token_level:
+        assert found["policy/clipfrac_avg"] == pytest.approx(nulled / 16)
+        assert found["clip_ratio/nulled_rows"] == nulled
+    assert learner.tally.old_rows == 0, "what the first iteration kept is used"
+
+
+def test_what_the_policies_say_of_their_distance_is_worked_by_hand():
+    policy = Policy()
+    rollout = make_rollout()
+    tokens = rollout.sampled.tokens
+    learner = Machine(policy).learner(30)
+    learner.learn(rollout, EVERY_ROW)
+    found = learner.tally.metrics()
+    assert (found["val/ratio"], found["val/ratio_var"]) == (1.0, 0.0)
+    assert found["policy/approxkl_avg"] == 0.0
+    old = all_of(policy, tokens)
+    rollout.on_policy = False
+    move(policy)
+    learner.tally = Tally()
+    learner.learn(rollout, EVERY_ROW)
+    change = [by_hand(policy, tokens, row).detach() - old[row] for row in WITH_ADVANTAGE]
+    ratios = torch.stack([row.sum().exp() for row in change])
+    found = learner.tally.metrics()
+    assert found["val/ratio"] == pytest.approx(ratios.mean().item(), rel=1e-5)
+    assert found["val/ratio_var"] == pytest.approx(ratios.var(correction=0).item(), rel=1e-4)
+    squares = torch.cat(change).square().mean().item()
+    assert found["policy/approxkl_avg"] == pytest.approx(squares / 2, rel=1e-4)
+
+
+def test_what_the_older_trl_said_of_it_is_worked_by_hand():
+    policy = Policy()
+    rollout = make_rollout()
+    learner = Machine(policy).learner(30, token_ratios=True)
+    learner.learn(rollout, EVERY_ROW)
+    still = {"policy/approxkl_avg": 0.0, "val/clipfrac_avg": 0.0, "val/ratio": 1.0}
+    assert learner.tally.older_metrics() == pytest.approx(still, abs=1e-6)
+    old = all_of(policy, rollout.sampled.tokens)
+    rollout.on_policy = False
+    move(policy)
+    learner.tally = Tally()
+    learner.learn(rollout, EVERY_ROW)
+    change = [
+        by_hand(policy, rollout.sampled.tokens, row).detach() - old[row] for row in WITH_ADVANTAGE
+    ]
+    found = learner.tally.older_metrics()
+    sequences = torch.stack([row.sum() for row in change])
+    assert found["policy/approxkl_avg"] == pytest.approx(
+        0.5 * sequences.square().mean().item(), rel=1e-4
+    )
+    assert found["val/ratio"] == pytest.approx(torch.cat(change).exp().mean().item(), rel=1e-5)
+
+
+def test_two_steps_of_one_batch_without_a_kl():
+    """Half of the rows before an optimizer step, half after, with the old pass the trainer runs."""
+    policy = Policy()
+    rollout = make_rollout()
+    tokens = rollout.sampled.tokens
+    old = all_of(policy, tokens)
+    advantages = advantages_by_hand(old, old, 0.0, token_level=False)
+    first, second = torch.zeros(16), torch.zeros(16)
+    first[:9] = second[9:] = 1 / 16
+    learner = Machine(policy).learner(30)
+    learner.fill_old(rollout, [10, 11])
+    learner.learn(rollout, first)
+    same(policy, gradients(policy, reinforce(policy, tokens, advantages, range(9))))
+    rollout.on_policy = False
+    move(policy, by=0.002)
+    learner.learn(rollout, second)
+    later = [0.0] * 9 + advantages[9:]
+    loss, nulled, _ = clipped(policy, tokens, old, later)
+    assert nulled == 0
+    same(policy, gradients(policy, loss), tolerance=1e-5)
+    assert learner.tally.old_rows == 2
+
+
+# --- passes without gradient ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [1, 5, 1000])
+def test_log_probs_are_those_of_single_rows_and_zero_elsewhere(budget):
+    policy = Policy()
+    tokens = make_tokens()
+    machine = Machine(policy)
+    rows = [1, 4, 8, 15]
+    found = machine.learner(budget).log_probs(tokens, rows, machine.forward)
+    expected = torch.zeros(16, max(COMPLETIONS))
+    for row in rows:
+        expected[row, : COMPLETIONS[row]] = by_hand(policy, tokens, row).detach().float()
+    torch.testing.assert_close(found, expected)
+    assert found.dtype == torch.float32
+    assert not found.requires_grad
+    assert machine.rows(recorded=False) == rows
+
+
+def test_an_old_pass_counts_its_rows_and_positions():
+    machine = Machine(Policy())
+    rollout = make_rollout()
+    learner = machine.learner(10_000)
+    learner.fill_old(rollout, [2, 8])
+    assert learner.tally.old_rows == 2
+    assert learner.tally.tokens == rollout.sampled.tokens.num_tokens([2, 8])
+    assert learner.tally.positions >= learner.tally.tokens
+    learner.fill_old(rollout, [])
+    assert len([rows for rows, _ in machine.forwards]) <= 2
+
+
+# --- memory runs out -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def one_warning():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    assert [warning.category for warning in caught] == [RuntimeWarning]
+    assert "tokens_per_micro_batch is" in str(caught[0].message)
+
+
+def exact_after_running_out(machine, budget, beta, token_level=False):
+    """Learn with gradients accumulated before; check them, and return the learner."""
+    policy, reference = machine.policy, Policy(seed=1)
+    rollout = make_rollout(reference, beta=beta, token_level_kl=token_level)
+    tokens = rollout.sampled.tokens
+    before = [torch.full_like(parameter, 0.25) for parameter in policy.parameters]
+    before[2] = torch.zeros_like(policy.bias)
+    for parameter, grad in zip(policy.parameters[:2], before, strict=False):
+        parameter.grad = grad.clone()
+    learner = machine.learner(budget)
+    with one_warning():
+        learner.learn(rollout, EVERY_ROW)
+    advantages = advantages_by_hand(
+        all_of(policy, tokens), all_of(reference, tokens), beta, token_level
+    )
+    expected = gradients(policy, reinforce(policy, tokens, advantages))
+    same(policy, [new + old for new, old in zip(expected, before, strict=True)])
+    return learner
+
+
+CASES = pytest.mark.parametrize(
+    ("beta", "token_level"), [(0.0, False), (0.4, False), (0.4, True)], ids=str
+)
+
+
+@pytest.mark.parametrize("limit", [20, 30, 45])
+@CASES
+def test_a_forward_pass_that_does_not_fit_is_run_again_in_smaller_pieces(beta, token_level, limit):
+    machine = Machine(Policy(), limit=limit)
+    learner = exact_after_running_out(machine, 4096, beta, token_level)
+    assert limit // 2 <= learner.budget < 4096, "halved as often as needed"
+
+
+@CASES
+def test_one_halving_is_made_when_one_is_enough(beta, token_level):
+    learner = exact_after_running_out(Machine(Policy(), limit=50), 80, beta, token_level)
+    assert 25 < learner.budget <= 40, "half of the budget, or of what did not fit if that is less"
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("failing", [(1,), (2,), (1, 2)], ids=str)
+@pytest.mark.parametrize("budget", [64, 80])
+@CASES
+def test_a_backward_pass_that_does_not_fit_leaves_no_trace(
+    beta, token_level, budget, failing, late
+):
+    machine = Machine(Policy(), failing=failing, late=late)
+    learner = exact_after_running_out(machine, budget, beta, token_level)
+    assert 1 <= learner.budget <= budget // 2 ** len(failing)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+@pytest.mark.parametrize("beta", [0.0, 0.4])
+def test_what_is_counted_of_a_step_is_the_same_after_running_out(beta, failing):
+    machines = [Machine(Policy()), Machine(Policy(), failing=(failing,))]
+    tallies = []
+    for machine in machines:
+        learner = machine.learner(80)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            learner.learn(make_rollout(Policy(seed=1), beta=beta), EVERY_ROW)
+        tallies.append(learner.tally)
+    undisturbed, disturbed = tallies
+    for name in ("rows", "step_tokens", "trained", "completion_tokens"):
+        assert getattr(disturbed, name) == getattr(undisturbed, name), name
+    assert disturbed.loss == pytest.approx(undisturbed.loss, abs=1e-6)
+    assert sum(map(len, disturbed.ratios)) == sum(map(len, undisturbed.ratios))
+
+
+def test_rows_that_are_done_are_not_run_again():
+    machine = Machine(Policy(), failing=(2,))
+    learner = machine.learner(36)
+    with one_warning():
+        learner.learn(make_rollout(), EVERY_ROW)
+    assert machine.backwards > 2
+    first = machine.forwards[0][0]
+    again = [rows for rows, _ in machine.forwards[1:]]
+    assert not set(first) & {row for rows in again for row in rows}
+
+
+@pytest.mark.parametrize(("budget", "limit"), [(100, 40), (10, 30)])
+def test_an_old_pass_that_does_not_fit_is_run_again_in_smaller_pieces(budget, limit):
+    policy = Policy()
+    machine = Machine(policy, no_grad_limit=limit)
+    tokens = make_tokens()
+    learner = machine.learner(budget)
+    with one_warning():
+        found = learner.log_probs(tokens, list(range(16)), machine.forward)
+    for row in range(16):
+        expected = by_hand(policy, tokens, row).detach().float()
+        torch.testing.assert_close(found[row, : COMPLETIONS[row]], expected)
+    assert limit / 8 <= learner.budget < budget, "halved as often as needed"
+    assert machine.rows(recorded=False) == list(range(16))
+
+
+def test_a_group_whose_old_pass_does_not_fit_either_is_still_exact():
+    machine = Machine(Policy(), limit=20, no_grad_limit=20)
+    learner = exact_after_running_out(machine, 4096, 0.4)
+    assert learner.tally.old_rows > 0
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4])
+def test_a_single_row_that_does_not_fit_is_an_error_that_says_what_to_lower(beta):
+    machine = Machine(Policy(), limit=max(PROMPTS) + max(COMPLETIONS) - 1)
+    before = torch.ones_like(machine.policy.bias)
+    machine.policy.bias.grad = before.clone()
+    with (
+        pytest.warns(RuntimeWarning, match="memory ran out"),
+        pytest.raises(MemoryRanOutError, match="max_completion_length") as caught,
+    ):
+        machine.learner(4096).learn(make_rollout(Policy(seed=1), beta=beta), EVERY_ROW)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_a_single_row_that_does_not_fit_its_old_pass_is_the_same_error():
+    machine = Machine(Policy(), no_grad_limit=5)
+    with pytest.raises(MemoryRanOutError, match="single completion"):
+        machine.learner(1).fill_old(make_rollout(), [8])
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_another_error_of_the_model_is_not_taken_for_a_lack_of_memory(where):
+    machine = Machine(Policy())
+    before = torch.ones_like(machine.policy.bias)
+    machine.policy.bias.grad = before
+
+    def broken(*_):
+        machine.policy.bias.grad = torch.zeros_like(before)  # as half a backward pass leaves it
+        raise RuntimeError("shape mismatch")
+
+    setattr(machine, where, broken)
+    learner = machine.learner(30)
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        learner.learn(make_rollout(), EVERY_ROW)
+    assert machine.policy.bias.grad is before, "what was accumulated is as it was"
+    assert learner.tally.loss == 0
+    assert learner.budget == 30
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        learner.log_probs(make_tokens(), [0, 1], broken)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError, MemoryError])
+def test_every_kind_of_lacking_memory_is_one(error):
+    machine = Machine(Policy(), limit=40, no_grad_limit=40, failing=(1,))
+    machine.error = error
+    learner = exact_after_running_out(machine, 80, 0.4)
+    found = learner.log_probs(make_tokens(), [8], machine.forward)
+    assert found[8].any()
+
+
+TEXTS = [
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA out of memory. Tried to allocate 20.00 MiB",
+    "Error out of memory at line 380 in file /src/csrc/ops.cu",
+    "HIP out of memory. Tried to allocate 2.00 GiB",
+    "MPS backend out of memory (MPS allocated: 9.00 GB)",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_libraries_say_of_lacking_memory_is_known(text):
+    assert is_out_of_memory(RuntimeError(text))
+    assert not is_out_of_memory(ValueError(text))
+
+
+def test_the_allocator_of_the_cpu_says_it_as_it_is_known():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(10**16)
+    assert is_out_of_memory(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("shape mismatch"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("out of resource: shared memory, Required: 131072"),
+        MemoryRanOutError("it ran out of memory, and says so itself"),
+        KeyboardInterrupt(),
+    ],
+    ids=repr,
+)
+def test_what_is_not_a_lack_of_memory(error):
+    assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4])
+def test_the_graph_of_an_attempt_that_failed_is_gone_before_the_next_one(beta):
+    machine = Machine(Policy(), failing=(1, 3))
+    machine_forward, graphs, alive = machine.forward, [], []
+
+    def forward(batch):
+        if machine.backwards in (1, 3):  # right after one that failed
+            alive.append(sum(graph() is not None for graph in graphs[: in_hand[-1]]))
+        scored = machine_forward(batch)
+        graphs.append(weakref.ref(scored.log_probs))
+        return scored
+
+    def backward(loss):
+        in_hand.append(len(graphs))
+        Machine.backward(machine, loss)
+
+    in_hand = [0]
+    machine.forward, machine.backward = forward, backward
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        machine.learner(80).learn(make_rollout(Policy(seed=1), beta=beta), EVERY_ROW)
+    assert alive[:2] == [0, 0]
+    assert machine.backwards > 3

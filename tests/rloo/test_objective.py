@@ -1,0 +1,292 @@
+"""Running moments, shaping of scores, KL estimators, and the clipped surrogate's gradient."""
+
+import pytest
+import torch
+
+from rloo_kit.rloo.objective import (
+    RunningMoments,
+    normalise,
+    penalise_missing_eos,
+    surrogate,
+    to_go,
+    token_kl,
+)
+
+NAN = float("nan")
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# --- running moments -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("scale", "offset"), [(1.0, 0.0), (1e-3, 5.0), (3.0, -1e5)])
+def test_moments_are_those_of_all_batches_together(scale, offset):
+    batches = [scale * random(size, seed=size) + offset for size in (5, 1, 0, 32, 7)]
+    batches[0][2] = NAN
+    batches[3][::5] = NAN
+    batches.append(torch.full((4,), NAN, dtype=torch.float64))
+    moments = RunningMoments()
+    for place, batch in enumerate(batches):
+        moments.update(batch)
+        seen = torch.cat(batches[: place + 1])
+        seen = seen[~seen.isnan()]
+        assert moments.count == len(seen)
+        assert moments.mean == pytest.approx(seen.mean().item(), rel=1e-9, abs=1e-9)
+        assert moments.std == pytest.approx(seen.std().item(), rel=1e-7)
+
+
+@pytest.mark.parametrize("nothing", [torch.tensor([]), torch.tensor([NAN, NAN])])
+def test_a_batch_without_values_changes_nothing(nothing):
+    moments = RunningMoments()
+    moments.update(nothing)
+    assert moments == RunningMoments()
+    moments.update(torch.tensor([1.0, 4.0]))
+    before = RunningMoments(**vars(moments))
+    moments.update(nothing)
+    assert moments == before
+
+
+def test_moments_of_fewer_than_two_values_have_no_spread():
+    moments = RunningMoments()
+    assert moments.std == 0.0
+    moments.update(torch.tensor([3.0]))
+    assert (moments.mean, moments.std) == (3.0, 0.0)
+
+
+def test_moments_take_values_of_any_shape():
+    grouped, flat = RunningMoments(), RunningMoments()
+    grouped.update(random(3, 4))
+    flat.update(random(3, 4).flatten())
+    assert grouped == flat
+
+
+# --- penalty and normalisation -------------------------------------------------------------------
+
+
+def test_only_completions_without_an_eos_pay_the_penalty():
+    scores = torch.tensor([1.0, 2.0, NAN, 0.0])
+    ended = torch.tensor([True, False, False, False])
+    found = penalise_missing_eos(scores, ended, 0.75)
+    torch.testing.assert_close(found, torch.tensor([1.0, 1.25, NAN, -0.75]), equal_nan=True)
+    assert scores[1] == 2.0, "the given scores stay as they are"
+
+
+def test_no_penalty_leaves_scores_alone():
+    scores = torch.tensor([1.0, NAN])
+    found = penalise_missing_eos(scores, torch.tensor([False, False]), None)
+    torch.testing.assert_close(found, scores, equal_nan=True)
+
+
+def test_normalised_values_are_distances_from_the_mean_in_standard_deviations():
+    values = torch.tensor([1.0, 2.0, 6.0])  # mean 3, variance (4 + 1 + 9) / 2 = 7
+    expected = torch.tensor([-2.0, -1.0, 3.0]) / (7**0.5 + 1e-4)
+    torch.testing.assert_close(normalise(values), expected, rtol=1e-6, atol=0)
+
+
+def test_small_spreads_are_divided_by_the_constant_as_well():
+    values = torch.tensor([0.0, 2e-4], dtype=torch.float64)
+    std = 2e-4 / 2**0.5
+    expected = torch.tensor([-1e-4, 1e-4], dtype=torch.float64) / (std + 1e-4)
+    torch.testing.assert_close(normalise(values), expected)
+
+
+def test_normalisation_keeps_nan_and_does_not_count_it():
+    found = normalise(torch.tensor([[1.0, NAN], [2.0, 6.0]]))
+    expected = normalise(torch.tensor([1.0, 2.0, 6.0]))
+    assert found.shape == (2, 2)
+    assert found[0, 1].isnan()
+    torch.testing.assert_close(found[~found.isnan()], expected)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -2.5, 0.1])
+def test_equal_values_are_normalised_to_zero(value):
+    found = normalise(torch.full((7,), value, dtype=torch.float64))
+    torch.testing.assert_close(found, torch.zeros(7, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+def test_a_single_value_is_normalised_to_zero():
+    found = normalise(torch.tensor([NAN, 5.0]))
+    assert found[0].isnan()
+    assert found[1] == 0.0
+    assert normalise(torch.tensor([NAN, NAN])).isnan().all()
+    assert normalise(torch.tensor([])).numel() == 0
+
+
+def test_given_moments_are_used_instead_of_those_of_the_values():
+    moments = RunningMoments()
+    moments.update(torch.tensor([1.0, 2.0, 6.0]))
+    found = normalise(torch.tensor([10.0, NAN]), moments)
+    torch.testing.assert_close(found[0], torch.tensor(7 / (7**0.5 + 1e-4)))
+    assert found[1].isnan()
+    assert moments.count == 3, "normalising does not count"
+
+
+# --- KL ------------------------------------------------------------------------------------------
+
+POLICY = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+REFERENCE = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_expected_estimate_is_the_divergence(estimator):
+    exact = (POLICY * (POLICY / REFERENCE).log()).sum()
+    estimates = token_kl(POLICY.log()[None], REFERENCE.log()[None], estimator)[0]
+    torch.testing.assert_close((POLICY * estimates).sum(), exact)
+    assert exact > 0.4
+
+
+def test_k1_is_the_log_ratio_and_the_default():
+    policy, reference = random(3, 5, seed=1), random(3, 5, seed=2)
+    assert token_kl(policy, reference).equal(policy - reference)
+    assert token_kl(policy, reference, "k1").equal(policy - reference)
+    assert (token_kl(policy, reference) < 0).any()
+
+
+def test_k3_is_written_with_the_ratio_of_the_reference_to_the_policy():
+    policy, reference = random(3, 5, seed=1), random(3, 5, seed=2)
+    ratio = (reference - policy).exp()
+    torch.testing.assert_close(token_kl(policy, reference, "k3"), ratio - 1 - ratio.log())
+
+
+@pytest.mark.parametrize("scale", [3.0, 1e-2, 1e-4])
+def test_k3_is_never_negative_and_keeps_small_divergences(scale):
+    log_ratio = scale * random(1000).float()
+    found = token_kl(log_ratio, torch.zeros(1000), "k3")
+    assert (found >= 0).all()
+    if scale < 1e-3:
+        torch.testing.assert_close(found, log_ratio**2 / 2, rtol=1e-2, atol=1e-11)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_equal_distributions_have_no_divergence(estimator):
+    log_probs = random(2, 6)
+    assert token_kl(log_probs, log_probs.clone(), estimator).equal(torch.zeros_like(log_probs))
+
+
+def test_another_estimator_is_refused():
+    with pytest.raises(ValueError, match="'k2', must be k1 or k3"):
+        token_kl(torch.zeros(1, 1), torch.zeros(1, 1), "k2")
+
+
+def test_to_go_sums_from_each_token_to_the_end():
+    values = torch.tensor([[1.0, 2.0, 4.0], [0.0, -1.0, 0.5]])
+    torch.testing.assert_close(to_go(values), torch.tensor([[7.0, 6.0, 4.0], [-0.5, -0.5, 0.5]]))
+
+
+# --- surrogate -----------------------------------------------------------------------------------
+
+MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]).bool()
+ADVANTAGES = torch.tensor([0.7, -1.5, 2.0], dtype=torch.float64)
+
+
+def gradient(log_probs, old, mask, advantages, low=0.2, high=0.2):
+    log_probs = log_probs.clone().requires_grad_()
+    found = surrogate(log_probs, old, mask, advantages, low, high)
+    found.losses.sum().backward()
+    return log_probs.grad, found
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_on_policy_the_gradient_is_that_of_reinforce(per_token):
+    log_probs = random(3, 4)
+    advantages = ADVANTAGES[:, None] * MASK if per_token else ADVANTAGES
+    found, objective = gradient(log_probs, log_probs, MASK, advantages)
+    torch.testing.assert_close(found, -ADVANTAGES[:, None] * MASK)
+    assert objective.ratios.tolist() == [1.0, 1.0, 1.0]
+    assert not objective.clipped_low.any()
+    assert not objective.clipped_high.any()
+
+
+def test_on_policy_each_token_is_weighted_by_its_own_advantage():
+    log_probs, advantages = random(3, 4), random(3, 4, seed=3)
+    found, _ = gradient(log_probs, log_probs, MASK, advantages * MASK)
+    torch.testing.assert_close(found, -advantages * MASK)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_padding_counts_for_nothing_whatever_stands_there(per_token):
+    log_probs, old = random(3, 4), random(3, 4) + 0.02
+    advantages = random(3, 4, seed=3) if per_token else ADVANTAGES
+    clean, expected = gradient(log_probs, old, MASK, advantages)
+    if per_token:  # as large as you like on padding
+        advantages = advantages + 50.0 * ~MASK
+    noisy, found = gradient(log_probs + 3.0 * ~MASK, old, MASK, advantages)
+    assert noisy.equal(clean)
+    for name in ("losses", "ratios", "clipped_low", "clipped_high"):
+        assert getattr(found, name).equal(getattr(expected, name))
+
+
+def test_the_loss_of_a_row_has_one_ratio_for_the_whole_completion():
+    old = random(3, 4)
+    step = torch.tensor([[0.01, 0.02, 0.03, 0.04], [-0.05, 0.01, 9, 9], [0.1, -0.1, 0.02, 9]])
+    _, found = gradient(old + step.double(), old, MASK, ADVANTAGES)
+    ratios = torch.tensor([0.10, -0.04, 0.02], dtype=torch.float64).exp()
+    torch.testing.assert_close(found.ratios, ratios, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.losses, -ratios * ADVANTAGES, rtol=1e-6, atol=0)
+    assert not found.ratios.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "clipped"),
+    [
+        (1.4, 1.0, "high"),
+        (1.4, -1.0, None),
+        (0.6, -1.0, "low"),
+        (0.6, 1.0, None),
+        (1.1, 1.0, None),
+        (0.9, -1.0, None),
+    ],
+)
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_ratio_out_of_range_has_no_gradient_where_it_went_the_right_way(
+    ratio, advantage, clipped, per_token
+):
+    old = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
+    step = torch.tensor(ratio, dtype=torch.float64).log() * torch.ones(1, 2)
+    step = step if per_token else step / 2
+    advantages = torch.full((1, 2) if per_token else (1,), advantage, dtype=torch.float64)
+    found, objective = gradient(old + step, old, torch.ones(1, 2).bool(), advantages)
+    expected = 0.0 if clipped else -ratio * advantage
+    torch.testing.assert_close(found, torch.full((1, 2), expected, dtype=torch.float64))
+    assert objective.clipped_high.tolist() == [float(clipped == "high")]
+    assert objective.clipped_low.tolist() == [float(clipped == "low")]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ratio", "advantage", "loss"),
+    [
+        (0.1, 0.5, 1.4, 1.0, -1.4),
+        (0.1, 0.5, 1.6, 1.0, -1.5),
+        (0.1, 0.5, 0.8, -1.0, 0.9),
+        (0.5, 0.1, 1.4, 1.0, -1.1),
+        (0.5, 0.1, 0.8, -1.0, 0.8),
+        (0.5, 0.1, 0.4, -1.0, 0.5),
+    ],
+)
+def test_the_two_ranges_are_kept_apart(low, high, ratio, advantage, loss):
+    log_probs = torch.tensor([[ratio]], dtype=torch.float64).log()
+    found, objective = gradient(
+        log_probs,
+        torch.zeros(1, 1, dtype=torch.float64),
+        torch.ones(1, 1).bool(),
+        torch.tensor([advantage], dtype=torch.float64),
+        low,
+        high,
+    )
+    assert objective.losses.item() == pytest.approx(loss)
+    assert (found == 0).all() == (abs(loss) != pytest.approx(ratio))
+
+
+def test_with_token_advantages_the_clipped_share_counts_tokens_of_the_completion():
+    step = torch.tensor([[1.0, 1.0, 0.0, -1.0]], dtype=torch.float64)
+    advantages = torch.tensor([[1.0, -1.0, 1.0, 1.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 0]]).bool()
+    found, objective = gradient(step, torch.zeros_like(step), mask, advantages)
+    assert objective.clipped_high.tolist() == pytest.approx([1 / 3])
+    assert objective.clipped_low.tolist() == [0.0]
+    e = torch.tensor(1.0, dtype=torch.float64).exp()
+    torch.testing.assert_close(found, torch.stack([0 * e, e, -1 + 0 * e, 0 * e])[None])
+    assert objective.ratios.tolist() == pytest.approx([(e * e).item()])

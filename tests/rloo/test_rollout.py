@@ -1,0 +1,693 @@
+"""From scores and log-probabilities to advantages, against plain loops written row by row."""
+
+import ast
+import math
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from trl.trainer.utils import nanstd
+
+from rloo_kit.rloo.batching import TokenRows
+from rloo_kit.rloo.objective import RunningMoments
+from rloo_kit.rloo.rollout import Rollout, Sampled, Shaping
+
+NAN = float("nan")
+
+
+def sampled(scores, lengths=None, ended=None):
+    """Completions with the given scores; every prompt, completion and token is another one."""
+    size = len(scores)
+    lengths = lengths or [2] * size
+    tokens = TokenRows(
+        [[row] for row in range(size)],
+        [[100 * row + place for place in range(length)] for row, length in enumerate(lengths)],
+    )
+    return Sampled(
+        prompts=[f"prompt {row}" for row in range(size)],
+        completions=[f"completion {row}" for row in range(size)],
+        tokens=tokens,
+        ended=list(ended or [True] * size),
+        rewards=torch.tensor(scores)[:, None] * torch.tensor([[1.0, 2.0]]),
+        scores=torch.tensor(scores),
+    )
+
+
+def scored(scores, size, *, lengths=None, ended=None, moments=None, **shaping):
+    return Rollout.scored(
+        sampled(scores, lengths, ended), size, Shaping(**shaping), moments=moments
+    )
+
+
+def fill(rollout, seed=0, spread=0.5):
+    """Give every position log-probabilities, padding too, as if a pass had been run."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = rollout.old_log_probs.shape
+    rollout.old_log_probs = -3 * torch.rand(shape, generator=generator)
+    noise = spread * torch.randn(shape, generator=generator)
+    rollout.reference_log_probs = rollout.old_log_probs + noise
+    return rollout
+
+
+def settled(*arguments, seed=0, **keywords):
+    rollout = fill(scored(*arguments, **keywords), seed)
+    rollout.settle()
+    return rollout
+
+
+def estimate(old, reference, estimator="k1"):
+    return {"k1": old - reference, "k3": math.exp(reference - old) - 1 + old - reference}[estimator]
+
+
+def kl_by_hand(rollout, row, estimator="k1"):
+    """The KL of every token of a completion."""
+    length = len(rollout.sampled.tokens.completion_ids[row])
+    return [
+        estimate(
+            rollout.old_log_probs[row, place].item(),
+            rollout.reference_log_probs[row, place].item(),
+            estimator,
+        )
+        for place in range(length)
+    ]
+
+
+def siblings_mean(values, row, size):
+    """The mean of the known values beside a row in its group; None where there is none."""
+    first = row // size * size
+    known = [
+        values[other]
+        for other in range(first, first + size)
+        if other != row and not math.isnan(values[other])
+    ]
+    return sum(known) / len(known) if known else None
+
+
+def advantages_by_hand(values, size):
+    found = []
+    for row, value in enumerate(values):
+        baseline = siblings_mean(values, row, size)
+        found.append(0.0 if math.isnan(value) or baseline is None else value - baseline)
+    return torch.tensor(found)
+
+
+def close(found, expected, tolerance=1e-5):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+# --- worked numbers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalize", [None, "batch", "moving"])
+def test_one_right_answer_among_four(normalize):
+    rollout = scored(
+        [1.0, 0, 0, 0], 4, normalize_reward=normalize, moments=RunningMoments(), beta=0.0
+    )
+    unit = 1.0 if normalize is None else 1 / (0.5 + 1e-4)  # the standard deviation of the scores
+    close(rollout.advantages, unit * torch.tensor([1, -1 / 3, -1 / 3, -1 / 3]))
+    assert rollout.settled.all(), "without KL nothing is waited for"
+
+
+def test_the_four_by_three_example_of_the_seed():
+    # The seed lists generation after generation, a rollout group after group.
+    generations = torch.tensor([[1.0, 2, 3], [2, 3, 4], [5, 6, 7], [8, 9, 10]])
+    rollout = scored(generations.T.flatten().tolist(), 4)
+    flat = rollout.advantages.view(3, 4).T.flatten()
+    close(flat[0], torch.tensor(-4.0))
+    close(flat[7], torch.tensor(4 / 3))
+
+
+# --- shaping -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.25])
+def test_penalty_then_clip_then_normalisation_then_kl_then_baseline(beta):
+    raw = [3.0, -0.5, 1.0, 0.25]
+    ended = [False, False, True, True]
+    rollout = settled(
+        raw,
+        2,
+        ended=ended,
+        lengths=[2, 1, 3, 2],
+        beta=beta,
+        missing_eos_penalty=1.5,
+        reward_clip_range=(-1.0, 1.25),
+        normalize_reward="batch",
+    )
+    shaped = torch.tensor([1.25, -1.0, 1.0, 0.25])  # 3 - 1.5 clipped, -0.5 - 1.5 clipped
+    shaped = (shaped - shaped.mean()) / (shaped.std() + 1e-4)
+    close(rollout.scores, shaped)
+    kl = torch.tensor([sum(kl_by_hand(rollout, row)) for row in range(4)])
+    close(rollout.advantages, advantages_by_hand((shaped - beta * kl).tolist(), 2))
+    assert rollout.sampled.scores.tolist() == raw, "the raw scores stay as they were"
+
+
+def test_every_generation_batch_moves_the_statistics():
+    moments = RunningMoments()
+    first, second = [1.0, 0.0, NAN, 3.0], [5.0, -1.0, 0.5, 2.0]
+    scored(first, 2, normalize_reward="moving", moments=moments)
+    rollout = scored(second, 2, normalize_reward="moving", moments=moments)
+    seen = torch.tensor([1.0, 0.0, 3.0, *second])
+    assert moments.count == 7
+    close(rollout.scores, (torch.tensor(second) - seen.mean()) / (seen.std() + 1e-4))
+
+
+def test_shaping_leaves_unscorable_rows_unscorable():
+    rollout = scored(
+        [NAN, 2.0, 1.0, NAN, 4.0, 0.0],
+        3,
+        ended=[False] * 6,
+        missing_eos_penalty=1.0,
+        reward_clip_range=(-0.5, 1.5),
+        normalize_reward="batch",
+    )
+    assert rollout.scores.isnan().tolist() == [True, False, False, True, False, False]
+    assert rollout.advantages.isfinite().all()
+
+
+# --- sequence-level KL ---------------------------------------------------------------------------
+
+SCORES = [1.0, 0.0, 0.5, 0.0, 2.0, NAN, 1.0, 1.0, NAN, NAN, 3.0, NAN]
+LENGTHS = [3, 1, 5, 2, 4, 4, 1, 2, 3, 5, 2, 1]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("seed", range(3))
+def test_sequence_level_kl_is_taken_from_the_score_of_the_row(seed, estimator):
+    rollout = settled(SCORES, 4, lengths=LENGTHS, beta=0.3, kl_estimator=estimator, seed=seed)
+    kl = [sum(kl_by_hand(rollout, row, estimator)) for row in range(12)]
+    rewards = [score - 0.3 * row for score, row in zip(SCORES, kl, strict=True)]
+    close(rollout.advantages, advantages_by_hand(rewards, 4))
+    needed = torch.tensor([not math.isnan(score) for score in SCORES])
+    needed[10] = False  # the only scorable row of its group
+    close(rollout.kl, torch.tensor(kl) * needed)
+    assert (rollout.advantages[[5, 8, 9, 10, 11]] == 0).all()
+
+
+def test_beta_zero_asks_for_no_log_probabilities():
+    rollout = scored(SCORES, 4, lengths=LENGTHS)
+    close(rollout.advantages, advantages_by_hand(SCORES, 4))
+    assert rollout.settled.all()
+    assert not rollout.old_log_probs.any()
+
+
+def test_with_a_kl_nothing_is_settled_before_the_log_probabilities_are_in():
+    rollout = scored(SCORES, 4, lengths=LENGTHS, beta=0.1)
+    assert not rollout.settled.any()
+    assert not rollout.advantages.any()
+
+
+# --- token-level KL ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("seed", range(3))
+def test_token_level_kl_is_taken_from_each_tokens_return(seed, estimator):
+    rollout = settled(
+        SCORES,
+        4,
+        lengths=LENGTHS,
+        beta=0.3,
+        kl_estimator=estimator,
+        token_level_kl=True,
+        seed=seed,
+    )
+    expected = torch.zeros(12, 5)
+    for row, score in enumerate(SCORES):
+        baseline = siblings_mean(SCORES, row, 4)
+        if math.isnan(score) or baseline is None:
+            continue
+        kl = kl_by_hand(rollout, row, estimator)
+        for t in range(len(kl)):
+            expected[row, t] = score - baseline - 0.3 * sum(kl[u] for u in range(t, len(kl)))
+    close(rollout.advantages, expected)
+    padding = torch.arange(5) >= torch.tensor(LENGTHS)[:, None]
+    assert (rollout.advantages[padding] == 0).all()
+    assert (rollout.advantages[[5, 8, 9, 10, 11]] == 0).all()
+
+
+def test_token_level_kl_without_a_kl_is_one_advantage_a_row():
+    rollout = scored([1.0, 0.0], 2, token_level_kl=True)
+    assert rollout.advantages.tolist() == [1.0, -1.0]
+
+
+@pytest.mark.parametrize("token_level", [False, True])
+def test_an_equal_kl_everywhere_leaves_only_what_the_baseline_does_not_cancel(token_level):
+    rollout = scored([1.0, 0.0], 2, beta=0.5, token_level_kl=token_level)
+    rollout.old_log_probs += 0.25
+    rollout.settle()
+    if token_level:  # 0.25 a token to go, twice 0.5
+        close(rollout.advantages, torch.tensor([[0.75, 0.875], [-1.25, -1.125]]))
+    else:
+        close(rollout.advantages, torch.tensor([1.0, -1.0]))
+
+
+# --- unscorable and truncated rows ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.2])
+def test_an_unscorable_row_is_in_no_baseline_and_has_no_advantage(beta):
+    with_it = settled([1.0, NAN, 0.0, 0.5], 4, beta=beta)
+    without = scored([1.0, 0.0, 0.5], 3, beta=beta)
+    without.old_log_probs = with_it.old_log_probs[[0, 2, 3]]
+    without.reference_log_probs = with_it.reference_log_probs[[0, 2, 3]]
+    without.settle()
+    assert with_it.advantages[1] == 0.0
+    close(with_it.advantages[[0, 2, 3]], without.advantages)
+    assert with_it.learnable.tolist() == [True, False, True, beta != 0]  # 0.5 is the mean
+
+
+@pytest.mark.parametrize("token_level", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.2])
+def test_a_group_with_one_scorable_row_has_nothing_to_learn(beta, token_level):
+    rollout = settled([NAN, 3.0, NAN, 1.0, 2.0, 2.5], 3, beta=beta, token_level_kl=token_level)
+    assert (rollout.advantages[:3] == 0).all()
+    assert rollout.advantages[3:].any()
+    assert rollout.learnable[:3].tolist() == [False] * 3
+    assert rollout.groups[0] == []
+
+
+@pytest.mark.parametrize("token_level", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.4])
+@pytest.mark.parametrize("in_baseline", [True, False])
+def test_a_truncated_row_does_not_train_and_counts_in_the_baseline_as_asked(
+    in_baseline, beta, token_level
+):
+    scores = [4.0, 1.0, 0.0, 2.0]
+    rollout = settled(
+        scores,
+        4,
+        ended=[True, True, False, True],
+        lengths=[1, 2, 3, 2],
+        beta=beta,
+        token_level_kl=token_level,
+        mask_truncated_completions=True,
+        truncated_in_baseline=in_baseline,
+    )
+    known = [4.0, 1.0, 0.0 if in_baseline else NAN, 2.0]
+    kl = [kl_by_hand(rollout, row) if row != 2 else [] for row in range(4)]
+    if beta and token_level:
+        expected = torch.zeros(4, 3)
+        for row in (0, 1, 3):
+            for t in range(len(kl[row])):
+                to_come = sum(kl[row][t:])
+                expected[row, t] = scores[row] - siblings_mean(known, row, 4) - beta * to_come
+    else:
+        rewards = [score - beta * sum(row) for score, row in zip(known, kl, strict=True)]
+        expected = advantages_by_hand(rewards, 4)
+        expected[2] = 0.0
+    close(rollout.advantages, expected)
+    assert not rollout.learnable[2]
+    assert not rollout.completion_mask[2].any()
+    assert rollout.completion_mask.sum(1).tolist() == [1, 2, 0, 2]
+
+
+def test_truncated_rows_train_like_others_unless_they_are_masked():
+    rollout = scored([4.0, 1.0, 0.0], 3, ended=[True, True, False])
+    close(rollout.advantages, torch.tensor([3.5, -1.0, -2.5]))
+    assert rollout.learnable.all()
+
+
+# --- which rows train ----------------------------------------------------------------------------
+
+NO_SIGNAL = [1.0, 1.0, 1.0, 0.0, 0.5, 1.0, NAN, 2.0, NAN, NAN, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_without_a_kl_exactly_the_rows_with_an_advantage_are_learnable(masks):
+    ended = [True] * 10 + [False, True]
+    rollout = scored(NO_SIGNAL, 3, ended=ended, mask_truncated_completions=masks)
+    assert rollout.learnable.equal(rollout.advantages != 0)
+    assert rollout.groups == [[], [3, 5], [], [11] if masks else [10, 11]]
+
+
+def test_without_skipping_every_comparable_row_is_learnable():
+    rollout = scored(NO_SIGNAL, 3, skip_no_signal=False)
+    assert rollout.groups == [[0, 1, 2], [3, 4, 5], [], [10, 11]]
+    close(rollout.advantages, advantages_by_hand(NO_SIGNAL, 3))
+
+
+def test_with_a_kl_a_group_of_equal_scores_still_learns():
+    rollout = settled(NO_SIGNAL, 3, beta=0.1)
+    assert rollout.groups == [[0, 1, 2], [3, 4, 5], [], [10, 11]]
+    assert (rollout.advantages[:3] != 0).all()
+
+
+@pytest.mark.parametrize("token_level", [False, True])
+def test_gating_on_the_score_leaves_out_groups_of_equal_scores(token_level):
+    rollout = settled(NO_SIGNAL, 3, beta=0.1, gate_on_score=True, token_level_kl=token_level)
+    free = scored(NO_SIGNAL, 3, beta=0.1, token_level_kl=token_level)
+    free.old_log_probs = rollout.old_log_probs
+    free.reference_log_probs = rollout.reference_log_probs
+    free.settle()
+    assert rollout.groups == [[], [3, 4, 5], [], [10, 11]]
+    assert (rollout.advantages[:3] == 0).all()
+    assert free.advantages[:3].any()
+    close(rollout.advantages[3:], free.advantages[3:])
+    assert (rollout.kl[:3] == 0).all()
+
+
+# --- normalised advantages -----------------------------------------------------------------------
+
+
+def trl_normalised(rewards, size):
+    """Run TRL's own statements, from ``grouped_rewards`` to the zeroing of NaN."""
+    path = Path(find_spec("trl").submodule_search_locations[0]) / "trainer" / "rloo_trainer.py"
+    tree = ast.parse(path.read_text("utf-8"))
+    body = next(
+        node.body
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == "_generate_and_score_completions"
+    )
+    texts = [ast.unparse(statement) for statement in body]
+    start = next(i for i, text in enumerate(texts) if text.startswith("grouped_rewards = "))
+    end = texts.index("advantages = torch.nan_to_num(advantages, nan=0.0)")
+
+    class Trainer:
+        normalize_advantages = True
+
+    names = {"torch": torch, "nanstd": nanstd, "self": Trainer}
+    names |= {"rewards": rewards, "num_generations": size}
+    exec("\n".join(texts[start : end + 1]), names)
+    return names["advantages"]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_normalised_advantages_are_those_of_trl(beta):
+    rollout = settled(SCORES, 4, lengths=LENGTHS, beta=beta, normalize_advantages=True)
+    kl = torch.tensor([sum(kl_by_hand(rollout, row)) for row in range(12)])
+    rewards = torch.tensor(SCORES) - beta * kl
+    close(rollout.advantages, trl_normalised(rewards, 4))
+    plain = advantages_by_hand(rewards.tolist(), 4)
+    known = plain[[0, 1, 2, 3, 4, 6, 7]]  # scorable, with a scorable sibling
+    expected = (plain - known.mean()) / (known.std() + 1e-4)
+    expected[[5, 8, 9, 10, 11]] = 0.0
+    close(rollout.advantages, expected)
+    assert rollout.needs_whole_batch == (beta > 0)
+
+
+def test_token_advantages_are_normalised_over_tokens():
+    keywords = {"lengths": LENGTHS, "beta": 0.3, "token_level_kl": True}
+    plain = settled(SCORES, 4, **keywords)
+    rollout = settled(SCORES, 4, normalize_advantages=True, **keywords)
+    taken = torch.zeros(12, 5).bool()
+    for row in (0, 1, 2, 3, 4, 6, 7):
+        taken[row, : LENGTHS[row]] = True
+    known = plain.advantages[taken]
+    expected = (plain.advantages - known.mean()) / (known.std() + 1e-4) * taken
+    close(rollout.advantages, expected)
+
+
+# --- groups one by one ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token_level", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_settling_group_by_group_is_settling_all_at_once(beta, token_level):
+    keywords = {"lengths": LENGTHS, "beta": beta, "token_level_kl": token_level}
+    at_once = settled(SCORES, 4, **keywords)
+    rollout = fill(scored(SCORES, 4, **keywords))
+    for groups in ([2], [0], [1]):
+        before = rollout.settled.clone()
+        rollout.settle(groups)
+        assert rollout.settled[groups].all()
+        if beta:
+            assert (rollout.settled != before).sum() == 1
+    for name in ("advantages", "kl", "token_kl", "settled"):
+        assert getattr(rollout, name).equal(getattr(at_once, name))
+
+
+def test_settling_one_group_leaves_the_others_as_they_were():
+    rollout = fill(scored(SCORES, 4, lengths=LENGTHS, beta=0.3))
+    rollout.settle([1])
+    assert not rollout.advantages[[0, 1, 2, 3, 8, 9, 10, 11]].any()
+    assert not rollout.kl[:4].any()
+    assert rollout.advantages[[4, 6, 7]].all()
+
+
+# --- exchange ------------------------------------------------------------------------------------
+
+
+def tagged(tag, scores):
+    other = sampled(scores, lengths=[1 + row % 3 for row in range(len(scores))])
+    other.prompts = [f"{tag} {row // 2}" for row in range(len(scores))]
+    other.completions = [f"{tag} {row}" for row in range(len(scores))]
+    other.tokens.prompt_ids[:] = [[ord(tag), row // 2] for row in range(len(scores))]
+    other.tokens.completion_ids[:] = [
+        [ord(tag), row, *ids] for row, ids in enumerate(other.tokens.completion_ids)
+    ]
+    other.ended = [row % 3 != 1 for row in range(len(scores))]
+    return other
+
+
+def view(sample, row):
+    """All that a sample says of a row."""
+    return (
+        sample.prompts[row],
+        sample.completions[row],
+        sample.tokens.prompt_ids[row],
+        sample.tokens.completion_ids[row],
+        sample.ended[row],
+        str(sample.rewards[row].tolist()),
+        str(sample.scores[row].item()),
+    )
+
+
+def test_exchanged_groups_come_whole_and_only_where_they_carry_signal():
+    mine = tagged("a", [1.0, 1.0, 0.0, 1.0, NAN, 3.0, 0.0, 0.0])
+    other = tagged("b", [2.0, 2.0, 2.0, 5.0, 7.0, 6.0])
+    kept = tagged("a", mine.scores.tolist())
+    mine.exchange(Shaping(), 2, [0, 2, 3], other)
+    # Group 0 of the other has no signal; two are left for three places.
+    sources = [(other, 2), (other, 3), (kept, 2), (kept, 3), (other, 4), (other, 5)]
+    sources += [(kept, 6), (kept, 7)]
+    assert [view(mine, row) for row in range(8)] == [view(*source) for source in sources]
+    rollout = Rollout.scored(mine, 2, Shaping())
+    close(rollout.advantages, torch.tensor([-3.0, 3.0, -1.0, 1.0, 1.0, -1.0, 0.0, 0.0]))
+
+
+def test_groups_that_are_not_needed_are_left():
+    mine, other = tagged("a", [1.0, 1.0, 0.0, 1.0]), tagged("b", [0.0, 1.0, 5.0, 6.0])
+    mine.exchange(Shaping(), 2, [0], other)
+    assert mine.scores.tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert mine.prompts == ["b 0", "b 0", "a 1", "a 1"]
+
+
+def test_signal_is_looked_for_in_the_shaped_scores():
+    scores = [0.0, 0.0, 0.0, 1.0, 2.0, 3.0, NAN, 1.0]
+    sample = sampled(scores, ended=[True, False, True, True, True, True, True, True])
+    assert sample.has_signal(Shaping(), 2).tolist() == [False, True, True, False]
+    penalty = Shaping(missing_eos_penalty=1.0)
+    assert sample.has_signal(penalty, 2).tolist() == [True, True, True, False]
+    clip = Shaping(reward_clip_range=(0.0, 2.0))
+    assert sample.has_signal(clip, 2).tolist() == [False, True, False, False]
+
+
+# --- metrics -------------------------------------------------------------------------------------
+
+ALWAYS = {
+    "reward",
+    "reward_std",
+    "frac_reward_zero_std",
+    "score/raw",
+    "score/shaped",
+    "score/after_kl",
+    "score/group_std",
+    "score/raw_group_std",
+    "objective/scores",
+    "val/num_eos_tokens",
+    "completions/truncated",
+    "rewards/accuracy/mean",
+    "rewards/accuracy/std",
+    "rewards/style/mean",
+    "rewards/style/std",
+}
+WITH_KL = {
+    "kl",
+    "kl/token",
+    "kl/sequence",
+    "signal/kl_share",
+    "objective/kl",
+    "objective/non_score_reward",
+    "objective/rlhf_reward",
+}
+NAMES = ["accuracy", "style"]
+
+
+@pytest.mark.parametrize("token_level", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_an_ordinary_batch_has_every_metric_as_a_finite_number(beta, token_level):
+    rollout = settled(SCORES, 4, lengths=LENGTHS, beta=beta, token_level_kl=token_level)
+    found = rollout.metrics(NAMES)
+    assert set(found) == ALWAYS | (WITH_KL if beta else set())
+    for name, value in found.items():
+        assert type(value) is float, name
+        assert math.isfinite(value), name
+
+
+def test_metrics_of_a_batch_worked_by_hand():
+    rollout = scored(
+        [2.0, 0.0, 1.0, 1.0],
+        2,
+        lengths=[2, 1, 1, 2],
+        ended=[True, False, True, True],
+        missing_eos_penalty=1.0,
+        reward_clip_range=(-1.0, 1.5),
+        beta=0.5,
+    )
+    rollout.old_log_probs = torch.tensor([[0.2, 0.4], [0.1, 9.0], [0.5, 9.0], [0.25, 0.05]])
+    rollout.settle()
+    kl = torch.tensor([0.6, 0.1, 0.5, 0.3])
+    close(rollout.kl, kl)
+    shaped = torch.tensor([1.5, -1.0, 1.0, 1.0])
+    by_score = torch.tensor([2.5, -2.5, 0.0, 0.0])
+    by_kl = 0.5 * torch.tensor([0.5, -0.5, 0.2, -0.2])
+    close(rollout.advantages, by_score - by_kl)
+    expected = {
+        "reward": 1.0,
+        "reward_std": (2 / 3) ** 0.5,
+        "frac_reward_zero_std": 0.0,  # after the KL, as TRL does
+        "score/raw": 1.0,
+        "score/shaped": 2.5 / 4,
+        "score/after_kl": (2.5 - 0.5 * 1.5) / 4,
+        "score/group_std": 2.5 / 2**0.5 / 2,
+        "score/raw_group_std": 2.0 / 2**0.5 / 2,
+        "objective/scores": 1.0,
+        "val/num_eos_tokens": 3.0,
+        "completions/truncated": 0.25,
+        "rewards/accuracy/mean": 1.0,
+        "rewards/accuracy/std": (2 / 3) ** 0.5,
+        "rewards/style/mean": 2.0,
+        "rewards/style/std": 2 * (2 / 3) ** 0.5,
+        "kl": 1.5 / 6,
+        "kl/token": 1.5 / 6,
+        "kl/sequence": 1.5 / 4,
+        "signal/kl_share": (by_kl.abs().sum() / (by_kl.abs().sum() + 5.0)).item(),
+        "objective/kl": 1.5 / 4,
+        "objective/non_score_reward": 0.5 * 1.5 / 4,
+        "objective/rlhf_reward": 1.0 - 0.5 * 1.5 / 4,
+    }
+    assert rollout.metrics(NAMES) == pytest.approx(expected, rel=1e-5)
+    assert shaped.tolist() == rollout.scores.tolist()
+
+
+def test_the_older_metrics_of_a_batch_worked_by_hand():
+    rollout = scored(
+        [2.0, 0.0, 1.0, 1.0],
+        2,
+        lengths=[2, 1, 1, 2],
+        ended=[True, False, True, True],
+        missing_eos_penalty=1.0,
+        beta=0.5,
+    )
+    rollout.old_log_probs = -torch.tensor([[0.2, 0.4], [0.1, 9.0], [0.5, 9.0], [0.25, 0.05]])
+    rollout.settle()
+    kl = -(0.6 + 0.1 + 0.5 + 0.3) / 4
+    assert rollout.metrics(NAMES)["objective/kl"] == pytest.approx(kl)
+    expected = {
+        "objective/entropy": -kl,
+        "objective/scores": 0.75,
+        "objective/non_score_reward": -0.5 * kl,
+        "objective/rlhf_reward": 0.75 - 0.5 * kl,
+    }
+    assert rollout.older_metrics() == pytest.approx(expected)
+
+
+def test_the_older_metrics_without_a_kl_and_without_a_signal():
+    found = settled([1.0, 0.0, 1.0, 1.0], 2, beta=0.0).older_metrics()
+    assert found["objective/non_score_reward"] == 0.0
+    assert found["objective/rlhf_reward"] == found["objective/scores"] == 0.75
+    assert settled([1.0, 1.0], 2, beta=0.0).older_metrics() == {"objective/scores": 1.0}
+
+
+def test_the_spread_of_scores_and_the_signal_are_those_before_the_kl():
+    rollout = settled([1.0, 1.0, 0.0, 0.0], 2, beta=0.5)
+    found = rollout.metrics(NAMES)
+    assert found["score/group_std"] == 0.0
+    assert found["frac_reward_zero_std"] == 0.0, "TRL's is taken after the KL"
+    assert found["signal/kl_share"] == 1.0
+    assert not rollout.sampled.has_signal(rollout.shaping, 2).any()
+    assert not rollout.score_advantages.any()
+    assert rollout.advantages.all()
+
+
+def test_the_kl_has_no_share_in_the_signal_where_it_is_equal_in_all_rows():
+    rollout = scored([1.0, 0.0, 3.0, 1.0], 2, beta=0.5)
+    rollout.old_log_probs += 0.25
+    rollout.settle()
+    found = rollout.metrics(NAMES)
+    assert found["signal/kl_share"] == 0.0
+    assert found["kl/sequence"] == 0.5
+    assert found["kl/token"] == 0.25
+
+
+def test_the_share_of_a_token_level_kl_counts_what_the_baseline_does_not_cancel():
+    rollout = scored([1.0, 0.0], 2, beta=0.5, token_level_kl=True)
+    rollout.old_log_probs += 0.25  # 0.5 a row, 0.25 of it as a penalty, beside scores of 1 and 1
+    rollout.settle()
+    assert rollout.metrics(NAMES)["signal/kl_share"] == pytest.approx(0.5 / 2.5)
+
+
+def test_the_kl_is_a_mean_over_the_rows_and_tokens_that_train():
+    rollout = scored([1.0, 0.0, NAN, 2.0, 0.0, 3.0], 3, lengths=[1, 2, 9, 3, 1, 1], beta=0.5)
+    rollout.old_log_probs += 0.25
+    rollout.settle()
+    found = rollout.metrics(NAMES)
+    assert found["kl/token"] == pytest.approx(0.25)
+    assert found["kl/sequence"] == pytest.approx(0.25 * 8 / 5)
+    assert found["objective/rlhf_reward"] == pytest.approx(6 / 5 - 0.5 * 0.25 * 8 / 5)
+
+
+def test_groups_without_spread_are_counted():
+    found = scored([1.0, 1.0, 0.0, 1.0, 2.0, 2.0, NAN, 2.0], 2).metrics(NAMES)
+    assert found["frac_reward_zero_std"] == 0.5
+    assert found["score/group_std"] == pytest.approx(0.5**0.5 / 3)
+
+
+# --- records -------------------------------------------------------------------------------------
+
+
+def test_a_record_says_what_became_of_a_completion():
+    rollout = scored(
+        [2.0, 0.0, 1.0, NAN], 2, ended=[True, False, True, True], missing_eos_penalty=1.0
+    )
+    assert rollout.records(NAMES) == [
+        {
+            "group": row // 2,
+            "prompt": f"prompt {row}",
+            "completion": f"completion {row}",
+            "truncated": row == 1,
+            "rewards": {
+                "accuracy": [2.0, 0.0, 1.0, None][row],
+                "style": [4.0, 0.0, 2.0, None][row],
+            },
+            "score": [2.0, -1.0, 1.0, None][row],
+            "kl": 0.0,
+            "baseline": [-1.0, 2.0, None, None][row],
+            "advantage": [3.0, -3.0, 0.0, 0.0][row],
+        }
+        for row in range(4)
+    ]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_the_recorded_baseline_is_the_reward_less_the_advantage(beta):
+    rollout = settled(SCORES, 4, lengths=LENGTHS, beta=beta)
+    for row, record in enumerate(rollout.records(NAMES)):
+        if math.isnan(SCORES[row]):
+            assert record["score"] is record["rewards"]["accuracy"] is None
+            assert record["advantage"] == 0.0
+        elif row == 10:
+            assert record["baseline"] is None
+            assert record["advantage"] == 0.0
+        else:
+            reward = record["score"] - beta * record["kl"]
+            assert record["baseline"] == pytest.approx(reward - record["advantage"], abs=1e-5)
+
+
+def test_the_recorded_advantage_of_a_token_level_row_is_the_mean_of_its_tokens():
+    rollout = settled(SCORES, 4, lengths=LENGTHS, beta=0.3, token_level_kl=True)
+    for row, record in enumerate(rollout.records(NAMES)):
+        mean = rollout.advantages[row, : LENGTHS[row]].mean().item()
+        assert record["advantage"] == pytest.approx(mean, abs=1e-6)

@@ -1,0 +1,682 @@
+"""The canary keeps quiet under rounding, names what went wrong, and leaves the adapter alone."""
+
+import contextlib
+import copy
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rloo_kit.errors import GenerationError, StalePolicyError
+from rloo_kit.rloo.batching import TokenRows
+from rloo_kit.sampling.canary import (
+    MEMORY,
+    PROBE_POSITIONS,
+    PROBE_TOKENS,
+    PROBE_TOKENS_PER_ROW,
+    Canary,
+    is_other,
+    other_temperature,
+    place_between,
+)
+from rloo_kit.sampling.engine import Drawn, Sampling
+
+VOCABULARY, HIDDEN, PAD, STOP = 24, 16, 0, 1
+BF16 = torch.bfloat16
+NAMES = {
+    "base": "base without adapter",
+    "before": "one optimizer step ago",
+    "temperature": "temperature of about",
+    "prompt": "the prompt was changed",
+    "unknown": "other base weights",
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors of a few hundred numbers are not worth a second one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+# --- one batch, as numbers -----------------------------------------------------------------------
+
+SIZE = 512
+
+
+def normal(scale, generator):
+    return scale * torch.randn(SIZE, generator=generator)
+
+
+def heavy(scale, generator):
+    """Student's t with two degrees of freedom: no variance."""
+    freedom = torch.randn(2, SIZE, generator=generator).square().sum(0) / 2
+    return normal(scale, generator) / freedom.sqrt()
+
+
+def heavier(scale, generator):
+    """Cauchy, up to three nats."""
+    draw = normal(scale, generator) / torch.randn(SIZE, generator=generator).abs()
+    return draw.clamp(-3, 3)
+
+
+def bursty(scale, generator):
+    """Next to nothing, but one token in a hundred by a tenth of a nat."""
+    hit = torch.rand(SIZE, generator=generator) < 0.01
+    return normal(scale / 100, generator) + 100 * hit * normal(scale, generator)
+
+
+NOISES = [normal, heavy, heavier, bursty]
+
+
+def yardstick(draw, scale, generator):
+    """Each token's noise as a run knows it: its own draw, and the usual one."""
+    usual = torch.stack([draw(scale, generator) for _ in range(MEMORY)]).square().mean()
+    return (draw(scale, generator).square() + usual).sqrt().clamp(min=1e-6)
+
+
+def batch(generator, step):
+    """Log-probabilities of the policy, its entropies, and another policy a step away."""
+    now = -torch.rand(SIZE, generator=generator).pow(-0.5).log() * 2
+    entropies = -now.mean() * 2 * torch.rand(SIZE, generator=generator)
+    sizes = 5 * torch.rand(SIZE, generator=generator).pow(4)
+    return now, entropies, now + step * sizes * torch.randn(SIZE, generator=generator)
+
+
+@pytest.mark.parametrize("step", [1e-6, 1e-4, 1e-2], ids="step={}".format)
+@pytest.mark.parametrize("draw", NOISES)
+def test_a_healthy_sampler_is_never_taken_for_another_one(draw, step):
+    generator = seeded(0)
+    for _ in range(10):
+        places = []
+        for _ in range(MEMORY):
+            now, entropies, other = batch(generator, step)
+            sampler = now + draw(1e-3, generator)
+            noise = yardstick(draw, 1e-3, generator)
+            places.append(place_between(sampler, now, other, noise))
+            assert not is_other(places)
+            assert other_temperature(sampler, now, entropies, noise) is None
+
+
+@pytest.mark.parametrize("draw", NOISES)
+def test_another_policy_that_sampled_is_found_in_one_batch(draw):
+    generator = seeded(1)
+    for _ in range(50):
+        now, _, other = batch(generator, 1.0)
+        noise = yardstick(draw, 1e-3, generator)
+        place = place_between(other + draw(1e-3, generator), now, other, noise)
+        assert place.resolved
+        assert place.share < 0.2
+        assert is_other([place])
+
+
+@pytest.mark.parametrize("tokens", [120, 520])
+def test_a_sampler_with_the_numbers_of_another_policy_is_found_under_a_large_yardstick(tokens):
+    """One undecided token can make rounding look large; it gives no other policy's numbers."""
+    draw = torch.Generator().manual_seed(1)
+    now = -torch.rand(tokens, generator=draw)
+    other = now + 0.002 * torch.randn(tokens, generator=draw)
+    noise = torch.full((tokens,), 0.002 * tokens**0.5 / 9)
+    exact = place_between(other + 1e-6, now, other, noise)
+    assert -6 < exact.errors < -3
+    assert is_other([exact])
+    rough = place_between(other + 0.3 * (now - other), now, other, noise)
+    assert not is_other([rough])
+    healthy = place_between(now + 1e-6, now, other, noise)
+    assert not is_other([healthy])
+
+
+def test_a_step_that_rounding_hides_is_found_in_many_batches():
+    generator = seeded(2)
+    for _ in range(20):
+        places, found = [], []
+        for _ in range(MEMORY):
+            now, _, other = batch(generator, 3e-4)
+            noise = yardstick(normal, 1e-3, generator)
+            place = place_between(other + normal(1e-3, generator), now, other, noise)
+            places.append(place)
+            found.append(is_other(places))
+        assert not place.resolved
+        assert not any(found[:2])
+        assert found[-1]
+
+
+def test_the_share_says_where_between_two_policies_the_sampler_stands():
+    generator = seeded(3)
+    now, _, other = batch(generator, 1.0)
+    noise = torch.full((SIZE,), 1e-3)
+    for share in (0.0, 0.25, 0.5, 1.0, 1.5):
+        place = place_between(other + share * (now - other), now, other, noise)
+        assert place.share == pytest.approx(share, abs=1e-4)
+        assert (place.errors > 0) == (share > 0.5) or share == 0.5
+
+
+def test_two_policies_that_are_one_have_no_place_between_them():
+    now, _, _ = batch(seeded(4), 1.0)
+    assert place_between(now + 1, now, now.clone(), torch.ones(SIZE)) is None
+
+
+def test_of_several_batches_fewer_than_three_prove_nothing_together():
+    weak = place_between(
+        torch.zeros(SIZE), torch.full((SIZE,), 1e-3), torch.zeros(SIZE), torch.full((SIZE,), 1e-3)
+    )
+    assert -20 < weak.errors < -5
+    assert weak.fit < 0.6
+    strong = SimpleNamespace(**{**vars(weak), "fit": 0.9, "errors": weak.errors})
+    assert is_other([weak])
+    assert not is_other([strong])
+    assert not is_other([strong, strong])
+    assert is_other([strong, strong, strong])
+
+
+# --- temperature ---------------------------------------------------------------------------------
+
+
+def tempered(temperature, seed):
+    """Log-probabilities of drawn tokens at that temperature and at 1, and entropies at 1."""
+    logits = 2 * torch.randn(SIZE, VOCABULARY, generator=seeded(seed))
+    drawn = (logits / temperature).softmax(-1).multinomial(1, generator=seeded(seed + 1))
+    now = logits.log_softmax(-1)
+    entropies = -(now.exp() * now).sum(-1)
+    return [
+        (logits / temperature).log_softmax(-1).gather(1, drawn).squeeze(1),
+        now.gather(1, drawn).squeeze(1),
+        entropies,
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 0.85, 1.2, 1.5])
+@pytest.mark.parametrize("seed", range(5))
+def test_another_temperature_is_found_and_about_right(temperature, seed):
+    sampler, now, entropies = tempered(temperature, 10 * seed)
+    sampler += normal(1e-3, seeded(seed))
+    factor, predicted = other_temperature(sampler, now, entropies, torch.full((SIZE,), 1e-3))
+    assert 1 / factor == pytest.approx(temperature, rel=0.2)
+    assert (sampler - predicted).abs().mean() < 0.7 * (sampler - now).abs().mean()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.99, 1.01])
+def test_the_same_temperature_is_the_same(temperature):
+    for seed in range(5):
+        sampler, now, entropies = tempered(temperature, 10 * seed)
+        noise = torch.full((SIZE,), 1e-3)
+        assert other_temperature(sampler, now, entropies, noise) is None
+
+
+def test_certain_tokens_tell_no_temperature():
+    nothing = torch.zeros(SIZE)
+    assert other_temperature(nothing, nothing, nothing, torch.ones(SIZE)) is None
+
+
+# --- a policy that is small but real -------------------------------------------------------------
+
+
+class TinyDecoderLayer(torch.nn.Module):
+    """A mean over the tokens so far, one nonlinearity, and an adapter beside the linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
+        self.lora_A = torch.nn.Parameter(torch.randn(2, HIDDEN) / HIDDEN**0.5)
+        self.lora_B = torch.nn.Parameter(0.3 * torch.randn(HIDDEN, 2))
+        self.adapter_on = True
+
+    def forward(self, hidden):
+        steps = torch.arange(1, hidden.shape[1] + 1).unsqueeze(-1)
+        mixed = hidden + 2 * hidden.cumsum(1) / steps.sqrt()
+        added = mixed @ self.lora_A.T @ self.lora_B.T if self.adapter_on else 0
+        return torch.tanh(self.linear(mixed) + added)
+
+
+class TinyPolicy(torch.nn.Module):
+    device = torch.device("cpu")
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = torch.nn.Embedding(VOCABULARY, HIDDEN).requires_grad_(False)
+        self.layer = TinyDecoderLayer()
+        self.head = torch.nn.Linear(HIDDEN, VOCABULARY).requires_grad_(False)
+
+    def of_next(self, ids):
+        return (2 * self.head(self.layer(self.embedding(ids)))).log_softmax(-1)
+
+    def score(self, batch):
+        of_next = self.of_next(batch.input_ids)
+        before = (batch.places - 1).clamp(min=0)
+        ids = batch.input_ids.gather(1, batch.places)
+        places = of_next.gather(1, before.unsqueeze(-1).expand(-1, -1, VOCABULARY))
+        return places.gather(2, ids.unsqueeze(2)).squeeze(2), -(places.exp() * places).sum(-1)
+
+    @contextlib.contextmanager
+    def without_adapter(self):
+        self.layer.adapter_on = False
+        try:
+            yield
+        finally:
+            self.layer.adapter_on = True
+
+    def adapter(self):
+        return {n: p.detach().clone() for n, p in self.named_parameters() if p.requires_grad}
+
+    def step(self, size, seed):
+        """An optimizer step in some direction."""
+        generator = seeded(seed)
+        with torch.no_grad():
+            for parameter in (self.layer.lora_A, self.layer.lora_B):
+                parameter += size * torch.randn(parameter.shape, generator=generator)
+
+
+class Sampler:
+    """An engine with a copy of the policy, whose kernels round in their own way.
+
+    Args:
+        policy: What is copied.
+        fault: ``never takes`` or ``takes late`` an adapter, ``adds a token`` to prompts, or None.
+        temperature: That it samples with, whatever it is asked for.
+    """
+
+    name = "a sampler"
+    sync_seconds = 0.0
+    adapter_dtype = BF16
+
+    def __init__(self, policy, *, fault=None, temperature=1.0, rounding=2**-9):
+        self.own = copy.deepcopy(policy)
+        self.fault, self.temperature, self.rounding = fault, temperature, rounding
+        self.syncs = 0
+        self.generator = seeded(99)
+        self.waiting = None
+        if fault == "never takes":
+            self.own.layer.adapter_on = False
+
+    def sync(self, model):
+        self.syncs += 1
+        arrived = {n: p.to(BF16).to(p.dtype) for n, p in model.adapter().items()}
+        if self.fault == "takes late":
+            self.waiting, arrived = arrived, self.waiting
+        if arrived is not None:
+            self.own.load_state_dict(arrived, strict=False)
+
+    @torch.no_grad()
+    def generate(self, prompt_ids, sampling, seed):
+        generator = seeded(seed)
+        rows, log_probs = [], []
+        extra = [STOP + 1, STOP + 2] if self.fault == "adds a token" else []
+        length = len(prompt_ids[0])
+        assert {len(ids) for ids in prompt_ids} == {length}, "drawn side by side"
+        ids = torch.tensor([[*extra, *prompt] for prompt in prompt_ids])
+        drawn, numbers = [], []
+        for _ in range(sampling.max_tokens):
+            of_next = (self.of_last(ids) / self.temperature).log_softmax(-1)
+            token = of_next.exp().multinomial(1, generator=generator)
+            drawn.append(token)
+            numbers.append(of_next.gather(1, token))
+            ids = torch.cat([ids, token], 1)
+        for row, probabilities in zip(
+            torch.cat(drawn, 1).tolist(), torch.cat(numbers, 1).tolist(), strict=True
+        ):
+            end = row.index(STOP) + 1 if STOP in row else len(row)
+            rows.append(row[:end])
+            log_probs.append(probabilities[:end])
+        return Drawn(rows, log_probs)
+
+    def of_last(self, ids):
+        layer = self.own.layer(self.own.embedding(ids))[:, -1]
+        noise = self.rounding * (2 * torch.rand(layer.shape, generator=self.generator) - 1)
+        return 2 * self.own.head(layer * (1 + noise))
+
+
+PROMPTS = [[2 + row % 7, 3 + row % 5, 4 + row % 3] for row in range(12)]
+SAMPLING = Sampling(24, (STOP,))
+
+
+def canary_of(policy, **keywords):
+    keywords = {"score": policy.score, "sampling": SAMPLING, **keywords}
+    return Canary(
+        model=policy,
+        without_adapter=policy.without_adapter,
+        pad_token_id=PAD,
+        dtype=BF16,
+        **keywords,
+    )
+
+
+def train(policy, engine, canary, *, steps=5, size=0.02):
+    """Sync, sample, check and step, as the trainer does; metrics of every batch."""
+    found = []
+    for step in range(steps):
+        engine.sync(policy)
+        canary.sent(engine.adapter_dtype)
+        drawn = engine.generate(PROMPTS, SAMPLING, seed=step)
+        tokens = TokenRows(PROMPTS, drawn.completion_ids)
+        found.append(canary.check(tokens, drawn.log_probs, engine.name))
+        policy.step(size, seed=step)
+    return found
+
+
+def complaint(cause, function, *args, **keywords):
+    """The message: one sentence that names the cause and no other, and what to do."""
+    with pytest.raises(StalePolicyError) as caught:
+        function(*args, **keywords)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.startswith("a sampler")
+    assert [name for name, words in NAMES.items() if words in text] == [cause], text
+    assert re.search(r"restart|give|look for", text)
+    return text
+
+
+@pytest.mark.parametrize("size", [1e-5, 1e-3, 0.05])
+@pytest.mark.parametrize("rounding", [0.0, 2**-9, 2**-8])
+def test_a_healthy_run_is_quiet(rounding, size):
+    for seed in range(2):
+        policy = TinyPolicy(seed)
+        engine = Sampler(policy, rounding=rounding)
+        found = train(policy, engine, canary_of(policy), size=size, steps=6)
+        for metrics in found:
+            assert metrics["sampling/adapter_reached"] == pytest.approx(1, abs=0.2)
+            assert metrics["sampling/probe_difference"] < 0.01
+            assert metrics["sampling/rounding_noise"] < 0.01
+        if size > 0.01:
+            assert found[-1]["sampling/step_reached"] == pytest.approx(1, abs=0.2)
+
+
+def test_a_new_adapter_that_adds_nothing_is_its_base_and_no_fault():
+    policy = TinyPolicy()
+    torch.nn.init.zeros_(policy.layer.lora_B)
+    found = train(policy, Sampler(policy), canary_of(policy), steps=3, size=1e-4)
+    assert "sampling/adapter_reached" not in found[0]
+
+
+def test_a_sampler_that_never_takes_the_adapter_is_named():
+    policy = TinyPolicy()
+    engine = Sampler(policy, fault="never takes")
+    text = complaint("base", train, policy, engine, canary_of(policy))
+    assert "generation: transformers" in text
+
+
+def test_a_sampler_that_is_a_step_late_is_named():
+    policy = TinyPolicy()
+    engine, canary = Sampler(policy, fault="takes late"), canary_of(policy)
+    engine.sync(policy)
+    text = complaint("before", train, policy, engine, canary, size=0.05)
+    assert "generation: transformers" in text
+
+
+def test_a_small_step_that_is_always_late_is_found_in_time():
+    policy = TinyPolicy()
+    engine, canary = Sampler(policy, fault="takes late"), canary_of(policy)
+    engine.sync(policy)
+    complaint("before", train, policy, engine, canary, size=2e-3, steps=2 * MEMORY)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.4])
+def test_another_temperature_is_named_with_both_numbers(temperature):
+    policy = TinyPolicy()
+    engine = Sampler(policy, temperature=temperature)
+    text = complaint("temperature", train, policy, engine, canary_of(policy))
+    assert "trainer.temperature is 1;" in text
+    named = float(re.search(r"about ([\d.]+)", text)[1])
+    assert named == pytest.approx(temperature, rel=0.2)
+
+
+def test_other_base_weights_are_no_known_cause():
+    policy = TinyPolicy()
+    engine = Sampler(policy)
+    with torch.no_grad():
+        engine.own.head.weight += 0.3 * torch.randn(engine.own.head.weight.shape)
+    complaint("unknown", train, policy, engine, canary_of(policy))
+
+
+def test_a_changed_prompt_shows_in_the_first_tokens():
+    policy = TinyPolicy()
+    drawn = Sampler(policy).generate(PROMPTS, SAMPLING, seed=0)
+    wrong = [[p - (0.9 if t < 2 else 0) for t, p in enumerate(row)] for row in drawn.log_probs]
+    canary = canary_of(policy)
+    canary.sent(BF16)
+    tokens = TokenRows(PROMPTS, drawn.completion_ids)
+    complaint("prompt", canary.check, tokens, wrong, "a sampler")
+
+
+def test_tokens_added_to_a_prompt_are_found():
+    policy = TinyPolicy()
+    engine = Sampler(policy, fault="adds a token")
+    with pytest.raises(StalePolicyError):
+        train(policy, engine, canary_of(policy))
+
+
+def test_numbers_that_are_none_are_no_proof():
+    policy = TinyPolicy()
+    drawn = Sampler(policy).generate(PROMPTS, SAMPLING, seed=0)
+    nothing = [[float("nan")] * len(row) for row in drawn.log_probs]
+    canary = canary_of(policy)
+    canary.sent(BF16)
+    with pytest.raises(GenerationError, match="no numbers"):
+        canary.check(TokenRows(PROMPTS, drawn.completion_ids), nothing, "a sampler")
+
+
+@pytest.mark.parametrize("given", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)
+def test_where_the_distribution_is_cut_only_numbers_are_given(given):
+    policy = TinyPolicy()
+    engine = Sampler(policy, fault="never takes")
+    canary = canary_of(policy, sampling=Sampling(24, (STOP,), **given))
+    (metrics,) = train(policy, engine, canary, steps=1)
+    assert metrics.keys() == {"sampling/probe_difference", "sampling/rounding_noise"}
+    assert metrics["sampling/probe_difference"] > 0.1
+
+
+# --- rare and large rounding ---------------------------------------------------------------------
+
+
+class Rare:
+    """A policy in numbers alone, whose rounding moves nothing but one token in 3,000 by far."""
+
+    name = "a sampler"
+
+    def __init__(self, seed):
+        torch.manual_seed(0)
+        self.policy = TinyPolicy()
+        torch.nn.init.zeros_(self.policy.layer.lora_B)
+        self.generator = seeded(seed)
+
+    def moved(self, log_probs):
+        hit = torch.rand(log_probs.shape, generator=self.generator) < 1 / 3000
+        return log_probs + 0.1 * hit * torch.randn(log_probs.shape, generator=self.generator)
+
+    def score(self, batch):
+        disturbed = bool(self.policy.layer._forward_hooks)
+        hooks, self.policy.layer._forward_hooks = self.policy.layer._forward_hooks, {}
+        try:
+            log_probs, entropies = self.policy.score(batch)
+        finally:
+            self.policy.layer._forward_hooks = hooks
+        return (self.moved(log_probs) if disturbed else log_probs), entropies
+
+
+def test_a_rare_burst_in_a_young_run_is_no_stale_policy():
+    rows = [[2 + (7 * row + place) % 22 for place in range(64)] for row in range(8)]
+    tokens = TokenRows([[2]] * 8, rows)
+    for seed in range(16):
+        rare = Rare(seed)
+        canary = canary_of(rare.policy, score=rare.score)
+        for step in range(8):
+            rare.policy.step(1e-7, seed=step)
+            canary.sent(torch.float32)
+            with torch.no_grad():
+                log_probs, _ = rare.policy.score(tokens.pad(range(8), PAD))
+            canary.check(tokens, rare.moved(log_probs).tolist(), rare.name)
+
+
+# --- the adapter ---------------------------------------------------------------------------------
+
+
+def bits(policy):
+    return {n: (p.data_ptr(), p.detach().numpy().tobytes()) for n, p in policy.named_parameters()}
+
+
+def hooks(policy):
+    return [hook for module in policy.modules() for hook in module._forward_hooks.values()]
+
+
+def test_the_adapter_is_bit_for_bit_what_it_was():
+    policy = TinyPolicy()
+    engine, canary = Sampler(policy), canary_of(policy)
+    before = bits(policy)
+    canary.prove(engine, PROMPTS, seed=0)
+    assert bits(policy) == before
+    train(policy, engine, canary, steps=2, size=0.0)
+    assert bits(policy) == before
+    assert not hooks(policy)
+    assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+def test_the_adapter_is_what_it_was_where_the_canary_complains():
+    policy = TinyPolicy()
+    before = bits(policy)
+    with pytest.raises(StalePolicyError):
+        train(policy, Sampler(policy, fault="never takes"), canary_of(policy), steps=1)
+    assert bits(policy) == before
+    assert not hooks(policy)
+
+
+def drawn_after_two_steps(canary, policy):
+    canary.sent(BF16)
+    policy.step(0.05, seed=0)
+    canary.sent(BF16)
+    return Sampler(policy).generate(PROMPTS, SAMPLING, seed=0)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
+def test_the_adapter_is_what_it_was_where_a_pass_raises(fails_at):
+    policy, passes = TinyPolicy(), []
+
+    def score(batch):
+        passes.append(policy.layer.adapter_on)
+        if len(passes) == fails_at:
+            raise torch.OutOfMemoryError
+        return policy.score(batch)
+
+    canary = canary_of(policy, score=score)
+    drawn = drawn_after_two_steps(canary, policy)
+    before = bits(policy)
+    with pytest.raises(torch.OutOfMemoryError):
+        canary.check(TokenRows(PROMPTS, drawn.completion_ids), drawn.log_probs, "a sampler")
+    assert bits(policy) == before
+    assert policy.layer.adapter_on
+    assert not hooks(policy)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+def test_the_adapter_is_what_it_was_where_the_engine_raises(fails_at):
+    policy = TinyPolicy()
+    engine, calls = Sampler(policy), []
+
+    def failing(own):
+        def call(*args):
+            calls.append(own)
+            if len(calls) == fails_at:
+                raise ConnectionError
+            return own(*args)
+
+        return call
+
+    engine.sync, engine.generate = failing(engine.sync), failing(engine.generate)
+    before = bits(policy)
+    with pytest.raises(ConnectionError):
+        canary_of(policy).prove(engine, PROMPTS, seed=0)
+    assert bits(policy) == before
+
+
+def test_a_check_changes_no_random_state():
+    policy = TinyPolicy()
+    canary = canary_of(policy)
+    drawn = drawn_after_two_steps(canary, policy)
+    before = torch.get_rng_state()
+    canary.check(TokenRows(PROMPTS, drawn.completion_ids), drawn.log_probs, "a sampler")
+    canary.prove(Sampler(policy), PROMPTS, seed=3)
+    assert torch.get_rng_state().equal(before)
+
+
+# --- the proof before the first step -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["new adapter", "continued adapter"])
+def test_a_sampler_that_follows_is_proved_and_has_the_right_adapter_afterwards(new):
+    policy = TinyPolicy()
+    if new:
+        torch.nn.init.zeros_(policy.layer.lora_B)
+    engine = Sampler(policy)
+    engine.sync(policy)
+    before = engine.own.adapter()
+    canary_of(policy).prove(engine, PROMPTS, seed=0)
+    assert all(engine.own.adapter()[name].equal(value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("fault", ["never takes", "takes late"])
+def test_a_sampler_that_does_not_follow_is_told_before_anything_is_learned(fault):
+    policy = TinyPolicy()
+    torch.nn.init.zeros_(policy.layer.lora_B)
+    engine = Sampler(policy, fault=fault)
+    engine.sync(policy)
+    with pytest.raises(StalePolicyError, match=r"does not reach a sampler.*restart the engine"):
+        canary_of(policy).prove(engine, PROMPTS, seed=0)
+
+
+def test_the_proof_draws_no_longer_completions_than_the_run():
+    policy, asked = TinyPolicy(), []
+    engine = Sampler(policy)
+    own = engine.generate
+    engine.generate = lambda ids, sampling, seed: (
+        asked.append(sampling.max_tokens) or own(ids, sampling, seed)
+    )
+    canary_of(policy, sampling=Sampling(4, (STOP,))).prove(engine, PROMPTS, seed=0)
+    assert max(asked) <= 4
+
+
+# --- the probe -----------------------------------------------------------------------------------
+
+
+def checked_shape(prompt_lengths, completion_lengths):
+    """The rows and completion tokens of the largest pass of a check."""
+    policy, passes = TinyPolicy(), []
+
+    def score(batch):
+        passes.append(batch)
+        return policy.score(batch)
+
+    tokens = TokenRows([[2] * n for n in prompt_lengths], [[3] * n for n in completion_lengths])
+    with torch.no_grad():
+        whole = tokens.pad(range(len(tokens)), PAD)
+        log_probs = policy.score(whole)[0]
+    canary = canary_of(policy, score=score)
+    canary.sent(torch.float32)
+    rows = [row[:n].tolist() for row, n in zip(log_probs, completion_lengths, strict=True)]
+    metrics = canary.check(tokens, rows, "a sampler")
+    assert metrics["sampling/probe_difference"] < 1e-5
+    return passes[0]
+
+
+def test_only_the_beginnings_of_a_few_completions_are_compared():
+    probe = checked_shape([5] * 64, [300] * 64)
+    assert probe.completion_mask.size(1) == PROBE_TOKENS_PER_ROW
+    assert PROBE_TOKENS <= probe.completion_mask.sum() < PROBE_TOKENS + PROBE_TOKENS_PER_ROW
+    assert len(probe.rows) == PROBE_TOKENS // PROBE_TOKENS_PER_ROW
+
+
+def test_long_prompts_are_few_but_four():
+    assert len(checked_shape([400] * 64, [300] * 64).rows) == PROBE_POSITIONS // 464
+    assert len(checked_shape([1000] * 8, [10] * 8).rows) == 4
+
+
+def test_a_batch_smaller_than_the_probe_is_compared_whole():
+    probe = checked_shape([3, 1, 2], [1, 5, 2])
+    assert len(probe.rows) == 3
+    assert probe.completion_mask.sum() == 8
+    assert len(checked_shape([1], [1]).rows) == 1

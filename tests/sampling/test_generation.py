@@ -1,0 +1,382 @@
+"""How completions are asked for, how an adapter travels, what fits, and who samples."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rloo_kit.config.run_file import check_values
+from rloo_kit.errors import ConfigError, GenerationError
+from rloo_kit.models.engine_memory import room_for_rank
+from rloo_kit.sampling.choice import asked_for, sampling_of
+from rloo_kit.sampling.engine import (
+    LORA_RANKS,
+    SHARED_MEMORY,
+    AdapterFolders,
+    Choice,
+    Sampling,
+    active_adapter,
+    adapter_tensors,
+    choose,
+    room_for_adapters,
+    why_no_hot_swap,
+)
+
+GIB, MIB = 2**30, 2**20
+SHAPE = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def adapted(**lora):
+    """A tiny model with an adapter whose B is not zero."""
+    torch.manual_seed(0)
+    lora = {"r": 4, "target_modules": ["q_proj", "v_proj"], **lora}
+    model = get_peft_model(LlamaForCausalLM(LlamaConfig(**SHAPE)), LoraConfig(**lora))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_()
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return adapted()
+
+
+def refusal(function, *args, **keywords):
+    """The message of the error, which is one sentence with a remedy."""
+    with pytest.raises(GenerationError) as caught:
+        function(*args, **keywords)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert not text.endswith(".")
+    return text
+
+
+# --- sampling ------------------------------------------------------------------------------------
+
+
+def test_the_whole_distribution_is_the_default():
+    assert Sampling(8, (1,)).whole_distribution
+    assert Sampling(8, (1,), temperature=0.7).whole_distribution, "the policy is that of trainer"
+
+
+@pytest.mark.parametrize("top_k", [0, -1])
+def test_either_way_to_write_all_tokens_is_all_tokens(top_k):
+    sampling = Sampling(8, (1,), top_k=top_k)
+    assert sampling.whole_distribution
+    assert sampling.as_vllm()["top_k"] == 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"top_p": 0.9},
+        {"top_k": 20},
+        {"min_p": 0.05},
+        {"repetition_penalty": 1.1},
+        {"temperature": 0.0},
+        {"others": {"logit_bias": {3: -100}}},
+    ],
+    ids=str,
+)
+def test_what_cuts_or_bends_the_distribution_is_not_the_whole(given):
+    assert not Sampling(8, (1,), **given).whole_distribution
+
+
+def test_vllm_gets_its_own_names_and_the_log_probs_of_drawn_tokens_only():
+    found = Sampling(8, (1, 2), 0.7, 0.9, 20, 0.05, 1.1).as_vllm()
+    assert found == {
+        "max_tokens": 8,
+        "stop_token_ids": [1, 2],
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "logprobs": 0,
+    }
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_other_parameters_of_vllm_are_passed_by_name():
+    sampling = Sampling(8, (1,), others={"bad_words": ["no"], "max_tokens": 5})
+    found = sampling.as_vllm()
+    assert found["bad_words"] == ["no"]
+    assert found["max_tokens"] == 5, "what is given by name counts"
+    assert "others" not in found
+    found["bad_words"].append("nor")
+    found["stop_token_ids"].append(7)
+    assert sampling.stop_token_ids == (1,)
+
+
+def settings(**given):
+    return SimpleNamespace(
+        **{
+            "use_vllm": False,
+            "vllm_mode": "colocate",
+            "generation": "auto",
+            "max_completion_length": 256,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": None,
+            "repetition_penalty": 1.0,
+            "generation_kwargs": None,
+            **given,
+        }
+    )
+
+
+def test_trainer_settings_become_sampling():
+    assert sampling_of(settings(), [3, 4]) == Sampling(256, (3, 4))
+    given = {"temperature": 0.6, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2}
+    found = sampling_of(settings(**given, generation_kwargs={"seed": 3}), [2])
+    assert found == Sampling(256, (2,), **given, others={"seed": 3})
+
+
+def test_sampling_does_not_share_the_trainers_dictionary():
+    args = settings(generation_kwargs={"bad_words": []})
+    sampling_of(args, [2]).others["more"] = 1
+    assert args.generation_kwargs == {"bad_words": []}
+
+
+# --- what is asked for ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("generation", ["auto", "vllm", "server", "transformers"])
+def test_generation_alone_says_who_samples(generation):
+    assert asked_for(settings(generation=generation)) == generation
+    assert asked_for(settings(generation=generation, vllm_mode="server")) == generation
+
+
+@pytest.mark.parametrize(
+    ("mode", "generation", "asked"),
+    [("colocate", "auto", "vllm"), ("colocate", "vllm", "vllm"), ("server", "auto", "trl")],
+)
+def test_use_vllm_of_trl_is_understood(mode, generation, asked):
+    found = asked_for(settings(use_vllm=True, vllm_mode=mode, generation=generation))
+    assert found == asked
+
+
+@pytest.mark.parametrize(
+    ("mode", "generation"),
+    [
+        ("colocate", "transformers"),
+        ("colocate", "server"),
+        ("server", "vllm"),
+        ("server", "server"),
+        ("server", "transformers"),
+    ],
+)
+def test_two_settings_that_contradict_each_other_are_refused(mode, generation):
+    with pytest.raises(ConfigError, match=generation):
+        asked_for(settings(use_vllm=True, vllm_mode=mode, generation=generation))
+
+
+@pytest.mark.parametrize("asked", ["auto", "vllm", "server", "transformers"])
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_where_vllm_can_sample_it_does_as_asked(asked, on_gpu):
+    found = choose(asked, on_gpu=on_gpu, why_not=None)
+    if asked == "auto":
+        assert found == Choice("vllm" if on_gpu else "transformers")
+    else:
+        assert found == Choice(asked)
+
+
+def test_auto_falls_back_on_a_gpu_and_says_why():
+    assert choose("auto", on_gpu=True, why_not="it rains") == Choice("transformers", "it rains")
+
+
+def test_transformers_needs_no_reason():
+    assert choose("transformers", on_gpu=True, why_not="it rains") == Choice("transformers")
+
+
+@pytest.mark.parametrize("asked", ["vllm", "server"])
+def test_vllm_by_name_where_it_cannot_sample_is_an_error_with_the_reason(asked):
+    text = refusal(choose, asked, on_gpu=True, why_not="it rains")
+    assert f"generation: {asked}" in text
+    assert "it rains" in text
+    assert "generation: auto" in text
+
+
+def test_a_run_file_is_told_the_choices():
+    (fault,) = check_values({"generation": "vlm"})
+    assert "auto, vllm, transformers, server" in fault
+    for generation in ("auto", "vllm", "transformers", "server"):
+        assert check_values({"generation": generation}) == []
+
+
+# --- which adapters can travel -------------------------------------------------------------------
+
+
+def test_a_plain_adapter_can_travel(model):
+    assert why_no_hot_swap(model) is None
+
+
+def test_a_model_without_adapter_has_nothing_to_send():
+    assert "no LoRA adapter" in why_no_hot_swap(LlamaForCausalLM(LlamaConfig(**SHAPE)))
+    assert "no LoRA adapter" in why_no_hot_swap(SimpleNamespace(peft_config={}))
+
+
+def test_the_adapter_that_computes_is_the_one_that_is_sent(tmp_path):
+    model, folders = adapted(), AdapterFolders(tmp_path)
+    model.add_adapter("other", LoraConfig(r=9, target_modules=["o_proj"]))
+    assert (room_for_adapters(model), active_adapter(model)) == (16, "default")
+    model.set_adapter("other")
+    folder = folders.write(model, torch.float32)
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 9
+    written = load_file(folder / "adapter_model.safetensors")
+    assert written.keys() == adapter_tensors(model, "other").keys()
+    assert all("o_proj" in name for name in written)
+    with model.disable_adapter():
+        assert active_adapter(model) is None
+    assert active_adapter(model) == "other"
+
+
+def test_one_adapter_that_cannot_travel_keeps_all_here():
+    model = adapted()
+    model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"], use_dora=True))
+    assert "DoRA" in why_no_hot_swap(model)
+
+
+@pytest.mark.parametrize(
+    ("lora", "word"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "lora_only"}, "biases"),
+        ({"r": 513}, "513"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_what_vllm_does_not_take_is_named(lora, word):
+    assert word in why_no_hot_swap(adapted(**lora))
+
+
+def test_another_kind_of_adapter_is_named():
+    config = SimpleNamespace(peft_type="IA3")
+    assert "IA3" in why_no_hot_swap(SimpleNamespace(peft_config={"default": config}))
+
+
+def test_ranks_and_scales_of_single_layers_are_looked_at():
+    assert why_no_hot_swap(adapted(r=8, rank_pattern={"q_proj": 1024}))
+    assert why_no_hot_swap(adapted(alpha_pattern={"q_proj": 64}))
+
+
+def test_the_room_for_a_rank_is_the_smallest_that_holds_it():
+    assert [room_for_rank(rank) for rank in (1, 8, 9, 64, 65, 512)] == [8, 8, 16, 64, 128, 512]
+    assert list(LORA_RANKS) == sorted(LORA_RANKS)
+
+
+# --- folders -------------------------------------------------------------------------------------
+
+
+def test_only_the_adapter_is_sent_and_nothing_is_copied(model):
+    tensors = adapter_tensors(model)
+    assert {name.rsplit(".", 2)[-2] for name in tensors} == {"lora_A", "lora_B"}
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    assert all(tensor.data_ptr() in own for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_holds_the_adapter_of_that_moment(dtype, model, tmp_path):
+    folders = AdapterFolders(tmp_path)
+    folder = folders.write(model, dtype)
+    written = load_file(folder / "adapter_model.safetensors")
+    assert written.keys() == adapter_tensors(model).keys()
+    for name, tensor in adapter_tensors(model).items():
+        assert written[name].dtype == dtype
+        assert written[name].equal(tensor.to(dtype))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["r"], config["peft_type"]) == (4, "LORA")
+    assert sorted(config["target_modules"]) == ["q_proj", "v_proj"]
+
+
+def test_peft_reads_the_folder_back(model, tmp_path):
+    folder = AdapterFolders(tmp_path).write(model, torch.float32)
+    other = adapted()
+    with torch.no_grad():
+        for tensor in adapter_tensors(other).values():
+            tensor.zero_()
+    other.load_adapter(str(folder), "default")
+    for name, tensor in adapter_tensors(model).items():
+        assert adapter_tensors(other)[name].equal(tensor)
+
+
+def test_every_folder_is_a_new_one_and_older_ones_stay_until_dropped(tmp_path):
+    model, folders = adapted(), AdapterFolders(tmp_path)
+    first = folders.write(model, torch.float32)
+    before = load_file(first / "adapter_model.safetensors")
+    with torch.no_grad():
+        for tensor in adapter_tensors(model).values():
+            tensor.add_(1)
+    second = folders.write(model, torch.float32)
+    assert first != second
+    after = load_file(second / "adapter_model.safetensors")
+    assert all((after[name] - before[name]).mean() > 0.9 for name in before)
+    folders.drop(first)
+    assert [path.name for path in folders.root.iterdir()] == [second.name]
+    folders.drop(first)
+    folders.drop(None)
+    folders.close()
+    assert list(tmp_path.iterdir()) == []
+    folders.close()
+
+
+@pytest.mark.skipif(not os.access(SHARED_MEMORY, os.W_OK), reason="no shared memory here")
+def test_folders_are_in_shared_memory_with_the_number_of_the_process():
+    folders = AdapterFolders()
+    try:
+        assert folders.root.parent == SHARED_MEMORY
+        assert f"-{os.getpid()}-" in folders.root.name
+        assert folders.root.stat().st_mode & 0o777 == 0o755, "a server may run as another user"
+    finally:
+        folders.close()
+    assert not folders.root.exists()
+
+
+def test_without_shared_memory_the_temporary_folder_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr("rloo_kit.sampling.engine.SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert AdapterFolders().root.parent == tmp_path
+
+
+def test_a_folder_that_cannot_be_made_names_the_setting(tmp_path):
+    text = refusal(AdapterFolders, tmp_path / "missing")
+    assert "missing" in text
+    assert "vllm_adapter_dir" in text
+
+
+def test_a_folder_that_went_away_names_the_setting(model, tmp_path):
+    folders = AdapterFolders(tmp_path)
+    folders.close()
+    text = refusal(folders.write, model, torch.float32)
+    assert str(folders.root) in text
+    assert "vllm_adapter_dir" in text
+
+
+def test_a_full_disk_names_the_setting(model, tmp_path):
+    resource = pytest.importorskip("resource")
+    folders = AdapterFolders(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+    try:
+        text = refusal(folders.write, model, torch.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "vllm_adapter_dir" in text

@@ -1,0 +1,207 @@
+"""Rewards made of rewards: what is called, what counts, and how a run file says so."""
+
+import asyncio
+import pickle
+
+import pytest
+from rloo_kit.rewards import Accuracy, Length
+
+from rloo_kit.errors import RewardContractError, RewardLoadError
+from rloo_kit.scoring.composition import WeightSchedule, gated, rescaled, routed
+from rloo_kit.scoring.contract import AsyncCheckedReward, checked, guarded
+from rloo_kit.scoring.loading import load_reward, load_rewards
+
+COLUMNS = {
+    "prompts": ["p", "p", "p", "p"],
+    "completions": ["4", "a 4", "4", ""],
+    "answer": ["4", "4", "5", "4"],
+    "task": ["sum", "sum", "word", "word"],
+}
+
+
+def short(completions):
+    return [float(len(text) <= 1) for text in completions]
+
+
+def half(completions):
+    return [0.5 if text else None for text in completions]
+
+
+class Counting:
+    """Remembers the rows it was asked for."""
+
+    def __init__(self):
+        self.asked = []
+        self.released = False
+
+    def __call__(self, completions, **_):
+        self.asked.append(list(completions))
+        return [1.0] * len(completions)
+
+    def release(self):
+        self.released = True
+
+
+async def slow_short(completions):
+    await asyncio.sleep(0)
+    return short(completions)
+
+
+def score(reward, **columns):
+    return checked(reward)(**{**COLUMNS, **columns})
+
+
+def test_a_gate_lets_the_reward_count_only_where_it_is_open():
+    assert score(gated(Accuracy(), by=short)) == [1.0, 0.0, 0.0, 0.0]
+    assert score(gated(Accuracy(), by=short, otherwise=-1)) == [1.0, -1.0, 0.0, 0.0]
+    assert score(gated(Accuracy(), by=half, at_least=0.5)) == [1.0, 0.0, 0.0, 0.0]
+    assert score(gated(Accuracy(), by=half, at_least=0.6)) == [0.0] * 4
+
+
+def test_a_row_behind_a_closed_gate_is_never_scored():
+    costly = Counting()
+    score(gated(costly, by=short))
+    assert costly.asked == [["4", "4", ""]]
+    score(gated(costly, by=lambda completions: [0.0] * len(completions)))
+    assert len(costly.asked) == 1
+
+
+def test_the_share_of_open_rows_is_logged():
+    logged = {}
+    score(gated(Accuracy(), by=short), log_metric=logged.__setitem__)
+    assert logged == {"rewards/accuracy/gate_open": 0.75}
+
+
+def test_a_routed_reward_scores_its_own_rows_alone():
+    costly = Counting()
+    assert score(routed(costly, task="word")) == [None, None, 1.0, 1.0]
+    assert costly.asked == [["4", ""]]
+    assert score(routed(Accuracy(), task=["word", "sum"], answer="4")) == [1.0, 0.0, None, 0.0]
+
+
+def test_a_missing_routing_column_is_named():
+    with pytest.raises(RewardContractError, match="no column 'kind'; add it, or drop only_for"):
+        score(routed(short, kind="sum"))
+    with pytest.raises(ValueError, match="routed\\(reward, task='math'\\)"):
+        routed(short)
+
+
+def test_what_a_routed_reward_logs_keeps_its_rows():
+    def logs(completions, log_extra):
+        log_extra("text", [text * 2 for text in completions])
+        return [0.0] * len(completions)
+
+    seen = {}
+    score(routed(logs, task="sum"), log_extra=seen.__setitem__)
+    assert seen == {"text": ["44", "a 4a 4", None, None]}
+
+
+def test_scale_comes_before_clip_and_none_stays_none():
+    assert score(rescaled(Length(), scale=10, clip=(-1, 4))) == [-1.0] * 4
+    assert score(rescaled(half, scale=-2)) == [-1.0, -1.0, -1.0, None]
+    with pytest.raises(ValueError, match="give the lower number first"):
+        rescaled(half, clip=(1, 1))
+    with pytest.raises(ValueError, match="give a finite number"):
+        rescaled(half, scale=float("nan"))
+
+
+def test_compositions_nest_pickle_release_and_keep_the_name():
+    costly = Counting()
+    reward = routed(gated(rescaled(costly, scale=2), by=short), task="sum")
+    assert reward.__name__ == "Counting"
+    assert score(reward) == [2.0, 0.0, None, None]
+    reward.release()
+    assert costly.released
+    again = pickle.loads(pickle.dumps(routed(gated(Accuracy(), by=Length()), task="sum")))
+    assert score(again) == [0.0, 0.0, None, None]
+
+
+def test_parts_are_bound_to_the_tokenizer():
+    class Bound(Counting):
+        def bind(self, tokenizer):
+            bound = Counting()
+            bound.tokenizer = tokenizer
+            return bound
+
+    tokenizer = object()
+    loaded = load_reward(routed(gated(short, by=Bound()), task="sum"), tokenizer=tokenizer)
+    assert loaded.func.reward.reward.reward.by.reward.tokenizer is tokenizer
+    again = load_reward(checked(Bound()), tokenizer=tokenizer)
+    assert again.func.reward.tokenizer is tokenizer
+
+
+@pytest.mark.parametrize("make", [
+    lambda: gated(Accuracy(), by=slow_short),
+    lambda: routed(gated(slow_short, by=short), task=["sum", "word"]),
+    lambda: rescaled(slow_short, clip=(0, 1)),
+])  # fmt: skip
+def test_an_async_part_makes_the_whole_async(make):
+    reward = load_reward(make()).func
+    assert isinstance(reward, AsyncCheckedReward)
+    expected = {"accuracy": [1.0, 0.0, 0.0, 0.0]}.get(reward.name, [1.0, 0.0, 1.0, 1.0])
+    assert asyncio.run(reward(**COLUMNS)) == expected
+
+
+def test_a_fault_of_a_part_is_named_and_skipped_where_that_was_asked_for():
+    def broken(completions):
+        raise KeyError("total")
+
+    reward = gated(Accuracy(), by=broken)
+    with pytest.raises(RewardContractError, match=r"reward 'broken'.*KeyError"):
+        score(reward)
+    skipping = guarded(checked(routed(lambda completions: ["x"], task="sum")), None, "stop")
+    with pytest.raises(RewardContractError, match="1 scores for 2"):
+        skipping(**COLUMNS)
+
+
+# --- schedules -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("progress", "weight"), [(0, 1.0), (0.1, 1.0), (0.25, 0.6), (0.4, 0.2), (1, 0.2)]
+)
+def test_a_schedule_is_straight_between_its_points_and_flat_outside(progress, weight):
+    assert WeightSchedule.of({0.4: 0.2, 0.1: 1}).at(progress) == pytest.approx(weight)
+
+
+@pytest.mark.parametrize("points", [{}, {2: 1.0}, {0: float("inf")}, {"start": 1}, {0: None}])
+def test_a_bad_schedule_is_refused(points):
+    with pytest.raises(RewardLoadError, match=r"such as \{0: 1.0, 0.5: 0.2\}"):
+        load_reward({"name": "length", "weight": points})
+
+
+# --- in a run file -------------------------------------------------------------------------------
+
+
+def test_a_run_file_composes_by_keys():
+    table = {
+        "name": "accuracy",
+        "weight": {0: 1.0, 0.5: 0.0},
+        "only_if": {"name": "length", "min_words": 1, "too_short": -1, "at_least": 0.5},
+        "only_for": {"task": "sum"},
+        "scaled_by": 3,
+        "clipped_to": [0, 2],
+    }
+    loaded = load_reward(table)
+    assert loaded.func(**COLUMNS) == [2.0, 0.0, None, None]
+    assert loaded.name == "accuracy"
+    assert [loaded.weight_at(p) for p in (0, 0.25, 1)] == [1.0, 0.5, 0.0]
+    names = [reward.name for reward in load_rewards([table, table, "length"])]
+    assert names == ["accuracy", "accuracy_2", "length"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"only_if": "lenght"}, "did you mean 'length'"),
+        ({"only_if": "length:0.5"}, "a gate has no weight"),
+        ({"only_if": {"name": "length", "at_least": "high"}}, "not a finite number"),
+        ({"only_for": "sum"}, "only_for: {column: value}"),
+        ({"clipped_to": 3}, r"clipped_to: \[low, high\]"),
+        ({"clipped_to": [3, 1]}, "give the lower number first"),
+        ({"scaled_by": "x"}, "scaled_by: NUMBER"),
+    ],
+)
+def test_a_bad_composition_says_what_to_write(keys, message):
+    with pytest.raises(RewardLoadError, match=message):
+        load_reward({"name": "accuracy", **keys})

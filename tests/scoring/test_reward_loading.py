@@ -1,0 +1,354 @@
+"""Reward specs: names, files, packages, tables, weights; and the contract of what they return."""
+
+import asyncio
+import doctest
+import functools
+import math
+import pickle
+import sys
+
+import pytest
+from rloo_kit.rewards import Accuracy, Length, Thinking
+
+import rloo_kit.scoring.contract
+import rloo_kit.scoring.loading
+from rloo_kit.errors import ModelError, RewardContractError, RewardLoadError
+from rloo_kit.models.loading import TINY_THINKER
+from rloo_kit.scoring.loading import checked, load_reward, load_rewards
+
+FILE = '''
+"""A user's rewards."""
+from dataclasses import dataclass
+
+def polite(completions, word="please", **_):
+    return [float(word in text) for text in completions]
+
+def old_style(completions, prompts=None):
+    return [float(len(text) - len(prompt)) for text, prompt in zip(completions, prompts)]
+
+@dataclass(frozen=True)
+class Short:
+    limit: int = 3
+    __name__ = "short"
+
+    def __call__(self, completions, **_):
+        return [float(len(text) <= self.limit) for text in completions]
+
+short = Short()
+number = 7
+'''
+COLUMNS = {"completions": ["please", "now"], "prompts": ["a", "b"], "completion_ids": [[1], [2]]}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "my.py").write_text(FILE)
+    return tmp_path
+
+
+def plain(completions, **_):
+    return [1.0] * len(completions)
+
+
+def with_answer(completions, answer):
+    return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+
+async def later(completions):
+    await asyncio.sleep(0)
+    return [1.0] * len(completions)
+
+
+class AsyncReward:
+    async def __call__(self, completions, **_):
+        return [2.0] * len(completions)
+
+
+class Constant:
+    """A reward that returns whatever it was made with."""
+
+    __name__ = "constant"
+
+    def __init__(self, output):
+        self.output = output
+
+    def __call__(self, **_):
+        if isinstance(self.output, Exception):
+            raise self.output
+        return self.output
+
+
+# --- specs ---
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "weight"),
+    [
+        ("thinking", "thinking", 1.0),
+        ("thinking:0.5", "thinking", 0.5),
+        ("length:-1e-1", "length", -0.1),
+        ("my.py:polite", "polite", 1.0),
+        ("my.py:polite:0.5", "polite", 0.5),
+        ("./my.py:short:2", "short", 2.0),
+        ("rloo_kit.rewards.length:length", "length", 1.0),
+        ("rloo_kit.rewards.length:length:3", "length", 3.0),
+        ({"name": "thinking", "weight": 0.25, "long": 60}, "thinking", 0.25),
+        ({"name": "thinking:0.25"}, "thinking", 0.25),
+        ({"name": "my.py:Short", "limit": 6}, "short", 1.0),
+        ({"name": plain, "weight": 2}, "plain", 2.0),
+        (plain, "plain", 1.0),
+        (Length(), "length", 1.0),
+        (functools.partial(plain, extra=1), "plain", 1.0),
+        (AsyncReward(), "AsyncReward", 1.0),
+    ],
+)
+def test_spec_gives_name_and_weight(folder, spec, name, weight):
+    loaded = load_reward(spec, base_dir=folder)
+    assert (loaded.name, loaded.func.__name__, loaded.weight) == (name, name, weight)
+
+
+def test_table_gives_parameters_to_class_instance_and_function(folder):
+    def score(table):
+        return load_reward(table, base_dir=folder).func(**COLUMNS)
+
+    assert load_reward({"name": "thinking", "long": 60}).func.reward == Thinking(long=60)
+    assert score({"name": "my.py:Short", "limit": 6}) == [1.0, 1.0]
+    assert score({"name": "my.py:short", "limit": 1}) == [0.0, 0.0]
+    assert score({"name": "my.py:polite", "word": "now"}) == [0.0, 1.0]
+
+
+def test_file_is_run_once_and_leaves_sys_path_alone(folder):
+    path = list(sys.path)
+    first = load_reward("my.py:polite", base_dir=folder)
+    second = load_reward(f"{folder}/my.py:polite", base_dir="/")
+    assert first.func.reward is second.func.reward
+    assert sys.path == path
+    assert "my" not in sys.modules
+
+
+def test_relative_path_starts_from_the_working_directory(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert load_reward("my.py:polite").func(**COLUMNS) == [1.0, 0.0]
+
+
+def test_same_file_name_in_two_folders_gives_two_rewards(folder):
+    other = folder / "other"
+    other.mkdir()
+    (other / "my.py").write_text("def polite(completions):\n    return [9] * len(completions)\n")
+    assert load_reward("my.py:polite", base_dir=other).func(**COLUMNS) == [9.0, 9.0]
+    assert load_reward("my.py:polite", base_dir=folder).func(**COLUMNS) == [1.0, 0.0]
+
+
+def test_folder_of_a_model_becomes_a_reward_model(tmp_path):
+    (tmp_path / "taste").mkdir()
+    (tmp_path / "taste" / "config.json").write_text("{}")
+    table = {"name": "reward_model", "model": "taste", "batch_size": 2}
+    bare, weighted, tabled = load_rewards(["taste", "taste:0.5", table], base_dir=tmp_path)
+    assert bare.func.reward.model == str(tmp_path / "taste")
+    assert weighted.weight == 0.5
+    assert tabled.func.reward.model == str(tmp_path / "taste")
+    assert tabled.func.reward.batch_size == 2
+    assert tabled.name == "reward_model_3"
+
+
+def test_rewards_are_bound_to_the_tokenizer():
+    class Bound:
+        def __init__(self, tokenizer=None):
+            self.tokenizer = tokenizer
+
+        def bind(self, tokenizer):
+            return Bound(tokenizer)
+
+        def __call__(self, completions):
+            return [self.tokenizer] * len(completions)
+
+    assert load_reward(Bound(), tokenizer=4.0).func(**COLUMNS) == [4.0, 4.0]
+
+
+def test_same_names_get_a_number():
+    loaded = load_rewards(["length", plain, "length", "length:2"])
+    assert [reward.name for reward in loaded] == ["length", "plain", "length_2", "length_3"]
+    assert loaded[2].func.__name__ == "length_2"
+
+
+# --- specs that are wrong ---
+
+
+@pytest.mark.parametrize(
+    ("spec", "remedy"),
+    [
+        ("thinkin", r"did you mean 'thinking'\?.* give a built-in one \(accuracy"),
+        ("thinkng:0.5", "did you mean 'thinking'"),
+        ("org/model", "the hub gives no reward model of that name"),
+        ("none.py:polite", "does not exist; give its path relative to the run file"),
+        ("my.py:polit", r"did you mean 'polite'\?.* one of: polite, old_style, Short, short"),
+        ("my.py", "names no function; add ':function' with one of: polite"),
+        ("my.py:0.5", "names no function; add ':function' with one of: polite"),
+        ("no_such_package.rewards:polite", "install its package, or give a file"),
+        ("my.py:number", "is of type int, which cannot be called; give a function"),
+        ("my.py:Short", r"is a class; give an instance, Short\(\), or write it as a table"),
+        (Length, r"is a class; give an instance, Length\(\)"),
+        (7, "cannot be called; give a function"),
+        ("thinking:half", "not a finite number; give one such as 0.5"),
+        ("my.py:polite:nan", "not a finite number"),
+        ({"name": "thinking", "weight": float("inf")}, "not a finite number"),
+        ({"name": "thinking", "weight": True}, "not a finite number"),
+        ({"name": "thinking:2", "weight": 1}, "remove ':2' from its name"),
+        ({"weight": 1.0}, "add 'name'"),
+        ({"name": "thinking", "lnog": 3}, r"did you mean 'long'\?.* give one of: short, long"),
+        ({"name": "my.py:polite", "wrod": "x"}, "did you mean 'word'"),
+        ({"name": "my.py:short", "limt": 1}, "did you mean 'limit'"),
+        ({"name": "thinking", "short": 99}, "set 0 <= short <= long"),
+        ("reward_model", "missing 1 required positional argument: 'model'.*; write it as a table"),
+    ],
+)
+def test_wrong_spec_is_refused_with_a_remedy(folder, spec, remedy):
+    with pytest.raises(RewardLoadError, match=remedy):
+        load_reward(spec, base_dir=folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("x = 1\ndef f(:\n", "syntax error .line 2"),
+        ("import no_such_package\n", "no_such_package.*; install it, or keep helpers"),
+        ("1 / 0\n", "raised ZeroDivisionError .* move that work into the function"),
+    ],
+)
+def test_file_that_cannot_run_is_named_and_is_tried_again_once_corrected(tmp_path, text, remedy):
+    path = tmp_path / "bad.py"
+    path.write_text(text)
+    with pytest.raises(RewardLoadError, match=remedy):
+        load_reward("bad.py:f", base_dir=tmp_path)
+    path.write_text("def f(completions, **_):\n    return [1.0 for _ in completions]\n")
+    assert load_reward("bad.py:f", base_dir=tmp_path).func(**COLUMNS) == [1.0, 1.0]
+
+
+def test_a_model_object_is_left_to_trl():
+    import torch
+
+    model = torch.nn.Linear(1, 1)
+    assert load_reward(model).func is model
+
+
+class OldRewardModel:
+    def get_rewards(self, prompts, completions):
+        return [float(len(p) + len(c)) for p, c in zip(prompts, completions, strict=True)]
+
+
+def test_an_object_with_get_rewards_is_a_reward():
+    reward = load_reward(OldRewardModel())
+    assert reward.name == "OldRewardModel"
+    assert reward.func(prompts=["a", "bc"], completions=["d", "e"]) == [2.0, 3.0]
+
+
+# --- the contract ---
+
+
+def test_old_style_function_gets_only_what_it_accepts(folder):
+    assert load_reward("my.py:old_style", base_dir=folder).func(**COLUMNS) == [5.0, 2.0]
+
+
+@pytest.mark.parametrize("reward", [later, AsyncReward(), functools.partial(later)])
+def test_async_reward_stays_async(reward):
+    from trl.trainer.utils import is_async_callable
+
+    func = checked(reward)
+    assert is_async_callable(func)
+    assert not is_async_callable(checked(plain))
+    assert asyncio.run(func(**COLUMNS)) in ([1.0, 1.0], [2.0, 2.0])
+
+
+def test_async_reward_is_checked_too():
+    async def wrong(completions):
+        return [1.0]
+
+    with pytest.raises(RewardContractError, match="'wrong' returned 1 scores for 2"):
+        asyncio.run(checked(wrong)(**COLUMNS))
+
+
+def test_checked_reward_pickles():
+    for func in (load_reward("thinking").func, load_reward(Accuracy(column="gold")).func):
+        assert pickle.loads(pickle.dumps(func)) == func
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "tensor", "array", "scalars"])
+def test_scores_may_be_a_list_tuple_tensor_or_array(kind):
+    import numpy as np
+    import torch
+
+    output = {
+        "list": [1, True],
+        "tuple": (1.0, 1.0),
+        "tensor": torch.ones(2, dtype=torch.bfloat16),
+        "array": np.ones(2, dtype=np.float32),
+        "scalars": [torch.tensor(1.0), np.float32(1)],
+    }[kind]
+    scores = checked(Constant(output))(**COLUMNS)
+    assert scores == [1.0, 1.0]
+    assert {type(score) for score in scores} == {float}
+
+
+def test_none_passes():
+    assert checked(Constant([None, 0.5]))(**COLUMNS) == [None, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("output", "remedy"),
+    [
+        ([1.0], "returned 1 scores for 2 completions; return one float"),
+        (1.0, "returned a float; return a list of one float"),
+        (None, "returned a NoneType; return a list"),
+        ("ab", "returned a str; return a list"),
+        ([1.0, "x"], "'x' in row 1; return a finite float, or None .*completion: 'now'"),
+        ([math.nan, 1.0], "nan in row 0; return a finite float, or None .*completion: 'please'"),
+        ([1.0, -math.inf], "-inf in row 1"),
+        ([[1.0], [1.0]], r"\[1.0\] in row 0"),
+        (ZeroDivisionError("division"), "raised ZeroDivisionError: division; correct it, or"),
+    ],
+)
+def test_broken_contract_names_the_reward_and_the_remedy(output, remedy):
+    with pytest.raises(RewardContractError, match=f"'constant' .*{remedy}"):
+        checked(Constant(output))(**COLUMNS)
+
+
+def test_a_completion_is_quoted_with_at_most_200_characters():
+    with pytest.raises(RewardContractError) as caught:
+        checked(Constant([math.nan]))(completions=["secret" * 100], prompts=[""])
+    quoted = str(caught.value).partition("completion: ")[2]
+    assert len(quoted) <= 201  # and the closing bracket
+
+
+def test_an_error_of_the_kit_passes_unchanged():
+    with pytest.raises(ModelError, match=r"^as it was$"):
+        checked(Constant(ModelError("as it was")))(**COLUMNS)
+
+
+def test_a_column_the_dataset_lacks_is_named():
+    with pytest.raises(RewardContractError, match=r"asks for 'answer'.*; add the column"):
+        checked(with_answer)(**COLUMNS)
+    assert checked(with_answer)(**COLUMNS, answer=["please", "x"]) == [1.0, 0.0]
+
+
+def test_docstring_examples_run():
+    results = doctest.testmod(rloo_kit.scoring.contract)
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+def test_the_settings_of_the_chat_template_decide_who_opens_the_thought(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TINY_THINKER)
+    tokenizer.chat_template = (
+        "{{ messages[0].content }}"
+        "{{ '<think></think>' if enable_thinking is false else '<think>' }}"
+    )
+    columns = {
+        "completions": [[{"role": "assistant", "content": "4"}]],
+        "prompts": [[{"role": "user", "content": "2+2"}]],
+        "answer": ["4"],
+    }
+    for settings, score in (({"enable_thinking": False}, 1.0), ({}, 0.0), (None, 0.0)):
+        (reward,) = load_rewards(["accuracy"], tokenizer, chat_template_kwargs=settings)
+        assert reward.func(**columns) == [score]

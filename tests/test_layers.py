@@ -1,0 +1,266 @@
+"""Layers: which package may import which, what an import loads, public names, doctests."""
+
+import ast
+import doctest
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rloo_kit
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = ROOT / "rloo_kit"
+REWARDS = ROOT / "rewards"
+
+LAYERS = [
+    {"errors", "types", "text", "processes", "output_folder"},
+    {"config"},
+    {"machine"},
+    {"rewards"},
+    {"scoring"},
+    {"models"},
+    {"data"},
+    {"rloo"},
+    {"sampling"},
+    {"diagnosis"},
+    {"checkpoints"},
+    {"live"},
+    {"training"},
+    {"planning", "report"},
+    {"evaluation"},
+    {"runs"},
+    {"reward_lab"},
+    {"export"},
+    {"cli"},
+    {"__main__", "__init__"},
+]
+"""Packages and top-level modules, lowest first: each imports only what is above it in this list."""
+
+RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+
+HEAVY = {"torch", "unsloth", "trl", "transformers", "peft", "vllm", "datasets"}
+"""Libraries that take seconds to load: imported inside functions ..."""
+
+TENSOR_PACKAGES = {"rloo", "training", "checkpoints", "sampling", "diagnosis", "runs", "machine"}
+"""... except in packages that are all tensors or subclass TRL (ruff's TID253 lists the files)."""
+
+
+def name_in_kit(path):
+    """The package of a module, or its own name at the top level."""
+    return path.relative_to(CORE).parts[0].removesuffix(".py")
+
+
+def imported(tree):
+    """Packages and top-level modules of the kit that a module imports, inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for top, _, rest in (name.partition(".") for name in names):
+            if top == "rloo_kit":
+                name = rest.partition(".")[0]
+                yield name if name in RANK else "__init__"
+
+
+def loaded_at_import(tree):
+    """Packages that importing the module imports: nothing in functions or TYPE_CHECKING."""
+    waiting = [*tree.body]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module.partition(".")[0]
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            waiting += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+
+
+def parse(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def files(folder, pattern):
+    return pytest.mark.parametrize(
+        "path", sorted(folder.glob(pattern)), ids=lambda path: str(path.relative_to(folder))
+    )
+
+
+def upward_imports(core=CORE):
+    """Imports of a module from a package that is lower in the list: (module, package)."""
+    return [
+        (str(path.relative_to(core)), name)
+        for path in sorted(core.rglob("*.py"))
+        for name in sorted(set(imported(parse(path))) - {name_in_kit(path)})
+        if name != "__init__" and RANK[name] >= RANK[name_in_kit(path)]
+    ]
+
+
+def test_every_package_has_a_layer():
+    packages = {path.parent.name for path in CORE.glob("*/__init__.py")}
+    assert packages | {path.stem for path in CORE.glob("*.py")} | {"rewards"} == set(RANK)
+
+
+def test_no_module_is_imported_from_a_higher_layer():
+    inside_the_first = {"errors", "types", "text"}  # of which the others of that layer know
+    assert [(p, name) for p, name in upward_imports() if name not in inside_the_first] == []
+
+
+@files(REWARDS, "*.py")
+def test_a_reward_imports_only_lower_layers(path):
+    above = {name for name in imported(parse(path)) if RANK[name] > RANK["rewards"]}
+    assert above <= {"__init__"}
+
+
+@files(CORE, "**/*.py")
+def test_heavy_libraries_are_imported_inside_functions(path):
+    heavy = HEAVY & set(loaded_at_import(parse(path)))
+    assert not heavy or name_in_kit(path) in TENSOR_PACKAGES
+
+
+@files(REWARDS, "*.py")
+def test_rewards_import_heavy_libraries_inside_functions(path):
+    assert not HEAVY & set(loaded_at_import(parse(path)))
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("from rloo_kit.runs.train import train", {"runs"}),
+        ("import rloo_kit.runs.train", {"runs"}),
+        ("from rloo_kit import runs", {"runs"}),
+        ("from rloo_kit import __version__", {"__init__"}),
+        ("def f():\n    from rloo_kit.runs.train import train", {"runs"}),
+        ("import rloo_kitten.runs, torch", set()),
+    ],
+)
+def test_imports_of_the_kit_are_seen(code, names):
+    assert set(imported(ast.parse(code))) == names
+
+
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        ("import torch.nn", {"torch"}),
+        ("try:\n    from trl import X\nexcept ImportError: pass", {"trl"}),
+        ("class A:\n    import peft", {"peft"}),
+        ("def f():\n    import torch", set()),
+        ("if TYPE_CHECKING:\n    import torch\nelse:\n    import trl", {"trl"}),
+    ],
+)
+def test_imports_of_heavy_libraries_are_seen(code, heavy):
+    assert set(loaded_at_import(ast.parse(code))) == heavy
+
+
+# --- what an import loads -------------------------------------------------------------------------
+
+
+def run_python(code, **options):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, **options
+    )
+
+
+def loaded_by(code, names):
+    """The packages of ``names`` that are loaded in a fresh interpreter after ``code``."""
+    code = f"{code}\nimport sys\nprint('loaded', *sorted({names!r} & set(sys.modules)))"
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.splitlines()[-1].split()[1:])
+
+
+def test_importing_the_kit_loads_nothing_heavy():
+    assert loaded_by("import rloo_kit", HEAVY | {"yaml"}) == set()
+    assert loaded_by("import rloo_kit.rewards", HEAVY | {"yaml"}) == set()
+
+
+def test_help_loads_nothing_heavy():
+    code = """
+from rloo_kit.cli import main
+try:
+    main(["--help"])
+except SystemExit as end:
+    assert end.code == 0
+else:
+    raise AssertionError("no exit")
+"""
+    assert loaded_by(code, HEAVY | {"yaml"}) == set()
+
+
+def test_checking_a_run_file_loads_nothing_heavy():
+    code = """
+from rloo_kit import read_run_file
+from rloo_kit.config.run_file import known_trainer_fields
+read_run_file("quickstart", ["trainer.beta=0.1", "trainer.missing_eos_penalty=1"])
+assert {"beta", "missing_eos_penalty", "reward_timeout_seconds"} <= known_trainer_fields()
+"""
+    assert loaded_by(code, HEAVY) == set()
+
+
+def test_the_check_for_loaded_packages_sees_one():
+    assert loaded_by("import yaml", {"yaml", "torch"}) == {"yaml"}
+
+
+def test_the_folder_of_rewards_is_not_importable_by_its_bare_name():
+    result = run_python("import rewards", cwd=ROOT)
+    assert result.returncode != 0
+    assert "ImportError: this folder was imported as 'rewards'" in result.stderr
+    assert "write 'import rloo_kit.rewards' instead" in result.stderr
+
+
+# --- public names ---------------------------------------------------------------------------------
+
+
+def test_public_names_are_sorted_and_listed():
+    assert rloo_kit.__all__ == sorted(set(rloo_kit.__all__))
+    assert set(rloo_kit.__all__) <= set(dir(rloo_kit))
+
+
+@pytest.mark.parametrize("name", rloo_kit.__all__)
+def test_every_public_name_resolves(name):
+    value = getattr(rloo_kit, name)
+    assert value is not None
+    assert getattr(value, "__name__", name) == name
+
+
+def test_no_public_name_is_a_modules_name():
+    modules = {path.stem for path in CORE.iterdir()} | {"rewards", "examples"}
+    assert not modules & set(rloo_kit.__all__)
+
+
+def test_another_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'tarin'"):
+        _ = rloo_kit.tarin
+
+
+# --- doctests -------------------------------------------------------------------------------------
+
+
+def with_examples():
+    for folder, package in ((CORE, "rloo_kit"), (REWARDS, "rloo_kit.rewards")):
+        for path in sorted(folder.rglob("*.py")):
+            if ">>>" in path.read_text(encoding="utf-8"):
+                inside = path.relative_to(folder).with_suffix("")
+                yield ".".join((package, *inside.parts))
+
+
+def test_the_maths_the_data_and_every_reward_family_show_examples():
+    families = {path.stem for path in REWARDS.glob("*.py") if not path.stem.startswith("_")}
+    shown = set(with_examples())
+    assert {"rloo_kit.rloo.advantages", "rloo_kit.data.tasks"} <= shown
+    # A reward model is loaded from disk: no example of it runs everywhere.
+    assert {f"rloo_kit.rewards.{name}" for name in families - {"reward_model"}} <= shown
+
+
+@pytest.mark.parametrize("name", list(with_examples()))
+def test_examples_in_docstrings_are_true(name):
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -1,0 +1,128 @@
+"""The wheel and the sdist: what is packed, and what no file of the project may name."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import rloo_kit
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+# --- what is packed -------------------------------------------------------------------------------
+
+
+def project_files():
+    """Paths that git tracks or would add; the working tree without what is ignored."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listing = subprocess.run(
+        ["git", "ls-files", "-coz", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    return [Path(name) for name in listing.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Names in the sdist, and in the wheel that is built from it."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in project_files():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, source / name)
+    result = subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    with tarfile.open(sdist) as archive:
+        in_sdist = {name.partition("/")[2] for name in archive.getnames()}
+    with zipfile.ZipFile(wheel) as archive:
+        in_wheel = {name for name in archive.namelist() if not name.endswith("/")}
+    return in_sdist, in_wheel
+
+
+def test_the_wheel_holds_the_kit_its_rewards_examples_and_model(built):
+    _, wheel = built
+    expected = {
+        f"rloo_kit/{path}"
+        for path in map(Path.as_posix, project_files())
+        if path.startswith(("rewards/", "examples/"))
+    } | {path for path in map(Path.as_posix, project_files()) if path.startswith("rloo_kit/")}
+    assert {
+        "rloo_kit/py.typed", "rloo_kit/rewards/accuracy.py", "rloo_kit/examples/quickstart.yaml",
+        "rloo_kit/examples/posts.jsonl", "rloo_kit/assets/tiny-thinker/model.safetensors",
+    } <= expected  # fmt: skip
+    assert expected - wheel == set()
+
+
+def test_the_wheel_holds_nothing_else(built):
+    _, wheel = built
+    others = {name for name in wheel if not name.startswith("rloo_kit/")}
+    assert {name.partition("/")[0] for name in others} == {
+        f"rloo_kit-{rloo_kit.__version__}.dist-info"
+    }
+    assert not {name for name in wheel if re.search(r"(^|/)(tests?|conftest|scripts)[/_.]", name)}
+    assert not {name for name in wheel if "__pycache__" in name}
+
+
+def test_the_sdist_builds_on_its_own(built):
+    sdist, _ = built
+    assert {"pyproject.toml", "README.md", "LICENSE", "rewards/accuracy.py"} <= sdist
+
+
+def test_the_installed_version_is_the_one_in_the_project_file():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.search(r'^version = "(.+)"$', text, re.M)[1] == rloo_kit.__version__
+
+
+# --- what is written in the files -----------------------------------------------------------------
+
+# In parts, so that this file does not name them either.
+REGISTRIES = [
+    ("pypi", "org"), ("files.python" + "hosted", "org"), ("pytorch", "org/whl"),
+    ("anaconda", "org"),
+    ("npmjs", "org"), ("crates", "io"), ("rubygems", "org"), ("golang", "org"),
+]  # fmt: skip
+NOT_TO_BE_NAMED = re.compile(
+    "|".join(
+        [r"\b" + re.escape(".".join(host)) + r"\b" for host in REGISTRIES]
+        + [r"(?<![\w.~<>-])/(?:work|home|root|Users)/\w"]
+    )
+)
+
+
+def test_no_file_names_a_registry_or_a_place_of_one_machine():
+    found = []
+    for name in project_files():
+        try:
+            text = (ROOT / name).read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # weights
+            continue
+        found += [f"{name}: {match[0]}" for match in NOT_TO_BE_NAMED.finditer(text)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://" + ".".join(("pypi", "org")) + "/simple",
+        ".".join(("files.python" + "hosted", "org")),
+        "in /" + "work/main",
+        "'/" + "home/me'",
+    ],
+)
+def test_a_forbidden_place_is_seen(text):
+    assert NOT_TO_BE_NAMED.search(text)
+
+
+@pytest.mark.parametrize("text", ["https://example.org/home/x", "network/x", "a/home/b", "/tmp/x"])
+def test_another_place_is_not(text):
+    assert not NOT_TO_BE_NAMED.search(text)

@@ -1,0 +1,83 @@
+"""Errors show what is wrong on one short line, whatever it is."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rloo_kit.text.wording import LONGEST_MESSAGE, bare, printable, shown, told, why
+
+ANY = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary()),
+    lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)),
+)
+
+
+@pytest.mark.parametrize(
+    "value", ["x", 3, -0.5, math.inf, None, True, [1, "a"], {"b": 1, "a": [2]}, {}, [], (1,), b"a"]
+)
+def test_a_short_value_is_shown_as_python_writes_it(value):
+    assert shown(value) == repr(value)
+
+
+@settings(max_examples=50, deadline=None)
+@given(ANY)
+def test_any_value_is_shown_on_one_short_line(value):
+    text = shown(value)
+    assert text.isprintable()
+    assert len(text) <= 104
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 10**7, 1 << 10**6, [[[[[[]]]]]] * 10**5, "\ud800\n\x1b"], ids=range(4)
+)
+def test_a_huge_or_unprintable_value_is_too(value):
+    assert shown(value).isprintable()
+    assert len(shown(value)) <= 104
+
+
+def test_a_value_that_holds_itself_is_shown():
+    endless = []
+    endless.append(endless)
+    assert "..." in shown(endless)
+
+
+def test_a_name_is_shown_without_quotation_marks():
+    assert bare("beta") == "beta"
+    assert bare("a\nb") == "a\\nb"
+    assert bare(5) == "5"
+
+
+@pytest.mark.parametrize(
+    ("exc", "text"),
+    [
+        (ValueError("one\ntwo"), "one"),
+        (ValueError("\n\n  late "), "late"),
+        (ValueError(), "ValueError"),
+        (ValueError("x" * 1000), "x" * 160),
+        (ValueError("\x1b[2J"), "\\x1b[2J"),
+    ],
+    ids=range(5),
+)
+def test_the_reason_of_another_error_is_its_first_line(exc, text):
+    assert why(exc) == text
+
+
+def test_an_error_without_a_text_is_named():
+    class MuteError(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    assert why(MuteError()) == "MuteError"
+
+
+def test_printable_text_stays_as_it_is():
+    assert printable("é 😀") == "é 😀"
+
+
+def test_of_many_faults_the_first_are_told_and_the_rest_counted():
+    assert told(["a", "b"]) == "a; b"
+    text = told(["x" * 2000, "y", "z"])
+    assert text == f"{'x' * 2000}; and 2 more, told when these are mended"
+    assert len(told(["fault"] * 999)) <= LONGEST_MESSAGE + 60

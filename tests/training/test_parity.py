@@ -1,0 +1,237 @@
+"""Stock TRL and the kit, side by side in float32: same samples, losses, advantages, adapter."""
+
+import inspect
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import RLOOConfig, RLOOTrainer
+
+import rloo_kit as rk
+from rloo_kit.models.loading import TINY_THINKER
+from rloo_kit.training.trainer import LeaveOneOutTrainer
+
+OVERRIDDEN = ("_prepare_inputs", "_generate_and_score_completions", "training_step")
+CALLED = (
+    "_generate",
+    "_calculate_rewards",
+    "_log_completion_extra",
+    "_log_metric",
+    "compute_loss_context_manager",
+)
+
+
+def small_model(adapter_std=0.0):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(TINY_THINKER, dtype=torch.float32)
+    targets = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+    model = get_peft_model(model, LoraConfig(r=8, lora_alpha=8, target_modules=targets))
+    if adapter_std:
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=adapter_std)
+    return model
+
+
+def partly(completions, **_):
+    """Scores that differ in some groups and are equal in others; None now and then."""
+    texts = [completion[-1]["content"] for completion in completions]
+    return [None if text.count("7") > 5 else float(sum(map(ord, text)) % 2) for text in texts]
+
+
+class Gradients(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+        wanted = [p for n, p in sorted(model.named_parameters()) if p.requires_grad]
+        self.seen.append(torch.cat([p.grad.detach().flatten().clone() for p in wanted]))
+
+
+def train(trainer_class, config_class, folder, steps, adapter_std=0.0, **settings):
+    model, gradients = small_model(adapter_std), Gradients()
+    common = {
+        "output_dir": str(folder / trainer_class.__name__),
+        "max_steps": steps,
+        "per_device_train_batch_size": 16,
+        "num_generations": 4,
+        "max_completion_length": 14,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+    }
+    args = config_class(**{**common, **settings})
+    args.mixed_precision = "no"
+    trainer = trainer_class(
+        model=model,
+        reward_funcs=partly,
+        args=args,
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=64),
+        processing_class=AutoTokenizer.from_pretrained(TINY_THINKER),
+        callbacks=[gradients],
+    )
+    trainer.train()
+    adapter = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    return trainer, gradients.seen, adapter
+
+
+def logged(trainer, name):
+    return [row[name] for row in trainer.state.log_history if "reward" in row]
+
+
+def relative(one, other):
+    """Relative difference of two gradients.
+
+    Where no group has signal only the KL is left, a difference of numbers that nearly cancel: its
+    gradient has a norm of 1e-5 here (0.03 is usual), and rounding is no longer small beside it.
+    """
+    return float((one - other).norm() / one.norm().clamp(min=1e-3))
+
+
+@pytest.mark.parametrize(
+    ("steps", "settings", "kit"),
+    [
+        pytest.param(20, {"beta": 0.05}, {}, id="beta"),
+        pytest.param(20, {"beta": 0.0}, {}, id="no-beta"),
+        pytest.param(
+            4, {"beta": 0.05, "num_iterations": 2, "epsilon": 0.002}, {}, id="two-iterations"
+        ),
+        pytest.param(
+            4, {"beta": 0.05, "gradient_accumulation_steps": 2}, {}, id="accumulation"
+        ),
+        pytest.param(
+            4, {"beta": 0.0, "steps_per_generation": 2, "per_device_train_batch_size": 8}, {},
+            id="several-steps-a-batch-no-beta",
+        ),
+        pytest.param(
+            4, {"beta": 0.05, "steps_per_generation": 2, "per_device_train_batch_size": 8}, {},
+            id="several-steps-a-batch",
+        ),
+        pytest.param(
+            3, {"beta": 0.0, "steps_per_generation": 1, "gradient_accumulation_steps": 2}, {},
+            id="several-batches-a-step",
+        ),
+        pytest.param(
+            3, {"beta": 0.05, "normalize_advantages": True, "reward_clip_range": (0.0, 0.5)}, {},
+            id="normalised-and-clipped",
+        ),
+        pytest.param(
+            3,
+            {"beta": 0.05, "mask_truncated_completions": True, "max_completion_length": 27},
+            {},
+            id="masked",
+        ),
+        pytest.param(
+            3, {"beta": 0.05, "adapter_std": 0.02}, {}, id="continued-adapter"
+        ),
+        pytest.param(
+            3, {"beta": 0.05}, {"tokens_per_micro_batch": 90}, id="groups-over-budget"
+        ),
+        pytest.param(
+            3, {"beta": 0.05, "num_iterations": 3},
+            {"skip_old_pass": False, "skip_no_signal": False}, id="savings-off",
+        ),
+    ],
+)  # fmt: skip
+def test_the_kit_trains_as_stock_trl_does(tmp_path, steps, settings, kit):
+    stock, stock_gradients, expected = train(RLOOTrainer, RLOOConfig, tmp_path, steps, **settings)
+    mine, gradients, adapter = train(
+        LeaveOneOutTrainer, rk.LeaveOneOutConfig, tmp_path, steps, **settings, **kit
+    )
+    assert list(stock._logs["completion"]) == list(mine._logs["completion"])
+    assert len(gradients) == len(stock_gradients) == steps
+    largest = max(relative(a, b) for a, b in zip(stock_gradients, gradients, strict=True))
+    assert largest < 1e-4
+    assert max(float(p.abs().max()) for p in expected.values()) > 1e-3  # it moved
+    for name, parameter in expected.items():
+        torch.testing.assert_close(adapter[name], parameter, atol=1e-4, rtol=1e-4)
+    if not settings.get("mask_truncated_completions"):  # TRL counts a constant for masked rows
+        for name in ("loss", "reward", "frac_reward_zero_std"):
+            assert logged(mine, name) == pytest.approx(logged(stock, name), abs=1e-4), name
+    mine_sees = torch.tensor(list(mine._logs["advantages"]))
+    stock_sees = torch.tensor(list(stock._logs["advantages"]))
+    if settings.get("mask_truncated_completions"):
+        stock_sees = stock_sees.where(mine_sees != 0, 0.0)
+    torch.testing.assert_close(mine_sees, stock_sees, atol=1e-4, rtol=1e-4)
+
+
+def test_a_wrong_gradient_would_be_seen(tmp_path, monkeypatch):
+    """The comparison can fail: a baseline that includes the row itself is not leave-one-out."""
+    monkeypatch.setattr(
+        "rloo_kit.rloo.rollout.leave_one_out_advantages",
+        lambda r: r - r.nanmean(dim=1, keepdim=True),
+    )
+    _, stock_gradients, _ = train(RLOOTrainer, RLOOConfig, tmp_path, 1, beta=0.05)
+    _, gradients, _ = train(LeaveOneOutTrainer, rk.LeaveOneOutConfig, tmp_path, 1, beta=0.05)
+    assert relative(stock_gradients[0], gradients[0]) > 0.1
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_an_overridden_hook_has_trls_signature(name):
+    mine = inspect.signature(getattr(LeaveOneOutTrainer, name)).parameters
+    stock = inspect.signature(getattr(RLOOTrainer, name)).parameters
+    assert list(mine) == list(stock)
+
+
+def test_every_hook_that_is_called_exists():
+    assert not [name for name in CALLED if not callable(getattr(RLOOTrainer, name, None))]
+
+
+def test_unsloths_patched_class_trains_as_stock_trl_does(tmp_path):
+    """The class that a GPU gets, made here by Unsloth's own patcher; it drops arguments."""
+    source = f"""
+        import importlib.util, inspect, pathlib, sys
+        import rloo_kit as rk
+        rk.setup()
+        from trl import RLOOConfig, RLOOTrainer as Stock
+        from unsloth.models.rl import patch_trl_rl_trainers
+        patch_trl_rl_trainers()
+        import trl
+        from rloo_kit.training.trainer import LeaveOneOutTrainer
+        spec = importlib.util.spec_from_file_location("parity", {__file__!r})
+        parity = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(parity)
+        names = [c.__name__ for c in LeaveOneOutTrainer.__mro__]
+        assert "UnslothRLOOTrainer" in names and "Unsloth" in trl.RLOOTrainer.__name__, names
+        for name in parity.OVERRIDDEN + parity.CALLED:
+            hook = inspect.signature(getattr(trl.RLOOTrainer, name)).parameters
+            assert list(hook) == list(inspect.signature(getattr(Stock, name)).parameters), name
+        print("dropped to", trl.RLOOConfig(output_dir="x", kl_coef=0.01).beta)
+        print("kept", rk.LeaveOneOutConfig("x", kl_coef=0.01).beta)
+        try:
+            rk.LeaveOneOutConfig("x", kl_koef=0.01)
+        except rk.ConfigError as exc:
+            print("refused:", exc)
+        folder = pathlib.Path("out")
+        stock, a, expected = parity.train(Stock, RLOOConfig, folder, 20, beta=0.05)
+        mine, b, adapter = parity.train(
+            LeaveOneOutTrainer, rk.LeaveOneOutConfig, folder, 20, beta=0.05
+        )
+        print("gradients", max(parity.relative(x, y) for x, y in zip(a, b, strict=True)) < 1e-4)
+        gap = max(float((adapter[name] - expected[name]).abs().max()) for name in expected)
+        print("adapter", gap < 1e-4, "moved", any(bool(p.any()) for p in expected.values()))
+        pairs = zip(parity.logged(mine, "loss"), parity.logged(stock, "loss"), strict=True)
+        print("losses", max(abs(x - y) for x, y in pairs) < 1e-4)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    for line in (
+        "dropped to 0.05",
+        "kept 0.01",
+        "did you mean 'kl_coef'",
+        "gradients True",
+        "adapter True moved True",
+        "losses True",
+    ):
+        assert line in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]

@@ -1,0 +1,211 @@
+"""The trainer on the embedded model: names, rewards, and Unsloth's patched class."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import rloo_kit as rk
+from rloo_kit.models.loading import TINY_THINKER
+
+HERE = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def policy():
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
+    return rk.attach_lora(model), tokenizer
+
+
+def config(tmp_path, **settings):
+    few = {
+        "max_steps": 2,
+        "max_completion_length": 32,
+        "save_strategy": "no",
+        "learning_rate": 1e-3,
+    }
+    return rk.LeaveOneOutConfig(str(tmp_path / "out"), **{**few, **settings})
+
+
+def odd_characters(completions, **_):
+    return [sum(ord(c) % 2 for c in completion[-1]["content"]) / 100 for completion in completions]
+
+
+def test_config_keeps_trls_names_and_the_kits_defaults(tmp_path):
+    args = config(tmp_path)
+    assert (args.num_generations, args.beta, args.report_to) == (4, 0.05, [])
+    assert args.learning_rate == 1e-3
+    assert rk.LeaveOneOutConfig(str(tmp_path)).learning_rate == 1e-5
+
+
+def test_old_name_changes_what_trains_and_warns_once(tmp_path):
+    with pytest.warns(FutureWarning, match="kl_coef is now called beta") as caught:
+        args = config(tmp_path, kl_coef=0.017)
+    assert args.beta == 0.017
+    assert len([w for w in caught if issubclass(w.category, FutureWarning)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"kl_koef": 0.1}, "did you mean 'kl_coef'"),
+        ({"num_generation": 4}, "did you mean 'num_generations'"),
+        ({"normalize_reward": "bath"}, "must be one of"),
+        ({"num_generations": 3}, "set per_device_train_batch_size to 6 or 9"),
+        ({"kl_coef": 0.1, "beta": 0.2}, "keep beta"),
+        ({"generation_batch_size": 8, "steps_per_generation": 2}, "give one of them"),
+    ],
+)
+def test_wrong_settings_are_refused_with_the_remedy(tmp_path, settings, remedy):
+    with pytest.raises(rk.ConfigError, match=remedy):
+        config(tmp_path, **settings)
+
+
+def test_training_moves_the_adapter_alone_and_in_float32(policy, tmp_path):
+    model, tokenizer = policy
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = rk.LeaveOneOutTrainer(
+        model=model,
+        reward_funcs=odd_characters,
+        args=config(tmp_path),
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=16),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    after = dict(model.named_parameters())
+    moved = {n for n, p in before.items() if not torch.equal(p.float(), after[n].detach().float())}
+    assert moved
+    assert all("lora_" in name and ".default." in name for name in moved)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
+    assert len(rewards) == 2
+
+
+def test_the_trainer_uses_trls_leave_one_out_advantages(policy, tmp_path):
+    model, tokenizer = policy
+    trainer = rk.LeaveOneOutTrainer(
+        model=model,
+        reward_funcs=odd_characters,
+        args=config(tmp_path, max_steps=1, beta=0.0),
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=16),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    rewards = torch.tensor(list(trainer._logs["rewards"]["odd_characters"])).view(-1, 4)
+    seen = torch.tensor(list(trainer._logs["advantages"])).view(-1, 4)
+    torch.testing.assert_close(seen, rk.leave_one_out_advantages(rewards))
+    assert seen.abs().sum() > 0
+
+
+def test_weights_come_with_the_names(policy, tmp_path):
+    model, tokenizer = policy
+    common = {
+        "model": model,
+        "processing_class": tokenizer,
+        "train_dataset": rk.load_prompts("arithmetic"),
+    }
+    trainer = rk.LeaveOneOutTrainer(
+        reward_funcs=["thinking:0.5", "accuracy"], args=config(tmp_path), **common
+    )
+    assert trainer.reward_weights.tolist() == [0.5, 1.0]
+    assert trainer.reward_func_names == ["thinking", "accuracy"]
+    with pytest.raises(rk.ConfigError, match="keep one"):
+        rk.LeaveOneOutTrainer(
+            reward_funcs=["thinking:0.5", "accuracy"],
+            args=config(tmp_path, reward_weights=[1.0, 1.0]),
+            **common,
+        )
+
+
+def test_the_callers_config_is_left_alone_and_serves_twice(policy, tmp_path):
+    model, tokenizer = policy
+    args = config(tmp_path)
+    common = {"model": model, "processing_class": tokenizer, "args": args}
+    for rewards, weights in (["accuracy", "thinking:0.1"], [1.0, 0.1]), (["accuracy"], [1.0]):
+        trainer = rk.LeaveOneOutTrainer(
+            reward_funcs=rewards, train_dataset=rk.load_prompts("arithmetic"), **common
+        )
+        assert trainer.reward_weights.tolist() == pytest.approx(weights)
+    assert args.reward_weights is None
+
+
+def test_a_second_trainer_starts_from_the_very_adapter(policy, tmp_path):
+    model, tokenizer = policy
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    rk.LeaveOneOutTrainer(
+        model=model, reward_funcs="accuracy", args=config(tmp_path),
+        train_dataset=rk.load_prompts("arithmetic"), processing_class=tokenizer,
+    )  # fmt: skip
+    after = dict(model.named_parameters())
+    assert all(torch.equal(p, after[name]) for name, p in before.items())
+
+
+def test_full_precision_is_full_precision(tmp_path):
+    args = config(tmp_path, bf16=False, fp16=False)
+    assert args.mixed_precision == "no"
+
+
+def test_a_reward_that_breaks_the_contract_stops_with_its_name(policy, tmp_path):
+    model, tokenizer = policy
+    trainer = rk.LeaveOneOutTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [float("nan")] * len(completions),
+        args=config(tmp_path),
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=16),
+        processing_class=tokenizer,
+    )
+    with pytest.raises(rk.RewardError, match="return a finite float"):
+        trainer.train()
+
+
+def test_missing_parts_are_named():
+    with pytest.raises(rk.ConfigError, match="needs model and reward_funcs and train_dataset"):
+        rk.LeaveOneOutTrainer(args=None)
+
+
+def test_an_older_notebook_trains_with_its_calls_unchanged(tmp_path):
+    script = [sys.executable, str(HERE / "scripts" / "seed_notebook.py"), str(TINY_THINKER), "3"]
+    done = subprocess.run(
+        script, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert "length_reward: beta 0.05 0.05 steps 3" in done.stdout, done.stderr[-2000:]
+    moved = re.search(r"reward model: beta 0.05 steps 3 moved (\d+)", done.stdout)
+    assert moved, done.stdout
+    assert int(moved[1]) > 0
+    assert "kl_coef is now called beta" in done.stderr
+    assert not list(tmp_path.glob("unsloth_compiled_cache"))
+
+
+def test_a_weight_follows_its_schedule_and_a_gate_holds_in_training(policy, tmp_path):
+    model, tokenizer = policy
+    closed = []
+
+    def always(completions, **_):
+        closed.append(len(completions))
+        return [1.0] * len(completions)
+
+    trainer = rk.LeaveOneOutTrainer(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=8),
+        reward_funcs=[
+            {"name": odd_characters, "weight": {0: 1.0, 0.5: 0.0}},
+            rk.gated(always, by=lambda completions, **_: [0.0] * len(completions), otherwise=3.0),
+        ],
+        args=config(tmp_path, max_steps=4, beta=0.0),
+    )
+    trainer.train()
+    logs = [row for row in trainer.state.log_history if "reward" in row]
+    assert [row["rewards/odd_characters/weight"] for row in logs] == [1.0, 0.5, 0.0, 0.0]
+    assert [row["rewards/always/gate_open"] for row in logs] == [0.0] * 4
+    assert closed == []
+    assert logs[2]["reward"] == 3.0, "the staged-out reward no longer counts"
+    for row in logs:
+        parts = row["rewards/odd_characters/weight"] * row["rewards/odd_characters/mean"] + 3.0
+        assert row["reward"] == pytest.approx(parts, abs=1e-5)

@@ -1,0 +1,454 @@
+"""What a user of TRL tries first: its parser, its config, its rewards by name, its arguments."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from transformers import HfArgumentParser, TrainingArguments
+from trl import ModelConfig, RLOOConfig, ScriptArguments, TrlParser
+
+import rloo_kit as rk
+from rloo_kit.cli import main
+from rloo_kit.models.loading import TINY_THINKER
+from rloo_kit.sampling.choice import SETTINGS, check_settings
+
+HERE = Path(__file__).parents[1]
+
+
+def run_python(folder, *words):
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done
+
+
+@pytest.fixture
+def policy():
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
+    return rk.attach_lora(model), tokenizer
+
+
+def short(completions, **_):
+    return [-len(completion[-1]["content"]) / 100 for completion in completions]
+
+
+# --- parsers -------------------------------------------------------------------------------------
+
+
+def parse(*flags):
+    parser = TrlParser((ScriptArguments, rk.LeaveOneOutConfig, ModelConfig))
+    return parser.parse_args_and_config(["--dataset_name", "none", *flags])[1]
+
+
+def values_of(config):
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+
+
+def test_a_parsed_config_is_the_one_that_python_makes(tmp_path):
+    same = {"output_dir": str(tmp_path)}
+    parsed, made = parse("--output_dir", str(tmp_path)), rk.LeaveOneOutConfig(**same)
+    different = {n for n, v in values_of(made).items() if values_of(parsed)[n] != v}
+    assert different <= {"accelerator_config"}  # an object without equality
+    assert (parsed.follows_model, parsed.memory_share_given) == (True, False)
+    (other,) = HfArgumentParser(rk.LeaveOneOutConfig).parse_args_into_dataclasses([])
+    assert other.num_generations == made.num_generations == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "value"),
+    [
+        (["--normalize_reward", "moving"], "normalize_reward", "moving"),
+        (["--normalize_reward", "true"], "normalize_reward", True),
+        (["--normalize_reward", "False"], "normalize_reward", False),
+        ([], "normalize_reward", None),
+        (["--stop_on", "kl_explosion", "no_signal"], "stop_on", ["kl_explosion", "no_signal"]),
+        (["--no_canary"], "canary", False),
+        (["--dry_run", "false"], "dry_run", False),
+        (["--gradient_checkpointing"], "gradient_checkpointing", True),
+        (["--vllm_gpu_memory_utilization", "0.3"], "memory_share_given", True),
+        (["--bf16", "true"], "bf16", True),
+        (["--max_hours", "1.5"], "max_hours", 1.5),
+        (["--tokens_per_micro_batch", "512"], "tokens_per_micro_batch", 512),
+    ],
+)
+def test_flags_arrive(flags, name, value):
+    assert getattr(parse(*flags), name) == value
+
+
+def test_a_wrong_flag_is_the_kits_sentence():
+    with pytest.raises(rk.ConfigError, match="normalize_reward is 'bath', must be one of"):
+        parse("--normalize_reward", "bath")
+
+
+def test_a_script_in_trls_style_trains(tmp_path):
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{n} + 1 ="}], "answer": str(n + 1)}
+        for n in range(8)
+    ]
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = f"""--model_name_or_path {TINY_THINKER} --dataset_name {data} --output_dir out
+        --use_peft --lora_r 4 --lora_target_modules q_proj v_proj --dtype float32
+        --normalize_reward moving --doctor false --max_steps 2 --max_completion_length 16
+        --learning_rate 1e-3 --beta 0 --save_strategy no --stop_on""".split()[:-1]
+    script = str(HERE / "scripts" / "trl_script.py")
+    done = run_python(tmp_path, script, *flags, "--no_canary")
+    assert "steps 2 only lora True\nmoved True\n" in done.stdout
+    assert "moving moving False False 4 0.001 None 2" in done.stdout
+
+
+# --- TRL's own config ----------------------------------------------------------------------------
+
+
+def trained(policy, args, **others):
+    model, tokenizer = policy
+    parts = {
+        "model": model,
+        "reward_funcs": short,
+        "train_dataset": rk.load_prompts("arithmetic", num_prompts=16),
+        "processing_class": tokenizer,
+    }
+    trainer = rk.LeaveOneOutTrainer(args=args, **{**parts, **others})
+    trainer.train()
+    return trainer
+
+
+def few(tmp_path, **settings):
+    return {
+        "output_dir": str(tmp_path / "out"),
+        "max_steps": 2,
+        "max_completion_length": 16,
+        "save_strategy": "no",
+        **settings,
+    }
+
+
+def test_trls_config_trains_with_the_values_it_shows(policy, tmp_path):
+    given = RLOOConfig(**few(tmp_path, learning_rate=1e-3, beta=0.0, warmup_steps=1, seed=7))
+    before = values_of(given)
+    trainer = trained(policy, given)
+    assert trainer.state.global_step == 2
+    assert isinstance(trainer.args, rk.LeaveOneOutConfig)
+    used = trainer.args
+    assert (used.num_generations, used.logging_steps) == (2, 10), "TRL's defaults, not the kit's"
+    assert (used.learning_rate, used.warmup_steps, used.seed) == (1e-3, 1, 7)
+    assert used.output_dir == given.output_dir
+    assert (used.doctor, used.generation) == (True, "auto"), "the kit's own settings"
+    assert values_of(given) == before
+
+
+UNUSUAL = [
+    {},
+    {"generation_batch_size": 16, "per_device_train_batch_size": 4},
+    {"steps_per_generation": 2, "num_iterations": 2},
+    {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5},
+    {"bf16": False},
+    {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1}, "warmup_steps": 0.1},
+    {"optim": "sgd", "report_to": ["none"], "log_completions": True},
+    {"gradient_checkpointing": False, "vllm_gpu_memory_utilization": 0.5},
+    {"reward_clip_range": (-1.0, 1.0), "generation_kwargs": {"do_sample": True}},
+    {"accelerator_config": {"split_batches": True}, "chat_template_kwargs": {"a": 1}},
+]
+
+
+@pytest.mark.parametrize("settings", UNUSUAL)
+def test_every_value_of_trls_config_is_kept(tmp_path, settings):
+    from rloo_kit.training.trainer import BY_DEVICE, _own_config
+
+    given = RLOOConfig(**few(tmp_path, **settings))
+    taken = _own_config(given)
+    own, theirs = taken.to_dict(), given.to_dict()
+    different = {name for name, value in theirs.items() if own[name] != value}
+    assert different <= {"hub_token", *BY_DEVICE} - set(settings)  # a token is not shown
+    assert (taken.bf16, taken.fp16) == (given.bf16, given.fp16)
+    assert taken.memory_share_given is ("vllm_gpu_memory_utilization" in settings)
+    assert taken.follows_model is ("gradient_checkpointing" not in settings)
+
+
+def test_the_config_of_something_else_is_one_sentence(policy, tmp_path):
+    with pytest.raises(rk.ConfigError, match="args is a TrainingArguments, must be a LeaveOneOut"):
+        trained(policy, TrainingArguments(str(tmp_path)))
+
+
+UNDER_UNSLOTH = """
+import rloo_kit as rk
+from rloo_kit.cli import main
+from rloo_kit.sampling.choice import SETTINGS, check_settings
+rk.setup()
+from unsloth.models.rl import patch_trl_rl_trainers
+patch_trl_rl_trainers()
+import trl
+assert hasattr(trl.RLOOConfig("x"), "unsloth_num_chunks"), "Unsloth has not patched the class"
+given = trl.RLOOConfig("out", max_steps=1, max_completion_length=16, save_strategy="no",
+                       learning_rate=1e-3, weight_decay=0.25)
+model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
+trainer = rk.LeaveOneOutTrainer(
+    model=rk.attach_lora(model),
+    reward_funcs="accuracy",
+    args=given,
+    train_dataset=rk.load_prompts("arithmetic", num_prompts=16),
+    processing_class=tokenizer,
+)
+trainer.train()
+args, parsed = trainer.args, None
+by_device = rk.LeaveOneOutConfig("out")
+print(trainer.state.global_step, args.learning_rate, args.weight_decay, args.num_generations)
+print((args.bf16, args.fp16) == (by_device.bf16, by_device.fp16), args.seed == given.seed)
+(parsed,) = trl.TrlParser(rk.LeaveOneOutConfig).parse_args_and_config(["--max_steps", "3"])
+print(parsed.max_steps, parsed.num_generations, parsed.weight_decay)
+"""
+
+
+def test_under_unsloths_patched_class_both_work(tmp_path):
+    done = run_python(tmp_path, "-c", UNDER_UNSLOTH)
+    lines = done.stdout.splitlines()
+    for line in ("1 0.001 0.25 8", "True True", "3 4 0.0"):
+        assert line in lines, done.stdout
+
+
+# --- rewards and their tokenizers ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reward_folder(tmp_path_factory):
+    """A sequence classifier on the embedded model's weights, with its tokenizer."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("rewards") / "my-reward-model"
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(TINY_THINKER, num_labels=1)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY_THINKER).save_pretrained(folder)
+    return folder
+
+
+OFFLINE = r"^reward 'no-org/no-model' is no file or folder here, and the hub gives no [^\n]*$"
+
+
+@pytest.mark.parametrize(
+    "spec", ["no-org/no-model", "no-org/no-model:0.5", {"name": "no-org/no-model", "weight": 2}]
+)
+def test_a_hub_name_that_cannot_be_had_is_one_sentence(spec):
+    with pytest.raises(rk.RewardError, match=OFFLINE):
+        rk.load_rewards([spec])
+
+
+def test_a_hub_name_says_so_from_the_trainer_and_from_a_run_file(policy, tmp_path):
+    with pytest.raises(rk.RewardError, match=OFFLINE):
+        trained(policy, rk.LeaveOneOutConfig(**few(tmp_path)), reward_funcs="no-org/no-model")
+    run = tmp_path / "run.yaml"
+    run.write_text("model: {name: tiny-thinker}\nrewards: [no-org/no-model]\n")
+    with pytest.raises(rk.RewardError, match=OFFLINE):
+        rk.train(run)
+
+
+def test_a_hub_name_in_the_cache_is_a_reward_model(reward_folder, tmp_path):
+    """As after a download: the hub's own cache, and the hub not asked."""
+    commit = "0" * 40
+    home = tmp_path / "hub" / "models--some-org--my.reward-1"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text(commit)
+    (home / "snapshots").mkdir()
+    (home / "snapshots" / commit).symlink_to(reward_folder)
+    code = (
+        "import rloo_kit as rk\n"
+        "one, other = rk.load_rewards(['some-org/my.reward-1:0.5', 'accuracy'])\n"
+        "local, = rk.load_rewards([{'name': "
+        + repr(str(reward_folder))
+        + ", 'clip': [-90, 90]}])\n"
+        "rows = {'completions': ['4', 'five'], 'prompts': ['2 + 2 = ', '1 + 1 = ']}\n"
+        "print(one.name, one.weight, one.func(**rows) == local.func(**rows))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.endswith("reward_model 0.5 True\n"), done.stderr[-2000:]
+
+
+def test_names_of_files_modules_and_built_in_rewards_stay_what_they_are(tmp_path):
+    (tmp_path / "mine.py").write_text("def polite(completions, **_): return [1.0]\n")
+    (tmp_path / "folder" / "mine").mkdir(parents=True)
+    for spec in ("accuracy:0.5", "mine.py:polite", "./mine.py:polite:2", "os.path:join"):
+        rk.load_rewards([spec], base_dir=tmp_path)
+    for spec, words in (
+        ("folder/mine", "unknown reward 'folder/mine'"),
+        ("folder/none.py", "reward file .* does not exist"),
+        ("folder/mine:polite", "cannot be imported"),
+    ):
+        with pytest.raises(rk.RewardError, match=words):
+            rk.load_rewards([spec], base_dir=tmp_path)
+
+
+class Counting:
+    """Counts the calls of a tokenizer, wherever a copy of it goes."""
+
+    calls = 0
+
+
+def counting(tokenizer):
+    kind = type(tokenizer)
+
+    def encode(self, *args, **keywords):
+        Counting.calls += 1
+        return kind.encode(self, *args, **keywords)
+
+    def call(self, *args, **keywords):
+        Counting.calls += 1
+        return kind.__call__(self, *args, **keywords)
+
+    tokenizer.__class__ = type("Counted", (kind,), {"encode": encode, "__call__": call})
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["folder", "model", "no tokenizer in the folder"])
+def test_reward_processing_classes_are_used(policy, reward_folder, tmp_path, kind):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = counting(AutoTokenizer.from_pretrained(reward_folder))
+    sides, Counting.calls = (tokenizer.padding_side, tokenizer.truncation_side), 0
+    reward = str(reward_folder)
+    if kind == "model":
+        reward = AutoModelForSequenceClassification.from_pretrained(reward_folder)
+    elif kind != "folder":
+        reward = str(tmp_path / "bare")
+        shutil.copytree(reward_folder, reward, ignore=shutil.ignore_patterns("*token*"))
+    trainer = trained(
+        policy,
+        rk.LeaveOneOutConfig(**few(tmp_path, max_steps=1)),
+        reward_funcs=[reward, short],
+        reward_processing_classes=[tokenizer, None],
+    )
+    assert trainer.state.global_step == 1
+    assert Counting.calls
+    assert (tokenizer.padding_side, tokenizer.truncation_side) == sides
+
+
+def test_too_few_reward_processing_classes_are_refused(policy, tmp_path):
+    with pytest.raises(rk.ConfigError, match="reward_processing_classes holds 1 and reward_funcs"):
+        trained(
+            policy,
+            rk.LeaveOneOutConfig(**few(tmp_path)),
+            reward_funcs=["accuracy", short],
+            reward_processing_classes=policy[1],
+        )
+
+
+# --- datasets ------------------------------------------------------------------------------------
+
+QUESTIONS = Dataset.from_dict({"question": ["1 + 1 ="], "answer": ["2"]})
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (QUESTIONS, "no column 'prompt', only .*'answer', 'question'.*rename_column"),
+        (QUESTIONS.to_iterable_dataset(), "no column 'prompt', only .*'answer', 'question'"),
+        (Dataset.from_dict({"prompt": []}), "train_dataset has no rows"),
+        (Dataset.from_dict({}), "train_dataset has no rows"),
+    ],
+)
+def test_a_dataset_that_holds_no_prompts_is_one_sentence(policy, tmp_path, dataset, words):
+    with pytest.raises(rk.DataError, match=f"^[^\n]*{words}[^\n]*$"):
+        trained(policy, rk.LeaveOneOutConfig(**few(tmp_path)), train_dataset=dataset)
+
+
+# --- settings of who samples ---------------------------------------------------------------------
+
+WHO_SAMPLES = ("vllm", "use_transformers", "continuous_batching", "cache_implementation")
+"""Parts of the names of TRL's fields that say how an engine samples."""
+
+
+def test_every_field_of_trl_about_the_engine_is_obeyed_or_refused():
+    fields = {field.name for field in dataclasses.fields(RLOOConfig)}
+    found = {name for name in fields if any(part in name for part in WHO_SAMPLES)}
+    assert found == set(SETTINGS) - {"vllm_sampling_params"}, "write down who obeys the new one"
+
+
+@pytest.mark.parametrize(
+    ("settings", "engines"),
+    [
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, ("vllm", "server", "transformers")),
+        ({"vllm_tensor_parallel_size": 2}, ("vllm", "server")),
+        ({"vllm_model_impl": "transformers"}, ("vllm", "server")),
+        ({"vllm_group_port": 5000}, ("vllm", "server")),
+        ({"vllm_gpu_memory_utilization": 0.3}, ("server",)),
+        ({"vllm_server_base_url": "http://127.0.0.1:9"}, ("vllm", "transformers")),
+        ({"vllm_server_timeout": 5.0}, ("vllm",)),
+        ({"vllm_max_model_length": 128, "vllm_enable_sleep_mode": True}, ()),
+        ({"cache_implementation": "static"}, ("vllm", "server")),
+        ({"use_transformers_continuous_batching": True}, ("vllm", "server")),
+        ({}, ()),
+    ],
+)
+def test_what_an_engine_does_not_obey_is_one_sentence(tmp_path, settings, engines):
+    args = rk.LeaveOneOutConfig(**few(tmp_path, **settings))
+    for engine in ("vllm", "server", "transformers", "trl"):
+        if engine not in engines:
+            check_settings(args, engine)
+            continue
+        with pytest.raises(rk.ConfigError, match=r"^trainer\.\w+ is [^\n]*does not obey: [^\n]+$"):
+            check_settings(args, engine)
+
+
+def test_the_regex_is_refused_before_a_model_is_loaded(tmp_path, capsys):
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        "model: {name: no-such-model}\nrewards: [accuracy]\ndata: {prompts: arithmetic}\n"
+    )
+    flag = "trainer.vllm_structured_outputs_regex='[0-9]+'"
+    assert main(["train", str(run), "--set", flag, "--set", f"output_dir={tmp_path}/out"]) == 2
+    said = capsys.readouterr().err
+    assert "vllm_structured_outputs_regex is '[0-9]+', which transformers does not obey" in said
+
+
+@pytest.mark.parametrize(
+    ("engine", "kwargs", "words"),
+    [
+        ("vllm", {"num_beams": 4}, "gives 'num_beams', which cannot be given to vLLM"),
+        ("vllm", {"seed": 4}, "gives 'seed', .* set generation: transformers, or give one of all"),
+        ("vllm", {"bad_words": ["no"]}, "gives 'bad_words'"),
+        ("server", {"num_beams": 4}, "gives 'num_beams', which cannot be given to the vLLM server"),
+        ("server", {"stop": ["x"]}, "gives 'stop'"),
+        ("transformers", {"seed": 4}, "gives 'seed', which cannot be given to generate"),
+        ("transformers", {"top_q": 0.5}, "did you mean 'top_p'"),
+        ("transformers", {"num_return_sequences": 2}, "leave it out, since TRL sets it"),
+        ("transformers", {"max_new_tokens": "many"}, "'many'} cannot be obeyed"),
+    ],
+)
+def test_generation_kwargs_that_cannot_be_obeyed_are_one_sentence(tmp_path, engine, kwargs, words):
+    args = rk.LeaveOneOutConfig(**few(tmp_path, generation_kwargs=kwargs))
+    with pytest.raises(rk.ConfigError, match=f"^trainer.generation_kwargs [^\n]*{words}[^\n]*$"):
+        check_settings(args, engine)
+
+
+def test_generation_kwargs_that_can_be_obeyed_pass(tmp_path):
+    args = rk.LeaveOneOutConfig(**few(tmp_path, generation_kwargs={"top_p": 0.9, "top_k": 5}))
+    check_settings(args, "transformers")
+    check_settings(args, "server")
+    given = {"min_tokens": 2, "logit_bias": {3: 1.0}, "bad_words": ["no"]}
+    check_settings(rk.LeaveOneOutConfig(**few(tmp_path, generation_kwargs=given)), "server")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [({"disable_compile": True}, "TRL sets it"), ({"temperature": -1.0}, "strictly positive")],
+)
+def test_wrong_generation_kwargs_are_one_sentence_from_the_trainer(policy, tmp_path, kwargs, words):
+    args = rk.LeaveOneOutConfig(**few(tmp_path, generation_kwargs=kwargs))
+    with pytest.raises(rk.ConfigError, match=f"^trainer.generation_kwargs [^\n]*{words}[^\n]*$"):
+        trained(policy, args)
