@@ -25,7 +25,7 @@ test-all: setup setup-gym
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 	  -m "not ($(OTHERS))"
 
-# Faults on purpose: signals, kills, full disks, broken checkpoints (docs/reliability.md lists them); and
+# Faults on purpose: signals, kills, full disks, broken checkpoints (docs/reference/reliability.md lists them); and
 # several processes, whose tests fork and kill in the same way; and trainings at the limit of memory.
 test-faults: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile --durations=8 \

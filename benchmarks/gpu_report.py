@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 GIB = 2**30
-PAGE = Path(__file__).resolve().parents[1] / "docs/gpu_acceptance.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs/how-to/gpu_acceptance.md"
 ON_THE_PAGE = "gpu_acceptance_nvidia-h100-80gb-hbm3.json"
 BEGIN, END = "<!-- h100: written by benchmarks/gpu_report.py -->\n", "<!-- /h100 -->"
 PLANNER = (
@@ -159,7 +159,7 @@ def _cards(parts: list[dict]) -> list[str]:
 
 
 def card_table(content: dict) -> str:
-    """Return the table of docs/gpu_acceptance.md: the first training of each real shape."""
+    """Return the table of docs/how-to/gpu_acceptance.md: the first training of each real shape."""
     rows = []
     for row in _of(content["parts"], "cards"):
         run = row["data"].get("run_1")
@@ -181,7 +181,7 @@ def card_table(content: dict) -> str:
 
 
 def written(page: str, content: dict) -> str:
-    """Return docs/gpu_acceptance.md with the table of a result between its markers."""
+    """Return docs/how-to/gpu_acceptance.md with the table of a result between its markers."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}{card_table(content)}\n{END}{rest.split(END)[1]}"
 

@@ -1,4 +1,4 @@
-"""Put the results of benchmarks/learn_step.py into docs/trainer.md, the README and a picture.
+"""Write the results of learn_step.py into docs/explanation/trainer.md, the README, a picture.
 
 .venv/bin/python benchmarks/learn_step_report.py
 """
@@ -18,7 +18,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 TABLE, LONG = RESULTS / "learn_step_cpu.json", RESULTS / "learn_step_cpu_long.json"
 SECOND = RESULTS / "learn_step_cpu_second_step.json"
 """One pair of every cell with two iterations, gradients of both steps."""
-PICTURE = ROOT / "docs" / "learn_step.svg"
+PICTURE = ROOT / "docs" / "pictures" / "learn_step.svg"
 
 
 def second_steps(content: dict) -> str:
@@ -98,9 +98,9 @@ def put(path: Path, name: str, text: str) -> None:
 def main() -> None:
     """Write the tables and the picture."""
     short, long, second = (json.loads(path.read_text()) for path in (TABLE, LONG, SECOND))
-    put(ROOT / "docs" / "trainer.md", "learn-step", table(short))
-    put(ROOT / "docs" / "trainer.md", "learn-step-long", table(long))
-    put(ROOT / "docs" / "trainer.md", "learn-step-second", second_steps(second))
+    put(ROOT / "docs" / "explanation" / "trainer.md", "learn-step", table(short))
+    put(ROOT / "docs" / "explanation" / "trainer.md", "learn-step-long", table(long))
+    put(ROOT / "docs" / "explanation" / "trainer.md", "learn-step-second", second_steps(second))
     put(ROOT / "README.md", "learn-step", summary(long))
     picture(short)
 

@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "long_context_cpu.json"
 PICTURE = ROOT / "docs" / "pictures" / "long_context.svg"
-PAGE = ROOT / "docs" / "long_contexts.md"
+PAGE = ROOT / "docs" / "explanation" / "long_contexts.md"
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 QUICK = (1024, 2048, 4096)
 ROWS = 2

@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "plan_accuracy_cpu.json"
-PAGE = ROOT / "docs" / "plan.md"
+PAGE = ROOT / "docs" / "how-to" / "plan.md"
 BEGIN, END = (
     "<!-- plan-accuracy: written by benchmarks/plan_accuracy.py -->",
     "<!-- /plan-accuracy -->",
@@ -243,7 +243,7 @@ def write(rows):
 
 
 def write_table(rows):
-    """Put the results into docs/plan.md."""
+    """Put the results into docs/how-to/plan.md."""
     head = "| run | planned | measured | off by | |\n|---|---|---|---|---|"
     lines = [
         f"| {row['name']} | {row['planned'] / MIB:,.0f} MiB | {row['measured'] / MIB:,.0f} MiB | "

@@ -68,7 +68,7 @@ def run_python(
     """Run a program in a fresh process, confined, and return what became of it.
 
     The process has the standard library alone, an empty environment, an empty folder that goes
-    with it, no network, no other process to start or to reach. See docs/code_sandbox.md.
+    with it, no network, no other process to start or to reach. See docs/how-to/code_sandbox.md.
 
     Args:
         source: The program, which runs as ``__main__``.

@@ -92,8 +92,8 @@ class Code(TemplateAware):
 
     Range: [0.0, 1.0]; with ``all_or_nothing`` 1.0 or 0.0. The program is the last block between
     ``` fences of what follows the last ``</think>``. It runs in a process of its own with the
-    standard library alone, confined as docs/code_sandbox.md says: whatever it does, it costs its
-    own sample the reward and nothing else. None where there are no tests.
+    standard library alone, confined as docs/how-to/code_sandbox.md says: whatever it does, it costs
+    its own sample the reward and nothing else. None where there are no tests.
 
     The column holds, per row, a list or its JSON text. Of strings, each one is Python (one assert,
     as in MBPP, or ``check`` and its call, as in HumanEval), run after the program in the same

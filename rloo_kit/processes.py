@@ -2,8 +2,8 @@
 
 Every process holds the whole model, samples and scores its share of the rows, and knows what the
 others drew; the passes are divided by tokens and the gradients summed, so that N processes make the
-step that one would (docs/processes.md). Small things travel as objects over gloo, which notices at
-once that a process has ended; gradients travel by the backend of the device.
+step that one would (docs/how-to/processes.md). Small things travel as objects over gloo, which
+notices at once that a process has ended; gradients travel by the backend of the device.
 """
 
 import contextlib

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE, PICTURE = DOCS / "scale.md", DOCS / "pictures" / "scale.svg"
+PAGE, PICTURE = DOCS / "explanation" / "scale.md", DOCS / "pictures" / "scale.svg"
 CARDS_OF_NODE = 8
 NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
 """Per weight: four bits, one byte for each 64 of them, and four bytes for each 256 of those."""
@@ -512,7 +512,7 @@ def make_tables() -> tuple[dict[str, str], list[tuple[Plan, Outcome]]]:
 def main() -> None:
     """Print the tables; with --write put them into the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="into docs/scale.md, and its picture")
+    parser.add_argument("--write", action="store_true", help="into the page, and its picture")
     write = parser.parse_args().write
     tables, outcomes = make_tables()
     page = PAGE.read_text() if write else ""

@@ -20,19 +20,19 @@ from rloo_kit.scoring.catalogue import describe_rewards, entry_text
 
 ROOT = Path(__file__).resolve().parents[1]
 MORE = {
-    "train": "trainer resume processes live",
-    "doctor": "doctor troubleshooting",
-    "plan": "plan dry_run",
-    "report": "report",
-    "rewards": "rewards reward_reference",
-    "rewards check": "reward_lab",
-    "reward-model train": "reward_model",
-    "eval": "eval",
-    "judge": "win_rate",
-    "chat": "chat",
-    "serve": "chat",
-    "export": "export",
-    "legacy": "legacy",
+    "train": "explanation/trainer how-to/resume how-to/processes how-to/watch",
+    "doctor": "how-to/doctor how-to/troubleshooting",
+    "plan": "how-to/plan",
+    "report": "how-to/watch",
+    "rewards": "how-to/rewards reference/rewards",
+    "rewards check": "how-to/reward_lab",
+    "reward-model train": "how-to/reward_model",
+    "eval": "how-to/eval",
+    "judge": "how-to/eval",
+    "chat": "how-to/export",
+    "serve": "how-to/export",
+    "export": "how-to/export",
+    "legacy": "how-to/legacy",
 }
 """Command -> pages that say more of it."""
 
@@ -51,9 +51,9 @@ def _commands(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
             words = command.prog.removeprefix("rloo-kit ")
             yield f"{'#' * level} {command.prog}\n"
             yield f"```text\n{command.format_help().rstrip()}\n```\n"
-            pages = [p for p in MORE.get(words, "").split() if (ROOT / f"docs/{p}.md").exists()]
+            pages = MORE.get(words, "").split()
             if pages:
-                yield "More: " + ", ".join(f"[{page}.md]({page}.md)" for page in pages) + ".\n"
+                yield "More: " + ", ".join(f"[{p.split('/')[1]}](../{p}.md)" for p in pages) + ".\n"
             yield from _commands(command, level + 1)
 
 
@@ -67,11 +67,11 @@ def settings() -> str:
     """Return the tables of the settings that the kit itself defines."""
     parts = []
     for heading, file, name, prefix in (
-        ("Top level", "config", "RunConfig", ""),
-        ("model", "config", "ModelSection", "model."),
-        ("lora", "config", "LoraSection", "lora."),
-        ("data", "config", "DataSection", "data."),
-        ("trainer: the kit's own", "trainer", "LeaveOneOutConfig", "trainer."),
+        ("Top level", "config/run_file", "RunConfig", ""),
+        ("model", "config/run_file", "ModelSection", "model."),
+        ("lora", "config/run_file", "LoraSection", "lora."),
+        ("data", "config/run_file", "DataSection", "data."),
+        ("trainer: the kit's own", "training/trainer", "LeaveOneOutConfig", "trainer."),
     ):
         rows = [
             f"| `{prefix}{field}` | {kind} | `{default}` | {text} |"
@@ -95,7 +95,7 @@ def _fields(file: str, name: str) -> Iterator[tuple[str, str, str, str]]:
         text = ""
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             text = " ".join(after.value.value.split()).replace("``", "`")
-        low_high = NUMBERS.get(node.target.id) if file == "trainer" else None
+        low_high = NUMBERS.get(node.target.id) if name == "LeaveOneOutConfig" else None
         if low_high:
             low, high = low_high[1:]
             text += f" From {low:g} to {high:g}." if high < 1e6 else f" At least {low:g}."
@@ -145,8 +145,13 @@ PARTS = {
     "api": public_names,
 }
 """Marker -> what stands between its pair."""
-HOLDS = {"older_names": "run_file"}
+HOLDS = {"older_names": "run_file", "reward_reference": "rewards"}
 """Marker -> page, where it has another name."""
+
+
+def page_of(name: str) -> Path:
+    """Return the page that holds a part."""
+    return ROOT / f"docs/reference/{HOLDS.get(name, name)}.md"
 
 
 def written(page: str, name: str, text: str) -> str:
@@ -165,7 +170,7 @@ def written(page: str, name: str, text: str) -> str:
 def main() -> None:
     """Write every part into its page."""
     for name, make in PARTS.items():
-        path = ROOT / f"docs/{HOLDS.get(name, name)}.md"
+        path = page_of(name)
         path.write_text(written(path.read_text(), name, make()))
 
 

@@ -1,4 +1,4 @@
-"""Put the numbers of docs/smollm2.md into the page, from a run of examples/smollm2.yaml.
+"""Put the numbers of docs/tutorials/smollm2.md into the page, from a run of examples/smollm2.yaml.
 
 .venv/bin/python scripts/update_smollm2.py runs/smollm2   # keeps the run's scores, and writes both
 .venv/bin/python scripts/update_smollm2.py                # writes the page again from kept scores
@@ -19,7 +19,7 @@ from rloo_kit.evaluation.statistics import Difference, difference, estimate
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "smollm2_cpu.json"
-PAGE = ROOT / "docs" / "smollm2.md"
+PAGE = ROOT / "docs" / "tutorials" / "smollm2.md"
 POSTS = ROOT / "examples" / "posts.jsonl"
 JUDGE = "rouge"
 SHOWN = 4
@@ -186,7 +186,7 @@ def written(page: str, content: dict) -> str:
 
 def main() -> None:
     """Keep the run's scores where one is given; write the page."""
-    parser = argparse.ArgumentParser(description="Write the numbers of docs/smollm2.md.")
+    parser = argparse.ArgumentParser(description="Write the numbers of docs/tutorials/smollm2.md.")
     parser.add_argument("run", nargs="?", type=Path, help="folder of a run of smollm2.yaml")
     run = parser.parse_args().run
     if run is not None:

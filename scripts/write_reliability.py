@@ -1,4 +1,4 @@
-"""Write docs/reliability.md from what the suite of faults saw.
+"""Write docs/reference/reliability.md from what the suite of faults saw.
 
     RLOO_KIT_FAULTS=build/faults python -m pytest tests/faults
     python tests/scripts/kill_and_resume.py --kills 200 --rows build/faults
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "reference" / "reliability.md"
 SECTIONS = {
     "test_reward_faults": "Rewards",
     "test_server_faults": "Servers",

@@ -1,4 +1,4 @@
-"""Write vLLM's share of the card for every run file of examples/ into docs/plan.md.
+"""Write vLLM's share of the card for every run file of examples/ into docs/how-to/plan.md.
 
 .venv/bin/python scripts/write_vllm_shares.py
 
@@ -18,7 +18,7 @@ from rloo_kit.machine.cards import find_card
 from rloo_kit.planning.memory import plan_memory, planned_engine
 from rloo_kit.planning.planner import _facts, _job
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/plan.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs/how-to/plan.md"
 BEGIN, END = (
     "<!-- vllm_shares: written by scripts/write_vllm_shares.py -->\n",
     "<!-- /vllm_shares -->",

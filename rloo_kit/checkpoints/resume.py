@@ -1,6 +1,6 @@
 """What a trainer needs to go on as if nothing had happened: checkpoints, faults, stopping in order.
 
-A checkpoint (docs/resume.md) is a folder ``checkpoint-N`` that holds, without any pickle:
+A checkpoint (docs/how-to/resume.md) is a folder ``checkpoint-N`` that holds, without any pickle:
 
 - ``adapter_model.safetensors`` and ``adapter_config.json``, which PEFT loads too (``ref/`` beside
   it where the reference is a copy of the adapter);

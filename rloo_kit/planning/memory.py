@@ -6,8 +6,8 @@ them. The peak is the largest phase, not the sum of all parts.
 
 Where numbers come from: bytes of weights and optimizer states are what bitsandbytes and torch
 store. Bytes of activations were counted on a CPU with torch's profiler, for Llama and Qwen3 layers
-with LoRA under autocast (docs/plan.md); a GPU's fused kernels keep less, so there they are an upper
-bound. What lies outside of tensors is a constant with its reason.
+with LoRA under autocast (docs/how-to/plan.md); a GPU's fused kernels keep less, so there they are
+an upper bound. What lies outside of tensors is a constant with its reason.
 """
 
 from collections.abc import Iterable, Sequence
@@ -257,7 +257,7 @@ def layer_bytes(job: Job) -> int:
 
     Two norms keep float32 of their input, and so do the norms of queries and keys; five values in
     16 bit as wide as the model, three as wide as the queries, two as the keys, four as the MLP, one
-    of each adapter's rank. With torch's profiler the same to the byte (docs/plan.md).
+    of each adapter's rank. With torch's profiler the same to the byte (docs/how-to/plan.md).
     """
     shape, wide = job.shape, job.value_bytes
     normed = 4 * shape.qk_norm

@@ -1,6 +1,6 @@
 """The passes of one optimizer step, over token-budget micro-batches; none that is not needed.
 
-Which passes can be left out without changing the gradient, and why, is in docs/trainer.md.
+docs/explanation/trainer.md says which passes can be left out without changing the gradient.
 """
 
 import warnings

@@ -2,7 +2,7 @@
 
 One step at the longest prompt and the longest completions a run can have, and nothing of it stays:
 weights, random states, counters and metrics are what they were. Only as much is computed as shows
-the peak; which passes that takes, and why, is in docs/dry_run.md.
+the peak; which passes that takes, and why, is in docs/how-to/plan.md.
 """
 
 import contextlib

@@ -2,8 +2,9 @@
 
 Loaded after ``setup()`` (the lazy public names see to it), so that ``trl.RLOOTrainer`` is Unsloth's
 patched class wherever Unsloth patches it. Four of TRL's hooks are overridden: ``_prepare_inputs``,
-``_generate_and_score_completions`` and ``training_step``, of which docs/trainer.md says what that
-saves and why it is exact, and ``_generate_single_turn``, where vLLM samples (docs/generation.md).
+``_generate_and_score_completions`` and ``training_step`` (docs/explanation/trainer.md says what
+that saves and why it is exact), and ``_generate_single_turn``, where vLLM samples
+(docs/how-to/generation.md).
 """
 
 import asyncio
@@ -162,11 +163,11 @@ class LeaveOneOutConfig(RLOOConfig):
     vllm_adapter_dir: str | None = None
     """Folder for the adapter that a vLLM server also sees; null: shared memory."""
     doctor: bool = True
-    """Look for what goes wrong while the run goes, and say it (docs/doctor.md)."""
+    """Look for what goes wrong while the run goes, and say it (docs/how-to/doctor.md)."""
     stop_on: list[str] | None = None
     """Findings that end the run, such as ``[kl_explosion]``; its best weights are kept."""
     keep_last: int = 2
-    """Newest checkpoints that are kept (docs/resume.md)."""
+    """Newest checkpoints that are kept (docs/how-to/resume.md)."""
     keep_best: int = 1
     """Checkpoints that are kept beside them because they scored highest; 0: none."""
     rescue_dir: str | None = None
@@ -178,9 +179,9 @@ class LeaveOneOutConfig(RLOOConfig):
     """Stop when so many optimizer steps in a row had to be skipped, since their gradients were no
     finite numbers."""
     legacy_metrics: bool = False
-    """Give the older TRL's metrics as its source computed them, sign and all (docs/legacy.md)."""
+    """Log the older TRL's metrics with its formulas and signs (docs/how-to/legacy.md)."""
     dry_run: bool | None = None
-    """Take the memory of the longest step a training can have before its first (docs/dry_run.md);
+    """Take the memory of the longest possible step before the first one (docs/how-to/plan.md);
     null: on a GPU, until it has fitted once."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -298,8 +299,8 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
     """TRL's ``RLOOTrainer``: same gradient, fewer passes, checked scores, honest metrics.
 
     In several processes the batch is divided between them, and the step is the one that one process
-    would make (docs/processes.md). Prompts with images, and weights that FSDP or DeepSpeed divides,
-    are trained by TRL's own code; there the kit's own settings must keep their defaults.
+    would make (docs/how-to/processes.md). Prompts with images, and weights that FSDP or DeepSpeed
+    divides, are trained by TRL's own code; there the kit's own settings must keep their defaults.
 
     Args:
         model: As ``attach_lora`` returned it; anything TRL takes works too.

@@ -1,4 +1,4 @@
-"""The simulation of docs/scale.md against cases worked by hand; its tables; accelerate's files."""
+"""The simulation of docs/explanation/scale.md against cases worked by hand; accelerate's files."""
 
 import importlib.util
 import itertools
@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "scale.md").read_text()
+PAGE = (ROOT / "docs" / "explanation" / "scale.md").read_text()
 FILES = sorted((ROOT / "examples" / "accelerate").glob("*.yaml"))
 
 

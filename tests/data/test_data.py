@@ -723,7 +723,7 @@ def test_what_is_made_here_is_a_task():
 
 # --- the page about prompts -----------------------------------------------------------------------
 
-PAGE = (Path(__file__).parents[2] / "docs" / "prompts.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "prompts.md").read_text(encoding="utf-8")
 
 
 def blocks(language):

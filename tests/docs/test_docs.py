@@ -40,6 +40,10 @@ COMMANDS = [command for command in ALL if command not in commands(README)]
 """Those of the README are executed in test_readme.py."""
 
 
+def page_id(page):
+    return page.relative_to(ROOT).with_suffix("").as_posix().removeprefix("docs/")
+
+
 def load(script):
     spec = importlib.util.spec_from_file_location(script, ROOT / f"scripts/{script}.py")
     module = importlib.util.module_from_spec(spec)
@@ -56,14 +60,14 @@ def test_no_command_is_excused_that_no_page_has():
     assert set(ELSEWHERE) <= set(ALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_no_command_hides_in_another_block(page):
     """Where a block is to be typed, it says bash: what is in those is executed."""
     others = "".join(text for language, text in blocks(page) if language in ("", "text", "sh"))
     assert re.findall(r"^(?:rloo-kit [a-z-]+ |pip install |python \S+\.py).*", others, re.M) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_commands_within_the_text_are_commands(page):
     for command in inline_commands(page):
         words = shlex.split(command)
@@ -98,7 +102,7 @@ def subcommands(parser):
 # --- programs and run files ----------------------------------------------------------------------
 
 PYTHON = [
-    pytest.param(page, number, id=f"{page.stem}-{number}")
+    pytest.param(page, number, id=f"{page_id(page)}-{number}")
     for page in PAGES
     for number, text in enumerate(text for kind, text in blocks(page) if kind == "python")
 ]
@@ -120,14 +124,14 @@ def test_a_program_compiles_and_names_what_there_is(page, number):
 
 
 RUN = [
-    "code_sandbox-0",
-    "doctor-0",
-    "how_it_works-0",
-    "plan-0",
-    "prompts-0",
-    "report-0",
-    "rewards-1",
-    "secrets-0",
+    "how-to/code_sandbox-0",
+    "how-to/doctor-0",
+    "explanation/how_it_works-0",
+    "how-to/plan-0",
+    "how-to/prompts-0",
+    "how-to/rewards-1",
+    "how-to/secrets-0",
+    "how-to/watch-0",
 ]
 """Programs that are whole, and run in a second."""
 
@@ -147,7 +151,7 @@ def test_the_programs_that_run_are_there():
 
 
 YAML = [
-    pytest.param(text, id=f"{page.stem}-{number}")
+    pytest.param(text, id=f"{page_id(page)}-{number}")
     for page in PAGES
     for number, (kind, text) in enumerate(blocks(page))
     if kind == "yaml" and re.match(r"(model|lora|data|rewards|trainer|output_dir|seed):", text)
@@ -166,13 +170,13 @@ def test_a_part_of_a_run_file_is_taken(text, tmp_path):
 def test_no_generated_part_is_stale():
     script = load("update_docs")
     for name, make in script.PARTS.items():
-        page = (ROOT / f"docs/{script.HOLDS.get(name, name)}.md").read_text()
+        page = script.page_of(name).read_text()
         assert script.written(page, name, make()) == page, "run scripts/update_docs.py"
 
 
 def test_every_public_name_is_on_the_page_of_the_api():
-    page = (ROOT / "docs/api.md").read_text()
-    names = re.findall(r"^::: rloo_kit\.\w+\.(\w+)$", page, re.M)
+    page = (ROOT / "docs/reference/api.md").read_text()
+    names = re.findall(r"^::: rloo_kit\.[\w.]+\.(\w+)$", page, re.M)
     assert sorted([*names, "__version__"]) == rk.__all__
 
 
@@ -184,11 +188,12 @@ def test_every_page_is_in_the_site():
                 for leaf in leaves(part)]  # fmt: skip
 
     nav = leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    docs = ROOT / "docs"
+    pages = {page.relative_to(docs).as_posix() for page in docs.rglob("*.md")}
     assert sorted(nav) == sorted({"index.md", "changelog.md", "security.md", *pages})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_what_a_page_links_to_is_there(page):
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
@@ -197,7 +202,7 @@ def test_what_a_page_links_to_is_there(page):
 
 # --- troubleshooting -----------------------------------------------------------------------------
 
-TROUBLE = (ROOT / "docs/troubleshooting.md").read_text()
+TROUBLE = (ROOT / "docs/how-to/troubleshooting.md").read_text()
 
 
 def test_every_finding_of_the_doctor_has_its_row():
@@ -214,7 +219,7 @@ def test_the_lines_that_change_something_are_settings():
 def test_the_sentences_are_those_of_the_code():
     said = "\n".join(
         node.value
-        for room in (ROOT / "rloo_kit").glob("*.py")
+        for room in (ROOT / "rloo_kit").rglob("*.py")
         for node in ast.walk(ast.parse(room.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )

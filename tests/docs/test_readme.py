@@ -61,7 +61,7 @@ def test_the_reward_of_ones_own_works(tmp_path):
 def test_every_reward_is_named_here_and_in_the_table_of_the_docs():
     from rloo_kit.rewards import BUILTIN
 
-    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/rewards.md").read_text(), re.M)
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/how-to/rewards.md").read_text(), re.M)
     assert sorted(rows) == sorted(BUILTIN)
     assert len(BUILTIN) == 20  # "Twenty come with the kit"
     for name in BUILTIN:

@@ -1,4 +1,4 @@
-"""A row for every fault: what was promised and what was seen, of which docs/reliability.md is made.
+"""A row for every fault, promised and seen: the source of docs/reference/reliability.md.
 
 The rows go to the folder that RLOO_KIT_FAULTS names, else to pytest's cache.
 """

@@ -1,4 +1,4 @@
-"""docs/reliability.md says what the suite promises; it needs no training."""
+"""docs/reference/reliability.md says what the suite promises; it needs no training."""
 
 import importlib.util
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "reference" / "reliability.md"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The launchers that docs/processes.md names start the command in two processes."""
+"""The launchers that docs/how-to/processes.md names start the command in two processes."""
 
 import json
 import os
@@ -24,7 +24,7 @@ LAUNCHERS = {
 )
 def test_a_launcher_trains(launcher, tmp_path):
     """As on the page; on a CPU accelerate's --multi_gpu is a file of settings."""
-    (command,) = [c for c in commands(ROOT / "docs/processes.md") if c.startswith(launcher)]
+    (command,) = [c for c in commands(ROOT / "docs/how-to/processes.md") if c.startswith(launcher)]
     module, *options = LAUNCHERS[launcher]
     assert " ".join(options) in command
     if "--multi_gpu" in command and not torch.cuda.is_available():

@@ -246,5 +246,5 @@ def test_errors_come_before_warnings_and_worse_ones_first():
 
 
 def test_the_docs_explain_every_kind():
-    text = (ROOT / "docs" / "reward_lab.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "how-to" / "reward_lab.md").read_text(encoding="utf-8")
     assert [kind for kind in KINDS if f"`{kind}`" not in text] == []

@@ -882,7 +882,7 @@ def test_the_address_may_come_from_the_environment(serve, monkeypatch):
 
 def test_the_run_files_of_the_documentation_are_valid(monkeypatch, tmp_path):
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
-    text = (Path(__file__).parents[2] / "docs" / "judge.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "judge.md").read_text(encoding="utf-8")
     blocks = [yaml.safe_load(found) for found in re.findall(r"```yaml\n(.+?)```", text, re.S)]
     assert len(blocks) == 4
     for content in blocks:

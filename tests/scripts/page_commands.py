@@ -24,7 +24,7 @@ from rloo_kit.config.run_file import find_run_file, make_run_config, read_run_fi
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FEW = [
     "--set", "trainer.max_steps=1", "--set", "data.held_out=4", "--set", "data.num_prompts=16",
     "--set", "trainer.per_device_train_batch_size=8", "--set", "trainer.num_generations=4",
