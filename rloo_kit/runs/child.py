@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from rloo_kit.errors import KitError, SetupError
-from rloo_kit.text.redaction import hide_on_terminal
 from rloo_kit.checkpoints.stopping import (
     StopSignals,
     Terminated,
@@ -32,6 +30,8 @@ from rloo_kit.checkpoints.stopping import (
     signal_of,
     terminate_as_interrupt,
 )
+from rloo_kit.errors import KitError, SetupError
+from rloo_kit.text.redaction import hide_on_terminal
 
 GRACE_SECONDS = 10.0
 """From a second signal until the child is killed."""

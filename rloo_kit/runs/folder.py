@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from rloo_kit.checkpoints.stopping import signals_wait
 from rloo_kit.checkpoints.store import Checkpoint, list_steps
 from rloo_kit.config.run_file import SECTIONS, RunConfig, read_run_file
-from rloo_kit.machine.environment import Environment
+from rloo_kit.diagnosis.record import read_json
 from rloo_kit.errors import ConfigError
+from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import TESTED, installed_version
 from rloo_kit.output_folder import latest_folder, lock_folder, make_run_folder
 from rloo_kit.processes import current_team
 from rloo_kit.text.redaction import redact_tree, without_hidden
-from rloo_kit.diagnosis.record import read_json
-from rloo_kit.checkpoints.stopping import signals_wait
 from rloo_kit.text.wording import shown
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from rloo_kit.checkpoints.stopping import SIGNALS, exit_code
 from rloo_kit.errors import ConfigError
 from rloo_kit.processes import LOST
-from rloo_kit.checkpoints.stopping import SIGNALS, exit_code
 
 GRACE_SECONDS = 20.0
 """For the others to save, once one process has ended; then they are killed."""

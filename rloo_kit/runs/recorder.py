@@ -13,12 +13,12 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from rloo_kit.errors import DiskError
-from rloo_kit.evaluation.evaluator import Evaluation
-from rloo_kit.text.redaction import redact_tree
-from rloo_kit.report.page import write_report
 from rloo_kit.diagnosis.record import finite_number, read_json
 from rloo_kit.diagnosis.watch import RunWatch
+from rloo_kit.errors import DiskError
+from rloo_kit.evaluation.evaluator import Evaluation
+from rloo_kit.report.page import write_report
+from rloo_kit.text.redaction import redact_tree
 
 ALONG_THE_WAY = ("rewards", "num_prompts", "mean_length")
 """What is kept of an evaluation during training."""

@@ -9,28 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rloo_kit.checkpoints.stopping import Terminated, terminate_as_interrupt
 from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint
 from rloo_kit.config.run_file import EXAMPLES, RunConfig
-from rloo_kit.sampling.choice import check_engine, start_engine
-from rloo_kit.machine.environment import Environment, setup
+from rloo_kit.diagnosis.record import read_run
+from rloo_kit.diagnosis.run_rules import find_in_run, verdict
 from rloo_kit.errors import ConfigError, DataError, KitError
 from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
-from rloo_kit.sampling.engine import Choice, Engine
-from rloo_kit.machine.hardware import GIB
 from rloo_kit.live.display import live_progress
+from rloo_kit.machine.environment import Environment, setup
+from rloo_kit.machine.hardware import GIB
 from rloo_kit.machine.memory import Released, belongs_to_session, session
 from rloo_kit.models.loading import save_adapter
 from rloo_kit.output_folder import free_folder, lock_folder
 from rloo_kit.planning.planner import remedy, room_here, write_plan
-from rloo_kit.training.preparation import (
-    fitting_prompts,
-    held_out_judges,
-    load_policy,
-    make_trainer_args,
-    read_config,
-    read_prompts,
-    with_whole_paths,
-)
 from rloo_kit.processes import (
     ALONE,
     Team,
@@ -41,10 +33,6 @@ from rloo_kit.processes import (
     join_team,
     why_sharded,
 )
-from rloo_kit.text.redaction import redacting
-from rloo_kit.scoring.contract import guarded
-from rloo_kit.scoring.loading import LoadedReward, load_rewards
-from rloo_kit.diagnosis.run_rules import find_in_run, verdict
 from rloo_kit.runs.folder import (
     check_same_settings,
     earlier_scores,
@@ -53,9 +41,21 @@ from rloo_kit.runs.folder import (
     new_folder,
     reopened_folder,
 )
-from rloo_kit.diagnosis.record import read_run
-from rloo_kit.checkpoints.stopping import Terminated, terminate_as_interrupt
+from rloo_kit.sampling.choice import check_engine, start_engine
+from rloo_kit.sampling.engine import Choice, Engine
+from rloo_kit.scoring.contract import guarded
+from rloo_kit.scoring.loading import LoadedReward, load_rewards
+from rloo_kit.text.redaction import redacting
 from rloo_kit.text.wording import why
+from rloo_kit.training.preparation import (
+    fitting_prompts,
+    held_out_judges,
+    load_policy,
+    make_trainer_args,
+    read_config,
+    read_prompts,
+    with_whole_paths,
+)
 
 if TYPE_CHECKING:
     from rloo_kit.runs.recorder import RunRecorder

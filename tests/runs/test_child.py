@@ -15,9 +15,9 @@ import time
 import psutil
 import pytest
 
-from rloo_kit.runs.child import call_in_child
-from rloo_kit.errors import ConfigError, KitError, RewardContractError, SetupError
 from rloo_kit.checkpoints.stopping import APART, Terminated
+from rloo_kit.errors import ConfigError, KitError, RewardContractError, SetupError
+from rloo_kit.runs.child import call_in_child
 
 
 @pytest.fixture(autouse=True)
