@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.errors import KitError
 from rloo_kit.machine.hardware import SHARED_MEMORY
 
 MIB = 1024**2
@@ -91,6 +92,32 @@ class Released:
             if names:
                 text += f"; {what} left: {', '.join(names)}"
         return "; ".join([text, *map(str, self.held)])
+
+
+OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory: you tried to allocate",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "cudaerrormemoryallocation",
+)
+"""Lower-case parts of the messages of libraries that raise a plain RuntimeError for it."""
+
+
+def is_out_of_memory(exc: BaseException) -> bool:
+    """Return whether an error says that a device or the host has no memory left.
+
+    PyTorch's allocator has a class of its own for that; the CUDA driver, cuBLAS, cuDNN,
+    bitsandbytes and the allocator of the CPU say it in the text of another one.
+    """
+    if isinstance(exc, KitError):
+        return False
+    kinds = {kind.__name__ for kind in type(exc).__mro__}
+    if isinstance(exc, MemoryError) or "OutOfMemoryError" in kinds:
+        return True
+    text = str(exc).lower() if isinstance(exc, RuntimeError) else ""
+    return any(mark in text for mark in OUT_OF_MEMORY)
 
 
 def measure() -> MemoryUse:

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from rloo_kit.errors import MemoryRanOutError
+from rloo_kit.machine.memory import is_out_of_memory
 from rloo_kit.processes import ALONE, Team
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
 from rloo_kit.rloo.objective import Surrogate, rollout_weights, surrogate
-from rloo_kit.rloo.out_of_memory import free_memory, is_out_of_memory
+from rloo_kit.rloo.out_of_memory import free_memory
 from rloo_kit.rloo.rollout import Rollout
 
 NO_GRAD_FACTOR = 4

@@ -1,40 +1,15 @@
-"""Memory that runs out: how it is recognised, and rows run in fewer at a time until they fit."""
+"""Out of memory: run a call over fewer rows at a time until they fit."""
 
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from rloo_kit.errors import KitError, MemoryRanOutError
+from rloo_kit.errors import MemoryRanOutError
+from rloo_kit.machine.memory import is_out_of_memory
 
 Row = TypeVar("Row")
 Found = TypeVar("Found")
-
-MARKS = (
-    "out of memory",
-    "can't allocate memory",
-    "not enough memory: you tried to allocate",
-    "cublas_status_alloc_failed",
-    "cudnn_status_alloc_failed",
-    "cudaerrormemoryallocation",
-)
-"""Lower-case parts of the messages of libraries that raise a plain RuntimeError for it."""
-
-
-def is_out_of_memory(exc: BaseException) -> bool:
-    """Return whether an error says that a device or the host has no memory left.
-
-    PyTorch's allocator has a class of its own for that; the CUDA driver, cuBLAS, cuDNN,
-    bitsandbytes and the allocator of the CPU say it in the text of another one.
-    """
-    if isinstance(exc, KitError):
-        return False
-    if isinstance(exc, MemoryError):
-        return True
-    if any(kind.__name__ == "OutOfMemoryError" for kind in type(exc).__mro__):
-        return True
-    text = str(exc).lower() if isinstance(exc, RuntimeError) else ""
-    return any(mark in text for mark in MARKS)
 
 
 def free_memory() -> None:

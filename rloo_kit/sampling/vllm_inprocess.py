@@ -29,7 +29,6 @@ from rloo_kit.models.engine_memory import (
     engine_size,
 )
 from rloo_kit.models.shape import shape_of_config
-from rloo_kit.sampling.cpu_lora import serve_one_adapter_fast
 from rloo_kit.sampling.engine import (
     SHARED_MEMORY,
     AdapterFolders,
@@ -151,8 +150,6 @@ class VllmEngine:
         with self._as_it_was(), quiet():
             from vllm import LLM
 
-            if on_cpu:
-                serve_one_adapter_fast()
             return LLM(**arguments)
 
     def _memory(

@@ -26,11 +26,10 @@ from rloo_kit.data.files import raw_prompts
 from rloo_kit.data.prompts import prompt_ids
 from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.machine.hardware import GIB, TESTED, detect_hardware, installed_version
-from rloo_kit.machine.memory import measure, return_to_system, take_peak
+from rloo_kit.machine.memory import is_out_of_memory, measure, return_to_system, take_peak
 from rloo_kit.processes import ALONE
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import NO_GRAD_FACTOR, Learner, Tally
-from rloo_kit.rloo.out_of_memory import is_out_of_memory
 from rloo_kit.rloo.rollout import Rollout, Sampled
 from rloo_kit.sampling.choice import sampling_of, values_obeyed
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from rloo_kit.errors import MemoryRanOutError
+from rloo_kit.machine.memory import is_out_of_memory
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import Learner, Scored, Tally
-from rloo_kit.rloo.out_of_memory import is_out_of_memory
 from rloo_kit.rloo.rollout import Rollout, Sampled, Shaping
 
 NAN = float("nan")
