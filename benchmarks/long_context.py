@@ -221,11 +221,11 @@ class Given:
     def generate(self, prompt_ids: list[list[int]], sampling: Any, seed: int) -> Any:
         import torch
 
-        from rloo_kit.sampling.engine import Drawn
+        from rloo_kit.sampling.engine import Generations
 
         shape = (len(prompt_ids), self.length)
         ids = torch.randint(300, SMALL["vocab_size"], shape, generator=torch.manual_seed(0))
-        return Drawn(ids.tolist(), torch.zeros(shape).tolist())
+        return Generations(ids.tolist(), torch.zeros(shape).tolist())
 
     def sleep(self) -> None:
         pass

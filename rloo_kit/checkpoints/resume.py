@@ -31,28 +31,26 @@ from typing import Any
 import torch
 from transformers.trainer import TRAINER_STATE_NAME
 
-from rloo_kit.checkpoints.state_files import (
-    random_states,
-    read_tree,
-    set_random_states,
-    sum_of_rows,
-    sum_of_weights,
-    write_tree,
-)
 from rloo_kit.checkpoints.stopping import SleepWatch, StopSignals, TimeLimit, interrupt_for
 from rloo_kit.checkpoints.store import (
     Checkpoint,
     find_checkpoint,
     list_steps,
     prune_checkpoints,
+    random_states,
     read_checkpoint,
+    read_tree,
+    set_random_states,
+    sum_of_rows,
+    sum_of_weights,
     write_checkpoint,
+    write_tree,
 )
 from rloo_kit.diagnosis.record import finite_numbers
 from rloo_kit.errors import CheckpointError, DiskError, KitError, ProcessLostError
 from rloo_kit.output_folder import one_at_a_time
 from rloo_kit.processes import Team, check_resumable, gathered, lost_peers_told, why_sharded
-from rloo_kit.rloo.nonfinite import check_finite
+from rloo_kit.rloo.guards import check_finite
 
 MUST_STAY = [
     "adam_beta1",

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rloo_kit.data.prompts import prompt_ids
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.statistics import Estimate, estimate, majority_at_k, pass_at_k
-from rloo_kit.rloo.nonfinite import check_finite, finite_logits
-from rloo_kit.rloo.out_of_memory import Pieces
+from rloo_kit.rloo.guards import Pieces, check_finite, finite_logits
 from rloo_kit.sampling.engine import Sampling
 from rloo_kit.text.thoughts import THOUGHT_ENDS, ThoughtFinder
 

@@ -19,7 +19,7 @@ from rloo_kit.machine.environment import setup
 from rloo_kit.machine.memory import belongs_to_session, leave_session
 from rloo_kit.models.adapters import CONFIG
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
-from rloo_kit.rloo.out_of_memory import Pieces
+from rloo_kit.rloo.guards import Pieces
 from rloo_kit.sampling.canary import Canary
 from rloo_kit.sampling.choice import asked_for, check_engine, start_engine
 from rloo_kit.sampling.engine import (

@@ -14,8 +14,8 @@ from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.machine.memory import is_out_of_memory
 from rloo_kit.processes import ALONE, Team
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
+from rloo_kit.rloo.guards import free_memory
 from rloo_kit.rloo.objective import Surrogate, rollout_weights, surrogate
-from rloo_kit.rloo.out_of_memory import free_memory
 from rloo_kit.rloo.rollout import Rollout
 
 NO_GRAD_FACTOR = 4
@@ -267,7 +267,7 @@ class Learner:
             loads = [sum(map(tokens.num_tokens, share)) for share in shares]
             if 3 * max(loads) > 4 * sum(loads) / size:
                 self.fill_old(rollout, sorted(rows))
-                rollout.settle()
+                rollout.compute_advantages()
                 waits = False
         if not waits:
             units = [[row] for row in sorted(rows)]
@@ -300,7 +300,7 @@ class Learner:
             found = self._log_probs_here(tokens, rows, self.forward)
             rollout.old_log_probs[rows] = found[rows]
             self.tally.old_rows += len(rows)
-            rollout.settle([rows[0] // rollout.num_generations for rows in too_long])
+            rollout.compute_advantages([rows[0] // rollout.num_generations for rows in too_long])
         together = {row for bundle in bundles for row in bundle}
         for piece in self._cut(tokens, left - together):
             yield [piece]
@@ -327,7 +327,7 @@ class Learner:
             groups = sorted({row // size for piece in pieces for row in piece})
             unsettled = [number for number in groups if not rollout.settled[number]]
             if unsettled:
-                rollout.settle(unsettled)
+                rollout.compute_advantages(unsettled)
             while graphs:  # last in, first out, as checkpointing that offloads expects
                 batch, scored = graphs.pop()
                 loss, objective = self._loss(rollout, batch, scored, weights)

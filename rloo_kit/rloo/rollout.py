@@ -1,8 +1,8 @@
 """One generation batch: what was sampled, how it scored, and what of that trains.
 
 A rollout is made in two steps, since a KL penalty needs log-probabilities: ``Rollout.scored``
-shapes the scores and says which rows can train at all; ``settle`` turns scores and KL into
-advantages, group by group, as soon as the log-probabilities of a group are in.
+shapes the scores and says which rows can train at all; ``compute_advantages`` turns scores and KL
+into advantages, group by group, as soon as the log-probabilities of a group are in.
 
 Shapes: P prompts, G generations per prompt, B = P*G completions, T the longest completion.
 """
@@ -43,7 +43,7 @@ class Shaping:
 
 
 @dataclass
-class Sampled:
+class ScoredBatch:
     """Completions as they were sampled and scored, in lists: groups can still be exchanged."""
 
     prompts: list[Any]
@@ -78,8 +78,8 @@ class Sampled:
 
     @classmethod
     def joined(
-        cls, parts: "list[Sampled]", rewards: torch.Tensor, scores: torch.Tensor
-    ) -> "Sampled":
+        cls, parts: "list[ScoredBatch]", rewards: torch.Tensor, scores: torch.Tensor
+    ) -> "ScoredBatch":
         """Return what several processes sampled as one batch, in the order of their ranks.
 
         Args:
@@ -103,13 +103,13 @@ class Sampled:
             log_probs,
         )
 
-    def first(self, num_rows: int) -> "Sampled":
+    def first(self, num_rows: int) -> "ScoredBatch":
         """Return the sample without the rows from ``num_rows`` on."""
         if num_rows == len(self.tokens):
             return self
         log_probs = self.sampler_log_probs
         ids = (self.tokens.prompt_ids[:num_rows], self.tokens.completion_ids[:num_rows])
-        return Sampled(
+        return ScoredBatch(
             self.prompts[:num_rows],
             self.completions[:num_rows],
             TokenRows(*ids),
@@ -120,7 +120,7 @@ class Sampled:
         )
 
     def exchange(
-        self, shaping: Shaping, num_generations: int, leaving: list[int], coming: "Sampled"
+        self, shaping: Shaping, num_generations: int, leaving: list[int], coming: "ScoredBatch"
     ) -> None:
         """Put groups with signal of another sample in the place of ``leaving`` ones, in place."""
         usable = coming.has_signal(shaping, num_generations).nonzero().flatten().tolist()
@@ -145,7 +145,7 @@ class Sampled:
 class Rollout:
     """A scored generation batch, and the log-probabilities and advantages known of it so far."""
 
-    sampled: Sampled
+    sampled: ScoredBatch
     num_generations: int
     shaping: Shaping
     scores: torch.Tensor
@@ -178,7 +178,7 @@ class Rollout:
     @classmethod
     def scored(
         cls,
-        sampled: Sampled,
+        sampled: ScoredBatch,
         num_generations: int,
         shaping: Shaping,
         moments: RunningMoments | None = None,
@@ -230,7 +230,7 @@ class Rollout:
             sampler_log_probs=_padded(sampled.sampler_log_probs, empty),
         )
         if shaping.beta == 0:
-            rollout.settle()
+            rollout.compute_advantages()
         return rollout
 
     def as_tree(self) -> dict[str, Any]:
@@ -245,7 +245,7 @@ class Rollout:
         """Return what ``as_tree`` gave, with its tensors on a device."""
         sampled = dict(tree["sampled"])
         sampled["tokens"] = TokenRows(**sampled["tokens"])
-        values = tree | {"sampled": Sampled(**_on(device, sampled))}
+        values = tree | {"sampled": ScoredBatch(**_on(device, sampled))}
         return cls(**_on(device, values | {"shaping": Shaping(**tree["shaping"])}))
 
     def __len__(self) -> int:
@@ -263,7 +263,7 @@ class Rollout:
         wanted = self.learnable.view_as(places).cpu()
         return [rows[take].tolist() for rows, take in zip(places, wanted, strict=True)]
 
-    def settle(self, groups: list[int] | None = None) -> None:
+    def compute_advantages(self, groups: list[int] | None = None) -> None:
         """Compute KL, reward and advantage of groups whose log-probabilities are known.
 
         Sequence level: ``r_i = s_i - beta * kl_i`` and ``A_i = r_i - mean of the others' r``. Token

@@ -13,7 +13,7 @@ from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
 from rloo_kit.machine.memory import belongs_to_session
 from rloo_kit.models.engine_memory import MAX_SEQUENCES
 from rloo_kit.processes import Team, current_team, gathered
-from rloo_kit.sampling.engine import Choice, Drawn, Engine, Sampling, choose, why_no_hot_swap
+from rloo_kit.sampling.engine import Choice, Engine, Generations, Sampling, choose, why_no_hot_swap
 from rloo_kit.text.wording import shown, why
 
 WHY_NOT_SEVERAL = "several processes share one vLLM server: start one, and set generation to server"
@@ -265,14 +265,14 @@ class SharedEngine:
         with gathered(p for p in model.parameters() if p.requires_grad):
             self.sync_seconds = self._team.lead(send)
 
-    def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Drawn:
+    def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
         """Complete this process's prompts, and the others', in one call."""
         parts = self._team.gather(prompt_ids)
         everything = [ids for part in parts for ids in part]
         drawn = self._team.lead(lambda: self._engine.generate(everything, sampling, seed))
         begin = sum(map(len, parts[: self._team.rank]))
         mine = slice(begin, begin + len(prompt_ids))
-        return Drawn(drawn.completion_ids[mine], drawn.log_probs[mine])
+        return Generations(drawn.completion_ids[mine], drawn.log_probs[mine])
 
     def sleep(self) -> None:
         """Let the engine sleep; ``generate`` wakes it up."""

@@ -54,7 +54,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Generations:
     """Completions as an engine gave them, in the order of the prompts."""
 
     completion_ids: list[list[int]]
@@ -76,7 +76,7 @@ class Engine(Protocol):
     def sync(self, model: Any) -> None:
         """Make what ``model`` computes now what samples: its active adapter, or its base alone."""
 
-    def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Drawn:
+    def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
         """Complete every prompt once.
 
         Args:

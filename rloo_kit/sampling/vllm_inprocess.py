@@ -32,7 +32,7 @@ from rloo_kit.models.shape import shape_of_config
 from rloo_kit.sampling.engine import (
     SHARED_MEMORY,
     AdapterFolders,
-    Drawn,
+    Generations,
     Sampling,
     active_adapter,
     adapter_tensors,
@@ -268,7 +268,7 @@ class VllmEngine:
             lora_config={k: sorted(v) if isinstance(v, set) else v for k, v in config.items()},
         )
 
-    def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Drawn:
+    def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
         """See ``Engine.generate``; every completion has a seed of its own."""
         from vllm import SamplingParams
 
@@ -294,7 +294,7 @@ class VllmEngine:
             [place[token].logprob for token, place in zip(tokens, done.logprobs, strict=True)]
             for tokens, done in zip(ids, completions, strict=True)
         ]
-        return Drawn(ids, log_probs)
+        return Generations(ids, log_probs)
 
     def sleep(self) -> None:
         """Drop keys and values and move the weights to the host's memory (level 1), on a GPU.

@@ -15,7 +15,7 @@ from typing import Any
 from rloo_kit.errors import GenerationError
 from rloo_kit.sampling.engine import (
     AdapterFolders,
-    Drawn,
+    Generations,
     Sampling,
     active_adapter,
     room_for_adapters,
@@ -105,7 +105,7 @@ class VllmServer:
             raise GenerationError(self._why_not_loaded(answer, folder))
         return name, folder
 
-    def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Drawn:
+    def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
         """See ``Engine.generate``: one request for each run of equal prompts, side by side."""
         if self._samples is None:
             raise GenerationError("no adapter was sent to the vLLM server: call sync first")
@@ -128,7 +128,7 @@ class VllmServer:
         with ThreadPoolExecutor(max_workers=min(64, len(requests))) as pool:
             answers = list(pool.map(self._complete, requests))
         choices = [choice for answer in answers for choice in answer]
-        return Drawn([ids for ids, _ in choices], [log_probs for _, log_probs in choices])
+        return Generations([ids for ids, _ in choices], [log_probs for _, log_probs in choices])
 
     def sleep(self) -> None:
         """Nothing to give back: the server has memory of its own."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from rloo_kit.checkpoints.state_files import random_states, set_random_states
+from rloo_kit.checkpoints.store import random_states, set_random_states
 from rloo_kit.data.files import raw_prompts
 from rloo_kit.data.prompts import prompt_ids
 from rloo_kit.errors import MemoryRanOutError
@@ -30,7 +30,7 @@ from rloo_kit.machine.memory import is_out_of_memory, measure, return_to_system,
 from rloo_kit.processes import ALONE
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import NO_GRAD_FACTOR, Learner, Tally
-from rloo_kit.rloo.rollout import Rollout, Sampled
+from rloo_kit.rloo.rollout import Rollout, ScoredBatch
 from rloo_kit.sampling.choice import sampling_of, values_obeyed
 
 SHORT = 8
@@ -291,7 +291,7 @@ def _batch(trainer: Any, rows: int, prompt: int, completion: int) -> Rollout:
     rows = -(-rows // group) * group
     ids = _random_ids(trainer, rows, prompt + completion)
     scores = torch.arange(rows, device=trainer.accelerator.device).remainder(group).remainder(2.0)
-    sampled = Sampled(
+    sampled = ScoredBatch(
         prompts=[""] * rows,
         completions=[""] * rows,
         tokens=TokenRows([row[:prompt] for row in ids], [row[prompt:] for row in ids]),

@@ -46,11 +46,10 @@ from rloo_kit.machine.hardware import GIB, detect_hardware
 from rloo_kit.machine.memory import belongs_to_session, take_peak
 from rloo_kit.processes import asked_size, current_team, why_sharded
 from rloo_kit.rloo.batching import MicroBatch, TokenRows, default_token_budget, pass_overhead
+from rloo_kit.rloo.guards import Pieces, StepGuard, check_finite, finite_logits
 from rloo_kit.rloo.learner import Learner, Scored, Tally
-from rloo_kit.rloo.nonfinite import StepGuard, check_finite, finite_logits
 from rloo_kit.rloo.objective import RunningMoments
-from rloo_kit.rloo.out_of_memory import Pieces
-from rloo_kit.rloo.rollout import Rollout, Sampled, Shaping
+from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping
 from rloo_kit.sampling.canary import Canary
 from rloo_kit.sampling.choice import (
     asked_for,
@@ -683,7 +682,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
 
     def _sample(
         self, inputs: list[dict[str, Any]], *, overlap: bool
-    ) -> tuple[Sampled, torch.Tensor | None]:
+    ) -> tuple[ScoredBatch, torch.Tensor | None]:
         """Generate and score; with ``overlap`` and async rewards, run the reference pass meanwhile.
 
         Args:
@@ -717,7 +716,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
             self.reward_funcs = functions
         log_probs = self._drawn_log_probs
         scores = self._weighted(rewards)
-        sampled = Sampled(prompts, completions, tokens, ended, rewards, scores, log_probs)
+        sampled = ScoredBatch(prompts, completions, tokens, ended, rewards, scores, log_probs)
         if self.team.size > 1:
             sampled = self._with_the_others(sampled)
         num_tokens = sum(map(len, sampled.tokens.completion_ids))
@@ -730,10 +729,10 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         scores = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
         return scores.masked_fill(rewards.isnan().all(dim=1), torch.nan)
 
-    def _with_the_others(self, sampled: Sampled) -> Sampled:
+    def _with_the_others(self, sampled: ScoredBatch) -> ScoredBatch:
         """Return what all processes sampled; the scores are those of all of them already."""
         mine = dataclasses.replace(sampled, rewards=None, scores=None)
-        return Sampled.joined(self.team.gather(mine), sampled.rewards, sampled.scores)
+        return ScoredBatch.joined(self.team.gather(mine), sampled.rewards, sampled.scores)
 
     def _start_async_rewards(
         self,
@@ -764,7 +763,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         }
         return {i: lambda future=future, **_: future.result() for i, future in futures.items()}
 
-    def _draw_again(self, sampled: Sampled) -> int:
+    def _draw_again(self, sampled: ScoredBatch) -> int:
         """Exchange groups without signal for groups of further prompts; return how many were drawn.
 
         Prompts come from a random order of the training set that is this method's own.
@@ -896,7 +895,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
                 rows = []
         self._learner.fill_old(rollout, rows)
         if rows and self.beta:
-            rollout.settle()
+            rollout.compute_advantages()
 
     # --- learning --------------------------------------------------------------------------------
 

@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 from transformers import TrainerCallback
 
 import rloo_kit as rk
-from rloo_kit.checkpoints.state_files import (
+from rloo_kit.checkpoints.stopping import Terminated, signal_of, terminate_as_interrupt
+from rloo_kit.checkpoints.store import (
+    list_steps,
     random_states,
+    read_checkpoint,
     read_tree,
     set_random_states,
     sum_of_rows,
     write_tree,
 )
-from rloo_kit.checkpoints.stopping import Terminated, signal_of, terminate_as_interrupt
-from rloo_kit.checkpoints.store import list_steps, read_checkpoint
 from rloo_kit.errors import CheckpointError
 from rloo_kit.runs.folder import new_folder
 

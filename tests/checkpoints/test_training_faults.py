@@ -18,8 +18,7 @@ from transformers import Adafactor, TrainerCallback
 import rloo_kit as rk
 from rloo_kit.errors import DivergedError, MemoryRanOutError, RewardContractError
 from rloo_kit.evaluation.evaluator import evaluate
-from rloo_kit.rloo.nonfinite import StepGuard, check_finite
-from rloo_kit.rloo.out_of_memory import Pieces
+from rloo_kit.rloo.guards import Pieces, StepGuard, check_finite
 from rloo_kit.scoring.loading import load_rewards
 
 pytestmark = pytest.mark.faults  # half a minute of training; make test-faults
@@ -400,7 +399,7 @@ def test_sampling_goes_on_with_fewer_rows_and_keeps_to_them(training):
     trainer = training.trainer(keep, max_steps=2, temperature=1.0)
     with (
         training.watching(small),
-        one_warning("memory ran out while sampling 8 completions at once: 4 are tried"),
+        one_warning("memory ran out while sampling 8 completions at once: trying 4"),
     ):
         trainer.train()
     assert small.tried == [8, 4, 2], "and then 2 in every piece of both batches"

@@ -35,7 +35,7 @@ from rloo_kit.evaluation.trained_models import find_trained, load_base
 from rloo_kit.evaluation.win_rate import _Side, _verdicts
 from rloo_kit.report.content import run_content
 from rloo_kit.sampling.choice import asked_for
-from rloo_kit.sampling.engine import Drawn, active_adapter
+from rloo_kit.sampling.engine import Generations, active_adapter
 from rloo_kit.training.preparation import held_out_judges
 
 PROMPTS = 16
@@ -473,7 +473,7 @@ class Faithless:
         if self.held is not None:
             place = self.one.speaking_as(self.held)
         with place as model, torch.no_grad():
-            drawn = Drawn([], [])
+            drawn = Generations([], [])
             for number, ids in enumerate(prompt_ids):
                 torch.manual_seed(seed + number)
                 inputs = torch.tensor([ids])

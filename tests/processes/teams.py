@@ -76,11 +76,11 @@ class Given:
         """Nothing depends on the adapter."""
 
     def generate(self, prompt_ids, sampling, seed):
-        from rloo_kit.sampling.engine import Drawn
+        from rloo_kit.sampling.engine import Generations
 
         self.calls += 1
         found = [self._complete((self.calls, row, ids)) for row, ids in enumerate(prompt_ids)]
-        return Drawn(found, [[0.0] * len(ids) for ids in found])
+        return Generations(found, [[0.0] * len(ids) for ids in found])
 
     def _complete(self, key):
         chance = random.Random(zlib.crc32(repr(key).encode()))

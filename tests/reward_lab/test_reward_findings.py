@@ -121,11 +121,11 @@ def test_the_total_is_shaped_as_the_trainer_does():
 def test_signal_is_the_trainers():
     torch = pytest.importorskip("torch")
     from rloo_kit.rloo.batching import TokenRows
-    from rloo_kit.rloo.rollout import Sampled, Shaping
+    from rloo_kit.rloo.rollout import ScoredBatch, Shaping
 
     scores = [1.0, 0.0, 0.5, 0.5, math.nan, 1.0, math.nan, math.nan]
     rewards = torch.tensor(scores)
-    sampled = Sampled(
+    sampled = ScoredBatch(
         [""] * 8, [""] * 8, TokenRows([[1]] * 8, [[1]] * 8), [True] * 8, rewards[:, None], rewards
     )
     trained = sampled.has_signal(Shaping(), 2)

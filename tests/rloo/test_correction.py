@@ -10,7 +10,7 @@ from rloo_kit.config.run_file import check_values
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import Learner, Scored
 from rloo_kit.rloo.objective import rollout_weights, surrogate
-from rloo_kit.rloo.rollout import Rollout, Sampled, Shaping
+from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping
 
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]], dtype=torch.bool)
 LENGTHS = [3, 2, 1, 3]
@@ -103,7 +103,7 @@ class Table:
 def rollout_of(sampler):
     tokens = TokenRows([[5]] * 4, [[7] * length for length in LENGTHS])
     scores = torch.tensor(SCORES)
-    sampled = Sampled([""] * 4, [""] * 4, tokens, [True] * 4, scores[:, None], scores, sampler)
+    sampled = ScoredBatch([""] * 4, [""] * 4, tokens, [True] * 4, scores[:, None], scores, sampler)
     return Rollout.scored(sampled, 4, Shaping())
 
 

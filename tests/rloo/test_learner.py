@@ -16,7 +16,7 @@ from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.machine.memory import is_out_of_memory
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import Learner, Scored, Tally
-from rloo_kit.rloo.rollout import Rollout, Sampled, Shaping
+from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping
 
 NAN = float("nan")
 VOCABULARY, HIDDEN, PAD = 13, 6, 12
@@ -81,7 +81,7 @@ def make_rollout(reference=None, **shaping):
     scores = torch.tensor(SCORES)
     size = len(SCORES)
     tokens = make_tokens()
-    sample = Sampled([""] * size, [""] * size, tokens, [True] * size, scores[:, None], scores)
+    sample = ScoredBatch([""] * size, [""] * size, tokens, [True] * size, scores[:, None], scores)
     rollout = Rollout.scored(sample, SIZE, Shaping(**shaping))
     if reference is not None:
         for row in range(size):
@@ -239,7 +239,7 @@ def test_the_gradient_is_that_of_the_full_batch(beta, token_level, budget, reuse
     learner = machine.learner(budget, reuse=reuse)
     if not reuse:  # as the trainer does
         learner.fill_old(rollout, rollout.learnable.nonzero().flatten().tolist())
-        rollout.settle()
+        rollout.compute_advantages()
     learner.learn(rollout, EVERY_ROW)
 
     advantages = advantages_by_hand(
@@ -402,7 +402,7 @@ def test_the_second_iteration_is_clipped_against_the_policy_that_sampled(
     learner = machine.learner(budget, reuse=reuse)
     if not reuse:
         learner.fill_old(rollout, rollout.learnable.nonzero().flatten().tolist())
-        rollout.settle()
+        rollout.compute_advantages()
     learner.learn(rollout, EVERY_ROW)
     old = all_of(policy, tokens)
     advantages = advantages_by_hand(old, all_of(reference, tokens), beta, token_level)

@@ -11,7 +11,7 @@ from trl.trainer.utils import nanstd
 
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.objective import RunningMoments
-from rloo_kit.rloo.rollout import Rollout, Sampled, Shaping
+from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping
 
 NAN = float("nan")
 
@@ -24,7 +24,7 @@ def sampled(scores, lengths=None, ended=None):
         [[row] for row in range(size)],
         [[100 * row + place for place in range(length)] for row, length in enumerate(lengths)],
     )
-    return Sampled(
+    return ScoredBatch(
         prompts=[f"prompt {row}" for row in range(size)],
         completions=[f"completion {row}" for row in range(size)],
         tokens=tokens,
@@ -52,7 +52,7 @@ def fill(rollout, seed=0, spread=0.5):
 
 def settled(*arguments, seed=0, **keywords):
     rollout = fill(scored(*arguments, **keywords), seed)
-    rollout.settle()
+    rollout.compute_advantages()
     return rollout
 
 
@@ -236,7 +236,7 @@ def test_token_level_kl_without_a_kl_is_one_advantage_a_row():
 def test_an_equal_kl_everywhere_leaves_only_what_the_baseline_does_not_cancel(token_level):
     rollout = scored([1.0, 0.0], 2, beta=0.5, token_level_kl=token_level)
     rollout.old_log_probs += 0.25
-    rollout.settle()
+    rollout.compute_advantages()
     if token_level:  # 0.25 a token to go, twice 0.5
         close(rollout.advantages, torch.tensor([[0.75, 0.875], [-1.25, -1.125]]))
     else:
@@ -252,7 +252,7 @@ def test_an_unscorable_row_is_in_no_baseline_and_has_no_advantage(beta):
     without = scored([1.0, 0.0, 0.5], 3, beta=beta)
     without.old_log_probs = with_it.old_log_probs[[0, 2, 3]]
     without.reference_log_probs = with_it.reference_log_probs[[0, 2, 3]]
-    without.settle()
+    without.compute_advantages()
     assert with_it.advantages[1] == 0.0
     close(with_it.advantages[[0, 2, 3]], without.advantages)
     assert with_it.learnable.tolist() == [True, False, True, beta != 0]  # 0.5 is the mean
@@ -340,7 +340,7 @@ def test_gating_on_the_score_leaves_out_groups_of_equal_scores(token_level):
     free = scored(NO_SIGNAL, 3, beta=0.1, token_level_kl=token_level)
     free.old_log_probs = rollout.old_log_probs
     free.reference_log_probs = rollout.reference_log_probs
-    free.settle()
+    free.compute_advantages()
     assert rollout.groups == [[], [3, 4, 5], [], [10, 11]]
     assert (rollout.advantages[:3] == 0).all()
     assert free.advantages[:3].any()
@@ -410,7 +410,7 @@ def test_settling_group_by_group_is_settling_all_at_once(beta, token_level):
     rollout = fill(scored(SCORES, 4, **keywords))
     for groups in ([2], [0], [1]):
         before = rollout.settled.clone()
-        rollout.settle(groups)
+        rollout.compute_advantages(groups)
         assert rollout.settled[groups].all()
         if beta:
             assert (rollout.settled != before).sum() == 1
@@ -420,7 +420,7 @@ def test_settling_group_by_group_is_settling_all_at_once(beta, token_level):
 
 def test_settling_one_group_leaves_the_others_as_they_were():
     rollout = fill(scored(SCORES, 4, lengths=LENGTHS, beta=0.3))
-    rollout.settle([1])
+    rollout.compute_advantages([1])
     assert not rollout.advantages[[0, 1, 2, 3, 8, 9, 10, 11]].any()
     assert not rollout.kl[:4].any()
     assert rollout.advantages[[4, 6, 7]].all()
@@ -537,7 +537,7 @@ def test_metrics_of_a_batch_worked_by_hand():
         beta=0.5,
     )
     rollout.old_log_probs = torch.tensor([[0.2, 0.4], [0.1, 9.0], [0.5, 9.0], [0.25, 0.05]])
-    rollout.settle()
+    rollout.compute_advantages()
     kl = torch.tensor([0.6, 0.1, 0.5, 0.3])
     close(rollout.kl, kl)
     shaped = torch.tensor([1.5, -1.0, 1.0, 1.0])
@@ -582,7 +582,7 @@ def test_the_older_metrics_of_a_batch_worked_by_hand():
         beta=0.5,
     )
     rollout.old_log_probs = -torch.tensor([[0.2, 0.4], [0.1, 9.0], [0.5, 9.0], [0.25, 0.05]])
-    rollout.settle()
+    rollout.compute_advantages()
     kl = -(0.6 + 0.1 + 0.5 + 0.3) / 4
     assert rollout.metrics(NAMES)["objective/kl"] == pytest.approx(kl)
     expected = {
@@ -615,7 +615,7 @@ def test_the_spread_of_scores_and_the_signal_are_those_before_the_kl():
 def test_the_kl_has_no_share_in_the_signal_where_it_is_equal_in_all_rows():
     rollout = scored([1.0, 0.0, 3.0, 1.0], 2, beta=0.5)
     rollout.old_log_probs += 0.25
-    rollout.settle()
+    rollout.compute_advantages()
     found = rollout.metrics(NAMES)
     assert found["signal/kl_share"] == 0.0
     assert found["kl/sequence"] == 0.5
@@ -625,14 +625,14 @@ def test_the_kl_has_no_share_in_the_signal_where_it_is_equal_in_all_rows():
 def test_the_share_of_a_token_level_kl_counts_what_the_baseline_does_not_cancel():
     rollout = scored([1.0, 0.0], 2, beta=0.5, token_level_kl=True)
     rollout.old_log_probs += 0.25  # 0.5 a row, 0.25 of it as a penalty, beside scores of 1 and 1
-    rollout.settle()
+    rollout.compute_advantages()
     assert rollout.metrics(NAMES)["signal/kl_share"] == pytest.approx(0.5 / 2.5)
 
 
 def test_the_kl_is_a_mean_over_the_rows_and_tokens_that_train():
     rollout = scored([1.0, 0.0, NAN, 2.0, 0.0, 3.0], 3, lengths=[1, 2, 9, 3, 1, 1], beta=0.5)
     rollout.old_log_probs += 0.25
-    rollout.settle()
+    rollout.compute_advantages()
     found = rollout.metrics(NAMES)
     assert found["kl/token"] == pytest.approx(0.25)
     assert found["kl/sequence"] == pytest.approx(0.25 * 8 / 5)

@@ -20,7 +20,7 @@ from rloo_kit.sampling.canary import (
     other_temperature,
     place_between,
 )
-from rloo_kit.sampling.engine import Drawn, Sampling
+from rloo_kit.sampling.engine import Generations, Sampling
 
 VOCABULARY, HIDDEN, PAD, STOP = 24, 16, 0, 1
 BF16 = torch.bfloat16
@@ -325,7 +325,7 @@ class Sampler:
             end = row.index(STOP) + 1 if STOP in row else len(row)
             rows.append(row[:end])
             log_probs.append(probabilities[:end])
-        return Drawn(rows, log_probs)
+        return Generations(rows, log_probs)
 
     def of_last(self, ids):
         layer = self.own.layer(self.own.embedding(ids))[:, -1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rloo_kit as rk
-from rloo_kit.sampling.engine import Drawn
+from rloo_kit.sampling.engine import Generations
 from rloo_kit.scoring.loading import load_rewards
 from rloo_kit.training.dry_run import rehearse
 
@@ -27,7 +27,7 @@ class Engine:
         self.awake = True
         self.calls.append("generate")
         ids = [COMPLETION[: 1 + row % 3] for row in range(len(prompt_ids))]
-        return Drawn(ids, [[-1.0] * len(row) for row in ids])
+        return Generations(ids, [[-1.0] * len(row) for row in ids])
 
     def sleep(self):
         self.awake = False

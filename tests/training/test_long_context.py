@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 import rloo_kit as rk
 from rloo_kit.machine import lm_head as logprobs
 from rloo_kit.models.loading import TINY_THINKER
-from rloo_kit.sampling.engine import Drawn
+from rloo_kit.sampling.engine import Generations
 
 pytestmark = pytest.mark.faults  # at the limit of memory; make test-faults
 
@@ -34,7 +34,7 @@ class Given:
 
     def generate(self, prompt_ids, sampling, seed):
         ids = [[5 + n % 200 for n in range(self.length)] for _ in prompt_ids]
-        return Drawn(ids, [[0.0] * self.length for _ in prompt_ids])
+        return Generations(ids, [[0.0] * self.length for _ in prompt_ids])
 
     def sleep(self):
         pass

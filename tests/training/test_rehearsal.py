@@ -13,12 +13,12 @@ import torch
 from transformers import TrainerCallback
 
 import rloo_kit as rk
-from rloo_kit.checkpoints.state_files import random_states
+from rloo_kit.checkpoints.store import random_states
 from rloo_kit.cli import main
 from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.machine.memory import take_peak
 from rloo_kit.models.loading import TINY_THINKER
-from rloo_kit.sampling.engine import Drawn
+from rloo_kit.sampling.engine import Generations
 from rloo_kit.training.dry_run import (
     REMEMBERED,
     SHORT,
@@ -142,7 +142,7 @@ class Engine:
             [3 + (row + place) % 90 for place in range(self.length)]
             for row in range(len(prompt_ids))
         ]
-        return Drawn(ids, [[0.0] * self.length for _ in ids])
+        return Generations(ids, [[0.0] * self.length for _ in ids])
 
     def sleep(self):
         self.asked.append("sleep")

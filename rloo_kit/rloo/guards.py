@@ -1,0 +1,211 @@
+"""Guards of a training step: NaN/Inf in gradients, weights or logits, and out of memory."""
+
+import contextlib
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from rloo_kit.errors import DivergedError, MemoryRanOutError
+from rloo_kit.machine.memory import is_out_of_memory
+
+Row = TypeVar("Row")
+Found = TypeVar("Found")
+
+REMEDY = (
+    "lower trainer.learning_rate or trainer.max_grad_norm, compute in bf16 or float32 instead of "
+    "fp16, or scale the reward down"
+)
+RESUME = "the last checkpoint is good: resume from it with --resume"
+
+
+# --- NaN and Inf ---------------------------------------------------------------------------------
+
+
+class StepGuard:
+    """Skips optimizer steps with NaN/Inf gradients.
+
+    The gradients of such a step are dropped; an optimizer then leaves the parameter, its moments
+    and its decay alone. Under fp16 the loss scaler skips steps while it searches for its scale:
+    only what fails at a scale of 1, or with a NaN/Inf loss, counts towards the limit.
+
+    Args:
+        limit: Skipped steps in a row that raise.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.skipped = 0
+        """Steps skipped so far."""
+        self.in_a_row = 0
+        """Steps skipped since the last good one that count towards the limit."""
+
+    def check(self, loss: float, parameters: Sequence[Any], step: int, scaler: Any = None) -> bool:
+        """Return whether the optimizer may step; drop the gradients where not.
+
+        Costs one norm over the gradients, and one synchronisation of a GPU.
+
+        Args:
+            loss: Of the step.
+            parameters: Those that train, with their gradients.
+            step: The number of the step, for the message.
+            scaler: fp16's loss scaler; None where there is none.
+
+        Raises:
+            DivergedError: Too many steps in a row were skipped, or the weights are NaN/Inf.
+        """
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if math.isfinite(loss) and math.isfinite(_norm(gradients)):
+            self.in_a_row = 0
+            return True
+        check_finite(parameters, step - 1)
+        self.skipped += 1
+        searching = scaler is not None and math.isfinite(loss) and scaler.get_scale() > 1
+        found = f"loss {loss:.4g}, {_count(gradients)} of {len(gradients)} gradients"
+        _drop(parameters, scaler)
+        if searching:
+            return False
+        self.in_a_row += 1
+        if self.in_a_row >= self.limit:
+            raise DivergedError(
+                f"step {step} is number {self.in_a_row} in a row with NaN or Inf ({found}), and no "
+                f"weight moved in these: {REMEDY}; {RESUME}"
+            )
+        warnings.warn(
+            f"step {step} is skipped because of NaN or Inf ({found}); {self.limit} such steps in a "
+            f"row end the training",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+
+
+def check_finite(tensors: Iterable[Any], step: int | None = None) -> None:
+    """Raise where a weight, or anything else that is about to be saved, is NaN or Inf.
+
+    Costs one norm, and one synchronisation of a GPU.
+
+    Args:
+        tensors: Trained parameters, or the tensors of a file; integer tensors pass.
+        step: Optimizer steps made; None where that is not known.
+
+    Raises:
+        DivergedError: Some hold NaN or Inf.
+    """
+    found = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
+    if math.isfinite(_norm(found)):
+        return
+    bad = _count(found)  # the norm may overflow although every value is finite
+    if bad:
+        after = "" if step is None else f" after step {step}"
+        raise DivergedError(
+            f"{bad} of {len(found)} trained weights hold NaN or Inf{after} and are not saved: "
+            f"{REMEDY}; {RESUME}"
+        )
+
+
+@contextlib.contextmanager
+def finite_logits() -> Iterator[None]:
+    """Raise DivergedError where a model samples from logits that hold NaN or Inf."""
+    try:
+        yield
+    except RuntimeError as exc:
+        if "probability tensor contains" not in str(exc):
+            raise
+        raise DivergedError(
+            "the model's logits hold NaN or Inf, so nothing can be sampled: compute in bf16 or "
+            f"float32 instead of fp16, or lower trainer.learning_rate; {RESUME}"
+        ) from exc
+
+
+def _norm(tensors: Sequence[Any]) -> float:
+    """Return the 2-norm of all of them; NaN and Inf come through."""
+    from torch.nn.utils import get_total_norm
+
+    return float(get_total_norm(tensors)) if tensors else 0.0
+
+
+def _count(tensors: Sequence[Any]) -> int:
+    return sum(not bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def _drop(parameters: Sequence[Any], scaler: Any) -> None:
+    """Leave the optimizer no gradients; a scaler needs NaN gradients to skip by its own rule."""
+    for parameter in parameters:
+        if scaler is None:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad.fill_(math.nan)
+
+
+# --- out of memory -------------------------------------------------------------------------------
+
+
+def free_memory() -> None:
+    """Return PyTorch's unused GPU blocks to the driver, for libraries that allocate themselves.
+
+    Call it outside of the ``except``: there the error still holds the tensors of its frames.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+class Pieces:
+    """Runs a call over rows: all at once, or in pieces as large as fit into memory.
+
+    Args:
+        what: What runs, for messages, such as ``sampling``.
+        remedy: What to change where a single row does not fit.
+    """
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self.what = what
+        self.remedy = remedy
+        self.size: int | None = None
+        """Rows of a piece; None: memory has not run out yet."""
+
+    def run(
+        self, call: Callable[[Sequence[Row]], list[Found]], rows: Sequence[Row], at_most: int
+    ) -> list[Found]:
+        """Return what ``call`` gives for all rows, in their order.
+
+        Out of memory halves the rows of a piece, here and in later runs; finished pieces are kept.
+        A second attempt draws from where the first one left the random state.
+
+        Args:
+            call: Returns one value a row.
+            rows: The rows.
+            at_most: Rows of a piece before memory runs out.
+
+        Raises:
+            MemoryRanOutError: A single row does not fit.
+        """
+        found: list[Found] = []
+        while len(found) < len(rows):
+            size = min(at_most, self.size or at_most)
+            piece = rows[len(found) : len(found) + size]
+            try:
+                found += call(piece)
+                continue
+            except Exception as exc:
+                if not is_out_of_memory(exc):
+                    raise
+                self._halve(exc, len(piece))
+            free_memory()
+        return found
+
+    def _halve(self, exc: Exception, tried: int) -> None:
+        if tried < 2:
+            raise MemoryRanOutError(
+                f"memory ran out while {self.what} a single completion: {self.remedy}"
+            ) from exc
+        if self.size is None:
+            warnings.warn(
+                f"memory ran out while {self.what} {tried} completions at once: trying "
+                f"{tried // 2}, and fewer if needed",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self.size = tried // 2
