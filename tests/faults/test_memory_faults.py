@@ -188,7 +188,7 @@ def test_weights_without_numbers(tmp_path, reference, seen):
 
     one = Trial(tmp_path / "weights", reference, {"trainer.save_steps": 1})
     life = one.fail(before=hooked(poisoned), FAULT="marks")
-    assert "NaN or infinity" in life.text
+    assert "NaN or Inf" in life.text
     for file in one.run.rglob("*.safetensors"):
         assert all(
             bool(v.isfinite().all()) for v in load_file(file).values() if v.is_floating_point()
