@@ -20,7 +20,7 @@ _HOMES = {
     "DataError": "errors",
     "Evaluation": "evaluation.evaluator",
     "KitError": "errors",
-    "LeaveOneOutConfig": "training.trainer",
+    "LeaveOneOutConfig": "training.config",
     "LeaveOneOutTrainer": "training.trainer",
     "ModelError": "errors",
     "RewardError": "errors",

@@ -578,7 +578,7 @@ def _annotations() -> dict[str, tuple[str, ...]]:
     """Return name -> the types that the classes in its source give it."""
     found: dict[str, tuple[str, ...]] = {}
     for package, file in (
-        ("rloo_kit", "training/trainer.py"),
+        ("rloo_kit", "training/config.py"),
         ("trl", "trainer/rloo_config.py"),
         ("trl", "trainer/base_config.py"),
         ("transformers", "training_args.py"),

@@ -151,7 +151,7 @@ def make_trainer_args(config: RunConfig, folder: Path, processes: int = 1) -> An
     Raises:
         ConfigError: The two contradict each other, or the batch cannot be divided.
     """
-    from rloo_kit.training.trainer import LeaveOneOutConfig
+    from rloo_kit.training.config import LeaveOneOutConfig
 
     settings = {**config.trainer, **_from_data(config)}
     if processes > 1:

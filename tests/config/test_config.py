@@ -28,7 +28,7 @@ from rloo_kit.config.run_file import (
     translate_trainer_arguments,
 )
 from rloo_kit.errors import ConfigError, KitError
-from rloo_kit.training.trainer import OWN_FIELDS
+from rloo_kit.training.config import OWN_FIELDS
 
 # --- reading --------------------------------------------------------------------------------------
 

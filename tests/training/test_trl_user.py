@@ -161,7 +161,7 @@ UNUSUAL = [
 
 @pytest.mark.parametrize("settings", UNUSUAL)
 def test_every_value_of_trls_config_is_kept(tmp_path, settings):
-    from rloo_kit.training.trainer import BY_DEVICE, _own_config
+    from rloo_kit.training.config import BY_DEVICE, _own_config
 
     given = RLOOConfig(**few(tmp_path, **settings))
     taken = _own_config(given)
