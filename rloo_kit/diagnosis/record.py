@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from rloo_kit.config.run_file import RunConfig, batch_plan, read_run_file
-from rloo_kit.diagnosis.findings import Finding
+from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.errors import ConfigError, DataError
 
 KEPT_ROWS = 4000

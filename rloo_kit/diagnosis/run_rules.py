@@ -13,7 +13,6 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from rloo_kit.config.run_file import make_run_config
-from rloo_kit.diagnosis.findings import Finding, findings_text
 from rloo_kit.diagnosis.record import (
     DEFAULTS,
     RunRecord,
@@ -23,6 +22,7 @@ from rloo_kit.diagnosis.record import (
     read_run,
     text_of_row,
 )
+from rloo_kit.diagnosis.rules import Finding, findings_text
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.adapters import base_name
 

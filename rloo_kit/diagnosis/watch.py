@@ -15,8 +15,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from rloo_kit.config.run_file import RunConfig
-from rloo_kit.diagnosis.findings import Finding
 from rloo_kit.diagnosis.record import KEPT_SIZE, BothEnds, RunRecord, finite_numbers, text_of_row
+from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.diagnosis.run_rules import find_in_run
 
 IN_A_ROW = 3

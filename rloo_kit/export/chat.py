@@ -9,13 +9,13 @@ from typing import Any, TextIO
 from rloo_kit.checkpoints.stopping import Terminated
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.data.prompts import prompt_ids
-from rloo_kit.diagnosis.findings import escaped
 from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.trained_models import OneBase, TrainedModel, find_trained, load_base
 from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.machine.memory import belongs_to_session, session
 from rloo_kit.sampling.engine import Engine, Sampling, why_no_hot_swap
 from rloo_kit.text.thoughts import THOUGHT_ENDS, token_id
+from rloo_kit.text.wording import printable
 from rloo_kit.training.preparation import template_settings
 
 HELP = "an empty line or Ctrl-D ends it, /new forgets what was said, Ctrl-C stops an answer"
@@ -339,4 +339,4 @@ class Screen:
 
 def _plain(text: str) -> str:
     """Return text that cannot steer a terminal, its lines kept."""
-    return "\n".join(escaped(line) for line in text.split("\n"))
+    return "\n".join(printable(line) for line in text.split("\n"))

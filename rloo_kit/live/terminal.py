@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from rloo_kit.diagnosis.findings import Finding, escaped
 from rloo_kit.diagnosis.record import finite_number
+from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.live.view import (
     REFRESH_SECONDS,
     LiveView,
@@ -20,6 +20,7 @@ from rloo_kit.live.view import (
     sparkline,
     trend,
 )
+from rloo_kit.text.wording import printable
 
 WIDEST, HIGHEST = 120, 24
 """Columns and lines of the panel."""
@@ -209,7 +210,7 @@ def _metric_lines(progress: Progress, width: int) -> list[Any]:
     spread, cut_off = (progress.last(name) for name in ("spread", "truncated"))
     rows = [("reward", series["reward"], ".3f", f"spread {number_text(spread, 3)}")]
     rows += [
-        (f" {escaped(name)}", values, ".3f", "")
+        (f" {printable(name)}", values, ".3f", "")
         for name, values in list(progress.rewards.items())[:MOST_REWARDS]
     ]
     hidden = len(progress.rewards) - MOST_REWARDS
@@ -293,4 +294,4 @@ def _text(value: object) -> str:
 
 def _flat(text: str, limit: int) -> str:
     """Return the beginning of a text in one line that cannot steer a terminal."""
-    return escaped(" ".join(text[: 4 * limit].split()))[:limit]
+    return printable(" ".join(text[: 4 * limit].split()))[:limit]

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median, variance
 from typing import Any
 
-from rloo_kit.diagnosis.findings import Finding, escaped
 from rloo_kit.diagnosis.record import finite_number, finite_numbers, mean_or_none
+from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.text.redaction import redact_tree
+from rloo_kit.text.wording import printable
 
 PACE_STEPS = 20
 """Steps whose median tells the time that is left."""
@@ -133,7 +134,8 @@ def progress_line(
     names = reward_names(logs)
     if len(names) > 1:
         parts += [
-            f"{escaped(name)} {number_text(logs.get(f'rewards/{name}/mean'), 3)}" for name in names
+            f"{printable(name)} {number_text(logs.get(f'rewards/{name}/mean'), 3)}"
+            for name in names
         ]
     for name, metric, digits in (("kl", "kl", 4), ("length", "completions/mean_length", 1)):
         if metric in logs:
@@ -150,7 +152,7 @@ def finding_line(finding: Finding) -> str:
     """Return a finding as one line: what it is, and the setting to change or what was seen."""
     of = f" ({finding.reward})" if finding.reward else ""
     rest = f"set {finding.setting}" if finding.setting else finding.remedy
-    return escaped(f"{finding.level}: {finding.kind}{of}; {rest}")
+    return printable(f"{finding.level}: {finding.kind}{of}; {rest}")
 
 
 def trend(values: Sequence[float | None]) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.run_file import DEFAULT_BATCH, RunConfig
-from rloo_kit.diagnosis.findings import Finding
 from rloo_kit.diagnosis.record import (
     DEFAULTS,
     RunRecord,
@@ -18,6 +17,7 @@ from rloo_kit.diagnosis.record import (
     finite_number,
     finite_numbers,
 )
+from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
 from rloo_kit.report.curves import Chart, curves_of, held_out_points, rows_of
 from rloo_kit.report.groups import completion_parts, kept_groups, messages_of, place_of_row

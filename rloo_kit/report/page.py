@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.diagnosis.findings import escaped
 from rloo_kit.diagnosis.record import RunRecord, read_run
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
 from rloo_kit.errors import DataError
@@ -25,6 +24,7 @@ from rloo_kit.machine.hardware import installed_version
 from rloo_kit.report.content import run_content
 from rloo_kit.report.curves import charts_of
 from rloo_kit.report.page_json import page_json
+from rloo_kit.text.wording import printable
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "report"
 STYLES = ("uPlot.min.css", "report.css")
@@ -108,9 +108,9 @@ def _page(content: dict[str, Any]) -> str:
     what = " / ".join(run["name"] for run in runs)
     parts = {
         **_assets(),
-        "title": html.escape(escaped(f"{what}: {'report' if len(runs) == 1 else 'comparison'}")),
+        "title": html.escape(printable(f"{what}: {'report' if len(runs) == 1 else 'comparison'}")),
         "verdicts": "\n".join(
-            f"<p>{html.escape(escaped(run['name']))}: {html.escape(escaped(run['verdict']))}</p>"
+            f"<p>{html.escape(printable(': '.join((run['name'], run['verdict']))))}</p>"
             for run in runs
         ),
         "data": page_json(content),

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.diagnosis.findings import Finding, escaped, findings_text
+from rloo_kit.diagnosis.rules import Finding, findings_text
 from rloo_kit.reward_lab.statistics import RewardStats, Signal
+from rloo_kit.text.wording import printable
 from rloo_kit.types import Completion
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -77,7 +78,7 @@ def _table_text(check: RewardCheck) -> str:
 
 
 def _row_text(row: RewardStats, width: int) -> str:
-    name = escaped(row.name)
+    name = printable(row.name)
     start = f"{name if len(name) <= width else name[: width - 1] + '…':<{width}} {row.weight:>6.3g}"
     if row.mean is None:
         return f"{start}    {'no scores' if row.fault is None else 'faulty, see below'}"
@@ -137,7 +138,7 @@ def _sample_text(sample: dict[str, Any]) -> str:
 def _cut(text: str, limit: int) -> str:
     """Return the beginning and, since the answer stands there, the end."""
     flat = text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
-    return escaped(flat)
+    return printable(flat)
 
 
 def draw(table: list[RewardStats], path: Path) -> None:
@@ -156,7 +157,7 @@ def draw(table: list[RewardStats], path: Path) -> None:
         axes.bar(places, counts, width * 0.92)
         spread = _short(row.group_std)
         axes.set_title(
-            f"{escaped(row.name)}: mean {_short(row.mean)}, spread within a group {spread}",
+            f"{printable(row.name)}: mean {_short(row.mean)}, spread within a group {spread}",
             fontsize=10, loc="left", parse_math=False,
         )  # fmt: skip
         axes.set_ylabel("completions")

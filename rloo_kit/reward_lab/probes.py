@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
-from rloo_kit.diagnosis.findings import escaped
 from rloo_kit.errors import RewardContractError
 from rloo_kit.reward_lab.check import text_of
 from rloo_kit.reward_lab.rules import wanted_probes
 from rloo_kit.reward_lab.statistics import Batch, Fault, Probed
 from rloo_kit.scoring.contract import CheckedReward, OverdueError, guarded
 from rloo_kit.scoring.loading import LoadedReward
+from rloo_kit.text.wording import printable
 from rloo_kit.types import Completion, Score
 
 PROBE_SECONDS = 0.5
@@ -92,7 +92,7 @@ class _Answers:
             self.scores[name] = _call(func, columns if name in CALLS else _altered(name, columns))
         except RewardContractError as exc:
             cause = exc.__cause__
-            self.errors[name] = escaped(f"{type(cause).__name__}: {cause}" if cause else str(exc))
+            self.errors[name] = printable(f"{type(cause).__name__}: {cause}" if cause else str(exc))
 
 
 def _with_probes(
@@ -135,7 +135,7 @@ def _call(func: CheckedReward, columns: dict[str, Any]) -> list[Score]:
 
 def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractError) -> Fault:
     """Return which part of the contract a reward broke."""
-    text = escaped(str(exc))
+    text = printable(str(exc))
     asked = getattr(func.reward, "column", None)
     missing = [name for name in func.required if name not in columns]
     if missing == ["completion_ids"]:

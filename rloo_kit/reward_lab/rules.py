@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, stdev
 
-from rloo_kit.diagnosis.findings import Finding
+from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.reward_lab.statistics import (
     Batch,
     Fault,

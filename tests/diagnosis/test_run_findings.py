@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rloo_kit.config.run_file import make_run_config, read_run_file
-from rloo_kit.diagnosis.findings import findings_text
 from rloo_kit.diagnosis.record import KEPT_ROWS, RunRecord, read_run
+from rloo_kit.diagnosis.rules import findings_text
 from rloo_kit.diagnosis.run_rules import EXPLAINS, KINDS, find_in_run, verdict
 from rloo_kit.errors import DataError
 

@@ -20,7 +20,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from rloo_kit.diagnosis.findings import Finding
+from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.errors import ConfigError
 from rloo_kit.live import display as live
 from rloo_kit.live import notebook as notebook_figure

@@ -16,10 +16,10 @@ import pytest
 
 import rloo_kit as rk
 from rloo_kit.cli import main
-from rloo_kit.diagnosis.findings import escaped
 from rloo_kit.errors import ConfigError, DataError, RewardLoadError
 from rloo_kit.reward_lab.lab import check_rewards
 from rloo_kit.reward_lab.rules import KINDS
+from rloo_kit.text.wording import printable
 
 CLOSE, END = 151668, 2
 WORDS = ["first", "carry", "the", "one", "so", "that", "both", "digits", "fit", "why", "again"]
@@ -440,7 +440,7 @@ def test_completions_cannot_steer_the_terminal():
     printed = str(check([right, splits], rows))
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202e\ud800]", printed)
     assert "\\x1b[2J\\ud800\\n" in printed
-    assert escaped("héé 中") == "héé 中"
+    assert printable("héé 中") == "héé 中"
 
 
 def test_a_check_is_short_in_a_notebook():

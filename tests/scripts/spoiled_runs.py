@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from rloo_kit.config.run_file import make_run_config
-from rloo_kit.diagnosis.findings import findings_text
 from rloo_kit.diagnosis.record import read_run
+from rloo_kit.diagnosis.rules import findings_text
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
 
 # --- rewards that spoil a run ---------------------------------------------------------------------

@@ -4,6 +4,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from rloo_kit.text.wording import printable
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -40,15 +42,8 @@ def _finding_lines(finding: Finding, number: int) -> list[str]:
     parts = {"seen": finding.evidence, "why": finding.why, "do": finding.remedy}
     if finding.setting:
         parts["set"] = finding.setting
-    lines = [f"{number}. {finding.level}: {finding.kind}{escaped(of)}"]
+    lines = [f"{number}. {finding.level}: {finding.kind}{printable(of)}"]
     for name, text in parts.items():
         indent = {"initial_indent": f"   {name:<5}", "subsequent_indent": " " * 8}
-        lines += textwrap.wrap(escaped(text), 100, **indent)
+        lines += textwrap.wrap(printable(text), 100, **indent)
     return lines
-
-
-def escaped(text: str) -> str:
-    """Return text that cannot steer a terminal: what is not printable as an escape."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
-    )
