@@ -6,10 +6,13 @@ And a lock, so that two processes never write one run.
 import contextlib
 import errno
 import itertools
+import json
+import math
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rloo_kit.errors import ConfigError
 
@@ -98,6 +101,50 @@ def latest_folder(wanted: str | Path) -> Path | None:
 
 def _is_run_folder(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("run.yaml", "metrics.jsonl"))
+
+
+# --- files that are whole -------------------------------------------------------------------------
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that a crash leaves the old content or the new one, never a part.
+
+    Raises:
+        OSError: The folder cannot be written; the old content is unchanged.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, content: Any, *, indent: int | None = None) -> None:
+    """Write a JSON file atomically, NaN and infinities as null.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    text = json.dumps(without_nan(content), ensure_ascii=False, indent=indent)
+    # A lone surrogate, which a tokenizer may return, is no valid UTF-8; `json.loads` reads it.
+    write_atomically(path, f"{text}\n".encode("utf-8", "surrogatepass"))
+
+
+def without_nan(value: Any) -> Any:
+    """Return nested dicts and lists with NaN and infinities as None: JSON has neither."""
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 # --- one process a folder ------------------------------------------------------------------------

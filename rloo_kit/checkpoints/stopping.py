@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
+from rloo_kit.text.wording import format_duration
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 """What a person calls them."""
@@ -251,8 +253,8 @@ class TimeLimit:
         if spent < self._max_hours * 3600:
             return None
         return (
-            f"max_hours {self._max_hours:g} is over after {duration(spent)}: saved; go on with "
-            "--resume"
+            f"max_hours {self._max_hours:g} is over after {format_duration(spent)}: saved; "
+            "resume with --resume"
         )
 
 
@@ -274,20 +276,4 @@ class SleepWatch:
         before, self._known = self._known, self._clock.suspended()
         slept = max(0.0, self._known - before)
         self.seconds += slept
-        return f"the machine slept for {duration(slept)}" if slept > LONGEST_NAP else None
-
-
-def duration(seconds: float) -> str:
-    """Return a duration as a person says it.
-
-    >>> duration(0.42), duration(45), duration(125), duration(7380)
-    ('0.4 s', '45 s', '2 min 5 s', '2 h 3 min')
-    """
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    if (whole := round(seconds)) < 3600:
-        (many, few), names = divmod(whole, 60), ("min", "s")
-    else:
-        (many, few), names = divmod(round(seconds / 60), 60), ("h", "min")
-    parts = [f"{number} {name}" for number, name in zip((many, few), names, strict=True) if number]
-    return " ".join(parts)
+        return f"the machine slept for {format_duration(slept)}" if slept > LONGEST_NAP else None

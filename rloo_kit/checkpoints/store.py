@@ -33,7 +33,8 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from rloo_kit.errors import CheckpointError, DiskError
-from rloo_kit.text.wording import bare, shown
+from rloo_kit.output_folder import write_atomically
+from rloo_kit.text.wording import format_name, format_value
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -261,10 +262,8 @@ def _seal(content: dict[str, Any]) -> str:
 
 
 def _write_manifest(part: Path, manifest: dict[str, Any]) -> None:
-    with (part / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(json.dumps(manifest, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    text = json.dumps(manifest, indent=1)
+    write_atomically(part / MANIFEST, f"{text}\n".encode())
     _sync_folder(part)
 
 
@@ -497,12 +496,14 @@ def _check_manifest(manifest: Any, step: int | None) -> None:
     if manifest["format"] != FORMAT:
         writer = manifest.get("version", "of an unknown version")
         raise _OtherFormatError(
-            f"it has format {shown(manifest['format'])}, written by rloo-kit {bare(writer)}, and "
-            f"this version reads format {FORMAT}"
+            f"it has format {format_value(manifest['format'])}, written by rloo-kit "
+            f"{format_name(writer)}, and this version reads format {FORMAT}"
         )
     for name in manifest["files"] if isinstance(manifest.get("files"), dict) else ():
         if _leads_out(name):
-            raise _BrokenError(f"{MANIFEST} lists {shown(name)}, which lies outside the checkpoint")
+            raise _BrokenError(
+                f"{MANIFEST} lists {format_value(name)}, which lies outside the checkpoint"
+            )
     if manifest.get("sha256") != _seal(manifest):
         raise _BrokenError(f"the content of {MANIFEST} has changed")
     if not _has_fields(manifest):

@@ -41,7 +41,7 @@ from rloo_kit.config.run_file import (
 )
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.redaction import redact, redact_tree
-from rloo_kit.text.wording import shown, told, why
+from rloo_kit.text.wording import first_line, format_errors, format_value
 
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -212,12 +212,12 @@ class Translation:
                 file.write(self.as_text())
         except FileExistsError:
             raise ConfigError(
-                f"{shown(os.fspath(path))} exists: give another name, or remove it first"
+                f"{format_value(os.fspath(path))} exists: give another name, or remove it first"
             ) from None
         except OSError as exc:
             raise ConfigError(
-                f"the run file cannot be written to {shown(os.fspath(path))} ({why(exc)}): give "
-                f"another path"
+                f"the run file cannot be written to {format_value(os.fspath(path))} "
+                f"({first_line(exc)}): give another path"
             ) from exc
 
 
@@ -238,7 +238,7 @@ def translate(words: Sequence[str], overrides: Sequence[str] = ()) -> Translatio
     if "num_processes" in (before := _read(launcher)):
         given["num_processes"] = before["num_processes"]
     if faults := _faults(given):
-        raise ConfigError(told(faults))
+        raise ConfigError(format_errors(faults))
     skipped = [*launcher, *([script] if script else [])]
     lines = [f"{shlex.join(skipped)} is skipped"] if skipped else []
     for name in [name for name in given if name in NEEDLESS or name in REFUSED]:
@@ -268,7 +268,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     for word in words[:flags]:
         if word not in LAUNCHERS:
             raise ConfigError(
-                f"{shown(word)} is no flag of the older script: write --NAME VALUE, as in "
+                f"{format_value(word)} is no flag of the older script: write --NAME VALUE, as in "
                 f"--dataset_name prompts.jsonl"
             )
     return list(words[:flags]), "", list(words[flags:])
@@ -325,7 +325,9 @@ def _faults(given: Mapping[str, Any]) -> list[str]:
         elif name in REFUSED and value != SO_ANYWAY.get(name, False):
             faults.append(f"--{name}: {REFUSED[name]}")
         elif name in COUNTS and (type(value) is not int or value < 1):
-            faults.append(f"--{name} is {shown(value)}, must be a whole number of at least 1")
+            faults.append(
+                f"--{name} is {format_value(value)}, must be a whole number of at least 1"
+            )
     if "dataset_name" not in given:
         faults.append("no prompts are named: give --dataset_name, a file or a hub dataset")
     if not {"sft_model_path", "model_name_or_path"} & set(given):
@@ -432,7 +434,7 @@ def _told_clip(clip: Any, size: int, *, normalised: bool) -> list[str]:
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"--{name} is {shown(value)}, must be a number")
+        raise ConfigError(f"--{name} is {format_value(value)}, must be a number")
     return value
 
 

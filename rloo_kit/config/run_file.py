@@ -27,7 +27,7 @@ import yaml
 from rloo_kit.config.engine_tables import FIXED, SET_ELSEWHERE, TABLES, known_names
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.redaction import remember_settings, without_hidden
-from rloo_kit.text.wording import bare, shown, told, why
+from rloo_kit.text.wording import first_line, format_errors, format_name, format_value
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -168,7 +168,7 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: The file is missing or not YAML, or any setting is wrong; all faults are in the
             one message.
     """
-    name = shown(str(path))
+    name = format_value(str(path))
     try:
         text = _read_text(find_run_file(path), name)
     except FileNotFoundError:
@@ -179,7 +179,7 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ) from None
     except (OSError, UnicodeError) as exc:
         raise ConfigError(
-            f"run file {name} cannot be read as text ({why(exc)}): save it as UTF-8"
+            f"run file {name} cannot be read as text ({first_line(exc)}): save it as UTF-8"
         ) from exc
     try:
         content = _parse(text)
@@ -188,8 +188,8 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         line = f" in line {mark.line + 1}" if mark else ""
         problem = ValueError(getattr(exc, "problem", None) or exc)
         raise ConfigError(
-            f"run file {name} is not valid YAML{line}: {why(problem)}; check the indentation and "
-            f"quotes there"
+            f"run file {name} is not valid YAML{line}: {first_line(problem)}; check the "
+            "indentation and quotes there"
         ) from exc
     return make_run_config({} if content is None else content, overrides)
 
@@ -225,7 +225,7 @@ class _Loader(yaml.SafeLoader):
         except (AttributeError, LookupError, TypeError, ValueError) as exc:
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(
-                None, None, f"{shown(node.value)} is no {kind}", node.start_mark
+                None, None, f"{format_value(node.value)} is no {kind}", node.start_mark
             ) from exc
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
@@ -238,7 +238,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in given:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {shown(key.value)} is there twice", key.start_mark
+                    None, None, f"the key {format_value(key.value)} is there twice", key.start_mark
                 )
             given.add((key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key))
         return super().construct_mapping(node, deep)
@@ -268,7 +268,7 @@ def _check_size(content: object) -> None:
         count += len(items)
         if huge := [item for item in items if isinstance(item, int) and not _finite(item)]:
             raise ConfigError(
-                f"the run file holds {shown(huge[0])}, and no setting takes more than "
+                f"the run file holds {format_value(huge[0])}, and no setting takes more than "
                 f"{LONGEST_INT} bits: write a smaller number"
             )
         if not items:
@@ -317,7 +317,7 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
     hints = typing.get_type_hints(RunConfig)
     for key, value in content.items():
         if key not in known:
-            faults.append(f"unknown section {shown(key)}{did_you_mean(key, known)}")
+            faults.append(f"unknown section {format_value(key)}{did_you_mean(key, known)}")
         elif key in SECTIONS:
             values[key] = _make_section(key, value, faults)
         elif key in ("trainer", *TABLES):
@@ -333,7 +333,7 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
         faults = _check_ranges(config)
         if not faults:
             return config
-    raise ConfigError(told(faults))
+    raise ConfigError(format_errors(faults))
 
 
 def _take_eval_steps(values: dict[str, Any], faults: list[str]) -> None:
@@ -346,8 +346,9 @@ def _take_eval_steps(values: dict[str, Any], faults: list[str]) -> None:
         return
     if strategy not in (None, "steps") or not _fits(steps, int):
         faults.append(
-            f"trainer.eval_strategy {shown(strategy)} with eval_steps {shown(steps)}: held-out "
-            f"prompts are scored every so many steps: set data.held_out_every, such as 10"
+            f"trainer.eval_strategy {format_value(strategy)} with eval_steps "
+            f"{format_value(steps)}: held-out prompts are scored every so many steps: set "
+            "data.held_out_every, such as 10"
         )
         return
     data = values.get("data") or DataSection()
@@ -381,7 +382,9 @@ def read_settings(overrides: Sequence[str]) -> dict[str, Any]:
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key.strip().isidentifier():
-            raise ConfigError(f"--set {shown(override)} is not of the form key=value: write it so")
+            raise ConfigError(
+                f"--set {format_value(override)} is not of the form key=value: write it so"
+            )
         found[key.strip()] = read_value(text)
     remember_settings(found)
     return found
@@ -431,14 +434,17 @@ def _apply_override(content: dict[str, Any], override: str, faults: list[str]) -
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys) or len(keys) > 2:
-        faults.append(f"--set {shown(override)} is not of the form section.key=value: write it so")
+        faults.append(
+            f"--set {format_value(override)} is not of the form section.key=value: write it so"
+        )
         return
     table = content
     if len(keys) == 2:
         section = content.get(keys[0]) or {}
         if not isinstance(section, Mapping) or keys[0] not in (*SECTIONS, "trainer", *TABLES):
             faults.append(
-                f"--set {shown(override)}: {shown(keys[0])} is no section with keys of its own"
+                f"--set {format_value(override)}: {format_value(keys[0])} is no section with keys "
+                "of its own"
             )
             return
         table = content[keys[0]] = dict(section)
@@ -451,12 +457,12 @@ def _make_section(name: str, value: object, faults: list[str]) -> object:
     if value is None:
         return section()
     if not isinstance(value, Mapping):
-        faults.append(f"{name}: holds `key: value` lines, not {shown(value)}")
+        faults.append(f"{name}: holds `key: value` lines, not {format_value(value)}")
         return section()
     good = {}
     for key, item in value.items():
         if key not in hints:
-            faults.append(f"unknown key {name}.{bare(key)}{did_you_mean(str(key), hints)}")
+            faults.append(f"unknown key {name}.{format_name(key)}{did_you_mean(str(key), hints)}")
         elif not _fits(item, hints[key]):
             faults.append(_wrong_type(f"{name}.{key}", item, hints[key]))
         else:
@@ -469,7 +475,7 @@ def _check_table(table: str, value: object, faults: list[str]) -> dict[str, Any]
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        faults.append(f"{table}: holds `key: value` lines, not {shown(value)}")
+        faults.append(f"{table}: holds `key: value` lines, not {format_value(value)}")
         return {}
     known = known_names(table) if value else frozenset()
     own = known - FIXED[table] - set(SET_ELSEWHERE[table])
@@ -479,7 +485,7 @@ def _check_table(table: str, value: object, faults: list[str]) -> dict[str, Any]
         elif key in FIXED[table]:
             faults.append(f"{table}.{key} is set by rloo-kit itself: leave it out")
         elif known and key not in known:
-            faults.append(f"unknown key {table}.{bare(key)}{did_you_mean(key, own)}")
+            faults.append(f"unknown key {table}.{format_name(key)}{did_you_mean(key, own)}")
     return {str(key): item for key, item in value.items()}
 
 
@@ -526,7 +532,7 @@ def _wrong_type(path: str, value: object, hint: Any) -> str:
     ]
     hint_e = " (YAML reads 1e-5 as text: write 1.0e-5)" if isinstance(value, str) else ""
     must = f"must be {' or '.join(wanted)}{hint_e if float in options else ''}"
-    return f"{path} is {shown(value)}, {must}"
+    return f"{path} is {format_value(value)}, {must}"
 
 
 # --- trainer: names of TRL, of the seeds, and of batches ---------------------------------------
@@ -649,11 +655,11 @@ def translate_trainer_arguments(
             _rename(name, value, values, arguments, faults)
         elif name != "total_episodes":
             hint = did_you_mean(str(name), known | set(RENAMED))
-            faults.append(f"unknown trainer setting {shown(name)}{hint}")
+            faults.append(f"unknown trainer setting {format_value(name)}{hint}")
     faults += check_values(values)
     faults = faults or check_batch(values, num_processes)
     if faults:
-        raise ConfigError(told(faults))
+        raise ConfigError(format_errors(faults))
     if "total_episodes" in arguments:
         values["max_steps"] = _steps_for(
             arguments["total_episodes"], values, arguments, num_processes
@@ -678,7 +684,9 @@ def _rename(
 
 def _warn_renamed(old: str, new: str, value: object) -> None:
     warnings.warn(
-        f"{old} is now called {new}: {new}={shown(value)} is used", FutureWarning, stacklevel=5
+        f"{old} is now called {new}: {new}={format_value(value)} is used",
+        FutureWarning,
+        stacklevel=5,
     )
 
 
@@ -690,7 +698,7 @@ def _steps_for(
         raise ConfigError("total_episodes computes max_steps, and both are given: keep max_steps")
     if not _fits(episodes, int) or episodes < 1:
         raise ConfigError(
-            f"total_episodes is {shown(episodes)}, must be a whole number of completions"
+            f"total_episodes is {format_value(episodes)}, must be a whole number of completions"
         )
     batch = batch_plan(values, num_processes)
     accumulation = values.get("gradient_accumulation_steps") or 1
@@ -736,7 +744,7 @@ def check_batch(trainer: Mapping[str, Any], num_processes: int = 1) -> list[str]
     names = (*DEFAULT_BATCH, "generation_batch_size", "steps_per_generation")
     values = {**DEFAULT_BATCH, **trainer}
     bad = [
-        f"trainer.{name} is {shown(values[name])}, must be a whole number of at least 1"
+        f"trainer.{name} is {format_value(values[name])}, must be a whole number of at least 1"
         for name in names
         if (name in values and not _fits(values[name], int | None))
         or (values.get(name) is None and name in DEFAULT_BATCH)
@@ -786,7 +794,7 @@ def _check_trainer(value: object, faults: list[str]) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        faults.append(f"trainer: holds `key: value` lines, not {shown(value)}")
+        faults.append(f"trainer: holds `key: value` lines, not {format_value(value)}")
         return {}
     for name, place in (("output_dir", "output_dir"), ("seed", "seed")):
         if name in value:
@@ -863,7 +871,7 @@ def check_values(values: Mapping[str, Any]) -> list[str]:
     for name, item in values.items():
         if name in CHOICES and item not in CHOICES[name]:
             options = ", ".join(yaml.safe_dump(v).split()[0] for v in CHOICES[name])
-            faults.append(f"trainer.{name} is {shown(item)}, must be one of {options}")
+            faults.append(f"trainer.{name} is {format_value(item)}, must be one of {options}")
         if name in FLAGS and not _fits(item, bool):
             faults.append(_wrong_type(f"trainer.{name}", item, bool))
         if name == "stop_on":
@@ -876,7 +884,9 @@ def check_values(values: Mapping[str, Any]) -> list[str]:
         if not _fits(item, kind):
             faults.append(_wrong_type(f"trainer.{name}", item, kind))
         elif not low <= item <= high:
-            faults.append(f"trainer.{name} is {shown(item)}, must be between {low:g} and {high:g}")
+            faults.append(
+                f"trainer.{name} is {format_value(item)}, must be between {low:g} and {high:g}"
+            )
     if values.get("stop_on") and values.get("doctor") is False:
         faults.append("trainer.stop_on needs the doctor, and trainer.doctor is false: remove one")
     return faults
@@ -891,8 +901,8 @@ def _check_stop_on(kinds: object) -> list[str]:
     wrong = [k for k in kinds if k not in STOP_ON] if isinstance(kinds, list) else []
     near = "".join(did_you_mean(str(kind), STOP_ON) for kind in wrong[:1]).removeprefix("; ")
     return [
-        f"trainer.stop_on is {shown(kinds)}, must be a list of findings, such as [kl_explosion], "
-        f"among {', '.join(STOP_ON)}{near and f' ({near})'}"
+        f"trainer.stop_on is {format_value(kinds)}, must be a list of findings, such as "
+        f"[kl_explosion], among {', '.join(STOP_ON)}{near and f' ({near})'}"
     ]
 
 
@@ -928,8 +938,8 @@ def _check_paths(config: RunConfig) -> list[str]:
             parts = [b"\0"]
         if any(b"\0" in part or len(part) > LONGEST_NAME for part in parts) or len(parts) > 1000:
             faults.append(
-                f"{name} is {shown(text)}, must be a name or a path: of parts up to {LONGEST_NAME} "
-                "bytes, without the character 0 or half of a character"
+                f"{name} is {format_value(text)}, must be a name or a path: of parts up to "
+                f"{LONGEST_NAME} bytes, without the character 0 or half of a character"
             )
     return faults
 
@@ -965,9 +975,9 @@ def _check_ranges(config: RunConfig) -> list[str]:
     }
     for name, (value, low, high) in ranges.items():
         if value is not None and value < low:
-            faults.append(f"{name} is {shown(value)}, must be at least {low}")
+            faults.append(f"{name} is {format_value(value)}, must be at least {low}")
         elif value is not None and value > high:
-            faults.append(f"{name} is {shown(value)}, must be at most {high}")
+            faults.append(f"{name} is {format_value(value)}, must be at most {high}")
     faults += _check_paths(config)
     if not 0 <= config.lora.lora_dropout < 1:
         faults.append(f"lora.lora_dropout is {config.lora.lora_dropout}, must be in [0, 1)")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import DataError
 from rloo_kit.machine.pickles import WHY, as_json_lines, is_pickle
-from rloo_kit.text.wording import bare, printable, shown, why
+from rloo_kit.text.wording import first_line, format_name, format_value, printable
 from rloo_kit.types import Row
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def local_path(name: str) -> Path:
         path = Path(name).expanduser()
     except (RuntimeError, ValueError) as exc:
         raise DataError(
-            f"data file {shown(name)} can be no path ({why(exc)}): give the path of a .jsonl, .csv "
-            "or .parquet file"
+            f"data file {format_value(name)} can be no path ({first_line(exc)}): give the path of "
+            "a .jsonl, .csv or .parquet file"
         ) from exc
     return path
 
@@ -86,18 +86,20 @@ def read_rows(path: Path) -> list[PlacedRow]:
     reader = readers.get(path.suffix.lower())
     if reader is None and is_pickle(path):
         raise DataError(
-            f"data file {shown(str(path))} is {WHY}: where you trust it, write it as .jsonl with "
-            f"{as_json_lines(path)}"
+            f"data file {format_value(str(path))} is {WHY}: where you trust it, write it as .jsonl "
+            f"with {as_json_lines(path)}"
         )
     if reader is None:
         raise DataError(
-            f"data file {shown(str(path))} is none of {', '.join(FILE_TYPES)}: convert it to .jsonl"
+            f"data file {format_value(str(path))} is none of {', '.join(FILE_TYPES)}: convert it "
+            "to .jsonl"
         )
     try:
         return list(reader(path))
     except (OSError, UnicodeDecodeError) as exc:
         raise DataError(
-            f"data file {shown(str(path))} cannot be read: {why(exc)}; save it as UTF-8 text"
+            f"data file {format_value(str(path))} cannot be read: {first_line(exc)}; save it as "
+            "UTF-8 text"
         ) from exc
 
 
@@ -105,7 +107,8 @@ def _check_file(path: Path) -> None:
     if not os.path.isfile(path):
         what = "is a folder" if os.path.isdir(path) else "does not exist"
         raise DataError(
-            f"data file {shown(str(path))} {what}: give the path of a .jsonl, .csv or .parquet file"
+            f"data file {format_value(str(path))} {what}: give the path of a .jsonl, .csv or "
+            ".parquet file"
         )
 
 
@@ -138,7 +141,7 @@ def _check_column(name: str, values: list[Any]) -> None:
         datasets.Dataset.from_dict({name: values}).data.column(name).slice(0, 1).to_pylist()
     except Exception as exc:
         raise DataError(
-            f"the column {shown(name)} cannot be stored ({why(exc)}): give it "
+            f"the column {format_value(name)} cannot be stored ({first_line(exc)}): give it "
             "values of one type, text in valid Unicode and numbers of at most 64 bits"
         ) from exc
 
@@ -171,7 +174,8 @@ def _read_jsonl(path: Path) -> Iterator[PlacedRow]:
                 row = json.loads(line, object_pairs_hook=_once)
             except (ValueError, RecursionError) as exc:  # a number of 5,000 digits; [[[[[...
                 raise DataError(
-                    f"{place}: not valid JSON ({getattr(exc, 'msg', why(exc))}); mend or delete it"
+                    f"{place}: not valid JSON ({getattr(exc, 'msg', first_line(exc))}); mend or "
+                    "delete it"
                 ) from exc
             if not isinstance(row, dict):
                 raise DataError(
@@ -191,7 +195,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _twice(names: Iterable[str]) -> str:
     """Return the first name that is there more than once."""
-    return shown(Counter(names).most_common(1)[0][0])
+    return format_value(Counter(names).most_common(1)[0][0])
 
 
 def _read_csv(path: Path) -> Iterator[PlacedRow]:
@@ -213,7 +217,8 @@ def _read_csv(path: Path) -> Iterator[PlacedRow]:
                 yield place, row
         except csv.Error as exc:
             raise DataError(
-                f"{_told(path)}, line {reader.reader.line_num}: not valid CSV ({why(exc)}); mend it"
+                f"{_told(path)}, line {reader.reader.line_num}: not valid CSV ({first_line(exc)}); "
+                "mend it"
             ) from exc
 
 
@@ -235,7 +240,7 @@ def _read_parquet(path: Path) -> "Dataset":
         return datasets.Dataset(datasets.table.InMemoryTable(table))
     except Exception as exc:
         raise DataError(
-            f"{_told(path)} holds a column that datasets cannot take ({why(exc)}): write it "
+            f"{_told(path)} holds a column that datasets cannot take ({first_line(exc)}): write it "
             "without that column"
         ) from exc
 
@@ -248,11 +253,12 @@ def _read_table(path: Path) -> Any:
         return pyarrow.parquet.read_table(path)
     except pyarrow.ArrowException as exc:
         raise DataError(
-            f"{_told(path)} is not a whole Parquet file ({why(exc)}): write it again"
+            f"{_told(path)} is not a whole Parquet file ({first_line(exc)}): write it again"
         ) from exc
     except OSError as exc:
         raise DataError(
-            f"data file {shown(str(path))} cannot be read ({why(exc)}): write it again"
+            f"data file {format_value(str(path))} cannot be read ({first_line(exc)}): write it "
+            "again"
         ) from exc
 
 
@@ -263,9 +269,9 @@ def _read_hub(name: str, split: str, builtin: Iterable[str]) -> "Dataset":
         return datasets.load_dataset(name, split=split)
     except Exception as exc:  # hub, network, script and split errors have no common base
         raise DataError(
-            f"data {shown(name)} is neither built in ({', '.join(builtin)}), a file here, nor a "
-            f"hub dataset that can be loaded now ({type(exc).__name__}: "
-            f"{why(exc)}): check the name, its split {shown(split)} and the network"
+            f"data {format_value(name)} is neither built in ({', '.join(builtin)}), a file here, "
+            f"nor a hub dataset that can be loaded now ({type(exc).__name__}: "
+            f"{first_line(exc)}): check the name, its split {format_value(split)} and the network"
         ) from exc
 
 
@@ -302,31 +308,36 @@ def _new_names(columns: Mapping[str, str] | None, there: list[str]) -> dict[str,
     """Return name in the source -> name in the kit, of the columns that change it."""
     columns = columns or {}
     if not all(isinstance(name, str) for pair in columns.items() for name in pair):
-        raise DataError(f"columns is {shown(columns)}, must be texts, as in {{prompt: question}}")
+        raise DataError(
+            f"columns is {format_value(columns)}, must be texts, as in {{prompt: question}}"
+        )
     wanted = {new: old for new, old in columns.items() if new != old}
     for new, old in columns.items():
         if there and old not in there:
             raise DataError(
-                f"columns names {shown(old)} as the source of {shown(new)}, and there are only "
-                f"{shown(sorted(map(str, there)))}: name one of these"
+                f"columns names {format_value(old)} as the source of {format_value(new)}, and "
+                f"there are only {format_value(sorted(map(str, there)))}: name one of these"
             )
     new_names = {old: new for new, old in wanted.items()}
     if len(new_names) < len(wanted):
-        raise DataError(f"columns gives one column two names ({shown(wanted)}): keep one of them")
+        raise DataError(
+            f"columns gives one column two names ({format_value(wanted)}): keep one of them"
+        )
     for new in wanted:
         if new in there and new not in new_names:
             raise DataError(
-                f"columns makes {shown(wanted[new])} the column {shown(new)}, which there is "
-                f"already: give that one another name too, such as "
-                f"{{{bare(new)}: {bare(wanted[new])}, old_{bare(new)}: {bare(new)}}}"
+                f"columns makes {format_value(wanted[new])} the column {format_value(new)}, which "
+                "there is already: give that one another name too, such as "
+                f"{{{format_name(new)}: {format_name(wanted[new])}, "
+                f"old_{format_name(new)}: {format_name(new)}}}"
             )
     return new_names if there else {}
 
 
 def _no_prompt(place: str, there: Iterable[object]) -> str:
     return (
-        f"{place}: has no `prompt`, only {shown(sorted(map(str, there)))}: rename the column to "
-        f"prompt, or name it with columns, as in {{prompt: question}}"
+        f"{place}: has no `prompt`, only {format_value(sorted(map(str, there)))}: rename the "
+        f"column to prompt, or name it with columns, as in {{prompt: question}}"
     )
 
 
@@ -336,7 +347,7 @@ def _check_prompt(prompt: Any, place: str) -> None:
         return
     if not isinstance(prompt, list) or not prompt:
         raise DataError(
-            f"{place}: prompt is {shown(prompt)}, must be text or a list of chat messages"
+            f"{place}: prompt is {format_value(prompt)}, must be text or a list of chat messages"
         )
     check_messages(prompt, "prompt", place)
 
@@ -359,13 +370,13 @@ def check_messages(messages: list[Any], name: str, place: str) -> None:
         role, content = message["role"], message["content"]
         if not isinstance(role, str) or not role.strip():
             raise DataError(
-                f"{place}: the role of a message of {name} is {shown(role)}, must be text, such as "
-                "user"
+                f"{place}: the role of a message of {name} is {format_value(role)}, must be text, "
+                "such as user"
             )
         in_parts = isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
         others = any(message[key] is not None for key in message if key not in ("role", "content"))
         if not isinstance(content, str) and not in_parts and (content is not None or not others):
             raise DataError(
-                f"{place}: the content of a message of {name} is {shown(content)}, must be text, "
-                f"or a list of parts such as {{type: text, text: ...}}"
+                f"{place}: the content of a message of {name} is {format_value(content)}, must be "
+                f"text, or a list of parts such as {{type: text, text: ...}}"
             )

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rloo_kit.errors import DataError
-from rloo_kit.text.wording import bare, shown, why
+from rloo_kit.text.wording import first_line, format_name, format_value
 from rloo_kit.types import Row
 
 PREFIX = "reasoning_gym:"
@@ -84,14 +84,14 @@ def _as_row(name: str, entry: dict[str, Any], settings: dict[str, Any]) -> Row:
 def _entries(task: str, seed: int, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the entries of one dataset of the package; some tasks print, and are kept from it."""
     create = _task_maker(task, settings)
-    where = bare(f"{PREFIX}{task}")
+    where = format_name(f"{PREFIX}{task}")
     with contextlib.redirect_stdout(io.StringIO()):
         try:
             dataset = create(task, size=_CHUNK, seed=seed, **settings)
         except Exception as exc:  # each task checks in its own way, most by assert
             raise DataError(
-                f"{where} refuses the settings {shown(settings)} ({why(exc)}): change them in "
-                "data.settings"
+                f"{where} refuses the settings {format_value(settings)} ({first_line(exc)}): "
+                "change them in data.settings"
             ) from exc
     for index in range(_CHUNK):
         with contextlib.redirect_stdout(io.StringIO()):
@@ -99,8 +99,8 @@ def _entries(task: str, seed: int, settings: dict[str, Any]) -> Iterator[dict[st
                 entry = dataset[index]
             except Exception as exc:
                 raise DataError(
-                    f"{where} cannot make a problem with the settings {shown(settings)} "
-                    f"({why(exc)}): change data.settings, or the seed"
+                    f"{where} cannot make a problem with the settings {format_value(settings)} "
+                    f"({first_line(exc)}): change data.settings, or the seed"
                 ) from exc
         yield entry
 
@@ -114,12 +114,13 @@ def _task_maker(task: str, settings: dict[str, Any]) -> Any:
             known = importlib.import_module("reasoning_gym.factory").DATASETS
     except ImportError as exc:
         raise DataError(
-            f"{bare(PREFIX + task)} needs the package reasoning-gym ({why(exc)}): pip install "
+            f"{format_name(PREFIX + task)} needs the package reasoning-gym ({first_line(exc)}): "
+            "pip install "
             '"rloo-kit[gym]"'
         ) from exc
     names = sorted(set(known) - {"composite"})  # a mixture: its entries name other tasks
     if task not in names:
-        raise DataError(f"reasoning-gym has no task {shown(task)}{_nearest(task, names)}")
+        raise DataError(f"reasoning-gym has no task {format_value(task)}{_nearest(task, names)}")
     fields = [field.name for field in dataclasses.fields(known[task][1])]
     for key in settings:
         if key in ("seed", "size"):
@@ -129,7 +130,9 @@ def _task_maker(task: str, settings: dict[str, Any]) -> Any:
             )
         if key not in fields:
             own = [field for field in fields if field not in ("seed", "size")]
-            raise DataError(f"{PREFIX}{task} has no setting {shown(key)}{_nearest(str(key), own)}")
+            raise DataError(
+                f"{PREFIX}{task} has no setting {format_value(key)}{_nearest(str(key), own)}"
+            )
     return package.create_dataset
 
 

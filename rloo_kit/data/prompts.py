@@ -15,7 +15,7 @@ from rloo_kit.data.files import as_dataset, raw_prompts, read_source
 from rloo_kit.data.gym_tasks import PREFIX, make_gym_rows
 from rloo_kit.data.tasks import SPLITS, TASKS, make_rows
 from rloo_kit.errors import DataError
-from rloo_kit.text.wording import bare, shown, why
+from rloo_kit.text.wording import first_line, format_name, format_value
 from rloo_kit.types import Row
 
 if TYPE_CHECKING:
@@ -76,7 +76,9 @@ def load_prompts(  # noqa: PLR0913
         source = read_source(name, split, num_prompts, columns, (*BUILTIN, f"{PREFIX}TASK"))
     if not len(source):
         where = f" in the split {split!r}: change its settings" if is_task(name) else ""
-        raise DataError(f"{shown(name)} has no rows{where or ': put at least one prompt in it'}")
+        raise DataError(
+            f"{format_value(name)} has no rows{where or ': put at least one prompt in it'}"
+        )
     dataset = _with_prompts(source, system, chat=chat)
     if max_prompt_tokens is not None:
         dataset, dropped = drop_long_prompts(dataset, tokenizer, max_prompt_tokens)
@@ -130,14 +132,14 @@ def order_by_level(dataset: "Dataset", seed: int = 42) -> "Dataset":
     if "level" not in dataset.column_names:
         raise DataError(
             f"a curriculum orders prompts by the column 'level', and there are only "
-            f"{shown(sorted(dataset.column_names))}: add it, or name the one that is meant with "
-            f"columns, as in {{level: difficulty}}"
+            f"{format_value(sorted(dataset.column_names))}: add it, or name the one that is meant "
+            f"with columns, as in {{level: difficulty}}"
         )
     levels = [_number(level) for level in dataset["level"][:]]
     for number, level in enumerate(levels, 1):
         if type(level) not in (int, float) or not math.isfinite(level):
             raise DataError(
-                f"the level of prompt {number} is {shown(level)}, must be a number to order "
+                f"the level of prompt {number} is {format_value(level)}, must be a number to order "
                 f"prompts by: number the levels 1, 2, 3, easiest first"
             )
     order = list(range(len(levels)))
@@ -200,8 +202,8 @@ def prompt_ids(
         )["input_ids"]
     except Exception as exc:  # a template is a program of its own: it may divide by zero
         raise DataError(
-            f"the model's chat template cannot render a prompt ({why(exc)}): set data.chat: false "
-            f"for a model without one, or change roles and data.system"
+            f"the model's chat template cannot render a prompt ({first_line(exc)}): set data.chat: "
+            "false for a model without one, or change roles and data.system"
         ) from exc
 
 
@@ -218,8 +220,8 @@ def _check_arguments(
     is_gym = name.startswith(PREFIX)
     if columns and is_task(name):
         raise DataError(
-            f"columns renames what a file or a hub dataset has, and {shown(name)} is made here: "
-            f"drop it"
+            f"columns renames what a file or a hub dataset has, and {format_value(name)} is made "
+            "here: drop it"
         )
     if level is not None and name not in BUILTIN:
         instead = (
@@ -227,10 +229,10 @@ def _check_arguments(
             if is_gym
             else "drop it, and name the column to order by with columns, as in {level: difficulty}"
         )
-        raise DataError(f"level is of a built-in task, and {shown(name)} is none: {instead}")
+        raise DataError(f"level is of a built-in task, and {format_value(name)} is none: {instead}")
     if settings and not is_gym:
         raise DataError(
-            f"settings are of a reasoning-gym task, and {shown(name)} is none: drop them"
+            f"settings are of a reasoning-gym task, and {format_value(name)} is none: drop them"
         )
 
 
@@ -244,12 +246,13 @@ def _make_task(
 ) -> list[Row]:
     if num > MOST_MADE:
         raise DataError(
-            f"{num:,} prompts of {bare(name)} are asked for, and at most {MOST_MADE:,} are made: "
-            f"lower data.num_prompts or data.held_out"
+            f"{num:,} prompts of {format_name(name)} are asked for, and at most {MOST_MADE:,} are "
+            "made: lower data.num_prompts or data.held_out"
         )
     if split not in SPLITS:
         raise DataError(
-            f"{bare(name)} has the splits train and held_out, not {shown(split)}: name one"
+            f"{format_name(name)} has the splits train and held_out, not {format_value(split)}: "
+            "name one"
         )
     if name in BUILTIN:
         return make_rows(name, num, split=split, seed=seed, level=level)

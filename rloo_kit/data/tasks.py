@@ -8,7 +8,7 @@ from fractions import Fraction
 from itertools import count, islice
 
 from rloo_kit.errors import DataError
-from rloo_kit.text.wording import shown
+from rloo_kit.text.wording import format_value
 from rloo_kit.types import Row
 
 SPLITS = ("train", "held_out")
@@ -81,7 +81,9 @@ def make_rows(
         DataError: Another split, or no such level.
     """
     if split not in SPLITS:
-        raise DataError(f"{name} has the splits train and held_out, not {shown(split)}: name one")
+        raise DataError(
+            f"{name} has the splits train and held_out, not {format_value(split)}: name one"
+        )
     streams = [_problems(name, one, split, seed) for one in _checked_levels(name, level)]
     return list(islice((next(streams[turn % len(streams)]) for turn in count()), num))
 
@@ -91,7 +93,8 @@ def _checked_levels(name: str, level: int | list[int] | None) -> list[int]:
     last = len(TASKS[name].levels)
     if not levels or any(type(one) is not int or not 1 <= one <= last for one in levels):
         raise DataError(
-            f"{name} has the levels 1 to {last}, not {shown(level)}: give one of them, or a list"
+            f"{name} has the levels 1 to {last}, not {format_value(level)}: give one of them, or a "
+            "list"
         )
     return list(levels)
 

@@ -31,7 +31,7 @@ from rloo_kit.sampling.engine import (
     why_no_hot_swap,
 )
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
-from rloo_kit.text.wording import shown
+from rloo_kit.text.wording import format_value
 from rloo_kit.training.preparation import held_out_judges, make_trainer_args, read_prompts
 
 BATCH_TOKENS = 1 << 16
@@ -288,8 +288,8 @@ def examine_models(
     for override in overrides:
         if override.lstrip().startswith(("model.", "lora.", "model=", "lora=")):
             raise ConfigError(
-                f"--set {shown(override)} cannot change a model that is trained: leave it out, or "
-                f"name another model"
+                f"--set {format_value(override)} cannot change a model that is trained: leave it "
+                "out, or name another model"
             )
     config = next((one.config for one in found if one.config is not None), RunConfig())
     if overrides:

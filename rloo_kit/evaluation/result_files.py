@@ -1,12 +1,15 @@
 """What is found of a run after it: files beside its record, that only grow."""
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rloo_kit.diagnosis.record import read_json
 from rloo_kit.errors import ConfigError
+from rloo_kit.output_folder import write_atomically, write_json
 from rloo_kit.text.redaction import redact_tree
 
 
@@ -16,8 +19,9 @@ def check_place(folder: Path) -> None:
     Raises:
         ConfigError: It cannot be written.
     """
-    _replace(folder / ".written", "")
-    (folder / ".written").unlink(missing_ok=True)
+    with _writing(folder / ".written") as path:
+        path.touch()
+        path.unlink()
 
 
 def add_result(path: Path, name: str, result: dict[str, Any]) -> None:
@@ -31,7 +35,8 @@ def add_result(path: Path, name: str, result: dict[str, Any]) -> None:
         os.replace(path, path.with_name(f"{path.name}.damaged"))
     earlier = (found or {}).get(name)
     results = [*(earlier if isinstance(earlier, list) else []), result]
-    _replace(path, json.dumps(redact_tree({name: results}), indent=1) + "\n")
+    with _writing(path):
+        write_json(path, redact_tree({name: results}), indent=1)
 
 
 def replace_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -40,15 +45,16 @@ def replace_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     Raises:
         ConfigError: The folder cannot be written.
     """
-    _replace(path, "".join(json.dumps(redact_tree(row)) + "\n" for row in rows))
+    text = "".join(json.dumps(redact_tree(row)) + "\n" for row in rows)
+    with _writing(path):
+        write_atomically(path, text.encode())
 
 
-def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.part")
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
+        yield path
     except OSError as exc:
         raise ConfigError(
             f"{str(path)!r} cannot be written ({exc}): give another folder with --output"

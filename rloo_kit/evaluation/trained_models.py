@@ -15,7 +15,7 @@ from rloo_kit.machine.memory import leave_session
 from rloo_kit.models.adapters import CONFIG, WEIGHTS, adapter_in, base_of
 from rloo_kit.models.loading import load_model
 from rloo_kit.sampling.engine import active_adapter
-from rloo_kit.text.wording import shown, why
+from rloo_kit.text.wording import first_line, format_value
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def _adapter_of(run: Path) -> Path:
     checkpoint = checkpoint or find_checkpoint(run)
     if checkpoint is None:
         raise ConfigError(
-            f"the run in {shown(str(run))} has no adapter yet, and no checkpoint: train it first, "
-            f"with rloo-kit train {run} --resume"
+            f"the run in {format_value(str(run))} has no adapter yet, and no checkpoint: train it "
+            f"first, with rloo-kit train {run} --resume"
         )
     return checkpoint.folder
 
@@ -185,8 +185,8 @@ class OneBase:
 
         if not (adapter / WEIGHTS).is_file():
             raise ModelError(
-                f"the adapter in {shown(str(adapter))} holds no {WEIGHTS}: save it again, its "
-                f"weights as safetensors"
+                f"the adapter in {format_value(str(adapter))} holds no {WEIGHTS}: save it again, "
+                "its weights as safetensors"
             )
         try:
             if self._adapters:
@@ -200,8 +200,8 @@ class OneBase:
                     setattr(self.model, key, settings.get(key))
         except Exception as exc:  # missing, of other shapes, damaged: each its own
             raise ModelError(
-                f"the adapter in {shown(str(adapter))} cannot be put on its base ({why(exc)}): "
-                f"see that it was trained on this model"
+                f"the adapter in {format_value(str(adapter))} cannot be put on its base "
+                f"({first_line(exc)}): see that it was trained on this model"
             ) from exc
 
 

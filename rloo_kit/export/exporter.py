@@ -27,7 +27,7 @@ from rloo_kit.models.loading import load_model
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.output_folder import free_folder
 from rloo_kit.text.redaction import redact, redacting
-from rloo_kit.text.wording import shown, why
+from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.training.preparation import read_prompts, template_settings
 
 Say = Callable[[str], None]
@@ -118,7 +118,8 @@ def export_model(  # noqa: PLR0913
         return _to_hub(trained, repo, base, public=public, yes=yes, check=check, say=say)
     if trained.adapter is None:
         raise ConfigError(
-            f"{shown(str(run))} is no trained model: give the folder of a run or of an adapter"
+            f"{format_value(str(run))} is no trained model: give the folder of a run or of an "
+            "adapter"
         )
     if num_prompts < 1:
         raise ConfigError(f"{num_prompts} prompts compare nothing: give 1 or more, or --no-check")
@@ -138,12 +139,12 @@ def export_model(  # noqa: PLR0913
 
 def _check_arguments(to: str, dtype: str, repo: str | None) -> None:
     if to not in KINDS:
-        raise ConfigError(f"a model is exported to {', '.join(KINDS)}, not to {shown(to)}")
+        raise ConfigError(f"a model is exported to {', '.join(KINDS)}, not to {format_value(to)}")
     if dtype not in DTYPES:
-        raise ConfigError(f"dtype is {shown(dtype)}, must be one of {', '.join(DTYPES)}")
+        raise ConfigError(f"dtype is {format_value(dtype)}, must be one of {', '.join(DTYPES)}")
     if to == "hub" and (repo is None or not is_hub_name(repo)):
         raise ConfigError(
-            f"the name on the hub is {shown(repo)}: give one as OWNER/NAME, with --repo"
+            f"the name on the hub is {format_value(repo)}: give one as OWNER/NAME, with --repo"
         )
 
 
@@ -160,8 +161,8 @@ def _whole(goal: Path) -> Iterator[Path]:
         part.rename(goal)
     except (OSError, SafetensorError) as exc:
         raise ModelError(
-            f"{shown(str(goal))} cannot be written ({why(exc)}): free some space, or choose "
-            f"another folder with --output"
+            f"{format_value(str(goal))} cannot be written ({first_line(exc)}): free some space, or "
+            "choose another folder with --output"
         ) from exc
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -377,7 +378,7 @@ def copy_adapter(adapter: Path, folder: Path, base: str) -> None:
     _copy(adapter, folder, (*OF_AN_ADAPTER, *OF_A_TOKENIZER))
     config = read_json(folder / OF_AN_ADAPTER[0])
     if config is None or not (folder / OF_AN_ADAPTER[1]).is_file():
-        raise ModelError(f"the adapter in {shown(str(adapter))} is not whole: save it again")
+        raise ModelError(f"the adapter in {format_value(str(adapter))} is not whole: save it again")
     config["base_model_name_or_path"] = base
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (folder / OF_AN_ADAPTER[0]).write_text(text, encoding="utf-8")
@@ -472,8 +473,8 @@ def _to_hub(  # noqa: PLR0913
             folder = Path(trained.base)
             if not (folder / "README.md").is_file():
                 raise ConfigError(
-                    f"{shown(trained.name)} is neither a trained model nor an export with its "
-                    f"README.md: give a run, an adapter or an export-... folder"
+                    f"{format_value(trained.name)} is neither a trained model nor an export with "
+                    "its README.md: give a run, an adapter or an export-... folder"
                 )
         files = sorted({file for pattern in UPLOADED for file in folder.glob(pattern)})
         _check_nothing_private(files, folder, trained)
@@ -507,8 +508,8 @@ def _check_nothing_private(files: list[Path], folder: Path, trained: TrainedMode
             raise ConfigError(f"{file.name} holds what looks like a secret, and nothing was sent")
         if found := next((name for name in sorted(names) if name in text), None):
             raise ConfigError(
-                f"{file.name} names a folder of this machine, {shown(found)}, and nothing was "
-                f"sent: name the base as others know it, with --base OWNER/NAME"
+                f"{file.name} names a folder of this machine, {format_value(found)}, and nothing "
+                "was sent: name the base as others know it, with --base OWNER/NAME"
             )
 
 
@@ -533,7 +534,7 @@ def _upload(folder: Path, files: list[Path], repo: str, *, public: bool) -> str:
         raise
     except Exception as exc:  # HTTP clients differ by version
         raise ModelError(
-            f"{repo} could not be sent ({why(exc)}): see that the network is there, and that "
-            f"HF_TOKEN in .env may write to it"
+            f"{repo} could not be sent ({first_line(exc)}): see that the network is there, and "
+            "that HF_TOKEN in .env may write to it"
         ) from exc
     return str(url)

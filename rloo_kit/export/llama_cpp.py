@@ -12,7 +12,7 @@ from typing import Any
 
 from rloo_kit.errors import ConfigError, ModelError
 from rloo_kit.machine.environment import cache_folder
-from rloo_kit.text.wording import printable, shown, why
+from rloo_kit.text.wording import first_line, format_value, printable
 
 SCRIPT = "convert_hf_to_gguf.py"
 DTYPES = ("bf16", "f16", "q8_0")
@@ -34,7 +34,8 @@ def find_converter(given: str | Path | None = None) -> list[str]:
     if named:
         if (script := _script_in(Path(named).expanduser())) is None:
             raise ConfigError(
-                f"no {SCRIPT} in {shown(str(named))}: give llama.cpp's folder, or this script of it"
+                f"no {SCRIPT} in {format_value(str(named))}: give llama.cpp's folder, or this "
+                "script of it"
             )
         return [sys.executable, str(script)]
     for folder in (cache_folder() / "llama.cpp", Path.home() / ".unsloth" / "llama.cpp"):
@@ -71,7 +72,7 @@ def write_gguf(model: Path, file: Path, dtype: str, command: Sequence[str]) -> N
     if done.returncode == 0 and file.is_file():
         return
     lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-    reason = why(RuntimeError(lines[-1] if lines else f"exit code {done.returncode}"))
+    reason = first_line(RuntimeError(lines[-1] if lines else f"exit code {done.returncode}"))
     if "pre-tokenizer was not recognized" in reason:
         raise ModelError(
             "llama.cpp does not know how this model's tokenizer cuts a text into words, and its "

@@ -12,7 +12,7 @@ from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.models.adapters import CONFIG
 from rloo_kit.models.engine_memory import room_for_rank
 from rloo_kit.models.loading import local_base
-from rloo_kit.text.wording import shown, why
+from rloo_kit.text.wording import first_line, format_value
 
 MODULE = "vllm.entrypoints.openai.api_server"
 
@@ -91,7 +91,8 @@ def _rank(adapter: Path) -> int:
         return max(rank, *_others(adapter))
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as exc:
         raise ModelError(
-            f"{shown(str(adapter / CONFIG))} cannot be read ({why(exc)}): save the adapter again"
+            f"{format_value(str(adapter / CONFIG))} cannot be read ({first_line(exc)}): save the "
+            "adapter again"
         ) from exc
 
 

@@ -14,13 +14,12 @@ from rloo_kit.live.view import (
     REFRESH_SECONDS,
     LiveView,
     Progress,
-    clock_text,
     finding_line,
     number_text,
     sparkline,
     trend,
 )
-from rloo_kit.text.wording import printable
+from rloo_kit.text.wording import format_duration, printable
 
 WIDEST, HIGHEST = 120, 24
 """Columns and lines of the panel."""
@@ -171,7 +170,7 @@ def _cut(parts: Sequence[tuple[str, str]], width: int) -> Any:
 def _bar(progress: Progress, width: int) -> Any:
     done = min(1.0, progress.step / progress.total) if progress.total > 0 else 0.0
     waiting = "waiting for the first step"
-    left = f"{clock_text(progress.seconds_left)} left" if progress.steps else waiting
+    left = f"{format_duration(progress.seconds_left)} left" if progress.steps else waiting
     note = f"  {done:.0%}  {left}"
     room = max(1, width - len(note))
     full = round(done * room)

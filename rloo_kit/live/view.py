@@ -16,7 +16,7 @@ from typing import Any
 from rloo_kit.diagnosis.record import finite_number, finite_numbers, mean_or_none
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.text.redaction import redact_tree
-from rloo_kit.text.wording import printable
+from rloo_kit.text.wording import format_duration, printable
 
 PACE_STEPS = 20
 """Steps whose median tells the time that is left."""
@@ -144,7 +144,7 @@ def progress_line(
     for name, metric in shares:
         if share := finite_number(logs.get(metric)):
             parts.append(f"{name} {share:.0%}")
-    parts += [f"{tokens_per_second:.0f} tokens/s", f"{clock_text(seconds_left)} left"]
+    parts += [f"{tokens_per_second:.0f} tokens/s", f"{format_duration(seconds_left)} left"]
     return "  ".join(parts)
 
 
@@ -204,13 +204,6 @@ def number_text(value: object, digits: int) -> str:
     """Return a number with so many digits; none where it is no finite number."""
     number = finite_number(value)
     return "none" if number is None else f"{number:.{digits}f}"
-
-
-def clock_text(seconds: float) -> str:
-    """Return seconds as ``h:mm:ss``, or ``m:ss`` below an hour."""
-    minutes, rest = divmod(round(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class LiveView:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rloo_kit.errors import ConfigError
 from rloo_kit.machine.hardware import GIB
-from rloo_kit.text.wording import shown
+from rloo_kit.text.wording import format_value
 
 USABLE = 0.98
 """Share of a card's memory that its driver leaves: torch says 23.65 of 24 GiB, 11.76 of 12."""
@@ -120,7 +120,8 @@ def find_card(text: str) -> Card:
         if SMALLEST <= gib <= LARGEST:
             return Card(f"a card of {gib:g} GB", int(gib * GIB))
         raise ConfigError(
-            f"--gpu {shown(text)} is no size of a card: give between {SMALLEST}GB and {LARGEST}GB"
+            f"--gpu {format_value(text)} is no size of a card: give between {SMALLEST}GB and "
+            f"{LARGEST}GB"
         )
     known = {_plain(card.name): card for card in CARDS}
     wanted = _plain(text)
@@ -129,8 +130,8 @@ def find_card(text: str) -> Card:
     near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
     names = ", ".join(known[name].name for name in near) or "RTX 4070, RTX 3090, L4"
     raise ConfigError(
-        f"--gpu {shown(text)} is no card that is known here: give its memory, such as 12GB, or a "
-        f"name, such as {names}"
+        f"--gpu {format_value(text)} is no card that is known here: give its memory, such as 12GB, "
+        f"or a name, such as {names}"
     )
 
 

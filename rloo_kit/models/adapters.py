@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import ConfigError, ModelError
-from rloo_kit.text.wording import shown, why
+from rloo_kit.text.wording import first_line, format_value
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EMBEDDED = ("rloo_kit", "assets", "tiny-thinker")
@@ -34,8 +34,8 @@ def base_of(adapter: Path) -> str:
     base = _config_of(adapter).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ModelError(
-            f"the adapter in {shown(str(adapter))} does not say what its base is: put the name "
-            f"into base_model_name_or_path of its {CONFIG}"
+            f"the adapter in {format_value(str(adapter))} does not say what its base is: put the "
+            f"name into base_model_name_or_path of its {CONFIG}"
         )
     path = Path(base)
     if path.parts[-3:] == EMBEDDED:
@@ -43,8 +43,9 @@ def base_of(adapter: Path) -> str:
     found = next((one for one in (path.expanduser(), adapter / path) if one.exists()), None)
     if found is None and (base.startswith((".", "/", "~")) or base.count("/") > 1):
         raise ModelError(
-            f"the adapter in {shown(str(adapter))} is for the base {shown(base)}, which is not "
-            f"there: put the path of the base into base_model_name_or_path of its {CONFIG}"
+            f"the adapter in {format_value(str(adapter))} is for the base {format_value(base)}, "
+            "which is not there: put the path of the base into base_model_name_or_path of its "
+            f"{CONFIG}"
         )
     return base if found is None else str(found)
 
@@ -71,16 +72,16 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
         ModelError: It is no LoRA adapter of a language model, or its files cannot be read.
     """
     config = _config_of(adapter)
-    where, kind, task = shown(str(adapter)), config.get("peft_type"), config.get("task_type")
+    where, kind, task = format_value(str(adapter)), config.get("peft_type"), config.get("task_type")
     if kind != "LORA" or task not in (None, "CAUSAL_LM"):
         what = kind if kind != "LORA" else f"{kind} for {task}"
         raise ModelError(
-            f"the adapter in {where} is of the kind {shown(what)}, and training continues from "
-            f"LoRA for CAUSAL_LM only: merge it into its base, and give the merged model"
+            f"the adapter in {where} is of the kind {format_value(what)}, and training continues "
+            "from LoRA for CAUSAL_LM only: merge it into its base, and give the merged model"
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1:
-        raise ModelError(f"the adapter in {where} has the rank {shown(rank)}: save it again")
+        raise ModelError(f"the adapter in {where} has the rank {format_value(rank)}: save it again")
     found = {
         "r": rank,
         "lora_alpha": int(alpha) if isinstance(alpha, float) and alpha.is_integer() else alpha,
@@ -91,9 +92,9 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
         same = set(value) == set(found[name]) if name == "target_modules" and value else False
         if value is not None and not same and value != found[name]:
             raise ConfigError(
-                f"{section}{name} is {shown(value)}, and the adapter in {where} has "
-                f"{shown(found[name])}: leave {section}{name} out, since an adapter keeps its "
-                f"settings"
+                f"{section}{name} is {format_value(value)}, and the adapter in {where} has "
+                f"{format_value(found[name])}: leave {section}{name} out, since an adapter keeps "
+                "its settings"
             )
     return found
 
@@ -105,7 +106,8 @@ def _config_of(adapter: Path) -> dict[str, Any]:
             raise TypeError("it holds no settings")
     except (OSError, ValueError, TypeError, RecursionError) as exc:
         raise ModelError(
-            f"{shown(str(adapter / CONFIG))} cannot be read ({why(exc)}): save the adapter again"
+            f"{format_value(str(adapter / CONFIG))} cannot be read ({first_line(exc)}): save the "
+            "adapter again"
         ) from exc
     return config
 
@@ -117,14 +119,14 @@ def _layers(adapter: Path) -> list[str]:
     file = adapter / WEIGHTS
     if not file.is_file():
         raise ModelError(
-            f"the adapter in {shown(str(adapter))} holds no {WEIGHTS}: save it again, its weights "
-            f"as safetensors"
+            f"the adapter in {format_value(str(adapter))} holds no {WEIGHTS}: save it again, its "
+            "weights as safetensors"
         )
     try:
         with safe_open(file, framework="numpy") as weights:
             names = [name.partition(".lora_")[0] for name in weights.keys() if ".lora_" in name]  # noqa: SIM118
     except (OSError, SafetensorError) as exc:
         raise ModelError(
-            f"{shown(str(file))} cannot be read ({why(exc)}): save the adapter again"
+            f"{format_value(str(file))} cannot be read ({first_line(exc)}): save the adapter again"
         ) from exc
     return sorted({name.rpartition(".")[2] for name in names})

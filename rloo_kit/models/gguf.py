@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import ModelError
 from rloo_kit.text.chat_templates import end_of_turn_id
-from rloo_kit.text.wording import printable, shown, why
+from rloo_kit.text.wording import first_line, format_value, printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -65,15 +65,15 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
         _repair_tokens(model, tokenizer)
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as exc:
         raise ModelError(
-            f"the tokenizer in {shown(str(path))} is damaged ({why(exc)}); download it again, or "
-            f"use the model's Hugging Face folder or name instead"
+            f"the tokenizer in {format_value(str(path))} is damaged ({first_line(exc)}); download "
+            "it again, or use the model's Hugging Face folder or name instead"
         ) from exc
     try:
         _write(model, tokenizer, goal)
     except OSError as exc:
         raise ModelError(
-            f"{shown(str(path))} cannot be converted into {shown(str(goal))} ({why(exc)}); free "
-            f"some space there"
+            f"{format_value(str(path))} cannot be converted into {format_value(str(goal))} "
+            f"({first_line(exc)}); free some space there"
         ) from exc
     return goal
 
@@ -99,13 +99,14 @@ def _check_magic(path: Path) -> None:
             magic = file.read(len(MAGIC))
     except (OSError, ValueError) as exc:  # ValueError: the character 0 in the path
         raise ModelError(
-            f"cannot read {shown(str(path))} ({why(exc)}); give the path of a .gguf file"
+            f"cannot read {format_value(str(path))} ({first_line(exc)}); give the path of a .gguf "
+            "file"
         ) from exc
     if magic != MAGIC:
         raise ModelError(
-            f"{shown(str(path))} is not a GGUF file: it starts with {magic!r}, not {MAGIC!r}; "
-            f"give the path of a .gguf file, or download it again (a page or a Git LFS pointer "
-            f"may have been "
+            f"{format_value(str(path))} is not a GGUF file: it starts with {magic!r}, not "
+            f"{MAGIC!r}; give the path of a .gguf file, or download it again (a page or a Git LFS "
+            "pointer may have been "
             "saved in its place)"
         )
 
@@ -136,12 +137,12 @@ def _check_content(path: Path) -> str:
         _check_sizes(reader, str(architecture))
     except Exception as exc:  # what a damaged file raises depends on where the damage is
         raise ModelError(
-            f"{shown(str(path))} is truncated or damaged ({path.stat().st_size} bytes: "
-            f"{why(exc)}); download it again"
+            f"{format_value(str(path))} is truncated or damaged ({path.stat().st_size} bytes: "
+            f"{first_line(exc)}); download it again"
         ) from exc
     if isinstance(parts, int) and parts > 1:
         raise ModelError(
-            f"{shown(str(path))} is one part of several; join them with llama.cpp's "
+            f"{format_value(str(path))} is one part of several; join them with llama.cpp's "
             "`llama-gguf-split --merge` and give the joined file"
         )
     return "unknown" if architecture is None else printable(str(architecture)[:40])
@@ -213,12 +214,12 @@ def _read(path: Path, architecture: str) -> tuple["PreTrainedModel", "PreTrained
         model = _without_quantization(loaded)
     except Exception as exc:  # the same, and every architecture has readers of its own
         raise ModelError(
-            f"transformers cannot read {shown(str(path))}, of architecture {architecture!r} "
-            f"({why(exc)}); use the model's Hugging Face folder or name instead"
+            f"transformers cannot read {format_value(str(path))}, of architecture {architecture!r} "
+            f"({first_line(exc)}); use the model's Hugging Face folder or name instead"
         ) from exc
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
-            f"{shown(str(path))} lacks {len(missing)} weights of its architecture "
+            f"{format_value(str(path))} lacks {len(missing)} weights of its architecture "
             f"{architecture!r}, {missing[0]!r} first; use the model's Hugging Face folder or name "
             f"instead"
         )

@@ -36,7 +36,7 @@ from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.models.shared_engine import EngineSettings, load_shared
 from rloo_kit.scoring.contract import OverdueError, within
 from rloo_kit.text.chat_templates import end_of_turn_id
-from rloo_kit.text.wording import shown, why
+from rloo_kit.text.wording import first_line, format_value
 
 PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
 TEMPLATE_SECONDS = 5.0
@@ -348,9 +348,9 @@ def _with_adapter(model: Any, folder: Path) -> Any:
             raise ValueError(f"{wrong[0]} is only in one of them")
     except Exception as exc:  # missing layers, other shapes, unknown settings: each its own
         raise ModelError(
-            f"the adapter in {shown(str(folder))} cannot be put on its base to train further "
-            f"({type(exc).__name__}: {why(exc)}): see that it was trained on this model, or try "
-            f"backend: transformers"
+            f"the adapter in {format_value(str(folder))} cannot be put on its base to train "
+            f"further ({type(exc).__name__}: {first_line(exc)}): see that it was trained on this "
+            "model, or try backend: transformers"
         ) from exc
     peft_model.rloo_kit_adapter = str(folder)
     return peft_model
@@ -428,8 +428,8 @@ def _find(name: str) -> str:
         path.is_dir()  # a name that is too long
     except (OSError, RuntimeError, ValueError) as exc:
         raise ModelError(
-            f"model {shown(name)} can be no path ({why(exc)}): give a model's folder, a .gguf file "
-            "or a hub name"
+            f"model {format_value(name)} can be no path ({first_line(exc)}): give a model's "
+            "folder, a .gguf file or a hub name"
         ) from exc
     if path.suffix == ".gguf":
         from rloo_kit.models.gguf import convert
@@ -537,7 +537,7 @@ def _as_model_error(name: str, exc: Exception) -> ModelError:
     """Return one sentence for what transformers, the hub or torch raised."""
     from huggingface_hub import errors as hub
 
-    text = why(exc)
+    text = first_line(exc)
     chain = _causes(exc)
     if any(isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError" for e in chain):
         return ModelError(
@@ -651,7 +651,7 @@ def _prepare_tokenizer(model: Any, tokenizer: Any) -> None:
         end_of_turn = within(TEMPLATE_SECONDS, lambda: end_of_turn_id(tokenizer))
     except OverdueError as exc:
         raise ModelError(
-            f"the chat template of {shown(tokenizer.name_or_path)} takes more than "
+            f"the chat template of {format_value(tokenizer.name_or_path)} takes more than "
             f"{TEMPLATE_SECONDS:g} s for two short messages: give the tokenizer another one"
         ) from exc
     ends = [*ends, tokenizer.eos_token_id, end_of_turn]

@@ -18,7 +18,7 @@ from typing import Any
 
 from rloo_kit.errors import ModelError
 from rloo_kit.models.adapters import base_of
-from rloo_kit.text.wording import shown, why
+from rloo_kit.text.wording import first_line, format_value
 
 TINY_THINKER = Path(__file__).parents[1] / "assets" / "tiny-thinker"
 DYNAMIC_SHARE = 0.1
@@ -129,8 +129,9 @@ def read_shape(
         raise
     except Exception as exc:  # what is raised differs by library, version and network
         raise ModelError(
-            f"the config of model {shown(name)} cannot be read ({type(exc).__name__}: {why(exc)}): "
-            f"check the name and the network, or give a folder that holds its config.json"
+            f"the config of model {format_value(name)} cannot be read ({type(exc).__name__}: "
+            f"{first_line(exc)}): check the name and the network, or give a folder that holds its "
+            "config.json"
         ) from exc
 
 
@@ -149,8 +150,8 @@ def shape_of_config(config: Any, name: str) -> ModelShape:
             return _shape_of(name, "its config", copy.deepcopy(config), False, False)
     except Exception as exc:  # what is raised differs by model
         raise ModelError(
-            f"the layers of model {shown(name)} cannot be counted ({type(exc).__name__}: "
-            f"{why(exc)}): set trainer.generation: transformers"
+            f"the layers of model {format_value(name)} cannot be counted ({type(exc).__name__}: "
+            f"{first_line(exc)}): set trainer.generation: transformers"
         ) from exc
 
 
@@ -169,14 +170,14 @@ def _read_config(name: str, trust_remote_code: bool) -> tuple[Any, str]:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(
-                f"folder {shown(name)} holds no config.json, so it is not a model: give the folder "
-                f"that save_pretrained wrote"
+                f"folder {format_value(name)} holds no config.json, so it is not a model: give the "
+                "folder that save_pretrained wrote"
             )
         return AutoConfig.from_pretrained(path, **options), "its config.json"
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(
-            f"model {shown(name)} is no folder of a model here: give a model's folder, a .gguf "
-            f"file or a hub name"
+            f"model {format_value(name)} is no folder of a model here: give a model's folder, a "
+            ".gguf file or a hub name"
         )
     with contextlib.suppress(OSError, ValueError):
         return AutoConfig.from_pretrained(name, local_files_only=True, **options), "the hub's copy"

@@ -16,7 +16,7 @@ from rloo_kit.errors import ConfigError, GenerationError
 from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.models.engine_memory import BATCHED_TOKENS, MAX_SEQUENCES, engine_memory, engine_size
 from rloo_kit.models.shape import ModelShape, read_shape
-from rloo_kit.text.wording import why
+from rloo_kit.text.wording import first_line
 
 FP32_HEAD = "UNSLOTH_VLLM_FP32_LM_HEAD"
 """Whether Unsloth's engine computes the logits in float32."""
@@ -128,7 +128,7 @@ def load_shared(
         except GenerationError as exc:
             reason = str(exc)
         except REFUSALS as exc:
-            reason = f"Unsloth cannot start vLLM for this model ({why(exc)})"
+            reason = f"Unsloth cannot start vLLM for this model ({first_line(exc)})"
         else:
             return _with_engine(model, engine), tokenizer
     if engine.required:

@@ -45,7 +45,7 @@ from rloo_kit.planning.memory import (
 )
 from rloo_kit.planning.speed import Range, Speed, estimate_speed
 from rloo_kit.text.redaction import redact_tree, without_hidden
-from rloo_kit.text.wording import shown, why
+from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.training.preparation import beside, read_config, read_prompts, with_whole_paths
 
 MIB = 1024**2
@@ -760,8 +760,8 @@ def _write(path: Path, config: RunConfig, tuned: Plan) -> None:
             file.write(head + text)
     except OSError as exc:
         raise ConfigError(
-            f"the run file cannot be written to {shown(os.fspath(path))} ({why(exc)}): give "
-            f"another path"
+            f"the run file cannot be written to {format_value(os.fspath(path))} "
+            f"({first_line(exc)}): give another path"
         ) from exc
 
 

@@ -28,7 +28,7 @@ from rloo_kit.machine.memory import belongs_to_session, session
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.output_folder import free_folder
 from rloo_kit.text.redaction import redact_tree
-from rloo_kit.text.wording import shown
+from rloo_kit.text.wording import format_value
 from rloo_kit.types import Completion, Row
 
 Say = Callable[[str], None]
@@ -197,7 +197,7 @@ def read_pairs(source: str | Path | Iterable[Row], *, chat: bool = True) -> list
     else:
         rows = [(f"row {number}", row) for number, row in enumerate(source, 1)]
     if not rows:
-        where = shown(str(source)) if isinstance(source, str | Path) else "the list of pairs"
+        where = format_value(str(source)) if isinstance(source, str | Path) else "the list of pairs"
         raise DataError(f"{where} holds no pairs: put rows with chosen and rejected in it")
     return [_pair(row, place, chat=chat) for place, row in rows]
 
@@ -215,8 +215,8 @@ def _pair(row: Any, place: str, *, chat: bool) -> Pair:
     for name in ("chosen", "rejected"):
         if row.get(name) is None:
             raise DataError(
-                f"{place}: has no `{name}`, only {shown(sorted(map(str, row)))}: every pair needs "
-                f"chosen and rejected"
+                f"{place}: has no `{name}`, only {format_value(sorted(map(str, row)))}: every pair "
+                "needs chosen and rejected"
             )
     for name in ("prompt", "chosen", "rejected"):
         _check_text(row.get(name), name, place)
@@ -235,7 +235,7 @@ def _check_text(value: Any, name: str, place: str) -> None:
         return
     if not isinstance(value, list) or not value:
         raise DataError(
-            f"{place}: {name} is {shown(value)}, must be text or a list of chat messages"
+            f"{place}: {name} is {format_value(value)}, must be text or a list of chat messages"
         )
     check_messages(value, name, place)
 

@@ -1,7 +1,6 @@
 """The folder of a run: made, taken up again, and left whole however the run ends."""
 
 import contextlib
-import json
 import os
 import shutil
 import time
@@ -19,10 +18,16 @@ from rloo_kit.diagnosis.record import read_json
 from rloo_kit.errors import ConfigError
 from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import TESTED, installed_version
-from rloo_kit.output_folder import latest_folder, lock_folder, make_run_folder
+from rloo_kit.output_folder import (
+    latest_folder,
+    lock_folder,
+    make_run_folder,
+    write_atomically,
+    write_json,
+)
 from rloo_kit.processes import current_team
 from rloo_kit.text.redaction import redact_tree, without_hidden
-from rloo_kit.text.wording import shown
+from rloo_kit.text.wording import format_value
 
 if TYPE_CHECKING:
     from rloo_kit.runs.recorder import RunRecorder
@@ -99,8 +104,8 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
     asked, _ = without_hidden(redact_tree(now.as_dict()))  # secrets may differ
     for path, old, new in _differences(then, asked):
         raise ConfigError(
-            f"{path} is {shown(new)}, and the run in {shown(str(folder))} began with {shown(old)}: "
-            f"put it back to "
+            f"{path} is {format_value(new)}, and the run in {format_value(str(folder))} began with "
+            f"{format_value(old)}: put it back to "
             f"resume, or leave --resume out to begin a new run"
         )
 
@@ -199,16 +204,15 @@ def earlier_scores(folder: Path) -> dict[str, Any] | None:
 
 def write_run_file(folder: Path, config: RunConfig) -> None:
     """Write the settings to run.yaml: whole, or not at all."""
-    beside = folder / f".{RUN_FILE}.part"
-    beside.write_text(yaml.safe_dump(redact_tree(config.as_dict()), sort_keys=False))
-    os.replace(beside, folder / RUN_FILE)
+    text = yaml.safe_dump(redact_tree(config.as_dict()), sort_keys=False)
+    write_atomically(folder / RUN_FILE, text.encode())
 
 
 def _write_environment(folder: Path, environment: Environment) -> None:
     facts = asdict(environment)
     facts["processes"] = current_team().size
     facts["versions"] = {name: installed_version(name) for name in ("rloo_kit", *TESTED)}
-    (folder / "environment.json").write_text(json.dumps(redact_tree(facts), indent=2) + "\n")
+    write_json(folder / "environment.json", redact_tree(facts), indent=2)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from rloo_kit.diagnosis.record import finite_number, read_json
 from rloo_kit.diagnosis.watch import RunWatch
 from rloo_kit.errors import DiskError
 from rloo_kit.evaluation.evaluator import Evaluation
+from rloo_kit.output_folder import without_nan, write_json
 from rloo_kit.report.page import write_report
 from rloo_kit.text.redaction import redact_tree
 
@@ -114,7 +115,7 @@ class RunRecorder(TrainerCallback):
         if done:
             self._evaluation["during"] = done
         if path.exists():
-            _write(path, self._evaluation)
+            write_json(path, redact_tree(self._evaluation))
 
     @staticmethod
     def _cut_half_a_line(path: Path) -> None:
@@ -177,7 +178,7 @@ class RunRecorder(TrainerCallback):
             self._evaluation.setdefault("during", []).append(found)
         else:
             self._evaluation["after" if step is None else "before"] = found
-        _write(self.folder / "evaluation.json", self._evaluation)
+        write_json(self.folder / "evaluation.json", redact_tree(self._evaluation))
 
     def write_end(
         self, how: str, reason: str, steps: int, seconds: float, watch: RunWatch | None = None
@@ -198,7 +199,7 @@ class RunRecorder(TrainerCallback):
         if watch is not None and watch.stopped_on:
             end["finding"] = watch.stopped_on.as_dict()
             end["kept_step"] = watch.best.step if watch.best else None
-        _write(self.folder / "end.json", {**end, "time": time.time()})
+        write_json(self.folder / "end.json", redact_tree({**end, "time": time.time()}))
 
     def write_report(self) -> None:
         """Write report.html; a report that cannot be written ends no run."""
@@ -246,14 +247,6 @@ class HeldOutScores(TrainerCallback):
         held["held_out"] = score if step == state.global_step else None
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON beside the file, and then in its place: a killed run leaves no half of it."""
-    beside = path.with_suffix(".part")
-    text = json.dumps(redact_tree(_finite(content)), ensure_ascii=False)
-    beside.write_text(f"{text}\n", encoding="utf-8")
-    beside.replace(path)
-
-
 def _append(path: Path, rows: list[dict[str, Any]]) -> None:
     """Append whole lines, or nothing: half of a write is taken back."""
     size = path.stat().st_size if path.exists() else 0
@@ -267,16 +260,5 @@ def _append(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _lines(rows: list[dict[str, Any]]) -> bytes:
-    lines = (json.dumps(redact_tree(_finite(row)), ensure_ascii=False) + "\n" for row in rows)
+    lines = (json.dumps(redact_tree(without_nan(row)), ensure_ascii=False) + "\n" for row in rows)
     return "".join(lines).encode("utf-8", "surrogatepass")
-
-
-def _finite(value: Any) -> Any:
-    """Return ``value`` with NaN and infinities as None: JSON has neither."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -46,7 +46,7 @@ from rloo_kit.sampling.engine import Choice, Engine
 from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.redaction import redacting
-from rloo_kit.text.wording import why
+from rloo_kit.text.wording import first_line
 from rloo_kit.training.preparation import (
     fitting_prompts,
     held_out_judges,
@@ -288,7 +288,7 @@ def _make_trainer(made: _Prepared, recorder: "RunRecorder | None") -> Any:
     except (ValueError, NotImplementedError) as exc:
         if isinstance(exc, KitError):
             raise
-        raise ConfigError(f"TRL refuses the trainer settings: {why(exc)}") from exc
+        raise ConfigError(f"TRL refuses the trainer settings: {first_line(exc)}") from exc
 
 
 def _watch(

@@ -14,7 +14,7 @@ from rloo_kit.machine.memory import belongs_to_session
 from rloo_kit.models.engine_memory import MAX_SEQUENCES
 from rloo_kit.processes import Team, current_team, gathered
 from rloo_kit.sampling.engine import Choice, Engine, Generations, Sampling, choose, why_no_hot_swap
-from rloo_kit.text.wording import shown, why
+from rloo_kit.text.wording import first_line, format_value
 
 WHY_NOT_SEVERAL = "several processes share one vLLM server: start one, and set generation to server"
 """An engine in each process would open a group of processes of its own."""
@@ -321,8 +321,8 @@ def check_settings(args: Any, engine: str) -> None:
     for name, remedies in SETTINGS.items():
         if remedies[place] and _is_given(args, name):
             raise ConfigError(
-                f"trainer.{name} is {shown(getattr(args, name))}, which {ENGINES[engine]} does not "
-                f"obey: {remedies[place]}"
+                f"trainer.{name} is {format_value(getattr(args, name))}, which {ENGINES[engine]} "
+                f"does not obey: {remedies[place]}"
             )
     others = getattr(args, "generation_kwargs", None) or {}
     if engine == "transformers":
@@ -394,8 +394,8 @@ def values_obeyed(args: Any) -> Iterator[None]:
 
 def _refused(others: Mapping[str, Any], exc: Exception) -> ConfigError:
     return ConfigError(
-        f"trainer.generation_kwargs {shown(dict(others))} cannot be obeyed ({why(exc)}): correct "
-        f"its values"
+        f"trainer.generation_kwargs {format_value(dict(others))} cannot be obeyed "
+        f"({first_line(exc)}): correct its values"
     )
 
 

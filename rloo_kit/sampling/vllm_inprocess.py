@@ -38,7 +38,7 @@ from rloo_kit.sampling.engine import (
     adapter_tensors,
     room_for_adapters,
 )
-from rloo_kit.text.wording import why
+from rloo_kit.text.wording import first_line
 
 ADAPTER_NAME = "rloo-kit"
 LIVE_IDS = 1_000_000
@@ -232,7 +232,7 @@ class VllmEngine:
                 engine.add_lora(self._request)
             except ValueError as exc:
                 raise GenerationError(
-                    f"vLLM does not take the adapter ({why(exc)}): set trainer.generation: "
+                    f"vLLM does not take the adapter ({first_line(exc)}): set trainer.generation: "
                     f"transformers"
                 ) from exc
         engine.reset_prefix_cache()

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from rloo_kit.errors import RewardContractError
 from rloo_kit.scoring.contract import AsyncCheckedReward, CheckedReward, checked
-from rloo_kit.text.wording import bare, shown
+from rloo_kit.text.wording import format_name, format_value
 from rloo_kit.types import Score
 
 Steps: TypeAlias = Generator[tuple[CheckedReward, dict[str, Any]], list[Score], list[Score]]
@@ -68,11 +68,13 @@ def rescaled(
 ) -> "Rescaled":
     """Return the reward times ``scale``, then cut to the range ``clip`` (low, high)."""
     if not math.isfinite(scale):
-        raise ValueError(f"scale is {shown(scale)}; give a finite number")
+        raise ValueError(f"scale is {format_value(scale)}; give a finite number")
     if clip is not None:
         low, high = clip
         if not low < high:
-            raise ValueError(f"clip {shown(clip)} is not (low, high); give the lower number first")
+            raise ValueError(
+                f"clip {format_value(clip)} is not (low, high); give the lower number first"
+            )
         clip = (float(low), float(high))
     return Rescaled(checked(reward), float(scale), clip)
 
@@ -103,8 +105,8 @@ class WeightSchedule:
             pairs = []
         if not pairs or not all(0 <= p <= 1 and math.isfinite(w) for p, w in pairs):
             raise ValueError(
-                f"weight {shown(dict(points))} is no schedule; give progress (0 to 1): weight, "
-                f"such as {{0: 1.0, 0.5: 0.2}}"
+                f"weight {format_value(dict(points))} is no schedule; give progress (0 to 1): "
+                f"weight, such as {{0: 1.0, 0.5: 0.2}}"
             )
         return cls(tuple(pairs))
 
@@ -217,9 +219,9 @@ class Routed(Composed):
         for column, values in self.only_for:
             if column not in columns:
                 raise RewardContractError(
-                    f"reward {self.reward.name!r} is only for rows with {bare(column)} in "
-                    f"{shown(list(values))}, and the dataset has no column {shown(column)}; add "
-                    f"it, or drop only_for"
+                    f"reward {self.reward.name!r} is only for rows with {format_name(column)} in "
+                    f"{format_value(list(values))}, and the dataset has no column "
+                    f"{format_value(column)}; add it, or drop only_for"
                 )
             rows = [row for row in rows if columns[column][row] in values]
         return (yield from self.scored(columns, rows, [None] * count))

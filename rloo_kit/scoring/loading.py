@@ -38,7 +38,7 @@ from rloo_kit.errors import ConfigError, RewardLoadError
 from rloo_kit.scoring.composition import WeightSchedule, gated, rescaled, routed
 from rloo_kit.scoring.contract import checked, keywords_of, name_of
 from rloo_kit.text.chat_templates import WithSettings
-from rloo_kit.text.wording import printable, shown, why
+from rloo_kit.text.wording import first_line, format_value, printable
 
 Say: TypeAlias = Callable[[str], None]
 RewardSpec: TypeAlias = "str | Mapping[str, Any] | Callable[..., Any] | LoadedReward"
@@ -161,7 +161,8 @@ def _from_table(
     name = parameters.pop("name", None)
     if name is None:
         raise RewardLoadError(
-            f"the reward table {shown(dict(table))} has no name; add 'name', such as name: thinking"
+            f"the reward table {format_value(dict(table))} has no name; add 'name', such as name: "
+            "thinking"
         )
     given = parameters.pop("weight", None)
     composing = {key: parameters.pop(key) for key in COMPOSING if key in parameters}
@@ -172,7 +173,7 @@ def _from_table(
     target_name, weight_in_name = _split_weight(name, base)
     if given is not None and target_name != name:
         raise RewardLoadError(
-            f"the reward table {shown(dict(table))} gives two weights; remove "
+            f"the reward table {format_value(dict(table))} gives two weights; remove "
             f"':{weight_in_name:g}' from its name"
         )
     if target_name == "reward_model":
@@ -201,9 +202,9 @@ def _composed(
             reward = routed(reward, **keys["only_for"])
     except (TypeError, ValueError, OverflowError) as exc:
         raise RewardLoadError(
-            f"reward {shown(name)} cannot be composed from {shown(keys)} ({why(exc)}); write "
-            f"only_if: NAME, only_for: {{column: value}}, scaled_by: NUMBER, clipped_to: [low, "
-            f"high]"
+            f"reward {format_value(name)} cannot be composed from {format_value(keys)} "
+            f"({first_line(exc)}); write only_if: NAME, only_for: {{column: value}}, scaled_by: "
+            "NUMBER, clipped_to: [low, high]"
         ) from exc
     return reward
 
@@ -224,7 +225,7 @@ def _gated(
 
 def _finite(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} is {shown(value)}, not a finite number")
+        raise ValueError(f"{name} is {format_value(value)}, not a finite number")
     return float(value)
 
 
@@ -270,12 +271,12 @@ def _checked_weight(value: Any, name: object) -> float | WeightSchedule:
         weight = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError) as exc:
         if isinstance(value, Mapping):
-            raise RewardLoadError(f"reward {shown(name)}: {exc}") from exc
+            raise RewardLoadError(f"reward {format_value(name)}: {exc}") from exc
         weight = math.nan
     if not math.isfinite(weight):
         raise RewardLoadError(
-            f"weight {shown(value)} of reward {shown(name)} is not a finite number; give one such "
-            f"as 0.5, or a schedule such as {{0: 1.0, 0.5: 0.2}} "
+            f"weight {format_value(value)} of reward {format_value(name)} is not a finite number; "
+            f"give one such as 0.5, or a schedule such as {{0: 1.0, 0.5: 0.2}} "
             f"(for parameters, {_TABLE_HINT})"
         )
     return weight
@@ -373,8 +374,8 @@ def _path(text: str, base: Path) -> Path:
         path.is_file()  # a name that is too long
     except (OSError, RuntimeError, ValueError) as exc:
         raise RewardLoadError(
-            f"reward {shown(text)} can be no path ({why(exc)}); give a built-in reward, or "
-            "'path/to/file.py:function'"
+            f"reward {format_value(text)} can be no path ({first_line(exc)}); give a built-in "
+            "reward, or 'path/to/file.py:function'"
         ) from exc
     return path
 
@@ -404,15 +405,15 @@ def _check_on_hub(name: str) -> None:
         try:
             hf_hub_download(name, file)
         except EntryNotFoundError as exc:
-            reason = reason or why(exc)
+            reason = reason or first_line(exc)
         except Exception as exc:  # what is raised differs by the network
-            reason = why(exc)
+            reason = first_line(exc)
             break
         else:
             return
     raise RewardLoadError(
-        f"reward {shown(name)} is no file or folder here, and the hub gives no reward model of "
-        f"that name ({reason}); correct it, go online, or give 'file.py:function' or a folder"
+        f"reward {format_value(name)} is no file or folder here, and the hub gives no reward model "
+        f"of that name ({reason}); correct it, go online, or give 'file.py:function' or a folder"
     )
 
 
@@ -447,8 +448,8 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise RewardLoadError(
-            f"reward file {shown(str(path))} does not exist; give its path relative to the run "
-            f"file, or an absolute one"
+            f"reward file {format_value(str(path))} does not exist; give its path relative to the "
+            "run file, or an absolute one"
         )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs, as dataclasses and pickle look it up there
@@ -465,15 +466,17 @@ def _load_file(path: Path) -> ModuleType:
 def _why_file_failed(path: Path, exc: Exception | SystemExit) -> str:
     if isinstance(exc, SyntaxError):
         place = f"line {exc.lineno}" if exc.filename == str(path) else f"{exc.filename}"
-        return f"reward file {shown(str(path))} has a syntax error ({place}: {exc.msg}); correct it"
+        name = format_value(str(path))
+        return f"reward file {name} has a syntax error ({place}: {exc.msg}); correct it"
     if isinstance(exc, ImportError):
         return (
-            f"reward file {shown(str(path))} cannot import what it asks for ({why(exc)}); install "
-            f"it, or keep helpers in the same file (its folder is not on sys.path)"
+            f"reward file {format_value(str(path))} cannot import what it asks for "
+            f"({first_line(exc)}); install it, or keep helpers in the same file (its folder is not "
+            "on sys.path)"
         )
     return (
-        f"reward file {shown(str(path))} raised {type(exc).__name__} while it was loaded "
-        f"({why(exc)}); correct it, or move that work into the function"
+        f"reward file {format_value(str(path))} raised {type(exc).__name__} while it was loaded "
+        f"({first_line(exc)}); correct it, or move that work into the function"
     )
 
 
@@ -482,13 +485,13 @@ def _import(module: str, spec: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as exc:
         raise RewardLoadError(
-            f"reward {shown(spec)} cannot be imported ({why(exc)}); install its package, or give "
-            f"a file as 'path/to/file.py:function'"
+            f"reward {format_value(spec)} cannot be imported ({first_line(exc)}); install its "
+            "package, or give a file as 'path/to/file.py:function'"
         ) from exc
     except Exception as exc:
         raise RewardLoadError(
-            f"reward {shown(spec)}: importing {shown(module)} raised {type(exc).__name__} "
-            f"({why(exc)}); correct that module"
+            f"reward {format_value(spec)}: importing {format_value(module)} raised "
+            f"{type(exc).__name__} ({first_line(exc)}); correct that module"
         ) from exc
 
 
@@ -501,9 +504,9 @@ def _attribute(module: ModuleType, attribute: str, spec: str) -> Any:
         for name, value in vars(module).items()
         if callable(value) and not name.startswith("_") and _is_from(value, module)
     ]
-    wrong = f"there is no {shown(attribute)} in it" if attribute else "it names no function"
+    wrong = f"there is no {format_value(attribute)} in it" if attribute else "it names no function"
     raise RewardLoadError(
-        f"reward {shown(spec)} cannot be found: {wrong}{_nearest(attribute, names)}; "
+        f"reward {format_value(spec)} cannot be found: {wrong}{_nearest(attribute, names)}; "
         f"add ':function' with one of: {', '.join(names) or '(it has none)'}"
     )
 
@@ -519,7 +522,7 @@ def _nearest(wrong: object, names: Iterable[str]) -> str:
 
 def _unknown(name: str) -> str:
     return (
-        f"unknown reward {shown(name)}{_nearest(name, _builtin())}; give a built-in one "
+        f"unknown reward {format_value(name)}{_nearest(name, _builtin())}; give a built-in one "
         f"({', '.join(sorted(_builtin()))}), 'file.py:function', 'package.module:function', the "
         "folder of a reward model, or its hub name 'org/name'"
     )
@@ -540,8 +543,8 @@ def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
             return replace(target, **parameters)
     except (TypeError, ValueError) as exc:
         raise RewardLoadError(
-            f"reward {shown(name)} cannot be made from {shown(parameters)} ({why(exc)}); "
-            f"{_TABLE_HINT}"
+            f"reward {format_value(name)} cannot be made from {format_value(parameters)} "
+            f"({first_line(exc)}); {_TABLE_HINT}"
         ) from exc
     return functools.partial(target, **parameters)
 
@@ -557,8 +560,8 @@ def _refuse_unknown(target: Any, parameters: dict[str, Any], name: str) -> None:
     for parameter in parameters:
         if parameter not in known:
             raise RewardLoadError(
-                f"reward {shown(name)} has no parameter "
-                f"{shown(parameter)}{_nearest(parameter, known)}; "
+                f"reward {format_value(name)} has no parameter "
+                f"{format_value(parameter)}{_nearest(parameter, known)}; "
                 f"give one of: {', '.join(known) or '(none)'}"
             )
 
@@ -567,13 +570,13 @@ def _refuse_non_reward(func: Any, spec: RewardSpec) -> None:
     """Raise RewardLoadError where an object cannot be called as a reward."""
     if inspect.isclass(func):
         raise RewardLoadError(
-            f"reward {shown(spec)} is a class; give an instance, {func.__name__}(), or "
+            f"reward {format_value(spec)} is a class; give an instance, {func.__name__}(), or "
             f"{_TABLE_HINT}"
         )
     if not callable(func):
         raise RewardLoadError(
-            f"reward {shown(spec)} is of type {type(func).__name__}, which cannot be called; give "
-            f"a function or an object with __call__"
+            f"reward {format_value(spec)} is of type {type(func).__name__}, which cannot be "
+            "called; give a function or an object with __call__"
         )
 
 

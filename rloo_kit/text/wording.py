@@ -1,9 +1,9 @@
-"""How values and other people's errors are shown in the kit's own: short, on one line.
+"""Short forms for messages: values, errors, durations, the nearest known name.
 
-What a user gave may be endless (a text of megabytes, lists in lists, a number of a million digits)
-and may not be printable; the remedy behind it has to be read all the same.
+A value may be huge, may hold itself and may not be printable; the message must stay one line.
 """
 
+import difflib
 import itertools
 import reprlib
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ LONGEST_VALUE = 100
 LONGEST_REASON = 160
 """Characters of another library's error."""
 LONGEST_MESSAGE = 600
-"""Characters of several faults together; the first is always told."""
+"""Characters of several errors together; the first is always shown."""
 
 
 class _Short(reprlib.Repr):
@@ -29,7 +29,7 @@ class _Short(reprlib.Repr):
         self.maxstring = self.maxother = LONGEST_VALUE
 
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        """Return a dict in its own order."""
+        """Return a dict in its own order; ``reprlib`` sorts it."""
         if x and level <= 0:
             return "{...}"
         pairs = [
@@ -39,7 +39,7 @@ class _Short(reprlib.Repr):
         return f"{{{', '.join([*pairs, *(['...'] if len(x) > self.maxdict else [])])}}}"
 
     def repr_str(self, x: str, level: int) -> str:
-        """Return a text without the secrets in it; what is cut off here is not seen later."""
+        """Return a text without secrets: half of a secret would not be recognised later."""
         return super().repr_str(redact(x), level)
 
     def repr_int(self, x: int, level: int) -> str:
@@ -50,44 +50,33 @@ class _Short(reprlib.Repr):
 _SHORT = _Short()
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Return ``repr(value)``, cut in its middle to about 100 characters.
 
-    >>> shown("x" * 1000)[-8:]
+    >>> format_value("x" * 1000)[-8:]
     "xxxxxxx'"
-
-    Args:
-        value: Anything, however large; it may hold itself.
     """
     text = printable(_SHORT.repr(value))
     half = LONGEST_VALUE // 2
     return text if len(text) <= LONGEST_VALUE else f"{text[: half + 2]}...{text[3 - half :]}"
 
 
-def bare(value: object) -> str:
-    """Return ``shown(value)``, of a text without the quotation marks.
-
-    Args:
-        value: A name, such as a key.
-    """
-    return shown(value)[1:-1] if isinstance(value, str) else shown(value)
+def format_name(value: object) -> str:
+    """Return ``format_value(value)``; a text, such as a key, without quotation marks."""
+    return format_value(value)[1:-1] if isinstance(value, str) else format_value(value)
 
 
-def why(exc: BaseException) -> str:
-    """Return the first line of an error's text, cut to 160 characters; its kind where it is mute.
-
-    Args:
-        exc: Raised by another library.
-    """
+def first_line(exc: BaseException) -> str:
+    """Return the first line of an error's text, cut to 160 characters; its type if it has none."""
     try:
         lines = [line.strip() for line in redact(str(exc)).splitlines() if line.strip()]
-    except Exception:  # errors of a user's own classes may not even have a text
+    except Exception:  # str() of a user's own error class may fail
         lines = []
     return printable(lines[0][:LONGEST_REASON]) if lines else type(exc).__name__
 
 
 def printable(text: str) -> str:
-    """Return text on one line, with an escape for what cannot be printed."""
+    """Return text on one line, with an escape for what cannot be printed or steers a terminal."""
     if text.isprintable():
         return text
     return "".join(
@@ -95,16 +84,42 @@ def printable(text: str) -> str:
     )
 
 
-def told(faults: Iterable[str]) -> str:
-    """Return several faults as one message; of very many the first, and how many are left.
-
-    Args:
-        faults: A sentence each, at least one.
-    """
-    first, *others = faults
-    text = first
-    for place, fault in enumerate(others):
-        if len(text) + len(fault) > LONGEST_MESSAGE:
-            return f"{text}; and {len(others) - place} more, told when these are mended"
-        text += f"; {fault}"
+def format_errors(errors: Iterable[str]) -> str:
+    """Return several errors as one message: the first ones, and how many are left."""
+    text, *others = errors
+    for place, error in enumerate(others):
+        if len(text) + len(error) > LONGEST_MESSAGE:
+            return f"{text}; and {len(others) - place} more errors, shown once these are fixed"
+        text += f"; {error}"
     return text
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str | None:
+    """Return the candidate most like a misspelt word; None where none is like it."""
+    return next(iter(difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)), None)
+
+
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """Return the end of a message about an unknown word; "" where no candidate is like it.
+
+    >>> did_you_mean("num_generation", ["beta", "num_generations"])
+    "; did you mean 'num_generations'?"
+    """
+    name = nearest(word, candidates)
+    return f"; did you mean {name!r}?" if name else ""
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration in its two largest units.
+
+    >>> format_duration(0.42), format_duration(45), format_duration(125), format_duration(7380)
+    ('0.4 s', '45 s', '2 min 5 s', '2 h 3 min')
+    """
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f} s"
+    if (whole := round(seconds)) < 3600:
+        (many, few), names = divmod(whole, 60), ("min", "s")
+    else:
+        (many, few), names = divmod(round(seconds / 60), 60), ("h", "min")
+    parts = [f"{number} {name}" for number, name in zip((many, few), names, strict=True) if number]
+    return " ".join(parts)

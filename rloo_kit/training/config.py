@@ -19,7 +19,7 @@ from rloo_kit.machine.environment import setup
 from rloo_kit.processes import asked_size
 from rloo_kit.rloo.rollout import Shaping
 from rloo_kit.text.redaction import redact_tree
-from rloo_kit.text.wording import why
+from rloo_kit.text.wording import first_line
 
 KIT_DEFAULTS = {
     **DEFAULT_BATCH,
@@ -162,7 +162,7 @@ class LeaveOneOutConfig(RLOOConfig):
         try:
             super().__init__(**{**defaults, **values, "output_dir": output_dir or "runs/trainer"})
         except Exception as exc:  # what the libraries below raise differs by the setting
-            raise ConfigError(f"TRL refuses the trainer settings: {why(exc)}") from exc
+            raise ConfigError(f"TRL refuses the trainer settings: {first_line(exc)}") from exc
         if not self.bf16 and not self.fp16:
             self.mixed_precision = "no"  # else accelerate reads the variable that setup() sets
         self.follows_model = "gradient_checkpointing" not in arguments

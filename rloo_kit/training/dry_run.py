@@ -27,6 +27,7 @@ from rloo_kit.data.prompts import prompt_ids
 from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.machine.hardware import GIB, TESTED, detect_hardware, installed_version
 from rloo_kit.machine.memory import is_out_of_memory, measure, return_to_system, take_peak
+from rloo_kit.output_folder import write_json
 from rloo_kit.processes import ALONE
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import NO_GRAD_FACTOR, Learner, Tally
@@ -697,15 +698,12 @@ class Memory:
         entries = self._read()
         entries.pop(key, None)
         entries[key] = {"free": free, "at": datetime.datetime.now().isoformat(timespec="seconds")}
-        beside = self.file.with_name(f".{self.file.name}.{os.getpid()}")
         newest = itertools.islice(entries.items(), max(0, len(entries) - REMEMBERED), None)
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(json.dumps(dict(newest), indent=1) + "\n")
-            os.replace(beside, self.file)
-        except OSError:  # it is rehearsed again
-            with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
+            write_json(self.file, dict(newest), indent=1)
+        except OSError:  # the next run repeats the dry run
+            pass
 
     def _read(self) -> dict[str, Any]:
         try:

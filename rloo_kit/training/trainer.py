@@ -59,7 +59,7 @@ from rloo_kit.scoring.contract import AsyncCheckedReward, guarded
 from rloo_kit.scoring.loading import LoadedReward, load_rewards, with_tokenizers
 from rloo_kit.text.redaction import redact, redact_tree
 from rloo_kit.text.thoughts import ThoughtFinder
-from rloo_kit.text.wording import shown
+from rloo_kit.text.wording import format_value
 from rloo_kit.training.config import OWN_FIELDS, LeaveOneOutConfig, _own_config
 from rloo_kit.training.dry_run import rehearse_first
 
@@ -885,8 +885,9 @@ def _check_prompts(dataset: Any, name: str) -> None:
     columns = getattr(dataset, "column_names", None)
     if columns is not None and "prompt" not in columns:
         raise DataError(
-            f"{name} has no column 'prompt', only {shown(sorted(columns))}: rename the one that "
-            f"is meant, as in {name}.rename_column({next(iter(columns), 'question')!r}, 'prompt')"
+            f"{name} has no column 'prompt', only {format_value(sorted(columns))}: rename the one "
+            f"that is meant, as in {name}.rename_column({next(iter(columns), 'question')!r}, "
+            "'prompt')"
         )
 
 

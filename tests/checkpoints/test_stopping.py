@@ -21,7 +21,6 @@ from rloo_kit.checkpoints.stopping import (
     StopSignals,
     Terminated,
     TimeLimit,
-    duration,
     exit_code,
     interrupt_for,
     terminate_as_interrupt,
@@ -486,7 +485,9 @@ def test_max_hours_by_the_real_clock():
     limit.begin()
     assert limit.over() is None
     time.sleep(0.11)
-    assert limit.over() == ("max_hours 2.77778e-05 is over after 0.1 s: saved; go on with --resume")
+    assert limit.over() == (
+        "max_hours 2.77778e-05 is over after 0.1 s: saved; resume with --resume"
+    )
 
 
 def test_max_hours_counts_what_the_machine_slept():
@@ -497,7 +498,7 @@ def test_max_hours_counts_what_the_machine_slept():
     machine.asleep += 7 * 3600 - 1
     assert limit.over() is None
     machine.awake += 121
-    assert limit.over() == "max_hours 8 is over after 8 h 2 min: saved; go on with --resume"
+    assert limit.over() == "max_hours 8 is over after 8 h 2 min: saved; resume with --resume"
 
 
 def test_without_max_hours_there_is_no_limit():
@@ -506,14 +507,3 @@ def test_without_max_hours_there_is_no_limit():
     limit.begin()
     machine.awake += 1e9
     assert limit.over() is None
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0.0 s"), (9.94, "9.9 s"), (9.96, "10 s"), (59.6, "1 min"), (60, "1 min"),
-        (61, "1 min 1 s"), (3599.6, "1 h"), (3660, "1 h 1 min"), (100 * 3600, "100 h"),
-    ],
-)  # fmt: skip
-def test_durations_are_said_in_two_units(seconds, text):
-    assert duration(seconds) == text

@@ -254,7 +254,7 @@ def test_a_pipe_gets_one_plain_line_a_step_and_a_finding_once():
         text = lines.read()
     assert re.fullmatch(
         r"step 1/3  reward 0\.594  accuracy 0\.594  thinking 0\.700  kl 0\.0345  length 27\.6  "
-        r"no signal 50%  \d+ tokens/s  0:00 left\n"
+        r"no signal 50%  \d+ tokens/s  0.0 s left\n"
         r"error: kl_explosion; set trainer\.beta=0\.1\n"
         r"(step [23]/3  .* left\n){2}",
         text,

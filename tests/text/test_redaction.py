@@ -297,12 +297,12 @@ def test_the_secrets_of_a_run_file_are_known_from_the_first_message_on(tmp_path)
 
 
 def test_a_value_is_hidden_before_it_is_cut(monkeypatch):
-    from rloo_kit.text.wording import shown, why
+    from rloo_kit.text.wording import first_line, format_value
 
     monkeypatch.setenv("MY_KEY", SECRET)
     for length in range(60, 110):
-        assert SECRET[-6:] not in shown("x " * (length // 2) + SECRET + " y" * 60)
-        assert SECRET[:6] not in why(ValueError("x" * (length + 60) + SECRET))
+        assert SECRET[-6:] not in format_value("x " * (length // 2) + SECRET + " y" * 60)
+        assert SECRET[:6] not in first_line(ValueError("x" * (length + 60) + SECRET))
 
 
 # --- files of a run ------------------------------------------------------------------------------

@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rloo_kit.text.wording import LONGEST_MESSAGE, bare, printable, shown, told, why
+from rloo_kit.text.wording import (
+    LONGEST_MESSAGE,
+    did_you_mean,
+    first_line,
+    format_duration,
+    format_errors,
+    format_name,
+    format_value,
+    nearest,
+    printable,
+)
 
 ANY = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary()),
@@ -18,13 +28,13 @@ ANY = st.recursive(
     "value", ["x", 3, -0.5, math.inf, None, True, [1, "a"], {"b": 1, "a": [2]}, {}, [], (1,), b"a"]
 )
 def test_a_short_value_is_shown_as_python_writes_it(value):
-    assert shown(value) == repr(value)
+    assert format_value(value) == repr(value)
 
 
 @settings(max_examples=50, deadline=None)
 @given(ANY)
 def test_any_value_is_shown_on_one_short_line(value):
-    text = shown(value)
+    text = format_value(value)
     assert text.isprintable()
     assert len(text) <= 104
 
@@ -33,20 +43,20 @@ def test_any_value_is_shown_on_one_short_line(value):
     "value", ["x" * 10**7, 1 << 10**6, [[[[[[]]]]]] * 10**5, "\ud800\n\x1b"], ids=range(4)
 )
 def test_a_huge_or_unprintable_value_is_too(value):
-    assert shown(value).isprintable()
-    assert len(shown(value)) <= 104
+    assert format_value(value).isprintable()
+    assert len(format_value(value)) <= 104
 
 
 def test_a_value_that_holds_itself_is_shown():
     endless = []
     endless.append(endless)
-    assert "..." in shown(endless)
+    assert "..." in format_value(endless)
 
 
 def test_a_name_is_shown_without_quotation_marks():
-    assert bare("beta") == "beta"
-    assert bare("a\nb") == "a\\nb"
-    assert bare(5) == "5"
+    assert format_name("beta") == "beta"
+    assert format_name("a\nb") == "a\\nb"
+    assert format_name(5) == "5"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +71,7 @@ def test_a_name_is_shown_without_quotation_marks():
     ids=range(5),
 )
 def test_the_reason_of_another_error_is_its_first_line(exc, text):
-    assert why(exc) == text
+    assert first_line(exc) == text
 
 
 def test_an_error_without_a_text_is_named():
@@ -69,7 +79,7 @@ def test_an_error_without_a_text_is_named():
         def __str__(self):
             raise RuntimeError
 
-    assert why(MuteError()) == "MuteError"
+    assert first_line(MuteError()) == "MuteError"
 
 
 def test_printable_text_stays_as_it_is():
@@ -77,7 +87,25 @@ def test_printable_text_stays_as_it_is():
 
 
 def test_of_many_faults_the_first_are_told_and_the_rest_counted():
-    assert told(["a", "b"]) == "a; b"
-    text = told(["x" * 2000, "y", "z"])
-    assert text == f"{'x' * 2000}; and 2 more, told when these are mended"
-    assert len(told(["fault"] * 999)) <= LONGEST_MESSAGE + 60
+    assert format_errors(["a", "b"]) == "a; b"
+    text = format_errors(["x" * 2000, "y", "z"])
+    assert text == f"{'x' * 2000}; and 2 more errors, shown once these are fixed"
+    assert len(format_errors(["fault"] * 999)) <= LONGEST_MESSAGE + 70
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.0 s"), (9.94, "9.9 s"), (9.96, "10 s"), (59.6, "1 min"), (60, "1 min"),
+        (61, "1 min 1 s"), (3599.6, "1 h"), (3660, "1 h 1 min"), (100 * 3600, "100 h"),
+    ],
+)  # fmt: skip
+def test_a_duration_has_at_most_two_units(seconds, text):
+    assert format_duration(seconds) == text
+
+
+def test_nearest_finds_a_misspelling_and_nothing_unlike():
+    assert nearest("num_generation", ["beta", "num_generations"]) == "num_generations"
+    assert nearest("zzz", ["beta"]) is None
+    assert did_you_mean("betta", ["beta"]) == "; did you mean 'beta'?"
+    assert did_you_mean("zzz", ["beta"]) == ""
