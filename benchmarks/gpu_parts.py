@@ -381,7 +381,7 @@ def _policy(options: argparse.Namespace, answer: Answer, name: str, longest: int
     answer.note(
         model=name,
         weights="4-bit" if in_4bit() else "bf16",
-        backend=model.rloo_kit_backend,
+        backend=model.rloo_kit_notes.backend,
         load_seconds=round(time.perf_counter() - started, 1),
     )
     return rk.attach_lora(model, r=16, lora_alpha=16), tokenizer

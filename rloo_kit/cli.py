@@ -14,7 +14,7 @@ from typing import Any
 from rloo_kit import __version__
 from rloo_kit.checkpoints.stopping import Terminated, exit_code, terminate_as_interrupt
 from rloo_kit.errors import ConfigError, KitError, ProcessLostError
-from rloo_kit.processes import LOST, asked_size
+from rloo_kit.processes import LOST, launched_size
 from rloo_kit.text.redaction import hide_on_terminal, remember_arguments
 
 
@@ -301,7 +301,7 @@ def _add_set(command: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    if args.processes != 1 and asked_size() == 1:
+    if args.processes != 1 and launched_size() == 1:
         return _launch(args)
     from rloo_kit.runs.train import train
 

@@ -55,11 +55,11 @@ class Team:
         import torch.distributed as dist
 
         found: list[Any] = [None] * self.size
-        with lost_peers_told():
+        with raise_if_peer_lost():
             dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def share(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """Return what the first process gave.
 
         Raises:
@@ -70,11 +70,11 @@ class Team:
         import torch.distributed as dist
 
         found = [value]
-        with lost_peers_told():
+        with raise_if_peer_lost():
             dist.broadcast_object_list(found, src=0, group=self.group)
         return found[0]
 
-    def lead(self, call: Callable[[], T]) -> T:
+    def run_on_first(self, call: Callable[[], T]) -> T:
         """Let the first process call, and return everywhere what it returned.
 
         Raises:
@@ -89,12 +89,12 @@ class Team:
                 value = call()
             except KitError as exc:
                 error = exc
-        value, error = self.share((value, error))
+        value, error = self.broadcast((value, error))
         if error is not None:
             raise error
         return value
 
-    def sum(self, tensors: list[Any]) -> None:
+    def all_reduce(self, tensors: list[Any]) -> None:
         """Add up tensors over the processes, in place; shapes and types are alike everywhere.
 
         Every process ends with the same bits.
@@ -109,12 +109,12 @@ class Team:
 
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-            with lost_peers_told():
+            with raise_if_peer_lost():
                 dist.all_reduce(flat)
             for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.detach().copy_(values.view_as(tensor))
 
-    def copy_from_first(self, tensors: list[Any]) -> None:
+    def broadcast_tensors(self, tensors: list[Any]) -> None:
         """Give every process the first one's values, in place.
 
         Raises:
@@ -125,7 +125,7 @@ class Team:
         import torch.distributed as dist
 
         for tensor in tensors:
-            with lost_peers_told():
+            with raise_if_peer_lost():
                 dist.broadcast(tensor.detach(), src=0)
 
     def reseed(self, seed: int, step: int) -> None:
@@ -161,7 +161,7 @@ def join_team(*, on_cpu: bool) -> Team:
         ConfigError: There are fewer GPUs than processes, or they divide weights in a way that
             cannot train here.
     """
-    if asked_size() < 2:
+    if launched_size() < 2:
         return ALONE
     _check_sharding(on_cpu=on_cpu)
     if not on_cpu:
@@ -171,7 +171,7 @@ def join_team(*, on_cpu: bool) -> Team:
 
     if not dist.is_initialized():
         PartialState._reset_state()  # whoever made it before did not know of the others
-    with lost_peers_told():
+    with raise_if_peer_lost():
         PartialState(cpu=on_cpu, **({"backend": "gloo"} if on_cpu else {}))
     return current_team()
 
@@ -191,9 +191,9 @@ def current_team() -> Team:
     return _team
 
 
-def asked_rank() -> int:
+def launched_rank() -> int:
     """Return the number of this process as its launcher says; 0 without one."""
-    return _number("RANK") if asked_size() > 1 else 0
+    return _number("RANK") if launched_size() > 1 else 0
 
 
 def why_sharded() -> str | None:
@@ -207,7 +207,7 @@ def check_resumable() -> None:
     Raises:
         ConfigError: One of them does.
     """
-    if asked_size() > 1 and (name := why_sharded()):
+    if launched_size() > 1 and (name := why_sharded()):
         raise ConfigError(
             f"a run whose weights {name} divides cannot be resumed: begin a new run, or train with "
             f"--processes"
@@ -230,7 +230,7 @@ def gathered(parameters: Iterable[Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lost_peers_told() -> Iterator[None]:
+def raise_if_peer_lost() -> Iterator[None]:
     """Say that another process has ended, where a library only knows that its line is dead.
 
     Raises:
@@ -254,7 +254,7 @@ def is_lost_peer(exc: BaseException) -> bool:
     return isinstance(exc, RuntimeError) and any(mark in text for mark in MARKS_OF_A_LOST_PEER)
 
 
-def asked_size() -> int:
+def launched_size() -> int:
     """Return how many processes a launcher says there are; 1 without one."""
     return _number("WORLD_SIZE", 1) if "RANK" in os.environ else 1
 

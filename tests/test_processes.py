@@ -12,12 +12,12 @@ from rloo_kit.errors import ConfigError, ProcessLostError, RewardError
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.processes import (
     ALONE,
-    asked_rank,
-    asked_size,
     check_resumable,
     is_lost_peer,
     join_team,
-    lost_peers_told,
+    launched_rank,
+    launched_size,
+    raise_if_peer_lost,
 )
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.runs.launch import _Member, _outcome
@@ -84,16 +84,16 @@ def test_scores_of_shares_are_those_of_the_whole():
 def test_without_a_launcher_there_is_one_process(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "4")  # left over in a shell
-    assert (asked_size(), asked_rank()) == (1, 0)
+    assert (launched_size(), launched_rank()) == (1, 0)
     assert ALONE.gather(3) == [3]
-    assert ALONE.lead(lambda: 5) == 5
+    assert ALONE.run_on_first(lambda: 5) == 5
 
 
 def test_a_number_that_is_none_is_told(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(ConfigError, match="WORLD_SIZE is 'two', must be a whole number"):
-        asked_size()
+        launched_size()
 
 
 def test_fsdp_on_a_cpu_is_refused(monkeypatch):
@@ -124,12 +124,12 @@ def test_divided_weights_are_not_resumed(monkeypatch):
 )
 def test_a_dead_line_to_another_process_is_recognised(error, lost):
     assert is_lost_peer(error) == lost
-    with pytest.raises(ProcessLostError if lost else type(error)), lost_peers_told():
+    with pytest.raises(ProcessLostError if lost else type(error)), raise_if_peer_lost():
         raise error
 
 
 def test_an_error_of_the_kit_is_no_lost_process():
-    with pytest.raises(RewardError), lost_peers_told():
+    with pytest.raises(RewardError), raise_if_peer_lost():
         raise RewardError("gloo")
 
 

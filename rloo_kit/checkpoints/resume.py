@@ -49,7 +49,7 @@ from rloo_kit.checkpoints.store import (
 from rloo_kit.diagnosis.record import finite_numbers
 from rloo_kit.errors import CheckpointError, DiskError, KitError, ProcessLostError
 from rloo_kit.output_folder import one_at_a_time
-from rloo_kit.processes import Team, check_resumable, gathered, lost_peers_told, why_sharded
+from rloo_kit.processes import Team, check_resumable, gathered, raise_if_peer_lost, why_sharded
 from rloo_kit.rloo.guards import check_finite
 
 MUST_STAY = [
@@ -182,7 +182,7 @@ class ExactResume:
         self._limit.begin()
         with StopSignals(say=print if self.team.is_first else None) as self._signals:
             try:
-                with lost_peers_told():
+                with raise_if_peer_lost():
                     output = super().train(place, *args, **kwargs)
                     self._agree()  # a signal may have come after the last step
             except Exception as exc:
@@ -399,7 +399,7 @@ class ExactResume:
         self._at_boundary = small = self._small_state()
         if self.team.size > 1:
             told = {n: held for n, held in small["callbacks"].items() if not _bytes_of(held)}
-            small["callbacks"] |= self.team.share(told)
+            small["callbacks"] |= self.team.broadcast(told)
 
     def _keep_last_step(self) -> int | None:
         """After a fault, write the checkpoint of the last finished step where there is none.

@@ -16,12 +16,12 @@ from rloo_kit.errors import ConfigError, DataError, GenerationError
 from rloo_kit.evaluation.evaluator import REMEDY, Evaluation, evaluate, settings_of
 from rloo_kit.evaluation.trained_models import OneBase, TrainedModel
 from rloo_kit.machine.environment import setup
-from rloo_kit.machine.memory import belongs_to_session, leave_session
+from rloo_kit.machine.memory import add_to_session, remove_from_session
 from rloo_kit.models.adapters import CONFIG
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
 from rloo_kit.rloo.guards import Pieces
 from rloo_kit.sampling.canary import Canary
-from rloo_kit.sampling.choice import asked_for, check_engine, start_engine
+from rloo_kit.sampling.choice import check_engine, requested_engine, start_engine
 from rloo_kit.sampling.engine import (
     Choice,
     Engine,
@@ -96,7 +96,7 @@ class Examination:
         if specs is None:
             found = held_out_judges(found, self.asked, load, self.config.data.held_out_rewards)
         for reward in found:
-            belongs_to_session(reward.func)
+            add_to_session(reward.func)
         return found
 
     @contextlib.contextmanager
@@ -139,7 +139,7 @@ class Examination:
         finally:
             if engine is not None:
                 engine.close()
-                leave_session(engine)
+                remove_from_session(engine)
 
     def _check_room(self, one: OneBase, length: int) -> None:
         limit = getattr(one.model.config, "max_position_embeddings", None)
@@ -301,7 +301,7 @@ def examine_models(
     why_not = _why_no_engine(found)
     if by_name:
         check_engine(args, trains=False)
-        choose(asked_for(args), on_gpu=True, why_not=why_not)
+        choose(requested_engine(args), on_gpu=True, why_not=why_not)
     return Examination(
         config,
         args,
@@ -320,11 +320,11 @@ def _choose_engine(args: Any, given: Mapping[str, Any]) -> bool:
     """
     if {"generation", "use_vllm"} & set(given):
         args.use_vllm = bool(given.get("use_vllm"))
-    elif args.use_vllm or asked_for(args) != "transformers":
+    elif args.use_vllm or requested_engine(args) != "transformers":
         args.generation, args.use_vllm = "auto", False
     if "vllm_gpu_memory_utilization" not in given:  # it was for an engine beside a training
         args.memory_share_given = False
-    return asked_for(args) in ("vllm", "server")
+    return requested_engine(args) in ("vllm", "server")
 
 
 def _why_no_engine(found: Sequence[TrainedModel]) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 from rloo_kit.checkpoints.store import find_checkpoint
 from rloo_kit.config.run_file import ModelSection, RunConfig, read_run_file, without_hidden_settings
 from rloo_kit.errors import ConfigError, ModelError
-from rloo_kit.machine.memory import leave_session
+from rloo_kit.machine.memory import remove_from_session
 from rloo_kit.models.adapters import CONFIG, WEIGHTS, adapter_in, base_of
 from rloo_kit.models.loading import load_model
 from rloo_kit.sampling.engine import active_adapter
@@ -165,7 +165,7 @@ class OneBase:
 
     def let_go(self) -> None:
         """Hold the model no more, before another base is loaded."""
-        leave_session(self._loaded)
+        remove_from_session(self._loaded)
         self.model = self._loaded = self.tokenizer = None
         gc.collect()
         if "torch" in sys.modules:
@@ -192,12 +192,9 @@ class OneBase:
             if self._adapters:
                 self.model.load_adapter(str(adapter), adapter_name=name)
             else:
-                settings = vars(self.model)
                 self.model = PeftModel.from_pretrained(
                     self.model, str(adapter), adapter_name=name, is_trainable=False
                 )
-                for key in ("rloo_kit_backend", "rloo_kit_max_seq_length"):
-                    setattr(self.model, key, settings.get(key))
         except Exception as exc:  # missing, of other shapes, damaged: each its own
             raise ModelError(
                 f"the adapter in {format_value(str(adapter))} cannot be put on its base "

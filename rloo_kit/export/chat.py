@@ -12,7 +12,7 @@ from rloo_kit.data.prompts import prompt_ids
 from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.trained_models import OneBase, TrainedModel, find_trained, load_base
 from rloo_kit.machine.hardware import why_not_vllm
-from rloo_kit.machine.memory import belongs_to_session, session
+from rloo_kit.machine.memory import add_to_session, session
 from rloo_kit.sampling.engine import Engine, Sampling, why_no_hot_swap
 from rloo_kit.text.thoughts import THOUGHT_ENDS, token_id
 from rloo_kit.text.wording import printable
@@ -247,7 +247,7 @@ def _engine(one: OneBase, trained: TrainedModel) -> Any:
         if why_not:
             raise ConfigError(f"vLLM cannot answer here ({why_not}): leave --vllm out")
         engine = VllmEngine(model, max_length=trained.model.max_seq_length, num_sequences=1)
-    belongs_to_session(engine)
+    add_to_session(engine)
     return engine
 
 

@@ -10,7 +10,7 @@ from rloo_kit.errors import ConfigError, GenerationError, ModelError
 from rloo_kit.evaluation.trained_models import find_trained
 from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.models.adapters import CONFIG
-from rloo_kit.models.engine_memory import room_for_rank
+from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.loading import local_base
 from rloo_kit.text.wording import first_line, format_value
 
@@ -51,7 +51,7 @@ def server_command(
     }
     if trained.adapter is not None:
         settings |= {
-            "--max-lora-rank": str(room_for_rank(_rank(trained.adapter))),
+            "--max-lora-rank": str(reserved_rank(_rank(trained.adapter))),
             "--lora-modules": json.dumps(
                 {"name": trained.short_name, "path": str(trained.adapter.resolve())}
             ),

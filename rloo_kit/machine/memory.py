@@ -261,13 +261,13 @@ def session(*, clear_notebook: bool = False) -> Iterator[Session]:
             raise errors[0]
 
 
-def belongs_to_session(thing: Any) -> None:
+def add_to_session(thing: Any) -> None:
     """Let the innermost open session release ``thing`` at its end."""
     if _sessions:
         _sessions[-1].things.append(thing)
 
 
-def leave_session(thing: Any) -> None:
+def remove_from_session(thing: Any) -> None:
     """Let a session hold ``thing`` no more."""
     for opened in _sessions:
         opened.things[:] = [one for one in opened.things if one is not thing]

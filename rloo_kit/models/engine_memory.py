@@ -182,6 +182,6 @@ def cpu_cache(size: EngineSize, free: int) -> int:
     return room
 
 
-def room_for_rank(rank: int) -> int:
+def reserved_rank(rank: int) -> int:
     """Return the smallest rank vLLM reserves room for that holds ``rank``."""
     return next((room for room in LORA_RANKS if room >= rank), LORA_RANKS[-1])

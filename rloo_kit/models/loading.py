@@ -21,7 +21,7 @@ from rloo_kit.machine.hardware import (
     host_memory,
     why_not_vllm,
 )
-from rloo_kit.machine.memory import belongs_to_session
+from rloo_kit.machine.memory import add_to_session
 from rloo_kit.machine.pickles import (
     WHY,
     is_pickle,
@@ -31,9 +31,9 @@ from rloo_kit.machine.pickles import (
     why_not_opened,
 )
 from rloo_kit.models.adapters import WEIGHTS, adapter_in, base_of, lora_settings
-from rloo_kit.models.engine_memory import room_for_rank
+from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.shape import TINY_THINKER
-from rloo_kit.models.shared_engine import EngineSettings, load_shared
+from rloo_kit.models.shared_engine import EngineSettings, load_shared, notes_of
 from rloo_kit.scoring.contract import OverdueError, within
 from rloo_kit.text.chat_templates import end_of_turn_id
 from rloo_kit.text.wording import first_line, format_value
@@ -119,7 +119,7 @@ def load_model(
     engine = EngineSettings(
         max_seq_length,
         load_in_4bit,
-        room_for_rank(max_lora_rank),
+        reserved_rank(max_lora_rank),
         num_sequences,
         required=fast_inference != "auto" or bool(taken["in_fp8"] or taken["extra"]),
         not_shared=tuple(vllm or ()),
@@ -148,10 +148,10 @@ def load_model(
         model, tokenizer = load()
         _prepare_tokenizer(model, tokenizer)
     keep_trainable_layout(model)
-    model.rloo_kit_backend = environment.backend
-    model.rloo_kit_max_seq_length = max_seq_length
-    model.rloo_kit_vllm = _own_engine(engine, vllm or {})
-    belongs_to_session(model)
+    notes = notes_of(model)
+    notes.backend, notes.max_seq_length = environment.backend, max_seq_length
+    notes.vllm = _own_engine(engine, vllm or {})
+    add_to_session(model)
     return (model if adapter is None else _with_adapter(model, adapter)), tokenizer
 
 
@@ -255,12 +255,12 @@ def attach_lora(
         "lora_dropout": lora_dropout,
         "target_modules": target_modules,
     }
-    folder = getattr(model, "rloo_kit_adapter", None)
+    folder = notes_of(model).adapter
     if folder is not None:
         lora_settings(Path(folder), given)
         if use_gradient_checkpointing is not None:
             _recompute(model, use_gradient_checkpointing)
-            model.rloo_kit_gradient_checkpointing = use_gradient_checkpointing
+            notes_of(model).gradient_checkpointing = use_gradient_checkpointing
         return model
     asked = {name: value for name, value in given.items() if value is not None}
     settings = asdict(LoraSection()) | asked
@@ -289,8 +289,7 @@ def _new_adapter(
     checkpointing = use_gradient_checkpointing
     if checkpointing is None:
         checkpointing = "unsloth" if model.device.type != "cpu" else False
-    backend = getattr(model, "rloo_kit_backend", None)
-    if backend == "unsloth":
+    if notes_of(model).backend == "unsloth":
         from unsloth import FastLanguageModel
 
         peft_model = FastLanguageModel.get_peft_model(
@@ -300,15 +299,14 @@ def _new_adapter(
         torch.manual_seed(seed)
         peft_model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
         _recompute(peft_model, checkpointing)
-    peft_model.rloo_kit_backend = backend
     if use_gradient_checkpointing is not None:
-        peft_model.rloo_kit_gradient_checkpointing = use_gradient_checkpointing
+        notes_of(peft_model).gradient_checkpointing = use_gradient_checkpointing
     return peft_model
 
 
 def _recompute(model: Any, checkpointing: bool | str) -> None:
     """Turn gradient checkpointing on or off."""
-    if getattr(model, "rloo_kit_backend", None) == "unsloth":
+    if notes_of(model).backend == "unsloth":
         model._unsloth_gradient_checkpointing = checkpointing  # its training step follows this
     elif checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -352,7 +350,7 @@ def _with_adapter(model: Any, folder: Path) -> Any:
             f"further ({type(exc).__name__}: {first_line(exc)}): see that it was trained on this "
             "model, or try backend: transformers"
         ) from exc
-    peft_model.rloo_kit_adapter = str(folder)
+    notes_of(peft_model).adapter = str(folder)
     return peft_model
 
 

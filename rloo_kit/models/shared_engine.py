@@ -32,6 +32,33 @@ REFUSALS = (
 """What Unsloth raises for what it cannot do."""
 
 
+@dataclass
+class ModelNotes:
+    """What the kit remembers of a model that it loaded."""
+
+    backend: str | None = None
+    """``unsloth`` or ``transformers``."""
+    max_seq_length: int | None = None
+    """Longest prompt plus completion, tokens."""
+    gradient_checkpointing: bool | str | None = None
+    """As the user set it; None: not set."""
+    adapter: str | None = None
+    """The folder that the model's adapter was loaded from."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of a vLLM engine with a copy of the weights of its own."""
+    shared_engine: "EngineSettings | None" = None
+    """Of the engine that shares the weights, where one does."""
+    why_not_shared: str | None = None
+
+
+def notes_of(model: Any) -> ModelNotes:
+    """Return the notes on a model; a PEFT model has those of its base."""
+    notes = getattr(model, "rloo_kit_notes", None)
+    if notes is None:
+        notes = model.rloo_kit_notes = ModelNotes()
+    return notes
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """How a shared engine is started."""
@@ -104,7 +131,7 @@ def load_shared(
 ) -> tuple[Any, Any]:
     """Return (model, tokenizer); the model carries the engine where Unsloth can share its weights.
 
-    Where it cannot, ``model.rloo_kit_why_not_shared`` holds the reason in one line.
+    Where it cannot, ``notes_of(model).why_not_shared`` holds the reason in one line.
 
     Args:
         load: Unsloth's ``from_pretrained``, the arguments of the engine missing.
@@ -135,18 +162,18 @@ def load_shared(
         raise GenerationError(reason)
     _free_what_failed()
     model, tokenizer = load()
-    model.rloo_kit_why_not_shared = reason
+    notes_of(model).why_not_shared = reason
     return model, tokenizer
 
 
 def _with_engine(model: Any, engine: EngineSettings) -> Any:
     """Return the model with its engine's settings, or with the reason why it has none."""
     if getattr(model, "vllm_engine", None) is not None:
-        model.rloo_kit_engine = engine
+        notes_of(model).shared_engine = engine
     elif engine.required:
         raise GenerationError(NO_ENGINE)
     else:
-        model.rloo_kit_why_not_shared = NO_ENGINE
+        notes_of(model).why_not_shared = NO_ENGINE
     return model
 
 

@@ -20,7 +20,7 @@ from rloo_kit.models.engine_memory import (
     EngineMemory,
     engine_memory,
     engine_size,
-    room_for_rank,
+    reserved_rank,
 )
 from rloo_kit.models.shape import Linear, ModelShape, nf4_bytes, weight_bytes
 
@@ -425,7 +425,7 @@ def planned_engine(job: Job) -> EngineMemory:
     Args:
         job: One that vLLM samples for in this process, on a GPU.
     """
-    rank = room_for_rank(job.rank)
+    rank = reserved_rank(job.rank)
     size = engine_size(
         job.shape,
         in_4bit=job.in_4bit,

@@ -20,7 +20,7 @@ from rloo_kit.data.prompts import prompt_ids
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.evaluator import RESERVED, evaluate, settings_of
 from rloo_kit.machine.environment import setup
-from rloo_kit.machine.memory import belongs_to_session, session
+from rloo_kit.machine.memory import add_to_session, session
 from rloo_kit.output_folder import free_folder
 from rloo_kit.reward_lab.check import RewardCheck, draw, text_of
 from rloo_kit.reward_lab.probes import TOLD_BY_TOKENIZER, probe
@@ -372,7 +372,7 @@ def _examined(material: _Material) -> RewardCheck:
     ]
     probed = []
     for reward in callable_ones:
-        belongs_to_session(reward.func)
+        add_to_session(reward.func)
         probed.append(probe(reward, columns, batch, timeout=material.timeout, bound=material.bound))
     totals = total_scores(probed, batch, settings)
     signal = signal_of(totals, batch, settings)

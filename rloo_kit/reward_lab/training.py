@@ -24,7 +24,7 @@ from rloo_kit.data.files import check_messages, local_path, read_rows
 from rloo_kit.errors import ConfigError, DataError, KitError, MemoryRanOutError, ModelError
 from rloo_kit.machine.environment import precision_as_asked, quiet, setup
 from rloo_kit.machine.hardware import TESTED, Hardware, installed_version
-from rloo_kit.machine.memory import belongs_to_session, session
+from rloo_kit.machine.memory import add_to_session, session
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.output_folder import free_folder
 from rloo_kit.text.redaction import redact_tree
@@ -424,7 +424,7 @@ def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
         raise ModelError(
             f"the base {job.model!r} has no weights for {', '.join(others[:3])}: give a whole model"
         )
-    belongs_to_session(model)
+    add_to_session(model)
     reader.set_up_tokenizer(model, tokenizer, job.model)
     leaves = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
     lora = LoraConfig(

@@ -208,7 +208,7 @@ class Learner:
             return self._log_probs_here(tokens, rows, forward)
         mine = tokens.deal([[row] for row in rows], self.team.size)[self.team.rank]
         found = self._log_probs_here(tokens, sorted(row for [row] in mine), forward)
-        self.team.sum([found])
+        self.team.all_reduce([found])
         return found
 
     def _log_probs_here(self, tokens: TokenRows, rows: list[int], forward: Forward) -> torch.Tensor:

@@ -19,18 +19,18 @@ from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
 from rloo_kit.live.display import live_progress
 from rloo_kit.machine.environment import Environment, setup
 from rloo_kit.machine.hardware import GIB
-from rloo_kit.machine.memory import Released, belongs_to_session, session
+from rloo_kit.machine.memory import Released, add_to_session, session
 from rloo_kit.models.loading import save_adapter
 from rloo_kit.output_folder import free_folder, lock_folder
 from rloo_kit.planning.planner import remedy, room_here, write_plan
 from rloo_kit.processes import (
     ALONE,
     Team,
-    asked_rank,
-    asked_size,
     check_resumable,
     current_team,
     join_team,
+    launched_rank,
+    launched_size,
     why_sharded,
 )
 from rloo_kit.runs.folder import (
@@ -114,7 +114,7 @@ def train(
         from rloo_kit.runs.child import call_in_child
 
         return call_in_child(train, (source, overrides), say, resume=resume)
-    say = redacting(say) if asked_rank() == 0 else _nothing
+    say = redacting(say) if launched_rank() == 0 else _nothing
     config, base = read_config(source, overrides)
     rewards_base = Path() if base == EXAMPLES else base  # rewards of one's own are not shipped
     whole = with_whole_paths(config, base, rewards_base)
@@ -131,7 +131,7 @@ def train(
             check_same_settings(past, whole)
             return past, has_finished(past, config.trainer.get("max_steps") or 0)
 
-        past, finished = team.lead(look_back)
+        past, finished = team.run_on_first(look_back)
         if finished:
             return _already_finished(past, say)
         if resume and past is None:
@@ -139,14 +139,14 @@ def train(
         made = _prepare(config, base, rewards_base, past, say)
         result = _train_and_score(made, whole, past, say)
     result = replace(result, released=opened.released)
-    if asked_rank() == 0:
+    if launched_rank() == 0:
         _conclude(say, result)
     return result
 
 
 def _join(backend: str) -> Team:
     """Join the processes that a launcher started; alone, nothing is loaded for it."""
-    if asked_size() == 1:
+    if launched_size() == 1:
         return ALONE
     return join_team(on_cpu=_set_up(backend).hardware.device == "cpu")
 
@@ -176,13 +176,13 @@ class _Prepared:
 def _train_and_score(made: _Prepared, whole: RunConfig, past: Path | None, say: Say) -> RunResult:
     """Do all of it but the release; what is made here belongs to the open session."""
     team = current_team()
-    checkpoint, found = team.lead(lambda: _what_is_there(past))
+    checkpoint, found = team.run_on_first(lambda: _what_is_there(past))
     if past is None:
         taken = new_folder(made.folder, whole, made.environment)
     else:
         taken = reopened_folder(past, whole, made.environment, checkpoint)
     with taken if team.is_first else contextlib.nullcontext() as recorder:
-        folder = team.share(recorder and recorder.folder)
+        folder = team.broadcast(recorder and recorder.folder)
         made.args.output_dir = str(folder)
         trainer = _make_trainer(made, recorder)
         made = replace(made, score=trainer.whole_weights()(made.score))
@@ -227,7 +227,7 @@ def _prepare(
         say(f"code that comes with {config.model.name} may run: model.trust_remote_code is true")
     environment, team = _set_up(config.model.backend), current_team()
     prompts, held_out = read_prompts(config, base)
-    folder = past or team.lead(lambda: free_folder(config.output_dir))
+    folder = past or team.run_on_first(lambda: free_folder(config.output_dir))
     args = make_trainer_args(config, folder, team.size)
     check_engine(args)
     model, tokenizer = load_policy(config, base, args)
@@ -246,7 +246,7 @@ def _prepare(
         for judge in held_out_judges(rewards, held_out, load_beside, config.data.held_out_rewards)
     ]
     for judge in judges:
-        belongs_to_session(judge.func)
+        add_to_session(judge.func)
     how = settings_of(args) | {"engine": engine, "num_samples": config.data.held_out_samples}
     score = _scorer(model, tokenizer, held_out, judges, how)
     return _Prepared(

@@ -10,8 +10,9 @@ from rloo_kit.config.engine_tables import SET_ELSEWHERE
 from rloo_kit.config.run_file import did_you_mean
 from rloo_kit.errors import ConfigError, GenerationError, KitError
 from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
-from rloo_kit.machine.memory import belongs_to_session
+from rloo_kit.machine.memory import add_to_session
 from rloo_kit.models.engine_memory import MAX_SEQUENCES
+from rloo_kit.models.shared_engine import notes_of
 from rloo_kit.processes import Team, current_team, gathered
 from rloo_kit.sampling.engine import Choice, Engine, Generations, Sampling, choose, why_no_hot_swap
 from rloo_kit.text.wording import first_line, format_value
@@ -30,7 +31,7 @@ NO_REGEX = (
 NO_GROUP = "leave it out: only the adapter moves, and that through a folder"
 NO_OBJECT = "write its values into generation_kwargs"
 SETTINGS: dict[str, tuple[str, str, str]] = {
-    "use_vllm": (OBEYED, OBEYED, OBEYED),  # by asked_for
+    "use_vllm": (OBEYED, OBEYED, OBEYED),  # by requested_engine
     "vllm_mode": (OBEYED, OBEYED, OBEYED),
     "vllm_model_impl": (
         "leave it out: adapters are swapped in vLLM's own implementation alone",
@@ -108,7 +109,7 @@ def start_engine(
         GenerationError: What was asked for by name cannot be used, or does not start.
         ConfigError: Two settings contradict each other.
     """
-    asked, team = asked_for(args), current_team()
+    asked, team = requested_engine(args), current_team()
     if asked == "trl":
         _check_tables(model, Choice("trl"))
         return None, Choice("trl")
@@ -128,7 +129,7 @@ def start_engine(
     try:
         return _in_process(model, args, max_length), choice
     except GenerationError as exc:
-        if asked != "auto" or getattr(model, "rloo_kit_vllm", None):
+        if asked != "auto" or notes_of(model).vllm:
             raise
         return None, Choice("transformers", str(exc))
 
@@ -139,7 +140,7 @@ def _check_tables(model: Any, choice: Choice) -> None:
     Raises:
         ConfigError: ``load_model`` was given one.
     """
-    for name, value in getattr(model, "rloo_kit_vllm", {}).items():
+    for name, value in notes_of(model).vllm.items():
         if choice.engine == "vllm":
             return
         key = SET_ELSEWHERE["vllm"].get(name, f"vllm.{name}")
@@ -159,13 +160,13 @@ def _why_not_here(asked: str, team: Team, model: Any) -> str | None:
     if asked in ("vllm", "auto"):
         reason = (WHY_NOT_SEVERAL if team.size > 1 else None) or why_not_vllm()
     if asked == "auto":  # by name, vLLM gets a copy of its own
-        reason = reason or getattr(model, "rloo_kit_why_not_shared", None)
+        reason = reason or notes_of(model).why_not_shared
     return reason or why_no_hot_swap(model)
 
 
 def _max_length(model: Any, args: Any) -> int:
     """Return the longest prompt plus completion, tokens."""
-    given = args.vllm_max_model_length or getattr(model, "rloo_kit_max_seq_length", None)
+    given = args.vllm_max_model_length or notes_of(model).max_seq_length
     return given or model.config.get_text_config().max_position_embeddings
 
 
@@ -204,7 +205,7 @@ def _let_sleep(model: Any) -> None:
 def _in_process(model: Any, args: Any, max_length: int) -> Engine:
     from rloo_kit.sampling.vllm_inprocess import VllmEngine
 
-    if (shared := getattr(model, "rloo_kit_engine", None)) is not None:
+    if (shared := notes_of(model).shared_engine) is not None:
         _check_shared(args, shared)
 
     engine = VllmEngine(
@@ -214,9 +215,9 @@ def _in_process(model: Any, args: Any, max_length: int) -> Engine:
         sleeps=args.vllm_enable_sleep_mode,
         memory_share=args.vllm_gpu_memory_utilization if args.memory_share_given else None,
         seed=args.seed,
-        extra=getattr(model, "rloo_kit_vllm", None),
+        extra=notes_of(model).vllm,
     )
-    belongs_to_session(engine)
+    add_to_session(engine)
     return engine
 
 
@@ -230,7 +231,7 @@ def _server(model: Any, args: Any, max_length: int) -> Engine:
         timeout=args.vllm_server_timeout,
         adapter_dir=args.vllm_adapter_dir,
     )
-    belongs_to_session(server)
+    add_to_session(server)
     return server
 
 
@@ -252,7 +253,7 @@ class SharedEngine:
             self._engine = start()
             return self._engine.name, self._engine.adapter_dtype
 
-        self.name, self.adapter_dtype = team.lead(facts)
+        self.name, self.adapter_dtype = team.run_on_first(facts)
         self.sync_seconds = 0.0
 
     def sync(self, model: Any) -> None:
@@ -263,13 +264,13 @@ class SharedEngine:
             return self._engine.sync_seconds
 
         with gathered(p for p in model.parameters() if p.requires_grad):
-            self.sync_seconds = self._team.lead(send)
+            self.sync_seconds = self._team.run_on_first(send)
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
         """Complete this process's prompts, and the others', in one call."""
         parts = self._team.gather(prompt_ids)
         everything = [ids for part in parts for ids in part]
-        drawn = self._team.lead(lambda: self._engine.generate(everything, sampling, seed))
+        drawn = self._team.run_on_first(lambda: self._engine.generate(everything, sampling, seed))
         begin = sum(map(len, parts[: self._team.rank]))
         mine = slice(begin, begin + len(prompt_ids))
         return Generations(drawn.completion_ids[mine], drawn.log_probs[mine])
@@ -296,7 +297,7 @@ def check_engine(args: Any, *, trains: bool = True) -> None:
         GenerationError: An engine was asked for by name and is not installed.
         ConfigError: The engine does not obey a setting.
     """
-    asked = asked_for(args)
+    asked = requested_engine(args)
     if asked == "vllm":
         choose("vllm", on_gpu=True, why_not=why_not_vllm())
     if asked == "auto" and (detect_hardware().device == "cpu" or why_not_vllm()):
@@ -354,7 +355,7 @@ def _check_vllm(others: Mapping[str, Any], engine: str, args: Any) -> None:
         from vllm import SamplingParams
 
         try:
-            SamplingParams(**sampling_of(args, []).as_vllm())
+            SamplingParams(**make_sampling(args, []).as_vllm())
         except Exception as exc:  # what vLLM raises differs by version
             raise _refused(others, exc) from exc
 
@@ -378,7 +379,7 @@ def _check_generate(others: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def values_obeyed(args: Any) -> Iterator[None]:
+def blame_generation_kwargs(args: Any) -> Iterator[None]:
     """Blame ``generation_kwargs`` for what transformers' ``generate`` does not take.
 
     Raises:
@@ -399,7 +400,7 @@ def _refused(others: Mapping[str, Any], exc: Exception) -> ConfigError:
     )
 
 
-def asked_for(args: Any) -> str:
+def requested_engine(args: Any) -> str:
     """Return ``auto``, ``vllm``, ``server``, ``transformers``, or ``trl`` for TRL's own client.
 
     ``use_vllm: true`` means ``generation: vllm``; with ``vllm_mode: server`` it is TRL's client of
@@ -418,7 +419,7 @@ def asked_for(args: Any) -> str:
     return wanted
 
 
-def sampling_of(args: Any, stop_token_ids: list[int]) -> Sampling:
+def make_sampling(args: Any, stop_token_ids: list[int]) -> Sampling:
     """Return how a trainer's settings draw completions.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from rloo_kit.errors import GenerationError
 from rloo_kit.machine.hardware import SHARED_MEMORY
-from rloo_kit.models.engine_memory import LORA_RANKS, room_for_rank
+from rloo_kit.models.engine_memory import LORA_RANKS, reserved_rank
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,9 @@ def _why_not_taken(config: Any) -> str | None:
     return None
 
 
-def room_for_adapters(model: Any) -> int:
+def reserved_rank_of(model: Any) -> int:
     """Return the rank to reserve room for, so that each adapter of the model can be sent."""
-    return room_for_rank(max(config.r for config in model.peft_config.values()))
+    return reserved_rank(max(config.r for config in model.peft_config.values()))
 
 
 def active_adapter(model: Any) -> str | None:

@@ -36,7 +36,7 @@ from rloo_kit.sampling.engine import (
     Sampling,
     active_adapter,
     adapter_tensors,
-    room_for_adapters,
+    reserved_rank_of,
 )
 from rloo_kit.text.wording import first_line
 
@@ -132,7 +132,7 @@ class VllmEngine:
             "max_num_seqs": num_sequences,
             "max_num_batched_tokens": max(BATCHED_TOKENS, max_length) if on_cpu else BATCHED_TOKENS,
             "enable_lora": True,
-            "max_lora_rank": room_for_adapters(model),
+            "max_lora_rank": reserved_rank_of(model),
             "lora_target_modules": _vllm_modules(
                 [config.target_modules for config in model.peft_config.values()]
             ),
@@ -190,7 +190,7 @@ class VllmEngine:
         return engine_size(
             shape_of_config(config, str(config._name_or_path)),
             in_4bit=in_4bit,
-            max_rank=room_for_adapters(model),
+            max_rank=reserved_rank_of(model),
             num_sequences=num_sequences,
             max_length=max_length,
             cache_bytes=1 if str(extra.get("kv_cache_dtype")).startswith("fp8") else 2,

@@ -18,7 +18,7 @@ from rloo_kit.sampling.engine import (
     Generations,
     Sampling,
     active_adapter,
-    room_for_adapters,
+    reserved_rank_of,
 )
 from rloo_kit.text.redaction import redact
 
@@ -61,7 +61,7 @@ class VllmServer:
         self.timeout = timeout
         self.sync_seconds = 0.0
         """Of the last sync."""
-        self._rank = room_for_adapters(model)
+        self._rank = reserved_rank_of(model)
         self._adapter: tuple[str, Path] | None = None
         self._samples: str | None = None
         """The name of what samples, on the server."""

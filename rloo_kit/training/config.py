@@ -16,7 +16,7 @@ from rloo_kit.config.run_file import (
 )
 from rloo_kit.errors import ConfigError
 from rloo_kit.machine.environment import setup
-from rloo_kit.processes import asked_size
+from rloo_kit.processes import launched_size
 from rloo_kit.rloo.rollout import Shaping
 from rloo_kit.text.redaction import redact_tree
 from rloo_kit.text.wording import first_line
@@ -131,7 +131,7 @@ class LeaveOneOutConfig(RLOOConfig):
         if isinstance(arguments.get("normalize_reward"), str):  # of a command line, perhaps "true"
             arguments["normalize_reward"] = read_value(arguments["normalize_reward"])
         of_unsloth = {name: arguments.pop(name) for name in _OF_UNSLOTH if name in arguments}
-        values = translate_trainer_arguments(arguments, asked_size()) | of_unsloth
+        values = translate_trainer_arguments(arguments, launched_size()) | of_unsloth
         for field in OWN_FIELDS:
             setattr(self, field.name, values.pop(field.name, field.default))
         hardware = setup().hardware
@@ -157,7 +157,7 @@ class LeaveOneOutConfig(RLOOConfig):
             "vllm_enable_sleep_mode": not on_cpu,
             "dataloader_pin_memory": not on_cpu,
             "use_cpu": on_cpu,
-            **({"ddp_backend": "gloo"} if on_cpu and asked_size() > 1 else {}),
+            **({"ddp_backend": "gloo"} if on_cpu and launched_size() > 1 else {}),
         }
         try:
             super().__init__(**{**defaults, **values, "output_dir": output_dir or "runs/trainer"})

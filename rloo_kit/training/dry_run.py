@@ -27,12 +27,13 @@ from rloo_kit.data.prompts import prompt_ids
 from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.machine.hardware import GIB, TESTED, detect_hardware, installed_version
 from rloo_kit.machine.memory import is_out_of_memory, measure, return_to_system, take_peak
+from rloo_kit.models.shared_engine import notes_of
 from rloo_kit.output_folder import write_json
 from rloo_kit.processes import ALONE
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import NO_GRAD_FACTOR, Learner, Tally
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch
-from rloo_kit.sampling.choice import sampling_of, values_obeyed
+from rloo_kit.sampling.choice import blame_generation_kwargs, make_sampling
 
 SHORT = 8
 """Tokens that an engine samples, whose cache of keys and values is reserved anyway."""
@@ -152,7 +153,7 @@ def rehearse_first(
     worst = _worst_case(trainer, max_prompt_tokens)
     key, free = digest(_facts(trainer, worst)), detect_hardware().free_memory
     memory = Memory()
-    if not trainer.team.share(bool(wanted) or not memory.knows(key, free)):
+    if not trainer.team.broadcast(bool(wanted) or not memory.knows(key, free)):
         trainer.rehearsed = True
         return None
     found = _rehearse(trainer, worst, remedy)
@@ -262,7 +263,7 @@ def _longest_prompt(trainer: Any, max_prompt_tokens: int | None) -> int:
         return max(
             len(prompt_ids(trainer._tokenizer, prompt, settings)) for prompt in raw_prompts(dataset)
         )
-    longest = getattr(trainer.model, "rloo_kit_max_seq_length", None)
+    longest = notes_of(trainer.model).max_seq_length
     if longest is None:
         longest = trainer.model.config.get_text_config().max_position_embeddings
     room = max(1, longest - trainer.args.max_completion_length)
@@ -271,7 +272,7 @@ def _longest_prompt(trainer: Any, max_prompt_tokens: int | None) -> int:
 
 def _is_bounded(trainer: Any, max_prompt_tokens: int | None) -> bool:
     """Return whether the length of a prompt is limited by more than what the model could read."""
-    limit = max_prompt_tokens or getattr(trainer.model, "rloo_kit_max_seq_length", None)
+    limit = max_prompt_tokens or notes_of(trainer.model).max_seq_length
     return hasattr(trainer.train_dataset, "__len__") or limit is not None
 
 
@@ -341,7 +342,7 @@ def _step_once(trainer: Any) -> Any:
 def _sample(trainer: Any, worst: _Worst) -> None:
     """Take the memory of sampling: prompts read, and a cache of keys and values at full length."""
     if trainer.engine is not None:
-        sampling = sampling_of(trainer.args, trainer.eos_token_ids)
+        sampling = make_sampling(trainer.args, trainer.eos_token_ids)
         others = {n: v for n, v in sampling.others.items() if n != "min_tokens"}
         short = replace(sampling, max_tokens=min(SHORT, worst.completion), others=others)
         trainer.engine.sync(trainer.model)
@@ -380,7 +381,7 @@ def _fill_cache(trainer: Any, worst: _Worst) -> None:
         return model.generate(ids, attention_mask=mask, generation_config=settings, **others)
 
     with (
-        values_obeyed(trainer.args),
+        blame_generation_kwargs(trainer.args),
         _modes_kept(model),
         _sampling_mode(model),
         torch.no_grad(),

@@ -28,10 +28,10 @@ from rloo_kit.data.prompts import (
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.machine.environment import setup
 from rloo_kit.models.adapters import adapter_in, lora_settings
-from rloo_kit.models.engine_memory import room_for_rank
+from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.loading import attach_lora, load_model
-from rloo_kit.processes import asked_size
-from rloo_kit.sampling.choice import asked_for
+from rloo_kit.processes import launched_size
+from rloo_kit.sampling.choice import requested_engine
 from rloo_kit.scoring.loading import LoadedReward
 
 
@@ -251,7 +251,7 @@ def load_policy(config: RunConfig, base: Path, args: Any) -> tuple[Any, Any]:
         load_in_4bit=config.model.load_in_4bit,
         backend=config.model.backend,
         trust_remote_code=config.model.trust_remote_code,
-        max_lora_rank=room_for_rank(config.lora.r),
+        max_lora_rank=reserved_rank(config.lora.r),
         vllm=config.vllm,
         **_engine_arguments(args),
         **_unsloth_arguments(config),
@@ -281,7 +281,7 @@ def _unsloth_arguments(config: RunConfig) -> dict[str, Any]:
 
 def _engine_arguments(args: Any) -> dict[str, Any]:
     """Return what ``load_model`` needs to load the base once for training and for vLLM."""
-    if asked_for(args) not in ("auto", "vllm") or asked_size() > 1:
+    if requested_engine(args) not in ("auto", "vllm") or launched_size() > 1:
         return {}
     given = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization}
     return {

@@ -38,7 +38,8 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.live.display import live_progress
 from rloo_kit.machine.environment import precision_as_asked
 from rloo_kit.machine.hardware import GIB, detect_hardware
-from rloo_kit.machine.memory import belongs_to_session, take_peak
+from rloo_kit.machine.memory import add_to_session, take_peak
+from rloo_kit.models.shared_engine import notes_of
 from rloo_kit.processes import current_team, why_sharded
 from rloo_kit.rloo.batching import MicroBatch, TokenRows, default_token_budget, pass_overhead
 from rloo_kit.rloo.guards import Pieces, StepGuard, check_finite, finite_logits
@@ -47,11 +48,11 @@ from rloo_kit.rloo.objective import RunningMoments
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch
 from rloo_kit.sampling.canary import Canary
 from rloo_kit.sampling.choice import (
-    asked_for,
+    blame_generation_kwargs,
     check_engine,
-    sampling_of,
+    make_sampling,
+    requested_engine,
     start_engine,
-    values_obeyed,
 )
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.composition import WeightSchedule
@@ -134,7 +135,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         _check_prompts(parts["train_dataset"], "train_dataset")
         rewards = _load_weighted(parts.pop("reward_funcs"), args, parts["processing_class"])
         rewards = with_tokenizers(rewards, others.get("reward_processing_classes"))
-        if asked_for(args) != "trl":
+        if requested_engine(args) != "trl":
             args.use_vllm = False  # the kit samples; TRL need not start an engine of its own
         _drop_old_reference(parts["model"])
         adapter = _adapter_values(parts["model"])
@@ -170,7 +171,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
             self.engine, choice = start_engine(self.model, asked, why_not=self._use_trl_path)
             if choice.reason and not args.use_cpu:
                 warnings.warn(f"vLLM does not sample: {choice.reason}", UserWarning, stacklevel=2)
-        belongs_to_session(self)
+        add_to_session(self)
 
     def _begin(self) -> None:
         """Set what a training keeps from batch to batch."""
@@ -240,7 +241,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
                 rehearse_first(self, print)
             output = super().train(resume_from_checkpoint, *args, **kwargs)
             if not self._use_trl_path:  # the first process may have put its best weights back
-                self.team.copy_from_first(list(self._trained().values()))
+                self.team.broadcast_tensors(list(self._trained().values()))
             return output
         finally:
             for callback in self.callback_handler.callbacks:
@@ -319,7 +320,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         slices = self.args.steps_per_generation
         if self._step % (slices * self.num_iterations) == 0 or self._buffered_inputs is None:
             rollout = self._generate_and_score_completions(generation_batch)
-            order = self.team.share(torch.randperm(len(rollout))).split(len(rollout) // slices)
+            order = self.team.broadcast(torch.randperm(len(rollout))).split(len(rollout) // slices)
             self._run_old_pass(rollout, order)
             self._buffered_inputs = [(rollout, rows) for rows in order]
         return self._buffered_inputs[self._step % slices]
@@ -372,7 +373,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
             check_finite(self._learner.parameters, self.state.global_step)
         if self.engine is None:
             return self._generate_here(prompt_ids, images, multimodal_fields)
-        sampling = sampling_of(self.args, self.eos_token_ids)
+        sampling = make_sampling(self.args, self.eos_token_ids)
         self._sync_engine(prompt_ids)
         seed = int(torch.randint(2**31, ()))  # of the run's own random state
         drawn = self.engine.generate(prompt_ids, sampling, seed)
@@ -395,7 +396,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
             # TRL turns checkpointing off to sample, and where that fails not on again.
             kwargs = self.args.gradient_checkpointing_kwargs
             off = disable_gradient_checkpointing(self.model, kwargs)
-            with values_obeyed(self.args), finite_logits(), off:
+            with blame_generation_kwargs(self.args), finite_logits(), off:
                 return sample(prompts, images, multimodal_fields)
 
         if images or multimodal_fields or self.use_vllm:
@@ -461,7 +462,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
             without_adapter=lambda: use_adapter(model, None),
             pad_token_id=self._tokenizer.pad_token_id,
             dtype=torch.bfloat16 if self.args.bf16 else model.dtype,
-            sampling=sampling_of(self.args, self.eos_token_ids),
+            sampling=make_sampling(self.args, self.eos_token_ids),
         )
 
     def _sample(
@@ -736,7 +737,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if self.team.size > 1:
-            self.team.sum([parameter.grad for parameter in self._learner.parameters])
+            self.team.all_reduce([parameter.grad for parameter in self._learner.parameters])
             self._learner.tally = Tally.of_all(self.team.gather(self._learner.tally))
         for rollout in rollouts.values():
             if rollout.on_policy:
@@ -920,7 +921,7 @@ def _drop_old_reference(model: Any) -> None:
 
 def _follow_model(args: LeaveOneOutConfig, model: Any) -> None:
     """Let an unset ``gradient_checkpointing`` follow what ``attach_lora`` was told."""
-    choice = getattr(model, "rloo_kit_gradient_checkpointing", None)
+    choice = notes_of(model).gradient_checkpointing
     if choice is not None and getattr(args, "follows_model", False):
         args.gradient_checkpointing = bool(choice)
 

@@ -25,6 +25,7 @@ from rloo_kit.models.shared_engine import (
     EngineSettings,
     engine_variables,
     load_shared,
+    notes_of,
 )
 from rloo_kit.planning.memory import planned_engine
 from rloo_kit.planning.planner import make_plan
@@ -203,7 +204,7 @@ def test_an_engine_that_does_not_sample_takes_no_settings(tmp_path, capsys, fake
 
 def test_vllm_that_samples_obeys():
     model = torch.nn.Linear(1, 1)
-    model.rloo_kit_vllm = {"enforce_eager": True}
+    notes_of(model).vllm = {"enforce_eager": True}
     _check_tables(model, Choice("vllm"))
     with pytest.raises(ConfigError, match=r"vllm.enforce_eager .* the vLLM server samples"):
         _check_tables(model, Choice("server"))

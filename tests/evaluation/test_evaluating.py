@@ -34,7 +34,7 @@ from rloo_kit.evaluation.table import Row, _compare, _judged_alike
 from rloo_kit.evaluation.trained_models import find_trained, load_base
 from rloo_kit.evaluation.win_rate import _Side, _verdicts
 from rloo_kit.report.content import run_content
-from rloo_kit.sampling.choice import asked_for
+from rloo_kit.sampling.choice import requested_engine
 from rloo_kit.sampling.engine import Generations, active_adapter
 from rloo_kit.training.preparation import held_out_judges
 
@@ -404,11 +404,11 @@ def test_an_engine_that_is_not_installed_is_told_by_the_command(run, capsys, mon
 def test_what_trained_need_not_evaluate(trained, wanted, tmp_path):
     args = rk.LeaveOneOutConfig(str(tmp_path), **trained)
     assert not _choose_engine(args, {})
-    assert asked_for(args) == wanted
+    assert requested_engine(args) == wanted
     for given in ("transformers", "server", "vllm"):
         args = rk.LeaveOneOutConfig(str(tmp_path), **trained | {"generation": given})
         assert _choose_engine(args, {"generation": given}) == (given != "transformers")
-        assert asked_for(args) == given
+        assert requested_engine(args) == given
 
 
 def test_rows_of_two_samplers_are_not_compared(table):

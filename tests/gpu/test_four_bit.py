@@ -28,7 +28,7 @@ def test_weights_are_four_bit_and_on_the_device(kit, four_bit, device, record_pr
 
     with kit.session():
         model, _ = kit.load_model("tiny-thinker", load_in_4bit=True, max_seq_length=128)
-        record_property("backend", model.rloo_kit_backend)
+        record_property("backend", model.rloo_kit_notes.backend)
         layers = [m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
         assert len(layers) == 4 * 7
         assert all(layer.weight.dtype == torch.uint8 for layer in layers)

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from rloo_kit.errors import GenerationError
-from rloo_kit.models.engine_memory import room_for_rank
+from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.shared_engine import EngineSettings, engine_variables
 from rloo_kit.planning.memory import CONTEXT
 from rloo_kit.planning.planner import plan
@@ -62,7 +62,7 @@ def test_the_plan_unsloth_and_vllm_agree_for_every_run_file(
     here = card(gib, used_gib=CONTEXT / 2**30)
     here.total = made.card.usable
     settings = EngineSettings(
-        job.max_length, job.in_4bit, room_for_rank(job.rank), job.rows, sleeps=job.sleeps
+        job.max_length, job.in_4bit, reserved_rank(job.rank), job.rows, sleeps=job.sleeps
     )
     try:
         found = unsloths_arguments(

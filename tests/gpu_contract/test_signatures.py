@@ -6,6 +6,7 @@ import pytest
 
 import rloo_kit as rk
 from rloo_kit.models.shape import TINY_THINKER
+from rloo_kit.models.shared_engine import notes_of
 
 pytestmark = pytest.mark.gpu_contract
 
@@ -55,7 +56,7 @@ def test_attaching_an_adapter_binds(policy, monkeypatch):
 
     model, _ = policy()
     plain = model.unload()
-    plain.rloo_kit_backend = "unsloth"
+    notes_of(plain).backend = "unsloth"
     seen = []
     attach = binding(FastLlamaModel.get_peft_model, seen)
     monkeypatch.setattr(unsloth.FastLanguageModel, "get_peft_model", attach)

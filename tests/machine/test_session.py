@@ -17,7 +17,7 @@ from rloo_kit.machine.memory import (
     Held,
     MemoryUse,
     Released,
-    belongs_to_session,
+    add_to_session,
     held_tensors,
     measure,
     release,
@@ -54,7 +54,7 @@ class Judge:
 
 def made(thing):
     """Make it, as a loader would."""
-    belongs_to_session(thing)
+    add_to_session(thing)
     return thing
 
 
@@ -101,7 +101,7 @@ def test_what_the_body_made_is_released_when_it_raises(error):
     def body():
         with session() as own:
             opened.append(own)
-            belongs_to_session(engine)
+            add_to_session(engine)
             raise error
 
     with pytest.raises(error):
@@ -153,8 +153,8 @@ def test_what_cannot_be_released_does_not_keep_the_rest():
 
     def body():
         with session():
-            belongs_to_session(first)
-            belongs_to_session(Broken())
+            add_to_session(first)
+            add_to_session(Broken())
 
     with pytest.raises(ConnectionError):
         body()

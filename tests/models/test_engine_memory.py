@@ -9,7 +9,13 @@ from rloo_kit.machine.hardware import Hardware
 from rloo_kit.models import shared_engine
 from rloo_kit.models.engine_memory import EngineMemory, cpu_cache, engine_memory, engine_size
 from rloo_kit.models.shape import read_shape
-from rloo_kit.models.shared_engine import EngineSettings, load_shared, why_not_shared
+from rloo_kit.models.shared_engine import (
+    EngineSettings,
+    ModelNotes,
+    load_shared,
+    notes_of,
+    why_not_shared,
+)
 from rloo_kit.planning.planner import plan
 from rloo_kit.sampling import choice as engines
 from rloo_kit.sampling.engine import Choice
@@ -156,7 +162,7 @@ def test_what_unsloth_refuses_is_loaded_without_vllm_with_a_reason(refusal, smal
     model, _ = load_shared(load, "unsloth/Qwen3-4B-bnb-4bit", settings, False)
     assert load.calls[0]["fast_inference"]
     assert load.calls[1] == {}
-    assert str(refusal) in model.rloo_kit_why_not_shared
+    assert str(refusal) in notes_of(model).why_not_shared
     load = loader(refusal)
     settings = EngineSettings(768, True, 16, 16, required=True)
     with pytest.raises(GenerationError, match=str(refusal)):
@@ -168,14 +174,14 @@ def test_a_card_that_is_too_small_is_not_tried(small_card):
     settings = EngineSettings(768, True, 16, 16, share=0.1)
     model, _ = load_shared(load, "unsloth/Qwen3-4B-bnb-4bit", settings, False)
     assert load.calls == [{}]
-    assert "vllm_gpu_memory_utilization" in model.rloo_kit_why_not_shared
+    assert "vllm_gpu_memory_utilization" in notes_of(model).why_not_shared
 
 
 def test_a_model_that_unsloth_loads_without_vllm_says_so(small_card):
     load = loader(SimpleNamespace())
     settings = EngineSettings(768, True, 16, 16)
     model, _ = load_shared(load, "unsloth/Qwen3-4B-bnb-4bit", settings, False)
-    assert "without vLLM" in model.rloo_kit_why_not_shared
+    assert "without vLLM" in notes_of(model).why_not_shared
     assert len(load.calls) == 1
 
 
@@ -192,7 +198,7 @@ def test_a_plan_refuses_a_share_that_vllm_cannot_start_with(monkeypatch):
     "settings", [{"share": 0.4, "given": True}, {"length": 4096}], ids=["share", "length"]
 )
 def test_settings_that_differ_from_the_shared_engines_are_refused(on_gpu, settings):
-    on_gpu.rloo_kit_engine = EngineSettings(128, True, 16, 16, share=0.5)
+    notes_of(on_gpu).shared_engine = EngineSettings(128, True, 16, 16, share=0.5)
     args = arguments_of("vllm")
     args.memory_share_given = settings.get("given", False)
     args.vllm_gpu_memory_utilization = settings.get("share", 0.3)
@@ -214,7 +220,7 @@ def test_unsloths_variable_follows_the_sleep_mode_and_is_put_back(sleeps, small_
 
     settings = EngineSettings(768, True, 16, 16, sleeps=sleeps)
     model, _ = load_shared(load, "unsloth/Qwen3-4B-bnb-4bit", settings, False)
-    assert model.rloo_kit_engine is settings
+    assert notes_of(model).shared_engine is settings
     assert seen == ["1" if sleeps else "0"]
     assert os.environ["UNSLOTH_VLLM_STANDBY"] == "1"
 
@@ -232,7 +238,9 @@ def arguments_of(generation):
 def on_gpu(monkeypatch):
     monkeypatch.setattr(engines, "why_not_vllm", lambda: None)
     monkeypatch.setattr(engines, "why_no_hot_swap", lambda _: None)
-    return SimpleNamespace(device=SimpleNamespace(type="cuda"), rloo_kit_max_seq_length=128)
+    return SimpleNamespace(
+        device=SimpleNamespace(type="cuda"), rloo_kit_notes=ModelNotes(max_seq_length=128)
+    )
 
 
 def test_an_engine_that_does_not_start_falls_back_under_auto_alone(on_gpu, monkeypatch):
@@ -250,7 +258,7 @@ def test_a_model_that_unsloth_could_not_share_is_sampled_by_transformers_under_a
     on_gpu, monkeypatch
 ):
     monkeypatch.setattr(engines, "_in_process", lambda *_: "its own engine")
-    on_gpu.rloo_kit_why_not_shared = "GPT-NeoX"
+    notes_of(on_gpu).why_not_shared = "GPT-NeoX"
     engine, choice = engines.start_engine(on_gpu, arguments_of("auto"), trains=False)
     assert (engine, choice.reason) == (None, "GPT-NeoX")
     engine, _ = engines.start_engine(on_gpu, arguments_of("vllm"), trains=False)

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rloo_kit.config.run_file import check_values
 from rloo_kit.errors import ConfigError, GenerationError
-from rloo_kit.models.engine_memory import room_for_rank
-from rloo_kit.sampling.choice import asked_for, sampling_of
+from rloo_kit.models.engine_memory import reserved_rank
+from rloo_kit.sampling.choice import make_sampling, requested_engine
 from rloo_kit.sampling.engine import (
     LORA_RANKS,
     SHARED_MEMORY,
@@ -23,7 +23,7 @@ from rloo_kit.sampling.engine import (
     active_adapter,
     adapter_tensors,
     choose,
-    room_for_adapters,
+    reserved_rank_of,
     why_no_hot_swap,
 )
 
@@ -141,15 +141,15 @@ def settings(**given):
 
 
 def test_trainer_settings_become_sampling():
-    assert sampling_of(settings(), [3, 4]) == Sampling(256, (3, 4))
+    assert make_sampling(settings(), [3, 4]) == Sampling(256, (3, 4))
     given = {"temperature": 0.6, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2}
-    found = sampling_of(settings(**given, generation_kwargs={"seed": 3}), [2])
+    found = make_sampling(settings(**given, generation_kwargs={"seed": 3}), [2])
     assert found == Sampling(256, (2,), **given, others={"seed": 3})
 
 
 def test_sampling_does_not_share_the_trainers_dictionary():
     args = settings(generation_kwargs={"bad_words": []})
-    sampling_of(args, [2]).others["more"] = 1
+    make_sampling(args, [2]).others["more"] = 1
     assert args.generation_kwargs == {"bad_words": []}
 
 
@@ -158,8 +158,8 @@ def test_sampling_does_not_share_the_trainers_dictionary():
 
 @pytest.mark.parametrize("generation", ["auto", "vllm", "server", "transformers"])
 def test_generation_alone_says_who_samples(generation):
-    assert asked_for(settings(generation=generation)) == generation
-    assert asked_for(settings(generation=generation, vllm_mode="server")) == generation
+    assert requested_engine(settings(generation=generation)) == generation
+    assert requested_engine(settings(generation=generation, vllm_mode="server")) == generation
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_generation_alone_says_who_samples(generation):
     [("colocate", "auto", "vllm"), ("colocate", "vllm", "vllm"), ("server", "auto", "trl")],
 )
 def test_use_vllm_of_trl_is_understood(mode, generation, asked):
-    found = asked_for(settings(use_vllm=True, vllm_mode=mode, generation=generation))
+    found = requested_engine(settings(use_vllm=True, vllm_mode=mode, generation=generation))
     assert found == asked
 
 
@@ -183,7 +183,7 @@ def test_use_vllm_of_trl_is_understood(mode, generation, asked):
 )
 def test_two_settings_that_contradict_each_other_are_refused(mode, generation):
     with pytest.raises(ConfigError, match=generation):
-        asked_for(settings(use_vllm=True, vllm_mode=mode, generation=generation))
+        requested_engine(settings(use_vllm=True, vllm_mode=mode, generation=generation))
 
 
 @pytest.mark.parametrize("asked", ["auto", "vllm", "server", "transformers"])
@@ -234,7 +234,7 @@ def test_a_model_without_adapter_has_nothing_to_send():
 def test_the_adapter_that_computes_is_the_one_that_is_sent(tmp_path):
     model, folders = adapted(), AdapterFolders(tmp_path)
     model.add_adapter("other", LoraConfig(r=9, target_modules=["o_proj"]))
-    assert (room_for_adapters(model), active_adapter(model)) == (16, "default")
+    assert (reserved_rank_of(model), active_adapter(model)) == (16, "default")
     model.set_adapter("other")
     folder = folders.write(model, torch.float32)
     assert json.loads((folder / "adapter_config.json").read_text())["r"] == 9
@@ -279,7 +279,7 @@ def test_ranks_and_scales_of_single_layers_are_looked_at():
 
 
 def test_the_room_for_a_rank_is_the_smallest_that_holds_it():
-    assert [room_for_rank(rank) for rank in (1, 8, 9, 64, 65, 512)] == [8, 8, 16, 64, 128, 512]
+    assert [reserved_rank(rank) for rank in (1, 8, 9, 64, 65, 512)] == [8, 8, 16, 64, 128, 512]
     assert list(LORA_RANKS) == sorted(LORA_RANKS)
 
 

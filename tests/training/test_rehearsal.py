@@ -567,8 +567,7 @@ def test_a_stream_without_any_limit_is_rehearsed_only_where_that_is_asked_for(ma
     rows = made.train_dataset.to_iterable_dataset()
     monkeypatch.setattr(made, "train_dataset", rows)
     assert _is_bounded(made, None)
-    monkeypatch.delattr(made.model.base_model.model, "rloo_kit_max_seq_length", raising=False)
-    monkeypatch.delattr(made.model, "rloo_kit_max_seq_length", raising=False)
+    monkeypatch.setattr(made.model.rloo_kit_notes, "max_seq_length", None)
     assert not _is_bounded(made, None)
     assert _is_bounded(made, 64)
 
