@@ -98,7 +98,6 @@ def put(path: Path, name: str, text: str) -> None:
 def main() -> None:
     """Write the tables and the picture."""
     short, long, second = (json.loads(path.read_text()) for path in (TABLE, LONG, SECOND))
-    put(ROOT / "docs" / "explanation" / "trainer.md", "learn-step", table(short))
     put(ROOT / "docs" / "explanation" / "trainer.md", "learn-step-long", table(long))
     put(ROOT / "docs" / "explanation" / "trainer.md", "learn-step-second", second_steps(second))
     put(ROOT / "README.md", "learn-step", summary(long))

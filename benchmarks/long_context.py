@@ -511,20 +511,20 @@ def picture(arms: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def passes_table(arms: dict[str, list[dict[str, Any]]]) -> str:
-    """Seconds and memory of the passes, as Markdown."""
+    """Seconds and memory of the passes at each arm's longest length, as Markdown."""
     lines = [
         "| model | tokens | reference | old | learning | attention | without it | peak |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, points in arms.items():
-        for point in points:
-            took = {**point["seconds"], "attention": point.get("attention")}
-            names = (*PASSES, "attention")
-            cells = [f"{took[n]:.1f} s" if (took.get(n) or 0) > 0.05 else "" for n in names]
-            alone = others_of(point) / point["tokens"] * 1e3 if took["attention"] else None
-            cells.append("" if alone is None else f"{alone:.2f} ms a token")
-            cells.append(f"{peak_of(point):,.0f} MiB")
-            lines.append(f"| {ARM[name].words} | {point['length']:,} | {' | '.join(cells)} |")
+        point = points[-1]
+        took = {**point["seconds"], "attention": point.get("attention")}
+        names = (*PASSES, "attention")
+        cells = [f"{took[n]:.1f} s" if (took.get(n) or 0) > 0.05 else "" for n in names]
+        alone = others_of(point) / point["tokens"] * 1e3 if took["attention"] else None
+        cells.append("" if alone is None else f"{alone:.2f} ms a token")
+        cells.append(f"{peak_of(point):,.0f} MiB")
+        lines.append(f"| {ARM[name].words} | {point['length']:,} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -546,20 +546,6 @@ def growth_table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def around_table(arms: dict[str, list[dict[str, Any]]]) -> str:
-    """What is not a pass of the model, as Markdown."""
-    lines = [
-        "| tokens | sampling | rewards | records | report | report.html | completions.jsonl |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for point in arms["embedded"]:
-        around = [point["seconds"].get(phase, 0.0) for phase in PHASES if phase not in PASSES]
-        sizes = [point["files"][name] / 1024 for name in ("report.html", "completions.jsonl")]
-        cells = [f"{seconds:.2f} s" for seconds in around] + [f"{size:,.0f} KiB" for size in sizes]
-        lines.append(f"| {point['length']:,} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def put(name: str, text: str) -> None:
     """Replace what stands between two markers of the page."""
     marks = re.compile(rf"(<!-- {name}:.*?-->\n).*?(<!-- /{name} -->)", re.S)
@@ -576,7 +562,6 @@ def draw() -> None:
     picture(arms)
     put("long-passes", passes_table(arms))
     put("long-growth", growth_table(content["fits"]))
-    put("long-around", around_table(arms))
 
 
 def machine() -> dict[str, Any]:

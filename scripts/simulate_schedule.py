@@ -115,8 +115,7 @@ class Wire:
 
 PCIE = Wire("PCIe 4.0 x16", 31.5e9)
 NVLINK = Wire("NVLink 4", 450e9)
-ETHERNET = [Wire(f"{gbit} Gbit/s", gbit / 8 * 1e9) for gbit in (25, 100, 400)]
-WIRES = [PCIE, NVLINK, *ETHERNET]
+ETHERNET = Wire("25 Gbit/s", 25 / 8 * 1e9)
 
 
 @dataclass(frozen=True)
@@ -294,7 +293,7 @@ def simulate(
     plan: Plan,
     model: Model = QWEN3_4B,
     card: Card | None = None,
-    wires: tuple[Wire, Wire] = (PCIE, ETHERNET[0]),
+    wires: tuple[Wire, Wire] = (PCIE, ETHERNET),
     lengths: Lengths | None = None,
     steps: int = STEPS,
 ) -> Outcome:
@@ -364,14 +363,6 @@ def amount(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def duration(seconds: float) -> str:
-    """Return seconds in a unit that needs few digits."""
-    units = {"h": 3600, "s": 1, "ms": 1e-3}
-    unit = next((name for name, scale in units.items() if seconds >= scale), "ms")
-    value = seconds / units[unit]
-    return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
-
-
 def sent_in_a_step(model: Model, processes: int, rows: int = 512) -> dict[str, float]:
     """Return the bytes that one process sends in an optimizer step, by what it is for.
 
@@ -383,12 +374,11 @@ def sent_in_a_step(model: Model, processes: int, rows: int = 512) -> dict[str, f
     mean = statistics.fmean(Lengths().draw(random.Random(0), 512, 8))
     base = all_gather_bytes(model.bytes_in(16), processes)
     return {
-        "LoRA gradients in 32 bit, all-reduced": all_reduce_bytes(4 * lora, processes),
+        "LoRA gradients in 32 bit (also ZeRO-2)": all_reduce_bytes(4 * lora, processes),
         "completions and scores, gathered": all_gather_bytes(
             GATHERED_BYTES * rows * mean, processes
         ),
         "adapter to each vLLM server, 16 bit": 2 * lora,
-        "ZeRO-2: LoRA gradients and weights": all_reduce_bytes(4 * lora, processes),
         "FSDP2, ZeRO-3: 16-bit base, twice a pass": 2 * passes * base,
         "FSDP2, ZeRO-3: sampling without vLLM": base * Lengths().limit,
         "full fine-tuning: 16-bit gradients": all_reduce_bytes(2 * model.weights, processes),
@@ -425,13 +415,6 @@ def bytes_table() -> str:
     return table(["sent by one card in a step", *columns], rows)
 
 
-def wire_table() -> str:
-    """Return how long that takes over each wire, for the smaller model on 8 cards."""
-    sent = sent_in_a_step(QWEN3_4B, 8)
-    rows = [[what, *(duration(size / w.nominal) for w in WIRES)] for what, size in sent.items()]
-    return table(["Qwen3-4B on 8 cards", *(w.name for w in WIRES)], rows)
-
-
 def plans() -> list[Plan]:
     """Return the lines of the schedule: 512 rows whatever the cards, then 512 for each 8 cards."""
     found = [Plan(1, 512)]
@@ -449,7 +432,7 @@ def plans() -> list[Plan]:
 def schedule_table(outcomes: Sequence[tuple[Plan, Outcome]]) -> str:
     """Return the schedule; speed is against as many single cards."""
     single = outcomes[0][1].rate
-    head = ["cards", "rows", "who samples", "step", "sampling (mean)", "learning (mean)", "wire"]
+    head = ["cards", "rows", "who samples", "step", "sampling (mean)", "learning (mean)"]
     rows = [
         [
             str(plan.cards),
@@ -458,7 +441,6 @@ def schedule_table(outcomes: Sequence[tuple[Plan, Outcome]]) -> str:
             f"{out.step:.0f} s",
             f"{out.sampling:.0f} s ({out.sampling_mean:.0f})",
             f"{out.learning:.0f} s ({out.learning_mean:.0f})",
-            f"{out.wire:.2f} s",
             f"{out.rate:,.0f}",
             f"{out.rate / single / plan.cards:.0%}",
         ]
@@ -503,7 +485,6 @@ def make_tables() -> tuple[dict[str, str], list[tuple[Plan, Outcome]]]:
     tables = {
         "models": model_table(),
         "bytes": bytes_table(),
-        "wires": wire_table(),
         "schedule": schedule_table(outcomes),
     }
     return tables, outcomes

@@ -8,15 +8,16 @@ heavy is imported: settings and their texts are read from the syntax trees.
 
 import argparse
 import ast
-import os
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import rloo_kit
 from rloo_kit.cli import _parser
 from rloo_kit.config.run_file import NUMBERS, RENAMED
-from rloo_kit.scoring.catalogue import describe_rewards, entry_text
+from rloo_kit.scoring.catalogue import Parameter, describe_rewards
 
 ROOT = Path(__file__).resolve().parents[1]
 MORE = {
@@ -34,12 +35,13 @@ MORE = {
     "export": "how-to/export",
     "legacy": "how-to/legacy",
 }
-"""Command -> pages that say more of it."""
+"""Command -> pages about it."""
+COMMON = ("thought_opened", "start_token_id", "end_token_id", "require_closed_thought")
+"""Parameters that the page explains once."""
 
 
 def commands() -> str:
-    """Return what every command says of itself after ``--help``."""
-    os.environ["COLUMNS"] = "100"  # argparse wraps to the terminal
+    """Return the commands, each with its arguments and options."""
     return "\n".join(_commands(_parser(), 2))
 
 
@@ -49,43 +51,89 @@ def _commands(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
             continue
         for command in action.choices.values():
             words = command.prog.removeprefix("rloo-kit ")
-            yield f"{'#' * level} {command.prog}\n"
-            yield f"```text\n{command.format_help().rstrip()}\n```\n"
-            pages = MORE.get(words, "").split()
-            if pages:
-                yield "More: " + ", ".join(f"[{p.split('/')[1]}](../{p}.md)" for p in pages) + ".\n"
+            about = f"{_sentence(command.description or '')} {_links(words)}".strip()
+            yield "\n".join([f"{'#' * level} {command.prog}\n", about, "", *_options(command)])
             yield from _commands(command, level + 1)
 
 
+def _options(command: argparse.ArgumentParser) -> Iterator[str]:
+    for action in command._actions:
+        if action.dest == "help" or isinstance(action, argparse._SubParsersAction):
+            continue
+        value = "" if action.nargs == 0 else action.metavar or action.dest
+        value = value if isinstance(value, str) else " ".join(value)
+        if action.choices:
+            value = "{" + ",".join(map(str, action.choices)) + "}"
+        name = " ".join(filter(None, (", ".join(action.option_strings), value)))
+        text = (action.help or "") % {"default": action.default, "prog": command.prog}
+        yield f"- `{name}`: {text}" if text else f"- `{name}`"
+    yield ""
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
+
+
+def _links(words: str) -> str:
+    pages = MORE.get(words, "").split()
+    return (
+        "See " + ", ".join(f"[{p.split('/')[1]}](../{p}.md)" for p in pages) + "." if pages else ""
+    )
+
+
 def rewards() -> str:
-    """Return what ``rloo-kit rewards show`` prints of every built-in reward."""
-    built_in = (entry for entry in describe_rewards() if entry.origin == "built in")
-    return "\n".join(f"## {e.name}\n\n````text\n{entry_text(e)}\n````\n" for e in built_in)
-
-
-def settings() -> str:
-    """Return the tables of the settings that the kit itself defines."""
+    """Return the first paragraph and the parameters of every built-in reward."""
     parts = []
-    for heading, file, name, prefix in (
-        ("Top level", "config/run_file", "RunConfig", ""),
-        ("model", "config/run_file", "ModelSection", "model."),
-        ("lora", "config/run_file", "LoraSection", "lora."),
-        ("data", "config/run_file", "DataSection", "data."),
-        ("trainer: the kit's own", "training/trainer", "LeaveOneOutConfig", "trainer."),
-    ):
-        rows = [
-            f"| `{prefix}{field}` | {kind} | `{default}` | {text} |"
-            for field, kind, default, text in _fields(file, name)
-        ]
-        head = f"## {heading}\n\n| setting | is | default | |\n|---|---|---|---|\n"
-        parts.append(head + "\n".join(rows) + "\n")
+    for entry in describe_rewards():
+        if entry.origin == "built in":
+            about = _markdown(re.split(r"\n\n|\n>>>", entry.text.partition("\n\n")[2])[0])
+            rows = [_parameter(p) for p in entry.parameters if p.name not in COMMON]
+            parts.append("\n".join([f"## {entry.name}\n", f"{entry.summary} {about}\n", *rows, ""]))
     return "\n".join(parts)
 
 
-def _fields(file: str, name: str) -> Iterator[tuple[str, str, str, str]]:
+def _parameter(one: Parameter) -> str:
+    default = f"`{one.default}`" if one.default else "required"
+    return f"- `{one.name}` ({default}): {_markdown(one.text)}"
+
+
+def _markdown(text: str) -> str:
+    return " ".join(text.replace("``", "`").split())
+
+
+def settings() -> str:
+    """Return the settings that the kit itself defines, by section."""
+    parts = []
+    for heading, name, prefix in (
+        ("Top level", "RunConfig", ""),
+        ("model", "ModelSection", "model."),
+        ("lora", "LoraSection", "lora."),
+        ("data", "DataSection", "data."),
+        ("trainer: settings that TRL does not have", "LeaveOneOutConfig", ""),
+    ):
+        rows = [
+            f"- `{prefix}{field}` ({kind}, `{default}`){': ' if text else ''}{text}"
+            for field, kind, default, text in _fields(name)
+        ]
+        parts.append(f"## {heading}\n\n" + "\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def _class(name: str, roots: Iterable[Path]) -> ast.ClassDef:
+    """Return the syntax tree of a class, wherever it is: importing it would load torch."""
+    for root in roots:
+        for path in sorted(root.rglob("*.py")):
+            source = path.read_text(encoding="utf-8")
+            if f"class {name}" in source:
+                for node in ast.parse(source).body:
+                    if isinstance(node, ast.ClassDef) and node.name == name:
+                        return node
+    raise LookupError(name)
+
+
+def _fields(name: str) -> Iterator[tuple[str, str, str, str]]:
     """Yield name, type, default and text of each field of a dataclass, from its source."""
-    tree = ast.parse((ROOT / f"rloo_kit/{file}.py").read_text())
-    (found,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
+    found = _class(name, [ROOT / "rloo_kit"])
     for node, after in zip(found.body, [*found.body[1:], None], strict=True):
         if not isinstance(node, ast.AnnAssign) or node.value is None:
             continue
@@ -94,7 +142,7 @@ def _fields(file: str, name: str) -> Iterator[tuple[str, str, str, str]]:
             continue
         text = ""
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            text = " ".join(after.value.value.split()).replace("``", "`")
+            text = _markdown(after.value.value)
         low_high = NUMBERS.get(node.target.id) if name == "LeaveOneOutConfig" else None
         if low_high:
             low, high = low_high[1:]
@@ -117,10 +165,44 @@ def _yaml(default: ast.expr) -> str:
 
 
 def older_names() -> str:
-    """Return the table of the older TRL's names."""
-    rows = (f"| `{old}` | `{new}` |" for old, new in sorted(RENAMED.items()))
-    return (
-        "| older | now |\n|---|---|\n" + "\n".join(rows) + "\n| `total_episodes` | `max_steps` |\n"
+    """Return the older TRL's names and today's."""
+    names = {**RENAMED, "total_episodes": "max_steps"}
+    return "\n".join(f"- `{old}`: `{new}`" for old, new in sorted(names.items())) + "\n"
+
+
+def packages() -> str:
+    """Return every package with the first line of its docstring, in the order of the layers."""
+    source = (ROOT / "tests/test_layers.py").read_text()
+    layers = ast.literal_eval(re.search(r"^LAYERS = (\[.*?^\])", source, re.S | re.M)[1])
+    lines = []
+    for layer in layers:
+        for name in sorted(layer):
+            file = ROOT / ("rewards" if name == "rewards" else f"rloo_kit/{name}") / "__init__.py"
+            if file.exists():
+                text = ast.get_docstring(ast.parse(file.read_text())).splitlines()[0]
+                lines.append(f"- `{name}`: {text}")
+    return "\n".join(lines) + "\n"
+
+
+def overrides() -> str:
+    """Return the methods of TRL and transformers that the trainer overrides, from the sources."""
+    libraries = [Path(find_spec(name).origin).parent for name in ("trl", "transformers")]
+    inherited = _methods("RLOOTrainer", [libraries[0] / "trainer", libraries[1]])
+    own = _methods("LeaveOneOutTrainer", [ROOT / "rloo_kit"])
+    names = sorted(own & inherited - {"__init__"})
+    listed = ", ".join(f"`{name}`" for name in names)
+    return f"{len(names)} methods of TRL and transformers are overridden: {listed}.\n"
+
+
+def _methods(name: str, roots: list[Path]) -> set[str]:
+    """Return the methods of a class and its bases, as far as their sources are in the folders."""
+    try:
+        node = _class(name, roots)
+    except LookupError:
+        return set()
+    bases = (ast.unparse(base).rpartition(".")[2] for base in node.bases)
+    return {n.name for n in node.body if isinstance(n, ast.FunctionDef)}.union(
+        *(_methods(base, roots) for base in bases)
     )
 
 
@@ -137,21 +219,76 @@ def public_names() -> str:
     )
 
 
+SECTIONS = {
+    "test_reward_faults": "Rewards",
+    "test_server_faults": "Servers",
+    "test_memory_faults": "Memory and NaN/Inf",
+    "test_disk_faults": "A full disk",
+    "test_checkpoint_faults": "Checkpoints",
+    "test_data_faults": "Prompts",
+    "test_signal_faults": "Signals, clocks, two runs in one folder",
+}
+"""Test file of tests/faults -> heading."""
+
+
+def faults() -> str:
+    """Return every fault that a test of tests/faults makes, and what it must not break."""
+    parts = []
+    for file, heading in SECTIONS.items():
+        tree = ast.parse((ROOT / f"tests/faults/{file}.py").read_text())
+        marks = [
+            [ast.literal_eval(argument) for argument in decorator.args]
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef)
+            for decorator in node.decorator_list
+            if isinstance(decorator, ast.Call)
+            and ast.unparse(decorator.func) == "pytest.mark.fault"
+        ]
+        rows = "\n".join(f"- {name}: {promise}." for name, promise in marks)
+        parts.append(f"## {heading}\n\n{rows}\n")
+    return "\n".join(parts)
+
+
+def kills() -> str:
+    """Return the totals of the kept run of tests/scripts/kill_and_resume.py."""
+    rows = json.loads((ROOT / "benchmarks/results/kills.json").read_text())
+    names = ("kills", "while_loading", "while_writing", "while_ending", "lost")
+    killed, loading, writing, ending, lost = (sum(row[name] for row in rows) for name in names)
+    different = sum(len(row["different"]) - row["lost"] for row in rows)
+    settings = "\n".join(f"- {row['what']} ({row['kills']} kills)" for row in rows)
+    return (
+        f"{killed} kills: {loading} while loading, {writing} while a checkpoint was half written, "
+        f"{ending} after the adapter was written, the others between. {lost} runs lost, "
+        f"{different} different.\n\n{settings}\n"
+    )
+
+
 PARTS = {
     "commands": commands,
     "reward_reference": rewards,
     "run_file": settings,
     "older_names": older_names,
     "api": public_names,
+    "packages": packages,
+    "overrides": overrides,
+    "faults": faults,
+    "kills": kills,
 }
-"""Marker -> what stands between its pair."""
-HOLDS = {"older_names": "run_file", "reward_reference": "rewards"}
-"""Marker -> page, where it has another name."""
+"""Marker -> the text between its pair."""
+HOLDS = {
+    "older_names": "reference/run_file",
+    "reward_reference": "reference/rewards",
+    "faults": "reference/reliability",
+    "kills": "reference/reliability",
+    "packages": "explanation/architecture",
+    "overrides": "explanation/architecture",
+}
+"""Marker -> page, where it is not reference/MARKER."""
 
 
 def page_of(name: str) -> Path:
     """Return the page that holds a part."""
-    return ROOT / f"docs/reference/{HOLDS.get(name, name)}.md"
+    return ROOT / f"docs/{HOLDS.get(name, f'reference/{name}')}.md"
 
 
 def written(page: str, name: str, text: str) -> str:
