@@ -1,7 +1,6 @@
-"""Call a function in a child process, so that all its memory returns to the system for certain.
+"""Call a function in a subprocess, which returns all its memory to the system.
 
-The child is a fresh interpreter and not a fork: CUDA does not survive a fork, and a copy of a
-notebook's memory would come along.
+The subprocess is a fresh interpreter, not a fork: CUDA does not survive a fork.
 """
 
 import contextlib
@@ -34,28 +33,26 @@ from rloo_kit.errors import KitError, SetupError
 from rloo_kit.text.redaction import hide_on_terminal
 
 GRACE_SECONDS = 10.0
-"""From a second signal until the child is killed."""
+"""From a second signal until the subprocess is killed."""
 
 
 def call_in_child(
     function: Callable[..., Any], args: tuple[Any, ...], say: Callable, **keywords: Any
 ) -> Any:
-    """Return ``function(*args, **keywords)``, called in a child process.
+    """Return ``function(*args, **keywords)``, called in a subprocess.
 
-    Ctrl-C and SIGTERM here are the same there: the function may answer a first one with a result,
-    and a second one gives it GRACE_SECONDS to clean up. The child ends with this process, however
-    this process ends.
+    Ctrl-C and SIGTERM are forwarded: the function may answer the first with a result, and a second
+    gives it GRACE_SECONDS to clean up. The subprocess is killed if this process dies.
 
     Args:
         function: Importable by its module and name.
-        args: What pickle takes.
-        say: Called with each line the child prints.
-        **keywords: As ``args``.
+        args: Picklable.
+        say: Called with each line that the subprocess prints.
+        **keywords: Picklable.
 
     Raises:
-        SetupError: The child ended without a result, such as when the system killed it.
-        KeyboardInterrupt: For a signal that the function did not answer with a result;
-            Terminated for SIGTERM.
+        SetupError: The subprocess ended without a result, such as when the system killed it.
+        KeyboardInterrupt: After a signal without a result; Terminated for SIGTERM.
         Exception: Whatever the function raised.
     """
     with (
@@ -72,11 +69,11 @@ def call_in_child(
             if stop.received:
                 raise second or interrupt_for(stop.received)
             raise SetupError(
-                f"the child process ended with code {process.returncode} and no result: "
-                f"{'memory may have run out; ' if process.returncode == -9 else ''}look at what it "
-                f"printed last"
+                f"the subprocess ended with code {process.returncode} and no result: "
+                f"{'memory may have run out; ' if process.returncode == -9 else ''}read the last "
+                f"lines it printed"
             )
-        returned, value = pickle.loads(answer.read_bytes())  # written by our own child
+        returned, value = pickle.loads(answer.read_bytes())  # written by our own subprocess
     if returned:
         return value
     raise value
@@ -84,8 +81,8 @@ def call_in_child(
 
 @contextlib.contextmanager
 def _started(order: Path, answer: Path) -> Iterator[subprocess.Popen]:
-    """Start the child; at the end kill it, if it is still there, and what it started."""
-    watched, held = os.pipe()  # the system closes what we hold, also when it kills us
+    """Start the subprocess; at the end kill it and what it started."""
+    watched, held = os.pipe()  # the system closes our end when this process dies
     process = None
     try:
         process = subprocess.Popen(
@@ -108,18 +105,17 @@ def _started(order: Path, answer: Path) -> Iterator[subprocess.Popen]:
 
 
 def _relay(process: subprocess.Popen, say: Callable, stop: StopSignals) -> KeyboardInterrupt | None:
-    """Pass on lines, and signals the other way, until the child ends; return a second signal.
+    """Forward lines and signals until the subprocess ends; return a second signal.
 
-    What the child started may keep its output open, so the end of the process counts and not the
-    end of the output.
+    The end of the process counts, not of its output: a grandchild may keep that open.
 
     Raises:
-        KeyboardInterrupt: A third signal came, or the child was not done in time after a second.
+        KeyboardInterrupt: A third signal came, or GRACE_SECONDS after the second are over.
     """
-    # A SimpleQueue waits for ever where a signal is handled at the end of its timeout.
+    # not a SimpleQueue: it can wait forever if a signal is handled at the end of its timeout
     lines: queue.Queue[str] = queue.Queue()
     reader = threading.Thread(
-        target=_read, args=(process.stdout, lines), name="rloo-kit child's output", daemon=True
+        target=_read, args=(process.stdout, lines), name="rloo-kit subprocess output", daemon=True
     )
     reader.start()
     asked, second, deadline = False, None, math.inf
@@ -151,10 +147,10 @@ def _read(output: IO[str], lines: queue.Queue[str]) -> None:
 
 
 def _waiting(lines: queue.Queue[str], timeout: float) -> Iterator[str]:
-    """Return the lines that are there now; wait for the first, seconds."""
+    """Return the lines there are now; wait up to ``timeout`` seconds for the first."""
     with contextlib.suppress(queue.Empty):
         yield lines.get(timeout=timeout)
-        for _ in range(lines.qsize()):  # not those of a child that prints without end
+        for _ in range(lines.qsize()):  # not more: it may print without end
             yield lines.get()
 
 
@@ -162,7 +158,7 @@ def _main(order: str, answer: str, watched: str) -> None:
     import importlib
 
     hide_on_terminal()
-    # a parent that was started in the background may have left it ignored
+    # a shell that starts the parent in the background leaves SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _end_with_the_parent(int(watched), Path(order).parent)
     module, name, args, keywords = pickle.loads(Path(order).read_bytes())
@@ -174,7 +170,7 @@ def _main(order: str, answer: str, watched: str) -> None:
             sys.exit(exit_code(signal.SIGTERM))
         except BaseException as exc:
             if not isinstance(exc, KitError):
-                exc.add_note(f"in the child process:\n{traceback.format_exc()}")
+                exc.add_note(f"in the subprocess:\n{traceback.format_exc()}")
             result = (False, exc)
     try:
         content = pickle.dumps(result)
@@ -182,21 +178,21 @@ def _main(order: str, answer: str, watched: str) -> None:
     except Exception:
         what = "returned" if result[0] else "raised"
         content = pickle.dumps(
-            (False, SetupError(f"the child {what} {result[1]!r}, which cannot be sent back"))
+            (False, SetupError(f"the subprocess {what} {result[1]!r}, which cannot be pickled"))
         )
     Path(answer).write_bytes(content)
 
 
 def _end_with_the_parent(watched: int, folder: Path) -> None:
-    """Kill this process and what it started once the parent is gone, and remove ``folder``."""
+    """Kill this process and what it started when the parent dies, and remove ``folder``."""
 
     def wait() -> None:
-        os.read(watched, 1)  # nothing is ever written: this is its end
+        os.read(watched, 1)  # returns when the parent's end is closed: nothing is ever written
         shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
     os.set_inheritable(watched, False)
-    threading.Thread(target=wait, name="rloo-kit child's parent", daemon=True).start()
+    threading.Thread(target=wait, name="rloo-kit parent watch", daemon=True).start()
 
 
 if __name__ == "__main__":

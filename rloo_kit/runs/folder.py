@@ -1,4 +1,4 @@
-"""The folder of a run: made, taken up again, and left whole however the run ends."""
+"""The folder of a run: created, reopened to resume, and complete however the run ends."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ MAY_CHANGE = {
     "data": ("held_out_every", "prompts"),
     "lora": (),
 }
-"""Settings outside of ``trainer:`` that a resumed run may have otherwise."""
+"""Settings outside of ``trainer:`` that may differ when a run resumes."""
 RECORD = ("metrics.jsonl", "completions.jsonl", "evaluation.json", "end.json", "report.html")
 
 
@@ -48,15 +48,15 @@ RECORD = ("metrics.jsonl", "completions.jsonl", "evaluation.json", "end.json", "
 def folder_to_resume(
     source: str | Path | RunConfig, config: RunConfig, resume: bool | str | Path
 ) -> Path | None:
-    """Return the folder of the run that is to go on; None where there is none yet.
+    """Return the folder of the run to resume; None if there is none yet.
 
     Args:
-        source: What the run was asked for by: a run file, or the folder of a run.
+        source: A run file, or the folder of a run.
         config: Its settings.
         resume: True, or the folder itself.
 
     Raises:
-        ConfigError: The folder that was named is no folder of a run.
+        ConfigError: The folder is not the folder of a run.
     """
     if resume is False:
         return None
@@ -65,19 +65,13 @@ def folder_to_resume(
     folder = Path(source if resume is True else resume)
     if not (folder / RUN_FILE).is_file():
         raise ConfigError(
-            f"{str(folder)!r} is no folder of a run, since it holds no {RUN_FILE}: give the folder "
-            f"that rloo-kit train wrote"
+            f"{str(folder)!r} holds no {RUN_FILE}: give a folder that rloo-kit train wrote"
         )
     return folder
 
 
 def has_finished(folder: Path, max_steps: int) -> bool:
-    """Return whether the run in a folder has ended with all its steps.
-
-    Args:
-        folder: Of the run.
-        max_steps: That it is to make now; not above 0 where its epochs decide.
-    """
+    """Return whether a run has made all its steps; ``max_steps`` 0 leaves it to the epochs."""
     end = read_json(folder / "end.json") or {}
     steps = end.get("steps")
     return (
@@ -89,24 +83,20 @@ def has_finished(folder: Path, max_steps: int) -> bool:
 
 
 def check_same_settings(folder: Path, now: RunConfig) -> None:
-    """Refuse to go on with other settings than the run had, but for those that may change.
+    """Refuse to resume with settings that differ from the run's, except those that may change.
 
-    Those of ``trainer:`` are compared by the trainer, with the ones that are not in the run file.
-
-    Args:
-        folder: Of the run.
-        now: With whole paths.
+    The trainer compares the settings of ``trainer:`` itself.
 
     Raises:
-        ConfigError: The first that differs, and how to put it back.
+        ConfigError: The first setting that differs.
     """
     then, _ = without_hidden(read_run_file(folder / RUN_FILE).as_dict())
     asked, _ = without_hidden(redact_tree(now.as_dict()))  # secrets may differ
     for path, old, new in _differences(then, asked):
         raise ConfigError(
             f"{path} is {format_value(new)}, and the run in {format_value(str(folder))} began with "
-            f"{format_value(old)}: put it back to "
-            f"resume, or leave --resume out to begin a new run"
+            f"{format_value(old)}: set it back "
+            f"to resume, or leave --resume out to begin a new run"
         )
 
 
@@ -123,37 +113,36 @@ def _differences(
             yield f"{section}.{name}".lstrip("."), old, new
 
 
-# --- making it and taking it up ------------------------------------------------------------------
+# --- creating and reopening ----------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def new_folder(
     wanted: Path, config: RunConfig, environment: Environment
 ) -> Iterator["RunRecorder"]:
-    """Make a run's folder with its first files; take it away if the body fails before a step.
+    """Create a run's folder with its first files; remove it if the body fails before a step.
 
     Args:
-        wanted: Its name; a number is added where it exists.
+        wanted: Its name; a number is added if it exists.
         config: Written to run.yaml.
         environment: Written to environment.json.
 
     Yields:
-        The recorder of the run. A fault after it is written to the folder, and its report with it.
+        The recorder of the run. A later error is written to the folder, with a report.
 
     Raises:
-        ConfigError: It cannot be made or written.
+        ConfigError: It cannot be created or written.
     """
     from rloo_kit.runs.recorder import RunRecorder
 
-    there = [parent for parent in wanted.absolute().parents if parent.exists()]
+    existing = next(parent for parent in wanted.absolute().parents if parent.exists())
     with contextlib.ExitStack() as held:
-        with signals_wait():  # else one could end the run while nobody would take the folder away
+        with signals_wait():  # no signal between creating the folder and watching over it
             folder = make_run_folder(wanted)
-            held.enter_context(_removed_if_empty(folder, there[0]))
+            held.enter_context(_removed_if_empty(folder, existing))
         held.enter_context(lock_folder(folder))
         try:
-            write_run_file(folder, config)
-            _write_environment(folder, environment)
+            _write_settings(folder, config, environment)
         except OSError as exc:
             raise ConfigError(
                 f"output_dir {str(folder)!r} cannot be written ({exc}): choose another"
@@ -167,48 +156,47 @@ def new_folder(
 def reopened_folder(
     folder: Path, config: RunConfig, environment: Environment, checkpoint: Checkpoint | None
 ) -> Iterator["RunRecorder"]:
-    """Take up the folder of a run that did not end; it must be locked already.
+    """Reopen the folder of an unfinished run, which the caller has locked.
 
     Args:
         folder: Of the run.
         config: Written to run.yaml.
         environment: Written to environment.json.
-        checkpoint: That the run goes on from; None: it begins anew, and its record with it.
+        checkpoint: The run resumes from it; None starts from step 0 with an empty record.
 
     Yields:
         The recorder of the run.
     """
     from rloo_kit.runs.recorder import RunRecorder
 
-    recorder = RunRecorder(folder)
-
     def begin() -> None:
         for name in RECORD if checkpoint is None else ("end.json",):
             (folder / name).unlink(missing_ok=True)
-        write_run_file(folder, config)
-        _write_environment(folder, environment)
+        _write_settings(folder, config, environment)
 
     if checkpoint is None:
         begin()
-    else:  # the trainer may still find that the checkpoint is of another run
-        recorder.begin = begin
+        recorder = RunRecorder(folder)
+    else:  # only once the trainer has accepted the checkpoint as one of this run
+        recorder = RunRecorder(folder, begin)
     with _end_recorded(recorder):
         yield recorder
 
 
 def earlier_scores(folder: Path) -> dict[str, Any] | None:
-    """Return the scores on held-out prompts from before the training, where a run has them."""
+    """Return the scores on held-out prompts from before the training, if there are any."""
     found = (read_json(folder / "evaluation.json") or {}).get("before")
     return found if isinstance(found, dict) else None
 
 
 def write_run_file(folder: Path, config: RunConfig) -> None:
-    """Write the settings to run.yaml: whole, or not at all."""
+    """Write the settings to run.yaml atomically."""
     text = yaml.safe_dump(redact_tree(config.as_dict()), sort_keys=False)
     write_atomically(folder / RUN_FILE, text.encode())
 
 
-def _write_environment(folder: Path, environment: Environment) -> None:
+def _write_settings(folder: Path, config: RunConfig, environment: Environment) -> None:
+    write_run_file(folder, config)
     facts = asdict(environment)
     facts["processes"] = current_team().size
     facts["versions"] = {name: installed_version(name) for name in ("rloo_kit", *TESTED)}
@@ -216,8 +204,8 @@ def _write_environment(folder: Path, environment: Environment) -> None:
 
 
 @contextlib.contextmanager
-def _removed_if_empty(folder: Path, there: Path) -> Iterator[None]:
-    """Take a new folder away, and the parents made for it, if the run fails before a step."""
+def _removed_if_empty(folder: Path, existing: Path) -> Iterator[None]:
+    """Remove a new folder, and the parents created for it, if the run fails before a step."""
     try:
         yield
     except BaseException:
@@ -226,7 +214,7 @@ def _removed_if_empty(folder: Path, there: Path) -> Iterator[None]:
             shutil.rmtree(folder, ignore_errors=True)
             with contextlib.suppress(OSError):  # a parent that is in use by now
                 for parent in folder.absolute().parents:
-                    if parent == there:
+                    if parent == existing:
                         break
                     parent.rmdir()
         raise
@@ -234,13 +222,14 @@ def _removed_if_empty(folder: Path, there: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _end_recorded(recorder: "RunRecorder") -> Iterator[None]:
+    """Write an error that ends the run to end.json and into the report."""
     start = time.monotonic()
     try:
         yield
     except BaseException as exc:
         if recorder.began and (recorder.folder / "metrics.jsonl").exists():
             reason = f"{type(exc).__name__}: {exc}"
-            with contextlib.suppress(OSError):  # a full disk must not hide what happened first
+            with contextlib.suppress(OSError):  # a full disk must not hide the first error
                 recorder.write_end("failed", reason, recorder.steps, time.monotonic() - start)
             recorder.write_report()
         raise

@@ -1,8 +1,7 @@
-"""Start several processes of one training on this machine, and say in one sentence what ended them.
+"""Start several processes of one training on this machine, and report why it ended.
 
-Each is the ``rloo-kit`` command itself with the variables that torch.distributed reads, as torchrun
-sets them. The first one's lines are the user's; what the others print is kept, and shown where one
-of them was the first to fail.
+Each process is the ``rloo-kit`` command with the variables that torchrun sets. Rank 0 prints; the
+output of the others is kept and shown if one of them fails first.
 """
 
 import contextlib
@@ -23,42 +22,42 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.processes import LOST
 
 GRACE_SECONDS = 20.0
-"""For the others to save, once one process has ended; then they are killed."""
-LOOK_SECONDS = 0.1
+"""For the others to save after one has failed; then they are killed."""
+POLL_SECONDS = 0.1
 LAST_LINES = 20
-"""Of what a process printed, where it failed without a sentence of the kit."""
+"""Shown of a process that failed without a message of the kit."""
 
 
 @dataclass
 class _Member:
-    """One process, and where its lines go."""
+    """One process and its output."""
 
     rank: int
     process: subprocess.Popen
     log: IO[bytes] | None
-    """None of the first, whose lines are the user's."""
+    """None for rank 0, which prints to the terminal."""
 
 
 def launch(arguments: Sequence[str], num_processes: int, say: Callable[[str], None]) -> int:
     """Run ``rloo-kit`` with these arguments in several processes; return the exit code.
 
-    Ctrl-C and SIGTERM are passed on. They end together: when one has failed or was killed, the
-    others save and end, and are killed after GRACE_SECONDS.
+    Ctrl-C and SIGTERM are forwarded. When one process fails, the others save and end; after
+    GRACE_SECONDS they are killed.
 
     Args:
         arguments: Of the command, without ``--processes``.
         num_processes: At least 2.
-        say: Called with why they ended, where the first process has not said it.
+        say: Called with why they ended, unless rank 0 has printed it.
 
     Raises:
-        ConfigError: There are fewer.
+        ConfigError: ``num_processes`` is below 2.
     """
     if num_processes < 2:
         raise ConfigError(f"--processes is {num_processes}, must be at least 2")
     with tempfile.TemporaryDirectory(prefix="rloo-kit-processes-") as logs:
         members = _start(arguments, num_processes, Path(logs))
         try:
-            with _signals_passed_on(members):
+            with _forwarded_signals(members):
                 first = _wait(members)
         finally:
             _end(members)
@@ -100,13 +99,13 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _signals_passed_on(members: list[_Member]) -> Iterator[None]:
-    def pass_on(number: int, _: object) -> None:
+def _forwarded_signals(members: list[_Member]) -> Iterator[None]:
+    def forward(number: int, _: object) -> None:
         for member in members:
             if member.process.poll() is None:
                 member.process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    before = {number: signal.signal(number, forward) for number in SIGNALS}
     try:
         yield
     finally:
@@ -115,7 +114,7 @@ def _signals_passed_on(members: list[_Member]) -> Iterator[None]:
 
 
 def _wait(members: list[_Member]) -> _Member | None:
-    """Wait until all have ended, or the others' time is over; return the first that failed."""
+    """Wait until all have ended or the grace time is over; return the first that failed."""
     first, deadline = None, None
     while any(member.process.poll() is None for member in members):
         failed = [m for m in members if m.process.poll() not in (None, 0)]
@@ -124,7 +123,7 @@ def _wait(members: list[_Member]) -> _Member | None:
             deadline = time.monotonic() + GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
             return first
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
     return first or next((m for m in members if m.process.returncode), None)
 
 
@@ -137,7 +136,7 @@ def _end(members: list[_Member]) -> None:
 
 
 def _outcome(members: list[_Member], first: _Member | None) -> tuple[str, int]:
-    """Return why the training ended, "" where the first process has said it; and the exit code."""
+    """Return why the training ended ("" if rank 0 has printed it), and the exit code."""
     if first is None:
         return "", 0
     code, own = first.process.returncode, members[0].process.returncode
@@ -146,15 +145,15 @@ def _outcome(members: list[_Member], first: _Member | None) -> tuple[str, int]:
         return "", code
     name = f"process {first.rank} of {len(members)}"
     if code < 0:
-        lack = ": memory may have run out" if code == -signal.SIGKILL else ""
-        return f"{name} was ended by {signal.Signals(-code).name}{lack}", 2
+        hint = ": memory may have run out" if code == -signal.SIGKILL else ""
+        return f"{name} was ended by {signal.Signals(-code).name}{hint}", 2
     if own not in (0, LOST) and own > 0:
-        return "", own  # the first one had the same trouble, and has said it
+        return "", own  # rank 0 had the same error and has printed it
     return _last_words(first) or f"{name} ended with code {code}", code
 
 
 def _last_words(member: _Member) -> str:
-    """Return the sentence that a process ended with, or the last it printed."""
+    """Return the kit's message that a process ended with, or its last lines."""
     if member.log is None:
         return ""
     member.log.seek(0)

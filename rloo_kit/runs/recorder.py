@@ -1,4 +1,7 @@
-"""What a run leaves in its folder while it goes: metrics, completions, scores, the report."""
+"""The record of a run, written while it trains: metrics, completions, scores, the report.
+
+A killed run has its record too: every row is on the disk when its step is done.
+"""
 
 import contextlib
 import json
@@ -21,46 +24,45 @@ from rloo_kit.output_folder import without_nan, write_json
 from rloo_kit.report.page import write_report
 from rloo_kit.text.redaction import redact_tree
 
-ALONG_THE_WAY = ("rewards", "num_prompts", "mean_length")
-"""What is kept of an evaluation during training."""
-APPENDED = ("metrics.jsonl", "completions.jsonl")
+KEPT_DURING_TRAINING = ("rewards", "num_prompts", "mean_length")
+"""Fields of an evaluation during training that are kept."""
+ROW_FILES = ("metrics.jsonl", "completions.jsonl")
 REPORT_SHARE = 0.012
-"""Of the run's time, at most, that writing the report takes while it goes."""
+"""Largest share of the run's time spent on writing the report during training."""
 
 
 class RunRecorder(TrainerCallback):
-    """Write what belongs to a run into its folder: while it goes, so that a killed run has it too.
+    """Write the record of a run into its folder.
 
     Args:
         folder: Of the run; it exists.
+        begin: Called once, when the training begins and nothing can refuse the run any more.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, begin: Callable[[], None] = lambda: None) -> None:
         self.folder = folder
         self.steps = 0
         """Optimizer steps that were recorded."""
         self.resumed_at: list[int] = []
-        """Steps that the run was gone on with after."""
-        self.begin: Callable[[], None] = lambda: None
-        """Called once, when the training begins."""
+        """Steps after which the run was resumed."""
         self.began = False
         self.stop: Callable[[str], None] = lambda reason: None
-        """Ends the run when the disk refuses what happened; rows then wait in memory."""
+        """Ends the run when the disk refuses a row; rows then wait in memory."""
+        self._begin = begin
         self._started, self._earlier = time.monotonic(), 0.0
         self._waiting: dict[str, list[dict[str, Any]]] = {}
         self._evaluation: dict[str, Any] = {}
         self._next_report = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take the folder into use: from here on nothing refuses the run."""
+        """Start to use the folder."""
         if not self.began:
             self.began = True
-            self.begin()
+            self._begin()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         """Append one line to metrics.jsonl."""
-        row = {"step": state.global_step, "time": time.time(), **logs}
-        self._append("metrics.jsonl", [row])
+        self._append("metrics.jsonl", [{"step": state.global_step, "time": time.time(), **logs}])
         self.steps = state.global_step
         if self.steps > 1 and time.monotonic() > self._next_report:
             self.write_report()
@@ -71,13 +73,14 @@ class RunRecorder(TrainerCallback):
         """Append the completions of one generation batch, with rewards, KL and advantages."""
         self._append("completions.jsonl", records)
 
+    # --- checkpoints -----------------------------------------------------------------------------
+
     def on_state(self, args: Any, state: Any, control: Any, held: dict[str, Any], **_: Any) -> None:
-        """Keep how much of each file belongs to the steps that are done."""
-        sizes = {}
-        for name in APPENDED:
-            path = self.folder / name
-            waiting = _lines(self._waiting.get(name, []))
-            sizes[name] = (path.stat().st_size if path.exists() else 0) + len(waiting)
+        """Put into the checkpoint how many bytes of each file belong to the steps so far."""
+        sizes = {
+            name: _size(self.folder / name) + len(_lines(self._waiting.get(name, [])))
+            for name in ROW_FILES
+        }
         held["record"] = {
             "sizes": sizes,
             "resumed_at": list(self.resumed_at),
@@ -87,40 +90,38 @@ class RunRecorder(TrainerCallback):
     def on_resume(
         self, args: Any, state: Any, control: Any, held: dict[str, Any], **_: Any
     ) -> None:
-        """Cut off what the files say of later steps, which are made again."""
+        """Truncate the files to the checkpoint: later steps are made again."""
         record = held.get("record")
         if record is None:
             return
         self.steps, self._earlier = state.global_step, record["seconds"]
         self.resumed_at = [*record["resumed_at"], state.global_step]
-        for name in APPENDED:  # and no name that a file says
+        for name in ROW_FILES:  # and no other name that the checkpoint gives
             path, size = self.folder / name, record["sizes"][name]
-            there = path.stat().st_size if path.exists() else 0
-            if there > size:
+            if _size(path) > size:
                 os.truncate(path, size)
-            elif there < size:
-                self._cut_half_a_line(path)
-        self._take_up_scores(state.global_step)
+            elif _size(path) < size:
+                self._drop_partial_line(path)
+        self._load_scores(state.global_step)
 
-    def _take_up_scores(self, step: int) -> None:
-        """Take up the scores of the steps that are done; what is damaged counts as none."""
+    def _load_scores(self, step: int) -> None:
+        """Load the scores of the steps so far; damaged ones are dropped."""
         path = self.folder / "evaluation.json"
         found, self._evaluation = read_json(path) or {}, {}
-        before, during = found.get("before"), found.get("during")
-        if isinstance(before, dict):
-            self._evaluation["before"] = before
-        rows = during if isinstance(during, list) else ()
-        done = [row for row in rows if isinstance(row, dict)]
-        done = [row for row in done if (finite_number(row.get("step")) or math.inf) <= step]
-        if done:
-            self._evaluation["during"] = done
+        if isinstance(found.get("before"), dict):
+            self._evaluation["before"] = found["before"]
+        during = found.get("during")
+        rows = [row for row in during if isinstance(row, dict)] if isinstance(during, list) else []
+        rows = [row for row in rows if (finite_number(row.get("step")) or math.inf) <= step]
+        if rows:
+            self._evaluation["during"] = rows
         if path.exists():
             write_json(path, redact_tree(self._evaluation))
 
     @staticmethod
-    def _cut_half_a_line(path: Path) -> None:
+    def _drop_partial_line(path: Path) -> None:
         warnings.warn(
-            f"{path.name} lost its end, as after a power cut: the run goes on, without those rows",
+            f"{path.name} lost its last rows, as after a power cut: the run continues without them",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -128,42 +129,44 @@ class RunRecorder(TrainerCallback):
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
     def on_checkpoint(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Bring the rows to the disk, so that they do not end before the checkpoint does."""
-        for name in APPENDED:
+        """Flush the rows to the disk before the checkpoint that counts on them."""
+        for name in ROW_FILES:
             with contextlib.suppress(OSError), (self.folder / name).open("rb") as file:
                 os.fsync(file.fileno())
 
     def on_rescue(self, args: Any, state: Any, control: Any, folder: Path, **_: Any) -> None:
-        """Take what was recorded to the folder that the checkpoint went to."""
+        """Copy the record to the folder that the rescued checkpoint went to."""
         for path in self.folder.iterdir():
             if path.is_file() and path.suffix in (".yaml", ".json", ".jsonl"):
                 shutil.copy(path, folder / path.name)
         self.folder = folder
         self.write_waiting()
 
+    # --- files -----------------------------------------------------------------------------------
+
     def write_waiting(self) -> None:
         """Write the rows that the disk refused before.
 
         Raises:
-            DiskError: It refuses still.
+            DiskError: It still refuses them.
         """
         for name in list(self._waiting):
             self._append(name, [], last=True)
 
     def _append(self, name: str, rows: list[dict[str, Any]], *, last: bool = False) -> None:
-        """Append rows to a file; what the disk refuses waits in memory, and the run stops."""
+        """Append rows to a file; rows that the disk refuses wait in memory, and the run stops."""
         rows = [*self._waiting.pop(name, []), *rows]
         try:
             _append(self.folder / name, rows)
         except OSError as exc:
             self._waiting[name] = rows
-            told = (
+            message = (
                 f"{name} cannot be written ({exc.strerror or exc}): free some space on the disk of "
                 f"{str(self.folder)!r}"
             )
             if last:
-                raise DiskError(told) from exc
-            self.stop(told)
+                raise DiskError(message) from exc
+            self.stop(message)
 
     def write_evaluation(self, evaluation: Evaluation, step: int | None = None) -> None:
         """Write scores on held-out prompts to evaluation.json.
@@ -174,7 +177,7 @@ class RunRecorder(TrainerCallback):
         """
         found = evaluation.as_dict()
         if step:
-            found = {"step": step, **{name: found[name] for name in ALONG_THE_WAY}}
+            found = {"step": step, **{name: found[name] for name in KEPT_DURING_TRAINING}}
             self._evaluation.setdefault("during", []).append(found)
         else:
             self._evaluation["after" if step is None else "before"] = found
@@ -187,10 +190,10 @@ class RunRecorder(TrainerCallback):
 
         Args:
             how: finished, interrupted, stopped or failed.
-            reason: In a sentence; "" where it finished.
+            reason: In a sentence; "" for a finished run.
             steps: Optimizer steps.
-            seconds: Of the training, since it was last gone on with.
-            watch: What may have ended it.
+            seconds: Of the training, since the last resume.
+            watch: Its finding, if that stopped the run.
         """
         end = {"how": how, "reason": reason, "steps": steps}
         end["seconds"] = self._earlier + seconds
@@ -202,7 +205,7 @@ class RunRecorder(TrainerCallback):
         write_json(self.folder / "end.json", redact_tree({**end, "time": time.time()}))
 
     def write_report(self) -> None:
-        """Write report.html; a report that cannot be written ends no run."""
+        """Write report.html; if that fails, warn and continue the run."""
         started = time.monotonic()
         try:
             write_report([self.folder])
@@ -218,38 +221,43 @@ class HeldOutScores(TrainerCallback):
     Args:
         every: Steps.
         score: Scores them.
-        tell: Called with the scores and the steps done.
-        rest: Called after that; an engine gives the memory of its weights back.
+        note: Called with the scores and the steps done.
+        rest: Called after that, so that an engine frees the memory of its weights.
     """
 
     def __init__(
         self,
         every: int,
-        score: Callable[[], Evaluation],
-        tell: Callable[[Evaluation, int], None],
+        score: Callable[[], Evaluation | None],
+        note: Callable[[Evaluation, int], None],
         rest: Callable[[], None],
     ) -> None:
-        self.every, self.score, self.tell, self.rest = every, score, tell, rest
+        self.every, self.score, self.note, self.rest = every, score, note, rest
         self._last: tuple[int, float | None] = (-1, None)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Score when it is time; the end of the training has a score of its own."""
-        if state.global_step % self.every == 0 and state.global_step < state.max_steps:
-            evaluation = self.score()
-            self.tell(evaluation, state.global_step)
-            first = next(iter(evaluation.rewards.values()), None)
-            self._last = (state.global_step, first)
-            self.rest()
+        """Score when it is time; the end of the training is scored by the run."""
+        if state.global_step % self.every or state.global_step >= state.max_steps:
+            return
+        evaluation = self.score()
+        if evaluation is not None:
+            self.note(evaluation, state.global_step)
+            self._last = (state.global_step, next(iter(evaluation.rewards.values()), None))
+        self.rest()
 
     def on_state(self, args: Any, state: Any, control: Any, held: dict[str, Any], **_: Any) -> None:
-        """Let the checkpoint of a step that was scored have that score, and others none."""
+        """Put the score into the checkpoint of the step that was scored."""
         step, score = self._last
         held["held_out"] = score if step == state.global_step else None
 
 
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
 def _append(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Append whole lines, or nothing: half of a write is taken back."""
-    size = path.stat().st_size if path.exists() else 0
+    """Append all lines; after a failed write, none of them."""
+    size = _size(path)
     try:
         with path.open("ab") as lines:
             lines.write(_lines(rows))

@@ -1,0 +1,87 @@
+"""The lines that a run prints before and after it trains."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rloo_kit.config.run_file import RunConfig
+from rloo_kit.diagnosis.record import read_run
+from rloo_kit.diagnosis.run_rules import find_in_run, verdict
+from rloo_kit.evaluation.evaluator import Evaluation
+from rloo_kit.machine.environment import Environment
+from rloo_kit.machine.hardware import GIB
+
+if TYPE_CHECKING:
+    from rloo_kit.runs.train import RunResult
+
+Say = Callable[[str], None]
+
+SAMPLES_SHOWN = 2
+"""Held-out prompts whose completions before and after are printed."""
+
+
+def introduce(say: Say, config: RunConfig, environment: Environment) -> None:
+    """Print the model, the device, and what is used in place of what is missing."""
+    bits = "4-bit NF4" if config.model.load_in_4bit else "16-bit"
+    hardware = environment.hardware
+    say(
+        f"{config.model.name}, {bits}, LoRA r={config.lora.r}, {environment.backend} on "
+        f"{hardware.name} ({hardware.total_memory / GIB:.0f} GiB)"
+    )
+    if environment.why_not_unsloth and config.model.backend == "auto":
+        say(f"without Unsloth: {environment.why_not_unsloth}")
+    for package, reason in environment.hidden.items():
+        say(f"{package} is installed but cannot be imported, so it is hidden: {reason}")
+
+
+def means(evaluation: Evaluation) -> str:
+    """Return the mean of each reward and how the prompts were sampled, on one line."""
+    parts = [
+        f"{name} {'none' if value is None else f'{value:.3f}'}"
+        for name, value in evaluation.rewards.items()
+    ]
+    how = f"sampled at {evaluation.temperature:g}" if evaluation.temperature else "greedy"
+    return f"{', '.join(parts)} on {evaluation.num_prompts} held-out prompts, {how}"
+
+
+def compare(say: Say, before: Evaluation | None, after: Evaluation | None) -> None:
+    """Print the scores after training and the completions whose scores rose the most."""
+    if after is None:
+        return
+    say(f"after:  {means(after)}")
+    if before is None:
+        return
+    pairs = [
+        (_total(new) - _total(old), old, new)
+        for old, new in zip(before.samples, after.samples, strict=True)
+    ]
+    risen = sorted((pair for pair in pairs if pair[0] > 0), key=lambda pair: -pair[0])
+    for _, old, new in risen[:SAMPLES_SHOWN]:
+        prompt = old["prompt"]
+        say(f"\n  {_one_line(prompt if isinstance(prompt, str) else prompt[-1]['content'])}")
+        say(f"    before: {_one_line(old['completion'])}")
+        say(f"    after:  {_one_line(new['completion'])}")
+
+
+def _total(sample: dict[str, Any]) -> float:
+    return sum(value for value in sample["rewards"].values() if value is not None)
+
+
+def _one_line(text: str, limit: int = 160) -> str:
+    flat = " ".join(str(text).split())
+    return flat if len(flat) <= limit else f"{flat[: limit - 3]}..."
+
+
+def conclude(say: Say, result: "RunResult") -> None:
+    """Print the verdict, where everything is, the memory released, and the next command."""
+    record = read_run(result.folder)
+    say(f"\n{verdict(record, find_in_run(record))}")
+    say(f"{result.steps} steps in {result.seconds:.0f} s; adapter in {result.adapter}")
+    say(f"read {result.folder / 'report.html'} in a browser")
+    say(str(result.released))
+    if record.end.get("how") != "finished":
+        say(f"resume with rloo-kit train {result.folder} --resume")
+    else:
+        say(
+            "next: rloo-kit rewards list, then copy examples/quickstart.yaml and train your own "
+            "model"
+        )
