@@ -35,7 +35,7 @@ def write_sums(path):
     path.write_text("\n".join(lines))
 
 
-def thoughts_are_told_from_answers(completions):
+def check_thoughts(completions):
     for row in completions:
         text = row["completion"][-1]["content"]
         closed = "</think>" in text
@@ -45,7 +45,7 @@ def thoughts_are_told_from_answers(completions):
             assert row["thought_tokens"] < row["tokens"] <= 48
 
 
-def test_a_run_leaves_everything_that_belongs_to_it(capsys):
+def test_run_folder_is_complete(capsys):
     assert main(["quickstart", *SHORT]) == 0
     printed = capsys.readouterr().out
     folder = Path("runs/quickstart")
@@ -62,9 +62,10 @@ def test_a_run_leaves_everything_that_belongs_to_it(capsys):
         assert row["reward"] == pytest.approx(sum(step) / len(step))
     config = yaml.safe_load((folder / "run.yaml").read_text())
     assert config["trainer"]["max_steps"] == 4
+    assert rk.read_run_file(folder / "run.yaml").trainer["per_device_train_batch_size"] == 16
     facts = json.loads((folder / "environment.json").read_text())
     assert facts["versions"]["trl"] == "1.15.0"
-    thoughts_are_told_from_answers(completions)
+    check_thoughts(completions)
     evaluation = json.loads((folder / "evaluation.json").read_text())
     assert len(evaluation["after"]["samples"]) == 32
     end = json.loads((folder / "end.json").read_text())
@@ -72,28 +73,14 @@ def test_a_run_leaves_everything_that_belongs_to_it(capsys):
     assert "</html>" in (folder / "report.html").read_text(encoding="utf-8")
     assert (folder / "adapter" / "adapter_model.safetensors").stat().st_size > 100_000
     assert not (folder / "adapter" / "ref").exists()
-    for part in (
-        "before: accuracy",
-        "step 4/4",
-        "tokens/s",
-        "left",
-        "after:",
-        "adapter in",
-        "next:",
-    ):
-        assert part in printed
+    assert all(part in printed for part in ("before: accuracy", "step 4/4", "tokens/s", "after:"))
     assert "\x1b" not in printed  # not a terminal: plain lines
     assert main(["doctor", "runs/quickstart"]) in (0, 1)
     assert "accuracy on 32 held-out prompts" in capsys.readouterr().out
 
 
-def test_the_run_file_it_leaves_reads_back():
-    main(["quickstart", *SHORT])
-    config = rk.read_run_file("runs/quickstart/run.yaml")
-    assert config.trainer["per_device_train_batch_size"] == 16
-
-
-def test_a_second_run_overwrites_nothing_and_only_the_seed_changes_anything():
+@pytest.mark.long
+def test_same_seed_gives_bit_equal_runs_in_separate_folders():
     for seed in (42, 42, 1):
         assert main(["quickstart", *SHORT, "--set", f"seed={seed}"]) == 0
     names = ("quickstart", "quickstart-2", "quickstart-3")
@@ -111,7 +98,8 @@ def test_a_second_run_overwrites_nothing_and_only_the_seed_changes_anything():
         assert first != third
 
 
-def test_several_rewards_and_a_file_of_ones_own(tmp_path):
+@pytest.mark.long
+def test_rewards_are_weighted_and_logged_by_name(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def brief(completions, completion_ids, **_):\n"
         "    return [-len(ids) / 100 for ids in completion_ids]\n"
@@ -135,7 +123,8 @@ def test_several_rewards_and_a_file_of_ones_own(tmp_path):
     assert metrics["reward"] == pytest.approx(total, abs=1e-5)
 
 
-def test_a_reward_that_fails_later_leaves_the_adapter_and_the_metrics(tmp_path, capsys):
+@pytest.mark.long
+def test_failed_run_keeps_its_adapter_and_resumes(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "def late(completions, trainer_state=None, **_):\n"
         "    if trainer_state is not None and trainer_state.global_step == 2:\n"
@@ -152,13 +141,13 @@ def test_a_reward_that_fails_later_leaves_the_adapter_and_the_metrics(tmp_path, 
     assert "the judge is gone" in end["reason"]
     assert "the judge is gone" in Path("runs/quickstart/report.html").read_text(encoding="utf-8")
 
-    # mended, it goes on, and no step is missing or made twice
+    # with a fixed reward the run resumes, and no step is missing or made twice
     (tmp_path / "mine.py").write_text(
         "def late(completions, **_):\n    return [float(len(str(c)) % 3) for c in completions]\n"
     )
     again = ["train", "runs/quickstart", "--resume"]
     assert main(again) == 0
-    assert "going on after step 2" in capsys.readouterr().out
+    assert "resuming from step 2" in capsys.readouterr().out
     folder = Path("runs/quickstart")
     metrics = [row for row in rows(folder / "metrics.jsonl") if "reward" in row]
     assert [row["step"] for row in metrics] == [1, 2, 3, 4]
@@ -168,42 +157,17 @@ def test_a_reward_that_fails_later_leaves_the_adapter_and_the_metrics(tmp_path, 
     assert set(json.loads((folder / "evaluation.json").read_text())) == {"before", "after"}
 
     assert main(again) == 0
-    assert "has finished: 4 steps; raise trainer.max_steps" in capsys.readouterr().out
+    assert "trainer.max_steps" in capsys.readouterr().out
     assert main([*again, "--set", "lora.r=8"]) == 2
-    assert "lora.r is 8, and the run in 'runs/quickstart' began with 16" in capsys.readouterr().err
+    assert "lora.r is 8" in capsys.readouterr().err
     assert main([*again, "--set", "trainer.max_steps=5"]) == 0
     assert json.loads((folder / "end.json").read_text())["resumed_at"] == [2, 4]
     assert main(["train", "runs", "--resume"]) == 2
-    assert "is no folder of a run" in capsys.readouterr().err
+    assert "run.yaml" in capsys.readouterr().err
 
 
-def test_prompts_come_from_the_run_files_folder(tmp_path, monkeypatch):
-    home = tmp_path / "project"
-    home.mkdir()
-    write_sums(home / "sums.jsonl")
-    content = {
-        "data": {"prompts": "sums.jsonl", "held_out": 4},
-        "trainer": {"max_steps": 1, "max_completion_length": 32},
-    }
-    (home / "run.yaml").write_text(yaml.safe_dump(content))
-    result = rk.train("project/run.yaml", say=lambda line: None)
-    assert result.after.num_prompts == 4
-    assert result.folder == Path("runs/run")
-
-
-def test_a_fault_between_two_logs_keeps_the_adapter(tmp_path, capsys):
-    (tmp_path / "mine.py").write_text(
-        "def late(completions, trainer_state=None, **_):\n"
-        "    if trainer_state is not None and trainer_state.global_step == 2:\n"
-        "        raise RuntimeError('the judge is gone')\n"
-        "    return [float(len(str(c)) % 3) for c in completions]\n"
-    )
-    rare = ["--set", "trainer.logging_steps=10", "--set", "rewards=[./mine.py:late]"]
-    assert main(["quickstart", *SHORT, *rare]) == 2
-    assert Path("runs/quickstart/adapter/adapter_model.safetensors").exists()
-
-
-def test_every_completion_is_recorded_when_a_step_has_several_generations():
+@pytest.mark.long
+def test_all_completions_of_gradient_accumulation_are_recorded():
     several = [
         "--set", "trainer.gradient_accumulation_steps=4", "--set", "trainer.steps_per_generation=2",
         "--set", "trainer.max_steps=2",
@@ -215,7 +179,8 @@ def test_every_completion_is_recorded_when_a_step_has_several_generations():
         assert [row["group"] for row in step] == [place // 8 for place in range(64)]
 
 
-def test_the_run_file_that_is_left_finds_its_files_again(tmp_path, monkeypatch):
+@pytest.mark.long
+def test_saved_run_file_trains_again_from_another_folder(tmp_path, monkeypatch):
     home = tmp_path / "project"
     home.mkdir()
     (home / "mine.py").write_text(
@@ -238,19 +203,8 @@ def test_the_run_file_that_is_left_finds_its_files_again(tmp_path, monkeypatch):
     assert again.steps == 1
 
 
-def test_an_async_reward_and_one_that_wants_the_trainers_keywords(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "async def later(completions, **_):\n    return [1.0] * len(completions)\n\n"
-        "def told(completions, trainer_state, log_metric, log_extra):\n"
-        "    log_metric('seen', 1.0)\n    return [0.5] * len(completions)\n"
-    )
-    two = ["--set", "rewards=[./mine.py:later, ./mine.py:told]", "--set", "trainer.max_steps=1"]
-    assert main(["quickstart", *SHORT, *two]) == 0
-    evaluation = json.loads(Path("runs/quickstart/evaluation.json").read_text())
-    assert evaluation["after"]["rewards"]["later"] == 1.0
-
-
-def test_prompts_are_trained_on_from_easy_to_hard_and_long_ones_left_out(tmp_path, capsys):
+@pytest.mark.long
+def test_curriculum_orders_prompts_and_long_ones_are_left_out(tmp_path, capsys):
     lines = [
         {"prompt": f"What is {n} + 222?", "answer": str(n + 222), "level": n % 4}
         for n in range(100, 124)
@@ -276,6 +230,7 @@ def test_prompts_are_trained_on_from_easy_to_hard_and_long_ones_left_out(tmp_pat
     assert [n % 4 for n in numbers] == sorted(n % 4 for n in numbers)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("task", "settings"),
     [
@@ -284,7 +239,7 @@ def test_prompts_are_trained_on_from_easy_to_hard_and_long_ones_left_out(tmp_pat
         ("countdown", {"min_numbers": 2, "max_numbers": 3}),
     ],
 )
-def test_a_task_of_reasoning_gym_trains_with_its_own_verifier(tmp_path, task, settings):
+def test_reasoning_gym_task_trains_with_its_verifier(tmp_path, task, settings):
     reasoning_gym = pytest.importorskip("reasoning_gym")
     content = {
         "model": {"max_seq_length": 512},
@@ -313,7 +268,7 @@ def test_a_task_of_reasoning_gym_trains_with_its_own_verifier(tmp_path, task, se
 
 
 class JudgeThatGoes(ThreadingHTTPServer):
-    """Grades by what it reads; after so many requests it hangs up on everybody."""
+    """Grades requests; after the last one it closes every connection."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -324,7 +279,7 @@ class JudgeThatGoes(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     def handle_error(self, *_):
-        """A client that went away is no news."""
+        """Ignore clients that went away."""
 
 
 class JudgeHandler(BaseHTTPRequestHandler):
@@ -341,11 +296,12 @@ class JudgeHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_):
-        """Say nothing."""
+        """Print nothing."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on_failure", ["stop", "skip"])
-def test_a_run_whose_judge_goes_away_stops_or_goes_on_as_asked(on_failure, capsys):
+def test_run_stops_or_skips_when_its_judge_is_gone(on_failure, capsys):
     server = JudgeThatGoes(last_request=8)
     judge = (
         f"{{name: judge, base_url: 'http://127.0.0.1:{server.server_port}/v1', model: any, "
