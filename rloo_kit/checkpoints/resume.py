@@ -46,71 +46,21 @@ from rloo_kit.checkpoints.store import (
     write_checkpoint,
     write_tree,
 )
+from rloo_kit.config.settings import on_resume
 from rloo_kit.diagnosis.record import finite_numbers
 from rloo_kit.errors import CheckpointError, DiskError, KitError, ProcessLostError
 from rloo_kit.output_folder import one_at_a_time
 from rloo_kit.processes import Team, check_resumable, gathered, raise_if_peer_lost, why_sharded
 from rloo_kit.rloo.guards import check_finite
 
-MUST_STAY = [
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "beta",
-    "bf16",
-    "chat_template_kwargs",
-    "dynamic_sampling",
-    "dynamic_sampling_rounds",
-    "epsilon",
-    "epsilon_high",
-    "fp16",
-    "gate_on_score",
-    "generation_batch_size",
-    "generation_kwargs",
-    "kl_estimator",
-    "mask_truncated_completions",
-    "max_completion_length",
-    "min_p",
-    "missing_eos_penalty",
-    "normalize_advantages",
-    "normalize_reward",
-    "num_generations",
-    "num_iterations",
-    "optim",
-    "optim_args",
-    "repetition_penalty",
-    "reward_clip_range",
-    "rollout_correction",
-    "rollout_correction_cap",
-    "rows_per_step",
-    "seed",
-    "shuffle_dataset",
-    "skip_no_signal",
-    "skip_old_pass",
-    "temperature",
-    "token_level_kl",
-    "top_k",
-    "top_p",
-    "truncated_in_baseline",
-    "weight_decay",
-]
+MUST_STAY = sorted([*on_resume("must"), "rows_per_step"])
 """Settings that decide what is sampled and learned: another value would be another run.
 
 ``rows_per_step`` is what an optimizer step learns from: how it is divided into
 ``per_device_train_batch_size``, ``gradient_accumulation_steps`` and processes may change.
 """
-MAY_CHANGE = [
-    "generation",
-    "gradient_checkpointing",
-    "learning_rate",
-    "lr_scheduler_type",
-    "max_grad_norm",
-    "max_steps",
-    "num_train_epochs",
-    "tokens_per_micro_batch",
-    "warmup_steps",
-]
-"""Settings whose new value is used from the next step on, and told; others change silently."""
+MAY_CHANGE = on_resume("may")
+"""Settings whose new value is used from the next step on, and reported."""
 OF_SCHEDULE = (
     "learning_rate",
     "lr_scheduler_type",

@@ -584,7 +584,7 @@ def _annotations() -> dict[str, tuple[str, ...]]:
     """Return name -> the types that the classes in its source give it."""
     found: dict[str, tuple[str, ...]] = {}
     for package, file in (
-        ("rloo_kit", "training/config.py"),
+        ("rloo_kit", "config/settings.py"),
         ("trl", "trainer/rloo_config.py"),
         ("trl", "trainer/base_config.py"),
         ("transformers", "training_args.py"),
@@ -593,7 +593,7 @@ def _annotations() -> dict[str, tuple[str, ...]]:
         if spec is None or not spec.submodule_search_locations:
             raise ConfigError(f"{package} is not installed: pip install rloo-kit brings it")
         tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text("utf-8"))
-        wanted = ("LeaveOneOutConfig", "RLOOConfig", "_BaseConfig", "TrainingArguments")
+        wanted = ("KitSettings", "RLOOConfig", "_BaseConfig", "TrainingArguments")
         for cls in (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in wanted):
             for node in cls.body:
                 if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):

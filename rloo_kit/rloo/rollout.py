@@ -8,7 +8,7 @@ Shapes: P prompts, G generations per prompt, B = P*G completions, T the longest 
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,12 @@ class Shaping:
     truncated_in_baseline: bool = True
     skip_no_signal: bool = True
     gate_on_score: bool = False
+
+    def with_plain_scores(self) -> "Shaping":
+        """Return the same without penalty, clip and normalisation of the scores."""
+        return replace(
+            self, missing_eos_penalty=None, reward_clip_range=None, normalize_reward=None
+        )
 
 
 @dataclass

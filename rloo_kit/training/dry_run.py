@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from rloo_kit.checkpoints.store import random_states, set_random_states
+from rloo_kit.config.settings import OF_MEMORY
 from rloo_kit.data.files import raw_prompts
 from rloo_kit.data.prompts import prompt_ids
 from rloo_kit.errors import MemoryRanOutError
@@ -40,30 +41,6 @@ SHORT = 8
 NOT_STEPPED = ("paged", "layerwise", "lomo")
 """Optimizers, by parts of their names, whose states are not rehearsed: the first keep them in main
 memory and never give them back, the others hook into the backward pass."""
-OF_MEMORY = (
-    "beta",
-    "bf16",
-    "fp16",
-    "generation",
-    "generation_batch_size",
-    "generation_kwargs",
-    "gradient_accumulation_steps",
-    "gradient_checkpointing",
-    "gradient_checkpointing_kwargs",
-    "max_completion_length",
-    "normalize_advantages",
-    "num_generations",
-    "optim",
-    "optim_args",
-    "per_device_train_batch_size",
-    "skip_old_pass",
-    "steps_per_generation",
-    "tokens_per_micro_batch",
-    "vllm_enable_sleep_mode",
-    "vllm_gpu_memory_utilization",
-    "vllm_max_model_length",
-)
-"""Settings of the trainer that decide how much memory a step takes."""
 REMEMBERED = 200
 """Dry runs that the file of the user's cache holds; the oldest make room."""
 ROOM_LOST = 0.97
@@ -301,13 +278,7 @@ def _batch(trainer: Any, rows: int, prompt: int, completion: int) -> Rollout:
         rewards=scores.unsqueeze(1),
         scores=scores,
     )
-    shaping = replace(
-        trainer.args.shaping,
-        missing_eos_penalty=None,
-        reward_clip_range=None,  # it may make all scores equal
-        normalize_reward=None,
-    )
-    return Rollout.scored(sampled, group, shaping)
+    return Rollout.scored(sampled, group, trainer.args.shaping.with_plain_scores())
 
 
 # --- the phases ----------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from rloo_kit.config.run_file import (
     ModelSection,
     RunConfig,
 )
-from rloo_kit.diagnosis.record import DEFAULTS
+from rloo_kit.config.settings import DEFAULTS, KIT_ONLY
 from rloo_kit.diagnosis.watch import RunWatch
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.live.display import live_progress
@@ -61,7 +61,7 @@ from rloo_kit.scoring.loading import LoadedReward, load_rewards, with_tokenizers
 from rloo_kit.text.redaction import redact, redact_tree
 from rloo_kit.text.thoughts import ThoughtFinder
 from rloo_kit.text.wording import format_value
-from rloo_kit.training.config import OWN_FIELDS, LeaveOneOutConfig, _own_config
+from rloo_kit.training.config import LeaveOneOutConfig, _own_config
 from rloo_kit.training.dry_run import rehearse_first
 
 NO_SIGNAL_BATCHES = 10
@@ -848,8 +848,7 @@ class _Boundary(TrainerCallback):
 
 def _config_of(args: LeaveOneOutConfig, model: Any) -> RunConfig:
     """Return what a run file would say of a trainer that has none."""
-    names = {*DEFAULTS, "per_device_train_batch_size", "steps_per_generation", "max_steps"}
-    names |= {"dynamic_sampling", "skip_old_pass"}
+    names = {*DEFAULTS, "steps_per_generation", "max_steps"}
     path = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
     return RunConfig(
         model=ModelSection(name=Path(path).name, max_seq_length=4 * args.max_completion_length),
@@ -969,22 +968,6 @@ def _starts_at_base(adapter: dict[str, torch.Tensor]) -> bool:
     return bool(kinds["b"]) and only_lora and not any(values.any() for values in kinds["b"])
 
 
-KIT_PATH_ONLY = (
-    "gate_on_score",
-    "token_level_kl",
-    "kl_estimator",
-    "missing_eos_penalty",
-    "normalize_reward",
-    "truncated_in_baseline",
-    "dynamic_sampling",
-    "max_no_signal_fraction",
-    "rollout_correction",
-    "stop_on",
-    "legacy_metrics",
-)
-"""Settings of the kit that TRL's own path cannot serve."""
-
-
 def why_trl_path(trainer: LeaveOneOutTrainer) -> str | None:
     """Return why TRL's own code must train (images, divided weights, a router's loss), or None.
 
@@ -1000,11 +983,7 @@ def why_trl_path(trainer: LeaveOneOutTrainer) -> str | None:
         reason = f"several processes with {why_sharded() or 'a stream of prompts'}"
     elif trainer.aux_loss_enabled:
         reason = "a mixture of experts with a router loss (router_aux_loss_coef 0 turns it off)"
-    given = [
-        field.name
-        for field in OWN_FIELDS
-        if field.name in KIT_PATH_ONLY and getattr(trainer.args, field.name) != field.default
-    ]
+    given = [name for name in KIT_ONLY if getattr(trainer.args, name) != DEFAULTS[name]]
     if reason and given:
         raise ConfigError(
             f"{reason} cannot be trained with {' and '.join(given)} yet: leave them out"

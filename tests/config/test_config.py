@@ -27,8 +27,8 @@ from rloo_kit.config.run_file import (
     read_run_file,
     translate_trainer_arguments,
 )
+from rloo_kit.config.settings import OWN_FIELDS
 from rloo_kit.errors import ConfigError, KitError
-from rloo_kit.training.config import OWN_FIELDS
 
 # --- reading --------------------------------------------------------------------------------------
 

@@ -1,0 +1,290 @@
+"""The table of settings: what the kit knows of every trainer setting, in one row each.
+
+``LeaveOneOutConfig`` inherits ``KitSettings``. The run-file check, resume, the dry run, the model
+card and the docs read the same rows. Loads neither torch nor TRL.
+"""
+
+import dataclasses
+from dataclasses import MISSING, dataclass
+from typing import Any, Literal
+
+Resume = Literal["must", "may", "free"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What holds of one setting, in addition to its name, type and default."""
+
+    help: str = ""
+    minimum: float | None = None
+    above: float | None = None
+    """Lower bound that is not allowed itself."""
+    maximum: float | None = None
+    below: float | None = None
+    """Upper bound that is not allowed itself."""
+    choices: tuple[Any, ...] = ()
+    """Of the value, or of each item of a list."""
+    default: Any = None
+    """What the kit sets in place of TRL's default; None: nothing."""
+    by_device: bool = False
+    """The default follows the machine and the model; None leaves the choice to the kit."""
+    resume: Resume = "free"
+    """``must``: it decides what is sampled and learned, so a resumed run keeps it. ``may``: a new
+    value is used from the next step and reported. ``free``: it may change without notice."""
+    memory: bool = False
+    """It changes how much memory a step takes, so a dry run repeats."""
+    kit_only: bool = False
+    """TRL's own training path (images, sharded weights) cannot serve it."""
+
+
+def setting(default: Any = MISSING, help: str = "", **rule: Any) -> Any:
+    """Return a dataclass field with its rule; a list or dict as ``default_factory=``."""
+    factory = rule.pop("default_factory", MISSING)
+    metadata = {"rule": Rule(help=help, **rule)}
+    if factory is not MISSING:
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+STOP_ON = (
+    "stale_sampler",
+    "clip_noise",
+    "negative_kl",
+    "kl_explosion",
+    "all_truncated",
+    "empty_output",
+    "length_explosion",
+    "constant_reward",
+    "saturated_reward",
+    "cold_start",
+    "reward_collapse",
+    "reward_hacking",
+    "entropy_collapse",
+    "no_signal",
+    "learning_rate_too_low",
+    "high_variance",
+)
+"""Findings of the doctor that can make a run worthless."""
+
+
+@dataclass(repr=False, eq=False)
+class KitSettings:
+    """Trainer settings that TRL does not have."""
+
+    tokens_per_micro_batch: int | None = setting(
+        None,
+        "Positions (rows times width) of a training pass; null: from the free memory. Changes "
+        "speed and memory, not the gradient. `per_device_train_batch_size` keeps its meaning.",
+        minimum=1,
+        resume="may",
+        memory=True,
+    )
+    skip_old_pass: bool = setting(
+        True,
+        "Take old log-probabilities from the training forward where that is exact.",
+        resume="must",
+        memory=True,
+    )
+    skip_no_signal: bool = setting(
+        True,
+        "Run no pass for completions whose advantage is exactly 0 (at beta 0).",
+        resume="must",
+    )
+    gate_on_score: bool = setting(
+        False,
+        "Run no pass for groups of equal scores at beta > 0 too. Not exact: their KL is ignored.",
+        resume="must",
+        kit_only=True,
+    )
+    token_level_kl: bool = setting(
+        False,
+        "Penalise each token by the KL from itself on, instead of the completion by its sum.",
+        resume="must",
+        kit_only=True,
+    )
+    kl_estimator: Literal["k1", "k3"] = setting(
+        "k1", "`k1` (log ratio) or `k3` (never negative).", resume="must", kit_only=True
+    )
+    missing_eos_penalty: float | None = setting(
+        None,
+        "Subtracted from the score of a completion that was cut off.",
+        minimum=0,
+        resume="must",
+        kit_only=True,
+    )
+    normalize_reward: bool | Literal["batch", "moving"] | None = setting(
+        None,
+        "Scores over mean and spread of the generation batch (true, `batch`) or of all batches so "
+        "far (`moving`).",
+        resume="must",
+        kit_only=True,
+    )
+    truncated_in_baseline: bool = setting(
+        True,
+        "With `mask_truncated_completions`: whether masked rows still count in the baseline.",
+        resume="must",
+        kit_only=True,
+    )
+    on_reward_error: Literal["stop", "skip"] = setting(
+        "stop", "`stop`, or `skip`: what a reward cannot score counts as unscorable and is logged."
+    )
+    reward_timeout_seconds: float | None = setting(
+        None, "A reward function that takes longer is an error; null: no limit.", above=0
+    )
+    dynamic_sampling: bool = setting(
+        False,
+        "Draw further prompts in place of groups of equal scores.",
+        resume="must",
+        kit_only=True,
+    )
+    dynamic_sampling_rounds: int = setting(
+        4,
+        "At most so many draws for one batch; what is missing then stays as it is.",
+        minimum=1,
+        maximum=100,
+        resume="must",
+    )
+    max_no_signal_fraction: float | None = setting(
+        None,
+        "Stop when more of the groups of the last ten batches have equal scores.",
+        minimum=0,
+        maximum=1,
+        kit_only=True,
+    )
+    generation: Literal["auto", "vllm", "transformers", "server"] = setting(
+        "auto",
+        "Who samples: `vllm` (in this process), `server` (vLLM's own, at `vllm_server_base_url`), "
+        "`transformers`, or `auto`: vLLM on a GPU where it can.",
+        resume="may",
+        memory=True,
+    )
+    canary: bool = setting(
+        True, "Prove on every batch that vLLM samples from the policy that trains; stop where not."
+    )
+    rollout_correction: Literal["sequence", "token"] | None = setting(
+        None,
+        "`sequence` or `token`: weigh by the policy's probability over the sampler's.",
+        resume="must",
+        kit_only=True,
+    )
+    rollout_correction_cap: float = setting(
+        2.0, "Largest such weight.", minimum=1, maximum=1e6, resume="must"
+    )
+    vllm_adapter_dir: str | None = setting(
+        None, "Folder for the adapter that a vLLM server also sees; null: shared memory."
+    )
+    doctor: bool = setting(True, "Look for problems during the run and report them.")
+    stop_on: list[str] | None = setting(
+        None,
+        "Findings that end the run, such as `[kl_explosion]`; its best weights are kept.",
+        choices=STOP_ON,
+        kit_only=True,
+    )
+    keep_last: int = setting(2, "Newest checkpoints that are kept.", minimum=1)
+    keep_best: int = setting(
+        1, "Checkpoints kept in addition because they scored highest; 0: none.", minimum=0
+    )
+    rescue_dir: str | None = setting(
+        None,
+        "Where a checkpoint goes when the disk of `output_dir` is full; null: the system's folder "
+        "for temporary files.",
+    )
+    max_hours: float | None = setting(
+        None, "Save and stop after the step in which the training has taken so long.", above=0
+    )
+    max_skipped_steps: int = setting(
+        3,
+        "Stop when so many optimizer steps in a row were skipped because of NaN/Inf gradients.",
+        minimum=1,
+    )
+    legacy_metrics: bool = setting(
+        False,
+        "Give the older TRL's metrics as its source computed them, including their sign.",
+        kit_only=True,
+    )
+    dry_run: bool | None = setting(
+        None,
+        "Take the memory of the longest step of a training before its first; null: on a GPU, "
+        "until it has fitted once.",
+    )
+
+
+_MUST = Rule(resume="must")
+_MAY = Rule(resume="may")
+_BY_DEVICE = Rule(by_device=True)
+TRL_RULES: dict[str, Rule] = {
+    "adam_beta1": _MUST,
+    "adam_beta2": _MUST,
+    "adam_epsilon": _MUST,
+    "beta": Rule(default=0.05, minimum=0, maximum=100, resume="must", memory=True),
+    "bf16": Rule(by_device=True, resume="must", memory=True),
+    "chat_template_kwargs": _MUST,
+    "dataloader_pin_memory": _BY_DEVICE,
+    "ddp_backend": _BY_DEVICE,
+    # SIGTERM saves a checkpoint anyway, and this would handle the signal too
+    "enable_jit_checkpoint": Rule(choices=(False,)),
+    "epsilon": Rule(minimum=0, resume="must"),
+    "epsilon_high": _MUST,
+    "fp16": Rule(by_device=True, resume="must", memory=True),
+    "generation_batch_size": Rule(minimum=1, resume="must", memory=True),
+    "generation_kwargs": Rule(resume="must", memory=True),
+    "gradient_accumulation_steps": Rule(default=1, minimum=1, memory=True),
+    "gradient_checkpointing": Rule(by_device=True, resume="may", memory=True),
+    "gradient_checkpointing_kwargs": Rule(memory=True),
+    "learning_rate": Rule(default=1e-5, above=0, maximum=1, resume="may"),
+    "logging_steps": Rule(default=1),
+    "lr_scheduler_type": _MAY,
+    "mask_truncated_completions": _MUST,
+    "max_completion_length": Rule(
+        default=512, minimum=1, maximum=1_000_000, resume="must", memory=True
+    ),
+    "max_grad_norm": Rule(default=1.0, minimum=0, resume="may"),
+    "max_steps": Rule(minimum=-1, maximum=1_000_000_000, resume="may"),
+    "min_p": _MUST,
+    "normalize_advantages": Rule(resume="must", memory=True),
+    "num_completions_to_print": Rule(default=0),
+    # leave-one-out compares a completion with its siblings
+    "num_generations": Rule(default=4, minimum=2, resume="must", memory=True),
+    "num_iterations": Rule(default=1, minimum=1, maximum=1000, resume="must"),
+    "num_train_epochs": _MAY,
+    "optim": Rule(resume="must", memory=True),
+    "optim_args": Rule(resume="must", memory=True),
+    "per_device_train_batch_size": Rule(default=8, minimum=1, memory=True),
+    "repetition_penalty": _MUST,
+    "report_to": Rule(default="none"),
+    "reward_clip_range": _MUST,
+    "save_steps": Rule(default=10),
+    "seed": _MUST,
+    "shuffle_dataset": _MUST,
+    "steps_per_generation": Rule(minimum=1, memory=True),
+    "temperature": Rule(default=1.0, minimum=1e-3, maximum=10, resume="must"),
+    "top_k": _MUST,
+    "top_p": Rule(above=0, maximum=1, resume="must"),
+    "use_cpu": _BY_DEVICE,
+    "vllm_enable_sleep_mode": Rule(by_device=True, memory=True),
+    "vllm_gpu_memory_utilization": Rule(by_device=True, memory=True),
+    "vllm_max_model_length": Rule(memory=True),
+    "warmup_steps": _MAY,
+    "weight_decay": _MUST,
+}
+"""Fields of TRL and transformers that the kit has a rule for; their types are TRL's."""
+
+OWN_FIELDS = dataclasses.fields(KitSettings)
+RULES: dict[str, Rule] = {
+    **{field.name: field.metadata["rule"] for field in OWN_FIELDS},
+    **TRL_RULES,
+}
+TRL_DEFAULTS: dict[str, Any] = {
+    name: rule.default for name, rule in TRL_RULES.items() if rule.default is not None
+}
+"""What the kit sets in place of TRL's defaults, or repeats so that it can be read without TRL."""
+DEFAULTS: dict[str, Any] = {**{field.name: field.default for field in OWN_FIELDS}, **TRL_DEFAULTS}
+"""Trainer settings where the run file says nothing."""
+BY_DEVICE = frozenset(name for name, rule in TRL_RULES.items() if rule.by_device)
+KIT_ONLY = tuple(name for name, rule in RULES.items() if rule.kit_only)
+OF_MEMORY = tuple(sorted(name for name, rule in RULES.items() if rule.memory))
+
+
+def on_resume(rule: Resume) -> list[str]:
+    """Return the settings with that resume rule, sorted."""
+    return sorted(name for name, one in RULES.items() if one.resume == rule)
