@@ -10,7 +10,7 @@ WHEELS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend 
 UV := $(shell command -v uv || echo .cache/uv/bin/uv)
 
 .PHONY: quickstart test test-all test-faults test-notebooks test-browser test-vllm test-gpu-contract
-.PHONY: setup setup-gym setup-browser setup-vllm setup-gpu setup-audit setup-docs docs lock lint audit clean
+.PHONY: setup setup-gym setup-browser setup-vllm setup-gpu setup-audit setup-docs setup-types docs lock lint audit clean
 
 quickstart: setup
 	.venv/bin/rloo-kit quickstart
@@ -135,9 +135,18 @@ lock: | $(UV)
 	  | $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --custom-compile-command "make lock" - -o requirements-docs.lock
 
-lint: setup
+lint: setup setup-types
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.cache/types/bin/pyright
+
+# pyright (standard mode, see pyproject.toml) and the node that runs it, in an environment of their own.
+setup-types: .cache/types/made
+
+.cache/types/made: Makefile | $(UV)
+	$(UV) venv --quiet --clear --python ">=3.11,<3.13" .cache/types
+	$(UV) pip install --quiet --python .cache/types/bin/python "pyright[nodejs]==1.1.414"
+	@touch $@
 
 # The locked versions against the database of known vulnerabilities, where that can be reached.
 audit: setup setup-audit
