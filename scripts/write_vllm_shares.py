@@ -15,8 +15,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a model whose config is on the hub alone i
 from rloo_kit.config.run_file import EXAMPLES, read_run_file
 from rloo_kit.errors import ModelError
 from rloo_kit.machine.cards import find_card
+from rloo_kit.planning.job import make_job, read_facts
 from rloo_kit.planning.memory import plan_memory, planned_engine
-from rloo_kit.planning.planner import _facts, _job
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/how-to/plan.md"
 BEGIN, END = (
@@ -45,10 +45,10 @@ def _cells(path: Path) -> list[str]:
     for gib in CARDS:
         card = find_card(f"{gib}GB")
         try:
-            facts = _facts(config, EXAMPLES, card.usable, card, on_gpu=True)
+            facts = read_facts(config, EXAMPLES, card, card.usable, on_gpu=True)
         except ModelError:  # its config is in a file that is fetched first, or on the hub
             return []
-        job = _job(config, replace(facts, vllm=True, backend="unsloth"))
+        job = make_job(config, replace(facts, vllm=True, backend="unsloth"))
         if job.engine != "shared":
             return []
         fits = plan_memory(job).peak_bytes <= card.usable

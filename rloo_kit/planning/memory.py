@@ -1,31 +1,31 @@
-"""Bytes of each part of a training, and of the moment when most of them are held at once.
+"""Bytes of each part of a training run, and the phase of a step in which most of them are held.
 
-Arithmetic alone: no tensor is made. A step has phases (the model is loaded, completions are
-sampled, rewards score them, passes without gradient, passes with), and each part is held in some of
-them. The peak is the largest phase, not the sum of all parts.
+Arithmetic only: no tensor is made. A step has phases (load, sample, reward, score, learn), and each
+part is held in some of them. The peak is the largest phase, not the sum of all parts.
 
-Where numbers come from: bytes of weights and optimizer states are what bitsandbytes and torch
-store. Bytes of activations were counted on a CPU with torch's profiler, for Llama and Qwen3 layers
-with LoRA under autocast (docs/how-to/plan.md); a GPU's fused kernels keep less, so there they are
-an upper bound. What lies outside of tensors is a constant with its reason.
+Sources: weights and optimizer states are what bitsandbytes and torch store. Activations were
+counted with torch's profiler on a CPU, for Llama and Qwen3 layers with LoRA under autocast
+(docs/how-to/plan.md); the fused kernels of a GPU keep less, so there they are an upper bound.
+Memory outside of tensors is a constant with its reason.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rloo_kit.errors import GenerationError
 from rloo_kit.models.engine_memory import (
     BATCHED_TOKENS,
+    MIB,
     UNMEASURED,
     EngineMemory,
     engine_memory,
     engine_size,
     reserved_rank,
 )
-from rloo_kit.models.shape import Linear, ModelShape, nf4_bytes, weight_bytes
+from rloo_kit.models.shape import Linear, ModelShape, weight_bytes
 
-MIB = 1024**2
-LOAD, SAMPLE, REWARD, SCORE, LEARN = PHASES = ("load", "sample", "reward", "score", "learn")
+PHASES: tuple[str, ...] = ("load", "sample", "reward", "score", "learn")
+LOAD, SAMPLE, REWARD, SCORE, LEARN = PHASES
 DOING = {
     LOAD: "the model is loaded",
     SAMPLE: "completions are sampled",
@@ -35,43 +35,28 @@ DOING = {
 }
 """What happens in a phase, in words."""
 
-LIBRARIES = {"unsloth": 1010 * MIB, "transformers": 1010 * MIB}
-"""Resident memory of a CPU process that has trained, its tensors apart: Python, torch (a build for
-CUDA, too), TRL and the backend. benchmarks/plan_accuracy.py measures it."""
+LIBRARIES = 1010 * MIB
+"""Resident memory of a CPU process that has trained, without its tensors: Python, torch, TRL and
+the backend (benchmarks/plan_accuracy.py --libraries)."""
 CONTEXT = 600 * MIB
-"""Of a GPU, outside of torch's allocator: the CUDA context, cuBLAS and Triton's kernels. It differs
+"""On a GPU, outside of torch's allocator: the CUDA context, cuBLAS and Triton's kernels. It differs
 by card and driver; an estimate."""
 FRAGMENTATION = 0.06
-"""Share of what comes and goes on a GPU that lies between blocks, with expandable segments; an
+"""Share of temporary memory on a GPU that is lost between blocks, with expandable segments; an
 estimate."""
-NO_GRAD_FACTOR = 4
-"""How much larger passes without gradient are (learner.NO_GRAD_FACTOR)."""
-CHUNK_LOGITS = 2**24
-"""Logits that exist at a time on a CPU (logprobs.CHUNK_LOGITS; Unsloth has the same)."""
-PLAIN_CHUNK_TOKENS = 256
-"""Tokens of them at most, without Unsloth (logprobs.CHUNK_TOKENS)."""
+HEAP = 1.45
+"""On a CPU, heap over activations: the allocator keeps freed blocks, with holes between them."""
+CHECKPOINTED_HEAP = 0.6
+"""The same with gradient checkpointing, over the activations without it: gradients that stay split
+the memory that it frees."""
+LOADING = 3.5
+"""Bytes for each packed weight that a 4-bit load on a CPU takes while it packs."""
 TRITON_TOKENS, TRITON_LOGITS = 4096, 32768
 """Tile of TRL 1.15's kernel on a GPU: tokens, and logits of each (kernels/chunked_logprob.py)."""
-LARGE_BLOCK = 32 * MIB
-"""On a CPU glibc takes blocks of this size from the system and gives them back (its largest
-M_MMAP_THRESHOLD), and keeps the room of smaller ones."""
-HOLES, HOLES_NORMED = 1.35, 1.6
-"""Room of small blocks over what they hold: temporaries lie between what a pass keeps, and norms of
-queries and keys make more of them, in float32. Measured with Llama's layers and Qwen3's."""
-HOLES_OF_LAYERS = 0.6
-"""The same with checkpointing, over what all layers would keep without it: gradients that stay
-split the room of a layer that was computed again, and the next layer's blocks do not fit.
-Measured."""
-IN_ONE_PLACE, IN_ONE_PLACE_4BIT = 0.8, 0.1
-"""Share of the empty room that a large block may find in one place; weights that are unpacked for
-every use split it. Measured."""
-LOADING = 3.5
-"""Bytes for each packed weight that a 4-bit load on a CPU takes in such room. Measured."""
-KEPT_FREE = "kept free by the allocator"
 PAGED_FROM = 100_000
-"""Elements from which on a paged optimizer keeps a state in main memory (bitsandbytes 0.50)."""
+"""Smallest state, in elements, that a paged optimizer keeps in main memory (bitsandbytes 0.50)."""
 EIGHT_BIT_FROM, EIGHT_BIT_BLOCK = 4096, 256
-"""Elements from which on a state is kept in 8 bit, and elements for each of its statistics."""
+"""Smallest state, in elements, that is kept in 8 bit, and elements that share a statistic."""
 
 
 @dataclass(frozen=True)
@@ -151,29 +136,28 @@ class Part:
     name: str
     bytes: dict[str, int]
     in_main_memory: bool = False
-    """Beside a GPU: it does not count towards the card."""
+    """Of a machine with a GPU: it does not count towards the card."""
 
     @property
     def most(self) -> int:
-        """In its largest phase."""
+        """Bytes in its largest phase."""
         return max(self.bytes.values(), default=0)
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a training holds, part by part and phase by phase."""
+    """What a training run holds, part by part and phase by phase."""
 
     parts: tuple[Part, ...]
     budget: int
     """Positions of a training pass (rows times width)."""
-    phases: dict[str, int] = field(default_factory=dict)
+    phases: dict[str, int]
     """Bytes on the device, or of the process on a CPU."""
 
     @property
     def phase(self) -> str:
-        """The phase of the peak; of several, the one that uses most of it."""
-        free = next((part.bytes for part in self.parts if part.name == KEPT_FREE), {})
-        return max(self.phases, key=lambda phase: (self.phases[phase], -free.get(phase, 0)))
+        """The phase of the peak."""
+        return max(self.phases, key=lambda phase: self.phases[phase])
 
     @property
     def peak_bytes(self) -> int:
@@ -182,7 +166,7 @@ class MemoryPlan:
 
     @property
     def main_memory(self) -> int:
-        """Bytes in the machine's memory, beside a GPU, in the largest phase."""
+        """Bytes of the machine's memory, in addition to a GPU's, in the largest phase."""
         held = [part for part in self.parts if part.in_main_memory]
         return max(sum(part.bytes.get(phase, 0) for part in held) for phase in PHASES)
 
@@ -200,20 +184,78 @@ class MemoryPlan:
 
 
 def plan_memory(job: Job) -> MemoryPlan:
-    """Return what a training will hold.
+    """Return what a training run will hold.
 
     Args:
         job: What is trained, how, and on what.
     """
-    return _on_gpu(job) if job.on_gpu else _on_cpu(job)
+    sizes = adapter_sizes(job)
+    trained = 4 * sum(sizes)
+    here, paged = optimizer_bytes(job.optimizer, sizes, on_gpu=job.on_gpu)
+    held = [*_weights(job), _since(SAMPLE, "LoRA adapter, float32", trained), *_sampling(job)]
+    budget = _budget(job, job.room - _total(held, LEARN))
+    parts = [
+        *held,
+        _since(SAMPLE, f"optimizer states, {job.optimizer}", here),
+        _since(SAMPLE, "optimizer states, paged", paged, in_main_memory=True),
+        *_judges(job),
+        *_passes(job, budget, trained),
+    ]
+    if job.on_gpu:
+        parts.append(_between_blocks(parts))
+    else:
+        parts.append(_since(SAMPLE, "best weights so far", trained))
+    left_out = {REWARD: not job.judges, SCORE: not job.scores}
+    phases = {phase: _total(parts, phase) for phase in PHASES if not left_out.get(phase)}
+    return MemoryPlan(tuple(part for part in parts if part.most), budget, phases)
 
 
-# --- what both have ------------------------------------------------------------------------------
+def _since(first: str, name: str, size: float, *, in_main_memory: bool = False) -> Part:
+    """Return a part that is held from one phase on."""
+    return Part(name, dict.fromkeys(PHASES[PHASES.index(first) :], int(size)), in_main_memory)
 
 
-def _always(name: str, size: float, *, since: str = LOAD, in_main_memory: bool = False) -> Part:
-    phases = PHASES[PHASES.index(since) :]
-    return Part(name, dict.fromkeys(phases, int(size)), in_main_memory)
+def _total(parts: Iterable[Part], phase: str) -> int:
+    """Return the bytes on the device in a phase."""
+    return sum(part.bytes.get(phase, 0) for part in parts if not part.in_main_memory)
+
+
+def _between_blocks(parts: Iterable[Part]) -> Part:
+    temporary = [part for part in parts if len(part.bytes) < len(PHASES)]
+    lost = {phase: int(FRAGMENTATION * _total(temporary, phase)) for phase in PHASES}
+    return Part("between blocks", lost)
+
+
+# --- weights, adapter, optimizer -----------------------------------------------------------------
+
+
+def _weights(job: Job) -> list[Part]:
+    shape, wide = job.shape, job.value_bytes
+    packs = not shape.packed and (job.in_4bit or job.in_fp8)
+    total = weight_bytes(shape, in_4bit=job.in_4bit, value_bytes=wide, in_fp8=job.in_fp8)
+    if job.on_gpu:
+        largest = 2 * max(linear.size for linear in shape.linears) if packs else 0
+        return [
+            _since(LOAD, "CUDA context", CONTEXT),
+            _since(LOAD, f"weights, {_precision(job)}", total),
+            Part("largest layer, before it is packed", {LOAD: largest}),
+        ]
+    # 16-bit weights are mapped from their file, and a 4-bit load reads all of that file
+    mapped = weight_bytes(shape, in_4bit=shape.packed) if wide == 2 else 0
+    copied = total if wide == 4 else 0
+    if wide == 2 and job.in_4bit and packs:
+        copied = total - wide * (shape.num_parameters - shape.num_quantised)
+    return [
+        _since(LOAD, "Python and libraries", LIBRARIES),
+        _since(LOAD, "weights, mapped from their file", mapped),
+        _since(LOAD, f"weights, {_precision(job)}", copied),
+        Part("packing", {LOAD: int(LOADING * shape.num_quantised) if packs else 0}),
+    ]
+
+
+def _precision(job: Job) -> str:
+    plain = "FP8" if job.in_fp8 else f"{8 * job.value_bytes} bit"
+    return "4 bit (NF4)" if job.in_4bit else plain
 
 
 def adapter_sizes(job: Job) -> list[int]:
@@ -252,6 +294,97 @@ def optimizer_bytes(name: str, sizes: Sequence[int], *, on_gpu: bool = True) -> 
     return here, elsewhere
 
 
+# --- sampling ------------------------------------------------------------------------------------
+
+
+def _sampling(job: Job) -> list[Part]:
+    if job.engine == "transformers":
+        return _by_transformers(job)
+    if job.engine == "server" or not job.on_gpu:  # vLLM on a CPU is not counted
+        return []
+    awake = (SAMPLE,) if job.sleeps else PHASES[1:]
+    engine = planned_engine(job)
+    copy = 0 if job.engine == "shared" else engine.size.weights
+    parts = [
+        Part("vLLM weights", dict.fromkeys(awake, copy)),
+        Part("vLLM keys and values", dict.fromkeys(awake, engine.cache)),
+        Part("vLLM activations", {SAMPLE: engine.size.working}),
+        _since(SAMPLE, "vLLM CUDA graphs", engine.size.graphs + UNMEASURED),
+    ]
+    if job.sleeps:
+        asleep = dict.fromkeys(PHASES[2:], copy)
+        parts.append(Part("vLLM weights, asleep", asleep, in_main_memory=True))
+    return parts
+
+
+def planned_engine(job: Job) -> EngineMemory:
+    """Return what vLLM takes of the card, as the engine will ask for it when it starts.
+
+    Where it does not fit, what all completions at full length would need.
+
+    Args:
+        job: One that vLLM samples for in this process, on a GPU.
+    """
+    size = engine_size(
+        job.shape,
+        in_4bit=job.in_4bit,
+        max_rank=reserved_rank(job.rank),
+        num_sequences=job.rows,
+        max_length=job.max_length,
+        value_bytes=job.value_bytes,
+        cache_bytes=job.cache_bytes,
+        in_fp8=job.in_fp8,
+        batched_tokens=job.batched_tokens,
+    )
+    free = job.room - CONTEXT
+    if job.engine != "shared":  # the trainer's model and adapter are on the card already
+        free -= size.weights + 4 * sum(adapter_sizes(job))
+    try:
+        card = job.card or job.room
+        return engine_memory(size, free, sleeps=job.sleeps, card=card, share=job.share)
+    except GenerationError as exc:
+        return EngineMemory(size, size.full_cache, str(exc))
+
+
+def _by_transformers(job: Job) -> list[Part]:
+    shape, wide = job.shape, job.value_bytes
+    cache = 2 * shape.num_layers * shape.kv_size * wide * job.rows * job.width
+    prompts = job.rows * min(job.prompt, job.width) * _forward_bytes(job.shape, wide)
+    # in 16 bit and float32, their softmax, and what is drawn
+    logits = job.rows * shape.vocab_size * (wide + 12)
+    if not job.on_gpu and wide == 2:  # bmm of oneDNN copies the LM head for every row
+        logits = wide * job.rows * shape.vocab_size * shape.hidden_size
+    return [
+        Part("keys and values", {SAMPLE: cache + cache // max(1, shape.num_layers)}),
+        Part("prompts, read at once", {SAMPLE: prompts}),
+        Part("logits of the next token", {SAMPLE: logits}),
+    ]
+
+
+# --- reward models -------------------------------------------------------------------------------
+
+
+def _judges(job: Job) -> list[Part]:
+    """Return the reward models' weights and activations."""
+    parts = []
+    for number, judge in enumerate(job.judges, 1):
+        name = "reward model" if len(job.judges) == 1 else f"reward model {number}"
+        weights = weight_bytes(judge.shape, in_4bit=judge.in_4bit)
+        waits = judge.on_gpu and judge.offloads
+        if judge.on_gpu:
+            phases = (REWARD,) if waits else PHASES[1:]
+            parts.append(Part(name, dict.fromkeys(phases, weights)))
+        if waits or not judge.on_gpu:
+            parts.append(_since(SAMPLE, f"{name}, waiting", weights, in_main_memory=job.on_gpu))
+        working = {REWARD: judge.tokens * _forward_bytes(judge.shape, 2)}
+        elsewhere = job.on_gpu and not judge.on_gpu
+        parts.append(Part(f"{name}, at work", working, in_main_memory=elsewhere))
+    return parts
+
+
+# --- passes with and without gradient ------------------------------------------------------------
+
+
 def layer_bytes(job: Job) -> int:
     """Return what one layer keeps of a position for its backward pass.
 
@@ -273,45 +406,13 @@ def layer_bytes(job: Job) -> int:
     )
 
 
-def _passing(job: Job) -> int:
-    """Return what a layer holds of a position while it is run forward without gradient."""
-    return job.value_bytes * (4 * job.shape.intermediate_size + 6 * job.shape.hidden_size)
-
-
-def _turning(job: Job) -> int:
-    """Return what a layer holds of a position, besides what it kept, while it is run backward."""
-    return int(job.value_bytes * (2 * job.shape.intermediate_size + 3.5 * job.shape.hidden_size))
-
-
-def _at_once(job: Job, budget: int) -> int:
-    """Return the positions whose graphs are held together in the worst case."""
-    width, rows = job.width, job.step_rows
-    piece = max(1, budget // width)
-    if job.keeps_graphs:
-        groups = budget // (job.group * width)
-        return min(max(groups * job.group, piece), rows) * width
-    return min(piece, rows) * width
-
-
-def _kept(job: Job, positions: int) -> tuple[int, int]:
-    """Return the bytes that graphs of so many positions keep: on the device, in main memory."""
-    layers, hidden, wide = job.shape.num_layers, job.shape.hidden_size, job.value_bytes
-    head = 2 * wide * hidden
-    if job.checkpointing == "none":
-        return positions * (layers * layer_bytes(job) + head), 0
-    inputs, one = layers * hidden * wide, layer_bytes(job) + _turning(job)
-    if job.checkpointing == "unsloth":  # two layers' inputs are on their way at a time
-        return positions * (2 * hidden * wide + one + head), positions * inputs
-    return positions * (inputs + one + head), 0
-
-
-def _kv_cache(job: Job) -> int:
-    sizes = 2 * job.shape.num_layers * job.shape.kv_size * job.value_bytes
-    return job.rows * job.width * sizes
+def _forward_bytes(shape: ModelShape, wide: int) -> int:
+    """Return what a layer holds of a position in a forward pass without gradient."""
+    return wide * (4 * shape.intermediate_size + 6 * shape.hidden_size)
 
 
 def _budget(job: Job, free: int) -> int:
-    """Return ``tokens_per_micro_batch`` as it was given, or as the trainer will choose it."""
+    """Return ``tokens_per_micro_batch`` as given, or as the trainer will choose it."""
     from rloo_kit.rloo.batching import default_token_budget
 
     return job.budget or default_token_budget(
@@ -325,342 +426,60 @@ def _budget(job: Job, free: int) -> int:
     )
 
 
-# --- on a GPU ------------------------------------------------------------------------------------
+def _passes(job: Job, budget: int, trained: int) -> list[Part]:
+    from rloo_kit.rloo.learner import NO_GRAD_FACTOR
 
-
-def _on_gpu(job: Job) -> MemoryPlan:
-    shape, sizes = job.shape, adapter_sizes(job)
-    trained = 4 * sum(sizes)
-    weights = weight_bytes(
-        shape, in_4bit=job.in_4bit, value_bytes=job.value_bytes, in_fp8=job.in_fp8
-    )
-    here, paged = optimizer_bytes(job.optimizer, sizes)
+    width, wide = job.width, job.value_bytes
+    rows = max(1, budget // width)
+    if job.keeps_graphs:  # of as many whole groups as fit
+        rows = max(budget // (job.group * width) * job.group, rows)
+    rows = min(rows, job.step_rows)
+    gradients = (2 if rows < job.step_rows else 1) * trained  # of former passes, and of this one
+    kept, offloaded = _activations(job, rows * width)
+    copied = trained * wide // 4 if wide == 2 else 0
+    learn = (LEARN,) if job.on_gpu else PHASES[1:]  # a CPU's allocator keeps what a pass held
     parts = [
-        _always("CUDA context", CONTEXT),
-        _always(f"weights, {_bits(job)}", weights),
-        Part("largest layer, before it is packed", {LOAD: _unpacked(job)}),
-        _always("LoRA adapter, float32", trained, since=SAMPLE),
-        _always(f"optimizer states, {job.optimizer}", here, since=SAMPLE),
-        _always("optimizer states, paged", paged, since=SAMPLE, in_main_memory=True),
-        *_sampling_on_gpu(job, weights),
-        *_judging(job),
-    ]
-    engine = sum(part.bytes.get(LEARN, 0) for part in parts if part.name.startswith("vLLM"))
-    budget = _budget(job, job.room - CONTEXT - weights - trained - engine)
-    parts += _passes_on_gpu(job, budget, trained)
-    parts.append(_between_blocks(parts))
-    return _summed(job, parts, budget)
-
-
-def _bits(job: Job) -> str:
-    plain = "FP8" if job.in_fp8 else f"{8 * job.value_bytes} bit"
-    return "4 bit (NF4)" if job.in_4bit else plain
-
-
-def _unpacked(job: Job) -> int:
-    """Return the largest weight that is on the card in 16 bit until it is packed."""
-    if job.shape.packed or not (job.in_4bit or job.in_fp8):
-        return 0
-    return 2 * max(linear.size for linear in job.shape.linears)
-
-
-def _passes_on_gpu(job: Job, budget: int, trained: int) -> list[Part]:
-    hidden, wide = job.shape.hidden_size, job.value_bytes
-    positions = _at_once(job, budget)
-    kept, offloaded = _kept(job, positions)
-    several = 2 if positions < job.step_rows * job.width else 1  # gradients before, and of now
-    tile = min(TRITON_TOKENS, positions) * min(TRITON_LOGITS, job.shape.vocab_size) * wide
-    parts = [
-        Part("gradients, float32", {LEARN: several * trained}),
-        Part("activations", {LEARN: kept}),
-        Part("log-prob chunk", {LEARN: tile + 4 * positions * hidden}),
+        Part("gradients, float32", {LEARN: gradients}),
+        Part("activations", dict.fromkeys(learn, kept)),
+        Part("log-prob chunk", {LEARN: _log_prob_chunk(job, rows * width, gradient=True)}),
         Part("activations, offloaded", {LEARN: offloaded}, in_main_memory=True),
-        Part("LoRA adapter, 16 bit", {SCORE: trained * wide // 4, LEARN: trained * wide // 4}),
+        Part("LoRA adapter, 16 bit", {SCORE: copied, LEARN: copied}),
     ]
     if job.scores:
-        scored = _at_once_without_gradient(job, budget)
-        parts.append(Part("activations of one layer", {SCORE: scored * _passing(job)}))
-        tile = min(TRITON_TOKENS, scored) * min(TRITON_LOGITS, job.shape.vocab_size) * wide
-        parts.append(Part("log-prob chunk, no gradient", {SCORE: tile}))
+        rows = max(1, NO_GRAD_FACTOR * budget // width)
+        scored = min(rows, max(job.rows, job.step_rows)) * width
+        chunk = _log_prob_chunk(job, scored, gradient=False)
+        passing = scored * _forward_bytes(job.shape, wide)
+        parts.append(Part("activations of one layer", {SCORE: passing}))
+        parts.append(Part("log-prob chunk, no gradient", {SCORE: chunk}))
     return parts
 
 
-def _at_once_without_gradient(job: Job, budget: int) -> int:
-    rows = max(1, NO_GRAD_FACTOR * budget // job.width)
-    return min(rows, max(job.rows, job.step_rows)) * job.width
+def _activations(job: Job, positions: int) -> tuple[int, int]:
+    """Return the bytes kept for backward of so many positions: on the device, in main memory."""
+    layers, hidden, wide = job.shape.num_layers, job.shape.hidden_size, job.value_bytes
+    head = 2 * wide * hidden
+    whole = positions * (layers * layer_bytes(job) + head)
+    if job.checkpointing == "none":
+        return (whole if job.on_gpu else int(HEAP * whole)), 0
+    # one layer at a time is computed again; backward takes more than it kept
+    backward = int(wide * (2 * job.shape.intermediate_size + 3.5 * hidden))
+    inputs, one = layers * hidden * wide, layer_bytes(job) + backward + head
+    if job.checkpointing == "unsloth":  # two layers' inputs are on the card at a time
+        return positions * (2 * hidden * wide + one), positions * inputs
+    kept = positions * (inputs + one)
+    return (kept if job.on_gpu else int(max(kept, CHECKPOINTED_HEAP * whole))), 0
 
 
-def _sampling_on_gpu(job: Job, weights: int) -> list[Part]:
-    shape = job.shape
-    if job.engine == "server":
-        return []
-    if job.engine == "transformers":
-        cache = _kv_cache(job)
-        prompts = job.rows * min(job.prompt, job.width) * _passing(job)
-        return [
-            Part("keys and values", {SAMPLE: cache + cache // max(1, shape.num_layers)}),
-            Part("prompts, read at once", {SAMPLE: prompts}),
-            Part("logits of the next token", {SAMPLE: _logits(job)}),
-        ]
-    awake = (SAMPLE,) if job.sleeps else PHASES[1:]
-    copy = 0 if job.engine == "shared" else weights
-    engine = planned_engine(job)
-    parts = [
-        Part("vLLM weights", dict.fromkeys(awake, copy)),
-        Part("vLLM keys and values", dict.fromkeys(awake, engine.cache)),
-        Part("vLLM activations", {SAMPLE: engine.size.working}),
-        _always("vLLM CUDA graphs", engine.size.graphs + UNMEASURED, since=SAMPLE),
-    ]
-    if job.sleeps and copy:
-        asleep = dict.fromkeys((REWARD, SCORE, LEARN), copy)
-        parts.append(Part("vLLM weights, asleep", asleep, in_main_memory=True))
-    return parts
+def _log_prob_chunk(job: Job, positions: int, *, gradient: bool) -> int:
+    """Return the bytes of the logits that exist at a time, and of what their gradient needs."""
+    from rloo_kit.machine.lm_head import CHUNK_LOGITS, CHUNK_TOKENS
 
-
-def planned_engine(job: Job) -> EngineMemory:
-    """Return what vLLM takes of the card, as the engine will ask for it when it starts.
-
-    Where it does not fit, what all completions at full length would need.
-
-    Args:
-        job: One that vLLM samples for in this process, on a GPU.
-    """
-    rank = reserved_rank(job.rank)
-    size = engine_size(
-        job.shape,
-        in_4bit=job.in_4bit,
-        max_rank=rank,
-        num_sequences=job.rows,
-        max_length=job.max_length,
-        value_bytes=job.value_bytes,
-        cache_bytes=job.cache_bytes,
-        in_fp8=job.in_fp8,
-        batched_tokens=job.batched_tokens,
-    )
-    free = job.room - CONTEXT
-    if job.engine != "shared":  # the trainer's model and adapter are on the card already
-        free -= size.weights + 4 * sum(adapter_sizes(job))
-    try:
-        card = job.card or job.room
-        return engine_memory(size, free, sleeps=job.sleeps, card=card, share=job.share)
-    except GenerationError as exc:
-        return EngineMemory(size, size.full_cache, str(exc))
-
-
-def _logits(job: Job) -> int:
-    """Return the next token's logits in 16 bit and float32, their softmax, and what is drawn."""
-    return job.rows * job.shape.vocab_size * (job.value_bytes + 12)
-
-
-def _judging(job: Job) -> list[Part]:
-    """Return the reward models' weights, and what they compute with."""
-    parts = []
-    for number, judge in enumerate(job.judges, 1):
-        name = "reward model" if len(job.judges) == 1 else f"reward model {number}"
-        weights = weight_bytes(judge.shape, in_4bit=judge.in_4bit)
-        waits = judge.on_gpu and judge.offloads
-        if judge.on_gpu:
-            phases = (REWARD,) if waits else PHASES[1:]
-            parts.append(Part(name, dict.fromkeys(phases, weights)))
-        if waits or not judge.on_gpu:
-            parts.append(_always(f"{name}, waiting", weights, since=SAMPLE, in_main_memory=True))
-        passing = 2 * (4 * judge.shape.intermediate_size + 6 * judge.shape.hidden_size)
-        work = Part(f"{name}, at work", {REWARD: judge.tokens * passing}, not judge.on_gpu)
-        parts.append(work)
-    return parts
-
-
-def _between_blocks(parts: Iterable[Part]) -> Part:
-    """Return what is lost between blocks that come and go."""
-    comes_and_goes = dict.fromkeys(PHASES, 0.0)
-    for part in parts:
-        if part.in_main_memory or len(part.bytes) == len(PHASES):
-            continue
-        for phase, size in part.bytes.items():
-            comes_and_goes[phase] += FRAGMENTATION * size
-    return Part("between blocks", {phase: int(size) for phase, size in comes_and_goes.items()})
-
-
-# --- on a CPU ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """What a phase holds on the heap of a CPU process."""
-
-    name: str
-    phase: str
-    size: int
-    block: int
-    """Bytes of its largest block."""
-    room: int | None = None
-    """Bytes of the heap that it takes; None: its size, and the usual holes."""
-
-
-def _on_cpu(job: Job) -> MemoryPlan:
-    sizes = adapter_sizes(job)
-    trained = 4 * sum(sizes)
-    states, _ = optimizer_bytes(job.optimizer, sizes, on_gpu=False)
-    parts = [
-        _always("Python and libraries", LIBRARIES[job.backend]),
-        *_weights_on_cpu(job),
-        _always("LoRA adapter, float32", trained, since=SAMPLE),
-        _always("best weights so far", trained, since=SAMPLE),
-        _always("optimizer states, float32", states, since=SAMPLE),
-        *(_judge_on_cpu(judge) for judge in job.judges),
-    ]
-    static = sum(part.bytes.get(SAMPLE, 0) for part in parts)
-    budget = _budget(job, job.room - static)
-    pieces = [
-        *_loading_on_cpu(job),
-        *_sampling_on_cpu(job),
-        *_judging_on_cpu(job),
-        *_passes_on_cpu(job, budget, trained),
-    ]
-    parts += [Part(piece.name, {piece.phase: piece.size}) for piece in pieces]
-    holes = HOLES_NORMED if job.shape.qk_norm else HOLES
-    place = IN_ONE_PLACE_4BIT if job.in_4bit else IN_ONE_PLACE
-    parts.append(Part(KEPT_FREE, _kept_free(pieces, holes, place)))
-    return _summed(job, parts, budget)
-
-
-def _kept_free(pieces: Sequence[_Piece], holes: float, share: float) -> dict[str, int]:
-    """Return the room for small blocks that stays empty in each phase.
-
-    A large block goes where another phase's small blocks have been, if it fits; not into holes.
-
-    Args:
-        pieces: Of all phases.
-        holes: Room of small blocks over what they hold.
-        share: Of the empty room that lies in one place.
-    """
-    small, room = dict.fromkeys(PHASES, 0), dict.fromkeys(PHASES, 0)
-    for piece in pieces:
-        if piece.block < LARGE_BLOCK:
-            small[piece.phase] += piece.size
-            room[piece.phase] += int(holes * piece.size) if piece.room is None else piece.room
-    heap = max(room.values())
-    filled = {phase: 0 for phase in PHASES if phase != LOAD}
-    for piece in pieces:
-        place = int(share * (heap - room[piece.phase]))
-        if piece.phase in filled and LARGE_BLOCK <= piece.block <= place:
-            filled[piece.phase] += piece.size
-    return {
-        phase: max(0, heap - room[phase] - size) + room[phase] - small[phase]
-        for phase, size in filled.items()
-    }
-
-
-def _loading_on_cpu(job: Job) -> list[_Piece]:
-    if not job.in_4bit or job.shape.packed:
-        return []
-    largest = max(linear.size for linear in job.shape.linears)
-    return [_Piece("packing", LOAD, int(LOADING * job.shape.num_quantised), 4 * largest)]
-
-
-def _weights_on_cpu(job: Job) -> list[Part]:
-    """Return the weights: mapped from their file where its type is computed in, else copied.
-
-    A 4-bit load reads every weight once, and the embedding keeps the file mapped.
-    """
-    shape = job.shape
-    packed = sum(
-        nf4_bytes(linear.rows, linear.columns) * linear.count
-        for linear in shape.linears
-        if linear.quantised
-    )
-    parts = []
-    if job.value_bytes == 2:
-        size = weight_bytes(shape, in_4bit=shape.packed)
-        parts.append(_always("weights, mapped from their file", size))
-    elif not job.in_4bit:
-        parts.append(_always("weights, 32 bit", 4 * shape.num_parameters))
-    else:
-        others = shape.num_parameters - shape.num_quantised
-        parts.append(_always("weights, 32 bit", 4 * others))
-    if job.in_4bit and not (shape.packed and job.value_bytes == 2):
-        parts.append(_always("weights, 4 bit (NF4)", packed))
-    return parts
-
-
-def _judge_on_cpu(judge: Judge) -> Part:
-    return _always("reward model", weight_bytes(judge.shape, in_4bit=judge.in_4bit), since=REWARD)
-
-
-def _judging_on_cpu(job: Job) -> list[_Piece]:
-    return [
-        _Piece(
-            "reward model, at work",
-            REWARD,
-            2 * judge.tokens * (4 * judge.shape.intermediate_size + 6 * judge.shape.hidden_size),
-            2 * judge.tokens * judge.shape.intermediate_size,
-        )
-        for judge in job.judges
-    ]
-
-
-def _sampling_on_cpu(job: Job) -> list[_Piece]:
-    if job.engine != "transformers":
-        return []
-    shape, wide = job.shape, job.value_bytes
-    cache = _kv_cache(job)
-    one = cache // max(1, 2 * shape.num_layers)
-    pieces = [_Piece("keys and values", SAMPLE, cache + 2 * one, one)]
-    positions = job.rows * min(job.prompt, job.width)
-    reading = positions * _passing(job)
-    # bmm of oneDNN copies the LM head for every row, where a prompt's last position is a slice
-    copies = wide * job.rows * shape.vocab_size * shape.hidden_size if wide == 2 else _logits(job)
-    if copies >= reading:
-        name = "LM head, copied for each row" if wide == 2 else "logits of the next token"
-        pieces.append(_Piece(name, SAMPLE, copies, copies))
-    else:
-        block = positions * shape.intermediate_size * wide
-        pieces.append(_Piece("prompts, read at once", SAMPLE, reading, block))
-    return pieces
-
-
-def _passes_on_cpu(job: Job, budget: int, trained: int) -> list[_Piece]:
-    wide, positions = job.value_bytes, _at_once(job, budget)
-    kept, _ = _kept(job, positions)
-    several = 2 if positions < job.step_rows * job.width else 1
-    cast = trained // 2 if wide == 2 else 0
-    widest = job.shape.intermediate_size * wide
-    room = None
-    if job.checkpointing != "none":
-        uncut = positions * job.shape.num_layers * layer_bytes(job)
-        room = int(max(kept, HOLES_OF_LAYERS * uncut))
-    pieces = [
-        _Piece("gradients, float32", LEARN, several * trained, 0),
-        _Piece("LoRA adapter, 16 bit", LEARN, cast, 0),
-        _Piece("activations", LEARN, kept, positions * widest, room),
-        _Piece("log-prob chunk", LEARN, *_chunk_on_cpu(job, positions)),
-    ]
-    if job.scores:
-        scored = _at_once_without_gradient(job, budget)
-        pieces += [
-            _Piece("activations of one layer", SCORE, scored * _passing(job), scored * widest),
-            _Piece("log-prob chunk, no gradient", SCORE, *_chunk_on_cpu(job, scored)),
-        ]
-    return pieces
-
-
-def _chunk_on_cpu(job: Job, positions: int) -> tuple[int, int]:
-    """Return the bytes of a chunk's tables of logits in float32, and of one of them."""
     vocabulary = job.shape.vocab_size
-    tokens = min(positions, max(1, CHUNK_LOGITS // vocabulary))
-    tables = 3
+    if job.on_gpu:
+        tile = min(TRITON_TOKENS, positions) * min(TRITON_LOGITS, vocabulary) * job.value_bytes
+        return tile + (4 * positions * job.shape.hidden_size if gradient else 0)
+    tokens, tables = min(positions, max(1, CHUNK_LOGITS // vocabulary)), 3
     if job.backend != "unsloth":
-        tokens, tables = min(tokens, PLAIN_CHUNK_TOKENS), 5
-    table = 4 * tokens * vocabulary
-    return tables * table, table
-
-
-def _summed(job: Job, parts: Iterable[Part], budget: int) -> MemoryPlan:
-    held = tuple(part for part in parts if part.most > 0)
-    left_out = {REWARD: not job.judges, SCORE: not job.scores}
-    phases = {
-        phase: sum(part.bytes.get(phase, 0) for part in held if not part.in_main_memory)
-        for phase in PHASES
-        if not left_out.get(phase)
-    }
-    return MemoryPlan(held, budget, phases)
+        tokens, tables = min(tokens, CHUNK_TOKENS), 5
+    return tables * 4 * tokens * vocabulary

@@ -20,7 +20,8 @@ from rloo_kit.config.run_file import LoraSection, ModelSection, RunConfig
 from rloo_kit.evaluation.trained_models import find_trained
 from rloo_kit.models.adapters import base_of
 from rloo_kit.models.shape import read_shape
-from rloo_kit.planning.planner import make_plan, smallest_changes
+from rloo_kit.planning.advice import find_changes
+from rloo_kit.planning.planner import make_plan
 from rloo_kit.sampling.engine import active_adapter, adapter_tensors
 from rloo_kit.training.preparation import read_config
 
@@ -262,8 +263,8 @@ def test_no_plan_changes_the_rank_of_an_adapter(adapter):
     plain = RunConfig(lora=LoraSection(r=512), trainer=trainer)
     continued = replace(plain, model=ModelSection(name=str(adapter)))
     room = make_plan(replace(plain, lora=LoraSection(r=256))).memory.peak_bytes
-    assert "lora.r" in str(smallest_changes(plain, room))
-    assert "lora.r" not in str(smallest_changes(continued, room))
+    assert "lora.r" in str(find_changes(plain, make_plan(plain).facts, room))
+    assert "lora.r" not in str(find_changes(continued, make_plan(continued).facts, room))
 
 
 # --- training ------------------------------------------------------------------------------------

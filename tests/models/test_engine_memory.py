@@ -95,8 +95,8 @@ def test_a_cpu_gives_a_quarter_of_what_is_free(four_billion):
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_plan_and_the_load_ask_for_the_same_share(name, card, monkeypatch):
-    monkeypatch.setattr("rloo_kit.planning.planner.installed_version", lambda _: "0.31.0")
-    monkeypatch.setattr("rloo_kit.planning.planner.why_not_unsloth", lambda _: None)
+    monkeypatch.setattr("rloo_kit.planning.job.installed_version", lambda _: "0.31.0")
+    monkeypatch.setattr("rloo_kit.planning.job.why_not_unsloth", lambda _: None)
     made = plan(name, gpu=f"{card}GB")
     job = made.job
     assert job.engine == "shared"
@@ -186,8 +186,8 @@ def test_a_model_that_unsloth_loads_without_vllm_says_so(small_card):
 
 
 def test_a_plan_refuses_a_share_that_vllm_cannot_start_with(monkeypatch):
-    monkeypatch.setattr("rloo_kit.planning.planner.installed_version", lambda _: "0.31.0")
-    monkeypatch.setattr("rloo_kit.planning.planner.why_not_unsloth", lambda _: None)
+    monkeypatch.setattr("rloo_kit.planning.job.installed_version", lambda _: "0.31.0")
+    monkeypatch.setattr("rloo_kit.planning.job.why_not_unsloth", lambda _: None)
     setting = ["trainer.vllm_gpu_memory_utilization=0.1"]
     made = plan("qwen3-4b-thinking-12gb", gpu="12GB", overrides=setting)
     assert not made.fits

@@ -1,0 +1,203 @@
+"""What to change so that a run fits, the least harmful first; and what fills a card.
+
+A search takes the mildest option that makes the run fit, family after family, and leaves out what
+turns out not to be needed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml
+
+from rloo_kit.config.run_file import RunConfig
+from rloo_kit.models.engine_memory import MIB
+from rloo_kit.planning.job import Facts, make_job
+from rloo_kit.planning.memory import Job, plan_memory, planned_engine
+
+MIN_SAVING = 16 * MIB
+"""A change that saves less is not worth its line."""
+MAX_ROWS, MAX_POSITIONS = 64, 16_384
+"""Largest step, in completions, and largest pass, in positions, that fill a card."""
+
+Option = dict[str, Any]
+"""Settings that are changed together: ``section.key`` and value."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something to change in a run file, and what that saves."""
+
+    settings: Option
+    saves: int
+    """Bytes of the peak, together with the changes before it."""
+
+    @property
+    def lines(self) -> list[str]:
+        """``section.key=value`` for each, as after ``--set``."""
+        return [f"{name}={_as_yaml(value)}" for name, value in self.settings.items()]
+
+    def __str__(self) -> str:
+        return "set " + ", ".join(
+            f"{name} to {_as_yaml(value)}" for name, value in self.settings.items()
+        )
+
+
+def _as_yaml(value: Any) -> str:
+    return yaml.safe_dump(value).split("\n")[0]
+
+
+def apply(config: RunConfig, options: Sequence[Option]) -> RunConfig:
+    """Return the settings with options changed.
+
+    Args:
+        config: Of a run.
+        options: In their order.
+    """
+    for name, value in (setting for option in options for setting in option.items()):
+        section, _, key = name.partition(".")
+        if section == "trainer":
+            config = replace(config, trainer={**config.trainer, key: value})
+        else:
+            changed = replace(getattr(config, section), **{key: value})
+            config = replace(config, **{section: changed})
+    return config
+
+
+def peak_with(config: RunConfig, facts: Facts, options: Sequence[Option]) -> int:
+    """Return the bytes of the peak with options changed."""
+    return plan_memory(make_job(apply(config, options), facts)).peak_bytes
+
+
+def find_changes(config: RunConfig, facts: Facts, room: int) -> list[Change]:
+    """Return as few changes as make a run fit, in the order of harm; [] where all do not.
+
+    Args:
+        config: Of the run.
+        facts: Of its model, prompts and card.
+        room: Bytes that it may take.
+    """
+
+    def peak(options: Sequence[Option]) -> int:
+        return peak_with(config, facts, options)
+
+    found: list[Option] = []
+    for family in range(len(_families(config, facts))):
+        if peak(found) <= room:
+            break
+        options = _families(apply(config, found), facts)[family]
+        fitting = next((one for one in options if peak([*found, one]) <= room), None)
+        chosen = fitting or (options[-1] if options else None)
+        if chosen and peak(found) - peak([*found, chosen]) >= MIN_SAVING:
+            found.append(chosen)
+    if peak(found) > room:
+        return []
+    for option in found[-2::-1]:  # the most harmful of the earlier ones first; the last is needed
+        without = [one for one in found if one is not option]
+        if peak(without) <= room:
+            found = without
+    return [
+        Change(option, peak(found[:place]) - peak(found[: place + 1]))
+        for place, option in enumerate(found)
+    ]
+
+
+# --- families of changes -------------------------------------------------------------------------
+
+
+def _families(config: RunConfig, facts: Facts) -> list[list[Option]]:
+    """Return the options of each family, the mildest first; families in the order of harm."""
+    job = make_job(config, facts)
+    by_vllm = facts.on_gpu and job.engine in ("vllm", "shared")
+    packed = {"model.load_in_4bit": True, "model.load_in_fp8": False}
+    if not config.model.load_in_fp8:
+        del packed["model.load_in_fp8"]
+    return [
+        [
+            {"trainer.optim": name}
+            for name in ("adamw_8bit", "paged_adamw_8bit")
+            if facts.on_gpu and "8bit" not in job.optimizer
+        ],
+        [{"trainer.gradient_checkpointing": True}] if job.checkpointing == "none" else [],
+        [] if job.in_4bit else [packed],
+        [{"trainer.vllm_enable_sleep_mode": True}] if by_vllm and not job.sleeps else [],
+        # smaller passes, down to a single row: slower, and the same gradient
+        [
+            {"trainer.tokens_per_micro_batch": budget}
+            for budget in _halves(plan_memory(job).budget, job.width)
+        ],
+        _less_for_vllm(job) if by_vllm else [],
+        # fewer completions at once for the same step: more accumulation
+        [
+            _batch(rows, job.step_rows // rows)
+            for rows in range(job.rows - 1, job.group - 1, -1)
+            if rows % job.group == 0 and job.step_rows % rows == 0
+            if not config.trainer.get("generation_batch_size")
+        ],
+        [] if facts.continues else [{"lora.r": rank} for rank in _halves(job.rank, 8)],
+        _shorter_completions(config, job),
+    ]
+
+
+def _halves(value: int, lowest: int) -> Iterator[int]:
+    while value > lowest:
+        value = max(lowest, value // 2)
+        yield value
+
+
+def _less_for_vllm(job: Job) -> list[Option]:
+    given = job.share or planned_engine(job).share(job.card or job.room)
+    shares: list[Option] = [
+        {"trainer.vllm_gpu_memory_utilization": share}
+        for share in (0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+        if share < given and planned_engine(replace(job, share=share)).refusal is None
+    ]
+    return [*shares, {"trainer.generation": "transformers"}]
+
+
+def _batch(rows: int, accumulation: int) -> Option:
+    return {
+        "trainer.per_device_train_batch_size": rows,
+        "trainer.gradient_accumulation_steps": accumulation,
+        "trainer.steps_per_generation": 1,
+    }
+
+
+def _shorter_completions(config: RunConfig, job: Job) -> list[Option]:
+    length, options = job.completion, []
+    while length > 128:
+        length = max(128, length // 4 * 3 // 64 * 64)
+        longest = config.model.max_seq_length - job.completion + length
+        options.append({"trainer.max_completion_length": length, "model.max_seq_length": longest})
+    return options
+
+
+# --- filling a card ------------------------------------------------------------------------------
+
+
+def fill(config: RunConfig, facts: Facts, room: int) -> RunConfig:
+    """Return the settings with as many completions at once, and passes as large, as fit.
+
+    The completions of a step are sampled together where they fit, and the step grows to 64 of them.
+
+    Args:
+        config: Of a run that fits.
+        facts: Of its model, prompts and card.
+        room: Bytes that it may take.
+    """
+    job = make_job(config, facts)
+    one_row: Option = {"trainer.tokens_per_micro_batch": job.width}
+    batches = [
+        _batch(rows, max(1, job.step_rows // rows))
+        for rows in range(job.group, max(MAX_ROWS, job.step_rows) + 1, job.group)
+        if rows >= job.step_rows or job.step_rows % rows == 0
+    ]
+    fitting = [batch for batch in batches if peak_with(config, facts, [batch, one_row]) <= room]
+    if fitting and not config.trainer.get("generation_batch_size"):
+        config = apply(config, [fitting[-1]])
+    for positions in range(job.width, MAX_POSITIONS + 1, max(64, job.width // 4)):
+        larger: Option = {"trainer.tokens_per_micro_batch": positions}
+        if peak_with(config, facts, [larger]) > room:
+            break
+        one_row = larger
+    return apply(config, [one_row])

@@ -1,0 +1,206 @@
+"""A run file as far as memory goes: the model's shape, the longest prompt, who samples.
+
+Reads configs and prompts, never weights.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.config.run_file import RunConfig, batch_plan
+from rloo_kit.diagnosis.record import DEFAULTS
+from rloo_kit.errors import KitError
+from rloo_kit.machine.cards import Card
+from rloo_kit.machine.hardware import installed_version, why_not_unsloth
+from rloo_kit.models.adapters import adapter_in
+from rloo_kit.models.engine_memory import BATCHED_TOKENS
+from rloo_kit.models.shape import TINY_THINKER, ModelShape, read_shape
+from rloo_kit.models.shared_engine import why_not_shared
+from rloo_kit.planning.memory import Job, Judge
+from rloo_kit.rewards.reward_model import TOKENS_PER_BATCH
+from rloo_kit.training.preparation import beside, read_prompts, template_settings
+
+BATCHED = "max_num_batched_tokens"
+"""The setting of ``unsloth:`` and ``vllm:`` that a plan counts."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a plan needs in addition to the settings."""
+
+    shape: ModelShape
+    judges: tuple[Judge, ...]
+    longest: int | None
+    """Tokens of the longest prompt; None where prompts or tokenizer are not on this machine."""
+    card: Card
+    room: int
+    """Bytes that this process may take."""
+    on_gpu: bool
+    backend: str
+    vllm: bool
+    """Whether it is installed."""
+    continues: bool
+    """Whether the run trains an adapter further, whose rank stays."""
+
+
+def read_facts(config: RunConfig, base: Path, card: Card, room: int, *, on_gpu: bool) -> Facts:
+    """Return what a plan needs in addition to the settings.
+
+    Args:
+        config: Of the run.
+        base: Folder that the paths of model and prompts start from.
+        card: What is planned for; of a CPU its name and memory.
+        room: Bytes that this process may take.
+        on_gpu: Whether the card is a GPU.
+
+    Raises:
+        ModelError: The config of a model cannot be read.
+    """
+    name = beside(config.model.name, base)
+    tried = config.model.backend != "transformers"
+    unsloth = tried and not why_not_unsloth("cuda" if on_gpu else "cpu")
+    return Facts(
+        shape=_shape(name, config.model.trust_remote_code),
+        judges=tuple(_judges(config, base, on_gpu=on_gpu)),
+        longest=_longest_prompt(config, name, base),
+        card=card,
+        room=room,
+        on_gpu=on_gpu,
+        backend="unsloth" if unsloth else "transformers",
+        vllm=installed_version("vllm") is not None,
+        continues=adapter_in(name) is not None,
+    )
+
+
+def make_job(config: RunConfig, facts: Facts) -> Job:
+    """Return what decides the memory of a run.
+
+    Args:
+        config: Of the run.
+        facts: As ``read_facts`` returned them for its model, prompts and reward models.
+    """
+    trainer = config.trainer
+    batch = batch_plan(trainer)
+    accumulation = trainer.get("gradient_accumulation_steps", 1)
+    completion = trainer.get("max_completion_length") or DEFAULTS["max_completion_length"]
+    beta = trainer.get("beta", DEFAULTS["beta"])
+    passes = trainer.get("num_iterations", 1) > 1 or batch.steps_per_generation > accumulation
+    on_policy = not passes and trainer.get("skip_old_pass", True)
+    left = max(1, config.model.max_seq_length - completion)
+    return Job(
+        shape=facts.shape,
+        on_gpu=facts.on_gpu,
+        room=facts.room,
+        card=facts.card.usable if facts.on_gpu else 0,
+        backend=facts.backend,
+        in_4bit=config.model.load_in_4bit or facts.shape.packed,
+        in_fp8=config.model.load_in_fp8,
+        value_bytes=2 if facts.on_gpu or facts.card.bf16 else 4,
+        rank=config.lora.r,
+        targets=tuple(config.lora.target_modules),
+        optimizer=str(trainer.get("optim") or "adamw_torch"),
+        checkpointing=_checkpointing(config, facts),
+        rows=batch.num_completions,
+        step_rows=trainer.get("per_device_train_batch_size", 8) * accumulation,
+        group=batch.num_generations,
+        prompt=min(facts.longest or config.data.max_prompt_tokens or left, left),
+        completion=completion,
+        max_length=config.model.max_seq_length,
+        budget=trainer.get("tokens_per_micro_batch"),
+        scores=bool(beta) or not on_policy,
+        keeps_graphs=bool(beta) and on_policy,
+        engine=_engine(config, facts),
+        sleeps=bool(trainer.get("vllm_enable_sleep_mode", facts.on_gpu)),
+        share=trainer.get("vllm_gpu_memory_utilization"),
+        cache_bytes=1 if config.model.fp8_kv_cache else 2,
+        batched_tokens=_engine_tables(config).get(BATCHED, BATCHED_TOKENS),
+        judges=facts.judges,
+    )
+
+
+def assumptions(config: RunConfig, facts: Facts, job: Job) -> Iterator[str]:
+    """Yield what a plan assumes or leaves out, a sentence each."""
+    if facts.shape.in_16bit:
+        yield (
+            f"an estimate of {facts.shape.in_16bit:.0%} of the layers stays in 16 bit in "
+            f"{config.model.name}: its own config is not on this machine"
+        )
+    if facts.longest is None and config.data.max_prompt_tokens is None:
+        yield (
+            f"prompts are assumed to have {job.prompt:,} tokens, all that model.max_seq_length "
+            f"leaves; data.max_prompt_tokens lowers it"
+        )
+    if job.on_gpu and not facts.vllm and config.trainer.get("generation", "auto") == "auto":
+        yield "transformers samples, since vLLM is not installed here"
+    if others := sorted(set(_engine_tables(config)) - {BATCHED}):
+        yield f"these settings of `unsloth:` and `vllm:` are not counted: {', '.join(others)}"
+    if (config.model.load_in_fp8 or config.model.fp8_kv_cache) and not facts.card.capability:
+        yield "FP8 needs a card that has it (model.load_in_fp8: RTX 40 and newer)"
+    if not job.on_gpu and job.engine in ("vllm", "shared"):
+        yield "vLLM's own memory on a CPU is not counted"
+
+
+def _checkpointing(config: RunConfig, facts: Facts) -> str:
+    if not config.trainer.get("gradient_checkpointing", facts.on_gpu):
+        return "none"
+    return "unsloth" if facts.on_gpu and facts.backend == "unsloth" else "plain"
+
+
+@lru_cache(maxsize=16)
+def _shape(name: str, trust_remote_code: bool, classifier: bool = False) -> ModelShape:
+    return read_shape(name, trust_remote_code=trust_remote_code, classifier=classifier)
+
+
+def _judges(config: RunConfig, base: Path, *, on_gpu: bool) -> Iterator[Judge]:
+    for reward in config.rewards:
+        if isinstance(reward, dict) and reward.get("name") == "reward_model":
+            yield Judge(
+                shape=_shape(beside(str(reward.get("model") or ""), base), False, True),
+                in_4bit=bool(reward.get("load_in_4bit")),
+                on_gpu=on_gpu and reward.get("device") != "cpu",
+                offloads=reward.get("offload") is not False,
+                tokens=int(reward.get("tokens_per_batch") or TOKENS_PER_BATCH),
+            )
+
+
+def _longest_prompt(config: RunConfig, name: str, base: Path) -> int | None:
+    folder = TINY_THINKER if name == "tiny-thinker" else Path(name)
+    if not (folder / "tokenizer_config.json").is_file():
+        return None
+    from transformers import AutoTokenizer
+
+    from rloo_kit.data.files import raw_prompts
+    from rloo_kit.data.prompts import prompt_ids
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        prompts, _ = read_prompts(config, base)
+        settings = template_settings(config)
+        lengths = [len(prompt_ids(tokenizer, prompt, settings)) for prompt in raw_prompts(prompts)]
+    except (KitError, OSError, ValueError):  # the run itself reports what is wrong with the prompts
+        return None
+    limit = config.data.max_prompt_tokens
+    return max((n for n in lengths if limit is None or n <= limit), default=None)
+
+
+def _engine_tables(config: RunConfig) -> dict[str, Any]:
+    return {**config.vllm, **config.unsloth}
+
+
+def _engine(config: RunConfig, facts: Facts) -> str:
+    """Return who will sample, as ``sampling.choice`` decides it."""
+    trainer = config.trainer
+    asked = trainer.get("generation", "auto")
+    if trainer.get("use_vllm"):
+        asked = "server" if trainer.get("vllm_mode") == "server" else "vllm"
+    if asked in ("server", "transformers"):
+        return asked
+    if asked == "auto" and not (facts.on_gpu and facts.vllm):
+        return "transformers"
+    if not facts.on_gpu or facts.backend != "unsloth":
+        return "vllm"
+    if why_not_shared(facts.shape, trust_remote_code=config.model.trust_remote_code) is None:
+        return "shared"
+    return "transformers" if asked == "auto" else "vllm"

@@ -1,0 +1,210 @@
+"""Plans of run files: verdicts, changes, a run file that fills a card, the command, the report."""
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import rloo_kit
+from rloo_kit.cli import main
+from rloo_kit.config.run_file import EXAMPLES, read_run_file
+from rloo_kit.diagnosis.record import read_run
+from rloo_kit.errors import ConfigError
+from rloo_kit.machine.cards import find_card
+from rloo_kit.machine.hardware import GIB
+from rloo_kit.planning.advice import find_changes, peak_with
+from rloo_kit.planning.job import make_job, read_facts
+from rloo_kit.planning.memory import plan_memory
+from rloo_kit.planning.planner import FULL, Plan, make_plan, remedy, tune, write_plan
+from rloo_kit.report.content import run_content
+
+PRESETS = sorted(path.stem for path in EXAMPLES.glob("qwen3-*gb.yaml"))
+LARGE = [
+    "model.name=Qwen/Qwen3-4B-Thinking-2507", "model.load_in_4bit=false",
+    "trainer.optim=adamw_torch", "trainer.gradient_checkpointing=false",
+]  # fmt: skip
+
+
+def plan_of(name, gpu, *overrides):
+    return make_plan(read_run_file(name, overrides), gpu, base=EXAMPLES)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("vllm", [False, True])
+def test_preset_fits_the_card_in_its_name(name, vllm):
+    config = read_run_file(name)
+    card = find_card(re.search(r"\d+gb", name)[0])
+    facts = read_facts(config, EXAMPLES, card, card.usable, on_gpu=True)
+    memory = plan_memory(make_job(config, replace(facts, vllm=vllm)))
+    assert memory.peak_bytes < 0.95 * card.usable
+
+
+@pytest.mark.parametrize("gpu", ["24GB", "16GB", "12GB", "8GB", "6GB"])
+def test_changes_make_it_fit_and_all_are_needed(gpu):
+    made = plan_of("qwen3-4b-thinking-12gb", gpu, *LARGE)
+    options = [change.settings for change in made.changes]
+    assert bool(options) != made.fits
+    assert peak_with(made.config, made.facts, options) <= made.room
+    for place in range(len(options)):
+        fewer = options[:place] + options[place + 1 :]
+        assert peak_with(made.config, made.facts, fewer) > made.room
+
+
+def test_completion_length_is_changed_last():
+    seen = [
+        [name for change in plan_of("qwen3-4b-thinking-12gb", gpu, *LARGE).changes
+         for name in list(change.settings)[:1]]
+        for gpu in ("16GB", "8GB", "6GB", "5GB")
+    ]  # fmt: skip
+    last = "trainer.max_completion_length"
+    assert not any(last in names for names in seen[:2])
+    assert all(names[-1] == last for names in seen if last in names)
+    assert seen[0] != seen[2]
+
+
+def test_change_names_its_setting_and_what_it_saves():
+    made = plan_of("qwen3-4b-thinking-12gb", "8GB", *LARGE)
+    (packing,) = (change for change in made.changes if "model.load_in_4bit" in change.settings)
+    assert packing.saves > 4 * GIB
+    assert str(packing) == "set model.load_in_4bit to true"
+    assert packing.lines == ["model.load_in_4bit=true"]
+
+
+def test_a_plan_that_nothing_makes_fit_has_no_changes():
+    made = plan_of("qwen3-14b-24gb", "4GB")
+    assert not made.fits
+    assert made.changes == ()
+    assert "smaller model" in str(made)
+
+
+def test_memory_that_ran_out_has_a_remedy_though_the_plan_fits():
+    config = read_run_file("quickstart", ["trainer.per_device_train_batch_size=512"])
+    facts = make_plan(config, base=EXAMPLES).facts
+    assert find_changes(config, facts, 100 * GIB) == []
+    assert remedy(config, 100 * GIB, base=EXAMPLES).startswith("set trainer.")
+    lost = replace(config, model=replace(config.model, name="/no/model"))
+    assert remedy(lost, 100 * GIB, base=EXAMPLES) == ""
+
+
+# --- the picture ---------------------------------------------------------------------------------
+
+
+def test_picture_fits_80_columns():
+    made = plan_of("qwen3-8b-16gb", "rtx4080")
+    lines = str(made).splitlines()
+    assert lines[0] == made.verdict
+    bars = [line for line in lines if "█" in line]
+    assert len(bars) >= 4
+    assert all(len(line) <= 80 for line in bars)
+    assert str(made.speed) in lines
+
+
+def test_faster_card_is_estimated_faster():
+    slow, fast = (plan_of("qwen3-4b-thinking-12gb", gpu).speed for gpu in ("rtx3060", "rtx4090"))
+    for name in ("generation", "learning"):
+        low, high = getattr(slow, name)
+        assert low < high
+        assert getattr(fast, name) > (low, high)
+    assert slow.hours[0] < slow.hours[1]
+    assert fast.hours < slow.hours
+    assert plan_of("qwen3-8b-16gb", "16GB").speed is None  # no data sheet
+
+
+def test_public_name_plans_a_run_file_on_this_machine():
+    made = rloo_kit.plan("quickstart", overrides=["trainer.per_device_train_batch_size=128"])
+    assert isinstance(made, Plan)
+    assert made.job.rows == 128
+    assert made.job.prompt < 60  # read from the prompts themselves
+    assert made.peak_bytes == made.memory.peak_bytes
+
+
+# --- a run file that fills a card ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu", ["8GB", "24GB"])
+def test_tuned_run_file_fits_and_fills_the_card(tmp_path, gpu):
+    made = plan_of("qwen3-4b-thinking-12gb", gpu)
+    path = tmp_path / "tuned.yaml"
+    tuned = tune(made, path, base=EXAMPLES)
+    again = make_plan(read_run_file(path), gpu, base=tmp_path)
+    assert again.fits
+    assert again.peak_bytes == tuned.peak_bytes <= FULL * made.room
+    assert again.job.step_rows >= made.job.step_rows
+    if gpu == "24GB":
+        assert again.job.rows > made.job.rows
+    with pytest.raises(ConfigError, match="exists"):
+        tune(made, path, base=EXAMPLES)
+
+
+def test_a_run_that_cannot_fit_is_not_tuned(tmp_path):
+    with pytest.raises(ConfigError, match="Qwen3-14B"):
+        tune(plan_of("qwen3-14b-24gb", "4GB"), tmp_path / "tuned.yaml", base=EXAMPLES)
+    assert not (tmp_path / "tuned.yaml").exists()
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["qwen3-8b-16gb", "--gpu", "16GB"], 0, "fits"),
+        (["qwen3-8b-16gb", "--gpu", "8GB"], 1, "does not fit"),
+        (["qwen3-8b-16gb", "--gpu", "rtx4"], 2, "rtx4"),
+        (["no-such-file", "--gpu", "8GB"], 2, "no-such-file"),
+        (["quickstart", "--set", "model.name=/no/model"], 2, "/no/model"),
+    ],
+)
+def test_exit_code_says_whether_it_fits(capsys, arguments, code, text):
+    assert main(["plan", *arguments]) == code
+    printed = capsys.readouterr()
+    assert text in printed.out + printed.err
+
+
+def test_command_writes_a_tuned_run_file(tmp_path, capsys):
+    path = tmp_path / "tuned.yaml"
+    assert main(["plan", "qwen3-8b-16gb", "--gpu", "24GB", "--tune", str(path)]) == 0
+    assert f"rloo-kit train {path}" in capsys.readouterr().out
+    assert "card of 24 GB" in path.read_text().splitlines()[0]
+
+
+# --- in the run's folder -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    return tmp_path
+
+
+def test_report_shows_the_plan_of_a_run(folder):
+    assert run_content(read_run(folder), "run", [])["plan"] is None
+    write_plan(read_run_file("quickstart"), folder, base=EXAMPLES)
+    held = json.loads((folder / "plan.json").read_text())
+    shown = run_content(read_run(folder), "run", [])["plan"]
+    assert shown["verdict"] == held["verdict"]
+    assert shown["parts"] == [(part["name"], part["bytes"]) for part in held["parts"]]
+    assert shown["peak"] == held["peak"] == sum(size for _, size in shown["parts"])
+
+
+@pytest.mark.parametrize("text", ["[", "[]", '{"parts": 3}', '{"parts": [{"bytes": "x"}, 4]}'])
+def test_report_leaves_out_a_damaged_plan(folder, text):
+    (folder / "plan.json").write_text(text)
+    assert run_content(read_run(folder), "run", [])["plan"] is None
+
+
+def test_plan_that_cannot_be_made_is_not_written(folder):
+    write_plan(read_run_file("quickstart", ["model.name=/no/model"]), folder, base=EXAMPLES)
+    assert not (folder / "plan.json").exists()
+
+
+@pytest.mark.long
+def test_docs_list_vllms_share_of_every_run_file():
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+    from write_vllm_shares import PAGE, written
+
+    page = PAGE.read_text()
+    assert written(page) == page, "run scripts/write_vllm_shares.py"
