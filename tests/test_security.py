@@ -405,11 +405,11 @@ def test_an_audit_that_found_nothing_about_any_package_says_that_it_was_none():
 
 def test_an_audit_that_cannot_run_gives_no_report(tmp_path):
     program = tmp_path / "pip-audit"
-    assert audit.ask(str(program), ["requirements.lock"]) is None
+    assert audit.ask(str(program), ["requirements/requirements.lock"]) is None
     for body in ("echo no connection; exit 1", "sleep 9"):
         program.write_text(f"#!/bin/sh\n{body}\n")
         program.chmod(0o755)
-        assert audit.ask(str(program), ["requirements.lock"], seconds=0.3) is None
+        assert audit.ask(str(program), ["requirements/requirements.lock"], seconds=0.3) is None
 
 
 # --- what is promised ----------------------------------------------------------------------------

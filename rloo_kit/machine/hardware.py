@@ -23,7 +23,7 @@ TESTED = {
     "datasets": "4.8.5",
     "vllm": "0.31.0",
 }
-"""The set of versions that was tested together (requirements.lock pins all of it)."""
+"""The set of versions that was tested together (requirements/requirements.lock pins all of it)."""
 
 FP8_WEIGHTS, FP8_WEIGHTS_MADE, FP8_CACHE = (8, 9), (9, 0), (8, 0)
 """Compute capability that Unsloth 2026.10 and vLLM 0.31 ask for: FP8 weights that the hub holds,

@@ -155,11 +155,14 @@ def test_readme_output_has_the_lines_of_a_run(tmp_path, monkeypatch, capsys):
 def test_locks_hold_the_tested_versions():
     from rloo_kit.machine.hardware import TESTED
 
-    locks = {f: (ROOT / f).read_text() for f in ("requirements.lock", "requirements/gpu.lock")}
+    locks = {
+        f: (ROOT / f).read_text()
+        for f in ("requirements/requirements.lock", "requirements/gpu.lock")
+    }
     for name, version in TESTED.items():
         pin = f"\n{name.replace('_', '-')}=={version} "
         assert pin in locks["requirements/gpu.lock"]
-        assert pin in locks["requirements.lock"] or name == "vllm"
+        assert pin in locks["requirements/requirements.lock"] or name == "vllm"
     pins = [set(re.findall(r"^([\w.-]+==[^ ]+)", lock, re.M)) for lock in locks.values()]
     different = {pin.split("==")[0] for pin in pins[0] - pins[1]}
     assert different == {"cuda-bindings", "fastapi", "llguidance", "numpy", "setuptools"}
