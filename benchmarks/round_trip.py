@@ -67,11 +67,11 @@ def main() -> None:
     rk.setup()
     from rloo_kit.data.prompts import prompt_ids
     from rloo_kit.evaluation.evaluator import score_texts
-    from rloo_kit.evaluation.examination import examine_models
-    from rloo_kit.evaluation.trained_models import find_trained, load_base
+    from rloo_kit.evaluation.held_out import read_held_out
+    from rloo_kit.evaluation.models import find_trained, load_base
 
     trained = find_trained(args.run)
-    exam = examine_models([trained], num_prompts=args.num_prompts)
+    exam = read_held_out([trained], num_prompts=args.num_prompts)
     rows, wanted = {}, []
 
     def note(name: str, texts: list[str], values: list[float | None]) -> None:

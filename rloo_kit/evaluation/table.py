@@ -9,10 +9,10 @@ from typing import Any
 
 from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.evaluator import Evaluation
-from rloo_kit.evaluation.examination import examine_models
+from rloo_kit.evaluation.held_out import read_held_out
+from rloo_kit.evaluation.models import TrainedModel, by_base, find_trained
 from rloo_kit.evaluation.result_files import add_result, check_place, replace_rows
 from rloo_kit.evaluation.statistics import Difference, Estimate, difference
-from rloo_kit.evaluation.trained_models import TrainedModel, by_base, find_trained
 from rloo_kit.machine.memory import session
 from rloo_kit.report.page import write_report
 
@@ -145,7 +145,7 @@ def evaluate_models(  # noqa: PLR0913
         check_place(folder)
     rows, ways = [], list(_ways(num_samples, greedy=greedy))
     with session():
-        exam = examine_models(
+        exam = read_held_out(
             found,
             overrides=overrides,
             prompts=prompts,

@@ -14,10 +14,10 @@ from typing import Any
 from rloo_kit.config.run_file import read_value
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.evaluator import score_texts
-from rloo_kit.evaluation.examination import Examination, examine_models
+from rloo_kit.evaluation.held_out import HeldOut, read_held_out
+from rloo_kit.evaluation.models import LoadedBase, TrainedModel, by_base, find_trained
 from rloo_kit.evaluation.result_files import add_result, check_place, replace_rows
 from rloo_kit.evaluation.statistics import Difference, difference
-from rloo_kit.evaluation.trained_models import OneBase, TrainedModel, by_base, find_trained
 from rloo_kit.machine.memory import session
 from rloo_kit.report.page import write_report
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
@@ -114,7 +114,7 @@ def judge_models(  # noqa: PLR0913
     spec = read_value(by) if isinstance(by, str) and by.lstrip().startswith("{") else by
     sides = [mine] if other is None else [mine, other]
     with session():
-        exam = examine_models(
+        exam = read_held_out(
             sides,
             overrides=overrides,
             prompts=prompts,
@@ -188,8 +188,8 @@ def _opponent(mine: TrainedModel, against: str | Path) -> tuple[TrainedModel | N
 
 
 def _draw(
-    exam: Examination, sides: list[TrainedModel], spec: Any, how: dict[str, Any], say: Say
-) -> tuple[Examination, list[_Side]]:
+    exam: HeldOut, sides: list[TrainedModel], spec: Any, how: dict[str, Any], say: Say
+) -> tuple[HeldOut, list[_Side]]:
     """Return what was asked, and the completions of each model.
 
     They are scored where the judge scores each by itself.
@@ -204,8 +204,8 @@ def _draw(
 
 
 def _answers(
-    exam: Examination,
-    one: OneBase,
+    exam: HeldOut,
+    one: LoadedBase,
     on_it: list[TrainedModel],
     spec: Any,
     how: dict[str, Any],
@@ -222,7 +222,7 @@ def _answers(
     return found
 
 
-def _given(exam: Examination, tokenizer: Any, spec: Any, column: str) -> _Side:
+def _given(exam: HeldOut, tokenizer: Any, spec: Any, column: str) -> _Side:
     """Return the texts of a column as a side; they are answers, and never begin in a thought."""
     judge = exam.rewards(None, None if spec is None else [spec])[0]
     texts = [None if text is None else str(text) for text in exam.asked[column][:]]
@@ -252,9 +252,7 @@ def _inner(judge: LoadedReward) -> Any:
     return getattr(judge.func, "reward", judge.func)
 
 
-def _verdicts(
-    exam: Examination, judge: LoadedReward, mine: _Side, other: _Side
-) -> list[float | None]:
+def _verdicts(exam: HeldOut, judge: LoadedReward, mine: _Side, other: _Side) -> list[float | None]:
     """Return 1 for a win, 0.5 for a tie, 0 for a loss, None without a verdict; one a prompt."""
     if _compares(judge):
         return _asked(exam, judge, mine, other)
@@ -263,7 +261,7 @@ def _verdicts(
     return [None if None in (a, b) else 0.5 + sign * ((a > b) - (a < b)) / 2 for a, b in pairs]
 
 
-def _asked(exam: Examination, judge: LoadedReward, mine: _Side, other: _Side) -> list[float | None]:
+def _asked(exam: HeldOut, judge: LoadedReward, mine: _Side, other: _Side) -> list[float | None]:
     """Return what a judge that reads both says; an answer beats none, on either side."""
     inner = _inner(judge)
 
@@ -328,7 +326,7 @@ def _folder(sides: list[TrainedModel], output: str | Path | None) -> Path | None
 def _write(
     folder: Path | None,
     result: WinRate,
-    exam: Examination,
+    exam: HeldOut,
     drawn: list[_Side],
     won: list[float | None],
     say: Say,

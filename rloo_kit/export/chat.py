@@ -10,7 +10,7 @@ from rloo_kit.checkpoints.stopping import Terminated
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.data.prompts import prompt_ids
 from rloo_kit.errors import ConfigError
-from rloo_kit.evaluation.trained_models import OneBase, TrainedModel, find_trained, load_base
+from rloo_kit.evaluation.models import LoadedBase, TrainedModel, find_trained, load_base
 from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.machine.memory import add_to_session, session
 from rloo_kit.sampling.engine import Engine, Sampling, why_no_hot_swap
@@ -139,7 +139,7 @@ def _stopped(screen: "Screen") -> Iterator[None]:
 
 
 def _answers(
-    one: OneBase,
+    one: LoadedBase,
     engine: Engine | None,
     voices: list[Voice],
     line: str,
@@ -188,7 +188,7 @@ def _thinks_first(tokenizer: Any, ids: list[int]) -> bool:
 
 
 def _by_transformers(
-    one: OneBase,
+    one: LoadedBase,
     voice: Voice,
     ids: list[int],
     manner: Manner,
@@ -208,7 +208,7 @@ def _by_transformers(
         settings |= {"temperature": manner.temperature, "top_p": 1.0, "top_k": 0}
     if show is not None:
         settings["streamer"] = Pieces(one.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    with one.speaking_as(voice.trained) as model, torch.random.fork_rng():
+    with one.using(voice.trained) as model, torch.random.fork_rng():
         torch.manual_seed(manner.seed)
         switch = getattr(model, "for_inference", model.eval)
         switch()
@@ -223,8 +223,8 @@ def _by_transformers(
     return one.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
 
 
-def _by_vllm(one: OneBase, engine: Any, voice: Voice, ids: list[int], manner: Manner) -> str:
-    with one.speaking_as(voice.trained) as model:
+def _by_vllm(one: LoadedBase, engine: Any, voice: Voice, ids: list[int], manner: Manner) -> str:
+    with one.using(voice.trained) as model:
         engine.sync(model)
     ends = tuple(one.model.generation_config.eos_token_id)
     sampling = Sampling(manner.max_tokens, ends, manner.temperature)
@@ -232,7 +232,7 @@ def _by_vllm(one: OneBase, engine: Any, voice: Voice, ids: list[int], manner: Ma
     return one.tokenizer.decode(found, skip_special_tokens=True)
 
 
-def _engine(one: OneBase, trained: TrainedModel) -> Any:
+def _engine(one: LoadedBase, trained: TrainedModel) -> Any:
     """Start vLLM for the base and its adapter.
 
     Raises:
@@ -242,7 +242,7 @@ def _engine(one: OneBase, trained: TrainedModel) -> Any:
 
     if trained.adapter is None:
         raise ConfigError("vLLM is started for a base with an adapter: leave --vllm out")
-    with one.speaking_as(trained) as model:
+    with one.using(trained) as model:
         why_not = why_not_vllm() or why_no_hot_swap(model)
         if why_not:
             raise ConfigError(f"vLLM cannot answer here ({why_not}): leave --vllm out")

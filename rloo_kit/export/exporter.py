@@ -16,7 +16,7 @@ from typing import Any
 
 from rloo_kit.diagnosis.record import read_json, read_run
 from rloo_kit.errors import ConfigError, KitError, ModelError
-from rloo_kit.evaluation.trained_models import OneBase, TrainedModel, find_trained, load_base
+from rloo_kit.evaluation.models import LoadedBase, TrainedModel, find_trained, load_base
 from rloo_kit.export.llama_cpp import DTYPES, find_converter, modelfile, quoted, write_gguf
 from rloo_kit.export.model_card import CardFacts, is_hub_name, model_card
 from rloo_kit.export.verify import Agreement, Answers, ask, compare, default_prompts
@@ -197,9 +197,9 @@ class _Work:
                 both = load_base(self.trained)
                 if not any(folder.glob("tokenizer*")):  # of a checkpoint
                     both.tokenizer.save_pretrained(str(folder))
-                with both.speaking_as(self.trained) as model:
+                with both.using(self.trained) as model:
                     before = self._ask(model, both.tokenizer)
-                with both.speaking_as(replace(self.trained, adapter=folder)) as model:
+                with both.using(replace(self.trained, adapter=folder)) as model:
                     agreement = compare(before, model, _tokenizer_in(folder))
             self._judge(agreement, TOLERANCES["adapter"])
         self._write_card(folder, name, [])
@@ -260,13 +260,13 @@ class _Work:
         if self.num_prompts and known and self.trained.model.load_in_4bit:
             with session():
                 as_trained = load_base(self.trained)
-                with as_trained.speaking_as(self.trained) as model:
+                with as_trained.using(self.trained) as model:
                     before = self._ask(model, as_trained.tokenizer)
         with session():
             sixteen, name, notes = _base_in_16_bit(self.trained, self.base, self.say)
             if sixteen.model.device.type == "cpu":
                 sixteen.model.float()  # one rounding, at the end
-            with sixteen.speaking_as(self.trained) as model:
+            with sixteen.using(self.trained) as model:
                 if self.num_prompts:
                     reference = self._ask(model, sixteen.tokenizer)
                 if before is not None:
@@ -336,7 +336,7 @@ def _prompts(trained: TrainedModel, tokenizer: Any, most: int) -> tuple[list[Any
 
 def _base_in_16_bit(
     trained: TrainedModel, base: str | None, say: Say
-) -> tuple[OneBase, str, list[str]]:
+) -> tuple[LoadedBase, str, list[str]]:
     """Return the base to merge into, its name, and what is to be known of it."""
     name, found = base or trained.base, None
     if base == DEQUANTIZED:
@@ -356,7 +356,7 @@ def _base_in_16_bit(
     )
     if base != DEQUANTIZED:
         say(f"note: {told} Give the unquantised base with --base")
-    return OneBase(found.model.dequantize(), found.tokenizer), name, [told]
+    return LoadedBase(found.model.dequantize(), found.tokenizer), name, [told]
 
 
 def _save(model: Any, adapter: Path, tokenizer: Any, folder: Path) -> None:

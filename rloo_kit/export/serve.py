@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rloo_kit.errors import ConfigError, GenerationError, ModelError
-from rloo_kit.evaluation.trained_models import find_trained
+from rloo_kit.evaluation.models import find_trained
 from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.models.adapters import CONFIG
 from rloo_kit.models.engine_memory import reserved_rank

@@ -28,10 +28,10 @@ from rloo_kit.errors import (
     StalePolicyError,
 )
 from rloo_kit.evaluation.evaluator import Evaluation, _answer_of
-from rloo_kit.evaluation.examination import Asker, _choose_engine, examine_models
+from rloo_kit.evaluation.held_out import Asker, _choose_engine, read_held_out
+from rloo_kit.evaluation.models import find_trained, load_base
 from rloo_kit.evaluation.result_files import add_result
 from rloo_kit.evaluation.table import Row, _compare, _judged_alike
-from rloo_kit.evaluation.trained_models import find_trained, load_base
 from rloo_kit.evaluation.win_rate import _Side, _verdicts
 from rloo_kit.report.content import run_content
 from rloo_kit.sampling.choice import requested_engine
@@ -239,7 +239,7 @@ def test_an_adapter_of_another_model_is_refused(run, tmp_path):
     )
     with (
         pytest.raises(ModelError, match="cannot be put on its base"),
-        one.speaking_as(find_trained(other)),
+        one.using(find_trained(other)),
     ):
         pytest.fail("it answered")
 
@@ -320,7 +320,7 @@ def test_an_adapter_in_a_pickle_is_not_opened(run, tmp_path):
     one = load_base(find_trained("tiny-thinker"))
     with (
         pytest.raises(ModelError, match="its weights as safetensors"),
-        one.speaking_as(find_trained(tmp_path / "adapter")),
+        one.using(find_trained(tmp_path / "adapter")),
     ):
         pytest.fail("it answered")
 
@@ -358,7 +358,7 @@ FEW = {"num_prompts": 4, "num_samples": 0}
 
 
 def test_an_engine_that_does_not_start_is_an_error_only_where_it_was_asked_for(run, monkeypatch):
-    monkeypatch.setattr("rloo_kit.evaluation.examination.start_engine", refused)
+    monkeypatch.setattr("rloo_kit.evaluation.held_out.start_engine", refused)
     monkeypatch.setattr("rloo_kit.sampling.choice.why_not_vllm", lambda: None)
     said = []
     found = rk.evaluate_models([run], output=run.parent / "fallen", say=said.append, **FEW)
@@ -429,7 +429,7 @@ def test_an_engine_with_another_adapter_or_none_is_no_evaluation(run, adapters):
     first, second = map(find_trained, adapters)
     base, one = first.without_adapter(), load_base(first)
     one.load([first, second])
-    exam = examine_models([first, second], num_prompts=8)
+    exam = read_held_out([first, second], num_prompts=8)
     prompts = [prompt_ids(one.tokenizer, row["prompt"]) for row in exam.asked]
     Asker(exam, one, Faithless(one, None)).prove([base, first, second], prompts)
     for held, asked in ((first, second), (base, second)):
@@ -471,7 +471,7 @@ class Faithless:
     def generate(self, prompt_ids, sampling, seed):
         place = contextlib.nullcontext(self.one.model)  # what is in force
         if self.held is not None:
-            place = self.one.speaking_as(self.held)
+            place = self.one.using(self.held)
         with place as model, torch.no_grad():
             drawn = Generations([], [])
             for number, ids in enumerate(prompt_ids):
@@ -493,11 +493,11 @@ def test_one_model_speaks_in_another(adapters):
     first, second = map(find_trained, adapters)
     one = load_base(first)
     one.load([first, second])
-    with one.speaking_as(first.without_adapter()) as model:
+    with one.using(first.without_adapter()) as model:
         assert active_adapter(model) is None
-        with one.speaking_as(second):
+        with one.using(second):
             assert active_adapter(model) == "adapter-1"
-            with one.speaking_as(first):
+            with one.using(first):
                 assert active_adapter(model) == "default"
             assert active_adapter(model) == "adapter-1"
         assert active_adapter(model) is None

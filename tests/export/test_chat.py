@@ -43,11 +43,11 @@ def greedy(model, question):
     """What the model answers, by the kit's own evaluation."""
     prompts = rk.load_prompts("arithmetic", num_prompts=1)
     rows = prompts.from_list([{"prompt": [{"role": "user", "content": question}]}])
-    from rloo_kit.evaluation.trained_models import find_trained, load_base
+    from rloo_kit.evaluation.models import find_trained, load_base
 
     trained = find_trained(model)
     one = load_base(trained)
-    with one.speaking_as(trained) as loaded:
+    with one.using(trained) as loaded:
         found = rk.evaluate(loaded, one.tokenizer, rows, [], temperature=0)
     return found.samples[0]["completion"]
 
@@ -70,7 +70,7 @@ def test_the_base_answers_beside_it(adapter):
 
 def test_an_answer_that_vllm_has_no_room_for_is_told_first(adapter):
     """The engine is as long as the run's max_seq_length, and no request gets there."""
-    from rloo_kit.evaluation.trained_models import find_trained, load_base
+    from rloo_kit.evaluation.models import find_trained, load_base
     from rloo_kit.export.chat import Manner, Voice, _answers
 
     trained = find_trained(adapter)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import LoraSection, ModelSection, RunConfig
-from rloo_kit.evaluation.trained_models import find_trained
+from rloo_kit.evaluation.models import find_trained
 from rloo_kit.models.adapters import base_of
 from rloo_kit.models.shape import read_shape
 from rloo_kit.planning.advice import find_changes

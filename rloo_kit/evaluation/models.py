@@ -116,7 +116,7 @@ def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
 # --- loading -------------------------------------------------------------------------------------
 
 
-class OneBase:
+class LoadedBase:
     """A base in memory, and the adapters on it, one of which answers at a time.
 
     Args:
@@ -130,7 +130,7 @@ class OneBase:
         self._adapters: dict[Path, str] = {}
 
     @contextlib.contextmanager
-    def speaking_as(self, trained: TrainedModel) -> Iterator[Any]:
+    def using(self, trained: TrainedModel) -> Iterator[Any]:
         """Yield the model with the adapter of ``trained`` in force, or with none; one in another.
 
         Raises:
@@ -163,7 +163,7 @@ class OneBase:
             if trained.adapter is not None:
                 self._name_of(trained.adapter)
 
-    def let_go(self) -> None:
+    def unload(self) -> None:
         """Hold the model no more, before another base is loaded."""
         remove_from_session(self._loaded)
         self.model = self._loaded = self.tokenizer = None
@@ -202,7 +202,7 @@ class OneBase:
             ) from exc
 
 
-def load_base(trained: TrainedModel, **changes: Any) -> OneBase:
+def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
     """Load the base of a model as its run did.
 
     Args:
@@ -214,7 +214,7 @@ def load_base(trained: TrainedModel, **changes: Any) -> OneBase:
         ModelError, ConfigError, BackendError: As ``load_model`` does.
     """
     how = replace(trained.model, **changes)
-    return OneBase(
+    return LoadedBase(
         *load_model(
             how.name,
             max_seq_length=how.max_seq_length,
@@ -225,7 +225,7 @@ def load_base(trained: TrainedModel, **changes: Any) -> OneBase:
     )
 
 
-def by_base(models: Sequence[TrainedModel]) -> Iterator[tuple[OneBase, list[TrainedModel]]]:
+def by_base(models: Sequence[TrainedModel]) -> Iterator[tuple[LoadedBase, list[TrainedModel]]]:
     """Load each base once, and yield it with the models on it; the former one is let go first."""
     waiting = list(models)
     while waiting:
@@ -234,4 +234,4 @@ def by_base(models: Sequence[TrainedModel]) -> Iterator[tuple[OneBase, list[Trai
         waiting = [one for one in waiting if one.model != first.model]
         one = load_base(first)
         yield one, same
-        one.let_go()
+        one.unload()

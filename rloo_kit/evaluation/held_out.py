@@ -14,7 +14,7 @@ from rloo_kit.config.run_file import EXAMPLES, RunConfig, make_run_config, read_
 from rloo_kit.data.prompts import drop_long_prompts, is_task, load_prompts, prompt_ids
 from rloo_kit.errors import ConfigError, DataError, GenerationError
 from rloo_kit.evaluation.evaluator import REMEDY, Evaluation, evaluate, settings_of
-from rloo_kit.evaluation.trained_models import OneBase, TrainedModel
+from rloo_kit.evaluation.models import LoadedBase, TrainedModel
 from rloo_kit.machine.environment import setup
 from rloo_kit.machine.memory import add_to_session, remove_from_session
 from rloo_kit.models.adapters import CONFIG
@@ -45,7 +45,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Examination:
+class HeldOut:
     """Prompts, rewards and sampling that are the same for every model."""
 
     config: RunConfig
@@ -63,7 +63,7 @@ class Examination:
     """Why vLLM cannot sample for all of the models."""
     fitted: bool = False
 
-    def fitting(self, tokenizer: Any) -> "Examination":
+    def fitting(self, tokenizer: Any) -> "HeldOut":
         """Return it without the prompts that the run leaves out for their length.
 
         The first tokenizer decides, so that all models are asked the same.
@@ -101,7 +101,7 @@ class Examination:
 
     @contextlib.contextmanager
     def asking(
-        self, one: OneBase, on_it: Sequence[TrainedModel], say: Say = print
+        self, one: LoadedBase, on_it: Sequence[TrainedModel], say: Say = print
     ) -> Iterator["Asker"]:
         """Yield what puts the prompts to the models on one base, its engine running meanwhile.
 
@@ -141,7 +141,7 @@ class Examination:
                 engine.close()
                 remove_from_session(engine)
 
-    def _check_room(self, one: OneBase, length: int) -> None:
+    def _check_room(self, one: LoadedBase, length: int) -> None:
         limit = getattr(one.model.config, "max_position_embeddings", None)
         completion = self.args.max_completion_length
         if limit is not None and length > limit:
@@ -170,7 +170,7 @@ class Asker:
         engine: Samples in the place of transformers.
     """
 
-    def __init__(self, exam: Examination, one: OneBase, engine: Engine | None) -> None:
+    def __init__(self, exam: HeldOut, one: LoadedBase, engine: Engine | None) -> None:
         self._exam = exam
         self._one = one
         self._engine = engine
@@ -184,11 +184,11 @@ class Asker:
 
         Args:
             trained: On this base.
-            rewards: Of ``Examination.rewards``.
+            rewards: Of ``HeldOut.rewards``.
             **how: Keywords of ``evaluate``, in the place of the run's.
         """
         exam, tokenizer = self._exam, self._one.tokenizer
-        with self._one.speaking_as(trained) as model:
+        with self._one.using(trained) as model:
             settings = settings_of(exam.args) | {
                 "batch_size": exam.batch_size_on(model),
                 "engine": self._engine,
@@ -209,7 +209,7 @@ class Asker:
         for trained in on_it:
             if trained.adapter is None:
                 continue
-            with self._one.speaking_as(trained) as model:
+            with self._one.using(trained) as model:
                 sampling = Sampling(
                     min(PROBE_TOKENS, args.max_completion_length),
                     tuple(model.generation_config.eos_token_id),
@@ -262,14 +262,14 @@ def _score(model: Any, temperature: float, batch: MicroBatch) -> tuple[Any, Any]
     return tuple(map(pad, zip(*scored, strict=True)))
 
 
-def examine_models(
+def read_held_out(
     found: Sequence[TrainedModel],
     *,
     overrides: Sequence[str] = (),
     prompts: str | Path | None = None,
     num_prompts: int | None = None,
     batch_size: int | None = None,
-) -> Examination:
+) -> HeldOut:
     """Return what the models are asked, by the run file of the first that is a run.
 
     Args:
@@ -302,7 +302,7 @@ def examine_models(
     if by_name:
         check_engine(args, trains=False)
         choose(requested_engine(args), on_gpu=True, why_not=why_not)
-    return Examination(
+    return HeldOut(
         config,
         args,
         _prompts(config, prompts, num_prompts, given.get("data") or {}),
