@@ -12,32 +12,32 @@ NEEDED = tuple(name for name in TESTED if name not in OPTIONAL)
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class Examination:
     """The doctor's findings as lines of text."""
 
     lines: list[str]
     can_train: bool
 
 
-def examine() -> HeldOut:
+def examine() -> Examination:
     """Look at versions, device and backends; import what training would import."""
     lines, missing = _versions()
     if missing:
         lines.append(f"training cannot start: pip install {' '.join(missing)}")
-        return HeldOut(lines, can_train=False)
+        return Examination(lines, can_train=False)
     try:
         environment = setup()
         for name in NEEDED:
             importlib.import_module(name)
     except KitError as exc:
-        return HeldOut([*lines, f"training cannot start: {exc}"], can_train=False)
+        return Examination([*lines, f"training cannot start: {exc}"], can_train=False)
     except Exception as exc:  # whatever a broken installation raises
         lines.append(
             f"training cannot start: {type(exc).__name__}: {str(exc).splitlines()[0][:200]}; "
             f"install the tested set: pip install {' '.join(f'{n}=={TESTED[n]}' for n in NEEDED)}"
         )
-        return HeldOut(lines, can_train=False)
-    return HeldOut([*_machine(environment), *lines, *_backends(environment)], can_train=True)
+        return Examination(lines, can_train=False)
+    return Examination([*_machine(environment), *lines, *_backends(environment)], can_train=True)
 
 
 def _versions() -> tuple[list[str], list[str]]:

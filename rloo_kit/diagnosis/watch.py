@@ -127,7 +127,7 @@ class BestWeights:
             parameter.data.copy_(values)
         return bool(self._kept)
 
-    def unload(self) -> None:
+    def let_go(self) -> None:
         """Hold neither the model's weights nor their copies any more."""
         self._parameters, self._kept = [], []
 
@@ -268,7 +268,7 @@ class RunWatch(TrainerCallback):
     def close(self) -> None:
         """Hold nothing of the model once the training is over, however it ended."""
         if self.best:
-            self.best.unload()
+            self.best.let_go()
 
     @property
     def _is_healthy(self) -> bool:
