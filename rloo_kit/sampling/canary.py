@@ -3,9 +3,8 @@
 The sampler reports the log-probability of each token it drew. The trainer computes the same for the
 first tokens of a few completions, under its policy now, its policy one optimizer step ago, its base
 without adapter, and its policy now with hidden states disturbed as much as rounding disturbs them.
-So the sampler's numbers have a place between known policies, and a yardstick for what is only
-noise: in 16 bit two right kernels are 0.0005 nats apart for a small model and 0.04 for another, and
-no fixed threshold tells that from an adapter that never arrived.
+No fixed threshold tells rounding from an adapter that never arrived: in 16 bit two right kernels
+are 0.0005 nats apart for one model and 0.04 for another.
 """
 
 import contextlib
@@ -14,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -22,47 +22,77 @@ from rloo_kit.errors import GenerationError, StalePolicyError
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
 from rloo_kit.sampling.engine import Engine, Sampling
 
+# A probe: the first PROBE_TOKENS_PER_ROW tokens of completions spread over the batch, until
+# PROBE_TOKENS completion tokens or PROBE_POSITIONS positions (prompts included) are reached.
 PROBE_TOKENS = 512
-"""Completion tokens that are compared on a batch ..."""
 PROBE_TOKENS_PER_ROW = 64
-"""... of each completion the first so many ..."""
 PROBE_POSITIONS = 2048
-"""... and no more positions than these, prompts included (but four completions at least)."""
-SURE = 6.0
-"""Standard errors beyond which a nearer other policy is no accident, if it also fits ..."""
-FIT = 0.6
-"""... so much better: its mean difference over that of the policy that trains."""
-ALIKE, DOUBTFUL = 0.1, 3.0
-"""A sampler that is ten times nearer to the other policy has its numbers, which rounding cannot
-give; it does not take so many standard errors, whose size one undecided token can decide."""
-MEMORY = 20
-"""Batches whose evidence adds up, where one step moves the policy less than rounding does ..."""
-SURE_TOGETHER = 8.0
-"""... to so many standard errors."""
-NOISE_FACTOR = 4.0
-"""A mean difference of so many times the rounding noise has another cause ..."""
-NOISE_FLOOR = 0.01
-"""... if it is also larger than this, nats: where nearly every token is certain, rounding moves
-nothing in most batches and one undecided token by a third of a nat in another."""
+PROBE_MIN_ROWS = 4
+
+# One batch proves that another policy sampled: so many standard errors nearer to it, and a mean
+# difference from it of at most this share of the difference from the policy that trains.
+SURE_ERRORS, SURE_FIT = 6.0, 0.6
+# An almost exact fit needs fewer standard errors: rounding cannot produce another policy's numbers,
+# and a single undecided token can inflate the standard error.
+EXACT_ERRORS, EXACT_FIT = 3.0, 0.1
+# Where one step moves the policy less than rounding does, the evidence of many batches adds up.
+HISTORY = 20
+HISTORY_ERRORS = 8.0
+# A mean difference has another cause than rounding if it is so many times the noise, and larger
+# than the floor (nats): where nearly every token is certain, rounding moves nothing in most
+# batches and one undecided token by a third of a nat in another.
+NOISE_FACTOR, NOISE_FLOOR = 4.0, 0.01
 TEMPERATURE_TOLERANCE = 0.05
-"""Relative; sampling that far off is reported, up to twice or half."""
+"""Relative error of the temperature that is reported, up to twice or half."""
 
 Score = Callable[[MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 """``(N, C)`` log-probabilities and entropies of the completion tokens, without gradient."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the sampler stands between another policy (0) and the one that trains (1)."""
+class Cause(Enum):
+    """Why sampler and trainer differ."""
 
-    evidence: float
-    """``<sampler - middle, delta>``, delta from the other to the one that trains."""
-    size: float
-    """``<delta, delta>``."""
-    variance: float
-    """Of the evidence, from rounding alone."""
-    fit: float = 1.0
-    """Mean difference from the other policy over that from the one that trains."""
+    BASE = "base"
+    PREVIOUS_STEP = "previous step"
+    TEMPERATURE = "temperature"
+    PROMPT = "prompt"
+    UNKNOWN = "unknown"
+
+
+METRICS = {Cause.BASE: "sampling/adapter_reached", Cause.PREVIOUS_STEP: "sampling/step_reached"}
+MESSAGES = {
+    Cause.BASE: (
+        "it is nearest to the base without adapter, so the adapter was not used; restart the "
+        "engine, or set trainer.generation: transformers"
+    ),
+    Cause.PREVIOUS_STEP: (
+        "it is nearest to the adapter of one optimizer step ago, so the last update did not "
+        "arrive; restart the engine, or set trainer.generation: transformers"
+    ),
+    Cause.TEMPERATURE: (
+        "it fits a temperature of about {found:.2f} and trainer.temperature is {wanted:g}; give "
+        "the engine the same, and a server --logprobs-mode processed_logprobs"
+    ),
+    Cause.PROMPT: (
+        "nearly all of it is in the first tokens, so the prompt was changed before it was "
+        "sampled; look for a chat template or a BOS token added by the engine"
+    ),
+    Cause.UNKNOWN: (
+        "neither base, adapter nor temperature explain it, so the engine has other base weights, "
+        "or other precision or quantisation; give both the same model folder and load_in_4bit, or "
+        "accept it with trainer.canary: false and rollout_correction"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the sampler is between another policy (0) and the one that trains (1)."""
+
+    evidence: float  # <sampler - middle, delta>, delta from the other to the one that trains
+    size: float  # <delta, delta>
+    variance: float  # of the evidence, from rounding alone
+    fit: float = 1.0  # mean difference from the other over that from the one that trains
 
     @property
     def share(self) -> float:
@@ -77,23 +107,43 @@ class Place:
     @property
     def resolved(self) -> bool:
         """Whether the two policies are further apart than rounding."""
-        return self.size > 2 * SURE * math.sqrt(self.variance)
+        return self.size > 2 * SURE_ERRORS * math.sqrt(self.variance)
 
 
-def place_between(
+@dataclass(frozen=True)
+class Probe:
+    """Log-probabilities of the same N tokens as the sampler and the trainer's policies see them."""
+
+    sampler: torch.Tensor  # (N,) as the engine reported them
+    now: torch.Tensor  # (N,) of the policy that trains
+    entropies: torch.Tensor  # (N,) of the policy that trains
+    noise: torch.Tensor  # (N,) standard deviation under rounding
+    noise_mean: float
+    others: dict[Cause, torch.Tensor]  # (N,) of the base, and of the policy a step ago
+    indices: torch.Tensor  # (N,) place of each token in its completion
+
+    @property
+    def difference(self) -> torch.Tensor:
+        """``(N,)`` nats between sampler and trainer."""
+        return (self.sampler - self.now).abs()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a probe shows."""
+
+    cause: Cause | None  # why sampler and trainer differ; None: rounding alone
+    metrics: dict[str, float]
+    factor: float = 1.0  # the sampler's inverse temperature over the trainer's
+
+
+def position_between(
     sampler: torch.Tensor, now: torch.Tensor, other: torch.Tensor, noise: torch.Tensor
-) -> Place | None:
-    """Return where the sampler stands on the line from ``other`` to ``now``; None if they are one.
+) -> Position | None:
+    """Return where the sampler is on the line from ``other`` to ``now``; None if they are equal.
 
     The share is the least squares estimate; its distance from 1/2, over its standard error under
-    rounding, tells on which side it is. A few tokens can weigh much in both, so the mean absolute
-    differences are given too.
-
-    Args:
-        sampler: ``(N,)`` log-probabilities as the engine reported them.
-        now: ``(N,)`` of the policy that trains.
-        other: ``(N,)`` of another policy.
-        noise: ``(N,)`` standard deviation of a token's log-probability under rounding.
+    rounding, says on which side it is. The arguments are those of ``Probe``, ``(N,)`` each.
     """
     delta = now - other
     if len(delta) >= 100:  # a few tokens that flip in rounding must not decide
@@ -105,7 +155,7 @@ def place_between(
         return None
     # A token that fits neither was moved by something else, and says nothing about the two.
     neither = torch.minimum((sampler - now).abs(), (sampler - other).abs())
-    return Place(
+    return Position(
         evidence=float(((sampler - (now + other) / 2) * delta).sum()),
         size=size,
         variance=float((delta.square() * (noise.square() + neither.square())).sum()),
@@ -113,21 +163,16 @@ def place_between(
     )
 
 
-def is_other(places: Sequence[Place]) -> bool:
+def is_other(positions: Sequence[Position]) -> bool:
     """Return whether another policy sampled, from the last batch alone or from all together."""
-    last = places[-1]
-    if last.errors < -SURE and last.fit < FIT:
-        return True
-    if last.errors < -DOUBTFUL and last.fit < ALIKE:
-        return True
-    if len(places) < 3:
-        return False
-    together = Place(
-        sum(place.evidence for place in places),
-        sum(place.size for place in places),
-        sum(place.variance for place in places),
-    )
-    return together.errors < -SURE_TOGETHER and together.share < 0.25
+    last = positions[-1]
+    sure = last.errors < -SURE_ERRORS and last.fit < SURE_FIT
+    exact = last.errors < -EXACT_ERRORS and last.fit < EXACT_FIT
+    if sure or exact or len(positions) < 3:
+        return sure or exact
+    sums = zip(*((p.evidence, p.size, p.variance) for p in positions), strict=True)
+    together = Position(*map(sum, sums))
+    return together.errors < -HISTORY_ERRORS and together.share < 0.25
 
 
 def other_temperature(
@@ -149,10 +194,119 @@ def other_temperature(
     factor = 1 + float(((sampler - now) * slope).sum()) / size
     error = math.sqrt(float((slope * noise).square().sum())) / size
     tempered = now + (factor - 1) * slope
-    off = abs(factor - 1) > max(TEMPERATURE_TOLERANCE, SURE * error)
-    if off and 0.5 <= factor <= 2 and _fit(sampler, now, tempered) < FIT + 0.1:
+    off = abs(factor - 1) > max(TEMPERATURE_TOLERANCE, SURE_ERRORS * error)
+    if off and 0.5 <= factor <= 2 and _fit(sampler, now, tempered) < SURE_FIT + 0.1:
         return factor, tempered
     return None
+
+
+def judge(probe: Probe, history: dict[Cause, deque[Position]]) -> Verdict:
+    """Return which policy sampled a probe; of several that fit, the nearest.
+
+    Args:
+        probe: Of one batch.
+        history: Positions of the last batches between each other policy and the one that trains;
+            this one's are added.
+    """
+    metrics: dict[str, float] = {}
+    fits: dict[Cause, float] = {}
+    factor = 1.0
+    for cause, other in probe.others.items():
+        position = position_between(probe.sampler, probe.now, other, probe.noise)
+        if position is None:
+            continue
+        if position.resolved:
+            metrics[METRICS[cause]] = position.share
+        history[cause].append(position)
+        if is_other(history[cause]):
+            fits[cause] = position.fit
+    tempered = other_temperature(probe.sampler, probe.now, probe.entropies, probe.noise)
+    if tempered is not None:
+        factor, predicted = tempered
+        fits[Cause.TEMPERATURE] = _fit(probe.sampler, probe.now, predicted)
+    limit = max(NOISE_FLOOR, NOISE_FACTOR * probe.noise_mean)
+    if not fits and float(probe.difference.mean()) > limit:
+        early = probe.indices < 2
+        at_start = probe.difference[early].mean() > 4 * probe.difference[~early].mean()
+        fits[Cause.PROMPT if at_start else Cause.UNKNOWN] = 1.0
+    return Verdict(min(fits, key=fits.__getitem__, default=None), metrics, factor)
+
+
+@dataclass
+class Policies:
+    """The trainer's pass under other adapters than the one that trains; all come back unchanged."""
+
+    score_batch: Score
+    model: Any
+    adapter: dict[str, torch.Tensor]
+    pad_token_id: int
+    dtype: torch.dtype
+
+    def score(self, tokens: TokenRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(N,)`` log-probabilities and entropies of all completion tokens, row by row."""
+        batch = tokens.pad(range(len(tokens)), self.pad_token_id, self.model.device)
+        with torch.no_grad():
+            log_probs, entropies = self.score_batch(batch)  # (B, C)
+        mask = batch.completion_mask
+        return log_probs[mask].float(), entropies[mask].float()
+
+    @contextlib.contextmanager
+    def rounding(self) -> Iterator[None]:
+        """Disturb the output of every decoder layer as much as one more rounding would."""
+        amplitude = torch.finfo(self.dtype).eps / 2
+        generator = torch.Generator(self.model.device).manual_seed(0)
+
+        def disturb(_module: Any, _inputs: Any, output: Any) -> Any:
+            hidden = output[0] if isinstance(output, tuple) else output  # (B, T, H)
+            noise = torch.rand(hidden.shape, generator=generator, device=hidden.device) * 2 - 1
+            hidden = (hidden.float() * (1 + amplitude * noise)).to(hidden.dtype)
+            return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+        layers = [m for m in self.model.modules() if type(m).__name__.endswith("DecoderLayer")]
+        layers = layers or [self.model.get_input_embeddings()]
+        hooks = [layer.register_forward_hook(disturb) for layer in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextlib.contextmanager
+    def adapter_set_to(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Lend the adapter other values; its own tensors stay as they are."""
+        own = {name: parameter.data for name, parameter in self.adapter.items()}
+        try:
+            for name, parameter in self.adapter.items():
+                parameter.data = values[name].to(own[name].device, own[name].dtype)
+            yield
+        finally:
+            for name, parameter in self.adapter.items():
+                parameter.data = own[name]
+
+    def copy_adapter(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """Return the adapter's values on the CPU."""
+        return {n: p.detach().to("cpu", dtype, copy=True) for n, p in self.adapter.items()}
+
+    def shift(self, tokens: TokenRows, seed: int) -> dict[str, torch.Tensor]:
+        """Return the adapter with noise that moves log-probabilities by 0.3 to 3 nats."""
+        generator = torch.Generator().manual_seed(seed)
+        noise = {
+            name: torch.randn(parameter.shape, generator=generator)
+            for name, parameter in self.adapter.items()
+            if "lora_B" in name
+        }
+        here, _ = self.score(tokens)
+        size, tries = 0.02, 12
+        while True:
+            shifted = self.copy_adapter()
+            for name, values in noise.items():
+                shifted[name] += (size * values).to(shifted[name].dtype)
+            with self.adapter_set_to(shifted):
+                there, _ = self.score(tokens)
+            moved, tries = float((there - here).abs().mean()), tries - 1
+            if 0.3 <= moved <= 3 or not tries:
+                return shifted
+            size *= 2 if moved < 0.3 else 0.6
 
 
 class Canary:
@@ -179,43 +333,35 @@ class Canary:
         sampling: Sampling,
         adapter: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        self._score = score
+        adapter = adapter or {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._model = model
+        self._policies = Policies(score, model, adapter, pad_token_id, dtype)
         self._without_adapter = without_adapter
-        self._pad_token_id = pad_token_id
-        self._dtype = dtype
         self._sampling = sampling
-        self._adapter = adapter or {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._now: dict[str, torch.Tensor] | None = None
         self._before: dict[str, torch.Tensor] | None = None
-        self._past: dict[str, deque[Place]] = {
-            name: deque(maxlen=MEMORY) for name in ("base", "before")
-        }
-        self._noises: deque[tuple[float, float]] = deque(maxlen=MEMORY)
+        self._history = {cause: deque[Position](maxlen=HISTORY) for cause in METRICS}
+        self._noises: deque[tuple[float, float]] = deque(maxlen=HISTORY)
 
     def sent(self, dtype: torch.dtype) -> None:
         """Remember the adapter as it was just sent; the one before is the policy a step back.
 
         Args:
-            dtype: That it was rounded to on its way. A late step of a small learning rate can be
-                lost in that, and the sampler is not stale for it.
+            dtype: That it was rounded to when it was sent. A late step of a small learning rate
+                can be lost in that rounding, which does not make the sampler stale.
         """
-        self._before = self._now
-        self._now = {
-            name: parameter.detach().to("cpu", dtype, copy=True)
-            for name, parameter in self._adapter.items()
-        }
+        self._before, self._now = self._now, self._policies.copy_adapter(dtype)
 
     def prove(
         self, engine: Engine, prompt_ids: list[list[int]], seed: int, *, off: bool = False
     ) -> None:
-        """Send an adapter that is shifted on purpose, and see the sampler follow it and come back.
+        """Send an adapter that is shifted on purpose, and check that the sampler follows it.
 
         Args:
             engine: It holds the right adapter before and after.
             prompt_ids: A few prompts.
             seed: Of the shift and of sampling.
-            off: See too that the base samples while the shifted adapter is switched off.
+            off: Check too that the base samples while the shifted adapter is switched off.
 
         Raises:
             StalePolicyError: The sampler did not follow.
@@ -227,281 +373,148 @@ class Canary:
             self._sampling.temperature or 1.0,
         )
         drawn = engine.generate(prompts, short, seed)
-        tokens = TokenRows(prompts, drawn.completion_ids)
-        shifted = self._shift(tokens, seed)
-        with self._adapter_set_to(shifted):
-            tokens, sampler, there = self._sent_and_drawn(engine, prompts, short, seed)
+        shifted = self._policies.shift(TokenRows(prompts, drawn.completion_ids), seed)
+        with self._policies.adapter_set_to(shifted):
+            tokens, sampler, there = self._sync_and_draw(engine, prompts, short, seed)
             if off:
                 self._prove_off(engine, prompts, short, seed)
         engine.sync(self._model)
-        here, _ = self._pass(tokens)
-        place = place_between(sampler, there, here, torch.ones_like(there))
-        if place is not None and place.share < 0.5:
+        share = _share(sampler, there, self._policies.score(tokens)[0])
+        if share < 0.5:
             raise StalePolicyError(
                 f"the adapter does not reach {engine.name}, or its base weights are others: an "
-                f"adapter that was shifted on purpose moved what it samples by {place.share:.0%} "
-                f"of what it should; give both the same model folder and restart the engine, or "
-                f"set trainer.generation: transformers"
+                f"adapter that was shifted on purpose moved what it samples by {share:.0%} of "
+                f"what it should; give both the same model folder and restart the engine, or set "
+                f"trainer.generation: transformers"
             )
 
     def _prove_off(
         self, engine: Engine, prompts: list[list[int]], sampling: Sampling, seed: int
     ) -> None:
         with self._without_adapter():
-            tokens, sampler, base = self._sent_and_drawn(engine, prompts, sampling, seed)
-        adapted, _ = self._pass(tokens)
-        place = place_between(sampler, base, adapted, torch.ones_like(base))
-        if place is not None and place.share < 0.5:
+            tokens, sampler, base = self._sync_and_draw(engine, prompts, sampling, seed)
+        if _share(sampler, base, self._policies.score(tokens)[0]) < 0.5:
             raise StalePolicyError(
-                f"{engine.name} goes on with the adapter where it is switched off, so the base "
+                f"{engine.name} keeps using the adapter after it was switched off, so the base "
                 f"cannot be sampled: restart the engine, or set trainer.generation: transformers"
             )
 
-    def _sent_and_drawn(
+    def _sync_and_draw(
         self, engine: Engine, prompts: list[list[int]], sampling: Sampling, seed: int
     ) -> tuple[TokenRows, torch.Tensor, torch.Tensor]:
-        """Return what is sampled after a sync: its log-probabilities as told, and as they are."""
+        """Return what is sampled after a sync, and its ``(N,)`` scores by sampler and by model."""
         engine.sync(self._model)
         drawn = engine.generate(prompts, sampling, seed)
         tokens = TokenRows(prompts, drawn.completion_ids)
-        found, _ = self._pass(tokens)
-        return tokens, _flat(drawn.log_probs, tokens, found.device), found
+        scored, _ = self._policies.score(tokens)
+        return tokens, _flat(drawn.log_probs, tokens, scored.device), scored
 
     def check(
         self, tokens: TokenRows, log_probs: list[list[float]], engine_name: str
     ) -> dict[str, float]:
-        """Compare a batch with the policies it could have come from.
+        """Compare a batch with the policies it could have come from; return metrics.
+
+        ``sampling/adapter_reached`` and ``sampling/step_reached`` are 1 for the policy that trains,
+        0 for its base or itself a step ago, and absent where rounding hides which;
+        ``sampling/probe_difference`` and ``sampling/rounding_noise`` are mean nats.
 
         Args:
             tokens: The batch.
             log_probs: Of its completion tokens, as the engine reported them.
             engine_name: For the message.
 
-        Returns:
-            Metrics: ``sampling/adapter_reached`` and ``sampling/step_reached`` (1: the policy that
-            trains, 0: its base, or itself a step ago; absent where rounding hides which),
-            ``sampling/probe_difference`` and ``sampling/rounding_noise`` (mean nats).
-
         Raises:
             StalePolicyError: Another policy sampled; the message says which, most likely.
-            GenerationError: The engine reported no numbers.
+            GenerationError: The engine reported NaN or Inf.
         """
-        probe, rows = _probe(tokens, log_probs)
-        with self._adapter_set_to(self._now):
-            now, entropies = self._pass(probe)
-            noise = self._noise(now, self._pass(probe, disturbed=True)[0])
-        sampler = _flat(rows, probe, now.device)
-        if not bool(sampler.isfinite().all()):
+        probe = self._probe(*_cut_probe(tokens, log_probs))
+        if not bool(probe.sampler.isfinite().all()):
             raise GenerationError(
-                f"{engine_name} reports log-probabilities that are no numbers: its weights or the "
-                f"adapter have run away; lower trainer.learning_rate, or restart the engine"
+                f"{engine_name} reports log-probabilities that are NaN or Inf: its weights or the "
+                f"adapter have diverged; lower trainer.learning_rate, or restart the engine"
             )
+        difference = float(probe.difference.mean())
         metrics = {
-            "sampling/probe_difference": float((sampler - now).abs().mean()),
-            "sampling/rounding_noise": self._mean_noise,
+            "sampling/probe_difference": difference,
+            "sampling/rounding_noise": probe.noise_mean,
         }
         if not self._sampling.whole_distribution:
             # Truncation renormalises what is left, so the sampler's numbers are not the policy's.
             return metrics
-        nearer: dict[str, float] = {}
-        for cause, metric, other in (
-            ("base", "adapter_reached", self._base_pass(probe)),
-            ("before", "step_reached", self._pass_before(probe)),
-        ):
-            place = None if other is None else place_between(sampler, now, other, noise)
-            if place is None:
-                continue
-            if place.resolved:
-                metrics[f"sampling/{metric}"] = place.share
-            self._past[cause].append(place)
-            if is_other(self._past[cause]):
-                nearer[cause] = place.fit
-        tempered = other_temperature(sampler, now, entropies, noise)
-        if tempered is not None:
-            nearer["temperature"] = _fit(sampler, now, tempered[1])
-        if not nearer and metrics["sampling/probe_difference"] > self._limit:
-            nearer["unknown"] = 1.0
-        if nearer:
-            places = [torch.arange(len(ids)) for ids in probe.completion_ids]
-            early = (torch.cat(places) < 2).to(now.device)
-            raise StalePolicyError(
-                self._explain(
-                    min(nearer, key=nearer.get),
-                    metrics,
-                    tempered[0] if tempered else 1.0,
-                    (sampler - now).abs(),
-                    early,
-                    engine_name,
-                )
-            )
-        return metrics
-
-    def _explain(
-        self,
-        cause: str,
-        metrics: dict[str, float],
-        factor: float,
-        difference: torch.Tensor,
-        early: torch.Tensor,
-        engine_name: str,
-    ) -> str:
-        seen = (
+        verdict = judge(probe, self._history)
+        if verdict.cause is None:
+            return metrics | verdict.metrics
+        wanted = self._sampling.temperature
+        explanation = MESSAGES[verdict.cause].format(found=wanted / verdict.factor, wanted=wanted)
+        raise StalePolicyError(
             f"{engine_name} did not sample from the policy that trains (log-probabilities differ "
-            f"by {metrics['sampling/probe_difference']:.4f} nats a token, rounding explains "
-            f"{metrics['sampling/rounding_noise']:.4f})"
-        )
-        if cause == "base":
-            return (
-                f"{seen}: it is nearest to the base without adapter, so the adapter was not used; "
-                f"restart the engine, or set trainer.generation: transformers"
-            )
-        if cause == "before":
-            return (
-                f"{seen}: it is nearest to the adapter of one optimizer step ago, so the last one "
-                f"was not taken; restart the engine, or set trainer.generation: transformers"
-            )
-        if cause == "temperature":
-            wanted = self._sampling.temperature
-            return (
-                f"{seen}: it fits a temperature of about {wanted / factor:.2f} and "
-                f"trainer.temperature is {wanted:g}; give the engine the same, and a server "
-                f"--logprobs-mode processed_logprobs"
-            )
-        if difference[early].mean() > 4 * difference[~early].mean():
-            return (
-                f"{seen}, nearly all of it in the first tokens: the prompt was changed on its way, "
-                f"so look for a chat template or a BOS token added by the engine"
-            )
-        return (
-            f"{seen}, and neither base, adapter nor temperature explain it: the engine has other "
-            f"base weights, or other precision or quantisation; give both the same model folder "
-            f"and load_in_4bit, or accept it with trainer.canary: false and rollout_correction"
+            f"by {difference:.4f} nats a token, rounding explains {probe.noise_mean:.4f}): "
+            f"{explanation}"
         )
 
-    # --- passes ----------------------------------------------------------------------------------
+    def _probe(self, tokens: TokenRows, log_probs: list[list[float]]) -> Probe:
+        """Score tokens under every policy they could have come from."""
+        policies, others = self._policies, {}
+        if self._now is None:
+            raise RuntimeError("call sent() after every sync")
+        with policies.adapter_set_to(self._now):
+            now, entropies = policies.score(tokens)
+            with policies.rounding():
+                disturbed, _ = policies.score(tokens)
+        noise, noise_mean = self._noise(disturbed - now)
+        if self._sampling.whole_distribution:
+            with self._without_adapter():
+                others[Cause.BASE], _ = policies.score(tokens)
+            if self._before is not None:
+                with policies.adapter_set_to(self._before):
+                    others[Cause.PREVIOUS_STEP], _ = policies.score(tokens)
+        indices = torch.cat([torch.arange(len(ids)) for ids in tokens.completion_ids])
+        sampler = _flat(log_probs, tokens, now.device)
+        return Probe(sampler, now, entropies, noise, noise_mean, others, indices.to(now.device))
 
-    def _pass(
-        self, tokens: TokenRows, *, disturbed: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(N,)`` log-probabilities and entropies of all completion tokens, row by row."""
-        batch = tokens.pad(range(len(tokens)), self._pad_token_id, self._model.device)
-        place = self._rounding() if disturbed else contextlib.nullcontext()
-        with torch.no_grad(), place:
-            log_probs, entropies = self._score(batch)
-        mask = batch.completion_mask
-        return log_probs[mask].float(), entropies[mask].float()
-
-    def _base_pass(self, tokens: TokenRows) -> torch.Tensor:
-        with self._without_adapter():
-            return self._pass(tokens)[0]
-
-    def _pass_before(self, tokens: TokenRows) -> torch.Tensor | None:
-        if self._before is None:
-            return None
-        with self._adapter_set_to(self._before):
-            return self._pass(tokens)[0]
-
-    def _noise(self, now: torch.Tensor, disturbed: torch.Tensor) -> torch.Tensor:
-        """Return each token's standard deviation under rounding: its own draw, and the usual.
+    def _noise(self, moved: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """Return each token's standard deviation under rounding, and the mean of the last batches.
 
         Rounding is bursty: for many batches it moves nothing, then one undecided token by a tenth
-        of a nat. So the mean square of the last batches is added.
+        of a nat. So the mean square of the last batches is added to the token's own.
         """
-        moved = disturbed - now
         self._noises.append((float(moved.abs().mean()), float(moved.square().mean())))
-        usual = sum(square for _, square in self._noises) / len(self._noises)
-        return (moved.square() + usual).sqrt().clamp(min=1e-6)
-
-    @property
-    def _mean_noise(self) -> float:
-        return sum(mean for mean, _ in self._noises) / len(self._noises)
-
-    @property
-    def _limit(self) -> float:
-        return max(NOISE_FLOOR, NOISE_FACTOR * self._mean_noise)
-
-    @contextlib.contextmanager
-    def _rounding(self) -> Iterator[None]:
-        """Disturb the output of every decoder layer as much as one more rounding would."""
-        amplitude = torch.finfo(self._dtype).eps / 2
-        generator = torch.Generator(self._model.device).manual_seed(0)
-
-        def disturb(_module: Any, _inputs: Any, output: Any) -> Any:
-            hidden = output[0] if isinstance(output, tuple) else output
-            noise = torch.rand(hidden.shape, generator=generator, device=hidden.device) * 2 - 1
-            hidden = (hidden.float() * (1 + amplitude * noise)).to(hidden.dtype)
-            return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
-
-        layers = [m for m in self._model.modules() if type(m).__name__.endswith("DecoderLayer")]
-        layers = layers or [self._model.get_input_embeddings()]
-        hooks = [layer.register_forward_hook(disturb) for layer in layers]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    @contextlib.contextmanager
-    def _adapter_set_to(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Lend the adapter other values; its own tensors stay as they are."""
-        own = {name: parameter.data for name, parameter in self._adapter.items()}
-        try:
-            for name, parameter in self._adapter.items():
-                parameter.data = values[name].to(own[name].device, own[name].dtype)
-            yield
-        finally:
-            for name, parameter in self._adapter.items():
-                parameter.data = own[name]
-
-    def _shift(self, tokens: TokenRows, seed: int) -> dict[str, torch.Tensor]:
-        """Return the adapter with noise that moves log-probabilities by 0.3 to 3 nats."""
-        generator = torch.Generator().manual_seed(seed)
-        noise = {
-            name: torch.randn(parameter.shape, generator=generator)
-            for name, parameter in self._adapter.items()
-            if "lora_B" in name
-        }
-        here, _ = self._pass(tokens)
-        size = 0.02
-        for _ in range(12):
-            shifted = {n: p.detach().to("cpu", copy=True) for n, p in self._adapter.items()}
-            for name, values in noise.items():
-                shifted[name] += (size * values).to(shifted[name].dtype)
-            with self._adapter_set_to(shifted):
-                there, _ = self._pass(tokens)
-            moved = float((there - here).abs().mean())
-            if 0.3 <= moved <= 3:
-                break
-            size *= 2 if moved < 0.3 else 0.6
-        return shifted
+        mean, square = (sum(values) / len(values) for values in zip(*self._noises, strict=True))
+        return (moved.square() + square).sqrt().clamp(min=1e-6), mean
 
 
-def _probe(tokens: TokenRows, log_probs: list[list[float]]) -> tuple[TokenRows, list[list[float]]]:
+def _cut_probe(
+    tokens: TokenRows, log_probs: list[list[float]]
+) -> tuple[TokenRows, list[list[float]]]:
     """Return the beginnings of some completions, spread over the batch."""
+    # multiples of the golden ratio are spread evenly, however many rows are taken
     order = sorted(range(len(tokens)), key=lambda row: (row * 0.6180339887) % 1)
     rows: list[int] = []
     completion_tokens = positions = 0
     for row in order:
         taken = min(len(tokens.completion_ids[row]), PROBE_TOKENS_PER_ROW)
         width = len(tokens.prompt_ids[row]) + taken
-        if len(rows) >= 4 and positions + width > PROBE_POSITIONS:
+        if len(rows) >= PROBE_MIN_ROWS and positions + width > PROBE_POSITIONS:
             break
         rows.append(row)
         completion_tokens += taken
         positions += width
         if completion_tokens >= PROBE_TOKENS:
             break
-    beginning = slice(0, PROBE_TOKENS_PER_ROW)
-    probe = TokenRows(
-        [tokens.prompt_ids[row] for row in rows],
-        [tokens.completion_ids[row][beginning] for row in rows],
-    )
-    return probe, [log_probs[row][beginning] for row in rows]
+    prompts = [tokens.prompt_ids[row] for row in rows]
+    completions = [tokens.completion_ids[row][:PROBE_TOKENS_PER_ROW] for row in rows]
+    return TokenRows(prompts, completions), [log_probs[row] for row in rows]
 
 
 def _flat(log_probs: list[list[float]], tokens: TokenRows, device: torch.device) -> torch.Tensor:
     rows = zip(log_probs, tokens.completion_ids, strict=True)
     return torch.tensor([p for row, ids in rows for p in row[: len(ids)]], device=device)
+
+
+def _share(sampler: torch.Tensor, now: torch.Tensor, other: torch.Tensor) -> float:
+    """Return ``Position.share``; 1 where the two policies are equal, and nothing can be seen."""
+    position = position_between(sampler, now, other, torch.ones_like(now))
+    return 1.0 if position is None else position.share
 
 
 def _fit(sampler: torch.Tensor, now: torch.Tensor, other: torch.Tensor) -> float:

@@ -11,14 +11,14 @@ import torch
 from rloo_kit.errors import GenerationError, StalePolicyError
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.sampling.canary import (
-    MEMORY,
+    HISTORY,
     PROBE_POSITIONS,
     PROBE_TOKENS,
     PROBE_TOKENS_PER_ROW,
     Canary,
     is_other,
     other_temperature,
-    place_between,
+    position_between,
 )
 from rloo_kit.sampling.engine import Generations, Sampling
 
@@ -78,7 +78,7 @@ NOISES = [normal, heavy, heavier, bursty]
 
 def yardstick(draw, scale, generator):
     """Each token's noise as a run knows it: its own draw, and the usual one."""
-    usual = torch.stack([draw(scale, generator) for _ in range(MEMORY)]).square().mean()
+    usual = torch.stack([draw(scale, generator) for _ in range(HISTORY)]).square().mean()
     return (draw(scale, generator).square() + usual).sqrt().clamp(min=1e-6)
 
 
@@ -96,11 +96,11 @@ def test_a_healthy_sampler_is_never_taken_for_another_one(draw, step):
     generator = seeded(0)
     for _ in range(10):
         places = []
-        for _ in range(MEMORY):
+        for _ in range(HISTORY):
             now, entropies, other = batch(generator, step)
             sampler = now + draw(1e-3, generator)
             noise = yardstick(draw, 1e-3, generator)
-            places.append(place_between(sampler, now, other, noise))
+            places.append(position_between(sampler, now, other, noise))
             assert not is_other(places)
             assert other_temperature(sampler, now, entropies, noise) is None
 
@@ -111,7 +111,7 @@ def test_another_policy_that_sampled_is_found_in_one_batch(draw):
     for _ in range(50):
         now, _, other = batch(generator, 1.0)
         noise = yardstick(draw, 1e-3, generator)
-        place = place_between(other + draw(1e-3, generator), now, other, noise)
+        place = position_between(other + draw(1e-3, generator), now, other, noise)
         assert place.resolved
         assert place.share < 0.2
         assert is_other([place])
@@ -124,12 +124,12 @@ def test_a_sampler_with_the_numbers_of_another_policy_is_found_under_a_large_yar
     now = -torch.rand(tokens, generator=draw)
     other = now + 0.002 * torch.randn(tokens, generator=draw)
     noise = torch.full((tokens,), 0.002 * tokens**0.5 / 9)
-    exact = place_between(other + 1e-6, now, other, noise)
+    exact = position_between(other + 1e-6, now, other, noise)
     assert -6 < exact.errors < -3
     assert is_other([exact])
-    rough = place_between(other + 0.3 * (now - other), now, other, noise)
+    rough = position_between(other + 0.3 * (now - other), now, other, noise)
     assert not is_other([rough])
-    healthy = place_between(now + 1e-6, now, other, noise)
+    healthy = position_between(now + 1e-6, now, other, noise)
     assert not is_other([healthy])
 
 
@@ -137,10 +137,10 @@ def test_a_step_that_rounding_hides_is_found_in_many_batches():
     generator = seeded(2)
     for _ in range(20):
         places, found = [], []
-        for _ in range(MEMORY):
+        for _ in range(HISTORY):
             now, _, other = batch(generator, 3e-4)
             noise = yardstick(normal, 1e-3, generator)
-            place = place_between(other + normal(1e-3, generator), now, other, noise)
+            place = position_between(other + normal(1e-3, generator), now, other, noise)
             places.append(place)
             found.append(is_other(places))
         assert not place.resolved
@@ -153,18 +153,18 @@ def test_the_share_says_where_between_two_policies_the_sampler_stands():
     now, _, other = batch(generator, 1.0)
     noise = torch.full((SIZE,), 1e-3)
     for share in (0.0, 0.25, 0.5, 1.0, 1.5):
-        place = place_between(other + share * (now - other), now, other, noise)
+        place = position_between(other + share * (now - other), now, other, noise)
         assert place.share == pytest.approx(share, abs=1e-4)
         assert (place.errors > 0) == (share > 0.5) or share == 0.5
 
 
-def test_two_policies_that_are_one_have_no_place_between_them():
+def test_two_policies_that_are_one_have_no_position_between_them():
     now, _, _ = batch(seeded(4), 1.0)
-    assert place_between(now + 1, now, now.clone(), torch.ones(SIZE)) is None
+    assert position_between(now + 1, now, now.clone(), torch.ones(SIZE)) is None
 
 
 def test_of_several_batches_fewer_than_three_prove_nothing_together():
-    weak = place_between(
+    weak = position_between(
         torch.zeros(SIZE), torch.full((SIZE,), 1e-3), torch.zeros(SIZE), torch.full((SIZE,), 1e-3)
     )
     assert -20 < weak.errors < -5
@@ -414,7 +414,7 @@ def test_a_small_step_that_is_always_late_is_found_in_time():
     policy = TinyPolicy()
     engine, canary = Sampler(policy, fault="takes late"), canary_of(policy)
     engine.sync(policy)
-    complaint("before", train, policy, engine, canary, size=2e-3, steps=2 * MEMORY)
+    complaint("before", train, policy, engine, canary, size=2e-3, steps=2 * HISTORY)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.4])
@@ -458,7 +458,7 @@ def test_numbers_that_are_none_are_no_proof():
     nothing = [[float("nan")] * len(row) for row in drawn.log_probs]
     canary = canary_of(policy)
     canary.sent(BF16)
-    with pytest.raises(GenerationError, match="no numbers"):
+    with pytest.raises(GenerationError, match="NaN or Inf"):
         canary.check(TokenRows(PROMPTS, drawn.completion_ids), nothing, "a sampler")
 
 
