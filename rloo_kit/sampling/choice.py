@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from rloo_kit.config.engine_tables import SET_ELSEWHERE
 from rloo_kit.config.run_file import did_you_mean
@@ -12,79 +12,70 @@ from rloo_kit.errors import ConfigError, GenerationError, KitError
 from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
 from rloo_kit.machine.memory import add_to_session
 from rloo_kit.models.engine_memory import MAX_SEQUENCES
-from rloo_kit.models.shared_engine import notes_of
+from rloo_kit.models.shared_engine import EngineSettings, notes_of
 from rloo_kit.processes import Team, current_team, gathered
 from rloo_kit.sampling.engine import Choice, Engine, Generations, Sampling, choose, why_no_hot_swap
 from rloo_kit.text.wording import first_line, format_value
 
-WHY_NOT_SEVERAL = "several processes share one vLLM server: start one, and set generation to server"
-"""An engine in each process would open a group of processes of its own."""
+T = TypeVar("T")
 
+WHY_NOT_SEVERAL = "several processes share one vLLM server: start one, and set generation to server"
 OBEYED = ""
-"""The engine does what the setting says, or the setting has no meaning for it."""
-NEEDS_SERVER = "set generation: server, or leave it out"
-NEEDS_TRANSFORMERS = "set generation: transformers, or leave it out"
-NO_REGEX = (
+_SERVER_ONLY = "set generation: server, or leave it out"
+_TRANSFORMERS_ONLY = "set generation: transformers, or leave it out"
+_NO_REGEX = (
     "reward the form instead (the reward format), or set use_vllm: true and vllm_mode: server for "
     "TRL's own client"
 )
-NO_GROUP = "leave it out: only the adapter moves, and that through a folder"
-NO_OBJECT = "write its values into generation_kwargs"
+_NO_GROUP = "leave it out: only the adapter moves, and that through a folder"
+_NO_OBJECT = "write its values into generation_kwargs"  # of Unsloth's patched class
+_SERVER_FLAG = "leave it out, and start the server with --{}"
 SETTINGS: dict[str, tuple[str, str, str]] = {
-    "use_vllm": (OBEYED, OBEYED, OBEYED),  # by requested_engine
-    "vllm_mode": (OBEYED, OBEYED, OBEYED),
+    **dict.fromkeys(
+        ("use_vllm", "vllm_mode", "vllm_enable_sleep_mode", "vllm_max_model_length"),
+        (OBEYED, OBEYED, OBEYED),
+    ),
+    **dict.fromkeys(
+        ("vllm_server_base_url", "vllm_server_host", "vllm_server_port"),
+        (_SERVER_ONLY, OBEYED, _SERVER_ONLY),
+    ),
+    **dict.fromkeys(
+        (
+            "cache_implementation",
+            "transformers_continuous_batching_config",
+            "use_transformers_continuous_batching",
+            "use_transformers_paged",
+        ),
+        (_TRANSFORMERS_ONLY, _TRANSFORMERS_ONLY, OBEYED),
+    ),
+    "vllm_server_timeout": (_SERVER_ONLY, OBEYED, OBEYED),
+    "vllm_structured_outputs_regex": (_NO_REGEX, _NO_REGEX, _NO_REGEX),
+    "vllm_sampling_params": (_NO_OBJECT, _NO_OBJECT, _NO_OBJECT),
+    "vllm_group_port": (_NO_GROUP, _NO_GROUP, OBEYED),
+    "vllm_gpu_memory_utilization": (OBEYED, _SERVER_FLAG.format("gpu-memory-utilization"), OBEYED),
     "vllm_model_impl": (
         "leave it out: adapters are swapped in vLLM's own implementation alone",
-        "leave it out, and start the server with --model-impl",
+        _SERVER_FLAG.format("model-impl"),
         OBEYED,
     ),
-    "vllm_enable_sleep_mode": (OBEYED, OBEYED, OBEYED),  # a server has memory of its own
-    "vllm_structured_outputs_regex": (NO_REGEX, NO_REGEX, NO_REGEX),
-    "vllm_server_base_url": (NEEDS_SERVER, OBEYED, NEEDS_SERVER),
-    "vllm_server_host": (NEEDS_SERVER, OBEYED, NEEDS_SERVER),
-    "vllm_server_port": (NEEDS_SERVER, OBEYED, NEEDS_SERVER),
-    "vllm_server_timeout": (NEEDS_SERVER, OBEYED, OBEYED),
-    "vllm_group_port": (NO_GROUP, NO_GROUP, OBEYED),
-    "vllm_gpu_memory_utilization": (
-        OBEYED,
-        "leave it out, and start the server with --gpu-memory-utilization",
-        OBEYED,
-    ),
-    "vllm_max_model_length": (OBEYED, OBEYED, OBEYED),
     "vllm_tensor_parallel_size": (
         "leave it out: this engine is for one GPU, and a vLLM server may use several",
-        "leave it out, and start the server with --tensor-parallel-size",
+        _SERVER_FLAG.format("tensor-parallel-size"),
         OBEYED,
     ),
-    "vllm_sampling_params": (NO_OBJECT, NO_OBJECT, NO_OBJECT),  # of Unsloth's patched class
-    "cache_implementation": (NEEDS_TRANSFORMERS, NEEDS_TRANSFORMERS, OBEYED),
-    "use_transformers_continuous_batching": (NEEDS_TRANSFORMERS, NEEDS_TRANSFORMERS, OBEYED),
-    "transformers_continuous_batching_config": (NEEDS_TRANSFORMERS, NEEDS_TRANSFORMERS, OBEYED),
-    "use_transformers_paged": (NEEDS_TRANSFORMERS, NEEDS_TRANSFORMERS, OBEYED),
 }
-"""TRL's settings of who samples: what to do where they are given to vLLM in this process, a vLLM
-server, transformers. TRL's own client has them all from TRL."""
+"""TRL's settings of who samples, and what to do where an engine does not obey one: vLLM in this
+process, a vLLM server, transformers. TRL's own client obeys all of them."""
 ENGINES = {
     "vllm": "vLLM in this process",
     "server": "the vLLM server",
     "transformers": "transformers",
 }
-TOKEN_SAMPLING = frozenset(
-    {
-        "allowed_token_ids",
-        "frequency_penalty",
-        "ignore_eos",
-        "logit_bias",
-        "min_p",
-        "min_tokens",
-        "presence_penalty",
-        "repetition_penalty",
-        "temperature",
-        "top_k",
-        "top_p",
-    }
-)
-"""What ``generation_kwargs`` may hold for vLLM: what needs no tokenizer, and leaves the number of
+TOKEN_SAMPLING = {
+    "allowed_token_ids", "frequency_penalty", "ignore_eos", "logit_bias", "min_p", "min_tokens",
+    "presence_penalty", "repetition_penalty", "temperature", "top_k", "top_p",
+}  # fmt: skip
+"""What ``generation_kwargs`` may hold for vLLM: it needs no tokenizer, and leaves the number of
 completions, their length, their ends and the log-probabilities to the kit."""
 FIXED = frozenset({"disable_compile", "num_return_sequences", "return_dict_in_generate"})
 """Parameters of transformers' ``generate`` that TRL and the kit set."""
@@ -98,7 +89,7 @@ def start_engine(
     Args:
         model: As ``attach_lora`` returned it.
         args: A ``LeaveOneOutConfig``.
-        why_not: Why only TRL's own path can sample here (images, divided weights), or None.
+        why_not: Why only TRL's own path can sample here (images, sharded weights), or None.
         trains: Whether a training samples, and not an evaluation, which draws otherwise.
 
     Returns:
@@ -111,17 +102,22 @@ def start_engine(
     """
     asked, team = requested_engine(args), current_team()
     if asked == "trl":
-        _check_tables(model, Choice("trl"))
+        _check_vllm_table(model, Choice("trl"))
         return None, Choice("trl")
     why_not = why_not or _why_not_here(asked, team, model)
     choice = choose(asked, on_gpu=model.device.type != "cpu", why_not=why_not)
     if trains:
         check_settings(args, choice.engine)
-    _check_tables(model, choice)
+    _check_vllm_table(model, choice)
     if choice.engine == "transformers":
-        _let_sleep(model)
+        _put_to_sleep(model)
         return None, choice
-    max_length = _max_length(model, args)
+    notes = notes_of(model)
+    max_length = (
+        args.vllm_max_model_length
+        or notes.max_seq_length
+        or model.config.get_text_config().max_position_embeddings
+    )
     if choice.engine == "server":
         if team.size > 1:
             return SharedEngine(team, lambda: _server(model, args, max_length)), choice
@@ -129,17 +125,24 @@ def start_engine(
     try:
         return _in_process(model, args, max_length), choice
     except GenerationError as exc:
-        if asked != "auto" or notes_of(model).vllm:
+        if asked != "auto" or notes.vllm:
             raise
         return None, Choice("transformers", str(exc))
 
 
-def _check_tables(model: Any, choice: Choice) -> None:
-    """Refuse further arguments of vLLM where another engine samples.
+def _why_not_here(asked: str, team: Team, model: Any) -> str | None:
+    """Return why vLLM cannot sample from this model in this process, or None."""
+    reason = None
+    if asked in ("vllm", "auto"):
+        # an engine in each process would open a process group of its own
+        reason = WHY_NOT_SEVERAL if team.size > 1 else why_not_vllm()
+    if asked == "auto":  # by name, vLLM gets a copy of its own
+        reason = reason or notes_of(model).why_not_shared
+    return reason or why_no_hot_swap(model)
 
-    Raises:
-        ConfigError: ``load_model`` was given one.
-    """
+
+def _check_vllm_table(model: Any, choice: Choice) -> None:
+    """Raise ConfigError where the run file's ``vllm:`` is set and another engine samples."""
     for name, value in notes_of(model).vllm.items():
         if choice.engine == "vllm":
             return
@@ -154,32 +157,8 @@ def _check_tables(model: Any, choice: Choice) -> None:
         )
 
 
-def _why_not_here(asked: str, team: Team, model: Any) -> str | None:
-    """Return why vLLM cannot sample from this model in this process, or None."""
-    reason = None
-    if asked in ("vllm", "auto"):
-        reason = (WHY_NOT_SEVERAL if team.size > 1 else None) or why_not_vllm()
-    if asked == "auto":  # by name, vLLM gets a copy of its own
-        reason = reason or notes_of(model).why_not_shared
-    return reason or why_no_hot_swap(model)
-
-
-def _max_length(model: Any, args: Any) -> int:
-    """Return the longest prompt plus completion, tokens."""
-    given = args.vllm_max_model_length or notes_of(model).max_seq_length
-    return given or model.config.get_text_config().max_position_embeddings
-
-
-def _check_shared(args: Any, shared: Any) -> None:
-    """Refuse settings of an engine that started with the model, and differs.
-
-    Args:
-        args: A ``LeaveOneOutConfig``.
-        shared: What ``load_model`` started it with (``EngineSettings``).
-
-    Raises:
-        ConfigError: One differs.
-    """
+def _check_shared(args: Any, shared: EngineSettings) -> None:
+    """Raise ConfigError on settings that an engine which started with the model does not have."""
     share, length = args.vllm_gpu_memory_utilization, args.vllm_max_model_length
     if args.memory_share_given and share != shared.share:
         raise ConfigError(
@@ -193,7 +172,7 @@ def _check_shared(args: Any, shared: Any) -> None:
         )
 
 
-def _let_sleep(model: Any) -> None:
+def _put_to_sleep(model: Any) -> None:
     """Let an engine sleep that a model carries and nobody samples with."""
     llm = getattr(model, "vllm_engine", None)
     if llm is None or not llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
@@ -205,9 +184,9 @@ def _let_sleep(model: Any) -> None:
 def _in_process(model: Any, args: Any, max_length: int) -> Engine:
     from rloo_kit.sampling.vllm_inprocess import VllmEngine
 
-    if (shared := notes_of(model).shared_engine) is not None:
-        _check_shared(args, shared)
-
+    notes = notes_of(model)
+    if notes.shared_engine is not None:
+        _check_shared(args, notes.shared_engine)
     engine = VllmEngine(
         model,
         max_length=max_length,
@@ -215,7 +194,7 @@ def _in_process(model: Any, args: Any, max_length: int) -> Engine:
         sleeps=args.vllm_enable_sleep_mode,
         memory_share=args.vllm_gpu_memory_utilization if args.memory_share_given else None,
         seed=args.seed,
-        extra=notes_of(model).vllm,
+        extra=notes.vllm,
     )
     add_to_session(engine)
     return engine
@@ -236,13 +215,11 @@ def _server(model: Any, args: Any, max_length: int) -> Engine:
 
 
 class SharedEngine:
-    """One engine, held by the first process, that samples for all of them.
-
-    Every call is made by all processes together.
+    """One engine, held by rank 0, that samples for all processes; all make every call together.
 
     Args:
         team: The processes.
-        start: Starts the engine, in the first process.
+        start: Starts the engine, on rank 0.
     """
 
     def __init__(self, team: Team, start: Callable[[], Engine]) -> None:
@@ -256,21 +233,25 @@ class SharedEngine:
         self.name, self.adapter_dtype = team.run_on_first(facts)
         self.sync_seconds = 0.0
 
+    def _on_first(self, call: Callable[[Engine], T]) -> T:
+        """Call with the engine on rank 0, and return its result on every rank."""
+        return self._team.run_on_first(lambda: call(cast("Engine", self._engine)))
+
     def sync(self, model: Any) -> None:
         """Send what the first process's model computes; the others' are the same."""
 
-        def send() -> float:
-            self._engine.sync(model)
-            return self._engine.sync_seconds
+        def send(engine: Engine) -> float:
+            engine.sync(model)
+            return engine.sync_seconds
 
         with gathered(p for p in model.parameters() if p.requires_grad):
-            self.sync_seconds = self._team.run_on_first(send)
+            self.sync_seconds = self._on_first(send)
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
         """Complete this process's prompts, and the others', in one call."""
         parts = self._team.gather(prompt_ids)
         everything = [ids for part in parts for ids in part]
-        drawn = self._team.run_on_first(lambda: self._engine.generate(everything, sampling, seed))
+        drawn = self._on_first(lambda engine: engine.generate(everything, sampling, seed))
         begin = sum(map(len, parts[: self._team.rank]))
         mine = slice(begin, begin + len(prompt_ids))
         return Generations(drawn.completion_ids[mine], drawn.log_probs[mine])
@@ -287,11 +268,7 @@ class SharedEngine:
 
 
 def check_engine(args: Any, *, trains: bool = True) -> None:
-    """Refuse what can be refused before a model is loaded.
-
-    Args:
-        args: A ``LeaveOneOutConfig``.
-        trains: Whether a training samples, and not an evaluation.
+    """Check what can be checked before a model is loaded; ``trains``: not an evaluation.
 
     Raises:
         GenerationError: An engine was asked for by name and is not installed.
@@ -307,14 +284,11 @@ def check_engine(args: Any, *, trains: bool = True) -> None:
 
 
 def check_settings(args: Any, engine: str) -> None:
-    """Refuse settings of TRL that an engine would not obey.
+    """Raise ConfigError on a setting of TRL that an engine does not obey.
 
     Args:
         args: A ``LeaveOneOutConfig``.
-        engine: ``vllm``, ``server`` or ``transformers``; of others nothing is known.
-
-    Raises:
-        ConfigError: One is given.
+        engine: ``vllm``, ``server`` or ``transformers``; others are not checked.
     """
     if engine not in ENGINES:
         return
@@ -344,13 +318,12 @@ def _is_given(args: Any, name: str) -> bool:
 
 def _check_vllm(others: Mapping[str, Any], engine: str, args: Any) -> None:
     known = TOKEN_SAMPLING | ({"bad_words"} if engine == "server" else set())
-    for name in others:
-        if name not in known:
-            raise ConfigError(
-                f"trainer.generation_kwargs gives {name!r}, which cannot be given to "
-                f"{ENGINES[engine]}: leave it out, set generation: transformers, or give one of "
-                f"{', '.join(sorted(known))}"
-            )
+    if unknown := [name for name in others if name not in known]:
+        raise ConfigError(
+            f"trainer.generation_kwargs gives {unknown[0]!r}, which cannot be given to "
+            f"{ENGINES[engine]}: leave it out, set generation: transformers, or give one of "
+            f"{', '.join(sorted(known))}"
+        )
     if engine == "vllm" and others:
         from vllm import SamplingParams
 
@@ -365,13 +338,13 @@ def _check_generate(others: Mapping[str, Any]) -> None:
 
     names = set(inspect.signature(GenerationConfig).parameters) | set(vars(GenerationConfig()))
     known = {name for name in names if not name.startswith("_")} - FIXED
-    for name in others:
-        if name not in known:
-            hint = "; leave it out, since TRL sets it" if name in FIXED else ""
-            raise ConfigError(
-                f"trainer.generation_kwargs gives {name!r}, which cannot be given to generate of "
-                f"transformers{hint or did_you_mean(name, known)}"
-            )
+    if unknown := [name for name in others if name not in known]:
+        name = unknown[0]
+        hint = "; leave it out, since TRL sets it" if name in FIXED else did_you_mean(name, known)
+        raise ConfigError(
+            f"trainer.generation_kwargs gives {name!r}, which cannot be given to generate of "
+            f"transformers{hint}"
+        )
     try:
         GenerationConfig(**{"do_sample": True, **others})
     except (TypeError, ValueError) as exc:
@@ -380,11 +353,7 @@ def _check_generate(others: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def blame_generation_kwargs(args: Any) -> Iterator[None]:
-    """Blame ``generation_kwargs`` for what transformers' ``generate`` does not take.
-
-    Raises:
-        ConfigError: It is given, and holds a value that only ``generate`` itself looks at.
-    """
+    """Raise what ``generate`` of transformers refuses as a ConfigError on ``generation_kwargs``."""
     try:
         yield
     except (TypeError, ValueError) as exc:
@@ -420,12 +389,7 @@ def requested_engine(args: Any) -> str:
 
 
 def make_sampling(args: Any, stop_token_ids: list[int]) -> Sampling:
-    """Return how a trainer's settings draw completions.
-
-    Args:
-        args: A ``LeaveOneOutConfig``.
-        stop_token_ids: Each ends a completion.
-    """
+    """Return how a ``LeaveOneOutConfig`` draws completions; each stop token ends one."""
     return Sampling(
         max_tokens=args.max_completion_length,
         stop_token_ids=tuple(stop_token_ids),

@@ -1,4 +1,4 @@
-"""Who samples: what every engine takes and gives, how an adapter reaches it, which one is chosen.
+"""The interface of engines that sample, adapter folders, and the choice of an engine.
 
 The base model stays in the engine; only the LoRA adapter moves, as a small folder in shared memory
 under a fresh name after every optimizer step. Nothing is merged, so 4-bit weights are not rounded.
@@ -55,35 +55,25 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Generations:
-    """Completions as an engine gave them, in the order of the prompts."""
+    """Completions of B prompts, in their order."""
 
-    completion_ids: list[list[int]]
-    """Token ids, the stop token included; never empty."""
-    log_probs: list[list[float]]
-    """Of those tokens, nats, under the distribution they were drawn from."""
+    completion_ids: list[list[int]]  # the stop token included; never empty
+    log_probs: list[list[float]]  # nats, under the distribution they were drawn from
 
 
 class Engine(Protocol):
     """Something that samples from the policy."""
 
-    name: str
-    """For people: ``vLLM in this process``."""
-    sync_seconds: float
-    """What the last ``sync`` took."""
-    adapter_dtype: Any
-    """torch's type that an adapter is rounded to on its way."""
+    name: str  # for people: "vLLM in this process"
+    sync_seconds: float  # of the last sync
+    adapter_dtype: Any  # torch's type that an adapter is rounded to when it is sent
 
     def sync(self, model: Any) -> None:
-        """Make what ``model`` computes now what samples: its active adapter, or its base alone."""
+        """Sample from what ``model`` computes now: its active adapter, or its base alone."""
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
-        """Complete every prompt once.
-
-        Args:
-            prompt_ids: B lists of token ids.
-            sampling: How.
-            seed: The same seed, prompts and adapter give the same completions.
-        """
+        """Complete each of B prompts once; the same seed, prompts and adapter repeat."""
+        ...
 
     def sleep(self) -> None:
         """Give memory to the learning step; ``generate`` wakes up again."""
@@ -92,7 +82,11 @@ class Engine(Protocol):
         """Give everything back. Safe to call twice."""
 
 
-# --- the adapter's way ---------------------------------------------------------------------------
+NOT_TAKEN = (
+    "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "trainable_token_indices",
+    "target_parameters",
+)  # fmt: skip
+"""Settings of PEFT's LoraConfig that vLLM cannot load, beyond DoRA and biases."""
 
 
 def why_no_hot_swap(model: Any) -> str | None:
@@ -108,29 +102,23 @@ def _why_not_taken(config: Any) -> str | None:
         return f"the adapter is of the kind {config.peft_type}, and vLLM takes LoRA"
     if getattr(config, "use_dora", False):
         return "vLLM does not take DoRA adapters"
-    if getattr(config, "modules_to_save", None):
-        return "the adapter trains whole layers (modules_to_save), which vLLM does not take"
     if getattr(config, "bias", "none") != "none":
-        return "the adapter trains biases, which vLLM does not take"
-    if getattr(config, "rank_pattern", None) or getattr(config, "alpha_pattern", None):
-        return "the adapter has ranks or alphas of their own for some layers (rank_pattern)"
-    if getattr(config, "lora_bias", False):
-        return "the adapter has biases of its own (lora_bias), which vLLM does not take"
-    for name in ("trainable_token_indices", "target_parameters"):
+        return "vLLM does not take adapters that train biases"
+    for name in NOT_TAKEN:
         if getattr(config, name, None):
-            return f"the adapter trains more than layers ({name}), which vLLM does not take"
+            return f"vLLM does not take adapters with {name}"
     if config.r > LORA_RANKS[-1]:
         return f"the adapter's rank is {config.r}, and vLLM takes at most {LORA_RANKS[-1]}"
     return None
 
 
 def reserved_rank_of(model: Any) -> int:
-    """Return the rank to reserve room for, so that each adapter of the model can be sent."""
+    """Return the rank that vLLM must reserve to take every adapter of the model."""
     return reserved_rank(max(config.r for config in model.peft_config.values()))
 
 
 def active_adapter(model: Any) -> str | None:
-    """Return the name of the adapter that a PEFT model computes with; None: its base alone."""
+    """Return the adapter that a PEFT model computes with; None: its base alone."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layer = next(m for m in model.modules() if isinstance(m, BaseTunerLayer))
@@ -138,10 +126,15 @@ def active_adapter(model: Any) -> str | None:
 
 
 def adapter_tensors(model: Any, name: str = "default") -> dict[str, Any]:
-    """Return the tensors of an adapter under PEFT's names, where they are."""
+    """Return the tensors of an adapter under PEFT's names, not copied."""
     from peft import get_peft_model_state_dict
 
     return get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """Return a PEFT config as a dict that JSON can hold: sets become sorted lists."""
+    return {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
 
 
 class AdapterFolders:
@@ -155,8 +148,7 @@ class AdapterFolders:
     def __init__(self, parent: Path | None = None) -> None:
         if parent is None and SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
             parent = SHARED_MEMORY
-        if parent == SHARED_MEMORY:
-            _sweep(parent)
+            _remove_leftovers(parent)
         try:
             self.root = Path(tempfile.mkdtemp(prefix=f"rloo-kit-{os.getpid()}-", dir=parent))
         except OSError as exc:
@@ -168,30 +160,22 @@ class AdapterFolders:
         self._number = 0
 
     def write(self, model: Any, dtype: Any) -> Path:
-        """Write the active adapter as it is now and return its folder.
-
-        Args:
-            model: A PEFT model, its adapter not switched off.
-            dtype: Of the written tensors: what the engine computes in.
-        """
+        """Write the active adapter of a PEFT model in the engine's type; return its folder."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         self._number += 1
-        folder, active = self.root / f"adapter-{self._number}", active_adapter(model)
+        folder = self.root / f"adapter-{self._number}"
+        active = active_adapter(model) or "default"
         tensors = {
             name: tensor.detach().to("cpu", dtype).contiguous()
             for name, tensor in adapter_tensors(model, active).items()
         }
-        config = model.peft_config[active].to_dict()
-        plain = {
-            name: sorted(value) if isinstance(value, set) else value
-            for name, value in config.items()
-        }
         try:
             folder.mkdir()
             save_file(tensors, folder / "adapter_model.safetensors")
-            (folder / "adapter_config.json").write_text(json.dumps(plain, default=str))
+            config = plain_config(model.peft_config[active])
+            (folder / "adapter_config.json").write_text(json.dumps(config, default=str))
         except (OSError, SafetensorError) as exc:
             raise GenerationError(
                 f"the adapter cannot be written to {str(self.root)!r} ({exc}): free some space "
@@ -210,17 +194,14 @@ class AdapterFolders:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
-def _sweep(parent: Path) -> None:
-    """Remove what runs that were killed left in shared memory."""
+def _remove_leftovers(parent: Path) -> None:
+    """Remove the folders of killed runs from shared memory."""
     import psutil
 
     for folder in parent.glob("rloo-kit-*-*"):
         pid = folder.name.split("-")[2]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-# --- the choice ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -234,12 +215,9 @@ class Choice:
 
 
 def choose(asked: str, *, on_gpu: bool, why_not: str | None) -> Choice:
-    """Return the engine for what was asked.
+    """Return the engine for ``auto``, ``vllm``, ``transformers`` or ``server``.
 
-    Args:
-        asked: ``auto``, ``vllm``, ``transformers`` or ``server``.
-        on_gpu: Whether the model computes on a GPU.
-        why_not: Why vLLM cannot sample here, or None.
+    ``why_not`` says why vLLM cannot sample here.
 
     Raises:
         GenerationError: vLLM was asked for by name and cannot sample here.

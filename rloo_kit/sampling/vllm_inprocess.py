@@ -20,10 +20,9 @@ from typing import Any
 from rloo_kit.errors import GenerationError
 from rloo_kit.machine.environment import quiet, setup
 from rloo_kit.machine.hardware import GIB, detect_hardware
-from rloo_kit.machine.memory import empty_model, empty_tensors, live_tensors
+from rloo_kit.machine.memory import empty_model, empty_tensors, is_out_of_memory, live_tensors
 from rloo_kit.models.engine_memory import (
     BATCHED_TOKENS,
-    EngineSize,
     cpu_cache,
     engine_memory,
     engine_size,
@@ -36,6 +35,7 @@ from rloo_kit.sampling.engine import (
     Sampling,
     active_adapter,
     adapter_tensors,
+    plain_config,
     reserved_rank_of,
 )
 from rloo_kit.text.wording import first_line
@@ -73,8 +73,8 @@ class VllmEngine:
         seed: int = 0,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        shared = getattr(model, "vllm_engine", None)
-        self.shared = shared is not None
+        self._llm: Any = getattr(model, "vllm_engine", None)
+        self.shared = self._llm is not None
         self.name = "vLLM, weights shared by Unsloth" if self.shared else "vLLM in this process"
         self.sync_seconds = 0.0
         """Of the last sync."""
@@ -86,18 +86,18 @@ class VllmEngine:
         self._folder: Path | None = None
         self._folders = AdapterFolders()
         self._base: Path | None = None
-        self._llm = shared
         if self.shared:
-            self._sleeps &= shared.llm_engine.vllm_config.model_config.enable_sleep_mode
-        else:
-            _check_allocator(self._sleeps)
-            try:
-                self._llm = self._start(model, max_length, num_sequences, memory_share, seed, extra)
-            except BaseException as exc:
-                self.close()
-                if isinstance(exc, GenerationError) or not isinstance(exc, Exception):
-                    raise
-                raise GenerationError(_why(exc)) from exc
+            self._sleeps &= self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode
+            return
+        try:
+            self._llm = self._start(
+                model, max_length, num_sequences, memory_share, {"seed": seed, **(extra or {})}
+            )
+        except BaseException as exc:
+            self.close()
+            if isinstance(exc, GenerationError) or not isinstance(exc, Exception):
+                raise
+            raise GenerationError(_why(exc)) from exc
 
     def _start(
         self,
@@ -105,32 +105,18 @@ class VllmEngine:
         max_length: int,
         num_sequences: int,
         memory_share: float | None,
-        seed: int,
-        extra: dict[str, Any] | None,
+        extra: dict[str, Any],
     ) -> Any:
         import torch
 
-        extra = extra or {}
-        on_cpu = model.device.type == "cpu"
-        dtype = _compute_dtype(model)
-        source = model.get_base_model().config._name_or_path
-        arguments: dict[str, Any] = {}
-        if not on_cpu:
-            torch.cuda.empty_cache()
-        if _is_4bit(model) and on_cpu:
-            self._base = write_dequantised(model, dtype)
-            source = str(self._base)
-        elif _is_4bit(model):
-            arguments["quantization"] = "bitsandbytes"
-        arguments |= self._memory(model, num_sequences, max_length, memory_share, extra)
-        arguments |= {
-            "model": source,
+        arguments = {
+            "model": model.get_base_model().config._name_or_path,
             "skip_tokenizer_init": True,  # token ids in, token ids out
             "generation_config": "vllm",  # no sampling defaults but ours
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": str(self.adapter_dtype).removeprefix("torch."),
             "max_model_len": max_length,
             "max_num_seqs": num_sequences,
-            "max_num_batched_tokens": max(BATCHED_TOKENS, max_length) if on_cpu else BATCHED_TOKENS,
+            "max_num_batched_tokens": BATCHED_TOKENS,
             "enable_lora": True,
             "max_lora_rank": reserved_rank_of(model),
             "lora_target_modules": _vllm_modules(
@@ -142,15 +128,23 @@ class VllmEngine:
             "enable_sleep_mode": self._sleeps,
             "logprobs_mode": "processed_logprobs",  # after temperature and truncation
             "disable_log_stats": True,
-            "seed": seed,
-            **extra,
         }
-        if on_cpu:  # its worker fails on a seeded prompt that is cut between two passes
-            arguments.setdefault("enable_chunked_prefill", False)
-        with self._as_it_was(), quiet():
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+            if _is_4bit(model):
+                arguments["quantization"] = "bitsandbytes"
+        else:
+            # its CPU worker fails on a seeded prompt that is cut between two passes
+            arguments["enable_chunked_prefill"] = False
+            arguments["max_num_batched_tokens"] = max(BATCHED_TOKENS, max_length)
+            if _is_4bit(model):
+                self._base = write_dequantised(model, self.adapter_dtype)
+                arguments["model"] = str(self._base)
+        arguments |= self._memory(model, num_sequences, max_length, memory_share, extra)
+        with _without_side_effects(), quiet():
             from vllm import LLM
 
-            return LLM(**arguments)
+            return LLM(**{**arguments, **extra})
 
     def _memory(
         self,
@@ -162,10 +156,17 @@ class VllmEngine:
     ) -> dict[str, Any]:
         """Return vLLM's memory settings for an engine with its own copy of the weights."""
         hardware = detect_hardware()
-        on_cpu = hardware.device == "cpu"
-        in_4bit = _is_4bit(model) and not on_cpu
-        size = self._size(model, num_sequences, max_length, extra, in_4bit=in_4bit)
-        if on_cpu:
+        config = model.get_base_model().config
+        size = engine_size(
+            shape_of_config(config, str(config._name_or_path)),
+            in_4bit=_is_4bit(model) and hardware.device != "cpu",
+            max_rank=reserved_rank_of(model),
+            num_sequences=num_sequences,
+            max_length=max_length,
+            cache_bytes=1 if str(extra.get("kv_cache_dtype")).startswith("fp8") else 2,
+            batched_tokens=extra.get("max_num_batched_tokens", BATCHED_TOKENS),
+        )
+        if hardware.device == "cpu":
             return {"kv_cache_memory_bytes": cpu_cache(size, hardware.free_memory)}
         found = engine_memory(
             size,
@@ -181,43 +182,6 @@ class VllmEngine:
             "kv_cache_memory_bytes": found.cache,
             "gpu_memory_utilization": found.share(hardware.total_memory),
         }
-
-    @staticmethod
-    def _size(
-        model: Any, num_sequences: int, max_length: int, extra: dict[str, Any], *, in_4bit: bool
-    ) -> EngineSize:
-        config = model.get_base_model().config
-        return engine_size(
-            shape_of_config(config, str(config._name_or_path)),
-            in_4bit=in_4bit,
-            max_rank=reserved_rank_of(model),
-            num_sequences=num_sequences,
-            max_length=max_length,
-            cache_bytes=1 if str(extra.get("kv_cache_dtype")).startswith("fp8") else 2,
-            batched_tokens=extra.get("max_num_batched_tokens", BATCHED_TOKENS),
-        )
-
-    @contextlib.contextmanager
-    def _as_it_was(self) -> Iterator[None]:
-        """Let vLLM start without changing this process for everybody else.
-
-        Its CPU worker replaces ``torch.set_num_threads`` and the number of threads, and every start
-        leaves variables of torch.distributed behind.
-        """
-        import torch
-
-        set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-        variables = dict(os.environ)
-        level = logging.getLogger("vllm").level
-        try:
-            yield
-        finally:
-            torch.set_num_threads = set_num_threads
-            torch.set_num_threads(num_threads)
-            logging.getLogger("vllm").setLevel(level)
-            for name in set(os.environ) - set(variables):
-                if name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-                    del os.environ[name]
 
     def sync(self, model: Any) -> None:
         """Send the active adapter, if one is, and drop the one before."""
@@ -240,8 +204,9 @@ class VllmEngine:
         self.sync_seconds = time.perf_counter() - started
 
     def _requested(self, model: Any) -> tuple[Any, Path | None]:
-        """Return the request that samples with the active adapter, and the folder it lies in."""
-        if active_adapter(model) is None:
+        """Return the request that samples with the active adapter, and the folder it is in."""
+        active = active_adapter(model)
+        if active is None:
             return None, None
         if self.shared and list(model.peft_config) == ["default"]:
             # Unsloth writes the adapter's config there once, and sends tensors.
@@ -249,24 +214,16 @@ class VllmEngine:
         from vllm.lora.request import LoRARequest
 
         self._number += 1
-        name, number = f"{ADAPTER_NAME}-{self._number}", self._number
-        if self.shared:  # Unsloth would send every adapter, TRL's frozen reference copy too
-            return self._live_request(model, f"{name}-live", number + LIVE_IDS), None
-        folder = self._folders.write(model, self.adapter_dtype)
-        return LoRARequest(name, number, str(folder)), folder
-
-    def _live_request(self, model: Any, name: str, number: int) -> Any:
-        """Return a request that carries the active adapter's tensors (Unsloth's LoRARequest)."""
-        from vllm.lora.request import LoRARequest
-
-        active = active_adapter(model)
-        config = model.peft_config[active].to_dict()
-        return LoRARequest(
-            name,
-            number,
-            lora_tensors=adapter_tensors(model, active),
-            lora_config={k: sorted(v) if isinstance(v, set) else v for k, v in config.items()},
-        )
+        name = f"{ADAPTER_NAME}-{self._number}"
+        if not self.shared:
+            folder = self._folders.write(model, self.adapter_dtype)
+            return LoRARequest(name, self._number, str(folder)), folder
+        # Unsloth's load_lora would send every adapter, TRL's frozen reference copy too
+        tensors = {
+            "lora_tensors": adapter_tensors(model, active),
+            "lora_config": plain_config(model.peft_config[active]),
+        }
+        return LoRARequest(f"{name}-live", self._number + LIVE_IDS, **tensors), None
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
         """See ``Engine.generate``; every completion has a seed of its own."""
@@ -339,6 +296,29 @@ class VllmEngine:
         gc.collect()
 
 
+@contextlib.contextmanager
+def _without_side_effects() -> Iterator[None]:
+    """Put back what a start of vLLM changes in this process.
+
+    Its CPU worker replaces ``torch.set_num_threads`` and the number of threads, and every start
+    leaves variables of torch.distributed behind.
+    """
+    import torch
+
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    before = set(os.environ)
+    level = logging.getLogger("vllm").level
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+        logging.getLogger("vllm").setLevel(level)
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            if name not in before:
+                os.environ.pop(name, None)
+
+
 def _is_lora_request(request: Any) -> bool:
     """Return whether vLLM holds the adapter under an id of its own.
 
@@ -365,33 +345,29 @@ def write_dequantised(model: Any, dtype: Any) -> Path:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    base = model.get_base_model()
-    layers = {
-        f"{name.replace('.base_layer', '')}.weight": module
-        for name, module in base.named_modules()
-        if getattr(getattr(module, "weight", None), "quant_state", None) is not None
-        and not hasattr(module, "base_layer")
-    }
-    tensors = {}
+    base, tensors = model.get_base_model(), {}
     for name, tensor in base.state_dict().items():
         plain = name.replace(".base_layer", "")
-        if "lora_" in plain or plain in layers or ".weight." in plain:
+        if "lora_" not in plain and ".weight." not in plain:  # no quantisation state
+            tensors[plain] = tensor
+    for name, module in base.named_modules():
+        if hasattr(module, "base_layer"):  # PEFT's wrapper around the layer itself
             continue
-        tensors[plain] = tensor.detach().to("cpu", dtype).contiguous()
-    for name, module in layers.items():
-        values = dequantize_4bit(module.weight.data, module.weight.quant_state)
-        tensors[name] = values.to("cpu", dtype).contiguous()
+        weight: Any = getattr(module, "weight", None)
+        if getattr(weight, "quant_state", None) is not None:
+            plain = f"{name.replace('.base_layer', '')}.weight"
+            tensors[plain] = dequantize_4bit(weight.data, weight.quant_state)
     if base.config.get_text_config().tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
-    config = base.config.to_dict()
-    config.pop("quantization_config", None)
+    tensors = {n: t.detach().to("cpu", dtype).contiguous() for n, t in tensors.items()}
+    settings = {k: v for k, v in base.config.to_dict().items() if k != "quantization_config"}
     parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     folder = Path(tempfile.mkdtemp(prefix=f"rloo-kit-{os.getpid()}-base-", dir=parent))
     try:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        plain_config = type(base.config).from_dict(config)
-        plain_config.dtype = dtype
-        plain_config.save_pretrained(folder)
+        config = type(base.config).from_dict(settings)
+        config.dtype = dtype
+        config.save_pretrained(folder)
     except (OSError, SafetensorError) as exc:
         shutil.rmtree(folder, ignore_errors=True)
         raise GenerationError(
@@ -408,10 +384,7 @@ def _is_4bit(model: Any) -> bool:
 def _vllm_modules(targets: list[Any]) -> list[str] | None:
     """Return the layers that need LoRA, also under the names vLLM gives to joined ones.
 
-    Otherwise it computes an empty adapter for the LM head too, for every token.
-
-    Args:
-        targets: ``target_modules`` of each adapter.
+    Without them vLLM computes an empty adapter for the LM head too, for every token.
     """
     if any(isinstance(names, str) for names in targets):  # a pattern
         return None
@@ -430,29 +403,11 @@ def _compute_dtype(model: Any) -> Any:
     return dtype if dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.bfloat16
 
 
-def _check_allocator(sleeps: bool) -> None:
-    """Refuse torch's expandable segments where this vLLM cannot sleep with them.
-
-    Raises:
-        GenerationError: They are on, and vLLM is older than the release that sets them aside.
-    """
-    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if not sleeps or "expandable_segments:true" not in settings.lower():
-        return
-    from vllm.device_allocator import cumem
-
-    if "expandable" not in Path(cumem.__file__).read_text().split("def use_memory_pool")[-1]:
-        raise GenerationError(
-            "vLLM cannot sleep while PYTORCH_CUDA_ALLOC_CONF holds expandable_segments:True: take "
-            "it out and restart, or set trainer.vllm_enable_sleep_mode: false"
-        )
-
-
 def _why(exc: Exception) -> str:
     """Return one sentence for what vLLM raised while it started."""
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    told = next((line for line in lines if line.startswith("Value error, ")), "")
-    text = (told.removeprefix("Value error, ") or (lines or [type(exc).__name__])[0])[:300]
+    refused = [line for line in lines if line.startswith("Value error, ")]  # pydantic's
+    text = (refused or lines or [type(exc).__name__])[0].removeprefix("Value error, ")[:300]
     low = text.lower()
     if "one instance per process" in low:
         text = "an earlier engine of this process still holds memory"
@@ -466,14 +421,14 @@ def _why(exc: Exception) -> str:
             f"pip uninstall {' '.join(setup().hidden)} (they do not fit this torch, and vLLM's "
             f"inspection of the model fails on them)"
         )
-    elif "memory" in low or type(exc).__name__ == "OutOfMemoryError":
+    elif is_out_of_memory(exc) or "memory" in low:  # vLLM's own check is a ValueError
         remedy = (
             f"lower model.max_seq_length or trainer.per_device_train_batch_size "
             f"({detect_hardware().free_memory / GIB:.1f} GiB are free), or set "
             f"trainer.generation: transformers"
         )
     else:
-        remedy = "set trainer.generation: transformers to do without it"
+        remedy = "set trainer.generation: transformers to sample without vLLM"
     return f"vLLM cannot start ({type(exc).__name__}: {text}): {remedy}"
 
 

@@ -1,4 +1,4 @@
-"""A vLLM server elsewhere: the same adapter-only sync over HTTP.
+"""Client of a vLLM server: adapter-only sync and completions over HTTP.
 
 The server is vLLM's own OpenAI server, started with runtime LoRA loading; ``START`` is the command.
 It must see the folder the adapters are written to.
@@ -21,12 +21,12 @@ from rloo_kit.sampling.engine import (
     reserved_rank_of,
 )
 from rloo_kit.text.redaction import redact
+from rloo_kit.text.wording import first_line
 
 START = (
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m vllm.entrypoints.openai.api_server --model MODEL "
     "--enable-lora --max-lora-rank {rank} --max-loras 2 --logprobs-mode processed_logprobs"
 )
-"""How the server is started."""
 
 
 class VllmServer:
@@ -73,10 +73,10 @@ class VllmServer:
                 timeout=httpx.Timeout(timeout, connect=min(5.0, timeout)),
                 headers={"Authorization": f"Bearer {key}"} if key else {},
                 limits=httpx.Limits(max_connections=None),
-                trust_env=False,  # a proxy for the world is not for a machine of one's own
+                trust_env=False,  # no system proxy for a local server
             )
         except (httpx.InvalidURL, ValueError) as exc:
-            raise self._no_address(exc) from exc
+            raise self._bad_address(exc) from exc
         try:
             self._wait_until_up()
             self._base = self._base_name(max_length)
@@ -97,33 +97,24 @@ class VllmServer:
         self._number += 1
         name = f"rloo-kit-{os.getpid()}-{self._number}"
         folder = self._folders.write(model, self.adapter_dtype)
-        answer = self._post(
-            "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, check=False
-        )
+        content = {"lora_name": name, "lora_path": str(folder)}
+        answer = self._request("POST", "/v1/load_lora_adapter", content, check=False)
         if answer.status_code != 200:
             AdapterFolders.drop(folder)
             raise GenerationError(self._why_not_loaded(answer, folder))
         return name, folder
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
-        """See ``Engine.generate``: one request for each run of equal prompts, side by side."""
+        """See ``Engine.generate``: one request per group of equal prompts, in parallel."""
         if self._samples is None:
             raise GenerationError("no adapter was sent to the vLLM server: call sync first")
         values = sampling.as_vllm()
+        values |= {"model": self._samples, "add_special_tokens": False, "return_token_ids": True}
         requests, row = [], 0
         for ids, same in groupby(prompt_ids):
             number = len(list(same))
-            requests.append(
-                {
-                    **values,
-                    "model": self._samples,
-                    "prompt": ids,
-                    "n": number,
-                    "seed": (seed + row) % 2**31,
-                    "add_special_tokens": False,
-                    "return_token_ids": True,
-                }
-            )
+            row_seed = (seed + row) % 2**31
+            requests.append({**values, "prompt": ids, "n": number, "seed": row_seed})
             row += number
         with ThreadPoolExecutor(max_workers=min(64, len(requests))) as pool:
             answers = list(pool.map(self._complete, requests))
@@ -134,14 +125,14 @@ class VllmServer:
         """Nothing to give back: the server has memory of its own."""
 
     def close(self) -> None:
-        """Take the adapter off the server, where it still answers, and close the connections."""
+        """Remove the adapter from the server if it still answers; close the connections."""
         if self._client.is_closed:
             return
         try:
             self._client.timeout = min(5.0, self.timeout)
             self._drop_adapter()
         except GenerationError:
-            pass  # it is gone, and the adapter with it
+            pass  # the server is gone
         finally:
             self._client.close()
             self._folders.close()
@@ -159,9 +150,9 @@ class VllmServer:
                     return
                 reason = f"it answers {answer.status_code} to /health"
             except (httpx.UnsupportedProtocol, httpx.InvalidURL) as exc:
-                raise self._no_address(exc) from exc
+                raise self._bad_address(exc) from exc
             except httpx.HTTPError as exc:
-                reason = str(exc) or type(exc).__name__
+                reason = first_line(exc)
             if time.monotonic() > end:
                 raise GenerationError(
                     f"no vLLM server is up at {self.url} after {self.timeout:g} s ({reason}): "
@@ -172,7 +163,7 @@ class VllmServer:
 
     def _base_name(self, max_length: int) -> str:
         """Return the name of the base, which must take so many tokens."""
-        cards = self._json(self._get("/v1/models"), "data")
+        cards = self._json(self._request("GET", "/v1/models"), "data")
         models = (card for card in cards if isinstance(card, dict) and not card.get("parent"))
         base = next((model for model in models if isinstance(model.get("id"), str)), None)
         if base is None:
@@ -186,34 +177,29 @@ class VllmServer:
         return base["id"]
 
     def _complete(self, request: dict[str, Any]) -> list[tuple[list[int], list[float]]]:
-        choices = self._json(self._post("/v1/completions", request), "choices")
+        choices = self._json(self._request("POST", "/v1/completions", request), "choices")
         try:
             found = [
                 (list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"]))
                 for choice in sorted(choices, key=lambda choice: choice["index"])
             ]
         except (KeyError, TypeError) as exc:
-            raise self._no_vllm("its completions hold no token ids with log-probabilities") from exc
+            raise self._not_vllm("its completions have no token ids or log-probabilities") from exc
         if len(found) != request["n"] or any(len(ids) != len(p) or not ids for ids, p in found):
-            raise self._no_vllm(f"it gave other than {request['n']} completions with their tokens")
+            raise self._not_vllm(f"it gave other than {request['n']} completions with their tokens")
         if not all(isinstance(p, float | int) and math.isfinite(p) for _, ps in found for p in ps):
-            raise self._no_vllm("its log-probabilities are no numbers")
+            raise self._not_vllm("its log-probabilities are NaN, Inf or no numbers")
         return found
 
     def _drop_adapter(self) -> None:
         if self._adapter is None:
             return
         (name, folder), self._adapter = self._adapter, None
-        self._post("/v1/unload_lora_adapter", {"lora_name": name}, check=False)
+        self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name}, check=False)
         AdapterFolders.drop(folder)
 
-    def _get(self, path: str) -> Any:
-        return self._request("GET", path, None, check=True)
-
-    def _post(self, path: str, content: dict[str, Any], *, check: bool = True) -> Any:
-        return self._request("POST", path, content, check=check)
-
-    def _request(self, method: str, path: str, content: Any, *, check: bool) -> Any:
+    def _request(self, method: str, path: str, content: Any = None, *, check: bool = True) -> Any:
+        """Return the answer; with ``check`` one that is not 200 raises."""
         import httpx
 
         try:
@@ -225,8 +211,8 @@ class VllmServer:
             ) from exc
         except httpx.HTTPError as exc:
             raise GenerationError(
-                f"the vLLM server at {self.url} is away ({str(exc) or type(exc).__name__}): start "
-                f"it again; the adapter trained so far is kept"
+                f"the vLLM server at {self.url} is away ({first_line(exc)}): start it again; the "
+                f"adapter trained so far is kept"
             ) from exc
         if check and answer.status_code != 200:
             raise GenerationError(
@@ -239,18 +225,18 @@ class VllmServer:
         try:
             found = answer.json()[key]
         except (ValueError, KeyError, TypeError) as exc:
-            raise self._no_vllm(f"its answer has no {key!r} in JSON") from exc
+            raise self._not_vllm(f"its answer has no {key!r} in JSON") from exc
         if not isinstance(found, list):
-            raise self._no_vllm(f"its {key!r} is no list")
+            raise self._not_vllm(f"its {key!r} is no list")
         return found
 
-    def _no_address(self, exc: Exception) -> GenerationError:
+    def _bad_address(self, exc: Exception) -> GenerationError:
         return GenerationError(
             f"vllm_server_base_url {self.url!r} is no address ({exc}): give one such as "
             f"http://127.0.0.1:8000"
         )
 
-    def _no_vllm(self, what: str) -> GenerationError:
+    def _not_vllm(self, what: str) -> GenerationError:
         return GenerationError(
             f"what answers at {self.url} is not the vLLM server that is needed ({what}): check "
             f"trainer.vllm_server_base_url"

@@ -30,7 +30,7 @@ from rloo_kit.models.shared_engine import (
 from rloo_kit.planning.memory import planned_engine
 from rloo_kit.planning.planner import make_plan
 from rloo_kit.runs.folder import check_same_settings
-from rloo_kit.sampling.choice import _check_tables
+from rloo_kit.sampling.choice import _check_vllm_table
 from rloo_kit.sampling.engine import Choice
 from rloo_kit.training.preparation import read_config
 
@@ -205,9 +205,9 @@ def test_an_engine_that_does_not_sample_takes_no_settings(tmp_path, capsys, fake
 def test_vllm_that_samples_obeys():
     model = torch.nn.Linear(1, 1)
     notes_of(model).vllm = {"enforce_eager": True}
-    _check_tables(model, Choice("vllm"))
+    _check_vllm_table(model, Choice("vllm"))
     with pytest.raises(ConfigError, match=r"vllm.enforce_eager .* the vLLM server samples"):
-        _check_tables(model, Choice("server"))
+        _check_vllm_table(model, Choice("server"))
     args = rk.LeaveOneOutConfig("out", use_vllm=True, vllm_mode="server")
     with pytest.raises(ConfigError, match=r"vllm.enforce_eager .* TRL's own client samples"):
         rk.start_engine(model, args)
