@@ -8,19 +8,15 @@ same, and ``weight: {0: 1.0, 0.5: 0.0}`` makes a ``WeightSchedule``.
 """
 
 import dataclasses
-import inspect
 import math
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from rloo_kit.errors import RewardContractError
 from rloo_kit.scoring.contract import AsyncCheckedReward, CheckedReward, checked
 from rloo_kit.text.wording import format_name, format_value
 from rloo_kit.types import Score
-
-Steps: TypeAlias = Generator[tuple[CheckedReward, dict[str, Any]], list[Score], list[Score]]
-"""Yields (a reward, the columns to call it with), is sent its scores, returns B scores."""
 
 
 def gated(
@@ -30,13 +26,12 @@ def gated(
     at_least: float = 1.0,
     otherwise: float = 0.0,
 ) -> "Gated":
-    """Return the reward as it counts only where another one holds.
+    """Return the reward, called only for the rows that another reward lets through.
 
-    It is not called at all for the other rows, so that a costly reward behind a cheap gate stays
-    cheap. The share of rows that passed is logged as ``rewards/NAME/gate_open``.
+    The share of rows that passed is logged as ``rewards/NAME/gate_open``.
 
     Args:
-        reward: What counts where the gate is open; the result has its name.
+        reward: Called where the gate is open; the result has its name.
         by: The gate. None from it closes it.
         at_least: Score of the gate from which it is open.
         otherwise: Score of the rows where it is closed.
@@ -135,7 +130,7 @@ class Composed:
 
     @property
     def is_async(self) -> bool:
-        """Whether a call gives a coroutine."""
+        """Whether a call returns a coroutine."""
         return any(isinstance(part, AsyncCheckedReward) for part in self._parts().values())
 
     def bind(self, tokenizer: Any) -> "Composed":
@@ -148,40 +143,34 @@ class Composed:
         for part in self._parts().values():
             part.release()
 
-    def steps(self, columns: dict[str, Any]) -> Steps:
-        """Yield the calls to make, and return the scores."""
-        raise NotImplementedError
-
-    def scored(self, columns: dict[str, Any], rows: list[int], scores: list[Score]) -> Steps:
-        """Call the reward for some rows alone, and return the scores with theirs filled in."""
-        if rows:
-            found = yield self.reward, _only(columns, rows)
-            for row, score in zip(rows, found, strict=True):
-                scores[row] = score
-        return scores
-
     def __call__(self, **columns: Any) -> list[Score] | Coroutine[Any, Any, list[Score]]:
         """Return B scores, or a coroutine that does."""
+        coroutine = self.scores(columns)
         if self.is_async:
-            return self._awaited(columns)
-        steps, found = self.steps(columns), None
-        while True:
-            try:
-                reward, wanted = next(steps) if found is None else steps.send(found)
-            except StopIteration as done:
-                return done.value
-            found = reward(**wanted)
+            return coroutine
+        # No part is async, so the coroutine ends at its first step. asyncio.run() would fail in a
+        # notebook, whose event loop is running already.
+        try:
+            coroutine.send(None)
+        except StopIteration as done:
+            return done.value
+        raise AssertionError("a reward that is not async awaited something")
 
-    async def _awaited(self, columns: dict[str, Any]) -> list[Score]:
-        steps, found = self.steps(columns), None
-        while True:
-            try:
-                reward, wanted = next(steps) if found is None else steps.send(found)
-            except StopIteration as done:
-                return done.value
-            found = reward(**wanted)
-            if inspect.isawaitable(found):
-                found = await found
+    async def scores(self, columns: dict[str, Any]) -> list[Score]:
+        """Return B scores."""
+        raise NotImplementedError
+
+    async def _scores_of(
+        self, rows: list[int], columns: dict[str, Any], other: Score
+    ) -> list[Score]:
+        """Call the reward for some rows; the others get the score ``other``."""
+        scores = [other] * len(columns["completions"])
+        if rows:
+            for row, score in zip(
+                rows, await _call(self.reward, _only(columns, rows)), strict=True
+            ):
+                scores[row] = score
+        return scores
 
     def _parts(self) -> dict[str, CheckedReward]:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -196,14 +185,13 @@ class Gated(Composed):
     at_least: float
     otherwise: float
 
-    def steps(self, columns: dict[str, Any]) -> Steps:
+    async def scores(self, columns: dict[str, Any]) -> list[Score]:
         """Call the gate, then the reward for the rows that passed."""
-        gate = yield self.by, columns
-        rows = [row for row, score in enumerate(gate) if score is not None]
-        rows = [row for row in rows if gate[row] >= self.at_least]  # type: ignore[operator]
+        gate = await _call(self.by, columns)
+        rows = [row for row, s in enumerate(gate) if s is not None and s >= self.at_least]
         if "log_metric" in columns and gate:
             columns["log_metric"](f"rewards/{self.reward.name}/gate_open", len(rows) / len(gate))
-        return (yield from self.scored(columns, rows, [self.otherwise] * len(gate)))
+        return await self._scores_of(rows, columns, self.otherwise)
 
 
 @dataclass(frozen=True)
@@ -212,10 +200,9 @@ class Routed(Composed):
 
     only_for: tuple[tuple[str, tuple[Any, ...]], ...]
 
-    def steps(self, columns: dict[str, Any]) -> Steps:
+    async def scores(self, columns: dict[str, Any]) -> list[Score]:
         """Call the reward for its own rows."""
-        count = len(columns["completions"])
-        rows = list(range(count))
+        rows = list(range(len(columns["completions"])))
         for column, values in self.only_for:
             if column not in columns:
                 raise RewardContractError(
@@ -224,7 +211,7 @@ class Routed(Composed):
                     f"{format_value(column)}; add it, or drop only_for"
                 )
             rows = [row for row in rows if columns[column][row] in values]
-        return (yield from self.scored(columns, rows, [None] * count))
+        return await self._scores_of(rows, columns, None)
 
 
 @dataclass(frozen=True)
@@ -234,15 +221,21 @@ class Rescaled(Composed):
     scale: float
     clip: tuple[float, float] | None
 
-    def steps(self, columns: dict[str, Any]) -> Steps:
-        """Call the reward and change what it returned."""
+    async def scores(self, columns: dict[str, Any]) -> list[Score]:
+        """Scale and clip the scores of the reward."""
         low, high = self.clip or (-math.inf, math.inf)
-        found = yield self.reward, columns
-        return [None if s is None else min(max(s * self.scale, low), high) for s in found]
+        scores = await _call(self.reward, columns)
+        return [None if s is None else min(max(s * self.scale, low), high) for s in scores]
+
+
+async def _call(reward: CheckedReward, columns: dict[str, Any]) -> list[Score]:
+    if isinstance(reward, AsyncCheckedReward):
+        return await reward(**columns)
+    return reward(**columns)
 
 
 def _only(columns: dict[str, Any], rows: list[int]) -> dict[str, Any]:
-    """Return the columns of some rows; what is logged a completion gets None for the others."""
+    """Return the columns of some rows; ``log_extra`` gets None for the others."""
     count = len(columns["completions"])
     chosen = {
         name: [values[row] for row in rows]
@@ -253,10 +246,8 @@ def _only(columns: dict[str, Any], rows: list[int]) -> dict[str, Any]:
     if "log_extra" in columns:
 
         def log_extra(column: str, values: list[Any]) -> None:
-            spread: list[Any] = [None] * count
-            for row, value in zip(rows, values, strict=True):
-                spread[row] = value
-            columns["log_extra"](column, spread)
+            by_row = dict(zip(rows, values, strict=True))
+            columns["log_extra"](column, [by_row.get(row) for row in range(count)])
 
         chosen["log_extra"] = log_extra
     return chosen

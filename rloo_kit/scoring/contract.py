@@ -1,6 +1,7 @@
-"""A reward that keeps the contract: called with the keywords it takes, its scores verified."""
+"""Checked reward: called with the keywords it takes, under a time limit, its scores verified."""
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import math
@@ -10,40 +11,40 @@ import sys
 import sysconfig
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 from rloo_kit.errors import KitError, RewardContractError
-from rloo_kit.scoring.process_state import put_back
 from rloo_kit.text.redaction import redact
+from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Completion, Score
 
-_MAX_COMPLETION_CHARACTERS = 200
-_LARGEST_SCORE = 3.4028234663852886e38
-"""Of float32, in which scores are kept."""
-_RINGS_BEFORE_TRACING = 10
-"""Alarms that a reward may swallow, a tenth of a second apart, before each of its lines raises."""
+T = TypeVar("T")
+MAX_SCORE = 3.4028234663852886e38
+"""The largest float32: scores are stored as float32."""
 MAX_ROWS_TRIED = 1024
-"""A reward that raised is called again row by row, up to so many rows, to name the row."""
+"""Largest batch that is called again row by row to name the row at which a reward raised."""
 
 
 @dataclass(frozen=True)
 class CheckedReward:
     """A reward called with the keywords it accepts, whose scores are verified at every call."""
 
-    reward: Callable[..., Any]
+    reward: Any
+    """A callable; it may have the methods ``bind(tokenizer)`` and ``release()``."""
     name: str
     accepted: frozenset[str] | None
     """Keywords it takes; None: all of them."""
     required: tuple[str, ...]
-    """Keywords it cannot be called without."""
+    """Keywords without a default."""
     timeout: float | None = None
     """Seconds a call may take; None: no limit."""
     on_error: str = "stop"
-    """``stop`` raises; ``skip`` makes the rows that could not be scored None and counts them under
-    the metric ``rewards/NAME/errors``."""
+    """``stop`` raises; ``skip`` gives None to the rows that could not be scored and counts them
+    under the metric ``rewards/NAME/errors``."""
 
     @property
     def __name__(self) -> str:
@@ -53,43 +54,22 @@ class CheckedReward:
     def __call__(self, **columns: Any) -> list[Score]:
         """Return B scores, each a finite float or None.
 
-        The reward gets lists of its own, so that it may change them; what else it changes in the
-        process, such as the working directory, is put back (``put_back``).
+        The reward gets its own copies of lists and dicts. The working directory and a seeded
+        torch are restored afterwards.
 
         Raises:
             RewardContractError: The reward raised, took too long, lacks a column, or broke the
                 contract.
         """
         try:
-            with put_back():
-                output = within(self.timeout, lambda: self._call(columns))
-        except (KitError, *_NOT_ITS_OWN):  # the first already says what to change
+            output = self._limited_call(columns)
+        except (KitError, *_PASSED_ON):  # a KitError already says what to change
             raise
         except OverdueError as exc:
-            return self._failed(self._too_slow(exc), columns)
-        except BaseException as exc:  # sys.exit() in a reward must not end a run in silence
-            where = self._culprit(columns, type(exc))
-            return self._failed(self._attributed(exc, where), columns)
-        finally:
-            self._leave_open()
+            return self._too_slow(exc, columns)
+        except BaseException as exc:  # sys.exit() in a reward must not end a run silently
+            return self._raised(exc, columns, self._failing_row(columns, type(exc)))
         return self._scores(output, columns)
-
-    def _call(self, columns: dict[str, Any]) -> Any:
-        """Call the reward; a process that it forked and that comes back from it ends here."""
-        process = os.getpid()
-        try:
-            return self.reward(**self._select(columns))
-        finally:
-            if os.getpid() != process:  # else it would train on beside its parent
-                _end_process(sys.exc_info()[1])
-
-    def _leave_open(self) -> None:
-        for name in ("stdout", "stderr"):
-            if getattr(getattr(sys, name), "closed", False):
-                raise RewardContractError(
-                    f"reward {self.name!r} closed sys.{name}, to which the run writes: leave it "
-                    "open, and use contextlib.redirect_stdout to silence a library"
-                )
 
     def release(self) -> None:
         """Release what the reward holds, such as a reward model's memory."""
@@ -102,6 +82,10 @@ class CheckedReward:
             return self
         return replace(self, reward=self.reward.bind(tokenizer))
 
+    def _limited_call(self, columns: dict[str, Any]) -> Any:
+        with _process_state_kept():
+            return within(self.timeout, lambda: self.reward(**self._select(columns)))
+
     def _select(self, columns: dict[str, Any]) -> dict[str, Any]:
         missing = [name for name in self.required if name not in columns]
         if missing:
@@ -111,45 +95,29 @@ class CheckedReward:
                 f"(there are: {', '.join(sorted(columns))})"
             )
         return {
-            name: self._checked_log(value) if name == "log_metric" else _own(value)
+            name: _metric_logger(value) if name == "log_metric" else _copied(value)
             for name, value in columns.items()
             if self.accepted is None or name in self.accepted
         }
 
-    @staticmethod
-    def _checked_log(log: Any) -> Any:
-        """Return ``log_metric`` so that only numbers get through: a mean is taken of them later."""
-        if not callable(log):  # a column of that name
-            return log
-
-        def log_metric(name: str, value: Any) -> None:
-            try:
-                log(redact(str(name)), float(value))
-            except Exception as exc:  # of the reward's code, like any other that it raises
-                raise TypeError(
-                    f"log_metric wants a number, not {_shortened(_text_of(value))}"
-                ) from exc
-
-        return log_metric
-
-    def _failed(self, error: RewardContractError, columns: dict[str, Any]) -> list[Score]:
-        """Raise, or return all rows as unscorable where that was asked for."""
+    def _failed(
+        self, fault: str, columns: dict[str, Any], cause: BaseException | None = None
+    ) -> list[Score]:
+        """Raise an error, or with ``skip`` return None for all rows."""
         if self.on_error == "stop":
-            raise error from error.__cause__
+            raise RewardContractError(f"reward {self.name!r}{fault}") from cause
         count = len(columns["completions"])
-        self._count_errors(count, columns, str(error))
+        self._count_errors(count, columns)
+        message = f"{count} completions count as unscorable: reward {self.name!r}{fault}"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
         return [None] * count
 
-    def _count_errors(self, count: int, columns: dict[str, Any], reason: str = "") -> None:
+    def _count_errors(self, count: int, columns: dict[str, Any]) -> None:
         if "log_metric" in columns:
             columns["log_metric"](f"rewards/{self.name}/errors", float(count))
-        if reason:
-            warnings.warn(
-                f"{count} completions count as unscorable: {reason}", RuntimeWarning, stacklevel=2
-            )
 
-    def _culprit(self, columns: dict[str, Any], kind: type[BaseException]) -> str:
-        """Return the first row on which alone the reward raises the same, with an excerpt."""
+    def _failing_row(self, columns: dict[str, Any], kind: type[BaseException]) -> str:
+        """Return the first row on which alone the reward raises the same error, as text."""
         count = len(columns.get("completions", ()))
         if self.on_error != "stop" or count > MAX_ROWS_TRIED:
             return ""
@@ -159,226 +127,75 @@ class CheckedReward:
                 for name, value in columns.items()
             }
             try:
-                with put_back():
-                    within(self.timeout, lambda one=one: self._call(one))
-            except _NOT_ITS_OWN:
+                self._limited_call(one)
+            except _PASSED_ON:
                 raise
             except kind:
                 return f" in row {row} (completion: {_excerpt(one['completions'][0])})"
-            except BaseException:  # a single row is another case to it
+            except BaseException:  # a single row is another case to this reward
                 return ""
         return ""
 
-    def _attributed(self, exc: BaseException, where: str = "") -> RewardContractError:
-        said = _shortened(redact(" ".join(_text_of(exc, str).split())))
-        error = RewardContractError(
-            f"reward {self.name!r}{where} raised {type(exc).__name__}: {said}; correct it, or "
-            "return None for a row it cannot score"
+    def _raised(self, exc: BaseException, columns: dict[str, Any], row: str = "") -> list[Score]:
+        fault = (
+            f"{row} raised {type(exc).__name__}: {first_line(exc)}; correct it, or return None for "
+            "a row it cannot score"
         )
-        error.__cause__ = exc
-        return error
+        return self._failed(fault, columns, exc)
 
-    def _too_slow(self, exc: Exception) -> RewardContractError:
-        error = RewardContractError(
-            f"reward {self.name!r} took more than {self.timeout:g} s"
-            f"{f' ({exc})' if str(exc) else ''}; make it faster, give its requests a time limit, "
-            "or raise trainer.reward_timeout_seconds"
+    def _too_slow(self, exc: TimeoutError, columns: dict[str, Any]) -> list[Score]:
+        where = f" ({exc})" if str(exc) else ""
+        fault = (
+            f" took more than {self.timeout:g} s{where}; make it faster, give its requests a time "
+            "limit, or raise trainer.reward_timeout_seconds"
         )
-        error.__cause__ = exc
-        return error
+        return self._failed(fault, columns, exc)
 
     def _scores(self, output: Any, columns: dict[str, Any]) -> list[Score]:
-        completions = columns["completions"]
-        values = _listed(output)
+        completions, got = columns["completions"], ""
+        values = _as_list(output)
         if not isinstance(values, list | tuple):
-            error = (
-                f"reward {self.name!r} returned a {type(output).__name__}; return a list of one "
-                "float (or None) per completion, in order"
-            )
-            return self._failed(RewardContractError(error), columns)
-        if len(values) != len(completions):
-            error = (
-                f"reward {self.name!r} returned {len(values)} scores for {len(completions)} "
-                "completions; return one float (or None) per completion, in order"
-            )
-            return self._failed(RewardContractError(error), columns)
+            got = f"a {type(output).__name__}"
+        elif len(values) != len(completions):
+            got = f"{len(values)} scores for {len(completions)} completions"
+        if got:
+            wanted = "return a list of one float (or None) per completion, in order"
+            return self._failed(f" returned {got}; {wanted}", columns)
         scores = [_number(value) for value in values]
-        wrong = [row for row, value in enumerate(scores) if value is not None and value != value]
-        if wrong and self.on_error == "stop":
-            row = wrong[0]
-            raise RewardContractError(
-                f"reward {self.name!r} returned {_shortened(_text_of(values[row]))} in row {row}; "
-                f"return a finite float, or None where it does not apply; float32 holds up to "
-                f"{_LARGEST_SCORE:.2g} (completion: {_excerpt(completions[row])})"
-            )
-        if self.on_error != "stop":
+        wrong = [row for row, score in enumerate(scores) if score is not None and score != score]
+        if self.on_error == "skip":
             self._count_errors(len(wrong), columns)
-        return [None if row in wrong else value for row, value in enumerate(scores)]
-
-
-def _own(value: Any) -> Any:
-    """Return a copy of lists and dicts within lists and dicts; what else they hold is shared."""
-    if type(value) is list:
-        if not {list, dict} & set(map(type, value)):
-            return value[:]
-        return [_own(item) for item in value]
-    if type(value) is dict:
-        return {key: _own(item) for key, item in value.items()}
-    return value
-
-
-def _listed(output: Any) -> Any:
-    """Return a tensor or an array as a list; anything else as it is."""
-    try:
-        return output.tolist() if hasattr(output, "tolist") else output
-    except Exception:  # on the meta device, for one
-        return output
-
-
-def _number(value: Any) -> Score:
-    """Return a score as a finite float of float32's range or None; NaN for what is neither."""
-    if value is None:
-        return None
-    try:
-        number = value.item() if getattr(value, "ndim", None) == 0 else value
-        score = float(number) if isinstance(number, int | float) else math.nan  # a bool is 0 or 1
-    except Exception:  # an int beyond any float, or an object of its own mind
-        return math.nan
-    return score if abs(score) <= _LARGEST_SCORE else math.nan
+        elif wrong:
+            self._failed(
+                f" returned {format_value(values[wrong[0]])} in row {wrong[0]}; return a finite "
+                f"float, or None where it does not apply; float32 holds up to {MAX_SCORE:.2g} "
+                f"(completion: {_excerpt(completions[wrong[0]])})",
+                columns,
+            )
+        return [None if row in wrong else score for row, score in enumerate(scores)]
 
 
 class AsyncCheckedReward(CheckedReward):
     """A checked reward whose call is awaited; TRL runs all of these at the same time."""
 
-    async def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] - awaited, see above
         self, **columns: Any
     ) -> list[Score]:
         """Return B scores; as in the base class."""
+        limit = asyncio.timeout(self.timeout)
         try:
-            async with asyncio.timeout(self.timeout) as limit:
+            async with limit:
                 output = await self.reward(**self._select(columns))
-        except (KitError, *_NOT_ITS_OWN):
+        except (KitError, *_PASSED_ON):
             raise
         except BaseException as exc:
-            if isinstance(exc, asyncio.CancelledError) and _is_cancelled():
-                raise  # from outside
-            too_slow = isinstance(exc, TimeoutError) and limit.expired()
-            error = self._too_slow(exc) if too_slow else self._attributed(exc)
-            return self._failed(error, columns)
+            task = asyncio.current_task()
+            if isinstance(exc, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # cancelled from outside
+            if isinstance(exc, TimeoutError) and limit.expired():
+                return self._too_slow(exc, columns)
+            return self._raised(exc, columns)
         return self._scores(output, columns)
-
-
-class OverdueError(TimeoutError):
-    """A call took longer than it may; not to be confused with a TimeoutError of the call itself."""
-
-
-class _Alarm(BaseException):
-    """Raised inside a reward by its alarm; no ``except Exception`` of the reward catches it."""
-
-
-_NOT_ITS_OWN = (KeyboardInterrupt, GeneratorExit, _Alarm)
-"""What may pass through a reward and was not raised by it; ``sys.exit()`` and others were."""
-
-
-def _end_process(exc: BaseException | None) -> None:
-    """End a process without what its parent would do at its end, with the code it asked for."""
-    code = exc.code if isinstance(exc, SystemExit) else 1
-    os._exit(code if isinstance(code, int) else int(code is not None))
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-def within(seconds: float | None, call: Callable[[], Any]) -> Any:
-    """Return ``call()``, or raise OverdueError when it takes longer than ``seconds``.
-
-    On the main thread of a Unix system an alarm interrupts it wherever Python looks at signals, in
-    a regular expression that backtracks as well, and where the call catches everything; a call
-    that uses SIGALRM itself takes the limit away, and C code that never looks at signals, such as
-    ``sum(range(10**12))``, ends when it ends. Elsewhere the call runs in a thread of its own,
-    which cannot be ended and is left behind.
-
-    Raises:
-        OverdueError: With the file and line it was at, where that is known.
-    """
-    if seconds is None:
-        return call()
-    on_main = threading.current_thread() is threading.main_thread()
-    if not (on_main and hasattr(signal, "setitimer")):
-        return _within_thread(seconds, call)
-
-    ended, rings = False, 0
-    tracing = sys.gettrace()
-
-    def ring(number: int, frame: Any) -> None:
-        nonlocal rings
-        if ended:  # an alarm that comes late must not leave this function
-            return
-        rings += 1
-        alarm = _Alarm(_place(frame))
-        if rings > _RINGS_BEFORE_TRACING:
-            _raise_at_next_line(frame, alarm)
-        raise alarm
-
-    handler = signal.signal(signal.SIGALRM, ring)
-    # Rings again and again, in case a bare ``except:`` of the reward swallows the first one.
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
-    try:
-        try:
-            return call()
-        finally:
-            ended = True
-    except _Alarm as exc:
-        raise OverdueError(str(exc)) from None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        if rings > _RINGS_BEFORE_TRACING:
-            sys.settrace(tracing)
-        signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, left, interval)
-
-
-def _raise_at_next_line(frame: Any, alarm: _Alarm) -> None:
-    """Raise once more where the frame goes on: in the ``except:`` that has caught the alarm."""
-
-    def trace(_: Any, event: str, __: Any) -> Any:
-        if event == "line":
-            raise alarm
-        return trace
-
-    while frame is not None and frame.f_code is not within.__code__:
-        frame.f_trace = trace
-        frame = frame.f_back
-    sys.settrace(trace)
-
-
-def _place(frame: Any) -> str:
-    """Return the innermost file and line outside of Python's own library."""
-    library = sysconfig.get_paths()["stdlib"]
-    own = frame
-    while own is not None and own.f_code.co_filename.startswith((library, "<frozen")):
-        own = own.f_back
-    own = own or frame
-    return f"it was at {own.f_code.co_filename}:{own.f_lineno}"
-
-
-def _within_thread(seconds: float, call: Callable[[], Any]) -> Any:
-    result: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as exc:  # handed to the caller
-            result.set_exception(exc)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise OverdueError
-    return result.result()
 
 
 def checked(func: Callable[..., Any], name: str | None = None) -> CheckedReward:
@@ -417,48 +234,201 @@ def guarded(reward: Any, timeout: float | None, on_error: str) -> Any:
     return replace(reward, timeout=timeout, on_error=on_error)
 
 
-def _is_async(func: Any) -> bool:
-    """Return whether a call gives a coroutine, for functions, partials and callable objects."""
-    while isinstance(func, functools.partial):
-        func = func.func
-    if hasattr(func, "is_async"):
-        return func.is_async
-    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(func.__call__)
-
-
-def _excerpt(completion: Completion) -> str:
-    if not isinstance(completion, str):
-        completion = str(completion[-1].get("content")) if completion else ""
-    return _shortened(repr(completion))
-
-
-def _text_of(value: Any, of: Callable[[Any], str] = repr) -> str:
-    try:
-        return of(value)
-    except Exception:  # an object that cannot even say what it is
-        return f"a {type(value).__name__}"
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= _MAX_COMPLETION_CHARACTERS:
-        return text
-    return f"{text[: _MAX_COMPLETION_CHARACTERS - 3]}..."
-
-
 def keywords_of(func: Any) -> tuple[list[str], bool, list[str]]:
     """Return (names accepted by keyword, whether any keyword is accepted, the required names)."""
     try:
         parameters = inspect.signature(func).parameters.values()
     except (TypeError, ValueError):  # some callables of C extensions have no signature
         return [], True, []
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = [p.name for p in parameters if p.kind in by_name]
-    required = [p.name for p in parameters if p.kind in by_name and p.default is p.empty]
-    return names, any(p.kind is p.VAR_KEYWORD for p in parameters), required
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = [p.name for p in named if p.default is p.empty]
+    return [p.name for p in named], any(p.kind is p.VAR_KEYWORD for p in parameters), required
 
 
 def name_of(func: Any) -> str:
     """Return the name of a reward's metric."""
+    func = _innermost(func)
+    return getattr(func, "__name__", type(func).__name__)
+
+
+def _is_async(func: Any) -> bool:
+    """Return whether a call gives a coroutine, for functions, partials and callable objects."""
+    func = _innermost(func)
+    if hasattr(func, "is_async"):
+        return func.is_async
+    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(func.__call__)
+
+
+def _innermost(func: Any) -> Any:
     while isinstance(func, functools.partial):
         func = func.func
-    return getattr(func, "__name__", type(func).__name__)
+    return func
+
+
+# --- what a reward is given, and what it returns -------------------------------------------------
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of nested lists and dicts; other objects in them are shared."""
+    if type(value) is list:
+        if not {list, dict} & set(map(type, value)):
+            return value[:]
+        return [_copied(item) for item in value]
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return value
+
+
+def _metric_logger(log: Any) -> Any:
+    """Return ``log_metric`` that takes numbers only: the trainer averages them later."""
+    if not callable(log):  # a dataset column of that name
+        return log
+
+    def log_metric(name: str, value: Any) -> None:
+        try:
+            number = float(value)
+        except Exception as exc:  # float() runs code of the value's own class
+            raise TypeError(f"log_metric wants a number, not {format_value(value)}") from exc
+        log(redact(str(name)), number)
+
+    return log_metric
+
+
+def _as_list(output: Any) -> Any:
+    """Return a tensor or an array as a list; anything else unchanged."""
+    try:
+        return output.tolist() if hasattr(output, "tolist") else output
+    except Exception:  # a tensor on the meta device, for one
+        return output
+
+
+def _number(value: Any) -> Score:
+    """Return a score as a finite float in float32's range, or None; NaN for anything else."""
+    if value is None:
+        return None
+    try:
+        number = value.item() if getattr(value, "ndim", None) == 0 else value
+        score = float(number) if isinstance(number, int | float) else math.nan  # a bool is 0 or 1
+    except Exception:  # an int too large for a float, or a class whose __float__ raises
+        return math.nan
+    return score if abs(score) <= MAX_SCORE else math.nan
+
+
+def _excerpt(completion: Completion) -> str:
+    if not isinstance(completion, str):
+        completion = str(completion[-1].get("content")) if completion else ""
+    return format_value(completion)
+
+
+# --- time limit and process state ----------------------------------------------------------------
+
+
+class OverdueError(TimeoutError):
+    """A call exceeded its limit; a TimeoutError raised by the call itself is another class."""
+
+
+class _Alarm(BaseException):
+    """Raised inside a call by its alarm; no ``except Exception`` in the call catches it."""
+
+
+_PASSED_ON = (KeyboardInterrupt, GeneratorExit, _Alarm)
+"""Passes through a reward unchanged: not the reward's own, unlike SystemExit."""
+
+
+def within(seconds: float | None, call: Callable[[], T]) -> T:
+    """Return ``call()``, or raise OverdueError if it takes longer than ``seconds``.
+
+    On the main thread of a Unix system SIGALRM interrupts it, even in a regular expression that
+    backtracks. C code that never looks at signals, such as ``sum(range(10**12))``, and a call that
+    catches BaseException are reported when they return. Elsewhere the call runs in a thread of its
+    own, which cannot be ended and is left behind.
+
+    Raises:
+        OverdueError: With the file and line it was at, where that is known.
+    """
+    if seconds is None:
+        return call()
+    on_main = threading.current_thread() is threading.main_thread()
+    if not (on_main and hasattr(signal, "setitimer")):
+        return _within_thread(seconds, call)
+    place, has_ended = "", False
+
+    def ring(_number: int, frame: FrameType | None) -> None:
+        nonlocal place
+        if not has_ended:  # a late alarm must not leave this function
+            place = _place(frame)
+            raise _Alarm
+
+    handler = signal.signal(signal.SIGALRM, ring)
+    earlier = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        try:
+            result = call()
+        finally:
+            has_ended = True
+    except BaseException as exc:
+        if not place or isinstance(exc, KeyboardInterrupt):
+            raise
+        raise OverdueError(f"it was at {place}") from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *earlier)
+    if place:
+        raise OverdueError(f"it swallowed its time limit at {place}")
+    return result
+
+
+def _place(frame: FrameType | None) -> str:
+    """Return the innermost file and line outside of Python's standard library."""
+    library, own = sysconfig.get_paths()["stdlib"], frame
+    while own is not None and own.f_code.co_filename.startswith((library, "<frozen")):
+        own = own.f_back
+    own = own or frame
+    return f"{own.f_code.co_filename}:{own.f_lineno}" if own is not None else "an unknown line"
+
+
+def _within_thread(seconds: float, call: Callable[[], T]) -> T:
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as exc:  # handed to the caller
+            future.set_exception(exc)
+
+    # A daemon, so that a call that never ends does not keep the process alive.
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise OverdueError
+    return future.result()
+
+
+@contextlib.contextmanager
+def _process_state_kept() -> Iterator[None]:
+    """Restore the working directory and, if the body seeded torch, the random states.
+
+    Otherwise every batch would sample from the same numbers. Numbers that are only drawn stay
+    drawn.
+    """
+    try:
+        folder = os.getcwd()
+    except OSError:  # it was removed
+        folder = None
+    torch = sys.modules.get("torch")
+    torch = torch if hasattr(torch, "get_rng_state") else None  # else it is still being imported
+    seed, state, on_gpu = torch and torch.initial_seed(), torch and torch.get_rng_state(), []
+    if torch is not None and torch.cuda.is_initialized():
+        on_gpu = torch.cuda.get_rng_state_all()
+    try:
+        yield
+    finally:
+        if folder is not None:
+            with contextlib.suppress(OSError):  # the body removed it
+                os.chdir(folder)
+        if torch is not None and torch.initial_seed() != seed:
+            torch.set_rng_state(state)
+            if on_gpu:
+                torch.cuda.set_rng_state_all(on_gpu)

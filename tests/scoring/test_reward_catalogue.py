@@ -92,6 +92,7 @@ for reward in load_rewards(specs):
 """
 
 
+@pytest.mark.long
 def test_a_plug_in_is_named_like_a_built_in_reward(plug_in):
     done = run(plug_in, "-c", SCORES)
     assert done.stdout.splitlines() == [
@@ -105,12 +106,14 @@ def test_a_plug_in_is_named_like_a_built_in_reward(plug_in):
     ], done.stderr
 
 
+@pytest.mark.long
 def test_a_plug_in_never_takes_a_built_in_name(plug_in):
     code = "from rloo_kit.scoring.loading import load_reward; print(load_reward('length').func)"
     assert "Length(" in run(plug_in, "-c", code).stdout
 
 
-def test_the_list_names_plug_ins_and_their_package_and_survives_a_broken_one(plug_in):
+@pytest.mark.long
+def test_the_list_survives_a_broken_plug_in(plug_in):
     done = run(plug_in, "-m", "rloo_kit", "rewards", "list")
     lines = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert set(lines) == {*BUILTIN, "polite", "shouting", "whisper", "broken", "absent"}
@@ -119,6 +122,7 @@ def test_the_list_names_plug_ins_and_their_package_and_survives_a_broken_one(plu
     assert "No module named 'no_such_module'" in lines["absent"]
 
 
+@pytest.mark.long
 def test_a_plug_in_is_shown_with_its_parameters(plug_in):
     shown = run(plug_in, "-m", "rloo_kit", "rewards", "show", "polite").stdout
     assert "polite (from polite-rewards)" in shown
@@ -127,6 +131,7 @@ def test_a_plug_in_is_shown_with_its_parameters(plug_in):
     assert "mark = '!'" in run(plug_in, "-m", "rloo_kit", "rewards", "show", "shouting").stdout
 
 
+@pytest.mark.long
 def test_a_broken_plug_in_is_one_sentence(plug_in):
     done = run(plug_in, "-m", "rloo_kit", "rewards", "show", "absent")
     assert done.returncode == 2

@@ -1,20 +1,14 @@
 """Reward specs: names, files, packages, tables, weights; and the contract of what they return."""
 
-import asyncio
-import doctest
 import functools
-import math
-import pickle
 import sys
 
 import pytest
-from rloo_kit.rewards import Accuracy, Length, Thinking
+from rloo_kit.rewards import Length, Thinking
 
-import rloo_kit.scoring.contract
-import rloo_kit.scoring.loading
-from rloo_kit.errors import ModelError, RewardContractError, RewardLoadError
+from rloo_kit.errors import RewardLoadError
 from rloo_kit.models.loading import TINY_THINKER
-from rloo_kit.scoring.loading import checked, load_reward, load_rewards
+from rloo_kit.scoring.loading import load_reward, load_rewards
 
 FILE = '''
 """A user's rewards."""
@@ -50,32 +44,9 @@ def plain(completions, **_):
     return [1.0] * len(completions)
 
 
-def with_answer(completions, answer):
-    return [float(text == right) for text, right in zip(completions, answer, strict=True)]
-
-
-async def later(completions):
-    await asyncio.sleep(0)
-    return [1.0] * len(completions)
-
-
 class AsyncReward:
     async def __call__(self, completions, **_):
         return [2.0] * len(completions)
-
-
-class Constant:
-    """A reward that returns whatever it was made with."""
-
-    __name__ = "constant"
-
-    def __init__(self, output):
-        self.output = output
-
-    def __call__(self, **_):
-        if isinstance(self.output, Exception):
-            raise self.output
-        return self.output
 
 
 # --- specs ---
@@ -124,11 +95,6 @@ def test_file_is_run_once_and_leaves_sys_path_alone(folder):
     assert first.func.reward is second.func.reward
     assert sys.path == path
     assert "my" not in sys.modules
-
-
-def test_relative_path_starts_from_the_working_directory(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    assert load_reward("my.py:polite").func(**COLUMNS) == [1.0, 0.0]
 
 
 def test_same_file_name_in_two_folders_gives_two_rewards(folder):
@@ -208,17 +174,17 @@ def test_wrong_spec_is_refused_with_a_remedy(folder, spec, remedy):
 
 
 @pytest.mark.parametrize(
-    ("text", "remedy"),
+    ("text", "kind"),
     [
-        ("x = 1\ndef f(:\n", "syntax error .line 2"),
-        ("import no_such_package\n", "no_such_package.*; install it, or keep helpers"),
-        ("1 / 0\n", "raised ZeroDivisionError .* move that work into the function"),
+        ("x = 1\ndef f(:\n", "SyntaxError"),
+        ("import no_such_package\n", "ModuleNotFoundError"),
+        ("1 / 0\n", "ZeroDivisionError"),
     ],
 )
-def test_file_that_cannot_run_is_named_and_is_tried_again_once_corrected(tmp_path, text, remedy):
+def test_a_corrected_file_is_run_again(tmp_path, text, kind):
     path = tmp_path / "bad.py"
     path.write_text(text)
-    with pytest.raises(RewardLoadError, match=remedy):
+    with pytest.raises(RewardLoadError, match=f"raised {kind} while it was loaded"):
         load_reward("bad.py:f", base_dir=tmp_path)
     path.write_text("def f(completions, **_):\n    return [1.0 for _ in completions]\n")
     assert load_reward("bad.py:f", base_dir=tmp_path).func(**COLUMNS) == [1.0, 1.0]
@@ -247,93 +213,6 @@ def test_an_object_with_get_rewards_is_a_reward():
 
 def test_old_style_function_gets_only_what_it_accepts(folder):
     assert load_reward("my.py:old_style", base_dir=folder).func(**COLUMNS) == [5.0, 2.0]
-
-
-@pytest.mark.parametrize("reward", [later, AsyncReward(), functools.partial(later)])
-def test_async_reward_stays_async(reward):
-    from trl.trainer.utils import is_async_callable
-
-    func = checked(reward)
-    assert is_async_callable(func)
-    assert not is_async_callable(checked(plain))
-    assert asyncio.run(func(**COLUMNS)) in ([1.0, 1.0], [2.0, 2.0])
-
-
-def test_async_reward_is_checked_too():
-    async def wrong(completions):
-        return [1.0]
-
-    with pytest.raises(RewardContractError, match="'wrong' returned 1 scores for 2"):
-        asyncio.run(checked(wrong)(**COLUMNS))
-
-
-def test_checked_reward_pickles():
-    for func in (load_reward("thinking").func, load_reward(Accuracy(column="gold")).func):
-        assert pickle.loads(pickle.dumps(func)) == func
-
-
-@pytest.mark.parametrize("kind", ["list", "tuple", "tensor", "array", "scalars"])
-def test_scores_may_be_a_list_tuple_tensor_or_array(kind):
-    import numpy as np
-    import torch
-
-    output = {
-        "list": [1, True],
-        "tuple": (1.0, 1.0),
-        "tensor": torch.ones(2, dtype=torch.bfloat16),
-        "array": np.ones(2, dtype=np.float32),
-        "scalars": [torch.tensor(1.0), np.float32(1)],
-    }[kind]
-    scores = checked(Constant(output))(**COLUMNS)
-    assert scores == [1.0, 1.0]
-    assert {type(score) for score in scores} == {float}
-
-
-def test_none_passes():
-    assert checked(Constant([None, 0.5]))(**COLUMNS) == [None, 0.5]
-
-
-@pytest.mark.parametrize(
-    ("output", "remedy"),
-    [
-        ([1.0], "returned 1 scores for 2 completions; return one float"),
-        (1.0, "returned a float; return a list of one float"),
-        (None, "returned a NoneType; return a list"),
-        ("ab", "returned a str; return a list"),
-        ([1.0, "x"], "'x' in row 1; return a finite float, or None .*completion: 'now'"),
-        ([math.nan, 1.0], "nan in row 0; return a finite float, or None .*completion: 'please'"),
-        ([1.0, -math.inf], "-inf in row 1"),
-        ([[1.0], [1.0]], r"\[1.0\] in row 0"),
-        (ZeroDivisionError("division"), "raised ZeroDivisionError: division; correct it, or"),
-    ],
-)
-def test_broken_contract_names_the_reward_and_the_remedy(output, remedy):
-    with pytest.raises(RewardContractError, match=f"'constant' .*{remedy}"):
-        checked(Constant(output))(**COLUMNS)
-
-
-def test_a_completion_is_quoted_with_at_most_200_characters():
-    with pytest.raises(RewardContractError) as caught:
-        checked(Constant([math.nan]))(completions=["secret" * 100], prompts=[""])
-    quoted = str(caught.value).partition("completion: ")[2]
-    assert len(quoted) <= 201  # and the closing bracket
-
-
-def test_an_error_of_the_kit_passes_unchanged():
-    with pytest.raises(ModelError, match=r"^as it was$"):
-        checked(Constant(ModelError("as it was")))(**COLUMNS)
-
-
-def test_a_column_the_dataset_lacks_is_named():
-    with pytest.raises(RewardContractError, match=r"asks for 'answer'.*; add the column"):
-        checked(with_answer)(**COLUMNS)
-    assert checked(with_answer)(**COLUMNS, answer=["please", "x"]) == [1.0, 0.0]
-
-
-def test_docstring_examples_run():
-    results = doctest.testmod(rloo_kit.scoring.contract)
-    assert results.attempted > 0
-    assert results.failed == 0
 
 
 def test_the_settings_of_the_chat_template_decide_who_opens_the_thought(tmp_path):

@@ -1,0 +1,539 @@
+"""A checked reward: its time limit, its scores, ``skip``, and the row that an error names."""
+
+import asyncio
+import contextlib
+import copy
+import functools
+import inspect
+import itertools
+import os
+import pickle
+import re
+import signal
+import sys
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rloo_kit.rewards import Accuracy
+
+from rloo_kit.errors import ModelError, RewardContractError
+from rloo_kit.scoring.contract import MAX_ROWS_TRIED, OverdueError, checked, within
+
+LIMIT = 0.2
+SOON = 10.0
+"""A call with the limit has ended by then, on a busy machine too."""
+COLUMNS = {"completions": ["please", "now"], "prompts": ["a", "b"]}
+UNIX = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the alarm is Unix's")
+MAIN_AND_OTHER = pytest.mark.parametrize("on", ["main thread", "other thread"])
+
+
+def guarded(reward, *, timeout=None, on_error="stop"):
+    return replace(checked(reward), timeout=timeout, on_error=on_error)
+
+
+def call(reward, *, on="main thread", **columns):
+    """Score here or in another thread; an async reward is awaited."""
+
+    def scores():
+        output = reward(**(columns or COLUMNS))
+        return asyncio.run(output) if inspect.iscoroutine(output) else output
+
+    if on == "main thread":
+        return scores()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(scores).result()
+
+
+def refusal(reward, **columns):
+    """The message of the error, which is one line."""
+    with pytest.raises(RewardContractError) as caught:
+        call(reward, **columns)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+class Metrics(list):
+    """What a reward logged, as (name, value)."""
+
+    def __call__(self, name, value):
+        self.append((name, value))
+
+
+# --- rewards ---
+
+
+def loops(completions):
+    while True:
+        pass
+
+
+def sleeps(completions):
+    time.sleep(30)
+
+
+def backtracks(completions):
+    return [bool(re.match(r"(a+)+$", "a" * 40 + "b")) for _ in completions]
+
+
+def retries(completions):
+    while True:
+        with contextlib.suppress(Exception):
+            time.sleep(30)
+
+
+def swallows_all(completions):
+    with contextlib.suppress(BaseException):
+        time.sleep(30)
+    return [1.0] * len(completions)
+
+
+def times_out_itself(completions):
+    raise TimeoutError("the judge did not answer")
+
+
+def divides(completions):
+    return [1 / 0 for _ in completions]
+
+
+def exits(completions):
+    sys.exit(0)
+
+
+def short(completions):
+    return [1.0]
+
+
+def fine(completions):
+    return [0.5] * len(completions)
+
+
+async def sleeps_async(completions):
+    await asyncio.sleep(30)
+
+
+async def times_out_itself_async(completions):
+    raise TimeoutError("the judge did not answer")
+
+
+async def divides_async(completions):
+    return [1 / 0 for _ in completions]
+
+
+async def short_async(completions):
+    return [1.0]
+
+
+async def fine_async(completions):
+    await asyncio.sleep(0)
+    return [0.5] * len(completions)
+
+
+class FineAsync:
+    async def __call__(self, completions, **_):
+        return [0.5] * len(completions)
+
+
+def doubts(completions, answer=None, **_):
+    """Raise at a completion with a question mark, or where the answer is not in it."""
+    for row, text in enumerate(completions):
+        if "?" in str(text) or (answer and answer[row] not in text):
+            raise ValueError("cannot say")
+    return [1.0] * len(completions)
+
+
+# --- the time limit ---
+
+
+@UNIX
+@pytest.mark.parametrize(
+    ("reward", "file"),
+    [(loops, __file__), (sleeps, __file__), (retries, __file__), (backtracks, "")],
+    ids=["loops", "sleeps", "retries", "backtracks"],
+)
+def test_a_hang_ends_soon_and_names_its_line(reward, file):
+    started = time.monotonic()
+    message = refusal(guarded(reward, timeout=LIMIT))
+    assert LIMIT <= time.monotonic() - started < SOON
+    assert f"reward '{reward.__name__}' took more than 0.2 s" in message
+    assert re.search(rf"it was at {re.escape(file)}.*:\d+\)", message)
+    assert "trainer.reward_timeout_seconds" in message
+
+
+@UNIX
+def test_a_swallowed_time_limit_is_reported():
+    message = refusal(guarded(swallows_all, timeout=LIMIT))
+    assert "it swallowed its time limit at" in message
+
+
+def test_a_hang_on_another_thread_ends_soon_too():
+    released = threading.Event()
+    reward = guarded(lambda completions: released.wait(30), timeout=LIMIT)
+    before, started = set(threading.enumerate()), time.monotonic()
+    try:
+        message = refusal(reward, on="other thread")
+        assert LIMIT <= time.monotonic() - started < SOON
+        assert "took more than 0.2 s; make it faster" in message
+        (left,) = set(threading.enumerate()) - before
+        assert left.daemon, "it would keep the process alive"
+    finally:
+        released.set()
+
+
+def test_async_rewards_wait_at_the_same_time():
+    async def many():
+        calls = [guarded(sleeps_async, timeout=LIMIT)(**COLUMNS) for _ in range(100)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    started = time.monotonic()
+    errors = asyncio.run(many())
+    assert {type(error) for error in errors} == {RewardContractError}
+    assert "took more than 0.2 s" in str(errors[0])
+    assert time.monotonic() - started < SOON
+
+
+@MAIN_AND_OTHER
+@pytest.mark.parametrize("reward", [fine, fine_async])
+@pytest.mark.parametrize("timeout", [None, 30])
+def test_a_reward_within_its_limit_is_scored(reward, timeout, on):
+    assert call(guarded(reward, timeout=timeout), on=on) == [0.5, 0.5]
+
+
+@MAIN_AND_OTHER
+@pytest.mark.parametrize("reward", [times_out_itself, times_out_itself_async])
+@pytest.mark.parametrize("timeout", [None, 30])
+def test_a_timeout_error_of_the_reward_is_not_the_limit(reward, timeout, on):
+    message = refusal(guarded(reward, timeout=timeout), on=on)
+    assert "raised TimeoutError: the judge did not answer" in message
+    assert "reward_timeout_seconds" not in message
+
+
+@pytest.fixture
+def earlier():
+    """An earlier handler of SIGALRM."""
+
+    def handler(number, frame):
+        raise AssertionError("the alarm rang after the call")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    yield handler
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@UNIX
+@pytest.mark.parametrize("reward", [fine, sleeps, divides, sleeps_async])
+def test_the_alarm_is_off_and_the_earlier_handler_back(reward, earlier):
+    with contextlib.suppress(RewardContractError):
+        call(guarded(reward, timeout=LIMIT))
+    assert signal.getsignal(signal.SIGALRM) is earlier
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@UNIX
+def test_an_earlier_alarm_is_set_again(earlier):
+    signal.setitimer(signal.ITIMER_REAL, 30)
+    assert within(5, lambda: 7) == 7
+    assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 30
+
+
+@UNIX
+def test_a_late_alarm_stays_inside(earlier, monkeypatch):
+    set_alarm = signal.setitimer
+
+    def set_late(which, seconds, *interval):
+        if seconds == 0:
+            time.sleep(0.1)  # the alarm rings before it can be turned off
+        return set_alarm(which, seconds, *interval)
+
+    monkeypatch.setattr(signal, "setitimer", set_late)
+    with contextlib.suppress(OverdueError):  # as right: it was that close
+        assert within(0.05, lambda: 7) == 7
+    assert signal.getsignal(signal.SIGALRM) is earlier
+
+
+# --- errors ---
+
+
+@MAIN_AND_OTHER
+@pytest.mark.parametrize("reward", [divides, exits, divides_async])
+@pytest.mark.parametrize("timeout", [None, 30])
+def test_whatever_a_reward_raises_names_it(reward, timeout, on):
+    message = refusal(guarded(reward, timeout=timeout), on=on)
+    kind = "SystemExit" if reward is exits else "ZeroDivisionError"
+    assert message.startswith(f"reward {reward.__name__!r}")
+    assert f"raised {kind}: " in message
+
+
+def test_an_endless_message_is_shortened():
+    def fails(completions):
+        raise ValueError("a\n" + "b" * 10_000)
+
+    assert len(refusal(guarded(fails))) < 400
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ModelError("as it was")])
+def test_interrupts_and_errors_of_the_kit_pass(error, is_async, on_error):
+    def fails(completions):
+        raise error
+
+    async def fails_async(completions):
+        raise error
+
+    metrics = Metrics()
+    reward = guarded(fails_async if is_async else fails, timeout=30, on_error=on_error)
+    with pytest.raises(type(error)) as caught:
+        call(reward, **COLUMNS, log_metric=metrics)
+    assert caught.value is error
+    assert metrics == []
+
+
+def test_cancelling_an_async_reward_is_no_error_of_it():
+    async def cancel():
+        task = asyncio.create_task(guarded(sleeps_async, on_error="skip")(**COLUMNS))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancel())
+
+
+# --- the row ---
+
+
+@MAIN_AND_OTHER
+@pytest.mark.parametrize("timeout", [None, 30])
+def test_the_row_that_raises_is_named(timeout, on):
+    columns = {"completions": ["1 2", "3", "4", "5"], "answer": ["2", "3", "5", "0"], "step": 3}
+    message = refusal(guarded(doubts, timeout=timeout), on=on, **columns)
+    assert "in row 2 (completion: '4')" in message
+    assert "raised ValueError: cannot say" in message
+
+
+def test_a_conversation_is_quoted_by_its_last_message():
+    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "last?"}]
+    assert "(completion: 'last?')" in refusal(guarded(doubts), completions=[conversation])
+    message = refusal(guarded(doubts), completions=["why " * 5000 + "?"])
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize(("count", "named"), [(MAX_ROWS_TRIED, True), (MAX_ROWS_TRIED + 1, False)])
+def test_a_very_large_batch_gives_no_row(count, named):
+    message = refusal(guarded(doubts), completions=["fine"] * (count - 1) + ["?"])
+    assert (f"in row {count - 1} (completion: '?')" in message) == named
+
+
+# --- scores ---
+
+
+def tensors(kind):
+    import torch
+
+    return {
+        "tensor": torch.ones(2, dtype=torch.bfloat16),
+        "scalars": [torch.tensor(1.0), np.float32(1)],
+        "rows": torch.ones(2, 2),
+        "scalar": torch.ones(()),
+        "meta": torch.ones(2, device="meta"),
+        "nan": torch.full((2,), torch.nan),
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    "output", [[1, True], (1.0, 1.0), np.ones(2, dtype=np.float32), "tensor", "scalars"]
+)
+def test_scores_may_be_a_list_tuple_tensor_or_array(output):
+    output = tensors(output) if isinstance(output, str) else output
+    scores = checked(lambda completions: output)(**COLUMNS)
+    assert scores == [1.0, 1.0]
+    assert {type(score) for score in scores} == {float}
+
+
+class Stubborn(float):
+    def __float__(self):
+        raise RuntimeError
+
+    def __repr__(self):
+        raise RuntimeError
+
+
+RUBBISH = {
+    "generator": (lambda: (1.0 for _ in range(2)), "returned a generator"),
+    "text": (lambda: "ab", "returned a str"),
+    "none": (lambda: None, "returned a NoneType"),
+    "too many": (lambda: [1.0] * 1000, "returned 1000 scores for 2"),
+    "nested": (lambda: [[1.0]] * 2, r"returned \[1.0\] in row 0"),
+    "words": (lambda: [1.0, "x"], r"returned 'x' in row 1.*completion: 'now'"),
+    "large": (lambda: [1e39] * 2, r"1e.39 in row 0.*float32 holds up to 3.4e.38"),
+    "huge": (lambda: [0, 10**400], "in row 1"),
+    "infinity": (lambda: np.array([0, -np.inf]), "returned -inf in row 1"),
+    "stubborn": (lambda: [Stubborn()] * 2, "Stubborn.* in row 0"),
+    "tensor of rows": (lambda: tensors("rows"), r"returned \[1.0, 1.0\] in row 0"),
+    "scalar tensor": (lambda: tensors("scalar"), "returned a Tensor"),
+    "tensor without numbers": (lambda: tensors("meta"), "returned a Tensor"),
+    "nan": (lambda: tensors("nan"), "returned nan in row 0"),
+}
+
+
+@pytest.mark.parametrize("case", RUBBISH)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_rubbish_is_refused_or_unscorable(case):
+    make, message = RUBBISH[case]
+    assert re.search(message, refusal(guarded(lambda completions: make())))
+    scores = call(guarded(lambda completions: make(), on_error="skip"))
+    assert None in scores
+    assert len(scores) == 2
+
+
+def test_none_passes():
+    metrics = Metrics()
+    reward = guarded(lambda completions: [None, 1.0], on_error="skip")
+    assert call(reward, **COLUMNS, log_metric=metrics) == [None, 1.0]
+    assert [value for _, value in metrics] == [0.0]
+
+
+# --- skip ---
+
+
+@pytest.mark.parametrize(
+    "reward", [divides, short, sleeps, exits, divides_async, short_async, sleeps_async]
+)
+def test_skip_makes_a_failed_call_unscorable_and_counts_it(reward):
+    metrics = Metrics()
+    with pytest.warns(RuntimeWarning, match="2 completions count as unscorable: reward "):
+        scores = call(
+            guarded(reward, timeout=LIMIT, on_error="skip"), **COLUMNS, log_metric=metrics
+        )
+    assert scores == [None, None]
+    assert metrics == [(f"rewards/{reward.__name__}/errors", 2.0)]
+
+
+def test_skip_calls_a_reward_that_fails_once():
+    calls = itertools.count()
+
+    def fails(completions):
+        next(calls)
+        raise ValueError
+
+    with pytest.warns(RuntimeWarning, match="raised ValueError"):
+        call(guarded(fails, on_error="skip"))
+    assert next(calls) == 1
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_skip_counts_single_rows_without_a_number(is_async):
+    def odd(completions):
+        return [1.0, float("nan"), None, "1.0", 0]
+
+    async def odd_async(completions):
+        return odd(completions)
+
+    reward = checked(odd_async if is_async else odd, name="odd_2")
+    metrics = Metrics()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        columns = {"completions": list("abcde"), "log_metric": metrics}
+        assert call(guarded(reward, on_error="skip"), **columns) == [1.0, None, None, None, 0.0]
+        assert "in row 1" in refusal(guarded(reward), **columns)
+    assert metrics == [("rewards/odd_2/errors", 2.0)]  # and stop counts nothing
+
+
+# --- columns, metrics, the process ---
+
+
+def test_missing_columns_are_named():
+    def with_answer(completions, answer):
+        return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+    assert "asks for 'answer'" in refusal(checked(with_answer))
+    assert checked(with_answer)(**COLUMNS, answer=["please", "x"]) == [1.0, 0.0]
+
+
+def vandal(completions, prompts, answer, meta, completion_ids):
+    """Change everything that it is given."""
+    for value in (prompts, answer, completion_ids, meta):
+        value.append("more")
+    completions[0][-1]["content"] = "hacked"
+    completions.pop()
+    answer[0] = "other"
+    meta[0]["nested"].clear()
+    completion_ids[0].clear()
+    return [1.0]
+
+
+def test_a_reward_changes_only_its_own_copy_of_the_columns():
+    columns = {
+        "completions": [[{"role": "assistant", "content": "sure"}] for _ in range(2)],
+        "prompts": ["a", "b"],
+        "answer": ["1", "2"],
+        "meta": [{"nested": [1, 2]}, None],
+        "completion_ids": [[1, 2, 3], [4]],
+    }
+    before = copy.deepcopy(columns)
+    assert "returned 1 scores for 2 completions" in refusal(checked(vandal), **columns)
+    assert columns == before
+
+
+def test_only_numbers_are_logged():
+    def logs(completions, log_metric, values):
+        for value in values:
+            log_metric("n", value)
+        return [1.0] * len(completions)
+
+    metrics = Metrics()
+    call(checked(logs), **COLUMNS, log_metric=metrics, values=[1, True, np.float32(0.5), "2"])
+    assert metrics == [("n", 1.0), ("n", 1.0), ("n", 0.5), ("n", 2.0)]
+    assert {type(value) for _, value in metrics} == {float}
+    for wrong in ("text", None, np.ones(2), object()):
+        message = refusal(checked(logs), **COLUMNS, log_metric=metrics, values=[wrong, 1, 2])
+        assert "raised TypeError: log_metric wants a number" in message
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_folder_and_a_seeded_torch_are_restored(fails, tmp_path):
+    import torch
+
+    def meddles(completions):
+        os.chdir(tmp_path)
+        torch.manual_seed(0)
+        torch.rand(3)
+        return [1.0] * (len(completions) - fails)
+
+    torch.manual_seed(12345)
+    torch.rand(2)
+    before = os.getcwd(), torch.get_rng_state().tolist()
+    with contextlib.suppress(RewardContractError):
+        call(guarded(meddles))
+    assert (os.getcwd(), torch.get_rng_state().tolist()) == before
+    noisy = checked(lambda completions: torch.rand(len(completions)))
+    assert call(noisy) != call(noisy), "numbers that are only drawn stay drawn"
+
+
+def test_a_reward_may_remove_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call(guarded(lambda completions: os.rmdir(tmp_path) or [1.0, 1.0])) == [1.0, 1.0]
+    assert call(guarded(fine)) == [0.5, 0.5]
+
+
+# --- the wrapper ---
+
+
+@pytest.mark.parametrize("reward", [fine_async, FineAsync(), functools.partial(fine_async)])
+def test_an_async_reward_stays_async(reward):
+    func = checked(reward)
+    assert inspect.iscoroutinefunction(type(func).__call__)
+    assert not inspect.iscoroutinefunction(type(checked(fine)).__call__)
+    assert asyncio.run(func(**COLUMNS)) == [0.5, 0.5]
+
+
+def test_a_checked_reward_pickles():
+    func = guarded(Accuracy(column="gold"), timeout=3)
+    assert pickle.loads(pickle.dumps(func)) == func
+    assert checked(func, name="other").timeout == 3
