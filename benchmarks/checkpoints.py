@@ -1,4 +1,4 @@
-"""What checkpoints cost: seconds of the quickstart's training, and the memory of going on.
+"""What checkpoints cost: seconds of the quickstart's training, and the memory of resuming.
 
     .venv/bin/python benchmarks/checkpoints.py            # share of the time, every 10 steps
     .venv/bin/python benchmarks/checkpoints.py --memory   # peak of a fresh and of a resumed run

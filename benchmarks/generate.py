@@ -6,7 +6,7 @@
 
 Every arm completes the same prompts with the same LoRA adapter, in the order A B A B: transformers
 ``generate``, the kit's vLLM engine, and TRL's colocate mode where it runs. Each completion stops
-where the length distribution says: the engine is told, and ``generate`` pads the finished rows
+where the length distribution says: the engine gets them, and ``generate`` pads the finished rows
 until the longest is done, as in training. What counts are the tokens wanted.
 """
 

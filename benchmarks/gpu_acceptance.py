@@ -161,7 +161,7 @@ class Suite:
     rows: dict[str, dict] = field(default_factory=dict)
     children: set = field(default_factory=set)
     earlier: dict[str, dict] = field(default_factory=dict)
-    """Rows of the result that ``--add`` goes on with."""
+    """Rows of an earlier result that ``--add`` extends."""
 
     @property
     def left(self) -> float:
@@ -527,9 +527,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     statuses = [row["status"] for row in suite.rows.values()]
-    told = ", ".join(f"{statuses.count(name)} {name}" for name in ("passed", "skipped", "failed"))
+    counts = ", ".join(f"{statuses.count(name)} {name}" for name in ("passed", "skipped", "failed"))
     seconds = time.monotonic() - suite.started
-    print(f"{told} in {seconds:.0f} s; send back {path} and {path.with_suffix('.md').name}")
+    print(f"{counts} in {seconds:.0f} s; send back {path} and {path.with_suffix('.md').name}")
     return 1 if "failed" in statuses else 0
 
 

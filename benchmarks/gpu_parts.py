@@ -118,8 +118,8 @@ def _doctor() -> dict[str, object]:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return {"failed": "rloo-kit doctor does not answer within 240 s"}
-    told = done.stdout or done.stderr[-2000:]
-    return {"doctor_exit_code": done.returncode, "doctor": told}
+    text = done.stdout or done.stderr[-2000:]
+    return {"doctor_exit_code": done.returncode, "doctor": text}
 
 
 def _card(answer: Answer) -> None:
@@ -169,7 +169,7 @@ def _driver() -> dict[str, str]:
 
 
 class Peaks:
-    """The most that torch's allocator held, whoever begins its count anew meanwhile."""
+    """The most that torch's allocator held, across resets of its peak."""
 
     def __init__(self) -> None:
         self.allocated = self.reserved = 0
@@ -522,7 +522,7 @@ def learn_step(options: argparse.Namespace, answer: Answer) -> None:
 
 
 def _span_whole_trainings(benchmark) -> None:
-    """Let the benchmark's peaks include those of each step, where the kit's count begins anew."""
+    """Let the benchmark's peaks include those of each step, where the kit resets the peak."""
     from rloo_kit.training import trainer
 
     read, of_steps = trainer.take_peak, []

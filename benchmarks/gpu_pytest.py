@@ -9,7 +9,7 @@ import os
 from collections import defaultdict
 
 durations: dict[str, float] = defaultdict(float)
-told: set[str] = set()
+reported: set[str] = set()
 
 
 def _write(row):
@@ -27,9 +27,9 @@ def pytest_runtest_logreport(report):
     durations[report.nodeid] += report.duration
     if report.outcome == "passed" and report.when != "call":
         return
-    if report.nodeid in told and report.outcome != "failed":
+    if report.nodeid in reported and report.outcome != "failed":
         return
-    told.add(report.nodeid)
+    reported.add(report.nodeid)
     _write(
         {
             "name": _name(report.nodeid),

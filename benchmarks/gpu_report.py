@@ -94,8 +94,8 @@ def _tests(parts: list[dict]) -> list[str]:
     for row in parts:
         for test in row.get("tests", ()):
             measured = ", ".join(f"{k} {v}" for k, v in (test.get("measured") or {}).items())
-            told = "; ".join(str(text) for text in (test.get("reason"), measured) if text)
-            rows.append((row["name"], test["name"], test["status"], test.get("seconds"), told))
+            detail = "; ".join(str(text) for text in (test.get("reason"), measured) if text)
+            rows.append((row["name"], test["name"], test["status"], test.get("seconds"), detail))
     return ["## Tests", _table(("", "test", "", "s", "measured, or why not"), rows)] if rows else []
 
 

@@ -381,13 +381,13 @@ def in_child(arm: Arm, lengths: list[int]) -> list[dict[str, Any]]:
         for line in child.stdout:
             if line.startswith('{"length"'):
                 points.append(json.loads(line))
-                print(f"{arm.name:20} {told(points[-1])}", flush=True)
+                print(f"{arm.name:20} {as_line(points[-1])}", flush=True)
     if child.returncode:
         raise SystemExit(f"the arm {arm.name} ended with code {child.returncode}")
     return points
 
 
-def told(point: dict[str, Any]) -> str:
+def as_line(point: dict[str, Any]) -> str:
     """A point as one line."""
     parts = [
         f"{name} {point['seconds'][name]:.1f} s" for name in PHASES if point["seconds"].get(name)

@@ -2,7 +2,7 @@
 
     python benchmarks/plan_accuracy.py                     # all of them, into benchmarks/results/
     python benchmarks/plan_accuracy.py --only tiny-4bit    # one, in its place there
-    python benchmarks/plan_accuracy.py --again             # the same peaks, planned anew
+    python benchmarks/plan_accuracy.py --again             # the same peaks, planned again
 
 Each run is a process of its own of two steps, with random weights made on the spot and completions
 that are all of full length, so that the worst case that is planned is what happens. The peak is the
@@ -259,7 +259,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=sorted(RUNS), help="these, in their places")
     parser.add_argument(
-        "--again", action="store_true", help="plan anew what was measured, after a change of plans"
+        "--again", action="store_true", help="plan again what was measured, after a change of plans"
     )
     parser.add_argument("--libraries", action="store_true", help="measure the libraries' share")
     options = parser.parse_args()

@@ -2,7 +2,7 @@
 
 pip-audit asks the package index and says "no known vulnerabilities" of packages that it found
 nothing about, so its answer is read in JSON. Exit code 1: there is an advisory, and a version that
-mends it. What cannot be asked is told in one line and fails nothing.
+fixes it. A package that cannot be looked up is named in one line and fails nothing.
 """
 
 import argparse
@@ -66,15 +66,15 @@ def verdict(report: dict[str, Any] | None) -> tuple[list[str], int]:
     lines, code = [], 0
     for package in asked:
         for found in package["vulns"]:
-            mended = ", ".join(found.get("fix_versions") or [])
+            fixed = ", ".join(found.get("fix_versions") or [])
             what = f"{package['name']} {package['version']}: {found['id']}"
-            lines.append(f"{what}, mended in {mended}" if mended else f"{what}, not mended yet")
-            code = 1 if mended else code
+            lines.append(f"{what}, fixed in {fixed}" if fixed else f"{what}, not fixed yet")
+            code = 1 if fixed else code
     lines.append(f"{len(asked)} locked packages audited, {len(lines)} advisories")
     if unknown := len(packages) - len(asked):
         lines.append(f"{unknown} packages were not found in the database")
     if code:
-        lines.append("take the mended versions: make lock, then make test")
+        lines.append("take the fixed versions: make lock, then make test")
     return lines, code
 
 

@@ -1,4 +1,4 @@
-"""What MkDocs is told besides mkdocs.yml: pages that lie elsewhere, and links that leave docs/.
+"""MkDocs hooks: pages from outside docs/, and links that leave docs/.
 
 README.md, CHANGELOG.md and SECURITY.md are pages of the site. A link to another file of the
 repository leads to a copy of it in the site; one to a folder becomes its name.

@@ -24,7 +24,7 @@ CARDS_OF_NODE = 8
 NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
 """Per weight: four bits, one byte for each 64 of them, and four bytes for each 256 of those."""
 GATHERED_BYTES = 16
-"""Of a token that is told to the others: its id, its log-probability and its text, pickled."""
+"""Per token sent to the other processes: id, log-probability and text, pickled."""
 STEPS = 12
 """Simulated steps that a line of the schedule is the mean of."""
 

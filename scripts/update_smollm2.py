@@ -155,8 +155,8 @@ def samples(content: dict, posts: list[dict]) -> str:
     """Return a few posts with what was said of them before and after."""
     lines = []
     for place in range(0, len(posts), len(posts) // SHOWN):
-        told = " ".join(posts[place]["post"].split())
-        lines.append(f"> {told}\n>\n> reference: {posts[place]['reference']}\n>")
+        text = " ".join(posts[place]["post"].split())
+        lines.append(f"> {text}\n>\n> reference: {posts[place]['reference']}\n>")
         for part in ("before", "after"):
             one = content[part][place]
             text = " ".join(re.sub(r"([\\`*_<>\[\]|#])", r"\\\1", one["completion"]).split())

@@ -377,19 +377,19 @@ def package(name, **facts):
     return {"name": name, "version": "1.0", **facts}
 
 
-def test_an_advisory_with_a_mended_version_fails_the_audit_and_one_without_is_told():
+def test_audit_fails_only_where_a_fixed_version_exists():
     known = {"id": "CVE-1", "fix_versions": ["1.1"], "aliases": []}
-    unmended = {"id": "CVE-2", "fix_versions": [], "aliases": []}
+    unfixed = {"id": "CVE-2", "fix_versions": [], "aliases": []}
     found = [
         package("good", vulns=[]),
         package("bad", vulns=[known]),
-        package("odd", vulns=[unmended]),
+        package("odd", vulns=[unfixed]),
     ]
     lines, code = audit.verdict({"dependencies": found})
     assert code == 1
     assert lines[:3] == [
-        "bad 1.0: CVE-1, mended in 1.1",
-        "odd 1.0: CVE-2, not mended yet",
+        "bad 1.0: CVE-1, fixed in 1.1",
+        "odd 1.0: CVE-2, not fixed yet",
         "3 locked packages audited, 2 advisories",
     ]
     assert audit.verdict({"dependencies": [found[0], found[2]]})[1] == 0

@@ -136,7 +136,7 @@ def _relay(process: subprocess.Popen, say: Callable, stop: StopSignals) -> Keybo
                 raise
             second, deadline = exc, time.monotonic() + GRACE_SECONDS
             process.send_signal(signal_of(exc))
-        if time.monotonic() > deadline:
+        if second is not None and time.monotonic() > deadline:
             raise second
 
 

@@ -60,9 +60,12 @@ def folder_to_resume(
     """
     if resume is False:
         return None
-    if resume is True and not (isinstance(source, str | Path) and os.path.isdir(source)):
+    if resume is not True:
+        folder = Path(resume)
+    elif not isinstance(source, RunConfig) and os.path.isdir(source):
+        folder = Path(source)
+    else:
         return latest_folder(config.output_dir)
-    folder = Path(source if resume is True else resume)
     if not (folder / RUN_FILE).is_file():
         raise ConfigError(
             f"{str(folder)!r} holds no {RUN_FILE}: give a folder that rloo-kit train wrote"
@@ -108,7 +111,7 @@ def _differences(
         if name in ("trainer", "output_dir") or name in MAY_CHANGE.get(section, ()):
             continue
         if name in SECTIONS and not section:
-            yield from _differences(old, new, name)
+            yield from _differences(old or {}, new, name)
         elif old != new:
             yield f"{section}.{name}".lstrip("."), old, new
 

@@ -60,9 +60,12 @@ class RunRecorder(TrainerCallback):
             self.began = True
             self._begin()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
         """Append one line to metrics.jsonl."""
-        self._append("metrics.jsonl", [{"step": state.global_step, "time": time.time(), **logs}])
+        row = {"step": state.global_step, "time": time.time(), **(logs or {})}
+        self._append("metrics.jsonl", [row])
         self.steps = state.global_step
         if self.steps > 1 and time.monotonic() > self._next_report:
             self.write_report()

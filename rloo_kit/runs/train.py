@@ -133,7 +133,7 @@ def train(
             return past, has_finished(past, config.trainer.get("max_steps") or 0)
 
         past, finished = team.run_on_first(find_past)
-        if finished:
+        if past is not None and finished:
             return _already_finished(past, say)
         if resume and past is None:
             say(f"no run in {config.output_dir} to resume: a new one begins")
@@ -271,7 +271,7 @@ def _train_and_score(
     else:
         opened = reopened_folder(past, absolute, made.environment, checkpoint)
     with opened if team.is_first else contextlib.nullcontext() as recorder:
-        folder = team.broadcast(recorder and recorder.folder)
+        folder = team.broadcast(recorder.folder if recorder is not None else made.folder)
         made.args.output_dir = str(folder)
         trainer = _make_trainer(made, recorder)
         score = trainer.whole_weights()(made.score)
@@ -290,7 +290,7 @@ def _train_and_score(
         steps, rescued = trainer.state.global_step, trainer.rescued is not None
         if recorder is not None:
             _finish(trainer, recorder, after, seconds, by)
-            folder = recorder.folder
+            folder = recorder.folder  # another one if the disk was full
     summary.compare(say, before, after)
     return RunResult(
         folder,
