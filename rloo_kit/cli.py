@@ -15,22 +15,22 @@ from rloo_kit import __version__
 from rloo_kit.checkpoints.stopping import Terminated, exit_code, terminate_as_interrupt
 from rloo_kit.errors import ConfigError, KitError, ProcessLostError
 from rloo_kit.processes import LOST, launched_size
-from rloo_kit.text.redaction import hide_on_terminal, remember_arguments
+from rloo_kit.text.redaction import (
+    redact,
+    redacted_logs,
+    redacted_traceback,
+    remember_arguments,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    No secret gets to the terminal: until the process ends where it is the command (``argv`` is
-    None), with what the interpreter says of an error that was not foreseen.
+    Secrets are masked in messages, logs, warnings and the traceback of an unexpected error.
     """
     remember_arguments(sys.argv[1:] if argv is None else argv)
-    shown_again = hide_on_terminal()
-    try:
+    with redacted_logs():
         return _run(argv)
-    finally:
-        if argv is not None:
-            shown_again()
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -43,14 +43,17 @@ def _run(argv: Sequence[str] | None) -> int:
         with terminate_as_interrupt():
             return args.call(args)
     except ProcessLostError as exc:
-        print(f"rloo-kit: {exc}", file=sys.stderr)
+        print(f"rloo-kit: {redact(str(exc))}", file=sys.stderr)
         return LOST
     except KitError as exc:
-        print(f"rloo-kit: {exc}", file=sys.stderr)
+        print(f"rloo-kit: {redact(str(exc))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as exc:
         print("rloo-kit: interrupted", file=sys.stderr)
         return exit_code(exc)
+    except Exception as exc:
+        print(redacted_traceback(exc), file=sys.stderr, end="")
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -499,4 +502,4 @@ def _show_warning(
 ) -> None:
     of_the_kit = issubclass(category, RuntimeWarning) and "rloo_kit" in filename
     if of_the_kit or issubclass(category, FutureWarning | UserWarning):
-        print(f"note: {message}", file=sys.stderr)
+        print(f"note: {redact(str(message))}", file=sys.stderr)

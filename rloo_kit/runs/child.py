@@ -30,7 +30,6 @@ from rloo_kit.checkpoints.stopping import (
     terminate_as_interrupt,
 )
 from rloo_kit.errors import KitError, SetupError
-from rloo_kit.text.redaction import hide_on_terminal
 
 GRACE_SECONDS = 10.0
 """From a second signal until the subprocess is killed."""
@@ -157,7 +156,6 @@ def _waiting(lines: queue.Queue[str], timeout: float) -> Iterator[str]:
 def _main(order: str, answer: str, watched: str) -> None:
     import importlib
 
-    hide_on_terminal()
     # a shell that starts the parent in the background leaves SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _end_with_the_parent(int(watched), Path(order).parent)

@@ -1,4 +1,6 @@
-"""Plain text helpers: short forms of values and errors, secret masking, chat templates.
+"""Plain text helpers, in pure Python.
 
-Pure Python; knows nothing of models, runs or settings.
+``wording``: short forms of values, errors and durations for messages. ``redaction``: masks keys and
+tokens. ``chat_templates`` and ``thoughts``: what a tokenizer says about turns and thoughts. Knows
+nothing of models, runs or settings.
 """

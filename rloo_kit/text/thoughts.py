@@ -9,13 +9,12 @@ def token_id(tokenizer: Any, token: str) -> int | None:
     """Return the id of a token in the tokenizer's vocabulary; None where it is no single one."""
     found = tokenizer.convert_tokens_to_ids(token)
     # A token the vocabulary lacks comes back as None or as the id of the unknown token.
-    if not isinstance(found, int) or tokenizer.convert_ids_to_tokens(found) != token:
-        return None
-    return found
+    known = isinstance(found, int) and tokenizer.convert_ids_to_tokens(found) == token
+    return found if known else None
 
 
 class ThoughtFinder:
-    """Tell the thought of a completion from its answer, by the id of the closing token.
+    """Separate the thought of a completion from its answer, by the id of the closing token.
 
     Args:
         tokenizer: Of the model; one without a single token for ``</think>`` finds no thought.
@@ -26,15 +25,11 @@ class ThoughtFinder:
         self.closing_id = token_id(tokenizer, THOUGHT_ENDS)
 
     def __call__(self, completion_ids: list[int], completion: Any) -> dict[str, int | None]:
-        """Return what a row of completions.jsonl says of the thought.
-
-        Args:
-            completion_ids: Token ids.
-            completion: The same as text, or as messages.
+        """Return what a row of completions.jsonl says about the thought.
 
         Returns:
             ``tokens`` of the completion; ``thought_tokens`` before the first closing token;
-            ``answer_at``, the characters of the text up to the last one, itself included. The last
+            ``answer_at``, the characters of the text up to and including the last one. The last
             two are None where no thought was closed.
         """
         found = {"tokens": len(completion_ids), "thought_tokens": None, "answer_at": None}

@@ -4,10 +4,8 @@ A value may be huge, may hold itself and may not be printable; the message must 
 """
 
 import difflib
-import itertools
 import reprlib
 from collections.abc import Iterable
-from typing import Any
 
 from rloo_kit.text.redaction import redact
 
@@ -27,16 +25,6 @@ class _Short(reprlib.Repr):
         self.maxlevel = 3
         self.maxlist = self.maxtuple = self.maxset = self.maxdict = 12
         self.maxstring = self.maxother = LONGEST_VALUE
-
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        """Return a dict in its own order; ``reprlib`` sorts it."""
-        if x and level <= 0:
-            return "{...}"
-        pairs = [
-            f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}"
-            for key, value in itertools.islice(x.items(), self.maxdict)
-        ]
-        return f"{{{', '.join([*pairs, *(['...'] if len(x) > self.maxdict else [])])}}}"
 
     def repr_str(self, x: str, level: int) -> str:
         """Return a text without secrets: half of a secret would not be recognised later."""
@@ -100,7 +88,7 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """Return the end of a message about an unknown word; "" where no candidate is like it.
+    """Return the end of a message about an unknown word; "" without a near candidate.
 
     >>> did_you_mean("num_generation", ["beta", "num_generations"])
     "; did you mean 'num_generations'?"

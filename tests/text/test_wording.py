@@ -1,4 +1,4 @@
-"""Errors show what is wrong on one short line, whatever it is."""
+"""Messages show what is wrong on one short line, whatever the value is."""
 
 import math
 
@@ -22,74 +22,55 @@ ANY = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary()),
     lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)),
 )
+ENDLESS = []
+ENDLESS.append(ENDLESS)
 
 
-@pytest.mark.parametrize(
-    "value", ["x", 3, -0.5, math.inf, None, True, [1, "a"], {"b": 1, "a": [2]}, {}, [], (1,), b"a"]
-)
-def test_a_short_value_is_shown_as_python_writes_it(value):
+@pytest.mark.parametrize("value", ["x", 3, -0.5, math.inf, None, True, [1, "a"], {"b": [2]}, (1,)])
+def test_short_value_is_shown_as_python_writes_it(value):
     assert format_value(value) == repr(value)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(ANY)
-def test_any_value_is_shown_on_one_short_line(value):
+def test_any_value_fits_one_short_line(value):
     text = format_value(value)
     assert text.isprintable()
     assert len(text) <= 104
 
 
 @pytest.mark.parametrize(
-    "value", ["x" * 10**7, 1 << 10**6, [[[[[[]]]]]] * 10**5, "\ud800\n\x1b"], ids=range(4)
+    "value", ["x" * 10**6, 1 << 10**6, [[[[[[]]]]]] * 10**5, "\ud800\n\x1b", ENDLESS], ids=range(5)
 )
-def test_a_huge_or_unprintable_value_is_too(value):
+def test_huge_or_unprintable_value_fits_one_short_line(value):
     assert format_value(value).isprintable()
     assert len(format_value(value)) <= 104
 
 
-def test_a_value_that_holds_itself_is_shown():
-    endless = []
-    endless.append(endless)
-    assert "..." in format_value(endless)
+def test_name_is_shown_without_quotation_marks():
+    assert [format_name(name) for name in ("beta", "a\nb", 5)] == ["beta", "a\\nb", "5"]
+    assert printable("é 😀") == "é 😀"
 
 
-def test_a_name_is_shown_without_quotation_marks():
-    assert format_name("beta") == "beta"
-    assert format_name("a\nb") == "a\\nb"
-    assert format_name(5) == "5"
+class MuteError(Exception):
+    def __str__(self):
+        raise RuntimeError
 
 
 @pytest.mark.parametrize(
     ("exc", "text"),
-    [
-        (ValueError("one\ntwo"), "one"),
-        (ValueError("\n\n  late "), "late"),
-        (ValueError(), "ValueError"),
-        (ValueError("x" * 1000), "x" * 160),
-        (ValueError("\x1b[2J"), "\\x1b[2J"),
-    ],
-    ids=range(5),
-)
-def test_the_reason_of_another_error_is_its_first_line(exc, text):
+    [(ValueError("one\ntwo"), "one"), (ValueError("\n\n  late "), "late"),
+     (ValueError(), "ValueError"), (ValueError("x" * 1000), "x" * 160),
+     (ValueError("\x1b[2J"), "\\x1b[2J"), (MuteError(), "MuteError")],
+    ids=range(6),
+)  # fmt: skip
+def test_error_is_shown_by_its_first_line(exc, text):
     assert first_line(exc) == text
 
 
-def test_an_error_without_a_text_is_named():
-    class MuteError(Exception):
-        def __str__(self):
-            raise RuntimeError
-
-    assert first_line(MuteError()) == "MuteError"
-
-
-def test_printable_text_stays_as_it_is():
-    assert printable("é 😀") == "é 😀"
-
-
-def test_of_many_faults_the_first_are_told_and_the_rest_counted():
+def test_first_of_many_errors_are_shown_and_the_rest_counted():
     assert format_errors(["a", "b"]) == "a; b"
-    text = format_errors(["x" * 2000, "y", "z"])
-    assert text == f"{'x' * 2000}; and 2 more errors, shown once these are fixed"
+    assert format_errors(["x" * 2000, "y", "z"]).startswith(f"{'x' * 2000}; and 2 more errors")
     assert len(format_errors(["fault"] * 999)) <= LONGEST_MESSAGE + 70
 
 
@@ -100,12 +81,11 @@ def test_of_many_faults_the_first_are_told_and_the_rest_counted():
         (61, "1 min 1 s"), (3599.6, "1 h"), (3660, "1 h 1 min"), (100 * 3600, "100 h"),
     ],
 )  # fmt: skip
-def test_a_duration_has_at_most_two_units(seconds, text):
+def test_duration_has_at_most_two_units(seconds, text):
     assert format_duration(seconds) == text
 
 
 def test_nearest_finds_a_misspelling_and_nothing_unlike():
     assert nearest("num_generation", ["beta", "num_generations"]) == "num_generations"
-    assert nearest("zzz", ["beta"]) is None
     assert did_you_mean("betta", ["beta"]) == "; did you mean 'beta'?"
-    assert did_you_mean("zzz", ["beta"]) == ""
+    assert (nearest("zzz", ["beta"]), did_you_mean("zzz", ["beta"])) == (None, "")
