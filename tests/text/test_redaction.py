@@ -288,6 +288,7 @@ def test_value_is_masked_before_it_is_cut(monkeypatch):
 # --- files of a run ------------------------------------------------------------------------------
 
 
+@pytest.mark.long  # loads the training libraries
 def test_recorded_run_holds_no_secret(tmp_path, monkeypatch):
     from types import SimpleNamespace
 
