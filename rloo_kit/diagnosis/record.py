@@ -204,7 +204,7 @@ def mean_or_none(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
-def _trend(values: Sequence[float]) -> float:
+def trend(values: Sequence[float]) -> float:
     """Return the slope of the least squares line over its standard error; 0 where none is known."""
     count = len(values)
     if count < 4:
@@ -340,7 +340,7 @@ class RunStatistics:
     @cached_property
     def trend(self) -> float:
         """Standard errors by which the reward rose over the run."""
-        return _trend(self.series("reward"))
+        return trend(self.series("reward"))
 
     @cached_property
     def scored_twice(self) -> list[HeldOut]:

@@ -1,4 +1,6 @@
-"""Progress of a run while it trains: terminal panel, notebook figure.
+"""Progress of a run while it trains: a terminal panel, a notebook figure or plain lines.
 
-Takes events; changes nothing in the run.
+``display.live_progress`` chooses the view. Views are callbacks of the trainer: they receive its
+events and change nothing in the run. ``view.METRICS`` names the series that are followed; the
+report draws the same.
 """

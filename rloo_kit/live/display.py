@@ -1,4 +1,4 @@
-"""What a person sees of a run while it goes, chosen by where it is watched."""
+"""Choose the view of a run: panel in a terminal, figure in a notebook, lines elsewhere."""
 
 import os
 import sys
@@ -13,18 +13,17 @@ from rloo_kit.live.view import LiveView, finding_line
 VARIABLE = "RLOO_KIT_LIVE"
 """Environment variable that chooses the view."""
 CHOICES = ("auto", "panel", "notebook", "plain", "off")
-NARROWEST = 60
-"""Columns of a terminal that can hold the panel."""
+MIN_COLUMNS = 60
 
 
 def live_progress(stream: TextIO | None = None) -> LiveView:
-    """Return the view that fits where the run is watched, or the one that RLOO_KIT_LIVE names.
+    """Return the view that fits the output, or the one that RLOO_KIT_LIVE names.
 
     Args:
         stream: Where it is written; None: stdout, and in a notebook its output.
 
     Raises:
-        ConfigError: RLOO_KIT_LIVE has another value, or names the notebook outside of one.
+        ConfigError: RLOO_KIT_LIVE has another value, or is ``notebook`` outside of one.
     """
     choice = os.environ.get(VARIABLE) or "auto"
     if choice not in CHOICES:
@@ -32,11 +31,11 @@ def live_progress(stream: TextIO | None = None) -> LiveView:
     in_notebook = stream is None and _in_notebook()
     if choice == "notebook" and not in_notebook:
         raise ConfigError(
-            f"{VARIABLE} is 'notebook', and this is no kernel of a notebook: set it to auto"
+            f"{VARIABLE} is 'notebook', and this process is no notebook kernel: set it to auto"
         )
     target = stream or sys.stdout
     if choice == "auto":
-        choice = "notebook" if in_notebook else "panel" if _can_move(target) else "plain"
+        choice = "notebook" if in_notebook else "panel" if _can_redraw(target) else "plain"
     if choice == "off":
         return LiveView()
     if choice == "notebook":
@@ -50,29 +49,24 @@ def _in_notebook() -> bool:
     return hasattr(ipython.get_ipython(), "kernel") if ipython else False
 
 
-def _can_move(stream: TextIO) -> bool:
+def _can_redraw(stream: TextIO) -> bool:
     """Return whether the stream is a terminal that can hold the panel and move its cursor."""
     if find_spec("rich") is None or os.environ.get("TERM", "") in ("", "dumb"):
         return False
-    if not stream.isatty() or not (stream.encoding or "").lower().startswith("utf"):
-        return False
-    return size_of(stream)[0] >= NARROWEST
+    is_utf = (stream.encoding or "").lower().startswith("utf")
+    return stream.isatty() and is_utf and size_of(stream)[0] >= MIN_COLUMNS
 
 
 class PlainLines(LiveView):
-    """One line a step, and one for each finding when it first appears.
-
-    Args:
-        stream: Where it is written; None: stdout.
-    """
+    """One line a step, and one for each finding when it first appears."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         super().__init__()
         self.stream = stream or sys.stdout
-        self._told: set[tuple[str, str | None]] = set()
+        self._shown: set[tuple[str, str | None]] = set()
 
     def _begin(self) -> None:
-        self._told.clear()
+        self._shown.clear()
 
     def _show_step(self) -> None:
         self._write(self.progress.line)
@@ -80,8 +74,8 @@ class PlainLines(LiveView):
     def _show_findings(self) -> None:
         for finding in self.progress.findings:
             name = (finding.kind, finding.reward)
-            if name not in self._told:
-                self._told.add(name)
+            if name not in self._shown:
+                self._shown.add(name)
                 self._write(finding_line(finding))
 
     def _write(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""A run as a figure in a notebook, without a widget."""
+"""A run as a figure in a notebook."""
 
 import base64
 import html
@@ -18,10 +18,10 @@ CHART_POINTS = 400
 
 
 class NotebookFigure(LiveView):
-    """A figure with a line of numbers and the findings, updated in place; no widget is needed.
+    """A figure with a line of numbers and the findings, updated in place without a widget.
 
-    It is drawn at the first and at the last step, and between them as often as fits into 2% of the
-    run's time. Without matplotlib the text alone is updated.
+    It is drawn at the first and the last step, and between them as often as fits into 2% of the
+    run's time. Without matplotlib only the text is updated.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class NotebookFigure(LiveView):
         from IPython.display import display
 
         self._can_draw = find_spec("matplotlib") is not None
-        if self._can_draw:  # loading it is no part of a drawing's cost
+        if self._can_draw:  # its import is no part of a drawing's cost
             import matplotlib.backends.backend_agg
             import matplotlib.figure
             import matplotlib.style  # noqa: F401
@@ -69,16 +69,13 @@ class NotebookFigure(LiveView):
         """Return the output as HTML and as plain text."""
         line = self.progress.line
         findings = [finding_line(finding) for finding in self.progress.findings]
-        told = findings or ["the doctor finds nothing"] * bool(self.progress.steps)
-        text = html.escape("\n".join([line, *told]))
-        parts = [f'<pre style="white-space: pre-wrap; margin: 0 0 4px">{text}</pre>']
+        findings = findings or ["the doctor finds nothing"] * bool(self.progress.steps)
+        text = "\n".join([line, *findings])
+        page = f'<pre style="white-space: pre-wrap; margin: 0 0 4px">{html.escape(text)}</pre>'
         if picture:
-            data = base64.b64encode(picture).decode("ascii")
-            parts.append(
-                f'<img alt="{html.escape(line)}" width="{FIGURE_WIDTH}" '
-                f'src="data:image/png;base64,{data}">'
-            )
-        return {"text/plain": "\n".join([line, *told]), "text/html": "".join(parts)}
+            source = f"data:image/png;base64,{base64.b64encode(picture).decode('ascii')}"
+            page += f'<img alt="{html.escape(line)}" width="{FIGURE_WIDTH}" src="{source}">'
+        return {"text/plain": text, "text/html": page}
 
 
 FIGURE_WIDTH, FIGURE_HEIGHT = 900, 400
@@ -125,30 +122,24 @@ def _chart(
     axis.set_title(title, fontsize=8, loc="left")
     axis.tick_params(labelsize=7)
     axis.grid(visible=True, color="#dddddd", linewidth=0.5)
-    places = thinned(steps, CHART_POINTS)
+    points_at = thinned(steps, CHART_POINTS)
     for number, (name, values) in enumerate(curves.items()):
         points = [math.nan if y is None else y for y in thinned(values, CHART_POINTS)]
         colour = COLOURS[number % len(COLOURS)]
         mark = "." if len(points) < 3 else None
-        axis.plot(places, points, color=colour, linewidth=1.2, marker=mark, label=_plain(name))
+        label = name.encode("ascii", "backslashreplace").decode("ascii")  # the font's letters
+        axis.plot(points_at, points, color=colour, linewidth=1.2, marker=mark, label=label)
     if any(curves):
         for text in axis.legend(fontsize=6, loc="best", framealpha=0.6).get_texts():
             text.set_parse_math(False)
 
 
-def _band(axis: Any, steps: Sequence[int], values: Sequence[float | None], spread: Any) -> None:
+def _band(
+    axis: Any, steps: Sequence[int], values: Sequence[float | None], spread: Sequence[float | None]
+) -> None:
     """Shade one standard deviation within a group to both sides of the reward."""
-    pairs = [
-        (math.nan, math.nan) if None in (mean, wide) else (mean - wide, mean + wide)
-        for mean, wide in zip(
-            thinned(values, CHART_POINTS), thinned(spread, CHART_POINTS), strict=True
-        )
-    ]
-    places = thinned(steps, CHART_POINTS)
-    low, high = zip(*pairs, strict=True)
+    places, means, widths = (thinned(part, CHART_POINTS) for part in (steps, values, spread))
+    pairs = zip(means, widths, strict=True)
+    known = [(math.nan, 0.0) if m is None or w is None else (m, w) for m, w in pairs]
+    low, high = ([mean + sign * wide for mean, wide in known] for sign in (-1, 1))
     axis.fill_between(places, low, high, color=COLOURS[0], alpha=0.15, linewidth=0)
-
-
-def _plain(name: str) -> str:
-    """Return a name in letters that the figure's font has."""
-    return name.encode("ascii", "backslashreplace").decode("ascii")

@@ -1,4 +1,5 @@
-"""report.html: one page that shows what a run did.
+"""report.html: one self-contained page about a run, or a comparison of several.
 
-Reads the record through diagnosis.
+``page.write_report`` is the entry. Reads run folders as the ``diagnosis`` package does, and never a
+trainer: a run that was killed, or still trains, can be reported.
 """

@@ -1,4 +1,4 @@
-"""What a report says of a run, as plain values for its page."""
+"""What a report shows of a run, as plain values for its page."""
 
 import json
 import math
@@ -16,12 +16,13 @@ from rloo_kit.diagnosis.record import (
     RunStatistics,
     finite_number,
     finite_numbers,
+    read_json,
 )
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
 from rloo_kit.report.curves import Chart, curves_of, held_out_points, rows_of
-from rloo_kit.report.groups import completion_parts, kept_groups, messages_of, place_of_row
-from rloo_kit.report.page_json import page_json
+from rloo_kit.report.groups import kept_groups, place_of_row
+from rloo_kit.report.texts import completion_parts, messages_of, page_json
 from rloo_kit.text.redaction import redact_tree
 
 GROUP_BYTES = 3 << 19
@@ -30,11 +31,9 @@ SAMPLE_BYTES = 3 << 17
 """Of held-out prompts with two completions each, all runs together; 384 KiB."""
 SAMPLE_LENGTH = 4000
 """Characters of a prompt, or a completion, of those."""
-SECRET = re.compile(r"(^|_)(token|key|secret|password)$")
-"""Names of settings whose values are not shown."""
-MOST_ROWS = 24
+MAX_ROWS = 24
 """Of a table of scored models, of their comparisons, and of win rates."""
-MOST_PARTS = 40
+MAX_PARTS = 40
 """Of the planned memory."""
 UNKNOWN = "not known here"
 """In place of a default that the kit does not set itself."""
@@ -46,10 +45,10 @@ def run_content(
     """Return all that the page shows of a run.
 
     Args:
-        record: As ``read_run`` returns it.
+        record: The run.
         name: Of the run on the page.
         charts: As ``charts_of`` returns them.
-        share: Runs on the page, which divide the room there is.
+        share: Runs on the page, which divide its budget of bytes.
     """
     known = [row for row in record.completions if place_of_row(row) is not None]
     record = replace(record, completions=known)
@@ -78,7 +77,31 @@ def run_content(
         "command": _command(record),
         "notices": _notices(record.config),
     }
-    return redact_tree(content)  # a run of before secrets were hidden may hold some
+    return redact_tree(content)  # the files may come from elsewhere, or from an older version
+
+
+# --- plain values out of files that anybody may have written --------------------------------------
+
+
+def _read(record: RunRecord, name: str) -> dict[str, Any]:
+    return (read_json(record.folder / name) if record.folder else None) or {}
+
+
+def _dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _dicts(value: object) -> list[dict[str, Any]]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def _numbers(value: object) -> dict[str, float | None]:
+    return {name: finite_number(number) for name, number in _dict(value).items()}
+
+
+def _number(value: object, digits: int, sign: str = "") -> str:
+    number = finite_number(value)
+    return "none" if number is None else f"{number:{sign}.{digits}f}"
 
 
 # --- how it went ---------------------------------------------------------------------------------
@@ -86,16 +109,12 @@ def run_content(
 
 def _finding(finding: Finding, record: RunRecord) -> dict[str, Any]:
     settings = re.split(r", (?=[\w.]+=)", finding.setting) if finding.setting else []
-    command = " ".join(f"--set {shlex.quote(setting)}" for setting in settings)
-    return {
-        **finding.as_dict(),
-        "settings": settings,
-        "command": f"{_command(record)} {command}" if settings else "",
-    }
+    command = " ".join([_command(record), *(f"--set {shlex.quote(one)}" for one in settings)])
+    return {**finding.as_dict(), "settings": settings, "command": command if settings else ""}
 
 
 def _end(record: RunRecord) -> dict[str, Any]:
-    """Return how the run ended, and when; without end.json by what else it left."""
+    """Return how the run ended, and when; without end.json from its other files."""
     steps = rows_of(record).steps
     times = [time for row in record.metrics if (time := finite_number(row.get("time")))]
     end = record.end
@@ -115,8 +134,7 @@ def _end(record: RunRecord) -> dict[str, Any]:
 
 def _facts(record: RunRecord) -> list[tuple[str, str]]:
     """Return what a reader wants to know first, as pairs of name and value."""
-    config, hardware = record.config, _hardware(record)
-    facts = []
+    config, facts = record.config, []
     if config:
         quantized = ", 4-bit" if config.model.load_in_4bit else ", 16-bit"
         facts += [
@@ -128,8 +146,8 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
     resumed = record.end.get("resumed_at")
     steps = finite_numbers(resumed if isinstance(resumed, list) else [])
     if steps:
-        facts.append(("gone on with", f"after step {', '.join(f'{step:g}' for step in steps)}"))
-    return [*facts, *hardware[:1]]
+        facts.append(("resumed", f"after step {', '.join(f'{step:g}' for step in steps)}"))
+    return [*facts, *_hardware(_read(record, "environment.json"))]
 
 
 def _reward_name(reward: object) -> str:
@@ -140,117 +158,21 @@ def _reward_name(reward: object) -> str:
 
 
 def _held_out(record: RunRecord) -> dict[str, Any]:
-    """Return every reward before and after; ``sure`` where the difference is more than chance."""
+    """Return every reward before and after, and what their difference amounts to."""
     found = record.evaluation or {}
-    parts = {
-        name: part for name in ("before", "after") if isinstance(part := found.get(name), dict)
-    }
+    parts = {name: found[name] for name in ("before", "after") if _dict(found.get(name))}
+    means = {name: _numbers(part.get("rewards")) for name, part in parts.items()}
     compared = {one.name: one for one in RunStatistics(record).scored_twice}
-    means = {name: part.get("rewards") for name, part in parts.items()}
-    names = dict.fromkeys(
-        [*compared, *(n for mean in means.values() if isinstance(mean, dict) for n in mean)]
-    )
     rewards = []
-    for name in names:
+    for name in dict.fromkeys([*compared, *(name for mean in means.values() for name in mean)]):
         row: dict[str, Any] = {"name": name}
-        for part, mean in means.items():
-            row[part] = finite_number(mean.get(name)) if isinstance(mean, dict) else None
+        row |= {part: mean.get(name) for part, mean in means.items()}
         if one := compared.get(name):
             row |= {"error": one.error, "num": one.num, "change": _sign(one.change)}
         rewards.append(row)
-    return {
-        "rewards": rewards,
-        **{
-            name: {
-                k: finite_number(part.get(k)) for k in ("num_prompts", "mean_length", "temperature")
-            }
-            for name, part in parts.items()
-        },
-    }
-
-
-def _scored(record: RunRecord) -> dict[str, Any] | None:
-    """Return the newest table of ``rloo-kit eval``; None where there is none."""
-    entry = _newest(record.folder, "eval.json", "evaluations", 1)
-    rows = [row for one in entry for row in _objects(one.get("rows"))][:MOST_ROWS]
-    if not rows:
-        return None
-    cells = [_scored_cells(row) for row in rows]
-    titles = list(dict.fromkeys(title for row in cells for title in row))
-    prompts = finite_number(rows[0].get("num_prompts"))
-    return {
-        "caption": f"{prompts or 0:g} prompts of {entry[0].get('prompts')}; in brackets 95%",
-        "head": titles,
-        "rows": [[row.get(title, "") for title in titles] for row in cells],
-        "compared": [_compared(one) for one in _objects(entry[0].get("compared"))[:MOST_ROWS]],
-    }
-
-
-def _scored_cells(row: dict[str, Any]) -> dict[str, str]:
-    sampler = row.get("sampler", "transformers")
-    by = "" if sampler == "transformers" else f", by {sampler}"
-    cells = {"model": str(row.get("model")), "completions": f"{row.get('mode')}{by}"}
-    means, intervals = _object(row.get("rewards")), _object(row.get("intervals"))
-    for name, mean in means.items():
-        bounds = intervals.get(name)
-        known = finite_numbers(bounds) if isinstance(bounds, list) else []
-        between = f" [{known[0]:.3f}, {known[1]:.3f}]" if len(known) == 2 else ""
-        cells[str(name)] = f"{_number(mean, 3)}{between}"
-    for title, key in (("pass", "pass_at_k"), ("maj", "maj_at_k")):
-        for k, mean in _object(row.get(key)).items():
-            if k not in ("1", "2" if title == "maj" else ""):
-                cells[f"{title}@{k}"] = _number(mean, 3)
-    cells["thinking"] = _number(row.get("thinking_length"), 1)
-    cells["tokens"] = _number(row.get("mean_length"), 1)
-    return cells
-
-
-def _compared(one: dict[str, Any]) -> str:
-    found = _object(one.get("found"))
-    low, high = (_number(found.get(name), 3, "+") for name in ("low", "high"))
-    real = "real" if found.get("is_real") is True else "may be chance"
-    return (
-        f"{one.get('model')} against {one.get('against')}, {one.get('reward')}, {one.get('mode')}: "
-        f"{_number(found.get('mean'), 3, '+')} [{low}, {high}], {real}"
-    )
-
-
-def _judged(record: RunRecord) -> list[str]:
-    """Return the newest win rates in a sentence each, with judge and number of prompts."""
-    lines = []
-    for one in _newest(record.folder, "judge.json", "judged", MOST_ROWS):
-        found = _object(one.get("found"))
-        rate, low, high = (
-            None if (value := finite_number(found.get(name))) is None else 100 * (value + 0.5)
-            for name in ("mean", "low", "high")
-        )
-        counts = ", ".join(
-            f"{_number(one.get(name), 0)} {said}"
-            for name, said in (("wins", "won"), ("ties", "tied"), ("losses", "lost"))
-        )
-        lines.append(
-            f"{one.get('model')} wins {_number(rate, 1)}% [{_number(low, 1)}, {_number(high, 1)}] "
-            f"against {one.get('against')}: {counts} of {_number(found.get('num'), 0)} prompts of "
-            f"{one.get('prompts')}, {one.get('mode')}; judge: {one.get('judge')}"
-        )
-    return lines
-
-
-def _newest(folder: Path | None, file: str, name: str, most: int) -> list[dict[str, Any]]:
-    return _objects(_read_object(folder, file).get(name))[-most:]
-
-
-def _objects(value: object) -> list[dict[str, Any]]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
-
-
-def _object(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _number(value: object, digits: int, sign: str = "") -> str:
-    number = finite_number(value)
-    return "none" if number is None else f"{number:{sign}.{digits}f}"
+    keys = ("num_prompts", "mean_length", "temperature")
+    facts = {name: {k: finite_number(part.get(k)) for k in keys} for name, part in parts.items()}
+    return {"rewards": rewards, **facts}
 
 
 def _sign(change: float) -> str:
@@ -260,20 +182,77 @@ def _sign(change: float) -> str:
     return "rose" if change > 0 else "fell"
 
 
+def _scored(record: RunRecord) -> dict[str, Any] | None:
+    """Return the newest table of ``rloo-kit eval``; None where there is none."""
+    entry = next(iter(_dicts(_read(record, "eval.json").get("evaluations"))[-1:]), {})
+    rows = _dicts(entry.get("rows"))[:MAX_ROWS]
+    if not rows:
+        return None
+    cells = [_scored_cells(row) for row in rows]
+    titles = list(dict.fromkeys(title for row in cells for title in row))
+    prompts = finite_number(rows[0].get("num_prompts"))
+    return {
+        "caption": f"{prompts or 0:g} prompts of {entry.get('prompts')}; in brackets 95%",
+        "head": titles,
+        "rows": [[row.get(title, "") for title in titles] for row in cells],
+        "compared": [_compared(one) for one in _dicts(entry.get("compared"))[:MAX_ROWS]],
+    }
+
+
+def _scored_cells(row: dict[str, Any]) -> dict[str, str]:
+    sampler = row.get("sampler", "transformers")
+    by = "" if sampler == "transformers" else f", by {sampler}"
+    cells = {"model": str(row.get("model")), "completions": f"{row.get('mode')}{by}"}
+    intervals = _dict(row.get("intervals"))
+    for name, mean in _dict(row.get("rewards")).items():
+        bounds = intervals.get(name)
+        known = finite_numbers(bounds) if isinstance(bounds, list) else []
+        between = f" [{known[0]:.3f}, {known[1]:.3f}]" if len(known) == 2 else ""
+        cells[str(name)] = f"{_number(mean, 3)}{between}"
+    for title, key, trivial in (("pass", "pass_at_k", ("1",)), ("maj", "maj_at_k", ("1", "2"))):
+        for k, mean in _dict(row.get(key)).items():
+            if k not in trivial:
+                cells[f"{title}@{k}"] = _number(mean, 3)
+    cells["thinking"] = _number(row.get("thinking_length"), 1)
+    cells["tokens"] = _number(row.get("mean_length"), 1)
+    return cells
+
+
+def _compared(one: dict[str, Any]) -> str:
+    found = _dict(one.get("found"))
+    mean, low, high = (_number(found.get(name), 3, "+") for name in ("mean", "low", "high"))
+    real = "real" if found.get("is_real") is True else "may be chance"
+    return (
+        f"{one.get('model')} against {one.get('against')}, {one.get('reward')}, {one.get('mode')}: "
+        f"{mean} [{low}, {high}], {real}"
+    )
+
+
+def _judged(record: RunRecord) -> list[str]:
+    """Return the newest win rates in a sentence each, with judge and number of prompts."""
+    lines = []
+    for one in _dicts(_read(record, "judge.json").get("judged"))[-MAX_ROWS:]:
+        found = _numbers(one.get("found"))
+        known = (found.get(name) for name in ("mean", "low", "high"))
+        rate, low, high = (None if x is None else 100 * (x + 0.5) for x in known)
+        words = (("wins", "won"), ("ties", "tied"), ("losses", "lost"))
+        counts = ", ".join(f"{_number(one.get(name), 0)} {word}" for name, word in words)
+        lines.append(
+            f"{one.get('model')} wins {_number(rate, 1)}% [{_number(low, 1)}, {_number(high, 1)}] "
+            f"against {one.get('against')}: {counts} of {_number(found.get('num'), 0)} prompts of "
+            f"{one.get('prompts')}, {one.get('mode')}; judge: {one.get('judge')}"
+        )
+    return lines
+
+
 # --- held-out prompts ----------------------------------------------------------------------------
 
 
 def _samples(record: RunRecord, budget: int) -> dict[str, Any]:
     """Return held-out prompts with both completions, those whose rewards changed most first."""
     found = record.evaluation or {}
-    lists = [
-        part.get("samples") if isinstance(part := found.get(name), dict) else None
-        for name in ("before", "after")
-    ]
-    before, after = (
-        [s for s in one if isinstance(s, dict)] if isinstance(one, list) else [] for one in lists
-    )
-    if not before or len(before) != len(after):
+    before, after = (_dicts(_dict(found.get(name)).get("samples")) for name in ("before", "after"))
+    if len(before) != len(after):
         after = [{}] * len(before)
     pairs = sorted(zip(before, after, strict=True), key=lambda pair: -abs(_change(*pair)))
     kept = []
@@ -293,21 +272,13 @@ def _samples(record: RunRecord, budget: int) -> dict[str, Any]:
 
 def _change(old: dict[str, Any], new: dict[str, Any]) -> float:
     """Return by how much the rewards of a prompt rose, in sum."""
-    before, after = (
-        one if isinstance(one := sample.get("rewards"), dict) else {} for sample in (old, new)
-    )
-    known = [(finite_number(before[name]), finite_number(after.get(name))) for name in before]
+    before, after = _numbers(old.get("rewards")), _numbers(new.get("rewards"))
+    known = ((value, after.get(name)) for name, value in before.items())
     return math.fsum(new - old for old, new in known if old is not None and new is not None)
 
 
 def _sample(sample: dict[str, Any]) -> dict[str, Any]:
-    rewards = sample.get("rewards")
-    return {
-        **completion_parts(sample, SAMPLE_LENGTH),
-        "rewards": {name: finite_number(value) for name, value in rewards.items()}
-        if isinstance(rewards, dict)
-        else {},
-    }
+    return {**completion_parts(sample, SAMPLE_LENGTH), "rewards": _numbers(sample.get("rewards"))}
 
 
 # --- how it was made -----------------------------------------------------------------------------
@@ -323,38 +294,28 @@ def _settings(config: RunConfig | None) -> list[dict[str, Any]]:
     """Return every setting with its default, and whether it differs."""
     if config is None:
         return []
-    defaults = _flat(RunConfig().as_dict())
-    defaults |= {f"trainer.{name}": _shown(v) for name, v in (DEFAULT_BATCH | DEFAULTS).items()}
-    return [
-        {
-            "name": name,
-            "value": value,
-            "default": (usual := defaults.get(name, UNKNOWN)),
-            "differs": value != usual,
-        }
-        for name, value in _flat(config.as_dict()).items()
-    ]
+    defaults = _flat(RunConfig()) | _flat_table("trainer", DEFAULT_BATCH | DEFAULTS)
+    rows = []
+    for name, value in _flat(config).items():
+        default = defaults.get(name, UNKNOWN)
+        differs = value != default
+        rows.append({"name": name, "value": value, "default": default, "differs": differs})
+    return rows
 
 
-def _flat(config: dict[str, Any]) -> dict[str, str]:
+def _flat(config: RunConfig) -> dict[str, str]:
+    """Return the settings as texts, by ``section.key``."""
     found = {}
-    for name, value in config.items():
-        inner = value.items() if isinstance(value, dict) else [("", value)]
-        for key, item in inner:
-            found[f"{name}.{key}" if key else name] = _shown(_without_secrets(item, key or name))
+    for name, value in redact_tree(config.as_dict()).items():
+        found |= _flat_table(name, value) if isinstance(value, dict) else {name: _text(value)}
     return found
 
 
-def _without_secrets(value: object, name: str = "") -> object:
-    """Return a setting with what is a secret by its name blacked out."""
-    if isinstance(value, dict):
-        return {key: _without_secrets(item, str(key)) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_secrets(item) for item in value]
-    return "***" if value and SECRET.search(name) else redact_tree(value, name)
+def _flat_table(name: str, table: dict[str, Any]) -> dict[str, str]:
+    return {f"{name}.{key}": _text(item) for key, item in table.items()}
 
 
-def _shown(value: object) -> str:
+def _text(value: object) -> str:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return ", ".join(value)
     if isinstance(value, str):
@@ -366,60 +327,46 @@ def _shown(value: object) -> str:
 
 def _environment(record: RunRecord) -> list[tuple[str, str]]:
     """Return hardware, backend and versions as pairs of name and value."""
-    facts = _read_object(record.folder, "environment.json")
-    found = _hardware(record)
+    facts = _read(record, "environment.json")
+    found = _hardware(facts)
     if facts.get("backend"):
         why = facts.get("why_not_unsloth")
         found.append(("backend", f"{facts['backend']}{f' ({why})' if why else ''}"))
-    versions = facts.get("versions")
-    if isinstance(versions, dict):
-        found += [
-            (str(name), str(version or "not installed")) for name, version in versions.items()
-        ]
-    return found
+    versions = _dict(facts.get("versions")).items()
+    return found + [(str(name), str(version or "not installed")) for name, version in versions]
 
 
-def _hardware(record: RunRecord) -> list[tuple[str, str]]:
-    hardware = _read_object(record.folder, "environment.json").get("hardware")
-    if not isinstance(hardware, dict) or not hardware.get("name"):
+def _hardware(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    hardware = _dict(facts.get("hardware"))
+    if not hardware.get("name"):
         return []
-    memory, num = (
-        finite_number(hardware.get("total_memory")),
-        finite_number(hardware.get("num_devices")),
-    )
-    return [
-        (
-            "hardware",
-            f"{f'{num:g} x ' if num and num > 1 else ''}{hardware['name']}"
-            f"{f', {memory / (1 << 30):.0f} GiB' if memory else ''}",
-        )
-    ]
+    num, memory = (finite_number(hardware.get(key)) for key in ("num_devices", "total_memory"))
+    several = f"{num:g} x " if num and num > 1 else ""
+    size = f", {memory / (1 << 30):.0f} GiB" if memory else ""
+    return [("hardware", f"{several}{hardware['name']}{size}")]
 
 
 def _files(folder: Path | None) -> list[tuple[str, int]]:
-    """Return what lies in the folder of the run, with sizes in bytes."""
+    """Return the visible files of the run's folder, with sizes in bytes."""
     found = []
     try:
         for entry in sorted(folder.iterdir()) if folder else ():
-            if entry.is_symlink():  # it may lead to the whole disk
+            if entry.is_symlink() or entry.name.startswith("."):  # a link may lead anywhere
                 continue
             files = entry.rglob("*") if entry.is_dir() else [entry]
             size = sum(file.stat().st_size for file in files if file.is_file())
-            if not entry.name.startswith("."):
-                found.append((f"{entry.name}/" if entry.is_dir() else entry.name, size))
-    except OSError:  # a file that a run which still goes on replaced just now
+            found.append((f"{entry.name}/" if entry.is_dir() else entry.name, size))
+    except OSError:  # a file that a running training replaced just now
         pass
     return found
 
 
 def _plan(record: RunRecord) -> dict[str, Any] | None:
     """Return the memory that was planned at the peak; None where no plan was written."""
-    content = _read_object(record.folder, "plan.json")
-    given = content.get("parts")
+    content = _read(record, "plan.json")
     pairs = [
         (str(part.get("name")), finite_number(part.get("bytes")))
-        for part in (given if isinstance(given, list) else [])[:MOST_PARTS]
-        if isinstance(part, dict)
+        for part in _dicts(content.get("parts"))[:MAX_PARTS]
     ]
     parts = [(name, size) for name, size in pairs if size is not None]
     if not parts:
@@ -442,17 +389,6 @@ def _notices(config: RunConfig | None) -> list[str]:
     """Return what a reader should know before running it again."""
     if config is None:
         return ["run.yaml is missing or cannot be read: the settings are not known"]
-    trusting = re.findall(
-        r"[\w.\"]*trust_remote_code\"?(?:: | = )true",
-        "\n".join(f"{name} = {value}" for name, value in _flat(config.as_dict()).items()),
-    )
+    settings = "\n".join(f"{name} = {value}" for name, value in _flat(config).items())
+    trusting = re.findall(r"[\w.\"]*trust_remote_code\"?(?:: | = )true", settings)
     return [f"{setting}: code that comes with the model may run" for setting in trusting]
-
-
-def _read_object(folder: Path | None, name: str) -> dict[str, Any]:
-    """Return a JSON object of the run's folder; {} where there is none."""
-    try:
-        content = json.loads((folder / name).read_bytes()) if folder else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rloo_kit.diagnosis.record import RunRecord, finite_number, finite_numbers, mean_or_none
+from rloo_kit.live.view import METRICS
 
-POINTS = 500
-"""Points of a curve, at most; a longer run is told by means of neighbouring steps."""
-MORE = 100
-"""Metrics without a chart of their own that are kept, at most."""
+MAX_POINTS = 500
+"""Of a curve; of a longer run each is the mean of neighbouring steps."""
+MAX_OTHER_METRICS = 100
 NO_METRICS = {"step", "time", "epoch"}
 
 
@@ -43,76 +43,33 @@ class Chart:
     """Rewards whose means on held-out prompts are drawn as points."""
 
 
+_SPREAD, _LENGTHS = ("score/raw_group_std",), ("completions/min_length", "completions/max_length")
 CHARTS = (
-    Chart(
-        "reward",
-        "Reward",
-        "mean score of a step",
-        (Line("reward", ("reward",), ("score/raw_group_std",)),),
-        band_note="band: one standard deviation within a group",
-    ),
-    Chart(
-        "kl_sequence",
-        "KL of a completion",
-        "nats from the reference, summed over the completion",
-        (Line("KL", ("kl/sequence", "objective/kl")),),
-    ),
-    Chart(
-        "kl_token", "KL of a token", "nats from the reference", (Line("KL", ("kl/token", "kl")),)
-    ),
-    Chart(
-        "signal",
-        "Groups with signal",
-        "share of groups whose scores differ: the others teach nothing",
-        (Line("with signal", ("signal/groups_without", "frac_reward_zero_std"), from_one=True),),
-        share=True,
-    ),
-    Chart(
-        "entropy",
-        "Entropy",
-        "nats a token; near 0 all completions of a prompt are alike",
-        (Line("entropy", ("policy/entropy_avg", "entropy")),),
-    ),
-    Chart(
-        "length",
-        "Length",
-        "tokens of a completion",
-        (
-            Line(
-                "mean length",
-                ("completions/mean_length",),
-                ("completions/min_length", "completions/max_length"),
-            ),
-        ),
-        band_note="band: the shortest to the longest",
-    ),
-    Chart(
-        "truncated",
-        "Cut off",
-        "share of completions that reached max_completion_length",
-        (Line("cut off", ("completions/truncated", "completions/clipped_ratio")),),
-        share=True,
-    ),
-    Chart(
-        "grad_norm",
-        "Gradient norm",
-        "before it is clipped to max_grad_norm",
-        (Line("norm", ("grad_norm",)),),
-    ),
-    Chart(
-        "learning_rate", "Learning rate", "of the step", (Line("rate", ("learning_rate", "lr")),)
-    ),
-    Chart(
-        "speed",
-        "Speed",
-        "tokens a second",
-        (
-            Line("sampling", ("speed/generation_tokens_per_second",)),
-            Line("learning", ("speed/learning_tokens_per_second",)),
-        ),
-    ),
-    Chart("memory", "Peak memory", "GiB", (Line("peak", ("memory/peak_gib",)),)),
-)
+    Chart("reward", "Reward", "mean score of a step", (Line("reward", METRICS["reward"], _SPREAD),),
+          band_note="band: one standard deviation within a group"),
+    Chart("kl_sequence", "KL of a completion",
+          "nats from the reference, summed over the completion",
+          (Line("KL", METRICS["kl/sequence"]),)),
+    Chart("kl_token", "KL of a token", "nats from the reference",
+          (Line("KL", METRICS["kl/token"]),)),
+    Chart("signal", "Groups with signal",
+          "share of groups whose scores differ: the others teach nothing",
+          (Line("with signal", METRICS["without_signal"], from_one=True),), share=True),
+    Chart("entropy", "Entropy", "nats a token; near 0 all completions of a prompt are alike",
+          (Line("entropy", ("policy/entropy_avg", "entropy")),)),
+    Chart("length", "Length", "tokens of a completion",
+          (Line("mean length", METRICS["length"], _LENGTHS),),
+          band_note="band: the shortest to the longest"),
+    Chart("truncated", "Cut off", "share of completions that reached max_completion_length",
+          (Line("cut off", METRICS["truncated"]),), share=True),
+    Chart("grad_norm", "Gradient norm", "before it is clipped to max_grad_norm",
+          (Line("norm", METRICS["gradient"]),)),
+    Chart("learning_rate", "Learning rate", "of the step",
+          (Line("rate", ("learning_rate", "lr")),)),
+    Chart("speed", "Speed", "tokens a second",
+          (Line("sampling", METRICS["sampling"]), Line("learning", METRICS["learning"]))),
+    Chart("memory", "Peak memory", "GiB", (Line("peak", METRICS["memory"]),)),
+)  # fmt: skip
 """In the order of the page; the charts of the single rewards come after the first."""
 
 
@@ -124,11 +81,7 @@ class Rows:
     rows: list[dict[str, Any]]
 
     def values(self, names: Sequence[str]) -> list[float | None]:
-        """Return the values of the first of these metrics that the run has; [] where it has none.
-
-        Args:
-            names: Of metrics.
-        """
+        """Return the values of the first of these metrics that the run has; else []."""
         for name in names:
             found = [finite_number(row.get(name)) for row in self.rows]
             if any(value is not None for value in found):
@@ -137,11 +90,7 @@ class Rows:
 
 
 def rows_of(record: RunRecord) -> Rows:
-    """Return what is known of every step; of a step that was made twice the last.
-
-    Args:
-        record: As ``read_run`` returns it.
-    """
+    """Return the metrics of every step; of a step that a resumed run repeated, the newer ones."""
     found: dict[int, dict[str, Any]] = {}
     step = 0
     for row in record.metrics:
@@ -154,15 +103,8 @@ def rows_of(record: RunRecord) -> Rows:
     return Rows(steps, [found[step] for step in steps])
 
 
-# --- the charts ----------------------------------------------------------------------------------
-
-
 def charts_of(records: Sequence[RunRecord]) -> list[Chart]:
-    """Return the charts that at least one of the runs has something for.
-
-    Args:
-        records: As ``read_run`` returns them.
-    """
+    """Return the charts that at least one of the runs has something for."""
     runs = [rows_of(record) for record in records]
     present = {name for run in runs for row in run.rows for name in row}
     rewards = {n[8:-5]: 0 for run in runs for row in run.rows for n in row if _is_reward(n)}
@@ -193,28 +135,22 @@ def _is_reward(name: str) -> bool:
 
 
 def _is_the_reward(run: Rows, chart: Chart) -> bool:
-    """Return whether this one reward is all that the run pays, so that one curve tells both."""
+    """Return whether this one reward is all that the run pays, so that one curve shows both."""
     return run.values(chart.lines[0].metrics) == run.values(("reward",))
 
 
 def held_out_points(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
-    """Return of every reward its means on the held-out prompts, as pairs of step and value.
+    """Return the means of every reward on the held-out prompts, as pairs of step and value.
 
-    Args:
-        record: As ``read_run`` returns it; before stands at step 0, after at the last or, where the
-            best weights were put back, at theirs.
+    ``before`` is at step 0, ``after`` at the last step or that of the weights that were kept.
     """
     found = record.evaluation or {}
     during = found.get("during")
-    last = max(rows_of(record).steps, default=0)
+    rows = [row for row in during if isinstance(row, dict)] if isinstance(during, list) else []
     kept = finite_number(record.end.get("kept_step"))
-    parts = [(0, found.get("before"))]
-    parts += [
-        (int(finite_number(part.get("step")) or 0), part)
-        for part in (during if isinstance(during, list) else [])
-        if isinstance(part, dict)
-    ]
-    parts.append((last if kept is None else int(kept), found.get("after")))
+    last = max(rows_of(record).steps, default=0) if kept is None else int(kept)
+    parts = [(int(finite_number(row.get("step")) or 0), row) for row in rows]
+    parts = [(0, found.get("before")), *parts, (last, found.get("after"))]
     points: dict[str, list[tuple[int, float]]] = {}
     for step, part in parts:
         rewards = part.get("rewards") if isinstance(part, dict) else None
@@ -224,26 +160,23 @@ def held_out_points(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
     return points
 
 
-# --- the points ----------------------------------------------------------------------------------
-
-
 def curves_of(record: RunRecord, charts: Sequence[Chart], share: int = 1) -> dict[str, Any]:
-    """Return the points of every chart, at most ``POINTS`` a curve.
+    """Return the points of every chart, at most ``MAX_POINTS`` a curve.
 
     Args:
-        record: As ``read_run`` returns it.
+        record: The run.
         charts: As ``charts_of`` returns them.
         share: Runs on the page, which divide the points there are.
 
     Returns:
-        ``from`` and ``to``, the steps that each point tells of; ``lines``, by ``ID/NUMBER`` of the
-        chart's line, each with ``y`` and, where there is a band or a point tells of several steps,
-        ``lo`` and ``hi``; ``more``, by name, the metrics that no chart shows.
+        ``from`` and ``to``, first and last step of each point; ``lines``, by ``ID/NUMBER`` of the
+        chart's line, each with ``y`` and, where there is a band or a point stands for several
+        steps, ``lo`` and ``hi``; ``more``, by name, the metrics that no chart shows.
     """
     run = rows_of(record)
-    width = max(1, -(-len(run.steps) * share // POINTS))
+    width = max(1, -(-len(run.steps) * share // MAX_POINTS))
     cuts = [slice(at, at + width) for at in range(0, len(run.steps), width)]
-    others = _other_metrics(run, charts)[: max(1, MORE // share)]
+    others = _other_metrics(run, charts)[: max(1, MAX_OTHER_METRICS // share)]
     lines = {}
     for chart in charts:
         for place, line in enumerate(chart.lines):
@@ -296,6 +229,6 @@ def _other_metrics(run: Rows, charts: Sequence[Chart]) -> list[str]:
     """Return the metrics that no chart shows, in the order in which they first came."""
     shown = {name for chart in charts for line in chart.lines for name in line.metrics + line.band}
     names = dict.fromkeys(name for row in run.rows for name in row)
-    # A reward without a chart is the only one, and the first chart tells it.
+    # A reward without a chart is the only one, and the first chart shows it.
     wanted = [n for n in names if n not in shown and n not in NO_METRICS and not _is_reward(n)]
     return [name for name in wanted if run.values((name,))]

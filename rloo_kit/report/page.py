@@ -1,29 +1,27 @@
-"""``report.html``: one file that says what a run did, why, and what to change.
+"""Write ``report.html``: what a run did, why, and what to change.
 
 The page holds its styles, its script, a plotting library and the data; a browser loads nothing
-else, and the page forbids it to.
+else, and the page's policy forbids it.
 """
 
 import base64
-import contextlib
 import hashlib
 import html
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from rloo_kit.diagnosis.record import RunRecord, read_run
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
 from rloo_kit.errors import DataError
 from rloo_kit.machine.hardware import installed_version
+from rloo_kit.output_folder import write_atomically
 from rloo_kit.report.content import run_content
 from rloo_kit.report.curves import charts_of
-from rloo_kit.report.page_json import page_json
+from rloo_kit.report.texts import page_json
 from rloo_kit.text.wording import printable
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "report"
@@ -33,7 +31,7 @@ SCRIPTS = ("parts.js", "curves.js", "groups.js", "report.js")
 """One script in the page: the later use what the earlier define."""
 NAME, NAME_OF_SEVERAL = "report.html", "comparison.html"
 PLACE = re.compile(r"\{\{(\w+)\}\}")
-"""In page.html; filled in one pass, so that nothing is looked for in what was put in."""
+"""In page.html; filled in one pass, so that inserted data is not searched."""
 
 
 def write_report(
@@ -41,81 +39,67 @@ def write_report(
     path: str | Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Write the report of a run, or a comparison of several; whoever reads it never sees half.
+    """Write the report of a run, or a comparison of several, atomically; return its path.
 
     Args:
-        folders: Of the runs, as ``rloo-kit train`` left them; a run may still be going on.
+        folders: Of the runs, as ``rloo-kit train`` left them; a run may still train.
         path: Of the page. None: report.html in the folder of a single run, comparison.html in the
             current folder for several.
         say: Called with the verdict on each run.
-
-    Returns:
-        Where the page is.
 
     Raises:
         DataError: A folder is none of a run, the path does not end in .html, or it cannot be
             written.
     """
     given = [folders] if isinstance(folders, str | Path) else list(folders)
-    place = _place([Path(folder) for folder in given], path)
+    target = _target([Path(folder) for folder in given], path)
     records = [read_run(folder) for folder in given]
-    _write(place, report_html(records))
+    page = report_html(records).encode("utf-8", "replace")
+    try:
+        write_atomically(target, page)
+    except OSError as exc:
+        raise DataError(
+            f"the report cannot be written to {str(target)!r} ({exc}): give another path"
+        ) from exc
     for name, record in zip(names_of(records), records, strict=True):
-        said = verdict(record, find_in_run(record))
-        say(said if len(records) == 1 else f"{name}: {said}")
-    return place
+        text = verdict(record, find_in_run(record))
+        say(text if len(records) == 1 else f"{name}: {text}")
+    return target
 
 
 def report_html(records: Sequence[RunRecord]) -> str:
-    """Return the page of one run, or of several side by side.
-
-    Args:
-        records: As ``read_run`` returns them.
-    """
+    """Return the page of one run, or of several side by side."""
     charts = charts_of(records)
+    names = names_of(records)
     runs = [
         run_content(record, name, charts, len(records))
-        for record, name in zip(records, names_of(records), strict=True)
+        for record, name in zip(records, names, strict=True)
     ]
     content = {
         "version": installed_version("rloo_kit"),
         "charts": [asdict(chart) for chart in charts],
         "runs": runs,
     }
-    return _page(content)
-
-
-def names_of(records: Sequence[RunRecord]) -> list[str]:
-    """Return a name for every run: of its folder, with a number where two are called alike.
-
-    Args:
-        records: As ``read_run`` returns them.
-    """
-    names = [(record.folder.resolve().name if record.folder else "") or "run" for record in records]
-    seen: Counter[str] = Counter()
-    found = []
-    for name in names:
-        seen[name] += 1
-        found.append(f"{name} ({seen[name]})" if seen[name] > 1 else name)
-    return found
-
-
-# --- the page ------------------------------------------------------------------------------------
-
-
-def _page(content: dict[str, Any]) -> str:
-    runs = content["runs"]
-    what = " / ".join(run["name"] for run in runs)
+    title = f"{' / '.join(names)}: {'report' if len(runs) == 1 else 'comparison'}"
+    verdicts = [printable(f"{run['name']}: {run['verdict']}") for run in runs]
     parts = {
         **_assets(),
-        "title": html.escape(printable(f"{what}: {'report' if len(runs) == 1 else 'comparison'}")),
-        "verdicts": "\n".join(
-            f"<p>{html.escape(printable(': '.join((run['name'], run['verdict']))))}</p>"
-            for run in runs
-        ),
+        "title": html.escape(printable(title)),
+        "verdicts": "\n".join(f"<p>{html.escape(text)}</p>" for text in verdicts),
         "data": page_json(content),
     }
     return PLACE.sub(lambda match: parts[match[1]], parts.pop("page"))
+
+
+def names_of(records: Sequence[RunRecord]) -> list[str]:
+    """Return a name for every run: of its folder, with a number where two have the same."""
+    seen: Counter[str] = Counter()
+    names = []
+    for record in records:
+        name = (record.folder.resolve().name if record.folder else "") or "run"
+        seen[name] += 1
+        names.append(f"{name} ({seen[name]})" if seen[name] > 1 else name)
+    return names
 
 
 @cache
@@ -137,12 +121,9 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-# --- the file ------------------------------------------------------------------------------------
-
-
-def _place(folders: Sequence[Path], path: str | Path | None) -> Path:
+def _target(folders: Sequence[Path], path: str | Path | None) -> Path:
     if not folders:
-        raise DataError("no folder of a run is given: give at least one")
+        raise DataError("no run folder is given: give at least one")
     if path is None:
         return folders[0] / NAME if len(folders) == 1 else Path(NAME_OF_SEVERAL)
     if Path(path).suffix.lower() not in (".html", ".htm"):
@@ -150,17 +131,3 @@ def _place(folders: Sequence[Path], path: str | Path | None) -> Path:
             f"the report would be written to {str(path)!r}: give a path ending in .html"
         )
     return Path(path)
-
-
-def _write(path: Path, page: str) -> None:
-    """Write beside the file, then put it in its place."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        beside.write_text(page, encoding="utf-8", errors="replace", newline="\n")
-        beside.replace(path)
-    except OSError as exc:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise DataError(
-            f"the report cannot be written to {str(path)!r} ({exc}): give another path"
-        ) from exc

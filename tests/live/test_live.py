@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import logging
 import os
 import pty
 import re
@@ -172,19 +171,13 @@ def panel_of(lines):
 # --- which view -----------------------------------------------------------------------------------
 
 
-def test_a_terminal_gets_the_panel_and_a_pipe_gets_lines(terminal, tmp_path):
+def test_terminal_gets_the_panel_and_pipe_gets_lines(terminal, tmp_path):
     assert type(live.live_progress(terminal().stream)) is TerminalPanel
     with (tmp_path / "out").open("w") as stream:
         assert type(live.live_progress(stream)) is PlainLines
 
 
-def test_a_terminal_that_cannot_hold_the_panel_gets_lines(terminal, monkeypatch):
-    assert type(live.live_progress(terminal(columns=59).stream)) is PlainLines
-    monkeypatch.setenv("TERM", "dumb")
-    assert type(live.live_progress(terminal().stream)) is PlainLines
-
-
-def test_the_variable_chooses(terminal, tmp_path, monkeypatch):
+def test_environment_variable_chooses_the_view(terminal, tmp_path, monkeypatch):
     wanted = {"plain": PlainLines, "off": LiveView, "panel": TerminalPanel, "auto": TerminalPanel}
     stream = terminal().stream
     for value, view in wanted.items():
@@ -194,19 +187,11 @@ def test_the_variable_chooses(terminal, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="'pannel', must be one of auto, panel, notebook, plain"):
         live.live_progress(stream)
     monkeypatch.setenv("RLOO_KIT_LIVE", "notebook")
-    with pytest.raises(ConfigError, match="no kernel of a notebook: set it to auto"):
+    with pytest.raises(ConfigError, match="no notebook kernel: set it to auto"):
         live.live_progress()
 
 
-def test_off_shows_nothing(capfd):
-    view = LiveView()
-    state = start(view)
-    make_step(view, state)
-    view.close()
-    assert capfd.readouterr() == ("", "")
-
-
-def test_choosing_loads_nothing_heavy():
+def test_choosing_a_view_loads_no_heavy_library():
     code = (
         "import sys, rloo_kit.live.display as live; live.live_progress();"
         "print({'torch', 'transformers', 'rich', 'matplotlib', 'IPython'} & set(sys.modules))"
@@ -215,7 +200,8 @@ def test_choosing_loads_nothing_heavy():
     assert (result.stdout, result.stderr) == ("set()\n", "")
 
 
-def test_the_trainers_own_handler_drives_it():
+@pytest.mark.long
+def test_transformers_callback_handler_drives_the_view():
     from transformers import TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import CallbackHandler
 
@@ -239,7 +225,7 @@ def test_the_trainers_own_handler_drives_it():
 # --- lines ----------------------------------------------------------------------------------------
 
 
-def test_a_pipe_gets_one_plain_line_a_step_and_a_finding_once():
+def test_pipe_gets_one_line_per_step_and_finding():
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as stream, os.fdopen(reading) as lines:
         view = live.live_progress(stream)
@@ -261,15 +247,8 @@ def test_a_pipe_gets_one_plain_line_a_step_and_a_finding_once():
     )
 
 
-def test_letters_that_the_stream_lacks_are_escaped(tmp_path):
-    with (tmp_path / "out").open("w", encoding="latin-1") as stream:
-        view = PlainLines(stream)
-        make_step(view, start(view), **{"rewards/数/mean": 0.5})
-    assert r"\u6570 0.500" in (tmp_path / "out").read_text("latin-1")
-
-
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "high", [1.0]])
-def test_odd_metrics_are_told_as_none_and_end_nothing(value, terminal):
+def test_odd_metrics_are_shown_as_none(value, terminal):
     screen_of = terminal()
     for view in (PlainLines(screen_of.stream), TerminalPanel(screen_of.stream)):
         with warnings.catch_warnings():
@@ -280,13 +259,10 @@ def test_odd_metrics_are_told_as_none_and_end_nothing(value, terminal):
             make_step(view, state)
             view.close()
         assert len(view.progress.steps) == 6
-        assert live_view.progress_line(1, 2, {"reward": value}, 1.0, 1.0).startswith(
-            "step 1/2  reward none  "
-        )
     _figure_png(view.progress)
 
 
-def test_steps_without_metrics_or_completions_end_nothing(terminal):
+def test_steps_without_metrics_or_completions_are_accepted(terminal):
     view = TerminalPanel(terminal().stream)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -299,13 +275,13 @@ def test_steps_without_metrics_or_completions_end_nothing(terminal):
         view.close()
 
 
-def test_a_stream_that_breaks_ends_the_view_and_not_the_run():
+def test_broken_stream_ends_the_view_not_the_run():
     reading, writing = os.pipe()
     stream = os.fdopen(writing, "w")
     view = PlainLines(stream)
     state = start(view)
     os.close(reading)
-    with pytest.warns(RuntimeWarning, match="the live view ended and the run goes on: BrokenPipe"):
+    with pytest.warns(RuntimeWarning, match="the live view ended, the run continues: BrokenPipe"):
         make_step(view, state)
     make_step(view, state)  # and says nothing more
     view.close()
@@ -316,7 +292,7 @@ def test_a_stream_that_breaks_ends_the_view_and_not_the_run():
 # --- what is known --------------------------------------------------------------------------------
 
 
-def test_the_time_left_is_the_median_so_one_slow_step_does_not_move_it():
+def test_time_left_ignores_one_slow_step():
     progress = Progress(0, 10, now=0.0)
     for step, now in ((1, 2.0), (2, 4.0), (3, 104.0), (4, 106.0), (5, 108.0)):
         progress.add(step, 10, ROW, now)
@@ -327,7 +303,7 @@ def test_the_time_left_is_the_median_so_one_slow_step_does_not_move_it():
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "expected"),
     [
         ([1.0, 1.0, 1.0], ""),
         ([0.5] * 20, "steady"),
@@ -337,11 +313,11 @@ def test_the_time_left_is_the_median_so_one_slow_step_does_not_move_it():
         ([None, 0.0, 0.1, None, 0.9, 1.0], "up 0.9"),
     ],
 )
-def test_a_trend_is_more_than_chance(values, told):
-    assert live_view.trend(values) == told
+def test_trend_is_more_than_chance(values, expected):
+    assert live_view.trend(values) == expected
 
 
-def test_a_sparkline_spans_its_values_and_leaves_gaps():
+def test_sparkline_spans_its_values_and_leaves_gaps():
     assert live_view.sparkline([0.0, None, 7.0], 8) == "▁ █"
     assert live_view.sparkline(list(range(800)), 8) == "▁▂▃▄▅▆▇█"
     assert live_view.sparkline([2.0, 2.0], 8) == "▅▅"
@@ -352,7 +328,7 @@ def test_a_sparkline_spans_its_values_and_leaves_gaps():
 
 
 @pytest.mark.parametrize("size", [(60, 24), (80, 24), (200, 60), (80, 10)])
-def test_the_panel_fits_stays_in_place_and_leaves_the_last_state(terminal, size):
+def test_panel_fits_and_keeps_the_last_state(terminal, size):
     place = terminal(*size)
     view = TerminalPanel(place.stream)
     state = start(view)
@@ -376,7 +352,7 @@ def test_the_panel_fits_stays_in_place_and_leaves_the_last_state(terminal, size)
     assert text.rindex("\x1b[?25h") > text.rfind("\x1b[?25l")
 
 
-def test_the_panel_tells_thought_from_answer_and_shows_what_steers_as_text(terminal):
+def test_panel_separates_thought_and_escapes_control_characters(terminal):
     place = terminal(columns=100)
     view = TerminalPanel(place.stream)
     odd = "[bold]a\x1b[2J\x07[/nope]\n</think>\n\n[red]7[/red] 数"
@@ -392,18 +368,7 @@ def test_the_panel_tells_thought_from_answer_and_shows_what_steers_as_text(termi
     assert "answer    826" in shown
 
 
-def test_completions_as_text_and_thoughts_that_never_end_are_shown(terminal):
-    place = terminal()
-    view = TerminalPanel(place.stream)
-    rows = [{"prompt": "Once", "completion": "upon " * 500, "score": 1.0, "truncated": True}]
-    make_step(view, start(view), records=[{**row, "answer_at": None} for row in rows])
-    view.close()
-    whole = "\n".join(panel_of(screen(place.read(), 80)))
-    assert "all   1.000 Once" in whole
-    assert "text      (cut off) upon upon" in whole
-
-
-def test_findings_come_and_go_with_the_setting_to_change(terminal):
+def test_findings_appear_with_their_setting_and_disappear(terminal):
     place = terminal()
     view = TerminalPanel(place.stream)
     state = start(view)
@@ -419,65 +384,26 @@ def test_findings_come_and_go_with_the_setting_to_change(terminal):
     assert len(without) == len(with_findings)  # its lower edge stays
 
 
-def test_what_is_printed_meanwhile_appears_above(terminal, monkeypatch):
+def test_printed_lines_appear_above_the_panel(terminal, monkeypatch):
     place = terminal()
     monkeypatch.setattr(sys, "stdout", place.stream)
     monkeypatch.setattr(sys, "stderr", place.stream)
-    logger = logging.getLogger("test_live")
-    handler = logging.StreamHandler()  # holds stderr as it is now, as transformers' does
-    logger.addHandler(handler)
-    try:
-        view = live.live_progress()
-        state = start(view)
-        for number in range(3):
-            print("printed", number)  # noqa: T201
-            make_step(view, state)
-            logger.warning("logged %d", number)
-        view.close()
-        assert (sys.stdout, sys.stderr, handler.stream) == (place.stream,) * 3
-    finally:
-        logger.removeHandler(handler)
+    view = live.live_progress()
+    state = start(view)
+    for number in range(3):
+        print("printed", number)  # noqa: T201
+        print("warned", number, file=sys.stderr)  # noqa: T201
+        make_step(view, state)
+    view.close()
+    assert (sys.stdout, sys.stderr) == (place.stream,) * 2
     lines = screen(place.read(), 80)
-    said = [f"{what} {number}" for number in range(3) for what in ("printed", "logged")]
-    assert [line.rstrip() for line in lines[:6]] == said
+    printed = [f"{what} {number}" for number in range(3) for what in ("printed", "warned")]
+    assert [line.rstrip() for line in lines[:6]] == printed
     assert "step 3/40" in panel_of(lines)[0]
     assert lines[6].startswith("╭")
 
 
-def test_a_table_that_trl_prints_appears_above_too(terminal, monkeypatch):
-    from rich.console import Console
-    from rich.table import Table
-
-    place = terminal()
-    monkeypatch.setattr(sys, "stdout", place.stream)
-    view = live.live_progress()
-    state = start(view)
-    for number in range(2):
-        make_step(view, state)
-        table = Table("Completion", title=f"table {number}")
-        table.add_row("4+2=6 [bold]")
-        Console(width=40).print(table)
-    view.close()
-    lines = screen(place.read(), 80)
-    assert [line.split()[1] for line in lines if "table" in line] == ["0", "1"]
-    assert sum("4+2=6" in line for line in lines) == 2
-    assert "step 2/40" in panel_of(lines)[0]
-    assert lines[-2].startswith("╰")
-
-
-def test_stdout_that_goes_to_a_file_is_left_alone(terminal, monkeypatch, tmp_path):
-    place = terminal()
-    with (tmp_path / "out").open("w") as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        view = TerminalPanel(place.stream)
-        state = start(view)
-        print("for the file")  # noqa: T201
-        make_step(view, state)
-        view.close()
-    assert (tmp_path / "out").read_text() == "for the file\n"
-
-
-def test_colours_are_left_out_on_request(terminal, monkeypatch):
+def test_no_color_is_respected(terminal, monkeypatch):
     texts = []
     for value in ("", "1"):
         monkeypatch.setenv("NO_COLOR", value)
@@ -491,7 +417,7 @@ def test_colours_are_left_out_on_request(terminal, monkeypatch):
     assert not coloured[1]
 
 
-def test_fast_steps_are_drawn_four_times_a_second_and_the_last_one_always(terminal, monkeypatch):
+def test_panel_is_drawn_at_most_four_times_a_second(terminal, monkeypatch):
     monkeypatch.setattr(terminal_panel, "REFRESH_SECONDS", 0.25)
     place = terminal()
     view = TerminalPanel(place.stream)
@@ -543,6 +469,7 @@ def in_a_terminal(place, then, interrupt):
         killer.cancel()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("then", "interrupt", "last"),
     [
@@ -550,7 +477,7 @@ def in_a_terminal(place, then, interrupt):
         ("time.sleep(60)", signal.SIGINT, "KeyboardInterrupt"),
     ],
 )
-def test_a_fault_and_ctrl_c_leave_the_panel_and_the_cursor(terminal, then, interrupt, last):
+def test_error_and_ctrl_c_leave_panel_and_cursor(terminal, then, interrupt, last):
     place = terminal()
     assert in_a_terminal(place, then, interrupt) != 0
     text = place.read()
@@ -560,17 +487,11 @@ def test_a_fault_and_ctrl_c_leave_the_panel_and_the_cursor(terminal, then, inter
     assert text.rindex("\x1b[?25h") > text.rfind("\x1b[?25l")
 
 
-def test_even_a_killed_run_leaves_the_cursor(terminal):
-    place = terminal()
-    assert in_a_terminal(place, "time.sleep(60)", signal.SIGKILL) == -signal.SIGKILL
-    text = place.read()
-    assert text.rindex("\x1b[?25h") > text.rfind("\x1b[?25l")
-
-
 # --- the notebook ---------------------------------------------------------------------------------
 
 
-def test_a_figure_takes_any_name_and_gaps_and_leaves_pyplot_alone():
+@pytest.mark.long
+def test_figure_takes_any_name_and_leaves_pyplot_alone():
     code = """
     import sys, warnings
     warnings.simplefilter("error")
@@ -622,7 +543,7 @@ def train(steps, seconds):
 
 
 @pytest.mark.notebook
-def test_a_notebook_shows_one_figure_that_is_updated_in_place(tmp_path):
+def test_notebook_shows_one_figure_updated_in_place(tmp_path):
     cells = [
         SETUP,
         "view = train(12, 0.05)",
@@ -648,7 +569,7 @@ def test_a_notebook_shows_one_figure_that_is_updated_in_place(tmp_path):
     assert without[1].text == "0\n"
 
 
-def test_drawings_take_little_of_the_runs_time(monkeypatch):
+def test_drawings_take_two_percent_of_the_time(monkeypatch):
     drawn, now = [], [0.0]
     view = NotebookFigure()
     view._open = True

@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from rloo_kit.cli import main
-from rloo_kit.diagnosis.record import RunRecord, read_run
+from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import DataError
 from rloo_kit.report import page as report
-from rloo_kit.report.curves import POINTS
-from rloo_kit.report.groups import by_interest, index_groups, kept_groups, thought_and_answer
-from rloo_kit.report.page import report_html, write_report
-from rloo_kit.report.page_json import page_json, shortened
+from rloo_kit.report.curves import MAX_POINTS
+from rloo_kit.report.groups import by_interest, index_groups, kept_groups
+from rloo_kit.report.page import write_report
+from rloo_kit.report.texts import page_json, shortened, thought_and_answer
 
 MIB = 1 << 20
 STEPS, GROUPS, SIZE = 12, 4, 4
@@ -116,7 +116,7 @@ def content(folder):
 # --- size -----------------------------------------------------------------------------------------
 
 
-def test_a_run_of_a_thousand_steps_fits_into_three_mebibytes(run):
+def test_thousand_steps_fit_into_three_mebibytes(run):
     text = "so the sum of these is carried over </think> " + 20 * "and so on "
     rows = [
         row_of(step, group, place, completion=text)
@@ -133,19 +133,10 @@ def test_a_run_of_a_thousand_steps_fits_into_three_mebibytes(run):
     assert steps[0] == 1
     assert steps[-1] == 1000
     assert max(b - a for a, b in pairwise(steps)) <= 12
-    assert len(found["curves"]["from"]) <= POINTS
+    assert len(found["curves"]["from"]) <= MAX_POINTS
 
 
-def test_completions_of_a_hundred_thousand_characters_fit_too(run):
-    rows = [row_of(1, 0, place, completion="<" * 100_000) for place in range(64)]
-    path = write_report(run(rows=rows))
-    assert path.stat().st_size < 3 * MIB
-    (group,) = data_of(path.read_text())["runs"][0]["groups"]
-    head, left, tail = group["completions"][0]["answer"]
-    assert len(head) + left + len(tail) == 100_000
-
-
-def test_a_thinned_curve_keeps_its_extremes(run):
+def test_thinned_curve_keeps_its_extremes(run):
     metrics = [
         metric(step, **{"kl/sequence": 9.0 if step == 777 else 0.0}) for step in range(1, 2001)
     ]
@@ -155,12 +146,6 @@ def test_a_thinned_curve_keeps_its_extremes(run):
     assert line["hi"][place] == 9.0
     assert line["y"][place] == 9.0 / 4
     assert (curves["from"][place], curves["to"][place]) == (777, 780)
-
-
-def test_a_band_is_the_spread_within_groups(run):
-    line = content(run())["curves"]["lines"]["reward/0"]
-    assert line["lo"][-1] == 0.75
-    assert line["hi"][-1] == 1.25
 
 
 # --- which groups ---------------------------------------------------------------------------------
@@ -180,7 +165,7 @@ def test_first_last_and_extreme_groups_are_chosen_first(run):
 
 
 @pytest.mark.parametrize("order", ["as written", "another order of keys", "with spaces"])
-def test_the_index_finds_what_parsing_every_line_finds(run, order):
+def test_index_finds_every_group_in_any_key_order(run, order):
     rows = rows_of_run()
     if order == "another order of keys":
         rows = [dict(reversed(row.items())) for row in rows]
@@ -197,25 +182,12 @@ def test_the_index_finds_what_parsing_every_line_finds(run, order):
     assert len(kept_groups(read_run(folder), MIB).groups) == STEPS * GROUPS
 
 
-def test_an_advantage_that_a_text_speaks_of_is_none(run):
-    rows = [
-        row_of(1, 0, place, completion='{"advantage": 900}', advantage=0.5) for place in range(2)
-    ]
-    (place,) = index_groups(run(rows=rows) / "completions.jsonl")
-    assert place.extreme == 0.5
-
-
-def test_a_group_that_a_resumed_run_wrote_again_replaces_the_first(run):
+def test_group_repeated_by_a_resumed_run_replaces_the_first(run):
     rows = [*rows_of_run(), *[row_of(5, 1, n, completion=f"again {n}") for n in range(SIZE)]]
     groups = content(run(rows=rows))["groups"]
     (group,) = [group for group in groups if (group["step"], group["group"]) == (5, 1)]
     assert [one["answer"] for one in group["completions"]] == [f"again {n}" for n in range(SIZE)]
     assert len(groups) == STEPS * GROUPS
-
-
-def test_a_record_without_a_folder_has_its_completions(run):
-    record = RunRecord([metric(1), metric(2)], rows_of_run(steps=2))
-    assert len(data_of(report_html([record]))["runs"][0]["groups"]) == 2 * GROUPS
 
 
 # --- texts ----------------------------------------------------------------------------------------
@@ -235,17 +207,17 @@ def test_a_record_without_a_folder_has_its_completions(run):
         ("", None, (None, "")),
     ],
 )
-def test_thought_and_answer_are_told_apart(text, answer_at, parts):
+def test_thought_and_answer_are_separated(text, answer_at, parts):
     assert thought_and_answer(text, answer_at) == parts
 
 
-def test_a_long_text_keeps_head_and_tail():
+def test_long_text_keeps_head_and_tail():
     assert shortened("a" * 50 + "b" * 50, 10) == ["a" * 7, 90, "bbb"]
     assert shortened("a" * 10, 10) == "a" * 10
 
 
 @pytest.mark.parametrize("value", ["</script>", "<!--", "a&b", "\u2028", "\ud800", "]]>"])
-def test_nothing_in_the_data_can_end_its_script(value):
+def test_no_data_can_end_its_script(value):
     text = page_json({value: [value]})
     assert not set(text) & set("<>&\u2028\u2029")
     text.encode()
@@ -254,16 +226,12 @@ def test_nothing_in_the_data_can_end_its_script(value):
     }
 
 
-def test_nan_and_infinity_become_null():
-    assert json.loads(page_json({"a": [math.nan, math.inf, 1.5]})) == {"a": [None, None, 1.5]}
-
-
-def test_what_json_has_no_form_for_becomes_its_text():
+def test_other_types_become_text_and_nan_null():
     assert json.loads(page_json({3: {"x"}, "b": math.nan})) == {"3": "{'x'}", "b": None}
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_a_hostile_completion_stays_data(run, text):
+def test_hostile_completion_stays_data(run, text):
     rows = [row_of(1, 0, place, completion=text, prompt=text) for place in range(SIZE)]
     folder = run(rows=rows, evaluation={"before": {"rewards": {"accuracy": 0.5}, "samples": [
         {"prompt": text, "completion": text, "rewards": {"accuracy": 1.0}}]}})  # fmt: skip
@@ -273,7 +241,7 @@ def test_a_hostile_completion_stays_data(run, text):
     assert isinstance(kept["answer"], str | list)
 
 
-def test_the_name_of_a_run_is_escaped_in_the_title(run):
+def test_run_name_is_escaped_in_the_title(run):
     page = write_report(run("<b>&{{data}}")).read_text()
     assert "<title>&lt;b&gt;&amp;{{data}}: report</title>" in page
     assert data_of(page)["runs"][0]["name"] == "<b>&{{data}}"
@@ -292,28 +260,20 @@ def test_the_name_of_a_run_is_escaped_in_the_title(run):
         (None, None, "open"),
     ],
 )
-def test_how_a_run_ended_is_said(run, end, evaluation, how):
+def test_end_of_the_run_is_shown(run, end, evaluation, how):
     found = content(run(end=end, evaluation=evaluation))["end"]
     assert found["how"] == how
     assert found["steps"] == (end or {}).get("steps", STEPS)
     assert found["reason"] == (end or {}).get("reason", "")
 
 
-def test_before_and_after_are_compared_and_what_changed_most_comes_first(run):
+def test_held_out_prompts_that_changed_most_come_first(run):
     found = content(run(evaluation={"before": scored(0.25), "after": scored(1.0)}))
     (row,) = found["held_out"]["rewards"]
     assert (row["before"], row["after"], row["change"]) == (0.25, 1.0, "rose")
     changes = [pair["change"] for pair in found["samples"]["pairs"]]
     assert changes == [1.0] * 15 + [0.0] * 5
     assert found["points"] == {"accuracy": [[0, 0.25], [STEPS, 1.0]]}
-
-
-def test_points_along_the_way_lie_between(run):
-    during = [{"step": 6, "rewards": {"accuracy": 0.5}, "num_prompts": 20, "mean_length": 9}]
-    found = content(run(evaluation={"before": scored(0.25), "during": during}))
-    assert found["points"] == {"accuracy": [[0, 0.25], [6, 0.5]]}
-    assert found["held_out"]["rewards"] == [{"name": "accuracy", "before": 0.25}]
-    assert found["samples"]["pairs"][0]["after"] is None
 
 
 def test_settings_that_differ_from_the_defaults_are_marked(run):
@@ -327,7 +287,7 @@ def test_settings_that_differ_from_the_defaults_are_marked(run):
     assert not rows["model.name"]["differs"]
 
 
-def test_what_is_a_secret_by_its_name_is_not_shown(run):
+def test_secret_settings_are_not_shown(run):
     config = {
         "rewards": [{"name": "judge", "api_key": "sk-planted", "model": "some-judge"}],
         "trainer": {"hub_token": "hf_planted", "max_completion_length": 32},
@@ -336,22 +296,11 @@ def test_what_is_a_secret_by_its_name_is_not_shown(run):
     assert "planted" not in page
     assert "some-judge" in page
     rows = {row["name"]: row["value"] for row in data_of(page)["runs"][0]["config"]}
-    assert rows["trainer.hub_token"] == "***"
+    assert rows["trainer.hub_token"] == "[hidden: hub_token]"
     assert rows["trainer.max_completion_length"] == "32"
 
 
-def test_of_a_run_that_kept_other_weights_the_last_score_stands_at_theirs(run):
-    scores = {"before": {"rewards": {"accuracy": 0.5}}, "after": {"rewards": {"accuracy": 0.7}}}
-    folder = run(evaluation=scores, end={"how": "stopped", "kept_step": 3})
-    assert content(folder)["points"]["accuracy"] == [[0, 0.5], [3, 0.7]]
-
-
-def test_a_folder_that_cannot_be_entered_is_one_sentence(tmp_path):
-    with pytest.raises(DataError, match="cannot be read"):
-        write_report(tmp_path / ("x" * 300))
-
-
-def test_a_finding_comes_with_the_command_that_tries_its_remedy(run):
+def test_finding_has_the_command_that_tries_its_remedy(run):
     config = {"trainer": {"learning_rate": 0.3}}
     kl = {"kl": 20.0, "kl/sequence": 500.0, "reward": 0.0, "signal/groups_without": 0.2}
     folder = run(config=config, metrics=[metric(n, **kl) for n in range(1, STEPS + 1)])
@@ -368,13 +317,7 @@ def test_a_finding_comes_with_the_command_that_tries_its_remedy(run):
     )
 
 
-def test_trusted_code_is_named(run):
-    config = {"trainer": {"model_init_kwargs": {"trust_remote_code": True}}}
-    assert "trust_remote_code" in content(run(config=config))["notices"][0]
-    assert content(run("other", config={"trainer": {"beta": 0.1}}))["notices"] == []
-
-
-def test_one_reward_is_told_by_one_curve_and_several_by_one_each(run):
+def test_several_rewards_get_one_chart_each(run):
     one = data_of(write_report(run()).read_text())["charts"]
     assert [chart["id"] for chart in one][:2] == ["reward", "kl_sequence"]
     metrics = [metric(n, **{"rewards/format/mean": 0.1}) for n in range(1, STEPS + 1)]
@@ -382,12 +325,6 @@ def test_one_reward_is_told_by_one_curve_and_several_by_one_each(run):
     assert [chart["title"] for chart in several][:3] == [
         "Reward", "Reward accuracy", "Reward format",
     ]  # fmt: skip
-
-
-def test_a_metric_without_a_chart_is_kept(run):
-    metrics = [metric(n, **{"my/own": n * n, "text": "no number"}) for n in range(1, 4)]
-    more = content(run(metrics=metrics))["curves"]["more"]
-    assert more == {"my/own": [1.0, 4.0, 9.0]}
 
 
 # --- damaged folders ------------------------------------------------------------------------------
@@ -401,28 +338,11 @@ def test_metrics_alone_are_enough(tmp_path):
     assert found["notices"] == ["run.yaml is missing or cannot be read: the settings are not known"]
 
 
-def test_a_run_without_a_step_says_so(run):
-    found = content(run(metrics=[], rows=[]))
-    assert found["verdict"].startswith("Nothing can be told: the run recorded no step")
-    assert found["end"]["how"] == "open"
-
-
-def test_half_a_line_at_the_end_is_left_out(run):
-    folder = run()
-    for name in ("metrics.jsonl", "completions.jsonl"):
-        with (folder / name).open("a") as file:
-            file.write('{"step": 13, "group": 0, "prompt": [{"ro')
-    found = content(folder)
-    assert found["end"]["steps"] == STEPS
-    assert all(group["completions"] for group in found["groups"])
-    assert found["num_groups"] == STEPS * GROUPS
-
-
 @pytest.mark.parametrize("name", ["evaluation.json", "end.json", "environment.json", "run.yaml"])
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"before": 3, "during": {}, "hardware": 5}', "\xff"]
 )
-def test_a_damaged_file_does_no_harm(run, name, text):
+def test_damaged_file_is_ignored(run, name, text):
     folder = run()
     (folder / name).write_bytes(text.encode("latin-1"))
     assert content(folder)["end"]["steps"] == STEPS
@@ -433,20 +353,15 @@ def test_a_damaged_file_does_no_harm(run, name, text):
     [{"rewards": None}, {"rewards": {"accuracy": "high"}}, {"score": None, "advantage": None},
      {"advantage": "1"}, {"answer_at": -4}, {"truncated": "yes"}, {"kl": 1e400}, {"prompt": {}}],
 )  # fmt: skip
-def test_odd_values_of_a_row_do_no_harm(run, odd):
+def test_odd_values_of_a_row_are_accepted(run, odd):
     found = content(run(rows=[row_of(1, 0, place, **odd) for place in range(SIZE)]))
     assert len(found["groups"][0]["completions"]) == SIZE
-
-
-def test_a_folder_of_no_run_is_refused(tmp_path):
-    with pytest.raises(DataError, match="give the folder that rloo-kit train wrote"):
-        write_report(tmp_path)
 
 
 # --- the file -------------------------------------------------------------------------------------
 
 
-def test_a_reader_never_sees_half_a_report(run, monkeypatch):
+def test_report_is_written_atomically(run, monkeypatch):
     folder = run()
     path = write_report(folder)
     whole = path.read_text()
@@ -469,7 +384,7 @@ def test_only_a_page_is_ever_overwritten(run):
         write_report([])
 
 
-def test_the_policy_allows_what_the_page_holds_and_nothing_else(run):
+def test_content_policy_allows_only_what_the_page_holds(run):
     page = write_report(run()).read_text()
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)[1]
     assert policy.startswith("default-src 'none'; ")
@@ -478,12 +393,6 @@ def test_the_policy_allows_what_the_page_holds_and_nothing_else(run):
     for kind in ("style", "script"):
         for text in re.findall(rf"<{kind}>(.*?)</{kind}>", page, re.S):
             assert report._hash(text) in policy
-
-
-def test_the_library_comes_with_its_licence():
-    licence = (report.ASSETS / "uPlot.LICENSE").read_text()
-    assert "The MIT License" in licence
-    assert "uPlot (v1.6.32)" in (report.ASSETS / report.LIBRARY).read_text()[:80]
 
 
 # --- several runs ---------------------------------------------------------------------------------
@@ -502,14 +411,6 @@ def test_runs_are_compared_side_by_side(run, tmp_path):
     assert not (folders[0] / "report.html").exists()
 
 
-def test_several_runs_share_the_room(run, tmp_path):
-    rows = [{**row, "completion": "w " * 900} for row in rows_of_run(steps=60)]
-    folders = [run(f"run{n}", rows=rows) for n in range(6)]
-    path = write_report(folders, tmp_path / "all.html")
-    assert path.stat().st_size < 3 * MIB
-    assert all(one["groups"] for one in data_of(path.read_text())["runs"])
-
-
 def test_runs_of_one_name_are_numbered(run, tmp_path):
     (tmp_path / "b").mkdir()
     other = run("b/same")
@@ -521,7 +422,7 @@ def test_runs_of_one_name_are_numbered(run, tmp_path):
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_the_command_prints_the_verdict_and_the_path(run, capsys):
+def test_command_prints_verdict_and_path(run, capsys):
     folder = run()
     assert main(["report", str(folder)]) == 0
     verdict, path = capsys.readouterr().out.splitlines()
@@ -529,20 +430,12 @@ def test_the_command_prints_the_verdict_and_the_path(run, capsys):
     assert path == str(folder / "report.html")
 
 
-def test_the_command_compares_runs_in_the_current_folder(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", str(run("a")), str(run("b"))]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in printed] == ["a", "b", "comparison.html"]
-    assert (tmp_path / "comparison.html").is_file()
-
-
-def test_the_command_refuses_what_is_no_run(tmp_path, capsys):
+def test_command_refuses_other_folders(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert "is no folder of a run" in capsys.readouterr().err
 
 
-def test_a_run_that_was_gone_on_with_says_after_which_steps(run):
+def test_resumed_steps_are_shown(run):
     end = {"how": "finished", "steps": STEPS, "resumed_at": [2, "x", 4]}
-    assert ["gone on with", "after step 2, 4"] in content(run(end=end))["facts"]
-    assert "gone on with" not in dict(content(run("plain"))["facts"])
+    assert ["resumed", "after step 2, 4"] in content(run(end=end))["facts"]
+    assert "resumed" not in dict(content(run("plain"))["facts"])
