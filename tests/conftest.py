@@ -8,7 +8,16 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it
 
-PURE = {"text", "config", "scoring", "test_layers.py", "test_packaging.py", "test_output_folder.py"}
+PURE = {
+    "text",
+    "report",
+    "live",
+    "config",
+    "scoring",
+    "test_layers.py",
+    "test_packaging.py",
+    "test_output_folder.py",
+}
 """Packages and files whose tests import none of the heavy libraries: they start in a second."""
 
 LONGEST = (
