@@ -19,6 +19,7 @@ from rloo_kit.text.redaction import (
     redact,
     redacted_logs,
     redacted_traceback,
+    redacting,
     remember_arguments,
 )
 
@@ -322,7 +323,7 @@ def _launch(args: argparse.Namespace) -> int:
     resume = ["--resume"] if args.resume else []
 
     def say(text: str) -> None:
-        print(f"rloo-kit: {text}", file=sys.stderr)
+        print(f"rloo-kit: {redact(text)}", file=sys.stderr)
 
     return launch(["train", args.run_file, *resume, *again], args.processes, say)
 
@@ -483,6 +484,7 @@ def _rewards_check(args: argparse.Namespace) -> int:
         num_prompts=args.prompts,
         num_generations=args.generations,
         output_dir=args.output_dir,
+        say=redacting(print),
     )
     return 1 if found.has_errors else 0
 
