@@ -83,13 +83,13 @@ def main() -> None:
 
     def here(name: str, one: object, of: object) -> None:
         judge = exam.rewards(one.tokenizer)[:1]
-        with exam.asking(one, [of]) as ask:
+        with exam.on(one, [of]) as ask:
             samples = ask(of, judge, temperature=0.0).samples
         scores = [sample["rewards"][judge[0].name] for sample in samples]
         note(name, [sample["completion"] for sample in samples], scores)
 
     def elsewhere(name: str, python: str, code: str, model: Path) -> None:
-        asked = [prompt_ids(one.tokenizer, row["prompt"]) for row in exam.asked]
+        asked = [prompt_ids(one.tokenizer, row["prompt"]) for row in exam.prompts]
         ends = list(one.model.generation_config.eos_token_id)
         most = exam.args.max_completion_length
         with tempfile.NamedTemporaryFile("w+", suffix=".json") as file:
@@ -108,7 +108,7 @@ def main() -> None:
         ids = [
             one.tokenizer(text, add_special_tokens=False)["input_ids"] for text in found["texts"]
         ]
-        scores = score_texts(list(exam.asked), found["texts"], ids, judge)
+        scores = score_texts(list(exam.prompts), found["texts"], ids, judge)
         note(f"{name}, {found['name']}", found["texts"], scores[judge[0].name])
 
     one = load_base(trained)

@@ -1,11 +1,13 @@
 """Score a model on prompts it never trained on."""
 
+import asyncio
 import contextlib
+import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rloo_kit.data.prompts import prompt_ids
 from rloo_kit.errors import ConfigError, DataError
@@ -15,15 +17,19 @@ from rloo_kit.sampling.engine import Sampling
 from rloo_kit.text.thoughts import THOUGHT_ENDS, ThoughtFinder
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
     from rloo_kit.sampling.engine import Engine
     from rloo_kit.scoring.loading import LoadedReward
 
-
 RESERVED = ("prompt", "prompts", "completions", "completion_ids")
-"""Names that the kit fills itself; a column of that name is not handed on."""
-REMEDY = "lower max_completion_length, take a smaller model, or set model.load_in_4bit"
+"""Arguments of a reward that the kit fills itself; a column of that name is not passed."""
+REMEDY = "lower max_completion_length, use a smaller model, or set model.load_in_4bit"
+
+
+class Rows(Protocol):
+    """Prompts with their columns: a ``datasets.Dataset``, or a list of dicts."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -39,11 +45,11 @@ class Evaluation:
     """0 for greedy."""
     samples: list[dict[str, Any]]
     """Every prompt, completion, its scores and token counts; the completions of a prompt together,
-    the prompts in order. ``answer`` is what is voted with."""
+    the prompts in order. ``answer`` is its vote in maj@k."""
     num_samples: int = 1
     """Completions of each prompt."""
     judged_by: str | None = None
-    """The reward that says right or wrong, "" for none; None: it is told by the scores."""
+    """The reward that says right or wrong, "" for none; None: found from the scores."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, with the statistics of the samples."""
@@ -78,8 +84,6 @@ class Evaluation:
         first = parts[0]
         return cls(means, num, length, first.temperature, samples, first.num_samples)
 
-    # --- what the samples amount to --------------------------------------------------------------
-
     @property
     def by_prompt(self) -> list[list[dict[str, Any]]]:
         """The samples of each prompt."""
@@ -97,18 +101,18 @@ class Evaluation:
 
     @cached_property
     def correct_by(self) -> str | None:
-        """The first reward that says right or wrong and nothing between; None: there is none."""
+        """The first reward whose scores are all 0 or 1; None: there is none."""
         if self.judged_by is not None:
             return self.judged_by or None
         return next(filter(self.says_right_or_wrong, self.rewards), None)
 
     def says_right_or_wrong(self, name: str) -> bool:
-        """Return whether a reward gave 0 and 1 alone."""
+        """Return whether all scores of a reward are 0 or 1."""
         return _right_or_wrong([sample["rewards"][name] for sample in self.samples])
 
     @property
-    def counted(self) -> list[int]:
-        """The k that are told of: 1, and powers of two up to ``num_samples``, itself included."""
+    def reported_k(self) -> list[int]:
+        """The k of pass@k and maj@k: powers of two up to ``num_samples``, and ``num_samples``."""
         powers = {2**power for power in range(self.num_samples.bit_length())}
         return sorted({k for k in powers if k <= self.num_samples} | {self.num_samples})
 
@@ -118,16 +122,16 @@ class Evaluation:
         rows = [[right for right, _ in one] for one in self._verdicts]
         return {
             k: estimate([pass_at_k(len(one), sum(one), k) for one in rows])
-            for k in (self.counted if rows else [])
+            for k in (self.reported_k if rows else [])
         }
 
     @cached_property
     def maj_at(self) -> dict[int, Estimate]:
         """maj@k over the same prompts: of equal answers, the most frequent one."""
-        rows = [tuple(zip(*one, strict=True)) for one in self._verdicts]
+        rows = [([answer for _, answer in one], [ok for ok, _ in one]) for one in self._verdicts]
         return {
-            k: estimate([majority_at_k(answers, right, k) for right, answers in rows])
-            for k in (self.counted if rows else [])
+            k: estimate([majority_at_k(answers, right, k) for answers, right in rows])
+            for k in (self.reported_k if rows else [])
         }
 
     @cached_property
@@ -145,14 +149,14 @@ class Evaluation:
 
     @property
     def cut_off(self) -> float | None:
-        """Share of completions that ran into the limit; None where it is not known."""
+        """Share of completions that reached the limit; None where it is not known."""
         return _mean([sample.get("cut_off") for sample in self.samples])
 
 
 def evaluate(
     model: Any,
     tokenizer: Any,
-    dataset: "Dataset",
+    dataset: Rows,
     rewards: "Sequence[LoadedReward]",
     *,
     max_completion_length: int = 256,
@@ -170,56 +174,65 @@ def evaluate(
         model: A causal language model, with or without an adapter.
         tokenizer: Its tokenizer.
         dataset: ``prompt`` (text or chat messages) and the columns the rewards ask for; n rows.
-        rewards: As ``load_rewards`` returned them; two of one name are an error of the caller.
+        rewards: As ``load_rewards`` returned them, each of another name.
         max_completion_length: Tokens.
         temperature: Of sampling; 0 is greedy.
-        sampling: ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``; TRL's defaults (the whole
-            distribution) when None.
+        sampling: ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``; None: TRL's defaults.
         chat_template_kwargs: Passed to the chat template, such as ``enable_thinking``.
         batch_size: Completions at one time.
         seed: Of sampling.
-        engine: Samples in the place of ``model.generate``; it is sent the adapter first.
+        engine: Samples instead of ``model.generate``; it is sent the adapter first.
         num_samples: Completions of each prompt, for pass@k and maj@k.
 
     Raises:
-        ConfigError: Several completions of a prompt, and greedy: they would all be the same.
+        ConfigError: Several greedy completions of a prompt: they would all be the same.
         DataError: The dataset is empty.
-        DivergedError: A trained weight is no finite number.
+        DivergedError: A trained weight is NaN or Inf.
         MemoryRanOutError: Not even a single completion fits; until then fewer are drawn at a time.
         RewardContractError: From a reward.
     """
+    rows = _repeat(dataset, num_samples, temperature)
+    check_finite(p for p in model.parameters() if p.requires_grad)
+    prompts = [prompt_ids(tokenizer, row["prompt"], chat_template_kwargs) for row in rows]
+    ends = tuple(model.generation_config.eos_token_id)
+    given = {name: value for name, value in (sampling or {}).items() if value is not None}
+    how = Sampling(max_completion_length, ends, temperature, **given)
+    if engine is None:
+        ids = _complete(model, tokenizer, prompts, how, batch_size=batch_size, seed=seed)
+    else:
+        engine.sync(model)
+        ids = engine.generate(prompts, how, seed).completion_ids
+        engine.sleep()  # rewards on the GPU need its memory
+    samples = _score(tokenizer, rows, ids, rewards, ends)
+    means = {one.name: _mean([s["rewards"][one.name] for s in samples]) for one in rewards}
+    length = fmean(map(len, ids))
+    return Evaluation(means, len(dataset), length, temperature, samples, num_samples)
+
+
+def _repeat(dataset: Rows, num_samples: int, temperature: float) -> list[dict[str, Any]]:
     if num_samples > 1 and temperature == 0:
         raise ConfigError(
             f"{num_samples} greedy completions of a prompt are all the same: sample them at a "
             f"temperature above 0, or take one"
         )
-    num_prompts = len(dataset)
     rows = [row for row in dataset for _ in range(num_samples)]
     if not rows:
         raise DataError("there is no held-out prompt to evaluate on: set data.held_out above 0")
-    check_finite(p for p in model.parameters() if p.requires_grad)
-    prompts = [prompt_ids(tokenizer, row["prompt"], chat_template_kwargs) for row in rows]
-    if engine is None:
-        settings = {"max_new_tokens": max_completion_length, **_sampling(temperature, sampling)}
-        ids = _complete(model, tokenizer, prompts, settings, batch_size=batch_size, seed=seed)
-    else:
-        engine.sync(model)
-        ids = engine.generate(
-            prompts,
-            Sampling(
-                max_completion_length,
-                tuple(model.generation_config.eos_token_id),
-                temperature,
-                **{name: value for name, value in (sampling or {}).items() if value is not None},
-            ),
-            seed,
-        ).completion_ids
-        engine.sleep()  # rewards on the GPU need its memory
+    return rows
+
+
+def _score(
+    tokenizer: Any,
+    rows: Sequence[dict[str, Any]],
+    ids: list[list[int]],
+    rewards: "Sequence[LoadedReward]",
+    ends: Sequence[int],
+) -> list[dict[str, Any]]:
+    """Return the samples of an evaluation."""
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     scores = score_texts(rows, texts, ids, rewards)
     find, answer_of = ThoughtFinder(tokenizer), _answer_of(rewards, scores)
-    ends = set(model.generation_config.eos_token_id)
-    samples = [
+    return [
         {
             "prompt": row["prompt"],
             "completion": text,
@@ -231,9 +244,6 @@ def evaluate(
         }
         for i, (row, text) in enumerate(zip(rows, texts, strict=True))
     ]
-    means = {name: _mean(values) for name, values in scores.items()}
-    mean_length = sum(map(len, ids)) / len(ids)
-    return Evaluation(means, num_prompts, mean_length, temperature, samples, num_samples)
 
 
 def score_texts(
@@ -265,19 +275,23 @@ def score_texts(
         "log_extra": lambda column, values: None,
         "log_metric": lambda name, value: None,
     }
-    return {reward.name: _scores(reward.func, columns) for reward in rewards}
+    scores = {}
+    for reward in rewards:
+        found = reward.func(**columns)
+        scores[reward.name] = asyncio.run(found) if inspect.iscoroutine(found) else found
+    return scores
 
 
 def _answer_of(
     rewards: "Sequence[LoadedReward]", scores: Mapping[str, list[float | None]]
 ) -> Callable[[str], str | None]:
-    """Return what tells which answer a completion votes for.
+    """Return the function that gives a completion's vote.
 
     The reward that says right or wrong may know which answers mean the same (``answer_key``); else
     it is the text after the thought. An empty one is no answer.
     """
     judge = next((one for one in rewards if _right_or_wrong(scores[one.name])), None)
-    key = getattr(getattr(judge and judge.func, "reward", None), "answer_key", None)
+    key: Any = getattr(getattr(judge and judge.func, "reward", None), "answer_key", None)
     if callable(key):
         return key
     return lambda text: " ".join(text.rpartition(THOUGHT_ENDS)[2].casefold().split()) or None
@@ -306,27 +320,14 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(scored) if scored else None
 
 
-def _scores(reward: Any, columns: dict[str, Any]) -> list[float | None]:
-    import asyncio
-    import inspect
-
-    found = reward(**columns)
-    return asyncio.run(found) if inspect.iscoroutine(found) else found
-
-
-def _sampling(temperature: float, settings: dict[str, Any] | None) -> dict[str, Any]:
-    if temperature == 0:  # a penalty that the model's own settings hold is not the run's
-        penalty = (settings or {}).get("repetition_penalty") or 1.0
-        return {"do_sample": False, "repetition_penalty": penalty}
-    whole = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-    return {"do_sample": True, "temperature": temperature, **whole, **(settings or {})}
+# --- sampling by transformers --------------------------------------------------------------------
 
 
 def _complete(
     model: Any,
     tokenizer: Any,
     prompts: list[list[int]],
-    settings: dict[str, Any],
+    how: Sampling,
     *,
     batch_size: int,
     seed: int,
@@ -334,26 +335,30 @@ def _complete(
     """Return completion token ids up to and including EOS, one list a prompt."""
     import torch
 
-    ends = set(model.generation_config.eos_token_id)
+    # the settings of the model's own generation_config are not the run's
+    settings: dict[str, Any] = {"repetition_penalty": how.repetition_penalty, "do_sample": False}
+    if how.temperature > 0:
+        drawn = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k}
+        settings |= {"do_sample": True, "min_p": how.min_p or None, **drawn}
 
     def complete(piece: Sequence[list[int]]) -> list[list[int]]:
         inputs = tokenizer.pad(
             {"input_ids": list(piece)}, return_tensors="pt", padding_side="left"
         ).to(model.device)
         with torch.inference_mode(), finite_logits():
-            output = model.generate(**inputs, use_cache=True, **settings)
+            output = model.generate(
+                **inputs, use_cache=True, max_new_tokens=how.max_tokens, **settings
+            )
         width = inputs["input_ids"].shape[1]
-        return [_until_end(row[width:].tolist(), ends) for row in output]
+        return [_until_end(row[width:].tolist(), how.stop_token_ids) for row in output]
 
     with _inference(model, seed):
         return Pieces("evaluating", REMEDY).run(complete, prompts, batch_size)
 
 
-def _until_end(ids: list[int], ends: set[int]) -> list[int]:
-    for position, token in enumerate(ids):
-        if token in ends:
-            return ids[: position + 1]
-    return ids
+def _until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
+    last = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+    return ids[: last + 1]
 
 
 @contextlib.contextmanager

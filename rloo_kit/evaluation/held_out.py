@@ -1,47 +1,37 @@
-"""The same held-out prompts, put to several models in the same way."""
+"""The same held-out prompts, sent to several models in the same way."""
 
 import contextlib
 import copy
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from rloo_kit.config.run_file import EXAMPLES, RunConfig, make_run_config, read_overrides
 from rloo_kit.data.prompts import drop_long_prompts, is_task, load_prompts, prompt_ids
 from rloo_kit.errors import ConfigError, DataError, GenerationError
 from rloo_kit.evaluation.evaluator import REMEDY, Evaluation, evaluate, settings_of
-from rloo_kit.evaluation.models import LoadedBase, TrainedModel
+from rloo_kit.evaluation.models import LoadedBase, TrainedModel, why_not_by_vllm
 from rloo_kit.machine.environment import setup
 from rloo_kit.machine.memory import add_to_session, remove_from_session
-from rloo_kit.models.adapters import CONFIG
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
 from rloo_kit.rloo.guards import Pieces
 from rloo_kit.sampling.canary import Canary
 from rloo_kit.sampling.choice import check_engine, requested_engine, start_engine
-from rloo_kit.sampling.engine import (
-    Choice,
-    Engine,
-    Sampling,
-    active_adapter,
-    choose,
-    why_no_hot_swap,
-)
+from rloo_kit.sampling.engine import Choice, Engine, Sampling, active_adapter, choose
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.wording import format_value
 from rloo_kit.training.preparation import held_out_judges, make_trainer_args, read_prompts
 
+Say = Callable[[str], None]
 BATCH_TOKENS = 1 << 16
 """On a CPU, of the prompts and completions that are drawn together; on a GPU the run's batch is
 what is known to fit."""
 NUM_SEQUENCES = 256
 """That vLLM completes at one time."""
 NUM_PROBES, PROBE_TOKENS = 8, 64
-"""Prompts that the canary asks first, the shortest ones, and the tokens of each completion."""
-Say = Callable[[str], None]
+"""Prompts of the canary, the shortest ones, and the tokens of each completion."""
 
 
 @dataclass(frozen=True)
@@ -51,30 +41,29 @@ class HeldOut:
     config: RunConfig
     args: Any
     """``LeaveOneOutConfig`` of that run file."""
-    asked: Any
-    """Prompts with their columns, n rows."""
+    prompts: Any
+    """A ``datasets.Dataset`` of n prompts with their columns."""
     source: str
     """Where they come from."""
     batch_size: int | None = None
     """Completions at one time; None: as many as are known to fit."""
-    engine_by_name: bool = False
+    engine_required: bool = False
     """Whether an engine that cannot be used is an error."""
     why_not: str | None = None
     """Why vLLM cannot sample for all of the models."""
     fitted: bool = False
 
-    def fitting(self, tokenizer: Any) -> "HeldOut":
+    def fit(self, tokenizer: Any) -> "HeldOut":
         """Return it without the prompts that the run leaves out for their length.
 
-        The first tokenizer decides, so that all models are asked the same.
+        The first tokenizer decides, so that all models get the same prompts.
         """
         limit = self.config.data.max_prompt_tokens
         if self.fitted or limit is None:
             return self
         template = self.args.chat_template_kwargs
-        return replace(
-            self, asked=drop_long_prompts(self.asked, tokenizer, limit, template)[0], fitted=True
-        )
+        short = drop_long_prompts(self.prompts, tokenizer, limit, template)[0]
+        return replace(self, prompts=short, fitted=True)
 
     def rewards(self, tokenizer: Any, specs: Sequence[Any] | None = None) -> list[LoadedReward]:
         """Return what judges held-out prompts; or the rewards of these specs alone.
@@ -84,65 +73,49 @@ class HeldOut:
                 a template with an opened thought wrote.
             specs: As in a run file.
         """
-
-        def load(specs: Sequence[Any]) -> list[LoadedReward]:
-            return load_rewards(
-                specs,
-                tokenizer=tokenizer,
-                chat_template_kwargs=self.args.chat_template_kwargs,
-            )
-
+        template = self.args.chat_template_kwargs
+        load = functools.partial(load_rewards, tokenizer=tokenizer, chat_template_kwargs=template)
         found = load(self.config.rewards if specs is None else specs)
         if specs is None:
-            found = held_out_judges(found, self.asked, load, self.config.data.held_out_rewards)
+            found = held_out_judges(found, self.prompts, load, self.config.data.held_out_rewards)
         for reward in found:
             add_to_session(reward.func)
         return found
 
     @contextlib.contextmanager
-    def asking(
-        self, one: LoadedBase, on_it: Sequence[TrainedModel], say: Say = print
-    ) -> Iterator["Asker"]:
-        """Yield what puts the prompts to the models on one base, its engine running meanwhile.
+    def on(
+        self, base: LoadedBase, models: Sequence[TrainedModel], say: Say = print
+    ) -> Iterator["Sampler"]:
+        """Yield what samples for the models on one base, while its engine runs.
 
         Args:
-            one: The base.
-            on_it: The models that will be asked; their adapters are loaded.
+            base: Loaded.
+            models: That will be sampled; their adapters are loaded.
             say: For lines.
 
         Raises:
             DataError: A prompt leaves no room for its completion.
-            GenerationError: vLLM was asked for by name and cannot sample here, or does not start.
-            StalePolicyError: The engine samples from something else than the model it is to be.
+            GenerationError: vLLM was requested by name and cannot sample here, or does not start.
+            StalePolicyError: The engine samples from another model than it should.
         """
         template = self.args.chat_template_kwargs
-        ids = [prompt_ids(one.tokenizer, row["prompt"], template) for row in self.asked]
+        ids = [prompt_ids(base.tokenizer, row["prompt"], template) for row in self.prompts]
         length = max(map(len, ids)) + self.args.max_completion_length
-        self._check_room(one, length)
-        one.load(on_it)
-        args = copy.copy(self.args)
-        args.vllm_max_model_length, args.vllm_enable_sleep_mode = length, False
-        args.generation_batch_size = self.batch_size or NUM_SEQUENCES
+        self._check_length(base, length)
+        base.load(models)
+        engine = self._start_engine(base, length, say)
         try:
-            engine, choice = start_engine(one.model, args, why_not=self.why_not, trains=False)
-        except GenerationError as exc:
-            if self.engine_by_name:
-                raise
-            engine, choice = None, Choice("transformers", str(exc))
-        if choice.reason is not None:
-            say(f"completions by transformers: {choice.reason}")
-        try:
-            asker = Asker(self, one, engine)
             if engine is not None and self.args.canary:
-                asker.prove(on_it, sorted(ids, key=len)[:NUM_PROBES])
-            yield asker
+                probes = sorted(ids, key=len)[:NUM_PROBES]
+                check_engine_follows(engine, self.args, base, models, probes)
+            yield Sampler(self, base, engine)
         finally:
             if engine is not None:
                 engine.close()
                 remove_from_session(engine)
 
-    def _check_room(self, one: LoadedBase, length: int) -> None:
-        limit = getattr(one.model.config, "max_position_embeddings", None)
+    def _check_length(self, base: LoadedBase, length: int) -> None:
+        limit = getattr(base.model.config, "max_position_embeddings", None)
         completion = self.args.max_completion_length
         if limit is not None and length > limit:
             raise DataError(
@@ -151,31 +124,35 @@ class HeldOut:
                 f"leave long prompts out"
             )
 
-    def batch_size_on(self, model: Any) -> int:
-        """Return how many completions transformers draws at one time."""
-        if self.batch_size is not None:
-            return self.batch_size
-        rows = self.args.per_device_train_batch_size
-        if model.device.type != "cpu":
-            return rows
-        return max(rows, BATCH_TOKENS // self.config.model.max_seq_length)
+    def _start_engine(self, base: LoadedBase, length: int, say: Say) -> Engine | None:
+        args = copy.copy(self.args)
+        args.vllm_max_model_length, args.vllm_enable_sleep_mode = length, False
+        args.generation_batch_size = self.batch_size or NUM_SEQUENCES
+        try:
+            engine, choice = start_engine(base.model, args, why_not=self.why_not, trains=False)
+        except GenerationError as exc:
+            if self.engine_required:
+                raise
+            engine, choice = None, Choice("transformers", str(exc))
+        if choice.reason is not None:
+            say(f"completions by transformers: {choice.reason}")
+        return engine
 
 
-class Asker:
-    """Puts the prompts to the models on one base.
+@dataclass(frozen=True)
+class Sampler:
+    """Completes and scores held-out prompts with the models on one base."""
 
-    Args:
-        exam: What is asked.
-        one: The base, its adapters loaded.
-        engine: Samples in the place of transformers.
-    """
+    held_out: HeldOut
+    base: LoadedBase
+    """Its adapters are loaded."""
+    engine: Engine | None
+    """Samples instead of transformers."""
 
-    def __init__(self, exam: HeldOut, one: LoadedBase, engine: Engine | None) -> None:
-        self._exam = exam
-        self._one = one
-        self._engine = engine
-        self.sampler = "transformers" if engine is None else engine.name
+    @property
+    def name(self) -> str:
         """For people: who draws the completions."""
+        return "transformers" if self.engine is None else self.engine.name
 
     def __call__(
         self, trained: TrainedModel, rewards: Sequence[LoadedReward], **how: Any
@@ -185,62 +162,70 @@ class Asker:
         Args:
             trained: On this base.
             rewards: Of ``HeldOut.rewards``.
-            **how: Keywords of ``evaluate``, in the place of the run's.
+            **how: Keywords of ``evaluate`` that replace the run's.
         """
-        exam, tokenizer = self._exam, self._one.tokenizer
-        with self._one.using(trained) as model:
-            settings = settings_of(exam.args) | {
-                "batch_size": exam.batch_size_on(model),
-                "engine": self._engine,
-            }
-            return evaluate(model, tokenizer, exam.asked, rewards, **settings | how)
-
-    def prove(self, on_it: Sequence[TrainedModel], prompt_ids: list[list[int]]) -> None:
-        """See that the engine follows each adapter, lets go of it, and samples from nothing else.
-
-        Args:
-            on_it: The models on the base.
-            prompt_ids: A few short prompts.
-
-        Raises:
-            StalePolicyError: It does not.
-        """
-        args, engine = self._exam.args, self._engine
-        for trained in on_it:
-            if trained.adapter is None:
-                continue
-            with self._one.using(trained) as model:
-                sampling = Sampling(
-                    min(PROBE_TOKENS, args.max_completion_length),
-                    tuple(model.generation_config.eos_token_id),
-                    args.temperature or 1.0,
-                )
-                canary = Canary(
-                    score=functools.partial(_score, model, sampling.temperature),
-                    model=model,
-                    without_adapter=model.disable_adapter,
-                    pad_token_id=self._one.tokenizer.pad_token_id,
-                    dtype=engine.adapter_dtype,
-                    sampling=sampling,
-                    adapter=_parameters(model, active_adapter(model)),
-                )
-                engine.sync(model)
-                canary.prove(engine, prompt_ids, args.seed, off=True)
-                canary.sent(engine.adapter_dtype)
-                drawn = engine.generate(prompt_ids, sampling, args.seed)
-                tokens = TokenRows(prompt_ids, drawn.completion_ids)
-                canary.check(tokens, drawn.log_probs, engine.name)
+        held_out, args = self.held_out, self.held_out.args
+        with self.base.using(trained) as model:
+            size = held_out.batch_size or args.per_device_train_batch_size
+            if held_out.batch_size is None and model.device.type == "cpu":
+                size = max(size, BATCH_TOKENS // held_out.config.model.max_seq_length)
+            settings = settings_of(args) | {"batch_size": size, "engine": self.engine} | how
+            return evaluate(model, self.base.tokenizer, held_out.prompts, rewards, **settings)
 
 
-def _parameters(model: Any, adapter: str) -> dict[str, Any]:
-    named = model.named_parameters()
-    return {name: values for name, values in named if "lora_" in name and f".{adapter}." in name}
+def check_engine_follows(
+    engine: Engine,
+    args: Any,
+    base: LoadedBase,
+    models: Sequence[TrainedModel],
+    prompt_ids: list[list[int]],
+) -> None:
+    """Check that an engine follows each adapter, drops it, and samples from nothing else.
+
+    Args:
+        engine: Started for the base.
+        args: ``LeaveOneOutConfig``: how completions are drawn.
+        base: The adapters are loaded on it.
+        models: On the base.
+        prompt_ids: A few short prompts.
+
+    Raises:
+        StalePolicyError: It does not.
+    """
+    for trained in models:
+        if trained.adapter is None:
+            continue
+        with base.using(trained) as model:
+            sampling = Sampling(
+                min(PROBE_TOKENS, args.max_completion_length),
+                tuple(model.generation_config.eos_token_id),
+                args.temperature or 1.0,
+            )
+            active = f".{active_adapter(model)}."
+            canary = Canary(
+                score=functools.partial(_log_probs, model, sampling.temperature),
+                model=model,
+                without_adapter=model.disable_adapter,
+                pad_token_id=base.tokenizer.pad_token_id,
+                dtype=engine.adapter_dtype,
+                sampling=sampling,
+                adapter={
+                    name: values
+                    for name, values in model.named_parameters()
+                    if "lora_" in name and active in name
+                },
+            )
+            engine.sync(model)
+            canary.prove(engine, prompt_ids, args.seed, off=True)
+            canary.sent(engine.adapter_dtype)
+            drawn = engine.generate(prompt_ids, sampling, args.seed)
+            canary.check(TokenRows(prompt_ids, drawn.completion_ids), drawn.log_probs, engine.name)
 
 
-def _score(model: Any, temperature: float, batch: MicroBatch) -> tuple[Any, Any]:
+def _log_probs(model: Any, temperature: float, batch: MicroBatch) -> tuple[Any, Any]:
     """Return ``(N, C)`` log-probabilities and entropies of the completion tokens, float32, nats.
 
-    Row by row and of the completion alone, since all logits would not fit beside an engine on a
+    Row by row and of the completion only, since all logits would not fit next to an engine on a
     small card.
     """
     import torch
@@ -252,30 +237,33 @@ def _score(model: Any, temperature: float, batch: MicroBatch) -> tuple[Any, Any]
             ids = batch.input_ids[row, : int(batch.places[row, 0]) + length]
             with torch.no_grad():
                 output = model(input_ids=ids.unsqueeze(0), logits_to_keep=length + 1)
-            spread = (output.logits[0, :-1].float() / temperature).log_softmax(-1)
-            log_probs = spread.gather(-1, ids[-length:].unsqueeze(-1)).squeeze(-1)
+            spread = (output.logits[0, :-1].float() / temperature).log_softmax(-1)  # (C, V)
+            log_probs = spread.gather(-1, ids[-length:].unsqueeze(-1)).squeeze(-1)  # (C,)
             found.append((log_probs, -(spread.exp() * spread).sum(-1)))
         return found
 
     scored = Pieces("comparing log-probabilities", REMEDY).run(score, range(len(batch.places)), 1)
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-    return tuple(map(pad, zip(*scored, strict=True)))
+    return pad([one for one, _ in scored]), pad([entropy for _, entropy in scored])
+
+
+# --- reading what is held out --------------------------------------------------------------------
 
 
 def read_held_out(
-    found: Sequence[TrainedModel],
+    models: Sequence[TrainedModel],
     *,
     overrides: Sequence[str] = (),
     prompts: str | Path | None = None,
     num_prompts: int | None = None,
     batch_size: int | None = None,
 ) -> HeldOut:
-    """Return what the models are asked, by the run file of the first that is a run.
+    """Return the prompts for some models, by the run file of the first that is a run.
 
     Args:
-        found: The models; where none is a run, the kit's defaults say the rest.
+        models: Where none is a run, the kit's defaults are used.
         overrides: ``section.key=value``.
-        prompts: A file, task or dataset in the place of the run's held-out prompts.
+        prompts: A file, task or dataset instead of the run's held-out prompts.
         num_prompts: At most so many.
         batch_size: Completions at one time.
 
@@ -291,85 +279,63 @@ def read_held_out(
                 f"--set {format_value(override)} cannot change a model that is trained: leave it "
                 "out, or name another model"
             )
-    config = next((one.config for one in found if one.config is not None), RunConfig())
+    config = next((one.config for one in models if one.config is not None), RunConfig())
     if overrides:
         config = make_run_config(config.as_dict(), overrides)
     setup(config.model.backend)
     args = make_trainer_args(config, Path(config.output_dir))
     given = read_overrides(overrides)
-    by_name = _choose_engine(args, given.get("trainer") or {})
-    why_not = _why_no_engine(found)
-    if by_name:
+    required = choose_engine(args, given.get("trainer") or {})
+    why_not = why_not_by_vllm(models)
+    if required:
         check_engine(args, trains=False)
         choose(requested_engine(args), on_gpu=True, why_not=why_not)
-    return HeldOut(
-        config,
-        args,
-        _prompts(config, prompts, num_prompts, given.get("data") or {}),
-        str(prompts or config.data.prompts),
-        batch_size,
-        engine_by_name=by_name,
-        why_not=why_not,
-    )
+    found = _prompts(config, prompts, num_prompts, given.get("data") or {})
+    source = str(prompts or config.data.prompts)
+    return HeldOut(config, args, found, source, batch_size, required, why_not)
 
 
-def _choose_engine(args: Any, given: Mapping[str, Any]) -> bool:
-    """Let ``args`` ask for the engine that evaluates; return whether it was asked for by name.
+def choose_engine(args: Any, given: Mapping[str, Any]) -> bool:
+    """Set the engine that evaluates; return whether it was requested by name.
 
-    What trained need not be what evaluates, unless that was transformers.
+    It need not be the engine that trained, unless that was transformers.
+
+    Args:
+        args: ``LeaveOneOutConfig`` of the run; it is changed.
+        given: Overrides of ``trainer:``.
     """
     if {"generation", "use_vllm"} & set(given):
         args.use_vllm = bool(given.get("use_vllm"))
     elif args.use_vllm or requested_engine(args) != "transformers":
         args.generation, args.use_vllm = "auto", False
-    if "vllm_gpu_memory_utilization" not in given:  # it was for an engine beside a training
+    if "vllm_gpu_memory_utilization" not in given:  # it was for an engine next to a training
         args.memory_share_given = False
     return requested_engine(args) in ("vllm", "server")
 
 
-def _why_no_engine(found: Sequence[TrainedModel]) -> str | None:
-    """Return why vLLM cannot sample for all of the models, so that none is compared across two."""
-    for one in found:
-        if not any(other.adapter and other.model == one.model for other in found):
-            return f"{one.name} has no adapter, and vLLM is started for a base with one"
-        if one.adapter is None:
-            continue
-        with contextlib.suppress(Exception):  # what cannot be read is told when it is loaded
-            config = json.loads((one.adapter / CONFIG).read_bytes())
-            model = SimpleNamespace(peft_config={"default": SimpleNamespace(**config)})
-            why_not = why_no_hot_swap(model)
-            if why_not:
-                return why_not
-    return None
-
-
 def _prompts(
-    config: RunConfig,
-    prompts: str | Path | None,
-    num_prompts: int | None,
-    given: Mapping[str, Any],
+    config: RunConfig, prompts: str | Path | None, most: int | None, given: Mapping[str, Any]
 ) -> Any:
     data, name = config.data, str(prompts or config.data.prompts)
-    if prompts is None or is_task(name):
-        if name != data.prompts:  # another task has levels and settings of its own
-            own = [key for key in ("level", "settings") if key not in given]
-            data = replace(data, prompts=name, columns=None, **dict.fromkeys(own))
-        if prompts is not None:
-            data = replace(data, held_out=num_prompts or data.held_out or None)
-        _, asked = read_prompts(replace(config, data=data), EXAMPLES)
-        if asked is None:
-            raise DataError(
-                "the run kept no prompts out of training (data.held_out: 0): name some with "
-                "--prompts"
-            )
-    else:
+    if prompts is not None and not is_task(name):
         asked = load_prompts(
             name,
             split=data.split,
-            num_prompts=num_prompts,
+            num_prompts=most,
             system=data.system,
             chat=data.chat,
             seed=config.seed,
             columns=data.columns,
         )
-    return asked if num_prompts is None else asked.select(range(min(num_prompts, len(asked))))
+    else:
+        if name != data.prompts:  # another task has levels and settings of its own
+            own = [key for key in ("level", "settings") if key not in given]
+            data = replace(data, prompts=name, columns=None, **dict.fromkeys(own))
+        if prompts is not None:
+            data = replace(data, held_out=most or data.held_out or None)
+        _, asked = read_prompts(replace(config, data=data), EXAMPLES)
+    if asked is None:
+        raise DataError(
+            "the run kept no prompts out of training (data.held_out: 0): name some with --prompts"
+        )
+    return asked if most is None else asked.select(range(min(most, len(asked))))

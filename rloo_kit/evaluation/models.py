@@ -1,11 +1,13 @@
-"""What a command is given as a model: a run, an adapter, or a model alone; one base for several."""
+"""What a command takes as a model: a run, an adapter, or a base alone; one base for several."""
 
 import contextlib
 import gc
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rloo_kit.checkpoints.store import find_checkpoint
@@ -14,7 +16,7 @@ from rloo_kit.errors import ConfigError, ModelError
 from rloo_kit.machine.memory import remove_from_session
 from rloo_kit.models.adapters import CONFIG, WEIGHTS, adapter_in, base_of
 from rloo_kit.models.loading import load_model
-from rloo_kit.sampling.engine import active_adapter
+from rloo_kit.sampling.engine import active_adapter, why_no_hot_swap
 from rloo_kit.text.wording import first_line, format_value
 
 
@@ -55,7 +57,7 @@ class TrainedModel:
 
 
 def find_trained(given: str | Path) -> TrainedModel:
-    """Return what a path or name stands for.
+    """Return what a path or name means.
 
     Args:
         given: The folder of a run (its ``adapter/``, else its newest whole checkpoint), a
@@ -63,36 +65,26 @@ def find_trained(given: str | Path) -> TrainedModel:
 
     Raises:
         ConfigError: The run has neither adapter nor checkpoint.
-        ModelError: The adapter does not say what its base is.
+        ModelError: The adapter does not name its base.
     """
-    text, folder = str(given), _as_folder(given)
-    if folder is None:
-        return TrainedModel(text, text)
+    text, folder = str(given), Path(given)
+    with contextlib.suppress(OSError, ValueError):  # a name that can be no path
+        if not folder.is_dir():
+            return TrainedModel(text, text)
     if (folder / "run.yaml").is_file():
         return _of_run(text, folder, _adapter_of(folder))
+    if not (folder / CONFIG).is_file():
+        return TrainedModel(text, text)
     parent = folder.resolve().parent
-    if (parent / "run.yaml").is_file() and _is_adapter(folder):
+    if (parent / "run.yaml").is_file():
         return _of_run(text, parent, folder)
-    if _is_adapter(folder):
-        return TrainedModel(text, base_of(folder), folder)
-    return TrainedModel(text, text)
-
-
-def _as_folder(given: str | Path) -> Path | None:
-    with contextlib.suppress(OSError, ValueError):  # a name that can be no path
-        if Path(given).is_dir():
-            return Path(given)
-    return None
-
-
-def _is_adapter(folder: Path) -> bool:
-    return (folder / CONFIG).is_file()
+    return TrainedModel(text, base_of(folder), folder)
 
 
 def _adapter_of(run: Path) -> Path:
-    # a run that is gone on with has no end.json, and an adapter of before
+    # a run that is being resumed has no end.json, and an adapter of before
     checkpoint = None if (run / "end.json").is_file() else find_checkpoint(run)
-    if _is_adapter(run / "adapter") and checkpoint is None:
+    if (run / "adapter" / CONFIG).is_file() and checkpoint is None:
         return run / "adapter"
     checkpoint = checkpoint or find_checkpoint(run)
     if checkpoint is None:
@@ -108,16 +100,35 @@ def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
     base, started = config.model.name, adapter_in(config.model.name)
     if started is not None:  # it trained another run's adapter further
         base = find_trained(started).base
-    elif Path(base).is_absolute() and not Path(base).exists():  # which is there no more
+    elif Path(base).is_absolute() and not Path(base).exists():  # it was moved
         base = base_of(adapter)
     return TrainedModel(name, base, adapter, run, config)
+
+
+def why_not_by_vllm(models: Sequence[TrainedModel]) -> str | None:
+    """Return why vLLM cannot sample for all of the models, so that none is compared across two.
+
+    Args:
+        models: Not loaded yet.
+    """
+    for one in models:
+        if not any(other.adapter and other.model == one.model for other in models):
+            return f"{one.name} has no adapter, and vLLM is started for a base with one"
+        if one.adapter is None:
+            continue
+        with contextlib.suppress(Exception):  # loading it reports what cannot be read
+            config = json.loads((one.adapter / CONFIG).read_bytes())
+            model = SimpleNamespace(peft_config={"default": SimpleNamespace(**config)})
+            if why_not := why_no_hot_swap(model):
+                return why_not
+    return None
 
 
 # --- loading -------------------------------------------------------------------------------------
 
 
 class LoadedBase:
-    """A base in memory, and the adapters on it, one of which answers at a time.
+    """A base in memory, and the adapters on it, one of which is active at a time.
 
     Args:
         model: As ``load_model`` returned it.
@@ -125,19 +136,20 @@ class LoadedBase:
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model = self._loaded = model
-        self.tokenizer = tokenizer
-        self._adapters: dict[Path, str] = {}
+        self.model: Any = model
+        self.tokenizer: Any = tokenizer
+        self._loaded: Any = model
+        self._names: dict[Path, str] = {}
 
     @contextlib.contextmanager
     def using(self, trained: TrainedModel) -> Iterator[Any]:
-        """Yield the model with the adapter of ``trained`` in force, or with none; one in another.
+        """Yield the model with the adapter of ``trained`` active, or with none; nests.
 
         Raises:
             ModelError: The adapter cannot be loaded, or does not fit the base.
         """
         if trained.adapter is not None:
-            name = self._name_of(trained.adapter)  # which may wrap the model anew
+            name = self._name_of(trained.adapter)  # which may wrap the model
             before, active = self.model.active_adapter, active_adapter(self.model)
             self.model.set_adapter(name)
             self.model.base_model.enable_adapter_layers()
@@ -147,14 +159,14 @@ class LoadedBase:
                 self.model.set_adapter(before)
                 if active is None:
                     self.model.base_model.disable_adapter_layers()
-        elif self._adapters:
+        elif self._names:
             with self.model.disable_adapter():
                 yield self.model
         else:
             yield self.model
 
     def load(self, models: Sequence[TrainedModel]) -> None:
-        """Load the adapters of some models on this base, so that any of them can speak at once.
+        """Load the adapters of some models on this base, before an engine starts.
 
         Raises:
             ModelError: An adapter cannot be loaded, or does not fit the base.
@@ -164,7 +176,7 @@ class LoadedBase:
                 self._name_of(trained.adapter)
 
     def unload(self) -> None:
-        """Hold the model no more, before another base is loaded."""
+        """Drop the model, before another base is loaded."""
         remove_from_session(self._loaded)
         self.model = self._loaded = self.tokenizer = None
         gc.collect()
@@ -173,12 +185,12 @@ class LoadedBase:
 
     def _name_of(self, adapter: Path) -> str:
         adapter = adapter.resolve()
-        if adapter not in self._adapters:
+        if adapter not in self._names:
             # PEFT's first is called default, which is what an engine is sent
-            name = f"adapter-{len(self._adapters)}" if self._adapters else "default"
+            name = f"adapter-{len(self._names)}" if self._names else "default"
             self._load(adapter, name)
-            self._adapters[adapter] = name
-        return self._adapters[adapter]
+            self._names[adapter] = name
+        return self._names[adapter]
 
     def _load(self, adapter: Path, name: str) -> None:
         from peft import PeftModel
@@ -189,13 +201,13 @@ class LoadedBase:
                 "its weights as safetensors"
             )
         try:
-            if self._adapters:
+            if self._names:
                 self.model.load_adapter(str(adapter), adapter_name=name)
             else:
                 self.model = PeftModel.from_pretrained(
                     self.model, str(adapter), adapter_name=name, is_trainable=False
                 )
-        except Exception as exc:  # missing, of other shapes, damaged: each its own
+        except Exception as exc:  # what does not fit is raised by torch, PEFT and safetensors
             raise ModelError(
                 f"the adapter in {format_value(str(adapter))} cannot be put on its base "
                 f"({first_line(exc)}): see that it was trained on this model"
@@ -207,8 +219,7 @@ def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
 
     Args:
         trained: Of which the base is taken.
-        **changes: Fields of the run file's ``model:`` that are to be otherwise, such as
-            ``load_in_4bit=False``.
+        **changes: Fields of the run file's ``model:`` that differ, such as ``load_in_4bit=False``.
 
     Raises:
         ModelError, ConfigError, BackendError: As ``load_model`` does.
@@ -226,7 +237,7 @@ def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
 
 
 def by_base(models: Sequence[TrainedModel]) -> Iterator[tuple[LoadedBase, list[TrainedModel]]]:
-    """Load each base once, and yield it with the models on it; the former one is let go first."""
+    """Load each base once, and yield it with the models on it; the last one is dropped first."""
     waiting = list(models)
     while waiting:
         first = waiting[0]

@@ -1,4 +1,4 @@
-"""What is found of a run after it: files beside its record, that only grow."""
+"""Result files in a run's folder: ``eval.json`` and ``judge.json`` grow, their samples do not."""
 
 import contextlib
 import json
@@ -10,11 +10,12 @@ from typing import Any
 from rloo_kit.diagnosis.record import read_json
 from rloo_kit.errors import ConfigError
 from rloo_kit.output_folder import write_atomically, write_json
+from rloo_kit.report.page import write_report
 from rloo_kit.text.redaction import redact_tree
 
 
-def check_place(folder: Path) -> None:
-    """Make a folder for results, before anything is computed for it.
+def check_writable(folder: Path) -> None:
+    """Make a folder for results before anything is computed for it.
 
     Raises:
         ConfigError: It cannot be written.
@@ -24,30 +25,37 @@ def check_place(folder: Path) -> None:
         path.unlink()
 
 
-def add_result(path: Path, name: str, result: dict[str, Any]) -> None:
-    """Add a result to the list ``name`` of a JSON file, which is whole or as it was.
+def write_results(
+    path: Path, name: str, result: dict[str, Any], samples: Path, rows: list[dict[str, Any]]
+) -> str | None:
+    """Add a result to a JSON file, replace its samples, and write the report of a run again.
+
+    Args:
+        path: Of the JSON file, ``{name: [result, ...]}``. One that cannot be read is kept under
+            another name.
+        name: Of the list in it.
+        result: Plain values.
+        samples: Of the file of lines of JSON.
+        rows: Its lines.
+
+    Returns:
+        A line for people; None where the folder is not that of a run.
 
     Raises:
         ConfigError: The folder cannot be written.
     """
     found = read_json(path)
-    if found is None and path.exists():  # what is in it may still be read by somebody
+    if found is None and path.exists():
         os.replace(path, path.with_name(f"{path.name}.damaged"))
     earlier = (found or {}).get(name)
     results = [*(earlier if isinstance(earlier, list) else []), result]
+    lines = "".join(json.dumps(redact_tree(row)) + "\n" for row in rows)
     with _writing(path):
         write_json(path, redact_tree({name: results}), indent=1)
-
-
-def replace_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows as lines of JSON in the place of those that were there.
-
-    Raises:
-        ConfigError: The folder cannot be written.
-    """
-    text = "".join(json.dumps(redact_tree(row)) + "\n" for row in rows)
-    with _writing(path):
-        write_atomically(path, text.encode())
+        write_atomically(samples, lines.encode())
+    if not (path.parent / "run.yaml").is_file():
+        return None
+    return f"written to {path} and {write_report([path.parent])}"
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""What n completions of each prompt say of a model: pass@k, maj@k, intervals, paired differences.
+"""Statistics of n completions of each prompt: pass@k, maj@k, intervals, paired differences.
 
-Completions of one prompt are alike, so a prompt is what is drawn: intervals come from resampling
-prompts with all their completions, and two models are compared prompt by prompt.
+Completions of one prompt are alike, so prompts are resampled with all their completions, and two
+models are compared prompt by prompt.
 """
 
 import itertools
@@ -9,7 +9,8 @@ import math
 import random
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
@@ -86,12 +87,12 @@ def _outcome(votes: list[Hashable], share: dict[Hashable, float]) -> float:
     return math.fsum(share[vote] for vote in top) / len(top) if top else 0.0
 
 
-# --- how sure ------------------------------------------------------------------------------------
+# --- intervals and tests -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts and how sure it is."""
+    """A mean over prompts with its confidence interval."""
 
     mean: float
     low: float
@@ -116,10 +117,18 @@ class Difference(Estimate):
         """Whether the interval leaves 0 out, and the test says the same at 5%."""
         return self.p_value < 1 - CONFIDENCE and not self.low <= 0 <= self.high
 
-    def __str__(self) -> str:
-        verdict = "real" if self.is_real else "may be chance"
+    @property
+    def verdict(self) -> str:
+        """The p-value, and whether the difference is real."""
         p = "p < 0.001" if self.p_value < 0.001 else f"p = {self.p_value:.3f}"
-        return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}], {p}: {verdict}"
+        return f"{p}: {'real' if self.is_real else 'may be chance'}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self) | {"is_real": self.is_real}
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}], {self.verdict}"
 
 
 def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
@@ -151,8 +160,8 @@ def difference(before: Sequence[float], after: Sequence[float], seed: int = 0) -
     """Return by how much ``after`` is above ``before``, prompt by prompt.
 
     The interval is the bootstrap's, over prompts. The test is Fisher's: the signs of the n
-    differences are drawn anew (all 2 ** n ways where those are few), and the chance of a mean at
-    least as far from 0 is the p-value.
+    differences are drawn at random (all 2 ** n ways where those are few), and the p-value is the
+    chance of a mean at least as far from 0.
 
     Args:
         before: n values, one a prompt.

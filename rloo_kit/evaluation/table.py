@@ -1,28 +1,26 @@
-"""rloo-kit eval: several models on the same prompts in one table, and what is sure of it."""
+"""rloo-kit eval: several models on the same prompts in one table, with paired differences."""
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.evaluator import Evaluation
-from rloo_kit.evaluation.held_out import read_held_out
+from rloo_kit.evaluation.held_out import HeldOut, Say, read_held_out
 from rloo_kit.evaluation.models import TrainedModel, by_base, find_trained
-from rloo_kit.evaluation.result_files import add_result, check_place, replace_rows
+from rloo_kit.evaluation.result_files import check_writable, write_results
 from rloo_kit.evaluation.statistics import Difference, Estimate, difference
 from rloo_kit.machine.memory import session
-from rloo_kit.report.page import write_report
 
-Say = Callable[[str], None]
 FILE, SAMPLES = "eval.json", "eval_samples.jsonl"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One model, asked in one way."""
+    """One model, sampled in one way."""
 
     model: str
     evaluation: Evaluation
@@ -80,21 +78,10 @@ class EvalTable:
         """Return plain values for JSON, without the samples."""
         rows = []
         for row in self.rows:
-            found = row.evaluation.as_dict()
-            del found["samples"]
-            rows.append(
-                {
-                    "model": row.model,
-                    "mode": row.mode,
-                    "seconds": row.seconds,
-                    "sampler": row.sampler,
-                    **found,
-                }
-            )
-        compared = [
-            {**asdict(one), "found": {**asdict(one.found), "is_real": one.found.is_real}}
-            for one in self.compared
-        ]
+            facts = {name: getattr(row, name) for name in ("model", "mode", "seconds", "sampler")}
+            rows.append(facts | row.evaluation.as_dict())
+            del rows[-1]["samples"]
+        compared = [asdict(one) | {"found": one.found.as_dict()} for one in self.compared]
         return {"time": time.time(), "prompts": self.prompts, "rows": rows, "compared": compared}
 
 
@@ -114,21 +101,18 @@ def evaluate_models(  # noqa: PLR0913
     """Score models on the same prompts, greedy and sampled, and compare each with the first.
 
     Args:
-        models: Runs, checkpoints, adapters, models. The first one that is a run says which prompts,
-            rewards and sampling; where none is, the kit's defaults do.
+        models: Runs, checkpoints, adapters, models. The first that is a run gives prompts, rewards
+            and sampling; where none is, the kit's defaults are used.
         overrides: ``section.key=value`` of that run file, such as ``trainer.temperature=0.6``.
-        prompts: A file, task or dataset in the place of the run's held-out prompts.
+        prompts: A file, task or dataset instead of the run's held-out prompts.
         num_prompts: At most so many.
         num_samples: Sampled completions of each prompt, for pass@k and maj@k; 0: greedy alone.
         greedy: Also one greedy completion of each prompt.
         base: Put the base, without any adapter, first.
         batch_size: Completions at one time; None: as many as are known to fit.
-        output: Folder to write ``eval.json`` and ``eval_samples.jsonl`` to; None: that of the run,
-            whose report then shows it.
+        output: Folder for ``eval.json`` and ``eval_samples.jsonl``; None: that of the run, whose
+            report then shows it. Earlier results stay.
         say: For lines.
-
-    Returns:
-        The table. Written results are added to those of before.
 
     Raises:
         KitError: With the remedy.
@@ -140,45 +124,48 @@ def evaluate_models(  # noqa: PLR0913
     found = [find_trained(model) for model in models]
     if base:
         found = _with_base(found)
-    folder = _folder(found, output)
+    folder = Path(output) if output is not None else next((m.run for m in found if m.run), None)
     if folder is not None:
-        check_place(folder)
-    rows, ways = [], list(_ways(num_samples, greedy=greedy))
+        check_writable(folder)
+    how = [{"temperature": 0.0}] if greedy else []
+    how += [{"num_samples": num_samples}] if num_samples else []
     with session():
-        exam = read_held_out(
+        held_out = read_held_out(
             found,
             overrides=overrides,
             prompts=prompts,
             num_prompts=num_prompts,
             batch_size=batch_size,
         )
-        for one, on_it in by_base(found):
-            exam = exam.fitting(one.tokenizer)
-            rewards = exam.rewards(one.tokenizer)
-            with exam.asking(one, on_it, say) as ask:
-                for trained, how in itertools.product(on_it, ways):
-                    began = time.monotonic()
-                    scored = ask(trained, rewards, **how)
-                    seconds = time.monotonic() - began
-                    rows.append(Row(trained.name, scored, seconds, ask.sampler))
-                    say(_line(rows[-1]))
-    rows = _judged_alike(rows)
-    names = [one.name for one in found]
-    rows.sort(key=lambda row: names.index(row.model))
-    table = EvalTable(exam.source, rows, list(_compare(rows)))
-    if folder is None:
-        return table
-    _write(folder, table)
-    if (folder / "run.yaml").is_file():
-        say(f"written to {folder / FILE} and {write_report([folder])}")
-    return replace(table, folder=folder)
+        rows = list(_rows(held_out, found, how, say))
+    table = EvalTable(held_out.source, rows, list(compare(rows)), folder)
+    if folder is not None:
+        _write(folder, table, say)
+    return table
 
 
-def _judged_alike(rows: list[Row]) -> list[Row]:
+def _rows(
+    held_out: HeldOut, models: list[TrainedModel], how: list[dict[str, Any]], say: Say
+) -> list[Row]:
+    rows = []
+    for base, on_it in by_base(models):
+        held_out = held_out.fit(base.tokenizer)
+        rewards = held_out.rewards(base.tokenizer)
+        with held_out.on(base, on_it, say) as sample:
+            for trained, settings in itertools.product(on_it, how):
+                began = time.monotonic()
+                scored = sample(trained, rewards, **settings)
+                rows.append(Row(trained.name, scored, time.monotonic() - began, sample.name))
+                say(_line(rows[-1]))
+    rows = judge_alike(rows)
+    names = [one.name for one in models]
+    return sorted(rows, key=lambda row: names.index(row.model))
+
+
+def judge_alike(rows: list[Row]) -> list[Row]:
     """Return the rows with one reward that says right or wrong for all of them.
 
-    By its own scores alone a row could have another: a reward with numbers between may give none
-    of them to one model.
+    A reward with values between 0 and 1 may give none of them to one of the models.
     """
     names = [
         name
@@ -196,14 +183,7 @@ def _with_base(found: list[TrainedModel]) -> list[TrainedModel]:
     return found if alone or not bases else [bases[0], *found]
 
 
-def _ways(num_samples: int, *, greedy: bool) -> Iterator[dict[str, Any]]:
-    if greedy:
-        yield {"temperature": 0.0}
-    if num_samples:
-        yield {"num_samples": num_samples}
-
-
-def _compare(rows: list[Row]) -> Iterator[Compared]:
+def compare(rows: list[Row]) -> Iterator[Compared]:
     """Compare every row with that of the first model in the same mode, reward by reward."""
     first = {row.mode: row for row in reversed(rows) if row.model == rows[0].model}
     for row in rows:
@@ -212,9 +192,9 @@ def _compare(rows: list[Row]) -> Iterator[Compared]:
             continue
         for name in row.evaluation.rewards:
             pairs = zip(before.evaluation.values(name), row.evaluation.values(name), strict=True)
-            known = [pair for pair in pairs if None not in pair]
+            known = [(a, b) for a, b in pairs if a is not None and b is not None]
             if known:
-                moved = difference(*map(list, zip(*known, strict=True)))
+                moved = difference([a for a, _ in known], [b for _, b in known])
                 yield Compared(row.model, before.model, row.mode, name, moved)
 
 
@@ -254,18 +234,12 @@ def _line(row: Row) -> str:
     return f"{row.model}, {row.mode}: {', '.join(parts)} ({row.seconds:.0f} s)"
 
 
-def _folder(found: list[TrainedModel], output: str | Path | None) -> Path | None:
-    if output is not None:
-        return Path(output)
-    return next((one.run for one in found if one.run is not None), None)
-
-
-def _write(folder: Path, table: EvalTable) -> None:
-    """Add the table to eval.json; the samples of the newest lie beside it."""
+def _write(folder: Path, table: EvalTable, say: Say) -> None:
     samples = [
         {"model": row.model, "mode": row.mode, **sample}
         for row in table.rows
         for sample in row.evaluation.samples
     ]
-    add_result(folder / FILE, "evaluations", table.as_dict())
-    replace_rows(folder / SAMPLES, samples)
+    line = write_results(folder / FILE, "evaluations", table.as_dict(), folder / SAMPLES, samples)
+    if line is not None:
+        say(line)

@@ -1,12 +1,12 @@
 """rloo-kit judge: whose completions a judge prefers, prompt by prompt.
 
-The judge is a reward (a rule, a reward model, a file of one's own), whose higher score wins; or a
+The judge is a reward (a rule, a reward model, your own file), whose higher score wins; or a
 language model behind an OpenAI-compatible server, which compares the two in both orders.
 """
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,13 @@ from typing import Any
 from rloo_kit.config.run_file import read_value
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.evaluator import score_texts
-from rloo_kit.evaluation.held_out import HeldOut, read_held_out
-from rloo_kit.evaluation.models import LoadedBase, TrainedModel, by_base, find_trained
-from rloo_kit.evaluation.result_files import add_result, check_place, replace_rows
+from rloo_kit.evaluation.held_out import HeldOut, Say, read_held_out
+from rloo_kit.evaluation.models import TrainedModel, by_base, find_trained
+from rloo_kit.evaluation.result_files import check_writable, write_results
 from rloo_kit.evaluation.statistics import Difference, difference
 from rloo_kit.machine.memory import session
-from rloo_kit.report.page import write_report
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 
-Say = Callable[[str], None]
 FILE, SAMPLES = "judge.json", "judge_samples.jsonl"
 
 
@@ -33,7 +31,7 @@ class WinRate:
     model: str
     against: str
     judge: str
-    """Named with all that decides: which model, which rubric, both orders."""
+    """With its model, its rubric, and that both orders were judged."""
     mode: str
     """How the completions were drawn."""
     prompts: str
@@ -54,12 +52,10 @@ class WinRate:
 
     def __str__(self) -> str:
         low, high = (0.5 + bound for bound in (self.found.low, self.found.high))
-        real = "real" if self.found.is_real else "may be chance"
-        p = "p < 0.001" if self.found.p_value < 0.001 else f"p = {self.found.p_value:.3f}"
         lines = [
             f"{self.model} wins {self.rate:.1%} [{low:.1%}, {high:.1%}] against {self.against}: "
             f"{self.wins} won, {self.ties} tied, {self.losses} lost of {self.found.num} prompts of "
-            f"{self.prompts}, {self.mode}; {p}: {real}",
+            f"{self.prompts}, {self.mode}; {self.found.verdict}",
             f"judge: {self.judge}",
         ]
         if self.unjudged:
@@ -70,8 +66,8 @@ class WinRate:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        found = {**asdict(self.found), "is_real": self.found.is_real}
-        return {"time": time.time(), **asdict(self), "rate": self.rate, "found": found}
+        found = {"rate": self.rate, "found": self.found.as_dict()}
+        return {"time": time.time()} | asdict(self) | found
 
 
 def judge_models(  # noqa: PLR0913
@@ -96,15 +92,12 @@ def judge_models(  # noqa: PLR0913
         by: A reward as in a run file, text or table; None: what judges the run's held-out prompts
             first. ``{name: judge, model: NAME, mode: pairwise}`` asks a server.
         overrides: ``section.key=value`` of the run file.
-        prompts: A file, task or dataset in the place of the run's held-out prompts.
+        prompts: A file, task or dataset instead of the run's held-out prompts.
         num_prompts: At most so many.
-        sampled: Draw at the run's temperature in the place of greedy.
+        sampled: Draw at the run's temperature instead of greedily.
         batch_size: Completions at one time.
         output: Folder for ``judge.json``; None: that of the run, whose report then shows it.
         say: For lines.
-
-    Returns:
-        The win rate, with the judge and the number of prompts named.
 
     Raises:
         KitError: With the remedy.
@@ -112,42 +105,28 @@ def judge_models(  # noqa: PLR0913
     mine = find_trained(model)
     other, column = _opponent(mine, against)
     spec = read_value(by) if isinstance(by, str) and by.lstrip().startswith("{") else by
-    sides = [mine] if other is None else [mine, other]
+    folder = Path(output) if output is not None else mine.run
+    models = [mine] if other is None else [mine, other]
     with session():
-        exam = read_held_out(
-            sides,
+        held_out = read_held_out(
+            models,
             overrides=overrides,
             prompts=prompts,
             num_prompts=num_prompts,
             batch_size=batch_size,
         )
-        if column is not None and column not in exam.asked.column_names:
-            raise DataError(
-                f"the prompts have no column {column!r} to compare with: name one of "
-                f"{', '.join(exam.asked.column_names)} as --against reference:NAME"
-            )
-        folder = _folder(sides, output)
+        _check_column(held_out, column)
         if folder is not None:
-            check_place(folder)
-        exam, drawn = _draw(exam, sides, spec, {} if sampled else {"temperature": 0.0}, say)
-        judge = drawn[0].judge
+            check_writable(folder)
+        held_out, sides = _answers(held_out, models, spec, {} if sampled else {"temperature": 0.0})
+        for side in sides:
+            say(f"{side.name}: {len(side.texts)} completions")
         if column is not None:
-            drawn.append(_given(exam, drawn[0].tokenizer, spec, column))
-        won = _verdicts(exam, judge, *drawn)
-    result = WinRate(
-        model=mine.name,
-        against=other.name if other is not None else f"column {column!r} of the prompts",
-        judge=_described(spec, judge),
-        mode=_mode(f"sampled at {exam.args.temperature:g}" if sampled else "greedy", drawn),
-        prompts=exam.source,
-        wins=won.count(1.0),
-        losses=won.count(0.0),
-        ties=len(won) - won.count(1.0) - won.count(0.0) - won.count(None),
-        unjudged=won.count(None),
-        found=_from_half(won),
-        paid=_was_paid(mine, judge, drawn[0].tokenizer),
-    )
-    _write(folder, result, exam, drawn, won, say)
+            sides.append(_given(held_out, column, sides[0], spec))
+        won = verdicts(list(held_out.prompts), *sides)
+        result = _win_rate(mine, sides, held_out, won, spec=spec, sampled=sampled)
+    if folder is not None and (line := _write(folder, result, held_out, sides, won)):
+        say(line)
     return result
 
 
@@ -155,19 +134,18 @@ def judge_models(  # noqa: PLR0913
 
 
 @dataclass(frozen=True)
-class _Side:
+class Side:
     """What one side answered."""
 
+    name: str
     texts: list[str | None]
-    """None: this side has nothing to show there."""
+    """None: this side has no text for that prompt."""
     scores: list[float | None]
-    """Of a judge that scores each by itself."""
+    """Of a judge that scores each alone."""
     judge: LoadedReward
     tokenizer: Any
-    sampler: str = ""
-    """Who drew the completions."""
-    given: bool = False
-    """By the prompts, and not by a model."""
+    sampler: str | None = None
+    """Who drew the completions; None: they came with the prompts."""
 
 
 def _opponent(mine: TrainedModel, against: str | Path) -> tuple[TrainedModel | None, str | None]:
@@ -187,60 +165,76 @@ def _opponent(mine: TrainedModel, against: str | Path) -> tuple[TrainedModel | N
     return other, None
 
 
-def _draw(
-    exam: HeldOut, sides: list[TrainedModel], spec: Any, how: dict[str, Any], say: Say
-) -> tuple[HeldOut, list[_Side]]:
-    """Return what was asked, and the completions of each model.
-
-    They are scored where the judge scores each by itself.
-    """
-    found: dict[str, _Side] = {}
-    for one, on_it in by_base(sides):
-        exam = exam.fitting(one.tokenizer)
-        found |= _answers(exam, one, on_it, spec, how, say)
-    for name, side in found.items():
-        say(f"{name}: {len(side.texts)} completions")
-    return exam, [found[trained.name] for trained in sides]
+def _check_column(held_out: HeldOut, column: str | None) -> None:
+    known = held_out.prompts.column_names
+    if column is not None and column not in known:
+        raise DataError(
+            f"the prompts have no column {column!r} to compare with: name one of "
+            f"{', '.join(known)} as --against reference:NAME"
+        )
 
 
 def _answers(
-    exam: HeldOut,
-    one: LoadedBase,
-    on_it: list[TrainedModel],
-    spec: Any,
-    how: dict[str, Any],
-    say: Say,
-) -> dict[str, _Side]:
-    judge = exam.rewards(one.tokenizer, None if spec is None else [spec])[0]
-    paid, found = [] if _compares(judge) else [judge], {}
-    with exam.asking(one, on_it, say) as ask:
-        for trained in on_it:
-            scored = ask(trained, paid, **how)
-            texts = [sample["completion"] for sample in scored.samples]
-            scores = [sample["rewards"].get(judge.name) for sample in scored.samples]
-            found[trained.name] = _Side(texts, scores, judge, one.tokenizer, ask.sampler)
-    return found
+    held_out: HeldOut, models: list[TrainedModel], spec: Any, how: dict[str, Any]
+) -> tuple[HeldOut, list[Side]]:
+    """Return the prompts that were used, and the completions of each model.
+
+    They are scored where the judge scores each alone.
+    """
+    found: dict[str, Side] = {}
+    for base, on_it in by_base(models):
+        held_out = held_out.fit(base.tokenizer)
+        judge = held_out.rewards(base.tokenizer, None if spec is None else [spec])[0]
+        with held_out.on(base, on_it) as sample:
+            for trained in on_it:
+                scored = sample(trained, [] if _compares(judge) else [judge], **how).samples
+                found[trained.name] = Side(
+                    trained.name,
+                    [one["completion"] for one in scored],
+                    [one["rewards"].get(judge.name) for one in scored],
+                    judge,
+                    base.tokenizer,
+                    sample.name,
+                )
+    return held_out, [found[trained.name] for trained in models]
 
 
-def _given(exam: HeldOut, tokenizer: Any, spec: Any, column: str) -> _Side:
+def _given(held_out: HeldOut, column: str, mine: Side, spec: Any) -> Side:
     """Return the texts of a column as a side; they are answers, and never begin in a thought."""
-    judge = exam.rewards(None, None if spec is None else [spec])[0]
-    texts = [None if text is None else str(text) for text in exam.asked[column][:]]
+    judge = held_out.rewards(None, None if spec is None else [spec])[0]
+    texts = [None if text is None else str(text) for text in held_out.prompts[column][:]]
     scores: list[float | None] = [None] * len(texts)
     if not _compares(judge):
-        whole = [text or "" for text in texts]
-        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in whole]
-        found = score_texts(list(exam.asked), whole, ids, [judge])[judge.name]
+        found = _scores(list(held_out.prompts), [text or "" for text in texts], judge, mine)
         scores = [None if text is None else score for text, score in zip(texts, found, strict=True)]
-    return _Side(texts, scores, judge, tokenizer, given=True)
+    return Side(f"column {column!r} of the prompts", texts, scores, judge, mine.tokenizer)
+
+
+def _scores(
+    rows: list[dict[str, Any]], texts: list[str], judge: LoadedReward, side: Side
+) -> list[float | None]:
+    ids = [side.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return score_texts(rows, texts, ids, [judge])[judge.name]
 
 
 # --- the verdicts --------------------------------------------------------------------------------
 
 
-def _mode(drawn_as: str, sides: Sequence[_Side]) -> str:
-    samplers = sorted({side.sampler for side in sides} - {""})
-    return drawn_as if samplers == ["transformers"] else f"{drawn_as}, by {' and '.join(samplers)}"
+def verdicts(rows: list[dict[str, Any]], mine: Side, other: Side) -> list[float | None]:
+    """Return 1 for a win, 0.5 for a tie, 0 for a loss, None without a verdict; one a prompt.
+
+    Args:
+        rows: Prompts with their columns.
+        mine: Whose judge decides.
+        other: The other side.
+    """
+    if _compares(mine.judge):
+        return _compare_texts(rows, mine, other)
+    sign = -1 if mine.judge.weight_at(1.0) < 0 else 1  # a penalty: the lower one wins
+    return [
+        None if a is None or b is None else 0.5 + sign * ((a > b) - (a < b)) / 2
+        for a, b in zip(mine.scores, other.scores, strict=True)
+    ]
 
 
 def _compares(judge: LoadedReward) -> bool:
@@ -252,62 +246,79 @@ def _inner(judge: LoadedReward) -> Any:
     return getattr(judge.func, "reward", judge.func)
 
 
-def _verdicts(exam: HeldOut, judge: LoadedReward, mine: _Side, other: _Side) -> list[float | None]:
-    """Return 1 for a win, 0.5 for a tie, 0 for a loss, None without a verdict; one a prompt."""
-    if _compares(judge):
-        return _asked(exam, judge, mine, other)
-    sign = -1 if judge.weight_at(1.0) < 0 else 1  # a penalty: the lower one wins
-    pairs = zip(mine.scores, other.scores, strict=True)
-    return [None if None in (a, b) else 0.5 + sign * ((a > b) - (a < b)) / 2 for a, b in pairs]
+def _compare_texts(rows: list[dict[str, Any]], mine: Side, other: Side) -> list[float | None]:
+    """Return what a judge that reads both says; an answer beats none, without asking."""
+    inner = _inner(mine.judge)
 
-
-def _asked(exam: HeldOut, judge: LoadedReward, mine: _Side, other: _Side) -> list[float | None]:
-    """Return what a judge that reads both says; an answer beats none, on either side."""
-    inner = _inner(judge)
-
-    def answers(side: _Side) -> list[str | None]:
-        if side.given:
+    def answers(side: Side) -> list[str | None]:
+        if side.sampler is None:
             return side.texts
-        pairs = zip(exam.asked, side.texts, strict=True)
+        pairs = zip(rows, side.texts, strict=True)
         return [inner.answer_text(row["prompt"], text) for row, text in pairs]
 
-    ours, theirs = answers(mine), answers(other)
-    both = zip(ours, theirs, strict=True)
-    empty = [tuple(not (text or "").strip() for text in pair) for pair in both]
-    rows = [{**row, inner.column: text} for row, text in zip(exam.asked, theirs, strict=True)]
-    ask = [n for n, pair in enumerate(empty) if not any(pair)]
-    won: list[float | None] = [
-        None if b is None else 0.5 + (no_b - no_a) / 2
-        for b, (no_a, no_b) in zip(theirs, empty, strict=True)
-    ]
-    if ask:
-        texts = [mine.texts[n] for n in ask]
-        ids = [mine.tokenizer(text)["input_ids"] for text in texts]
-        said = score_texts([rows[n] for n in ask], texts, ids, [judge])[judge.name]
-        for n, value in zip(ask, said, strict=True):
-            won[n] = value
+    theirs = answers(other)
+    won: list[float | None] = [None] * len(rows)
+    to_ask = []
+    for number, pair in enumerate(zip(answers(mine), theirs, strict=True)):
+        match [None if text is None else bool(text.strip()) for text in pair]:
+            case [_, None]:  # nothing to compare with
+                pass
+            case [True, True]:
+                to_ask.append(number)
+            case [True, False]:
+                won[number] = 1.0
+            case [False, True]:
+                won[number] = 0.0
+            case _:
+                won[number] = 0.5
+    if to_ask:
+        asked = [{**rows[number], inner.column: theirs[number]} for number in to_ask]
+        texts = [mine.texts[number] or "" for number in to_ask]
+        for number, value in zip(to_ask, _scores(asked, texts, mine.judge, mine), strict=True):
+            won[number] = value
     return won
 
 
-def _from_half(won: list[float | None]) -> Difference:
-    counted = [value for value in won if value is not None]
-    if not counted:
+# --- the result ----------------------------------------------------------------------------------
+
+
+def _win_rate(
+    mine: TrainedModel,
+    sides: list[Side],
+    held_out: HeldOut,
+    won: list[float | None],
+    *,
+    spec: Any,
+    sampled: bool,
+) -> WinRate:
+    judged = [value for value in won if value is not None]
+    if not judged:
         raise DataError(
             "the judge gave no verdict on any prompt: it applies to none of them, or could not be "
             "reached"
         )
-    return difference([0.5] * len(counted), counted)
+    judge, tokenizer = sides[0].judge, sides[0].tokenizer
+    mode = f"sampled at {held_out.args.temperature:g}" if sampled else "greedy"
+    samplers = sorted({side.sampler for side in sides if side.sampler})
+    if samplers != ["transformers"]:
+        mode = f"{mode}, by {' and '.join(samplers)}"
+    own = [] if mine.config is None else load_rewards(mine.config.rewards, tokenizer=tokenizer)
+    return WinRate(
+        model=mine.name,
+        against=sides[1].name,
+        judge=_describe(spec, judge),
+        mode=mode,
+        prompts=held_out.source,
+        wins=judged.count(1.0),
+        losses=judged.count(0.0),
+        ties=len(judged) - judged.count(1.0) - judged.count(0.0),
+        unjudged=len(won) - len(judged),
+        found=difference([0.5] * len(judged), judged),
+        paid=any(_inner(one) == _inner(judge) for one in own),
+    )
 
 
-def _was_paid(mine: TrainedModel, judge: LoadedReward, tokenizer: Any) -> bool:
-    """Return whether a reward of the run is this very judge."""
-    if mine.config is None:
-        return False
-    paid = load_rewards(mine.config.rewards, tokenizer=tokenizer)
-    return any(_inner(one) == _inner(judge) for one in paid)
-
-
-def _described(spec: Any, judge: LoadedReward) -> str:
+def _describe(spec: Any, judge: LoadedReward) -> str:
     if _compares(judge):
         inner = _inner(judge)
         return f"{inner.model}, asked in both orders (orders that disagree tie), for {inner.rubric}"
@@ -316,27 +327,11 @@ def _described(spec: Any, judge: LoadedReward) -> str:
     return f"{name}, the {wins} score wins"
 
 
-# --- what is written -----------------------------------------------------------------------------
-
-
-def _folder(sides: list[TrainedModel], output: str | Path | None) -> Path | None:
-    return Path(output) if output is not None else sides[0].run
-
-
 def _write(
-    folder: Path | None,
-    result: WinRate,
-    exam: HeldOut,
-    drawn: list[_Side],
-    won: list[float | None],
-    say: Say,
-) -> None:
-    if folder is None:
-        return
-    mine, other = drawn
-    rows = zip(exam.asked["prompt"][:], mine.texts, other.texts, won, strict=True)
-    add_result(folder / FILE, "judged", result.as_dict())
+    folder: Path, result: WinRate, held_out: HeldOut, sides: list[Side], won: list[float | None]
+) -> str | None:
+    mine, other = sides
+    columns = (held_out.prompts["prompt"][:], mine.texts, other.texts, won)
     names = ("prompt", "completion", "against", "won")
-    replace_rows(folder / SAMPLES, [dict(zip(names, row, strict=True)) for row in rows])
-    if (folder / "run.yaml").is_file():
-        say(f"written to {folder / FILE} and {write_report([folder])}")
+    rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    return write_results(folder / FILE, "judged", result.as_dict(), folder / SAMPLES, rows)

@@ -28,11 +28,11 @@ from rloo_kit.errors import (
     StalePolicyError,
 )
 from rloo_kit.evaluation.evaluator import Evaluation, _answer_of
-from rloo_kit.evaluation.held_out import Asker, _choose_engine, read_held_out
+from rloo_kit.evaluation.held_out import check_engine_follows, choose_engine, read_held_out
 from rloo_kit.evaluation.models import find_trained, load_base
-from rloo_kit.evaluation.result_files import add_result
-from rloo_kit.evaluation.table import Row, _compare, _judged_alike
-from rloo_kit.evaluation.win_rate import _Side, _verdicts
+from rloo_kit.evaluation.result_files import write_results
+from rloo_kit.evaluation.table import Row, compare, judge_alike
+from rloo_kit.evaluation.win_rate import Side, verdicts
 from rloo_kit.report.content import run_content
 from rloo_kit.sampling.choice import requested_engine
 from rloo_kit.sampling.engine import Generations, active_adapter
@@ -292,7 +292,7 @@ def test_a_table_has_one_reward_that_says_right_or_wrong():
 
     rows = [Row("x", evaluation(0.0, 0.0), 1.0), Row("y", evaluation(0.0, 0.5), 1.0)]
     assert [row.evaluation.correct_by for row in rows] == ["a", "b"]
-    assert [row.evaluation.correct_by for row in _judged_alike(rows)] == ["b", "b"]
+    assert [row.evaluation.correct_by for row in judge_alike(rows)] == ["b", "b"]
 
 
 def test_votes_are_those_of_the_reward_that_says_right_or_wrong():
@@ -328,8 +328,9 @@ def test_an_adapter_in_a_pickle_is_not_opened(run, tmp_path):
 def test_results_that_cannot_be_read_are_kept(tmp_path):
     file = tmp_path / "eval.json"
     file.write_text('{"evaluations": [{"cut')
-    add_result(file, "evaluations", {"n": 1})
-    add_result(file, "evaluations", {"n": 2})
+    samples = tmp_path / "samples.jsonl"
+    for number in (1, 2):
+        write_results(file, "evaluations", {"n": number}, samples, [{"n": number}])
     assert json.loads(file.read_text()) == {"evaluations": [{"n": 1}, {"n": 2}]}
     assert (tmp_path / "eval.json.damaged").read_text().endswith("cut")
 
@@ -403,11 +404,11 @@ def test_an_engine_that_is_not_installed_is_told_by_the_command(run, capsys, mon
 )
 def test_what_trained_need_not_evaluate(trained, wanted, tmp_path):
     args = rk.LeaveOneOutConfig(str(tmp_path), **trained)
-    assert not _choose_engine(args, {})
+    assert not choose_engine(args, {})
     assert requested_engine(args) == wanted
     for given in ("transformers", "server", "vllm"):
         args = rk.LeaveOneOutConfig(str(tmp_path), **trained | {"generation": given})
-        assert _choose_engine(args, {"generation": given}) == (given != "transformers")
+        assert choose_engine(args, {"generation": given}) == (given != "transformers")
         assert requested_engine(args) == given
 
 
@@ -416,7 +417,7 @@ def test_rows_of_two_samplers_are_not_compared(table):
         replace(row, sampler="vLLM" if number else "transformers")
         for number, row in enumerate(table.rows)
     ]
-    assert len(list(_compare(table.rows))) > len(list(_compare(rows)))
+    assert len(list(compare(table.rows))) > len(list(compare(rows)))
     mixed = str(replace(table, rows=rows, compared=[]))
     assert "rows that were not drawn by the same are not compared" in mixed
     assert [line.split()[-1] for line in mixed.splitlines()[1:6]] == [
@@ -430,13 +431,13 @@ def test_an_engine_with_another_adapter_or_none_is_no_evaluation(run, adapters):
     base, one = first.without_adapter(), load_base(first)
     one.load([first, second])
     exam = read_held_out([first, second], num_prompts=8)
-    prompts = [prompt_ids(one.tokenizer, row["prompt"]) for row in exam.asked]
-    Asker(exam, one, Faithless(one, None)).prove([base, first, second], prompts)
+    prompts = [prompt_ids(one.tokenizer, row["prompt"]) for row in exam.prompts]
+    check_engine_follows(Faithless(one, None), exam.args, one, [base, first, second], prompts)
     for held, asked in ((first, second), (base, second)):
         with pytest.raises(StalePolicyError, match="the adapter does not reach an engine"):
-            Asker(exam, one, Faithless(one, held)).prove([base, asked], prompts)
+            check_engine_follows(Faithless(one, held), exam.args, one, [base, asked], prompts)
     with pytest.raises(StalePolicyError, match="goes on with the adapter where it is switched off"):
-        Asker(exam, one, Faithless(one, second)).prove([base, second], prompts)
+        check_engine_follows(Faithless(one, second), exam.args, one, [base, second], prompts)
     for name, values in one.model.named_parameters():  # all of it is as it was
         assert "lora_B" not in name or 0 < values.std() < 0.11
 
@@ -544,17 +545,17 @@ def test_a_judge_that_reads_both_reads_both_alike(run):
         tokenizer=load_base(find_trained("tiny-thinker")).tokenizer,
     )
     prompt = [{"role": "user", "content": "What is 1 + 1?"}]
-    exam = SimpleNamespace(asked=[{"prompt": prompt}] * 3)
     cut, whole = "1+1", "1+1=2 </think> 2"
     sides = [[cut, whole, cut], [whole, cut, cut]]
-    one, other = (_Side(texts, [], judge, None) for texts in sides)
-    assert _verdicts(exam, judge, one, other) == [0.0, 1.0, 0.5]
+    one, other = (Side("", texts, [], judge, None, "transformers") for texts in sides)
+    assert verdicts([{"prompt": prompt}] * 3, one, other) == [0.0, 1.0, 0.5]
 
 
 def test_of_a_penalty_the_lower_score_wins():
     (penalty,) = rk.load_rewards(["length:-1"])
-    sides = [_Side([], scores, penalty, None) for scores in ([1.0, 2.0, None], [2.0, 2.0, 1.0])]
-    assert _verdicts(None, penalty, *sides) == [1.0, 0.5, None]
+    scores = ([1.0, 2.0, None], [2.0, 2.0, 1.0])
+    sides = [Side("", [], values, penalty, None) for values in scores]
+    assert verdicts([], *sides) == [1.0, 0.5, None]
 
 
 def test_the_reward_of_the_run_is_no_stranger(run):
