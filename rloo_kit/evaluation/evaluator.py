@@ -292,7 +292,7 @@ def _answer_of(
     """
     judge = next((one for one in rewards if _right_or_wrong(scores[one.name])), None)
     key: Any = getattr(getattr(judge and judge.func, "reward", None), "answer_key", None)
-    if callable(key):
+    if key is not None:
         return key
     return lambda text: " ".join(text.rpartition(THOUGHT_ENDS)[2].casefold().split()) or None
 

@@ -436,7 +436,7 @@ def test_an_engine_with_another_adapter_or_none_is_no_evaluation(run, adapters):
     for held, asked in ((first, second), (base, second)):
         with pytest.raises(StalePolicyError, match="the adapter does not reach an engine"):
             check_engine_follows(Faithless(one, held), exam.args, one, [base, asked], prompts)
-    with pytest.raises(StalePolicyError, match="goes on with the adapter where it is switched off"):
+    with pytest.raises(StalePolicyError, match="switched off"):
         check_engine_follows(Faithless(one, second), exam.args, one, [base, second], prompts)
     for name, values in one.model.named_parameters():  # all of it is as it was
         assert "lora_B" not in name or 0 < values.std() < 0.11
