@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import KitError, ModelError
-from rloo_kit.machine.pickles import CLASSIFIER, WHY, no_safetensors, none_opened, why_not_opened
+from rloo_kit.machine.pickles import CLASSIFIER, no_safetensors, why_not_opened
 from rloo_kit.types import Completion
 
 from ._text import THINK_CLOSE, THINK_OPEN, completion_text, content_text, text_after_thought
@@ -185,7 +185,7 @@ def load_classifier(
             code of its own.
     """
     try:
-        with calm(local=source.folder is not None), no_pickles(source.name):
+        with calm(local=source.folder is not None):
             model, missing = _load_model(source, load_in_4bit, device, base)
             tokenizer = _load_tokenizer(source, base, tokenizer)
     except KitError:
@@ -205,20 +205,6 @@ def load_classifier(
     set_up_tokenizer(model, tokenizer, source.name)
     model.eval()
     return model, tokenizer
-
-
-@contextlib.contextmanager
-def no_pickles(name: str) -> Iterator[None]:
-    """Refuse every pickle that a library would open meanwhile."""
-
-    def refuse(file: str) -> ModelError:
-        return ModelError(
-            f"reward model {name!r} wants {Path(file).name!r} opened, {WHY}: give a model whose "
-            "weights are all in safetensors files"
-        )
-
-    with none_opened(refuse):
-        yield
 
 
 def why_refused(place: str, exc: Exception) -> str | None:

@@ -1,9 +1,9 @@
-"""Several processes that train one model: who each is, and what they exchange.
+"""Data-parallel training: rank and size of a process, gather, broadcast, all-reduce.
 
-Every process holds the whole model, samples and scores its share of the rows, and knows what the
-others drew; the passes are divided by tokens and the gradients summed, so that N processes make the
-step that one would (docs/how-to/processes.md). Small things travel as objects over gloo, which
-notices at once that a process has ended; gradients travel by the backend of the device.
+Every process holds the whole model, samples and scores its share of the rows, and gets the others'
+completions; the passes are divided by tokens and the gradients summed, so that N processes make the
+step that one would (docs/how-to/processes.md). Objects are sent over gloo, which notices at once
+that a process has ended; gradients by the backend of the device.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from rloo_kit.errors import ConfigError, KitError, ProcessLostError
 T = TypeVar("T")
 
 LOST = 3
-"""Exit code of a process whose only trouble is that another one has ended."""
+"""Exit code of a process that stops because another one has ended."""
 BUCKET = 2**24
 """Numbers that are summed in one message."""
 SHARDING = {
@@ -26,30 +26,28 @@ SHARDING = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
 }
-"""Variables by which ``accelerate launch`` asks for weights that are divided too."""
-MARKS_OF_A_LOST_PEER = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
+"""Variables by which ``accelerate launch`` asks for sharded weights."""
+LOST_PEER = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
 
 
 @dataclass(frozen=True)
 class Team:
-    """The processes of a training, as one of them sees them."""
+    """The processes of a training, as one of them sees them.
+
+    Every method raises ProcessLostError where another process has ended.
+    """
 
     rank: int = 0
     size: int = 1
-    group: Any = None
-    """Of gloo, for objects; None: torch's default one."""
+    group: Any = None  # of gloo, for objects; None: torch's default one
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that writes and speaks."""
+        """Whether this is rank 0, which writes and prints."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return what every process gave, by rank; pickled on the way.
-
-        Raises:
-            ProcessLostError: Another process has ended.
-        """
+        """Return the value of every process, by rank; pickled for the transfer."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
@@ -60,11 +58,7 @@ class Team:
         return found
 
     def broadcast(self, value: T) -> T:
-        """Return what the first process gave.
-
-        Raises:
-            ProcessLostError: Another process has ended.
-        """
+        """Return rank 0's value."""
         if self.size == 1:
             return value
         import torch.distributed as dist
@@ -75,33 +69,22 @@ class Team:
         return found[0]
 
     def run_on_first(self, call: Callable[[], T]) -> T:
-        """Let the first process call, and return everywhere what it returned.
-
-        Raises:
-            KitError: What it raised there.
-            ProcessLostError: Another process has ended.
-        """
+        """Run on rank 0 and broadcast the result, or the KitError that it raised."""
         if self.size == 1:
             return call()
-        value, error = None, None
+        outcome: Any = None
         if self.is_first:
             try:
-                value = call()
+                outcome = (call(), None)
             except KitError as exc:
-                error = exc
-        value, error = self.broadcast((value, error))
+                outcome = (None, exc)
+        value, error = self.broadcast(outcome)
         if error is not None:
             raise error
         return value
 
     def all_reduce(self, tensors: list[Any]) -> None:
-        """Add up tensors over the processes, in place; shapes and types are alike everywhere.
-
-        Every process ends with the same bits.
-
-        Raises:
-            ProcessLostError: Another process has ended.
-        """
+        """Add up tensors over the processes, in place and to the same bits everywhere."""
         if self.size == 1:
             return
         import torch
@@ -115,11 +98,7 @@ class Team:
                 tensor.detach().copy_(values.view_as(tensor))
 
     def broadcast_tensors(self, tensors: list[Any]) -> None:
-        """Give every process the first one's values, in place.
-
-        Raises:
-            ProcessLostError: Another process has ended.
-        """
+        """Give every process rank 0's values, in place."""
         if self.size == 1:
             return
         import torch.distributed as dist
@@ -129,14 +108,7 @@ class Team:
                 dist.broadcast(tensor.detach(), src=0)
 
     def reseed(self, seed: int, step: int) -> None:
-        """Give this process random states that seed, step and rank decide.
-
-        Nothing of it needs to be kept in a checkpoint, and any process can write one.
-
-        Args:
-            seed: Of the run.
-            step: Optimizer steps made.
-        """
+        """Set the random states by seed, step and rank, so that no checkpoint needs them."""
         import numpy as np
         from accelerate.utils import set_seed
 
@@ -151,33 +123,27 @@ _team: Team | None = None
 def join_team(*, on_cpu: bool) -> Team:
     """Join the processes that a launcher started; alone where there is no launcher.
 
-    ``rloo-kit train --processes``, ``torchrun`` and ``accelerate launch`` all set the variables
-    that are read here. Each process takes the GPU of its local number.
-
-    Args:
-        on_cpu: Whether the model computes on a CPU.
+    ``rloo-kit train --processes``, ``torchrun`` and ``accelerate launch`` set the variables that
+    are read here. Each process takes the GPU of its local rank.
 
     Raises:
-        ConfigError: There are fewer GPUs than processes, or they divide weights in a way that
-            cannot train here.
+        ConfigError: There are fewer GPUs than processes, or FSDP is asked for on a CPU.
     """
     if launched_size() < 2:
         return ALONE
-    _check_sharding(on_cpu=on_cpu)
-    if not on_cpu:
-        _check_device()
+    _check_devices(on_cpu=on_cpu)
     import torch.distributed as dist
     from accelerate import PartialState
 
     if not dist.is_initialized():
-        PartialState._reset_state()  # whoever made it before did not know of the others
+        PartialState._reset_state()  # made before the others were known
     with raise_if_peer_lost():
         PartialState(cpu=on_cpu, **({"backend": "gloo"} if on_cpu else {}))
     return current_team()
 
 
 def current_team() -> Team:
-    """Return the processes that torch.distributed knows of; alone where it was not started."""
+    """Return the processes of torch.distributed; alone where it was not started."""
     global _team
     if "torch" not in sys.modules:
         return ALONE
@@ -192,34 +158,28 @@ def current_team() -> Team:
 
 
 def launched_rank() -> int:
-    """Return the number of this process as its launcher says; 0 without one."""
+    """Return the rank that a launcher gave this process; 0 without one."""
     return _number("RANK") if launched_size() > 1 else 0
 
 
 def why_sharded() -> str | None:
-    """Return what divides the weights between processes (FSDP, DeepSpeed), or None."""
-    return next((name for key, name in SHARDING.items() if _is_on(os.environ.get(key))), None)
+    """Return what shards the weights (FSDP, DeepSpeed, Megatron-LM), or None."""
+    on = ("1", "true", "yes", "on", "y", "t")
+    return next((n for key, n in SHARDING.items() if os.environ.get(key, "").lower() in on), None)
 
 
 def check_resumable() -> None:
-    """Refuse to resume where FSDP or DeepSpeed trains, whose checkpoints are transformers' own.
-
-    Raises:
-        ConfigError: One of them does.
-    """
+    """Raise ConfigError where FSDP or DeepSpeed trains, whose checkpoints are transformers' own."""
     if launched_size() > 1 and (name := why_sharded()):
         raise ConfigError(
-            f"a run whose weights {name} divides cannot be resumed: begin a new run, or train with "
+            f"a run whose weights {name} shards cannot be resumed: begin a new run, or train with "
             f"--processes"
         )
 
 
 @contextlib.contextmanager
 def gathered(parameters: Iterable[Any]) -> Iterator[None]:
-    """Hold parameters that DeepSpeed's ZeRO-3 divides whole; all processes enter it.
-
-    Does nothing where they are whole, as long as DeepSpeed has not divided them, too.
-    """
+    """Gather parameters that DeepSpeed's ZeRO-3 shards; all processes enter it together."""
     if why_sharded() != "DeepSpeed":
         yield
         return
@@ -231,31 +191,27 @@ def gathered(parameters: Iterable[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def raise_if_peer_lost() -> Iterator[None]:
-    """Say that another process has ended, where a library only knows that its line is dead.
-
-    Raises:
-        ProcessLostError: It is.
-    """
+    """Translate communication errors of torch.distributed into ProcessLostError."""
     try:
         yield
     except RuntimeError as exc:
         if isinstance(exc, KitError) or not is_lost_peer(exc):
             raise
         raise ProcessLostError(
-            "another process of this training has ended, so it cannot go on"
+            "another process of this training has ended, so this one stops"
         ) from exc
 
 
 def is_lost_peer(exc: BaseException) -> bool:
-    """Return whether an error says that the line to another process is dead."""
+    """Return whether an error says that the connection to another process is closed."""
     if isinstance(exc, ProcessLostError):
         return True
     text = f"{type(exc).__name__} {exc}".lower()
-    return isinstance(exc, RuntimeError) and any(mark in text for mark in MARKS_OF_A_LOST_PEER)
+    return isinstance(exc, RuntimeError) and any(mark in text for mark in LOST_PEER)
 
 
 def launched_size() -> int:
-    """Return how many processes a launcher says there are; 1 without one."""
+    """Return the number of processes that a launcher started; 1 without one."""
     return _number("WORLD_SIZE", 1) if "RANK" in os.environ else 1
 
 
@@ -269,7 +225,13 @@ def _number(name: str, default: int = 0) -> int:
         ) from None
 
 
-def _check_device() -> None:
+def _check_devices(*, on_cpu: bool) -> None:
+    if on_cpu:
+        if why_sharded() == "FSDP":  # accelerate 1.15 would train with DDP, without a word
+            raise ConfigError(
+                "FSDP needs GPUs, since accelerate shards nothing on a CPU: start with --processes"
+            )
+        return
     import torch
 
     here, there = _number("LOCAL_RANK"), torch.cuda.device_count()
@@ -280,19 +242,8 @@ def _check_device() -> None:
         )
 
 
-def _check_sharding(*, on_cpu: bool) -> None:
-    if why_sharded() == "FSDP" and on_cpu:  # accelerate 1.15 would train with DDP, and not say it
-        raise ConfigError(
-            "FSDP needs GPUs, since accelerate divides nothing on a CPU: start with --processes"
-        )
-
-
-def _is_on(value: str | None) -> bool:
-    return (value or "").lower() in ("1", "true", "yes", "on", "y", "t")
-
-
 def _buckets(tensors: list[Any]) -> Iterator[list[Any]]:
-    """Yield tensors of one type and device that together hold no more than BUCKET numbers."""
+    """Yield tensors of one type and device with at most BUCKET numbers together."""
     kinds: dict[Any, list[Any]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)

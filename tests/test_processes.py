@@ -89,7 +89,7 @@ def test_without_a_launcher_there_is_one_process(monkeypatch):
     assert ALONE.run_on_first(lambda: 5) == 5
 
 
-def test_a_number_that_is_none_is_told(monkeypatch):
+def test_a_world_size_that_is_no_number_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(ConfigError, match="WORLD_SIZE is 'two', must be a whole number"):
@@ -108,7 +108,7 @@ def test_divided_weights_are_not_resumed(monkeypatch):
     check_resumable()  # one process divides nothing
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="weights DeepSpeed divides cannot be resumed: begin"):
+    with pytest.raises(ConfigError, match="weights DeepSpeed shards cannot be resumed: begin"):
         check_resumable()
 
 
@@ -149,7 +149,7 @@ def member(rank, code, tmp_path, text=""):
         (None, (0, 0), "", "", 0),
         (1, (3, -signal.SIGKILL), "", "process 1 of 2 was ended by SIGKILL: memory may", 2),
         (0, (-signal.SIGSEGV, 3), "", "process 0 of 2 was ended by SIGSEGV", 2),
-        (1, (3, 2), "rloo-kit: the reward failed: mend it", "in process 1: the reward failed", 2),
+        (1, (3, 2), "rloo-kit: the reward failed: fix it", "in process 1: the reward failed", 2),
         (1, (3, 1), "ZeroDivisionError", "process 1 failed:\nZeroDivisionError", 1),
         (1, (3, 1), "", "process 1 of 2 ended with code 1", 1),
         (1, (2, 2), "rloo-kit: same trouble", "", 2),  # the first has said it

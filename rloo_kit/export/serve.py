@@ -11,7 +11,7 @@ from rloo_kit.evaluation.models import find_trained
 from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.models.adapters import CONFIG
 from rloo_kit.models.engine_memory import reserved_rank
-from rloo_kit.models.loading import local_base
+from rloo_kit.models.loading import find_model
 from rloo_kit.text.wording import first_line, format_value
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -43,7 +43,7 @@ def server_command(
         raise GenerationError(f"vLLM's server cannot be started here: {reason}")
     trained = find_trained(model)
     settings = {
-        "--model": local_base(trained.base),
+        "--model": find_model(trained.base),
         "--served-model-name": "base",
         "--host": host,
         "--port": str(port),

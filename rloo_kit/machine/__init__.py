@@ -1,4 +1,5 @@
-"""This machine: hardware, cards by name, import order and variables, memory release.
+"""This machine: hardware, cards by name, import order and variables, pickles, memory release.
 
-Knows nothing of runs, prompts or rewards.
+``setup`` (environment) starts the libraries in order; ``release`` and ``session`` (memory) give
+memory back. The package knows nothing of runs, prompts or rewards.
 """

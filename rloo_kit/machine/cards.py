@@ -30,14 +30,10 @@ class Card:
     """What limits a training on one card."""
 
     name: str
-    memory: int
-    """Bytes, as on the box."""
-    bandwidth: float | None = None
-    """Bytes per second."""
-    operations: float | None = None
-    """Dense, in 16 bit, per second."""
-    bf16: bool = True
-    """Whether it computes bfloat16 natively."""
+    memory: int  # bytes, as on the box
+    bandwidth: float | None = None  # bytes per second
+    operations: float | None = None  # dense, in 16 bit, per second
+    bf16: bool = True  # whether it computes bfloat16 natively
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -51,68 +47,40 @@ class Card:
         return int(self.memory * USABLE)
 
 
-def _card(name: str, gib: int, bandwidth: float, tera: float, *, bf16: bool = True) -> Card:
-    return Card(name, gib * GIB, bandwidth * 1e9, tera * 1e12, bf16)
-
-
-CARDS = (
-    _card("RTX 2060", 6, 336, 25.8, bf16=False),
-    _card("RTX 2070", 8, 448, 29.9, bf16=False),
-    _card("RTX 2080", 8, 448, 40.3, bf16=False),
-    _card("RTX 2080 Ti", 11, 616, 53.8, bf16=False),
-    _card("RTX 3050", 8, 224, 18.2),
-    _card("RTX 3060", 12, 360, 25.5),
-    _card("RTX 3060 Ti", 8, 448, 32.4),
-    _card("RTX 3070", 8, 448, 40.6),
-    _card("RTX 3070 Ti", 8, 608, 43.5),
-    _card("RTX 3080", 10, 760, 59.5),
-    _card("RTX 3080 Ti", 12, 912, 68.2),
-    _card("RTX 3090", 24, 936, 71.2),
-    _card("RTX 3090 Ti", 24, 1008, 80.0),
-    _card("RTX 4060", 8, 272, 30.2),
-    _card("RTX 4060 Ti", 8, 288, 44.1),
-    _card("RTX 4060 Ti 16GB", 16, 288, 44.1),
-    _card("RTX 4070", 12, 504, 58.3),
-    _card("RTX 4070 Super", 12, 504, 71.0),
-    _card("RTX 4070 Ti", 12, 504, 80.2),
-    _card("RTX 4070 Ti Super", 16, 672, 88.2),
-    _card("RTX 4080", 16, 717, 97.5),
-    _card("RTX 4080 Super", 16, 736, 104.4),
-    _card("RTX 4090", 24, 1008, 165.2),
-    _card("RTX 5060", 8, 448, 38.4),
-    _card("RTX 5060 Ti", 8, 448, 47.4),
-    _card("RTX 5060 Ti 16GB", 16, 448, 47.4),
-    _card("RTX 5070", 12, 672, 61.7),
-    _card("RTX 5070 Ti", 16, 896, 87.9),
-    _card("RTX 5080", 16, 960, 112.6),
-    _card("RTX 5090", 32, 1792, 209.5),
-    _card("T4", 16, 320, 65.0, bf16=False),
-    _card("L4", 24, 300, 121.0),
-    _card("A10", 24, 600, 125.0),
-    _card("L40S", 48, 864, 362.0),
-    _card("RTX A4000", 16, 448, 76.7),
-    _card("RTX A5000", 24, 768, 111.1),
-    _card("RTX A6000", 48, 768, 154.8),
-    _card("A100 40GB", 40, 1555, 312.0),
-    _card("A100 80GB", 80, 2039, 312.0),
-    _card("H100", 80, 3350, 989.0),
-    _card("H200", 141, 4800, 989.0),
+_DATA_SHEETS = (
+    ("RTX 2060", 6, 336, 25.8), ("RTX 2070", 8, 448, 29.9), ("RTX 2080", 8, 448, 40.3),
+    ("RTX 2080 Ti", 11, 616, 53.8), ("RTX 3050", 8, 224, 18.2), ("RTX 3060", 12, 360, 25.5),
+    ("RTX 3060 Ti", 8, 448, 32.4), ("RTX 3070", 8, 448, 40.6), ("RTX 3070 Ti", 8, 608, 43.5),
+    ("RTX 3080", 10, 760, 59.5), ("RTX 3080 Ti", 12, 912, 68.2), ("RTX 3090", 24, 936, 71.2),
+    ("RTX 3090 Ti", 24, 1008, 80.0), ("RTX 4060", 8, 272, 30.2), ("RTX 4060 Ti", 8, 288, 44.1),
+    ("RTX 4060 Ti 16GB", 16, 288, 44.1), ("RTX 4070", 12, 504, 58.3),
+    ("RTX 4070 Super", 12, 504, 71.0), ("RTX 4070 Ti", 12, 504, 80.2),
+    ("RTX 4070 Ti Super", 16, 672, 88.2), ("RTX 4080", 16, 717, 97.5),
+    ("RTX 4080 Super", 16, 736, 104.4), ("RTX 4090", 24, 1008, 165.2), ("RTX 5060", 8, 448, 38.4),
+    ("RTX 5060 Ti", 8, 448, 47.4), ("RTX 5060 Ti 16GB", 16, 448, 47.4),
+    ("RTX 5070", 12, 672, 61.7), ("RTX 5070 Ti", 16, 896, 87.9), ("RTX 5080", 16, 960, 112.6),
+    ("RTX 5090", 32, 1792, 209.5), ("T4", 16, 320, 65.0), ("L4", 24, 300, 121.0),
+    ("RTX A4000", 16, 448, 76.7), ("RTX A5000", 24, 768, 111.1), ("RTX A6000", 48, 768, 154.8),
+    ("L40S", 48, 864, 362.0), ("A10", 24, 600, 125.0), ("A100 40GB", 40, 1555, 312.0),
+    ("A100 80GB", 80, 2039, 312.0), ("H100", 80, 3350, 989.0), ("H200", 141, 4800, 989.0),
+)  # fmt: skip
+"""Name, GiB, GB/s, dense 16-bit TFLOP/s."""
+CARDS = tuple(
+    Card(name, gib * GIB, speed * 1e9, tera * 1e12, bf16=not name.startswith(("RTX 20", "T4")))
+    for name, gib, speed, tera in _DATA_SHEETS
 )
 
 
 def find_card(text: str) -> Card:
-    """Return a card by its name, in any spelling, or one of so much memory.
+    """Return a card by its name in any spelling (``rtx4070``), or by its memory (``12GB``).
 
     >>> find_card("rtx4070").name, find_card("NVIDIA GeForce RTX 4070").memory == 12 * GIB
     ('RTX 4070', True)
     >>> find_card("12GB").bandwidth is None
     True
 
-    Args:
-        text: Such as ``rtx4070``, ``RTX 4070 Ti`` or ``12GB``.
-
     Raises:
-        ConfigError: No card is called so.
+        ConfigError: The card is unknown.
     """
     size = re.fullmatch(r"\s*([0-9]{1,4}(?:\.[0-9]+)?)\s*Gi?B?\s*", text, re.IGNORECASE)
     if size:
@@ -130,17 +98,13 @@ def find_card(text: str) -> Card:
     near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
     names = ", ".join(known[name].name for name in near) or "RTX 4070, RTX 3090, L4"
     raise ConfigError(
-        f"--gpu {format_value(text)} is no card that is known here: give its memory, such as 12GB, "
+        f"--gpu {format_value(text)} is not a known card: give its memory, such as 12GB, "
         f"or a name, such as {names}"
     )
 
 
 def card_of(name: str) -> Card | None:
-    """Return the card that a driver calls by this name; None where it is not in the table.
-
-    Args:
-        name: Such as ``NVIDIA GeForce RTX 4070``.
-    """
+    """Return the card with a driver's name (``NVIDIA GeForce RTX 4070``), or None."""
     return {_plain(card.name): card for card in CARDS}.get(_plain(name))
 
 

@@ -1,6 +1,6 @@
-"""Start everything in the one order that works: variables, Unsloth, TRL.
+"""Start-up of the libraries in the one order that works: variables, Unsloth, TRL.
 
-``setup()`` is the only place that reads ``.env``, sets environment variables or hides a package.
+Only ``setup()`` reads ``.env``, sets environment variables or hides a package.
 """
 
 import ast
@@ -24,41 +24,38 @@ from rloo_kit.machine.hardware import Hardware, detect_hardware, installed_versi
 from rloo_kit.text.redaction import remember_settings
 
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""Less fragmentation; CUDA under WSL fails with it, and vLLM's sleep does not go with it."""
+"""Less fragmentation; CUDA under WSL and older vLLM's sleep fail with it."""
 VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, not in a child
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     # FlashInfer's sampler is compiled on the spot, with nvcc; without top-p and top-k it is unused
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else the trainer's threads are bound to its cores too
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it binds the trainer's threads too
     "UNSLOTH_VLLM_STANDBY": "1",  # Unsloth's shared engine can sleep
     # ... and takes the share of the card that the kit computes, not 0.71 to 0.88 of it
     "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE": "1",
     "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "1",  # that share includes the CUDA graphs
 }
-"""What must stand before vLLM, or Unsloth beside it, is imported."""
+"""Variables that must be set before vLLM or Unsloth is imported."""
 BACKENDS = ("auto", "unsloth", "transformers")
 PATCHED_BY_UNSLOTH = ("trl", "transformers", "peft")
 SHELL = {"trl", "trl._compat", "trl._lazy_module", "trl.import_utils"}
-"""All that ``import trl`` loads, before a name of it is used."""
+"""Modules that a bare ``import trl`` loads."""
 OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
-"""Not needed to train on text; installed beside another build of torch they fail at import and take
-transformers.AutoProcessor, and so TRL, down with them."""
+"""Not needed to train on text. Installed for another build of torch they fail at import, and with
+them transformers.AutoProcessor and TRL."""
 
 
 @dataclass(frozen=True)
 class Environment:
     """What ``setup()`` found and did."""
 
-    backend: str
-    """``unsloth`` or ``transformers``."""
+    backend: str  # "unsloth" or "transformers"
     why_not_unsloth: str | None
     hardware: Hardware
-    hidden: dict[str, str] = field(default_factory=dict)
-    """Optional packages that are installed but cannot be imported, with the reason."""
-    dotenv: str | None = None
-    """The ``.env`` file that was read."""
+    hidden: dict[str, str] = field(default_factory=dict)  # packages that fail at import, and why
+    dotenv: str | None = None  # the file that was read
 
 
 _environment: Environment | None = None
@@ -67,20 +64,16 @@ _environment: Environment | None = None
 def setup(backend: str = "auto") -> Environment:
     """Load ``.env``, set variables, hide broken packages, import Unsloth and then TRL.
 
-    Safe to call again: the second call returns the first one's result.
+    Variables that were already set stay. A second call returns the first one's result.
 
     Args:
         backend: ``auto`` (Unsloth where it starts, else transformers + PEFT), ``unsloth`` or
             ``transformers``.
 
-    Returns:
-        What was found. Variables that were already set are left as they are: ``.env`` and the
-        kit's defaults only fill gaps.
-
     Raises:
         ImportOrderError: trl, transformers or peft was imported before Unsloth.
-        BackendError: ``backend="unsloth"`` and Unsloth cannot start, or another backend is already
-            in force in this process.
+        BackendError: ``backend="unsloth"`` and Unsloth cannot start, or this process has started
+            another backend.
     """
     global _environment
     if backend not in BACKENDS:
@@ -127,12 +120,8 @@ def check_import_order() -> None:
 
 
 def _is_loaded(name: str) -> bool:
-    """Return whether more of a library is imported than the shell that ``import trl`` loads."""
-    return any(
-        module == name or module.startswith(f"{name}.")
-        for module in list(sys.modules)
-        if module not in SHELL
-    )
+    """Return whether more of a library is imported than a bare ``import trl`` loads."""
+    return any(module.partition(".")[0] == name for module in sys.modules.keys() - SHELL)
 
 
 def _check_same(backend: str, environment: Environment) -> None:
@@ -172,7 +161,7 @@ def _set_variables() -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    # tqdm wants ipywidgets in a notebook, and uses text without them: nothing is missing.
+    # tqdm warns in a notebook without ipywidgets and uses text, which is what TQDM_NOTEBOOK asks.
     warnings.filterwarnings("ignore", message="IProgress not found")
 
 

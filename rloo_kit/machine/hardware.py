@@ -1,4 +1,4 @@
-"""What this machine is: device, memory, precision, and which backends can start on it."""
+"""Hardware of this machine: device, memory, precision, and which backends can start on it."""
 
 import os
 from dataclasses import dataclass
@@ -36,13 +36,11 @@ FIRST_CPU_UNSLOTH = (2026, 10, 8)
 class Hardware:
     """One machine as training sees it; memory in bytes."""
 
-    device: str
-    """``cuda``, ``xpu`` or ``cpu``."""
+    device: str  # "cuda", "xpu" or "cpu"
     name: str
     total_memory: int
     free_memory: int
-    bf16: bool
-    """Whether bfloat16 is computed natively, not emulated."""
+    bf16: bool  # computed natively, not emulated
     num_devices: int
 
     @property
@@ -79,24 +77,17 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 def fp8_capability(source: str) -> tuple[int, int]:
-    """Return the compute capability that FP8 weights need: the hub may have an FP8 copy of a model.
-
-    Args:
-        source: A folder or a hub name.
-    """
+    """Return the compute capability that FP8 weights need; the hub may have an FP8 copy."""
     return FP8_WEIGHTS_MADE if os.path.isdir(source) else FP8_WEIGHTS
 
 
 def check_fp8(found: tuple[int, int] | None, *, weights_of: str | None, cache: bool) -> None:
-    """Refuse FP8 on a card without it.
+    """Raise ConfigError where FP8 is asked for on a card without it.
 
     Args:
         found: Compute capability of the card; None: there is no card.
         weights_of: The model whose weights are to be in FP8, a folder or a hub name; None: none.
         cache: Whether keys and values are to be in FP8.
-
-    Raises:
-        ConfigError: The card has no FP8.
     """
     wanted = {
         "model.load_in_fp8": weights_of and fp8_capability(weights_of),
@@ -145,11 +136,8 @@ def why_not_unsloth(device: str) -> str | None:
 
 def why_not_vllm() -> str | None:
     """Return why vLLM cannot start, or None when it is installed."""
-    return (
-        None
-        if installed_version("vllm")
-        else 'vLLM is not installed (pip install "rloo-kit[vllm]")'
-    )
+    missing = 'vLLM is not installed (pip install "rloo-kit[vllm]")'
+    return None if installed_version("vllm") else missing
 
 
 def _as_numbers(text: str) -> tuple[int, ...]:

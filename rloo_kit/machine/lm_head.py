@@ -1,10 +1,11 @@
 """Log-probabilities of given tokens in plain torch, without the full logits.
 
-TRL's fused LM head is a Triton kernel and starts on a GPU only. ``route_trl_lm_head`` sends every
-other device here: the vocabulary-wide logits exist for a few tokens at a time, forward
-and backward, so peak memory does not grow with tokens times vocabulary. Unsloth does the same with
-a kernel of its own; where it has, nothing is touched.
+TRL's fused LM head is a Triton kernel and starts on a GPU only. ``route_trl_lm_head`` puts this one
+in its place elsewhere: logits exist for a few tokens at a time, forward and backward, so peak
+memory does not grow with tokens times vocabulary. Where Unsloth has its own, nothing is changed.
 """
+
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
@@ -40,10 +41,10 @@ def token_log_probs(
         ``(N,)`` log-probabilities and ``(N,)`` entropies, float32, in nats. Gradients flow through
         the log-probabilities; the entropies are detached.
     """
-    none = hidden[:0].sum(dim=-1).float()  # of no token, and still part of the graph
+    none = hidden[:0].sum(dim=-1).float()  # (0,), still part of the graph
     log_probs, entropies = [none], [none.detach()]
     chunk = max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // len(weight)))
-    # split, and no slices: the gradient of a slice is as large as all that it was cut from
+    # split, not slices: the gradient of a slice is as large as the tensor it was cut from
     for part, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
         args = (part, weight, bias, wanted, scale, softcap, scale_before_cap)
         if torch.is_grad_enabled():  # recompute the chunk's logits in backward, do not keep them
@@ -65,6 +66,7 @@ def _chunk(
     scale_before_cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     bias = None if bias is None else bias.to(hidden.dtype)
+    # (chunk, H) x (V, H) -> (chunk, V)
     logits = linear(hidden, weight.to(hidden.dtype), bias).float() * scale_before_cap
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -78,7 +80,7 @@ def _chunk(
 
 
 class PlainTorchLogProb:
-    """Stands where TRL 1.15 has its Triton ``_ChunkedLogProbFunction``; same ``apply``."""
+    """Replaces TRL 1.15's Triton ``_ChunkedLogProbFunction``; same ``apply``."""
 
     @staticmethod
     def apply(
@@ -104,8 +106,9 @@ class PlainTorchLogProb:
 
 def route_trl_lm_head() -> bool:
     """Make TRL's fused LM head usable without Triton; return whether anything had to change."""
-    from trl.trainer import utils
+    import trl.trainer.utils
 
+    utils: Any = trl.trainer.utils  # a private name of TRL 1.15; tests hold its signature
     kernel = utils._ChunkedLogProbFunction
     has_triton = kernel is not None and torch.cuda.is_available()
     if has_triton or kernel is PlainTorchLogProb or hasattr(kernel, "_unsloth_cpu_dispatch"):

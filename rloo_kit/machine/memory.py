@@ -1,4 +1,4 @@
-"""Give memory back: drop model, engine, optimizer and caches, measure, and name what is left."""
+"""Release of models, engines and trainers; sessions; what is measured and what is left, by name."""
 
 import contextlib
 import ctypes
@@ -6,19 +6,20 @@ import gc
 import os
 import sys
 import threading
-import types
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rloo_kit.errors import KitError
 from rloo_kit.machine.hardware import SHARED_MEMORY
 
 MIB = 1024**2
-SMALLEST_HELD = 4 * MIB
-"""Tensors that together are smaller are not worth naming."""
+SMALLEST_HELD, SMALLEST_COUNTED = 4 * MIB, 64 * 1024
+"""Bytes of a holder that is named, and of a tensor that is counted."""
 
 
 @dataclass(frozen=True)
@@ -26,23 +27,17 @@ class MemoryUse:
     """What this process holds at one moment; memory in bytes."""
 
     resident: int
-    gpu_allocated: int = 0
-    """By tensors."""
-    gpu_reserved: int = 0
-    """By torch's allocator, tensors included."""
-    gpu_other: int = 0
-    """Of the device, outside of torch's allocator: CUDA contexts, graphs, other programs."""
-    threads: tuple[str, ...] = ()
-    """Names of live Python threads besides the main one."""
-    children: tuple[str, ...] = ()
-    """Number and name of each child process."""
-    shared_files: tuple[str, ...] = ()
-    """Files of this process in shared memory."""
+    gpu_allocated: int = 0  # by tensors
+    gpu_reserved: int = 0  # by torch's allocator, tensors included
+    gpu_other: int = 0  # of the device, outside of torch: CUDA contexts, graphs, other programs
+    threads: tuple[str, ...] = ()  # names of live Python threads besides the main one
+    children: tuple[str, ...] = ()  # number and name of each child process
+    shared_files: tuple[str, ...] = ()  # files of this process in shared memory
 
 
 @dataclass(frozen=True)
 class Held:
-    """Tensors that are still there, and what holds them."""
+    """Tensors that are still in memory, and what holds them."""
 
     bytes: int
     num_tensors: int
@@ -58,8 +53,7 @@ class Released:
 
     before: MemoryUse
     after: MemoryUse
-    held: tuple[Held, ...] = field(default=())
-    """Tensors that something else than the released things still holds, largest first."""
+    held: tuple[Held, ...] = ()  # by something else than what was released, largest first
 
     @property
     def freed_resident(self) -> int:
@@ -126,30 +120,27 @@ def measure() -> MemoryUse:
 
     process = psutil.Process()
     main = threading.main_thread()
-    use = {
-        "resident": process.memory_info().rss,
-        "threads": tuple(sorted(t.name for t in threading.enumerate() if t is not main)),
-        "children": tuple(f"{child.pid} {_name(child)}" for child in process.children(True)),
-        "shared_files": _shared_files(process),
-    }
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
-        return MemoryUse(**use)
-    free, total = torch.cuda.mem_get_info()
-    reserved = torch.cuda.memory_reserved()
+    gpu = {}
+    if torch is not None and torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        reserved = torch.cuda.memory_reserved()
+        gpu["gpu_allocated"] = torch.cuda.memory_allocated()
+        gpu |= {"gpu_reserved": reserved, "gpu_other": total - free - reserved}
     return MemoryUse(
-        **use,
-        gpu_allocated=torch.cuda.memory_allocated(),
-        gpu_reserved=reserved,
-        gpu_other=total - free - reserved,
+        resident=process.memory_info().rss,
+        threads=tuple(sorted(t.name for t in threading.enumerate() if t is not main)),
+        children=tuple(f"{child.pid} {_name(child)}" for child in process.children(True)),
+        shared_files=_shared_files(process),
+        **gpu,
     )
 
 
 def take_peak() -> int:
-    """Return the most bytes held since the last call, and begin anew.
+    """Return the most bytes held since the last call, and reset it.
 
     On a GPU what torch allocated there; else the resident memory of this process, whose peak only
-    Linux can begin anew (elsewhere it is the peak since the process began).
+    Linux can reset (elsewhere it is the current value).
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -169,15 +160,14 @@ def take_peak() -> int:
 def release(*things: Any, clear_notebook: bool = False) -> Released:
     """Give back the memory of trainers, models and engines, also while variables point at them.
 
-    Weights, gradients, optimizer states and buffers are replaced by empty tensors, so the objects
-    stay valid Python and can do nothing any more; a vLLM engine is shut down with its process
-    groups, caches and files. Safe to call twice. Rewards with a ``release`` method (a reward model)
-    are released too.
+    Weights, gradients, optimizer states and buffers are replaced by empty tensors: the objects stay
+    valid Python and cannot be used any more. A vLLM engine is shut down with its process groups,
+    caches and files. Safe to call twice.
 
     Args:
-        *things: Trainers, models, engines, or anything with a ``release`` method.
-        clear_notebook: Also forget what a notebook keeps by itself: ``Out``, ``_``, and the last
-            error with the variables of its frames.
+        *things: Trainers, models, engines, or anything with a ``release`` method (a reward model).
+        clear_notebook: Also forget what a notebook keeps: ``Out``, ``_``, and the last error with
+            the variables of its frames.
 
     Returns:
         What was given back, and what is left with its holder.
@@ -212,23 +202,22 @@ def _is_engine(thing: Any) -> bool:
 
 
 def _release_one(thing: Any) -> None:
-    if hasattr(thing, "reward_funcs"):
+    if hasattr(thing, "release"):
+        thing.release()
+    elif hasattr(thing, "reward_funcs"):
         _release_trainer(thing)
     elif hasattr(thing, "parameters"):
         empty_model(thing)
-    elif hasattr(thing, "release"):
-        thing.release()
     elif _is_engine(thing):
         thing.close()
 
 
 @dataclass
 class Session:
-    """What a ``session`` made, and what it gave back."""
+    """What a ``session`` made, and what it gave back once it is over."""
 
     things: list[Any] = field(default_factory=list)
     released: Released | None = None
-    """Once it is over."""
 
 
 _sessions: list[Session] = []
@@ -262,40 +251,69 @@ def session(*, clear_notebook: bool = False) -> Iterator[Session]:
 
 
 def add_to_session(thing: Any) -> None:
-    """Let the innermost open session release ``thing`` at its end."""
+    """Let the innermost open session release ``thing`` at its end; remember it by name."""
     if _sessions:
         _sessions[-1].things.append(thing)
+    with contextlib.suppress(TypeError):  # what takes no weak reference is not named
+        _made.append(weakref.ref(thing, _made.remove))
 
 
 def remove_from_session(thing: Any) -> None:
-    """Let a session hold ``thing`` no more."""
+    """Let no session release ``thing``."""
     for opened in _sessions:
         opened.things[:] = [one for one in opened.things if one is not thing]
+
+
+_made: list[weakref.ref[Any]] = []
+"""What the kit made in this process: models, trainers, engines, rewards."""
 
 
 def held_tensors(smallest: int = SMALLEST_HELD) -> list[Held]:
     """Return the live tensors by what holds them, largest first.
 
+    A holder is something that the kit made, or a variable of the notebook or script.
+
     Args:
         smallest: Bytes; holders of less are left out.
     """
-    torch = sys.modules.get("torch")
-    if torch is None:
+    if "torch" not in sys.modules:
         return []
-    largest: dict[int, Any] = {}
-    for item in live_tensors():
-        storage = item.untyped_storage()
-        if storage.nbytes() >= 64 * 1024:
-            largest.setdefault(storage.data_ptr(), item)
+    made = [(f"{type(thing).__name__}", thing) for ref in _made if (thing := ref()) is not None]
+    variables = [
+        (f"the variable {name}", value)
+        for name, value in list(vars(sys.modules["__main__"]).items())
+        if not name.startswith("__") and not isinstance(value, type | ModuleType)
+    ]
+    names: dict[int, str] = {}
+    for name, thing in (*made, *variables):
+        for tensor in _tensors_of(thing):
+            with contextlib.suppress(RuntimeError):  # subclasses without a storage
+                names.setdefault(tensor.untyped_storage().data_ptr(), name)
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    tensors = list(largest.values())
-    largest.clear()
-    for item, holder in zip(tensors, _holders(tensors), strict=True):
-        sizes[holder] += item.untyped_storage().nbytes()
-        counts[holder] += 1
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in live_tensors()}
+    for place, storage in storages.items():
+        if storage.nbytes() >= SMALLEST_COUNTED:
+            holder = names.get(place, "other objects")
+            sizes[holder] += storage.nbytes()
+            counts[holder] += 1
     found = [Held(size, counts[holder], holder) for holder, size in sizes.most_common()]
     return [held for held in found if held.bytes >= smallest]
+
+
+def _tensors_of(thing: Any, depth: int = 3) -> Iterator[Any]:
+    """Yield the tensors of a model, a container or an object's attributes, a few levels deep."""
+    torch = sys.modules["torch"]
+    if isinstance(thing, torch.Tensor):
+        if not thing.is_meta:
+            yield thing
+    elif isinstance(thing, torch.nn.Module):
+        yield from (*thing.parameters(), *thing.buffers())
+    elif depth:
+        container = isinstance(thing, list | tuple | set | dict)
+        inner = thing if container else getattr(thing, "__dict__", ())
+        for value in list(inner.values() if isinstance(inner, dict) else inner):
+            yield from _tensors_of(value, depth - 1)
 
 
 def live_tensors() -> Iterator[Any]:
@@ -311,54 +329,8 @@ def live_tensors() -> Iterator[Any]:
             yield item
 
 
-def _holders(tensors: list[Any], depth: int = 5) -> list[str]:
-    """Return, in words, what leads to each tensor; one walk over all objects for each step back."""
-    names: list[list[str]] = [[] for _ in tensors]
-    level = {id(tensor): (tensor, [place]) for place, tensor in enumerate(tensors)}
-    ours = {id(tensors), id(names)}
-    for _ in range(depth):
-        items = [item for item, _ in level.values()]
-        referrers = gc.get_referrers(*items) if items else []
-        ours |= {id(items), id(referrers), id(level), *map(id, level.values())}
-        owner_of: dict[int, Any] = {}
-        for owner in referrers:
-            if id(owner) in ours or isinstance(owner, types.FrameType):
-                continue
-            for item in gc.get_referents(owner):
-                # an object or a dict says more than a list
-                if id(item) in level and (
-                    id(item) not in owner_of or not isinstance(owner, list | tuple)
-                ):
-                    owner_of[id(item)] = owner
-        above: dict[int, tuple[Any, list[int]]] = {}
-        for key, owner in owner_of.items():
-            places = level[key][1]
-            above.setdefault(id(owner), (owner, []))[1].extend(places)
-            name = _owner_name(owner)
-            for place in places if name else ():
-                names[place].append(name)
-        ours |= {id(owner_of), id(above)}
-        level = {key: pair for key, pair in above.items() if not _is_module(pair[0])}
-    return [" in ".join(dict.fromkeys(found)) or "a frame or an extension" for found in names]
-
-
-def _owner_name(owner: Any) -> str | None:
-    if _is_module(owner):
-        return f"module {owner.get('__name__')}"
-    if isinstance(owner, dict | list | tuple):
-        return None
-    return f"{type(owner).__module__.partition('.')[0]}.{type(owner).__qualname__}"
-
-
-def _is_module(owner: Any) -> bool:
-    return isinstance(owner, dict) and "__builtins__" in owner
-
-
 def shutdown_kernel() -> None:
-    """End the Jupyter kernel, which gives back everything, the CUDA context included.
-
-    Outside of a notebook it says so and does nothing.
-    """
+    """End the Jupyter kernel, which gives back everything, the CUDA context included."""
     application = None
     if "IPython" in sys.modules:
         from traitlets.config import Application
@@ -453,11 +425,7 @@ def empty_model(model: Any) -> None:
 
 
 def empty_tensors(values: Iterable[Any]) -> None:
-    """Free the memory of tensors, also of those in lists and tuples; they stay, without elements.
-
-    Args:
-        values: Tensors, lists and tuples of tensors; anything else is left as it is.
-    """
+    """Free the memory of tensors, also of those in lists and tuples; they stay, empty."""
     import torch
 
     for value in values:
@@ -473,7 +441,7 @@ def return_to_system() -> None:
     """Give back to the system, and to a GPU's driver, what nothing holds any more."""
     for thread in threading.enumerate():
         if type(thread).__name__ == "TMonitor":  # watches tqdm's bars; the next bar starts another
-            thread.exit()
+            thread.exit()  # pyright: ignore[reportAttributeAccessIssue]  # tqdm's own method
     inductor = sys.modules.get("torch._inductor.async_compile")
     if inductor is not None:  # its processes wait for the next thing to compile
         inductor.shutdown_compile_workers()

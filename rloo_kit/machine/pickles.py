@@ -1,18 +1,18 @@
-"""Files that are pickles: which these are, why none is opened, and what to write in their place.
+"""Pickles are not opened: the scan of a folder or hub listing before a load, and the remedies.
 
-A pickle is a program that runs when it is opened. Weights are read from safetensors files alone.
+A pickle is a program that runs when it is opened. Whoever loads weights scans first and passes
+``use_safetensors=True``.
 """
 
-import contextlib
 import json
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib")
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "random_states")
-"""Beginnings of pickles that a trainer leaves beside the weights; they are not looked at."""
+"""Pickles of a trainer's state start so; nobody opens them."""
 INDEX = ".safetensors.index.json"
 WHY = "a pickle, which can run any code when it is opened"
 CAUSAL_LM = "AutoModelForCausalLM"
@@ -30,9 +30,6 @@ def is_pickle(name: str | Path) -> bool:
 
 def pickled_weights(files: Iterable[str]) -> str | None:
     """Return a pickle that holds a model's weights; None where safetensors hold them, or nothing.
-
-    Args:
-        files: Names of the files that lie in the model's folder.
 
     >>> pickled_weights(["config.json", "pytorch_model.bin", "training_args.bin"])
     'pytorch_model.bin'
@@ -55,26 +52,34 @@ def why_not_opened(folder: Path, load_with: str = CAUSAL_LM) -> str | None:
     try:
         names = [entry.name for entry in folder.iterdir() if entry.is_file()]
     except OSError:
-        return None  # reading it says so better
+        return None  # reading it fails with a better message
     if pickle := pickled_weights(names):
         return f"has its weights in {pickle}, {WHY}: {_convert(folder, names, load_with)}"
-    for name in names:
-        if name.endswith(INDEX) and (strange := _strange_shard(folder / name)):
+    # transformers also takes names of weights from its config and from an index of shards
+    named = [("config.json", _read(folder / "config.json").get("transformers_weights"))]
+    for index in (name for name in names if name.endswith(INDEX)):
+        shards = _read(folder / index).get("weight_map")
+        named += [(index, name) for name in (shards.values() if isinstance(shards, dict) else ())]
+    for file, name in named:
+        if name and (str(name) != Path(str(name)).name or not str(name).endswith(".safetensors")):
             return (
-                f"names {strange!r} in {name}, which is no safetensors file of its own folder: "
-                "download it again from a source you trust"
+                f"names {str(name)[:100]!r} in {file}, which is no safetensors file of its own "
+                f"folder: download it again from a source you trust"
             )
     return None
 
 
-def why_not_downloaded(name: str, files: Iterable[str], load_with: str = CAUSAL_LM) -> str | None:
-    """Return why the weights of a hub model are not read, with the remedy; None where they are.
+def _read(path: Path) -> dict[str, Any]:
+    """Return a JSON object; empty where there is none."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
-    Args:
-        name: On the hub.
-        files: Names of its files.
-        load_with: As in ``why_not_opened``.
-    """
+
+def why_not_downloaded(name: str, files: Iterable[str], load_with: str = CAUSAL_LM) -> str | None:
+    """Return why the weights of a hub model with these files are not read; None where they are."""
     names = list(files)
     pickle = pickled_weights(name for name in names if "/" not in name)
     return pickle and no_safetensors(name, pickle, names, load_with)
@@ -85,17 +90,16 @@ def no_safetensors(
 ) -> str:
     """Return why a hub model without safetensors is not read, with the remedy."""
     folder = Path(PurePosixPath(name).name)
-    held = f"in {pickle}" if pickle else "in no safetensors file but in pickles"
-    why = WHY if pickle else "which can run any code when they are opened"
+    held = f"in {pickle}, {WHY}" if pickle else "in no safetensors file but in pickles"
     return (
-        f"has its weights {held}, {why}: download it (hf download {shlex.quote(name)} --local-dir "
+        f"has its weights {held}: download it (hf download {shlex.quote(name)} --local-dir "
         f"{shlex.quote(str(folder))}), {_convert(folder, list(files), load_with)}, and give "
         f"{str(folder)!r} as the model"
     )
 
 
 def as_json_lines(path: Path) -> str:
-    """Return the command that writes a pickled table as .jsonl beside it."""
+    """Return the command that writes a pickled table as .jsonl in the same folder."""
     old, new = (_quoted(place) for place in (path, path.with_suffix(".jsonl")))
     code = (
         f"import pandas; pandas.DataFrame(pandas.read_pickle({old}))"
@@ -109,7 +113,7 @@ def _quoted(path: Path) -> str:
 
 
 def _convert(folder: Path, names: list[str], load_with: str) -> str:
-    """Return the command that writes weights once more, beside the pickle."""
+    """Return the command that writes a pickle's weights as safetensors in the same folder."""
     if "adapter_model.bin" in names and "config.json" not in names:
         old, new = (_quoted(folder / f"adapter_model{end}") for end in (".bin", ".safetensors"))
         code = (
@@ -122,38 +126,3 @@ def _convert(folder: Path, names: list[str], load_with: str) -> str:
             f"Model.from_pretrained({_quoted(folder)}).save_pretrained({_quoted(folder)})"
         )
     return f"where you trust it, write them as safetensors with python -c {shlex.quote(code)}"
-
-
-def _strange_shard(index: Path) -> str | None:
-    """Return a file of an index that is no safetensors file beside it."""
-    try:
-        shards = json.loads(index.read_bytes())["weight_map"].values()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None  # no index of weights
-    for name in map(str, shards):
-        if name != Path(name).name or "\\" in name or not name.endswith(".safetensors"):
-            return name[:100]
-    return None
-
-
-@contextlib.contextmanager
-def none_opened(refuse: Callable[[str], Exception]) -> Iterator[None]:
-    """Make ``torch.load`` raise for the time of the block, whoever calls it.
-
-    Libraries fall back to a pickle where a folder, an index or a repository offers one.
-
-    Args:
-        refuse: Returns the error to raise, of the file's name.
-    """
-    import torch
-
-    opened = torch.load
-
-    def refused(f: Any, *_: Any, **__: Any) -> Any:
-        raise refuse(str(f))
-
-    torch.load = refused
-    try:
-        yield
-    finally:
-        torch.load = opened

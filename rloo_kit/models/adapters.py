@@ -1,4 +1,4 @@
-"""LoRA adapter folders in PEFT's layout: what their base is, and with which settings they train."""
+"""LoRA adapter folders in PEFT's layout: their base and their settings."""
 
 import json
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from rloo_kit.text.wording import first_line, format_value
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EMBEDDED = ("rloo_kit", "assets", "tiny-thinker")
-"""Where the embedded model lies, wherever the kit is installed."""
+"""End of the embedded model's path, wherever the kit is installed."""
 
 
 def adapter_in(name: str | Path) -> Path | None:
-    """Return the folder that a name stands for where it holds an adapter and no whole model."""
+    """Return the folder that a name stands for if it holds an adapter and no whole model."""
     try:
         folder = Path(name).expanduser()
         found = (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
@@ -64,11 +64,11 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
 
     Args:
         adapter: Its folder.
-        given: Settings that were asked for; None where one was not.
-        section: Of the run file that they are in, such as ``lora.``.
+        given: Settings that the user gave; None: not given.
+        section: Their section of the run file, such as ``lora.``.
 
     Raises:
-        ConfigError: What was asked for is not what the adapter has.
+        ConfigError: A given setting is not the adapter's.
         ModelError: It is no LoRA adapter of a language model, or its files cannot be read.
     """
     config = _config_of(adapter)

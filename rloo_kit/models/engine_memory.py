@@ -13,7 +13,7 @@ from rloo_kit.models.shape import ModelShape, weight_bytes
 
 MIB = 1024**2
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM reserves room for."""
+"""Ranks that vLLM reserves buffers for."""
 MAX_SEQUENCES = 255
 """Completions that vLLM samples at a time, at most. Unsloth takes exactly 256 for "not given"."""
 BATCHED_TOKENS = 4096
@@ -30,18 +30,12 @@ a block of 2 MiB at least. Seen on an H100."""
 class EngineSize:
     """What an engine needs for one model and one batch; memory in bytes."""
 
-    weights: int
-    """Of the base model: the engine's own copy, or the copy it shares with the trainer."""
-    trained: int
-    """Parameters of the adapter."""
-    working: int
-    """Activations, logits and LoRA buffers of the largest pass."""
-    graphs: int
-    """CUDA graphs. They stay when the engine sleeps."""
-    full_cache: int
-    """Keys and values of all completions at full length."""
-    smallest_cache: int
-    """Keys and values of one of them: with less vLLM does not start, or cuts the length."""
+    weights: int  # of the base model: the engine's own copy, or the one shared with the trainer
+    trained: int  # parameters of the adapter, not bytes
+    working: int  # activations, logits and LoRA buffers of the largest pass
+    graphs: int  # CUDA graphs; they stay when the engine sleeps
+    full_cache: int  # keys and values of all completions at full length
+    smallest_cache: int  # of one of them: with less vLLM does not start, or cuts the length
 
 
 @dataclass(frozen=True)
@@ -49,10 +43,8 @@ class EngineMemory:
     """What an engine takes of the card; memory in bytes."""
 
     size: EngineSize
-    cache: int
-    """Keys and values."""
-    refusal: str | None = None
-    """Why vLLM would not start, in a plan."""
+    cache: int  # keys and values
+    refusal: str | None = None  # why vLLM would not start, in a plan
 
     @property
     def total(self) -> int:
@@ -62,11 +54,7 @@ class EngineMemory:
         return max(total, SMALLEST_TOTAL)
 
     def share(self, card: int) -> float:
-        """Return vLLM's ``gpu_memory_utilization``.
-
-        Args:
-            card: Memory of the whole card, as torch reports it.
-        """
+        """Return vLLM's ``gpu_memory_utilization`` of a card with so many bytes."""
         return min(1.0, math.ceil(1000 * self.total / card) / 1000)
 
 
@@ -165,23 +153,19 @@ def engine_memory(
 def cpu_cache(size: EngineSize, free: int) -> int:
     """Return the bytes of keys and values on a CPU: a quarter of what is free, or what is needed.
 
-    Args:
-        size: As ``engine_size`` returned it.
-        free: Bytes of memory that are free before the engine loads its weights.
-
     Raises:
         GenerationError: Less than 64 MiB would be left.
     """
-    room = (free - size.weights - 16 * size.trained) // 4
-    room = min(math.ceil(1.05 * size.full_cache) + SMALLEST_CACHE, room)
-    if room < SMALLEST_CACHE:
+    cache = (free - size.weights - 16 * size.trained) // 4
+    cache = min(math.ceil(1.05 * size.full_cache) + SMALLEST_CACHE, cache)
+    if cache < SMALLEST_CACHE:
         raise GenerationError(
             f"vLLM does not fit: {free / GIB:.1f} GiB are free and its copy of the weights takes "
             f"{size.weights / GIB:.1f} GiB; set trainer.generation: transformers"
         )
-    return room
+    return cache
 
 
 def reserved_rank(rank: int) -> int:
-    """Return the smallest rank vLLM reserves room for that holds ``rank``."""
-    return next((room for room in LORA_RANKS if room >= rank), LORA_RANKS[-1])
+    """Return the smallest of vLLM's LoRA ranks that holds ``rank``."""
+    return next((reserved for reserved in LORA_RANKS if reserved >= rank), LORA_RANKS[-1])

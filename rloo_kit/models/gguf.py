@@ -1,8 +1,6 @@
-"""GGUF files: turn one into an ordinary Hugging Face folder that can be trained.
+"""GGUF files: convert one into an ordinary Hugging Face folder that can be trained.
 
-``convert`` writes bf16 safetensors, config, generation config and tokenizer, once per file, and
-hands out the folder from then on. Quantized weights are dequantized: the folder takes 2 bytes per
-parameter, whatever the file took.
+The folder is cached. Quantized weights are dequantized to bf16: 2 bytes per parameter.
 
 What transformers 5.17 reads from a GGUF file needs two repairs before training. Its Llama tokenizer
 takes the end of text from the file's *beginning* of text (``integrations/ggml.py``,
@@ -17,16 +15,12 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rloo_kit.errors import ModelError
+from rloo_kit.machine.environment import cache_folder
 from rloo_kit.text.chat_templates import end_of_turn_id
 from rloo_kit.text.wording import first_line, format_value, printable
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-__all__ = ["convert"]
 
 MAGIC = b"GGUF"
 HEAD_BYTES = 1 << 20  # hashed for the name of the folder
@@ -36,17 +30,12 @@ PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endof
 def convert(path: Path, cache_dir: Path | None = None) -> Path:
     """Return a Hugging Face folder with the model of a GGUF file, converting it only once.
 
-    The folder is complete or absent: it is written under another name and renamed at the end. It
-    is known by the file's name and by a hash of its size, its modification time and its first MiB.
+    The end-of-text token becomes the one that ends an assistant's turn in the chat template. The
+    folder's name holds the file's name and a hash of its size, modification time and first MiB.
 
     Args:
-        path: The ``.gguf`` file, with a tokenizer inside, of an architecture that transformers
-            reads.
-        cache_dir: Where the folder goes; None means ``~/.cache/rloo-kit/gguf``.
-
-    Returns:
-        The folder: bf16 weights, tied where the file ties them; the end-of-text token is the one
-        that ends an assistant's turn in the file's chat template.
+        path: The ``.gguf`` file, with a tokenizer inside.
+        cache_dir: Parent of the folder; None: ``gguf`` in the kit's cache folder.
 
     Raises:
         ModelError: The file is missing, not a GGUF file, truncated, split, or of an architecture
@@ -54,7 +43,7 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
     """
     path = Path(path).expanduser().absolute()
     _check_magic(path)
-    cache = Path(cache_dir or Path.home() / ".cache" / "rloo-kit" / "gguf").expanduser().absolute()
+    cache = Path(cache_dir or cache_folder() / "gguf").expanduser().absolute()
     name = re.sub(r"[^\w.-]+", "-", path.stem)
     goal = cache / f"{name}-{_fingerprint(path)}"
     if goal.is_dir():
@@ -78,8 +67,8 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
     return goal
 
 
-def _write(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", goal: Path) -> None:
-    """Write the folder under another name, then put it in its place."""
+def _write(model: Any, tokenizer: Any, goal: Path) -> None:
+    """Write the folder under another name and rename it: complete or absent."""
     goal.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".converting-", dir=goal.parent) as work:
         folder = Path(work) / goal.name
@@ -120,11 +109,7 @@ def _fingerprint(path: Path) -> str:
 
 
 def _check_content(path: Path) -> str:
-    """Return the file's architecture, after a look at its whole index.
-
-    Raises:
-        ModelError: ``gguf`` is not installed, the file ends early, or holds one part of a model.
-    """
+    """Return the file's architecture, after a check of its whole index."""
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(
             "reading a .gguf file needs the package gguf; install it with "
@@ -149,12 +134,11 @@ def _check_content(path: Path) -> str:
 
 
 def _strict_reader(path: Path) -> Any:
-    """Return gguf's reader of a file, that ends where the file does.
+    """Return gguf's reader, which raises at the end of the file.
 
-    gguf reads numbers behind the end as nothing, and so goes on for as long as a damaged count of
-    them says.
+    gguf reads nothing behind the end, for as long as a damaged count of numbers says.
     """
-    from gguf import GGUFReader
+    from gguf.gguf_reader import GGUFReader
 
     class StrictReader(GGUFReader):
         def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **options: Any) -> Any:
@@ -167,11 +151,7 @@ def _strict_reader(path: Path) -> Any:
 
 
 def _check_sizes(reader: Any, architecture: str) -> None:
-    """Refuse sizes that the file's tensors do not have: a model of them would fill the memory.
-
-    Raises:
-        ValueError: There is one.
-    """
+    """Raise ValueError on a size that no tensor has: a model of it would fill the memory."""
     widest = max((int(size) for tensor in reader.tensors for size in tensor.shape), default=0)
     most = {
         "block_count": len(reader.tensors),
@@ -192,23 +172,20 @@ def _check_sizes(reader: Any, architecture: str) -> None:
                 raise ValueError(f"its {name} is {size}, and no tensor is as large")
 
 
-def _read(path: Path, architecture: str) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
-    """Return the file's bf16 model, free of its quantization, and its tokenizer as they come.
-
-    Raises:
-        ModelError: transformers cannot read the architecture, or the file lacks weights.
-    """
+def _read(path: Path, architecture: str) -> tuple[Any, Any]:
+    """Return the file's bf16 model, free of its quantization, and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source: dict[str, Any] = {
         "pretrained_model_name_or_path": str(path.parent),
         "gguf_file": path.name,
-        "trust_remote_code": False,  # of files that lie beside it
+        "trust_remote_code": False,  # of files in the same folder
     }
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
-        loaded, info = AutoModelForCausalLM.from_pretrained(
+        auto_model: Any = AutoModelForCausalLM  # its stub leaves out output_loading_info
+        loaded, info = auto_model.from_pretrained(
             **source, dtype=torch.bfloat16, output_loading_info=True
         )
         model = _without_quantization(loaded)
@@ -226,7 +203,7 @@ def _read(path: Path, architecture: str) -> tuple["PreTrainedModel", "PreTrained
     return model, tokenizer
 
 
-def _without_quantization(loaded: "PreTrainedModel") -> "PreTrainedModel":
+def _without_quantization(loaded: Any) -> Any:
     """Return a model with the tensors of ``loaded``, shared, and no memory of a quantization."""
     import torch
 
@@ -240,7 +217,7 @@ def _without_quantization(loaded: "PreTrainedModel") -> "PreTrainedModel":
     return model
 
 
-def _repair_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
+def _repair_tokens(model: Any, tokenizer: Any) -> None:
     """Set end, beginning and padding tokens, alike in tokenizer, config and generation config."""
     config = model.config
     given = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
@@ -267,9 +244,7 @@ def _repair_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase
     model.generation_config.pad_token_id = pad
 
 
-def _find_pad(
-    tokenizer: "PreTrainedTokenizerBase", file_pad: int | None, ends: list[int]
-) -> int | None:
+def _find_pad(tokenizer: Any, file_pad: int | None, ends: list[int]) -> int | None:
     """Return the id to pad with: one that ends nothing, where the vocabulary has such a token."""
     vocabulary = tokenizer.get_vocab()
     named = [vocabulary.get(token) for token in (*PAD_TOKENS, tokenizer.unk_token or "")]

@@ -1,11 +1,11 @@
-"""Load a model, attach a LoRA adapter, save it: the only room that builds a model."""
+"""Load a model, attach a LoRA adapter, save it: the only module that constructs models."""
 
 import contextlib
 import functools
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,11 @@ from rloo_kit.machine.hardware import (
     host_memory,
     why_not_vllm,
 )
-from rloo_kit.machine.memory import add_to_session
+from rloo_kit.machine.memory import add_to_session, is_out_of_memory
 from rloo_kit.machine.pickles import (
     WHY,
     is_pickle,
     no_safetensors,
-    none_opened,
     why_not_downloaded,
     why_not_opened,
 )
@@ -40,12 +39,12 @@ from rloo_kit.text.wording import first_line, format_value
 
 PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
 TEMPLATE_SECONDS = 5.0
-"""That a chat template may take once; usual ones take a thousandth of a second."""
-OF_ITS_RUN = (
+"""Limit of rendering a chat template once; usual ones take milliseconds."""
+NO_SETTINGS = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode",
-)  # fmt: skip
-"""Fields of an adapter's config that are no settings."""
+}  # fmt: skip
+"""Fields of an adapter's config that are no settings of the adapter."""
 NF4_SHARE = 0.32
 """Bytes of NF4 weights with double quantisation over bytes of the bf16 ones, embeddings apart."""
 
@@ -63,87 +62,44 @@ def load_model(
     vllm: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
-    """Load a causal language model and its tokenizer, ready for ``attach_lora``.
+    """Return a causal language model and its tokenizer, ready for ``attach_lora``.
 
     Args:
-        name: A hub name, a local folder, a ``.gguf`` file, ``tiny-thinker`` (embedded), or the
-            folder of a LoRA adapter: its base is loaded with this adapter on it, to train further.
+        name: A hub name, a folder, a ``.gguf`` file, ``tiny-thinker`` (embedded), or the folder of
+            a LoRA adapter: its base is loaded with this adapter on it, to train further.
         max_seq_length: Longest prompt plus completion, tokens.
         load_in_4bit: NF4 weights (bitsandbytes), double quantisation.
         backend: ``auto`` (Unsloth where it starts), ``unsloth`` or ``transformers``.
-        fast_inference: On a GPU with Unsloth and vLLM, load the base once for training and for
-            vLLM; elsewhere it changes nothing, and a vLLM engine has a copy of its own. ``auto``:
-            where Unsloth cannot do that with this model, load it without vLLM, with a warning.
+        fast_inference: On a GPU with Unsloth and vLLM, one copy of the base for training and vLLM;
+            ``auto``: where Unsloth cannot share it, load without vLLM. Ignored elsewhere.
         max_lora_rank: Largest LoRA rank of this shared engine.
-        num_sequences: Completions that it samples at a time. With ``max_seq_length`` they decide
-            its share of the card, unless ``gpu_memory_utilization`` is given.
-        trust_remote_code: Run the code that comes with the model, where it needs any. Such code can
-            do all that you can: only for a source you trust.
-        vllm: Further arguments of vLLM for an engine in this process that has a copy of the weights
-            of its own: fields of its ``EngineArgs``.
-        **kwargs: Passed to Unsloth's or transformers' ``from_pretrained``. Weights are read from
-            safetensors files alone. ``gpu_memory_utilization`` is vLLM's share of the card;
-            ``unsloth_vllm_standby=False`` keeps the shared engine awake while the model learns;
-            ``load_in_fp8`` shares FP8 weights with vLLM. In any engine of this process
-            ``float8_kv_cache`` halves keys and values, and ``fp32_lm_head`` computes logits in
-            float32.
-
-    Returns:
-        (model, tokenizer). The tokenizer pads on the left with a pad token that is set; the model
-        stops at every end-of-turn token of the chat template. 4-bit weights on a CPU stay in the
-        layout that trains on right gradients, also after ``generate``.
+        num_sequences: Completions that it samples at a time.
+        trust_remote_code: Run code that comes with the model: only for a source you trust.
+        vllm: Further ``EngineArgs`` of vLLM for an engine with a copy of the weights of its own.
+        **kwargs: For ``from_pretrained`` of Unsloth or transformers, and for vLLM
+            ``gpu_memory_utilization``, ``unsloth_vllm_standby``, ``load_in_fp8``,
+            ``float8_kv_cache``, ``fp32_lm_head``.
 
     Raises:
-        ModelError: Not found, not reachable, not a model, too big for the memory, held in a pickle,
-            or in need of code of its own that was not allowed.
-        ConfigError: ``use_safetensors`` is turned off, or a setting of the engine cannot be obeyed
-            here.
-        GenerationError: ``fast_inference=True``, and Unsloth or the card cannot do it.
-        ImportOrderError, BackendError: From ``setup()``.
+        ModelError: Not found, no model, too large, a pickle, or it needs code of its own.
+        ConfigError, GenerationError: A setting cannot be obeyed here.
     """
-    if kwargs.get("use_safetensors", True) is not True:
-        raise ConfigError(
-            f"use_safetensors is {kwargs['use_safetensors']!r}, and weights are read from "
-            "safetensors files alone: leave it out"
-        )
     environment = setup(backend)
-    source = _find(str(name))
-    taken = _engine_settings(kwargs)
-    adapter = adapter_in(source)
-    if adapter is not None:
-        source = _find(base_of(adapter))
-        max_lora_rank = max(max_lora_rank, lora_settings(adapter, {})["r"])
-        if (adapter / "tokenizer_config.json").is_file():  # its chat template is trained with it
-            kwargs = {"tokenizer_name": str(adapter), **kwargs}
+    source, adapter, rank = _find_base(str(name), kwargs)
     _check_memory(source, environment.hardware, load_in_4bit=load_in_4bit)
-    engine = EngineSettings(
-        max_seq_length,
-        load_in_4bit,
-        reserved_rank(max_lora_rank),
-        num_sequences,
-        required=fast_inference != "auto" or bool(taken["in_fp8"] or taken["extra"]),
-        not_shared=tuple(vllm or ()),
-        **taken,
-    )
-    shares = bool(fast_inference) and _can_share(environment)
-    _check_engine(engine, source, None if shares else _why_no_share(environment))
+    sizes = (max_seq_length, load_in_4bit, reserved_rank(max(rank, max_lora_rank)), num_sequences)
+    engine = _engine_settings(sizes, kwargs, fast_inference, tuple(vllm or ()))
+    why_not_shared = _why_not_shared(environment, fast_inference)
+    _check_engine(engine, source, why_not_shared)
     kwargs |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}
-    load = functools.partial(
-        _load_transformers if environment.backend == "transformers" else _load_unsloth,
-        source,
-        environment.hardware,
-        max_seq_length,
-        load_in_4bit=load_in_4bit,
-        **kwargs,
-    )
-    if shares:
+    load_base = _load_unsloth if environment.backend == "unsloth" else _load_transformers
+    load = functools.partial(load_base, source, max_seq_length, load_in_4bit, **kwargs)
+    if why_not_shared is None:
         load = functools.partial(load_shared, load, source, engine, trust_remote_code)
-    refuse = functools.partial(_refused_pickle, str(name))
     with (
         _as_model_errors(str(name), trust_remote_code=trust_remote_code),
         _progress_bars(shown=not Path(source).is_dir()),
         quiet(),
-        none_opened(refuse),
     ):
         model, tokenizer = load()
         _prepare_tokenizer(model, tokenizer)
@@ -155,20 +111,39 @@ def load_model(
     return (model if adapter is None else _with_adapter(model, adapter)), tokenizer
 
 
-def _engine_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Take out of ``kwargs`` what is for vLLM alone; return it as fields of ``EngineSettings``."""
-    return {
+def _find_base(name: str, kwargs: dict[str, Any]) -> tuple[str, Path | None, int]:
+    """Return a model's source, and the folder and rank of the adapter that the name stands for."""
+    if kwargs.get("use_safetensors", True) is not True:
+        raise ConfigError(
+            f"use_safetensors is {kwargs['use_safetensors']!r}, and weights are read from "
+            "safetensors files alone: leave it out"
+        )
+    source = find_model(name)
+    adapter = adapter_in(source)
+    if adapter is None:
+        return source, None, 0
+    if (adapter / "tokenizer_config.json").is_file():  # its chat template is trained with it
+        kwargs.setdefault("tokenizer_name", str(adapter))
+    return find_model(base_of(adapter)), adapter, lora_settings(adapter, {})["r"]
+
+
+def _engine_settings(
+    sizes: tuple[int, bool, int, int],
+    kwargs: dict[str, Any],
+    fast_inference: bool | str,
+    not_shared: tuple[str, ...],
+) -> EngineSettings:
+    """Return the settings of a shared engine; what is for vLLM alone leaves ``kwargs``."""
+    taken = {
         "share": kwargs.pop("gpu_memory_utilization", None),
         "sleeps": kwargs.pop("unsloth_vllm_standby", True),
         "in_fp8": kwargs.pop("load_in_fp8", False),
         "float8_cache": bool(kwargs.pop("float8_kv_cache", False)),
         "fp32_head": bool(kwargs.pop("fp32_lm_head", False)),
-        "extra": {name: kwargs.pop(name) for name in list(kwargs) if _is_for_vllm(name)},
     }
-
-
-def _is_for_vllm(name: str) -> bool:
-    return name in shared_engine_names()
+    extra = {name: kwargs.pop(name) for name in shared_engine_names() & set(kwargs)}
+    required = fast_inference != "auto" or bool(taken["in_fp8"] or extra)
+    return EngineSettings(*sizes, required=required, extra=extra, not_shared=not_shared, **taken)
 
 
 def _own_engine(engine: EngineSettings, vllm: dict[str, Any]) -> dict[str, Any]:
@@ -182,16 +157,7 @@ def _own_engine(engine: EngineSettings, vllm: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_engine(engine: EngineSettings, source: str, why_not_shared: str | None) -> None:
-    """Refuse settings of vLLM that this machine, or how the model is loaded, cannot obey.
-
-    Args:
-        engine: As it was asked for.
-        source: Of the model.
-        why_not_shared: Why Unsloth does not share the weights with vLLM, or None.
-
-    Raises:
-        ConfigError: There is one.
-    """
+    """Raise ConfigError on settings of vLLM that this machine or this load cannot obey."""
     if engine.in_fp8 and engine.load_in_4bit:
         raise ConfigError(
             "load_in_fp8 and load_in_4bit contradict each other: set load_in_4bit to false"
@@ -207,18 +173,16 @@ def _check_engine(engine: EngineSettings, source: str, why_not_shared: str | Non
         )
 
 
-def _why_no_share(environment: Environment) -> str:
+def _why_not_shared(environment: Environment, fast_inference: bool | str) -> str | None:
+    """Return why the weights are not shared with vLLM, or None where Unsloth is asked to."""
     if environment.hardware.device == "cpu":
         return "this machine has no GPU"
     if environment.backend != "unsloth":
         return f"transformers loads the model ({environment.why_not_unsloth})"
-    return why_not_vllm() or "vLLM was not asked for (trainer.generation, fast_inference)"
-
-
-def _can_share(environment: Environment) -> bool:
-    """Return whether Unsloth and vLLM are here, and a GPU."""
-    on_gpu = environment.hardware.device != "cpu"
-    return on_gpu and environment.backend == "unsloth" and why_not_vllm() is None
+    if reason := why_not_vllm():
+        return reason
+    asked = bool(fast_inference)
+    return None if asked else "vLLM was not asked for (trainer.generation, fast_inference)"
 
 
 def attach_lora(
@@ -233,11 +197,11 @@ def attach_lora(
 ) -> Any:
     """Return the model with a fresh LoRA adapter named ``default``; only the adapter trains.
 
-    A model that was loaded from the folder of an adapter has one already, and keeps it.
+    A model that was loaded from an adapter's folder keeps that adapter and its settings.
 
     Args:
         model: As ``load_model`` returned it.
-        r: Rank; None: 16. These four follow the adapter where the model has one.
+        r: Rank; None: 16.
         lora_alpha: The adapter's output is scaled by ``lora_alpha / r``; None: 16.
         lora_dropout: In [0, 1); None: 0.
         target_modules: Names of linear layers; None: of the attention and of the MLP.
@@ -246,8 +210,8 @@ def attach_lora(
         seed: Of a fresh adapter's random start.
 
     Raises:
-        ConfigError: None of ``target_modules`` is in the model, or a setting is not that of the
-            adapter which the model has.
+        ConfigError: None of ``target_modules`` is in the model, or the model's adapter has other
+            settings.
     """
     given = {
         "r": r,
@@ -264,18 +228,15 @@ def attach_lora(
         return model
     asked = {name: value for name, value in given.items() if value is not None}
     settings = asdict(LoraSection()) | asked
-    leaves = {
-        n.rsplit(".", 1)[-1] for n, m in model.named_modules() if n and not list(m.children())
-    }
-    targets = settings["target_modules"]
-    missing = sorted(set(targets) - leaves)
-    if len(missing) == len(set(targets)):
+    leaves = {n.rpartition(".")[2] for n, m in model.named_modules() if n and not [*m.children()]}
+    targets = [name for name in settings["target_modules"] if name in leaves]
+    if not targets:
+        linear = sorted(name for name in leaves if "proj" in name or "fc" in name)
         raise ConfigError(
-            f"none of target_modules {sorted(set(targets))} is a layer of this model; its "
-            f"linear layers are "
-            f"{', '.join(sorted(n for n in leaves if 'proj' in n or 'fc' in n)) or sorted(leaves)}"
+            f"none of target_modules {sorted(settings['target_modules'])} is a layer of this "
+            f"model; its linear layers are {', '.join(linear or sorted(leaves))}"
         )
-    settings |= {"target_modules": [name for name in targets if name in leaves], "bias": "none"}
+    settings |= {"target_modules": targets, "bias": "none"}
     return _new_adapter(model, settings, use_gradient_checkpointing, seed)
 
 
@@ -318,22 +279,19 @@ def _recompute(model: Any, checkpointing: bool | str) -> None:
 def _with_adapter(model: Any, folder: Path) -> Any:
     """Return the model with the adapter in a folder, ready to train further.
 
-    It is made as a fresh one, so that Unsloth patches its layers and the config names the base that
-    is loaded; then it gets the weights of the folder.
-
-    Raises:
-        ModelError: The adapter does not fit its base, or the backend cannot make one like it.
+    A fresh adapter gets the folder's weights, so that Unsloth patches its layers and its config
+    names the base that is loaded.
     """
     from peft import LoraConfig, set_peft_model_state_dict
     from safetensors.torch import load_file
 
     try:
-        config, usual = LoraConfig.from_pretrained(str(folder)), LoraConfig()
+        config: Any = LoraConfig.from_pretrained(str(folder))
+        defaults = vars(LoraConfig())
         settings = {
-            field.name: getattr(config, field.name)
-            for field in fields(config)
-            if field.name not in OF_ITS_RUN
-            and getattr(config, field.name) != getattr(usual, field.name)
+            name: value
+            for name in defaults.keys() - NO_SETTINGS
+            if (value := getattr(config, name)) != defaults[name]
         }
         settings |= {"r": config.r, "lora_alpha": config.lora_alpha}  # Unsloth's defaults differ
         if not isinstance(config.target_modules, str):
@@ -357,16 +315,15 @@ def _with_adapter(model: Any, folder: Path) -> Any:
 def save_adapter(
     model: Any, tokenizer: Any, folder: str | Path, weights: dict[str, Any] | None = None
 ) -> Path:
-    """Write the trained adapter and the tokenizer; the folder is whole or absent.
+    """Write the trained adapter and the tokenizer as PEFT reads them; the write is atomic.
 
-    The folder loads with ``peft.PeftModel.from_pretrained`` or ``AutoPeftModelForCausalLM``. TRL's
-    frozen copy of the adapter (``ref``) is left out.
+    TRL's frozen copy of the adapter (``ref``) is left out.
 
     Args:
         model: With its adapter.
-        tokenizer: Written beside it.
-        folder: Of an adapter, or one that is not there yet.
-        weights: The model's, gathered, where they are divided between processes.
+        tokenizer: Written to the same folder.
+        folder: Of an adapter, or one that does not exist yet.
+        weights: The model's, gathered, where they are sharded between processes.
 
     Raises:
         ModelError: The disk refused, or the folder holds something else than an adapter.
@@ -397,7 +354,7 @@ def keep_trainable_layout(model: Any) -> int:
     """Keep bitsandbytes' 4-bit layers in the layout whose backward is right; return their number.
 
     On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks a ``Linear4bit`` at the first forward in
-    eval mode and sends every later backward through a kernel without autograd.
+    eval mode, and every later backward uses a kernel without autograd.
     """
     layers = [m for m in model.modules() if hasattr(m, "support_avx512bf16_for_cpu")]
     for layer in layers:
@@ -405,25 +362,20 @@ def keep_trainable_layout(model: Any) -> int:
     return len(layers)
 
 
-def local_base(name: str | Path) -> str:
-    """Return the hub name, or the folder, that a model's name stands for; .gguf is converted.
-
-    Raises:
-        ModelError: There is no such model.
-    """
-    return _find(str(name))
-
-
 # --- sources -------------------------------------------------------------------------------------
 
 
-def _find(name: str) -> str:
-    """Return a hub name or an existing local folder."""
+def find_model(name: str | Path) -> str:
+    """Return the hub name, or the folder, that a model's name stands for; .gguf is converted.
+
+    Raises:
+        ModelError: There is no such model, or its weights are a pickle.
+    """
     if name == "tiny-thinker":
         return str(TINY_THINKER)
     try:
-        path = Path(name).expanduser()
-        path.is_dir()  # a name that is too long
+        path = Path(name := str(name)).expanduser()
+        path.is_dir()  # raises for a name that is too long
     except (OSError, RuntimeError, ValueError) as exc:
         raise ModelError(
             f"model {format_value(name)} can be no path ({first_line(exc)}): give a model's "
@@ -453,11 +405,7 @@ def _find(name: str) -> str:
 
 
 def _check_files(name: str, folder: Path) -> None:
-    """Refuse a folder whose weights, or those of the model its adapter is for, are no safetensors.
-
-    Raises:
-        ModelError: They are a pickle, or lie outside of the folder.
-    """
+    """Raise ModelError where a folder's weights, or those of an adapter's base, are a pickle."""
     if reason := why_not_opened(folder):
         raise ModelError(f"model {name!r} {reason}")
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
@@ -484,13 +432,6 @@ def _ask_hub(name: str) -> None:
         raise ModelError(f"model {name!r} {reason}")
 
 
-def _refused_pickle(name: str, file: str) -> ModelError:
-    return ModelError(
-        f"model {name!r} wants {Path(file).name!r} opened, {WHY}: give a model whose weights are "
-        "all in safetensors files"
-    )
-
-
 def _check_memory(source: str, hardware: Hardware, *, load_in_4bit: bool) -> None:
     """Refuse a local model whose weights alone are larger than the free memory."""
     files = list(Path(source).glob("*.safetensors")) if Path(source).is_dir() else []
@@ -502,8 +443,7 @@ def _check_memory(source: str, hardware: Hardware, *, load_in_4bit: bool) -> Non
         how = "a smaller model" if load_in_4bit else "load_in_4bit: true or a smaller model"
         raise ModelError(
             f"{source!r} needs {size / GIB:.1f} GiB for its weights and {free / GIB:.1f} GiB are "
-            f"free "
-            f"on {hardware.name}: close other programs, or use {how}"
+            f"free on {hardware.name}: close other programs, or use {how}"
         )
 
 
@@ -535,57 +475,64 @@ def _as_model_error(name: str, exc: Exception) -> ModelError:
     """Return one sentence for what transformers, the hub or torch raised."""
     from huggingface_hub import errors as hub
 
-    text = first_line(exc)
     chain = _causes(exc)
-    if any(isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError" for e in chain):
-        return ModelError(
+
+    def caused_by(*kinds: type[BaseException]) -> bool:
+        return any(isinstance(e, kinds) for e in chain)
+
+    text = f"{type(exc).__name__}: {first_line(exc)}"
+    offline = caused_by(OSError) or any("Connect" in type(e).__name__ for e in chain)
+    if any(map(is_out_of_memory, chain)):
+        message = (
             f"memory ran out while loading {name!r}: close other programs, use a smaller model or "
             f"load_in_4bit: true"
         )
-    if any("use_safetensors=True" in str(e) for e in chain):
-        return ModelError(f"model {name!r} {no_safetensors(name)}")
-    if any(isinstance(e, hub.GatedRepoError) for e in chain):
-        return ModelError(
+    elif any("use_safetensors=True" in str(e) for e in chain):
+        message = f"model {name!r} {no_safetensors(name)}"
+    elif caused_by(hub.GatedRepoError):
+        message = (
             f"model {name!r} is gated: accept its licence on its page and put HF_TOKEN into .env"
         )
-    if any(isinstance(e, hub.RepositoryNotFoundError) for e in chain):
-        return ModelError(
+    elif caused_by(hub.RepositoryNotFoundError):
+        message = (
             f"the hub has no model {name!r}: check the spelling, or put HF_TOKEN into .env if it "
             f"is private"
         )
-    if Path(name).exists() or name == "tiny-thinker":
-        return ModelError(
-            f"model {name!r} cannot be loaded ({type(exc).__name__}: {text}): its folder is "
-            f"incomplete or not a causal language model; download it again"
+    elif Path(name).exists() or name == "tiny-thinker":
+        message = (
+            f"model {name!r} cannot be loaded ({text}): its folder is incomplete or not a causal "
+            f"language model; download it again"
         )
-    if any(isinstance(e, hub.HFValidationError) for e in chain):
-        return ModelError(
+    elif caused_by(hub.HFValidationError):
+        message = (
             f"model {name!r} is neither a folder here nor a hub name (owner/name): check the "
             f"spelling"
         )
-    if any(isinstance(e, OSError) or "Connect" in type(e).__name__ for e in chain):
-        return ModelError(
+    elif offline:
+        message = (
             f"model {name!r} is not on this machine and the hub cannot be reached: check the name "
             f"and the network, or give a local folder"
         )
-    return ModelError(
-        f"model {name!r} cannot be loaded ({type(exc).__name__}: {text}): check the name, or try "
-        f"backend: transformers"
-    )
+    else:
+        message = (
+            f"model {name!r} cannot be loaded ({text}): check the name, or try backend: "
+            f"transformers"
+        )
+    return ModelError(message)
 
 
 # --- backends ------------------------------------------------------------------------------------
 
 
 def _load_unsloth(
-    source: str, hardware: Hardware, max_seq_length: int, *, load_in_4bit: bool, **kwargs: Any
+    source: str, max_seq_length: int, load_in_4bit: bool, **kwargs: Any
 ) -> tuple[Any, Any]:
-    from transformers.integrations import is_deepspeed_zero3_enabled
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from unsloth import FastLanguageModel
 
     if is_deepspeed_zero3_enabled():
         raise ConfigError(
-            "Unsloth cannot load weights that DeepSpeed's ZeRO-3 divides: set model.backend to "
+            "Unsloth cannot load weights that DeepSpeed's ZeRO-3 shards: set model.backend to "
             "transformers"
         )
     return FastLanguageModel.from_pretrained(
@@ -594,12 +541,13 @@ def _load_unsloth(
 
 
 def _load_transformers(
-    source: str, hardware: Hardware, max_seq_length: int, *, load_in_4bit: bool, **kwargs: Any
+    source: str, max_seq_length: int, load_in_4bit: bool, **kwargs: Any
 ) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-    from transformers.integrations import is_deepspeed_zero3_enabled
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+    hardware = setup().hardware
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
         hardware.mixed_precision, torch.float32
     )
@@ -611,7 +559,7 @@ def _load_transformers(
             bnb_4bit_compute_dtype=dtype,
         )
     tokenizer_name = kwargs.pop("tokenizer_name", source)
-    # ZeRO-3 divides the weights while they are read, and transformers refuses a device then.
+    # ZeRO-3 shards the weights while they are read, and transformers refuses a device then.
     place = None if is_deepspeed_zero3_enabled() else {"": hardware.device}
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=place, **kwargs)
     model.config.use_cache = False  # training forwards keep no KV cache; generate asks for its own

@@ -1,8 +1,8 @@
-"""The shape of a model from its config alone: what its layers are, how many parameters they have.
+"""The shape of a model from its config alone: its layers and numbers of parameters.
 
 transformers builds the model on torch's meta device, where tensors have shapes and no memory. So
 any architecture is counted as it is, and no weights are opened or downloaded. The configs of the
-models in examples/ are known here, so that a plan of them needs no network.
+models in examples/ are in a table here, so that a plan of them needs no network.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from rloo_kit.text.wording import first_line, format_value
 
 TINY_THINKER = Path(__file__).parents[1] / "assets" / "tiny-thinker"
 DYNAMIC_SHARE = 0.1
-"""Share of the linear layers' weights that Unsloth's "dynamic" 4-bit models keep in 16 bit, where
-their config is not at hand. An estimate: which layers stay differs by model."""
+"""Estimated share of the linear layers' weights that Unsloth's "dynamic" 4-bit models keep in 16
+bit, where their config is not available: which layers stay differs by model."""
 
 _QWEN3 = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 PUBLISHED = {
@@ -41,15 +41,11 @@ LM head is the embedding. All have 8 heads of keys and values, heads of 128 and 
 class Linear:
     """Linear layers of one name and one size."""
 
-    name: str
-    """The last part of it: ``q_proj``."""
-    rows: int
-    """Output features."""
-    columns: int
-    """Input features."""
+    name: str  # its last part: q_proj
+    rows: int  # output features
+    columns: int  # input features
     count: int
-    quantised: bool
-    """Whether bitsandbytes packs it where the model is loaded in 4 bit."""
+    quantised: bool  # whether bitsandbytes packs it where the model is loaded in 4 bit
 
     @property
     def size(self) -> int:
@@ -62,26 +58,19 @@ class ModelShape:
     """What a model is made of."""
 
     name: str
-    source: str
-    """Where its config was found, in words."""
+    source: str  # where its config was found, in words
     hidden_size: int
-    intermediate_size: int
-    """Of the MLP; of all experts that a token passes through together."""
+    intermediate_size: int  # of the MLP; of all experts that a token uses together
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     linears: tuple[Linear, ...]
-    others: int
-    """Parameters outside of ``linears``: embeddings, norms, biases, experts that are no linear
-    layers. What is tied counts once."""
-    qk_norm: bool = False
-    """Whether queries and keys are normalised."""
-    packed: bool = False
-    """Whether the checkpoint holds 4-bit weights already."""
-    in_16bit: float = 0.0
-    """Share of the quantised layers' weights that stays in 16 bit all the same."""
+    others: int  # parameters of embeddings, norms, biases, experts; what is tied counts once
+    qk_norm: bool = False  # whether queries and keys are normalised
+    packed: bool = False  # whether the checkpoint holds 4-bit weights already
+    in_16bit: float = 0.0  # share of the quantised layers' weights that stays in 16 bit
 
     @property
     def num_parameters(self) -> int:
@@ -109,13 +98,13 @@ def read_shape(
 ) -> ModelShape:
     """Return the shape of a model; only its config is read.
 
-    A config that is on this machine comes first, then those of the kit's own table, then the hub's.
+    A config on this machine comes first, then the kit's own table, then the hub.
 
     Args:
-        name: A hub name, a local folder (of a model, or of an adapter with its base), a ``.gguf``
-            file, or ``tiny-thinker``.
+        name: A hub name, a folder (of a model, or of an adapter with its base), a ``.gguf`` file,
+            or ``tiny-thinker``.
         trust_remote_code: Run the code that comes with the model, where it needs any.
-        classifier: It has a score head of one output in the place of the LM head.
+        classifier: A score head of one output replaces the LM head.
 
     Raises:
         ModelError: There is no config, or transformers knows no such model.
@@ -136,11 +125,7 @@ def read_shape(
 
 
 def shape_of_config(config: Any, name: str) -> ModelShape:
-    """Return the shape of a model that is loaded already.
-
-    Args:
-        config: Its transformers config; it is not changed.
-        name: For messages.
+    """Return the shape of a loaded model from its transformers config, which is not changed.
 
     Raises:
         ModelError: transformers cannot build it.
@@ -188,7 +173,7 @@ def _read_config(name: str, trust_remote_code: bool) -> tuple[Any, str]:
 
 
 def _published(name: str) -> Any:
-    """Return the config of a Qwen3 model that the kit knows by a part of its name, or None."""
+    """Return the config of a Qwen3 model in the kit's table, by a part of its name, or None."""
     from transformers import Qwen3Config
 
     match = re.search(r"qwen3-\d+(?:\.\d+)?b(?![a-z0-9])(?!-a\d)", name.lower())
@@ -208,7 +193,7 @@ def _published(name: str) -> Any:
 
 
 def _base_of_adapter(name: str) -> str:
-    """Return the model that the adapter in a folder is for; what is no adapter as it is."""
+    """Return the base of the adapter in a folder; any other name as it is."""
     folder = Path(name).expanduser()
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
@@ -307,7 +292,7 @@ def _intermediate(text: Any) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from telling what a config of another version holds."""
+    """Silence transformers' notes on configs of other versions."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -322,11 +307,8 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of a model's weights as they are loaded.
 
-    Args:
-        shape: Of the model.
-        in_4bit: NF4 with double quantisation; embeddings, norms and the LM head stay as they are.
-        value_bytes: Of a weight that is not packed.
-        in_fp8: One byte for each weight of a linear layer, and a float32 scale for each row.
+    ``in_4bit`` is NF4 with double quantisation, embeddings, norms and LM head excepted; ``in_fp8``
+    one byte for each weight of a linear layer and a float32 scale for each row.
     """
     total = float(shape.others * value_bytes)
     for linear in shape.linears:
@@ -346,10 +328,6 @@ def nf4_bytes(rows: int, columns: int) -> int:
 
     Two weights in a byte; of 64 weights the largest in 8 bit; of 256 of those the largest in
     float32; their mean, and two code tables (functional.py: ``quantize_4bit``).
-
-    Args:
-        rows: Output features.
-        columns: Input features.
     """
     weights = rows * columns
     blocks = -(-weights // 64)

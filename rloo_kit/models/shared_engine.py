@@ -1,7 +1,7 @@
 """Load a model whose weights Unsloth shares with vLLM (``fast_inference``), on a GPU.
 
-What Unsloth cannot share is found before the load where the model's config tells it, and by the
-load itself otherwise; the model is then loaded without vLLM.
+A model that Unsloth cannot share is loaded without vLLM; its config shows that before the load, or
+the load itself fails. What the kit remembers of any loaded model is in ``ModelNotes``.
 """
 
 import contextlib
@@ -36,18 +36,12 @@ REFUSALS = (
 class ModelNotes:
     """What the kit remembers of a model that it loaded."""
 
-    backend: str | None = None
-    """``unsloth`` or ``transformers``."""
-    max_seq_length: int | None = None
-    """Longest prompt plus completion, tokens."""
-    gradient_checkpointing: bool | str | None = None
-    """As the user set it; None: not set."""
-    adapter: str | None = None
-    """The folder that the model's adapter was loaded from."""
-    vllm: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of a vLLM engine with a copy of the weights of its own."""
-    shared_engine: "EngineSettings | None" = None
-    """Of the engine that shares the weights, where one does."""
+    backend: str | None = None  # "unsloth" or "transformers"
+    max_seq_length: int | None = None  # longest prompt plus completion, tokens
+    gradient_checkpointing: bool | str | None = None  # as the user set it; None: not set
+    adapter: str | None = None  # the folder that the model's adapter was loaded from
+    vllm: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's own copy
+    shared_engine: "EngineSettings | None" = None  # of the engine that shares the weights
     why_not_shared: str | None = None
 
 
@@ -63,29 +57,18 @@ def notes_of(model: Any) -> ModelNotes:
 class EngineSettings:
     """How a shared engine is started."""
 
-    max_seq_length: int
-    """Longest prompt plus completion, tokens."""
+    max_seq_length: int  # longest prompt plus completion, tokens
     load_in_4bit: bool
     max_lora_rank: int
-    num_sequences: int
-    """Completions at one time."""
-    share: float | None = None
-    """Of the card; None: computed."""
-    sleeps: bool = True
-    """Whether it frees its KV cache while the model learns."""
-    required: bool = False
-    """Whether it is an error that the engine cannot start."""
-    in_fp8: bool | str = False
-    """Whether the weights are kept in FP8: Unsloth's ``load_in_fp8``."""
-    float8_cache: bool = False
-    """Whether keys and values are kept in FP8."""
-    fp32_head: bool = False
-    """Whether logits are computed in float32."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of Unsloth's ``load_vllm``."""
-    not_shared: tuple[str, ...] = ()
-    """Settings of an engine with a copy of the weights of its own: an error where they are shared.
-    """
+    num_sequences: int  # completions at one time
+    share: float | None = None  # of the card; None: computed
+    sleeps: bool = True  # whether it frees its KV cache while the model learns
+    required: bool = False  # whether it is an error that the engine cannot start
+    in_fp8: bool | str = False  # whether the weights are in FP8: Unsloth's load_in_fp8
+    float8_cache: bool = False  # whether keys and values are in FP8
+    fp32_head: bool = False  # whether logits are computed in float32
+    extra: dict[str, Any] = field(default_factory=dict)  # of Unsloth's load_vllm
+    not_shared: tuple[str, ...] = ()  # settings of an engine with its own copy: an error if shared
 
     def arguments(self, shape: ModelShape, free: int, card: int) -> dict[str, Any]:
         """Return Unsloth's ``from_pretrained`` arguments.
@@ -93,7 +76,7 @@ class EngineSettings:
         Args:
             shape: Of the model.
             free: Bytes of the card that are free before the load.
-            card: Memory of the whole card, as torch reports it.
+            card: Bytes of the whole card, as torch reports it.
 
         Raises:
             GenerationError: The card is too small.
@@ -178,12 +161,7 @@ def _with_engine(model: Any, engine: EngineSettings) -> Any:
 
 
 def why_not_shared(shape: ModelShape, *, trust_remote_code: bool = False) -> str | None:
-    """Return why Unsloth cannot share a model's weights with vLLM, or None.
-
-    Args:
-        shape: Of the model.
-        trust_remote_code: Whether code that comes with the model runs.
-    """
+    """Return why Unsloth cannot share a model's weights with vLLM, or None."""
     if trust_remote_code:
         return "Unsloth's fast inference does not run code that comes with a model"
     names = {linear.name for linear in shape.linears}
@@ -196,7 +174,7 @@ def why_not_shared(shape: ModelShape, *, trust_remote_code: bool = False) -> str
 
 
 def _check_tables(engine: EngineSettings) -> None:
-    """Refuse what ``vllm:`` says to an engine that Unsloth starts."""
+    """Raise ConfigError on settings under ``vllm:`` for an engine that Unsloth starts."""
     for name in engine.not_shared:
         takes = name in known_names("unsloth")
         raise ConfigError(
@@ -209,14 +187,10 @@ def _check_tables(engine: EngineSettings) -> None:
 
 @contextlib.contextmanager
 def engine_variables(engine: EngineSettings) -> Iterator[None]:
-    """Set the environment variables that Unsloth reads when it starts an engine.
-
-    Args:
-        engine: How it is started.
-    """
-    values = {STANDBY: "1" if engine.sleeps else "0"} | (
-        {FP32_HEAD: "1"} if engine.fp32_head else {}
-    )
+    """Set the environment variables that Unsloth reads when it starts an engine; restore them."""
+    values = {STANDBY: "1" if engine.sleeps else "0"}
+    if engine.fp32_head:
+        values[FP32_HEAD] = "1"
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

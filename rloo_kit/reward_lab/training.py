@@ -405,7 +405,7 @@ def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
     set_seed(job.seed)
     try:
         is_here = Path(job.place).is_dir()
-        with quiet(), reader.calm(local=is_here), reader.no_pickles(job.model):
+        with quiet(), reader.calm(local=is_here):
             model, missing = reader.load_base(
                 job.place, load_in_4bit=job.load_in_4bit, device=hardware.device
             )

@@ -310,9 +310,11 @@ def _is_given(args: Any, name: str) -> bool:
     """Return whether a setting has another value than TRL's default."""
     if name == "vllm_gpu_memory_utilization":
         return bool(getattr(args, "memory_share_given", False))
-    from trl import RLOOConfig
+    import trl
 
-    field = next((field for field in dataclasses.fields(RLOOConfig) if field.name == name), None)
+    field = next(
+        (field for field in dataclasses.fields(trl.RLOOConfig) if field.name == name), None
+    )
     return field is not None and getattr(args, name, field.default) != field.default
 
 

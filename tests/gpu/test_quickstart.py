@@ -20,8 +20,8 @@ def test_the_quickstart_learns(kit, four_bit, device, tmp_path, record_property)
     record_property("steps", result.steps)
     record_property("seconds", round(result.seconds, 1))
     record_property("released", str(result.released))
-    told = [line for line in lines if any(w in line for w in ("vLLM", "dry run", "sample"))]
-    record_property("said", "; ".join(told) or "-")
+    shown = [line for line in lines if any(w in line for w in ("vLLM", "dry run", "sample"))]
+    record_property("said", "; ".join(shown) or "-")
     assert (result.adapter / "adapter_model.safetensors").exists()
     assert result.steps == steps
     assert result.released.after.children == ()

@@ -1,4 +1,4 @@
-"""The trainer on the card: Unsloth's patched class, memory that runs out, going on."""
+"""The trainer on the card: Unsloth's patched class, out of memory, resume."""
 
 import contextlib
 import warnings

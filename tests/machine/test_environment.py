@@ -21,7 +21,8 @@ def python(source, cwd, **variables):
 VARIABLES = ("TQDM_NOTEBOOK", "ACCELERATE_MIXED_PRECISION", "UNSLOTH_COMPILE_LOCATION")
 
 
-def test_setup_sets_what_is_not_set_and_imports_unsloth_before_trl(tmp_path):
+@pytest.mark.long
+def test_setup_fills_in_variables_and_imports_unsloth_first(tmp_path):
     lines = "FROM_FILE=file", "FROM_SHELL=file", "TQDM_NOTEBOOK=from-file"
     (tmp_path / ".env").write_text("\n".join(lines))
     done = python(
@@ -57,7 +58,13 @@ def test_setup_sets_what_is_not_set_and_imports_unsloth_before_trl(tmp_path):
     assert found["dotenv"] == str(tmp_path / ".env")
 
 
-@pytest.mark.parametrize("module", ["trl.trainer.utils", "transformers", "peft"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "peft",
+        *(pytest.param(m, marks=pytest.mark.long) for m in ("trl.trainer.utils", "transformers")),
+    ],
+)
 def test_an_early_import_is_refused_with_its_place(tmp_path, module):
     (tmp_path / "mine.py").write_text(f"import os\n\nimport {module}\n")
     done = python(
@@ -79,7 +86,8 @@ def test_an_early_import_is_refused_with_its_place(tmp_path, module):
     assert "restart the kernel" in done.stdout
 
 
-def test_trl_may_be_imported_before_as_long_as_none_of_its_classes_is(tmp_path):
+@pytest.mark.long
+def test_a_bare_import_of_trl_may_come_first(tmp_path):
     done = python(
         """
         import trl, rloo_kit as rk
@@ -91,6 +99,7 @@ def test_trl_may_be_imported_before_as_long_as_none_of_its_classes_is(tmp_path):
     assert done.stdout.split() == ["trl.trainer.rloo_trainer", "True"], done.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_in_a_notebook_the_cell_is_named(tmp_path):
     done = python(
         """
@@ -108,7 +117,8 @@ def test_in_a_notebook_the_cell_is_named(tmp_path):
     assert "cell In[2], line 2" in done.stdout
 
 
-def test_without_unsloth_order_does_not_matter_and_a_process_keeps_its_backend(tmp_path):
+@pytest.mark.long
+def test_a_process_keeps_its_backend(tmp_path):
     done = python(
         """
         import peft
@@ -126,7 +136,8 @@ def test_without_unsloth_order_does_not_matter_and_a_process_keeps_its_backend(t
     assert "restart the kernel" in done.stdout
 
 
-def test_broken_packages_are_hidden_or_passed_over_and_named(tmp_path):
+@pytest.mark.long
+def test_broken_packages_are_hidden_and_named(tmp_path):
     """torchvision as it is beside a CPU build of torch, and an Unsloth that fails at import."""
     path = tmp_path / "path"
     for name in ("torchvision", "unsloth"):

@@ -1,12 +1,14 @@
 """Memory comes back, also while variables still point at the model."""
 
 import psutil
+import pytest
 
 import rloo_kit as rk
 from rloo_kit.machine.memory import measure
 
 
-def test_a_released_model_holds_no_tensor(tmp_path):
+@pytest.mark.long
+def test_a_released_trainer_holds_no_tensor(tmp_path):
     model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
     trainer = rk.LeaveOneOutTrainer(
         model=rk.attach_lora(model),

@@ -108,6 +108,7 @@ KINDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_lora_computes_what_plain_peft_does(tmp_path, kind):
     settings = LoraConfig(task_type="CAUSAL_LM", r=4, **KINDS[kind])
@@ -153,6 +154,7 @@ sys.exit(pytest.main(["-q", "-n", "0", "--noconftest", sys.argv[1], "-k", sys.ar
 """
 
 
+@pytest.mark.long
 def test_plain_transformers_does_the_same():
     chosen = "loaded_on or every_kind or tokenizer or reference_is"
     command = [sys.executable, "-c", ON_TRANSFORMERS, __file__, chosen]
@@ -195,6 +197,7 @@ def without_weights(adapter, folder):
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -258,6 +261,7 @@ def test_its_path_starts_from_the_run_file(adapter, tmp_path):
         read_config(tmp_path / "run.yaml", ["lora.lora_alpha=32"])
 
 
+@pytest.mark.long
 def test_no_plan_changes_the_rank_of_an_adapter(adapter):
     trainer = {"gradient_checkpointing": True, "tokens_per_micro_batch": 128}
     plain = RunConfig(lora=LoraSection(r=512), trainer=trainer)
@@ -270,6 +274,7 @@ def test_no_plan_changes_the_rank_of_an_adapter(adapter):
 # --- training ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_reference_is_the_adapter_as_it_was(adapter, tmp_path):
     model, tokenizer = rk.load_model(adapter, max_seq_length=128)
     trainer = new_trainer(model, tokenizer, tmp_path / "run", beta=0.5)
@@ -287,6 +292,7 @@ def test_the_reference_is_the_adapter_as_it_was(adapter, tmp_path):
     assert not all(torch.equal(sent[name], kept[name]) for name in kept)
 
 
+@pytest.mark.long
 def test_no_copy_is_kept_where_no_reference_is_asked(adapter, tmp_path):
     model, tokenizer = rk.load_model(adapter, max_seq_length=128)
     trainer = new_trainer(model, tokenizer, tmp_path / "run", beta=0.0)
@@ -295,12 +301,13 @@ def test_no_copy_is_kept_where_no_reference_is_asked(adapter, tmp_path):
 
 def accuracy(adapter):
     """Return what plain PEFT samples right with an adapter, in a process without the kit."""
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, ACCURACY, adapter], capture_output=True, text=True, check=True
     )
-    return float(told.stdout.split()[-1])
+    return float(done.stdout.split()[-1])
 
 
+@pytest.mark.long
 def test_a_second_run_trains_the_first_ones_adapter_further(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     short = ["data.held_out=64", "trainer.max_steps=8", "output_dir=runs/first", "lora.r=8"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.long
 HERE = Path(__file__).parents[1]
 SMOLLM2 = HERE.parent / ".cache" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 

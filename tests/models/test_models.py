@@ -43,26 +43,6 @@ def test_the_weights_are_nf4(loaded):
     assert not any(m.support_avx512bf16_for_cpu for m in layers)
 
 
-def test_the_template_opens_the_thought_in_the_prompt(loaded):
-    _, tokenizer = loaded
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is 1 + 2?"}], tokenize=False, add_generation_prompt=True
-    )
-    assert text.endswith("<|im_start|>assistant\n<think>\n")
-
-
-@pytest.mark.parametrize("text", ["What is 347 + 286?", "žluťoučký kůň 😀", "<think>a</think>b"])
-def test_the_tokenizer_gives_every_text_back(loaded, text):
-    _, tokenizer = loaded
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_the_embedded_model_is_small_and_has_a_card():
-    assert (TINY_THINKER / "model.safetensors").stat().st_size <= 4 * 1024**2
-    card = (TINY_THINKER / "README.md").read_text()
-    assert "0.52 sampled" in card
-
-
 def test_an_adapter_is_saved_whole_and_loads_again(loaded, tmp_path):
     from peft import PeftModel
 
@@ -96,13 +76,6 @@ def test_a_seed_fixes_the_adapters_start():
     first, same, other = start(1), start(1), start(2)
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
-
-
-def test_a_run_folders_adapter_can_be_trained_on(tmp_path):
-    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
-    folder = rk.save_adapter(rk.attach_lora(model), tokenizer, tmp_path / "adapter")
-    again, _ = rk.load_model(folder, max_seq_length=256)
-    assert hasattr(again, "peft_config")
 
 
 def test_too_big_for_the_memory_says_how_much(tmp_path):
@@ -196,7 +169,7 @@ def as_a_file(folder, trap, adapter):
 
 
 PLACES = [
-    *(whole(n) for n in ("pytorch_model.bin", "consolidated.00.pth", "model.pt", "model.pkl")),
+    *(whole(n) for n in ("pytorch_model.bin", "model.pkl")),
     *(in_shards, by_the_index, by_the_config, in_an_adapter, under_an_adapter, as_a_file),
 ]
 
@@ -242,11 +215,6 @@ def test_the_remedy_for_a_pickle_works(folder, saved_adapter):
     torch.save(load_file(adapter / "adapter_model.safetensors"), adapter / "adapter_model.bin")
     (adapter / "adapter_model.safetensors").unlink()
     assert hasattr(remedied(adapter), "peft_config")
-
-
-def test_safetensors_cannot_be_turned_off(folder):
-    with pytest.raises(rk.ConfigError, match=r"use_safetensors is False, .* leave it out"):
-        rk.load_model(folder, use_safetensors=False)
 
 
 def model_of_its_own(folder, ran):

@@ -114,7 +114,7 @@ def test_a_run_of_zero3_is_not_resumed(tmp_path):
     (tmp_path / "runs/mine/run.yaml").write_text(run_file())
     done = train(tmp_path, arguments=("runs/mine", "--resume"))
     assert done.returncode != 0
-    assert "a run whose weights DeepSpeed divides cannot be resumed: begin a new" in done.stderr
+    assert "a run whose weights DeepSpeed shards cannot be resumed: begin a new" in done.stderr
 
 
 def complete(content):

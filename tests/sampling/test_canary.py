@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,7 +75,7 @@ def bursty(scale, generator):
 NOISES = [normal, heavy, heavier, bursty]
 
 
-def yardstick(draw, scale, generator):
+def noise_of(draw, scale, generator):
     """Each token's noise as a run knows it: its own draw, and the usual one."""
     usual = torch.stack([draw(scale, generator) for _ in range(HISTORY)]).square().mean()
     return (draw(scale, generator).square() + usual).sqrt().clamp(min=1e-6)
@@ -90,16 +89,16 @@ def batch(generator, step):
     return now, entropies, now + step * sizes * torch.randn(SIZE, generator=generator)
 
 
-@pytest.mark.parametrize("step", [1e-6, 1e-4, 1e-2], ids="step={}".format)
+@pytest.mark.parametrize("step", [1e-6, 1e-2], ids="step={}".format)
 @pytest.mark.parametrize("draw", NOISES)
-def test_a_healthy_sampler_is_never_taken_for_another_one(draw, step):
+def test_a_healthy_sampler_raises_no_alarm(draw, step):
     generator = seeded(0)
-    for _ in range(10):
+    for _ in range(4):
         places = []
         for _ in range(HISTORY):
             now, entropies, other = batch(generator, step)
             sampler = now + draw(1e-3, generator)
-            noise = yardstick(draw, 1e-3, generator)
+            noise = noise_of(draw, 1e-3, generator)
             places.append(position_between(sampler, now, other, noise))
             assert not is_other(places)
             assert other_temperature(sampler, now, entropies, noise) is None
@@ -108,9 +107,9 @@ def test_a_healthy_sampler_is_never_taken_for_another_one(draw, step):
 @pytest.mark.parametrize("draw", NOISES)
 def test_another_policy_that_sampled_is_found_in_one_batch(draw):
     generator = seeded(1)
-    for _ in range(50):
+    for _ in range(20):
         now, _, other = batch(generator, 1.0)
-        noise = yardstick(draw, 1e-3, generator)
+        noise = noise_of(draw, 1e-3, generator)
         place = position_between(other + draw(1e-3, generator), now, other, noise)
         assert place.resolved
         assert place.share < 0.2
@@ -118,7 +117,7 @@ def test_another_policy_that_sampled_is_found_in_one_batch(draw):
 
 
 @pytest.mark.parametrize("tokens", [120, 520])
-def test_a_sampler_with_the_numbers_of_another_policy_is_found_under_a_large_yardstick(tokens):
+def test_an_exact_fit_is_found_under_a_large_standard_error(tokens):
     """One undecided token can make rounding look large; it gives no other policy's numbers."""
     draw = torch.Generator().manual_seed(1)
     now = -torch.rand(tokens, generator=draw)
@@ -135,11 +134,11 @@ def test_a_sampler_with_the_numbers_of_another_policy_is_found_under_a_large_yar
 
 def test_a_step_that_rounding_hides_is_found_in_many_batches():
     generator = seeded(2)
-    for _ in range(20):
+    for _ in range(8):
         places, found = [], []
         for _ in range(HISTORY):
             now, _, other = batch(generator, 3e-4)
-            noise = yardstick(normal, 1e-3, generator)
+            noise = noise_of(normal, 1e-3, generator)
             place = position_between(other + normal(1e-3, generator), now, other, noise)
             places.append(place)
             found.append(is_other(places))
@@ -148,7 +147,7 @@ def test_a_step_that_rounding_hides_is_found_in_many_batches():
         assert found[-1]
 
 
-def test_the_share_says_where_between_two_policies_the_sampler_stands():
+def test_the_share_is_the_position_between_two_policies():
     generator = seeded(3)
     now, _, other = batch(generator, 1.0)
     noise = torch.full((SIZE,), 1e-3)
@@ -161,19 +160,6 @@ def test_the_share_says_where_between_two_policies_the_sampler_stands():
 def test_two_policies_that_are_one_have_no_position_between_them():
     now, _, _ = batch(seeded(4), 1.0)
     assert position_between(now + 1, now, now.clone(), torch.ones(SIZE)) is None
-
-
-def test_of_several_batches_fewer_than_three_prove_nothing_together():
-    weak = position_between(
-        torch.zeros(SIZE), torch.full((SIZE,), 1e-3), torch.zeros(SIZE), torch.full((SIZE,), 1e-3)
-    )
-    assert -20 < weak.errors < -5
-    assert weak.fit < 0.6
-    strong = SimpleNamespace(**{**vars(weak), "fit": 0.9, "errors": weak.errors})
-    assert is_other([weak])
-    assert not is_other([strong])
-    assert not is_other([strong, strong])
-    assert is_other([strong, strong, strong])
 
 
 # --- temperature ---------------------------------------------------------------------------------
@@ -192,8 +178,8 @@ def tempered(temperature, seed):
     ]
 
 
-@pytest.mark.parametrize("temperature", [0.7, 0.85, 1.2, 1.5])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+@pytest.mark.parametrize("seed", range(3))
 def test_another_temperature_is_found_and_about_right(temperature, seed):
     sampler, now, entropies = tempered(temperature, 10 * seed)
     sampler += normal(1e-3, seeded(seed))
@@ -208,11 +194,6 @@ def test_the_same_temperature_is_the_same(temperature):
         sampler, now, entropies = tempered(temperature, 10 * seed)
         noise = torch.full((SIZE,), 1e-3)
         assert other_temperature(sampler, now, entropies, noise) is None
-
-
-def test_certain_tokens_tell_no_temperature():
-    nothing = torch.zeros(SIZE)
-    assert other_temperature(nothing, nothing, nothing, torch.ones(SIZE)) is None
 
 
 # --- a policy that is small but real -------------------------------------------------------------
@@ -373,8 +354,8 @@ def complaint(cause, function, *args, **keywords):
     return text
 
 
-@pytest.mark.parametrize("size", [1e-5, 1e-3, 0.05])
-@pytest.mark.parametrize("rounding", [0.0, 2**-9, 2**-8])
+@pytest.mark.parametrize("size", [1e-5, 0.05])
+@pytest.mark.parametrize("rounding", [0.0, 2**-8])
 def test_a_healthy_run_is_quiet(rounding, size):
     for seed in range(2):
         policy = TinyPolicy(seed)
@@ -386,13 +367,6 @@ def test_a_healthy_run_is_quiet(rounding, size):
             assert metrics["sampling/rounding_noise"] < 0.01
         if size > 0.01:
             assert found[-1]["sampling/step_reached"] == pytest.approx(1, abs=0.2)
-
-
-def test_a_new_adapter_that_adds_nothing_is_its_base_and_no_fault():
-    policy = TinyPolicy()
-    torch.nn.init.zeros_(policy.layer.lora_B)
-    found = train(policy, Sampler(policy), canary_of(policy), steps=3, size=1e-4)
-    assert "sampling/adapter_reached" not in found[0]
 
 
 def test_a_sampler_that_never_takes_the_adapter_is_named():
@@ -445,14 +419,7 @@ def test_a_changed_prompt_shows_in_the_first_tokens():
     complaint("prompt", canary.check, tokens, wrong, "a sampler")
 
 
-def test_tokens_added_to_a_prompt_are_found():
-    policy = TinyPolicy()
-    engine = Sampler(policy, fault="adds a token")
-    with pytest.raises(StalePolicyError):
-        train(policy, engine, canary_of(policy))
-
-
-def test_numbers_that_are_none_are_no_proof():
+def test_nan_log_probs_are_refused():
     policy = TinyPolicy()
     drawn = Sampler(policy).generate(PROMPTS, SAMPLING, seed=0)
     nothing = [[float("nan")] * len(row) for row in drawn.log_probs]
@@ -462,8 +429,8 @@ def test_numbers_that_are_none_are_no_proof():
         canary.check(TokenRows(PROMPTS, drawn.completion_ids), nothing, "a sampler")
 
 
-@pytest.mark.parametrize("given", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)
-def test_where_the_distribution_is_cut_only_numbers_are_given(given):
+@pytest.mark.parametrize("given", [{"top_k": 5}, {"min_p": 0.1}], ids=str)
+def test_a_truncated_distribution_is_measured_and_not_judged(given):
     policy = TinyPolicy()
     engine = Sampler(policy, fault="never takes")
     canary = canary_of(policy, sampling=Sampling(24, (STOP,), **given))
@@ -503,7 +470,7 @@ class Rare:
 def test_a_rare_burst_in_a_young_run_is_no_stale_policy():
     rows = [[2 + (7 * row + place) % 22 for place in range(64)] for row in range(8)]
     tokens = TokenRows([[2]] * 8, rows)
-    for seed in range(16):
+    for seed in range(6):
         rare = Rare(seed)
         canary = canary_of(rare.policy, score=rare.score)
         for step in range(8):
@@ -537,15 +504,6 @@ def test_the_adapter_is_bit_for_bit_what_it_was():
     assert all(parameter.grad is None for parameter in policy.parameters())
 
 
-def test_the_adapter_is_what_it_was_where_the_canary_complains():
-    policy = TinyPolicy()
-    before = bits(policy)
-    with pytest.raises(StalePolicyError):
-        train(policy, Sampler(policy, fault="never takes"), canary_of(policy), steps=1)
-    assert bits(policy) == before
-    assert not hooks(policy)
-
-
 def drawn_after_two_steps(canary, policy):
     canary.sent(BF16)
     policy.step(0.05, seed=0)
@@ -554,7 +512,7 @@ def drawn_after_two_steps(canary, policy):
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
-def test_the_adapter_is_what_it_was_where_a_pass_raises(fails_at):
+def test_the_adapter_is_unchanged_after_a_failed_pass(fails_at):
     policy, passes = TinyPolicy(), []
 
     def score(batch):
@@ -574,7 +532,7 @@ def test_the_adapter_is_what_it_was_where_a_pass_raises(fails_at):
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3])
-def test_the_adapter_is_what_it_was_where_the_engine_raises(fails_at):
+def test_the_adapter_is_unchanged_after_an_engine_error(fails_at):
     policy = TinyPolicy()
     engine, calls = Sampler(policy), []
 
@@ -594,21 +552,11 @@ def test_the_adapter_is_what_it_was_where_the_engine_raises(fails_at):
     assert bits(policy) == before
 
 
-def test_a_check_changes_no_random_state():
-    policy = TinyPolicy()
-    canary = canary_of(policy)
-    drawn = drawn_after_two_steps(canary, policy)
-    before = torch.get_rng_state()
-    canary.check(TokenRows(PROMPTS, drawn.completion_ids), drawn.log_probs, "a sampler")
-    canary.prove(Sampler(policy), PROMPTS, seed=3)
-    assert torch.get_rng_state().equal(before)
-
-
 # --- the proof before the first step -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("new", [True, False], ids=["new adapter", "continued adapter"])
-def test_a_sampler_that_follows_is_proved_and_has_the_right_adapter_afterwards(new):
+def test_a_sampler_that_follows_keeps_the_right_adapter(new):
     policy = TinyPolicy()
     if new:
         torch.nn.init.zeros_(policy.layer.lora_B)
@@ -620,24 +568,13 @@ def test_a_sampler_that_follows_is_proved_and_has_the_right_adapter_afterwards(n
 
 
 @pytest.mark.parametrize("fault", ["never takes", "takes late"])
-def test_a_sampler_that_does_not_follow_is_told_before_anything_is_learned(fault):
+def test_a_sampler_that_does_not_follow_is_found_before_learning(fault):
     policy = TinyPolicy()
     torch.nn.init.zeros_(policy.layer.lora_B)
     engine = Sampler(policy, fault=fault)
     engine.sync(policy)
     with pytest.raises(StalePolicyError, match=r"does not reach a sampler.*restart the engine"):
         canary_of(policy).prove(engine, PROMPTS, seed=0)
-
-
-def test_the_proof_draws_no_longer_completions_than_the_run():
-    policy, asked = TinyPolicy(), []
-    engine = Sampler(policy)
-    own = engine.generate
-    engine.generate = lambda ids, sampling, seed: (
-        asked.append(sampling.max_tokens) or own(ids, sampling, seed)
-    )
-    canary_of(policy, sampling=Sampling(4, (STOP,))).prove(engine, PROMPTS, seed=0)
-    assert max(asked) <= 4
 
 
 # --- the probe -----------------------------------------------------------------------------------

@@ -83,7 +83,11 @@ def trained(tmp_path):
         yield make
 
 
-@pytest.mark.parametrize("settings", [{}, {"dynamic_sampling": True}], ids=["plain", "drawn again"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"dynamic_sampling": True}, marks=pytest.mark.long)],
+    ids=["plain", "dynamic sampling"],
+)
 def test_rewards_and_budgets_see_the_engine_asleep(trained, settings):
     trainer, engine, seen = trained(**settings)
     trainer.train()
@@ -93,6 +97,7 @@ def test_rewards_and_budgets_see_the_engine_asleep(trained, settings):
     assert set(after) == {"sleep"}
 
 
+@pytest.mark.long
 def test_the_dry_run_takes_its_budget_with_the_engine_asleep(trained):
     trainer, engine, seen = trained()
     engine.awake = True  # as an evaluation before it left it

@@ -233,13 +233,6 @@ def test_prompts_that_follow_each_other_share_a_request_and_all_differ_in_seed(m
         assert content["add_special_tokens"] is False
 
 
-def test_requests_are_answered_side_by_side(model):
-    with serving() as vllm, client_of(vllm, model) as client:
-        client.sync(model)
-        client.generate([[token] for token in range(2, 22)], SAMPLING, seed=0)
-    assert vllm.most_at_once > 1
-
-
 def test_the_adapter_arrives_as_it_is_and_the_one_before_goes(model):
     with serving() as vllm, client_of(vllm, model) as client:
         client.sync(model)
@@ -297,25 +290,11 @@ def test_the_adapters_folder_may_be_elsewhere(model, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_folder_is_named_and_the_connection_closed(model, tmp_path):
-    with serving() as vllm:
-        text = refusal(client_of, vllm, model, adapter_dir=tmp_path / "missing")
-    assert "vllm_adapter_dir" in text
-
-
 def test_a_server_that_is_still_starting_is_waited_for(model):
     with serving() as vllm:
         vllm.fails_first = 2
         with client_of(vllm, model, timeout=1.0):
             assert vllm.fails_first == 0
-
-
-def test_a_slash_at_the_end_of_the_address_does_no_harm(model):
-    with serving() as vllm:
-        vllm.url += "/"
-        with client_of(vllm, model) as client:
-            client.sync(model)
-            assert len(client.generate(PROMPTS, SAMPLING, seed=0).completion_ids) == len(PROMPTS)
 
 
 @pytest.mark.parametrize("key", [None, "secret"])
@@ -346,19 +325,12 @@ def test_a_dead_port_is_named_with_the_command_that_starts_a_server(model):
     assert own_folders() == []
 
 
-@pytest.mark.parametrize("status", [404, 500, 503])
-def test_a_server_that_never_gets_well_is_told_with_its_status(status, model):
+@pytest.mark.long
+@pytest.mark.parametrize("status", [404, 503])
+def test_a_server_that_never_gets_well_is_named_with_its_status(status, model):
     with serving(health=(status, "")) as vllm:
         text = refusal(client_of, vllm, model, timeout=1.0)
     assert f"{status} to /health" in text
-
-
-def test_a_server_that_is_too_slow_to_be_up_is_told(model):
-    with serving(health=slow(0.6)) as vllm:
-        started = time.monotonic()
-        text = refusal(client_of, vllm, model, timeout=0.2)
-        assert time.monotonic() - started < 30
-    assert "after 0.2 s" in text
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost:8000", "ftp://127.0.0.1"])
@@ -368,7 +340,7 @@ def test_an_address_without_a_protocol_is_refused_at_once(url, model):
     assert "http://127.0.0.1:8000" in text
 
 
-def test_a_server_that_goes_away_is_told_and_leaves_no_folder(model):
+def test_a_server_that_goes_away_is_named_and_leaves_no_folder(model):
     with serving(keeps_connections=False) as vllm:
         client = VllmServer(vllm.url, model, max_length=64, timeout=5.0)
         client.sync(model)
@@ -386,12 +358,8 @@ def test_a_server_that_goes_away_is_told_and_leaves_no_folder(model):
     "answer",
     [
         "<!doctype html><title>It works.</title>",
-        "",
-        '{"data": [',
         '{"models": []}',
         '{"data": {"id": "m"}}',
-        "[1, 2]",
-        "null",
         "7",
     ],
     ids=str,
@@ -403,19 +371,13 @@ def test_another_service_is_not_taken_for_vllm(answer, model):
     assert "vllm_server_base_url" in text
 
 
-def test_a_service_without_models_is_told(model):
-    with serving(v1__models=(404, "not\n  here")) as vllm:
-        text = refusal(client_of, vllm, model)
-    assert "/v1/models with 404 (not here)" in text
-
-
 @pytest.mark.parametrize("cards", [[], [{"id": "a", "parent": "b"}], ["base"]], ids=str)
-def test_a_server_without_a_base_model_is_told(cards, model):
+def test_a_server_without_a_base_model_is_named(cards, model):
     with serving(v1__models=(200, json.dumps({"data": cards}))) as vllm:
         assert "--model" in refusal(client_of, vllm, model)
 
 
-def test_a_server_whose_model_is_too_short_is_told_both_lengths(model):
+def test_a_server_whose_model_is_too_short_is_named_both_lengths(model):
     with serving() as vllm:
         text = refusal(client_of, vllm, model, max_length=65)
         assert "--max-model-len 65" in text
@@ -424,8 +386,8 @@ def test_a_server_whose_model_is_too_short_is_told_both_lengths(model):
             pass
 
 
-@pytest.mark.parametrize("status", [404, 405])
-def test_a_server_without_runtime_adapters_is_told_how_it_is_started(status, model):
+@pytest.mark.parametrize("status", [404])
+def test_a_server_without_runtime_adapters_is_named_how_it_is_started(status, model):
     refused = {"v1__load_lora_adapter": (status, "Not Found")}
     with serving(**refused) as vllm, client_of(vllm, model) as client:
         text = refusal(client.sync, model)
@@ -434,8 +396,8 @@ def test_a_server_without_runtime_adapters_is_told_how_it_is_started(status, mod
     assert "--max-lora-rank 8" in text
 
 
-@pytest.mark.parametrize("status", [400, 500])
-def test_a_server_that_cannot_load_the_adapter_is_told_with_its_reason(status, model):
+@pytest.mark.parametrize("status", [400])
+def test_a_server_that_cannot_load_the_adapter_is_named_with_its_reason(status, model):
     refused = {"v1__load_lora_adapter": (status, "No adapter\nfound for x")}
     with serving(**refused) as vllm, client_of(vllm, model) as client:
         text = refusal(client.sync, model)
@@ -470,16 +432,12 @@ def choice(ids=(3, 1), log_probs=(-1.0, -2.0), index=0):
     [
         (200, "<html>"),
         (200, '{"choices": 3}'),
-        (200, "{}"),
         completions(),
         completions(choice(), choice(index=1)),
         completions("text"),
-        completions({"index": 0, "text": "hello", "logprobs": None}),
         completions({**choice(), "logprobs": None}),
-        completions(choice(ids=None)),
-        completions(choice(ids=(), log_probs=())),
+        completions(choice(ids=())),
         completions(choice(log_probs=(-1.0,))),
-        completions(choice(ids=(3,))),
     ],
     ids=lambda answer: answer[1][:60],
 )
@@ -499,8 +457,8 @@ def test_log_probabilities_that_are_no_numbers_are_refused(log_prob, model):
         refusal(client.generate, [[5, 6]], SAMPLING, 0)
 
 
-@pytest.mark.parametrize("status", [400, 404, 500])
-def test_a_refused_completion_is_told_with_its_reason(status, model):
+@pytest.mark.parametrize("status", [500])
+def test_a_refused_completion_is_named_with_its_reason(status, model):
     long = json.dumps({"error": "too   long " + "x" * 1000})
     with serving(v1__completions=(status, long)) as vllm, client_of(vllm, model) as client:
         client.sync(model)
@@ -510,15 +468,7 @@ def test_a_refused_completion_is_told_with_its_reason(status, model):
     assert len(text) < 400
 
 
-def test_one_refused_completion_among_many_is_enough(model):
-    def all_but_one(content):
-        return (500, "no") if content["prompt"] == [7] else completions(choice())
-
-    with serving(v1__completions=all_but_one) as vllm, client_of(vllm, model) as client:
-        client.sync(model)
-        assert "500" in refusal(client.generate, [[5], [7], [9]], SAMPLING, 0)
-
-
+@pytest.mark.long
 def test_a_completion_that_takes_too_long_names_the_setting(model):
     late = {"v1__completions": slow(3)}
     with serving(**late) as vllm, client_of(vllm, model, timeout=1.0) as client:
@@ -530,6 +480,7 @@ def test_a_completion_that_takes_too_long_names_the_setting(model):
     assert left_threads() == []
 
 
+@pytest.mark.long
 def test_closing_does_not_wait_for_a_server_that_hangs(model):
     with serving(v1__unload_lora_adapter=slow(4)) as vllm:
         client = VllmServer(vllm.url, model, max_length=64, timeout=1.0)

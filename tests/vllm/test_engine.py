@@ -298,7 +298,7 @@ def test_the_check_leaves_the_adapter_bit_for_bit(policy, make_trainer):
             assert torch.equal(parameter, before[name])
 
 
-def test_what_cannot_start_is_told_in_one_sentence(policy):
+def test_a_failed_start_is_one_sentence(policy):
     model, _, _ = policy
     with pytest.raises(rk.GenerationError, match=r"vLLM cannot start .*: .+") as caught:
         VllmEngine(model, max_length=10**7, num_sequences=4)
