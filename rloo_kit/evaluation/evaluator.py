@@ -252,13 +252,7 @@ def score_texts(
     ids: list[list[int]],
     rewards: "Sequence[LoadedReward]",
 ) -> dict[str, list[float | None]]:
-    """Return what each reward gives n completions, by its name.
-
-    Args:
-        rows: n rows of the prompts' dataset.
-        texts: The completions.
-        ids: Their token ids.
-        rewards: As ``load_rewards`` returned them.
+    """Return what each reward gives n completions of n rows of a dataset, by its name.
 
     Raises:
         RewardContractError: From a reward.

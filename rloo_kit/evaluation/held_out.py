@@ -66,12 +66,9 @@ class HeldOut:
         return replace(self, prompts=short, fitted=True)
 
     def rewards(self, tokenizer: Any, specs: Sequence[Any] | None = None) -> list[LoadedReward]:
-        """Return what judges held-out prompts; or the rewards of these specs alone.
+        """Return what judges held-out prompts; or the rewards of these specs of a run file alone.
 
-        Args:
-            tokenizer: Of the model whose completions they score; None: of texts that no model of
-                a template with an opened thought wrote.
-            specs: As in a run file.
+        Without a tokenizer, the texts never begin in a thought that the template opened.
         """
         template = self.args.chat_template_kwargs
         load = functools.partial(load_rewards, tokenizer=tokenizer, chat_template_kwargs=template)
@@ -87,11 +84,6 @@ class HeldOut:
         self, base: LoadedBase, models: Sequence[TrainedModel], say: Say = print
     ) -> Iterator["Sampler"]:
         """Yield what samples for the models on one base, while its engine runs.
-
-        Args:
-            base: Loaded.
-            models: That will be sampled; their adapters are loaded.
-            say: For lines.
 
         Raises:
             DataError: A prompt leaves no room for its completion.
@@ -157,13 +149,7 @@ class Sampler:
     def __call__(
         self, trained: TrainedModel, rewards: Sequence[LoadedReward], **how: Any
     ) -> Evaluation:
-        """Return the evaluation of one model.
-
-        Args:
-            trained: On this base.
-            rewards: Of ``HeldOut.rewards``.
-            **how: Keywords of ``evaluate`` that replace the run's.
-        """
+        """Return the evaluation of one model; ``how`` replaces keywords of ``evaluate``."""
         held_out, args = self.held_out, self.held_out.args
         with self.base.using(trained) as model:
             size = held_out.batch_size or args.per_device_train_batch_size
@@ -181,13 +167,6 @@ def check_engine_follows(
     prompt_ids: list[list[int]],
 ) -> None:
     """Check that an engine follows each adapter, drops it, and samples from nothing else.
-
-    Args:
-        engine: Started for the base.
-        args: ``LeaveOneOutConfig``: how completions are drawn.
-        base: The adapters are loaded on it.
-        models: On the base.
-        prompt_ids: A few short prompts.
 
     Raises:
         StalePolicyError: It does not.
@@ -260,12 +239,7 @@ def read_held_out(
 ) -> HeldOut:
     """Return the prompts for some models, by the run file of the first that is a run.
 
-    Args:
-        models: Where none is a run, the kit's defaults are used.
-        overrides: ``section.key=value``.
-        prompts: A file, task or dataset instead of the run's held-out prompts.
-        num_prompts: At most so many.
-        batch_size: Completions at one time.
+    Where none is a run, the kit's defaults are used. Arguments are those of ``evaluate_models``.
 
     Raises:
         ConfigError, DataError, BackendError: With the remedy.
@@ -296,13 +270,9 @@ def read_held_out(
 
 
 def choose_engine(args: Any, given: Mapping[str, Any]) -> bool:
-    """Set the engine that evaluates; return whether it was requested by name.
+    """Set the engine that evaluates in ``args``; return whether ``given`` names it.
 
     It need not be the engine that trained, unless that was transformers.
-
-    Args:
-        args: ``LeaveOneOutConfig`` of the run; it is changed.
-        given: Overrides of ``trainer:``.
     """
     if {"generation", "use_vllm"} & set(given):
         args.use_vllm = bool(given.get("use_vllm"))

@@ -106,11 +106,7 @@ def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
 
 
 def why_not_by_vllm(models: Sequence[TrainedModel]) -> str | None:
-    """Return why vLLM cannot sample for all of the models, so that none is compared across two.
-
-    Args:
-        models: Not loaded yet.
-    """
+    """Return why vLLM cannot sample for all of the models: no two engines are compared."""
     for one in models:
         if not any(other.adapter and other.model == one.model for other in models):
             return f"{one.name} has no adapter, and vLLM is started for a base with one"
@@ -128,12 +124,7 @@ def why_not_by_vllm(models: Sequence[TrainedModel]) -> str | None:
 
 
 class LoadedBase:
-    """A base in memory, and the adapters on it, one of which is active at a time.
-
-    Args:
-        model: As ``load_model`` returned it.
-        tokenizer: Of the base.
-    """
+    """A base in memory, and the adapters on it, one of which is active at a time."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model: Any = model
@@ -166,11 +157,7 @@ class LoadedBase:
             yield self.model
 
     def load(self, models: Sequence[TrainedModel]) -> None:
-        """Load the adapters of some models on this base, before an engine starts.
-
-        Raises:
-            ModelError: An adapter cannot be loaded, or does not fit the base.
-        """
+        """Load the adapters of some models on this base, before an engine starts."""
         for trained in models:
             if trained.adapter is not None:
                 self._name_of(trained.adapter)
@@ -215,11 +202,7 @@ class LoadedBase:
 
 
 def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
-    """Load the base of a model as its run did.
-
-    Args:
-        trained: Of which the base is taken.
-        **changes: Fields of the run file's ``model:`` that differ, such as ``load_in_4bit=False``.
+    """Load the base of a model as its run did, but for changed fields of the run file's ``model:``.
 
     Raises:
         ModelError, ConfigError, BackendError: As ``load_model`` does.

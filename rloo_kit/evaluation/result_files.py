@@ -28,18 +28,10 @@ def check_writable(folder: Path) -> None:
 def write_results(
     path: Path, name: str, result: dict[str, Any], samples: Path, rows: list[dict[str, Any]]
 ) -> str | None:
-    """Add a result to a JSON file, replace its samples, and write the report of a run again.
+    """Add a result to ``{name: [result, ...]}``, replace its samples, write a run's report again.
 
-    Args:
-        path: Of the JSON file, ``{name: [result, ...]}``. One that cannot be read is kept under
-            another name.
-        name: Of the list in it.
-        result: Plain values.
-        samples: Of the file of lines of JSON.
-        rows: Its lines.
-
-    Returns:
-        A line for people; None where the folder is not that of a run.
+    A file that cannot be read is kept under another name. Returns a line for people, None where the
+    folder is not that of a run.
 
     Raises:
         ConfigError: The folder cannot be written.

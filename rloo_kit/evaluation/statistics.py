@@ -23,13 +23,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
     Chen et al. 2021, arXiv 2107.03374, equation 1: 1 - C(n - c, k) / C(n, k).
 
-    Args:
-        num_samples: n completions of the prompt.
-        num_correct: c of them that are right.
-        k: At most n.
-
     Raises:
-        ValueError: k is not in [1, n], or c not in [0, n].
+        ValueError: k is not in [1, n], or c, the right ones of n, not in [0, n].
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
     (0.25, 0.5, 1.0)
@@ -50,8 +45,7 @@ def majority_at_k(answers: Sequence[Hashable], right: Sequence[bool], k: int) ->
 
     Args:
         answers: n, equal where they mean the same; None: no answer was given.
-        right: n, whether each is right. Of an answer that was judged in two ways, as a verifier
-            may, the outcome is the share that was right.
+        right: n. Of an answer that was judged in two ways, the outcome is the share that was right.
         k: At most n.
 
     Raises:
@@ -138,12 +132,8 @@ def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
     answers, would give an interval without width: for shares it is widened to what the rule of
     three allows (1 - 0.05 ** (1 / n)).
 
-    Args:
-        values: n, finite.
-        seed: Of the resamples.
-
     Raises:
-        ValueError: There is none.
+        ValueError: There is no value.
     """
     mean, low, high = _bootstrap(values, seed)
     if low == high and set(values) <= {0.0, 1.0}:
@@ -163,13 +153,8 @@ def difference(before: Sequence[float], after: Sequence[float], seed: int = 0) -
     differences are drawn at random (all 2 ** n ways where those are few), and the p-value is the
     chance of a mean at least as far from 0.
 
-    Args:
-        before: n values, one a prompt.
-        after: n values of the same prompts in the same order.
-        seed: Of the resamples.
-
     Raises:
-        ValueError: There is none, or they are not as many.
+        ValueError: There is no value, or they are not as many.
     """
     moved = [b - a for a, b in zip(before, after, strict=True)]
     mean, low, high = _bootstrap(moved, seed)

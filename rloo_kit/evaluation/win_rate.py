@@ -221,13 +221,7 @@ def _scores(
 
 
 def verdicts(rows: list[dict[str, Any]], mine: Side, other: Side) -> list[float | None]:
-    """Return 1 for a win, 0.5 for a tie, 0 for a loss, None without a verdict; one a prompt.
-
-    Args:
-        rows: Prompts with their columns.
-        mine: Whose judge decides.
-        other: The other side.
-    """
+    """Return 1 for a win, 0.5 for a tie, 0 for a loss, None without a verdict; one a prompt."""
     if _compares(mine.judge):
         return _compare_texts(rows, mine, other)
     sign = -1 if mine.judge.weight_at(1.0) < 0 else 1  # a penalty: the lower one wins

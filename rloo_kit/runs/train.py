@@ -276,7 +276,7 @@ def _train_and_score(
         trainer = _make_trainer(made, recorder)
         score = trainer.whole_weights()(made.score)
         if checkpoint is None:
-            _rehearse(trainer, made, say)
+            _dry_run(trainer, made, say)
         if before is None:
             before = score()
         if before:
@@ -334,13 +334,13 @@ def _make_trainer(made: _Prepared, recorder: "RunRecorder | None") -> "LeaveOneO
         raise ConfigError(f"TRL refuses the trainer settings: {first_line(exc)}") from exc
 
 
-def _rehearse(trainer: Any, made: _Prepared, say: Say) -> None:
+def _dry_run(trainer: Any, made: _Prepared, say: Say) -> None:
     """Write the plan for the report, and try the longest step before the first."""
-    from rloo_kit.training.dry_run import rehearse_first
+    from rloo_kit.training.dry_run import dry_run_if_wanted
 
     if trainer.team.is_first:
         write_plan(made.config, Path(made.args.output_dir), base=made.base)
-    rehearse_first(
+    dry_run_if_wanted(
         trainer,
         say,
         max_prompt_tokens=made.config.data.max_prompt_tokens,

@@ -62,7 +62,7 @@ from rloo_kit.text.redaction import redact, redact_tree
 from rloo_kit.text.thoughts import ThoughtFinder
 from rloo_kit.text.wording import format_value
 from rloo_kit.training.config import LeaveOneOutConfig, _own_config
-from rloo_kit.training.dry_run import rehearse_first
+from rloo_kit.training.dry_run import dry_run_if_wanted
 
 NO_SIGNAL_BATCHES = 10
 """Generation batches that ``max_no_signal_fraction`` looks back on."""
@@ -187,7 +187,7 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
         self._elsewhere = 0.0
         self._episodes = 0
         self._first_started: float | None = None
-        self.rehearsed = False
+        self.dry_run_done = False
         self._canary: Canary | None = None
         self._synced: tuple[Any, int] = (None, -1)
         self._drawn_log_probs: list[list[float]] | None = None
@@ -231,14 +231,14 @@ class LeaveOneOutTrainer(ExactResume, RLOOTrainer):
     def train(
         self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Rehearse and train, or go on (``ExactResume.train``); views are closed however it ends.
+        """Make the dry run, then train or resume; views are closed however it ends.
 
         Raises:
             MemoryRanOutError: The worst case does not fit (``args.dry_run``).
         """
         try:
-            if not (resume_from_checkpoint or self.rehearsed):
-                rehearse_first(self, print)
+            if not (resume_from_checkpoint or self.dry_run_done):
+                dry_run_if_wanted(self, print)
             output = super().train(resume_from_checkpoint, *args, **kwargs)
             if not self._use_trl_path:  # the first process may have put its best weights back
                 self.team.broadcast_tensors(list(self._trained().values()))

@@ -6,7 +6,7 @@ import torch
 import rloo_kit as rk
 from rloo_kit.sampling.engine import Generations
 from rloo_kit.scoring.loading import load_rewards
-from rloo_kit.training.dry_run import rehearse
+from rloo_kit.training.dry_run import dry_run
 
 COMPLETION = [5, 6, 7]
 
@@ -101,7 +101,7 @@ def test_rewards_and_budgets_see_the_engine_asleep(trained, settings):
 def test_the_dry_run_takes_its_budget_with_the_engine_asleep(trained):
     trainer, engine, seen = trained()
     engine.awake = True  # as an evaluation before it left it
-    rehearse(trainer)
+    dry_run(trainer)
     assert ("budget", False) in seen
     assert ("budget", True) not in seen
 

@@ -1,6 +1,5 @@
 """The dry run: the memory of the longest step is taken, the run is the one it would have been."""
 
-import json
 import os
 import re
 import subprocess
@@ -20,22 +19,13 @@ from rloo_kit.machine.memory import take_peak
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.sampling.engine import Generations
 from rloo_kit.training.dry_run import (
-    REMEMBERED,
-    SHORT,
-    Memory,
-    _facts,
-    _is_bounded,
-    _largest,
-    _Worst,
-    _worst_case,
-    digest,
-    rehearse,
-    rehearse_first,
+    ENGINE_TOKENS,
+    WorstBatch,
+    dry_run,
+    dry_run_if_wanted,
+    largest_passes,
+    longest_prompt,
 )
-
-pytestmark = pytest.mark.faults  # at the limit of memory; make test-faults
-
-sys.path.append(str(Path(__file__).parents[1] / "faults"))
 
 SHORT_RUN = [
     "--set", "trainer.max_steps=2", "--set", "data.held_out=0", "--set", "data.num_prompts=32",
@@ -76,7 +66,7 @@ HOOKS = []
 
 @pytest.fixture
 def trainer(made):
-    """A trainer that other tests have had too: a rehearsal leaves it as it was."""
+    """A trainer shared by the tests: a dry run leaves it as it was."""
     settings, dataset, rewards = dict(vars(made.args)), made.train_dataset, made.reward_funcs
     yield made
     vars(made.args).update(settings)
@@ -168,18 +158,18 @@ def log_without_times(trainer):
         {"dropout": 0.1, "gradient_checkpointing": True},
         pytest.param(
             {"beta": 0.0, "steps_per_generation": 2, "per_device_train_batch_size": 4},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
     ],
     ids=["dropout-checkpointing", "off-policy"],
 )
-def test_a_training_after_it_is_the_same_bit_for_bit(tmp_path, settings):
+def test_training_after_it_is_bit_identical(tmp_path, settings):
     found = []
-    for rehearsed in (False, True):
+    for tried in (False, True):
         torch.manual_seed(5)
         trainer = make_trainer(tmp_path / "out", **settings)
-        if rehearsed:
-            rehearse(trainer)
+        if tried:
+            dry_run(trainer)
         trainer.train()
         found.append((weights(trainer), log_without_times(trainer), random_states()))
     plain, after = found
@@ -189,9 +179,8 @@ def test_a_training_after_it_is_the_same_bit_for_bit(tmp_path, settings):
     assert any(bool(values.any()) for name, values in after[0].items() if "lora_B" in name)
 
 
-def test_a_run_with_it_is_the_same_run_and_a_resumed_one_does_not_repeat_it(
-    tmp_path, monkeypatch, capsys
-):
+@pytest.mark.long
+def test_run_with_it_is_identical_and_resume_skips_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for place, dry in (("plain", "false"), ("tried", "true")):
         more = ["--set", f"trainer.dry_run={dry}", "--set", f"output_dir={place}"]
@@ -219,7 +208,7 @@ class Heard(TrainerCallback):
         return object.__getattribute__(self, name)
 
 
-def test_the_trainer_is_left_as_it_was(trainer):
+def test_trainer_is_left_as_it_was(trainer):
     heard = Heard()
     trainer.add_callback(heard)
     trainer.model.eval()
@@ -237,7 +226,7 @@ def test_the_trainer_is_left_as_it_was(trainer):
 
     before = state()
     heard.events.clear()
-    found = rehearse(trainer)
+    found = dry_run(trainer)
     assert equal_trees(before, state())
     assert heard.events == []
     assert all(p.grad is None for p in trainer.model.parameters())
@@ -249,10 +238,10 @@ def test_the_trainer_is_left_as_it_was(trainer):
 # --- it is the worst case ------------------------------------------------------------------------
 
 
-def test_it_samples_and_learns_at_the_longest_prompt_and_completion(trainer):
+def test_it_runs_the_longest_prompt_and_completion(trainer):
     trainer.args.tokens_per_micro_batch = 150
     passes = watched(trainer)
-    found = rehearse(trainer)
+    found = dry_run(trainer)
     longest = max(
         len(
             trainer.processing_class.apply_chat_template(
@@ -267,20 +256,20 @@ def test_it_samples_and_learns_at_the_longest_prompt_and_completion(trainer):
     assert [8, longest, 0] in sampled  # the prompts are read
     assert [8, 1, width - 1] in sampled  # the last token of all of them, with all keys and values
     learned = [tuple(shape[:2]) for kind, *shape in passes if kind == "learn"]
-    assert learned == _largest(_Worst(8, 8, longest, 24), 8, 150)
+    assert learned == largest_passes(WorstBatch(8, 8, longest, 24), 8, 150)
     reference = [tuple(shape[:2]) for kind, *shape in passes if kind == "ref"]
     assert reference == [(8, width)] * 2  # a group is more than a pass holds: old ones as well
     assert len(learned) == 2
 
 
-def test_no_pass_without_gradient_is_run_where_a_step_has_none(trainer):
+def test_no_reference_pass_runs_without_beta(trainer):
     trainer.args.beta = 0.0
     passes = watched(trainer)
-    rehearse(trainer)
+    dry_run(trainer)
     assert {kind for kind, *_ in passes} == {"sample", "learn"}
 
 
-def test_the_ids_are_no_special_tokens(trainer):
+def test_random_ids_are_no_special_tokens(trainer):
     seen = set()
 
     def note(ids, kwargs):
@@ -288,35 +277,36 @@ def test_the_ids_are_no_special_tokens(trainer):
             seen.update(ids.flatten().tolist())
 
     hooked(trainer, note)
-    rehearse(trainer)
+    dry_run(trainer)
     assert len(seen) > 100
     assert not seen & set(trainer.processing_class.all_special_ids)
 
 
 @pytest.mark.parametrize("budget", [500, 3000, 4000, 10_000, 16_384, 50_000])
-def test_no_micro_batch_has_notably_more_positions_than_those_that_are_run(budget):
-    worst = _Worst(rows=64, step_rows=64, prompt=200, completion=2800)
+def test_no_micro_batch_is_larger_than_those_that_run(budget):
+    worst = WorstBatch(rows=64, step_rows=64, prompt=200, completion=2800)
     most = max(rows * min(worst.width, budget // rows) for rows in range(1, 65))
-    tried = _largest(worst, 64, budget)
+    tried = largest_passes(worst, 64, budget)
     assert max(rows * width for rows, width in tried) >= 0.999 * most
     assert tried[0] == (max(1, min(64, budget // worst.width)), worst.width)
 
 
-def test_a_clip_that_makes_all_scores_equal_leaves_something_to_learn_from(trainer):
+def test_clipped_rewards_leave_something_to_learn(trainer):
     trainer.args.beta, trainer.args.reward_clip_range = 0.0, [5.0, 6.0]
     passes = watched(trainer)
-    rehearse(trainer)
+    dry_run(trainer)
     assert "learn" in {kind for kind, *_ in passes}
 
 
-def test_of_a_stream_the_longest_prompt_is_the_longest_allowed(trainer):
+def test_stream_uses_the_longest_prompt_allowed(trainer):
     trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
-    assert _worst_case(trainer, None).prompt == 256 - 24
-    assert _worst_case(trainer, 50).prompt == 50
-    assert _worst_case(trainer, 5000).prompt == 256 - 24
+    assert longest_prompt(trainer, None) == 256 - 24
+    assert longest_prompt(trainer, 50) == 50
+    assert longest_prompt(trainer, 5000) == 256 - 24
 
 
-def test_its_peak_is_the_peak_of_a_step_as_long(tmp_path):
+@pytest.mark.long
+def test_its_peak_is_that_of_a_step_as_long(tmp_path):
     length = 800
     trainer = make_trainer(
         tmp_path / "out",
@@ -329,7 +319,7 @@ def test_its_peak_is_the_peak_of_a_step_as_long(tmp_path):
     trainer.engine = Engine(length)
     take_peak()
     before = take_peak()
-    found = rehearse(trainer)
+    found = dry_run(trainer)
     trainer.train()
     (real,) = (row["memory/peak_gib"] for row in trainer.state.log_history if "reward" in row)
     assert found.phase == "learning"
@@ -350,60 +340,56 @@ def without_memory(trainer, *, above, learning=True, sampling=True):
     hooked(trainer, refuse)
 
 
-def test_what_had_to_be_lowered_stays_lowered_and_is_said(trainer):
+def test_lowered_sizes_stay_and_are_reported(trainer):
     without_memory(trainer, above=3)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        found = rehearse(trainer)
+        found = dry_run(trainer)
     assert trainer._learner.budget == found.budget < 4 * found.tokens
     assert trainer._sampling.size == 2
-    assert found.lowered == (
-        f"memory ran out: tokens_per_micro_batch is {found.budget} from here on",
-        "2 completions are sampled at a time from here on",
-    )
-    assert str(found).endswith("; 2 completions are sampled at a time from here on")
+    budget, at_once = found.lowered
+    assert f"tokens_per_micro_batch is now {found.budget}" in budget
+    assert at_once.startswith("2 completions")
+    assert str(found).endswith(at_once)
 
 
 @pytest.mark.parametrize("phase", ["learning", "sampling"])
-def test_what_does_not_fit_at_all_is_one_sentence_with_the_remedy(trainer, phase):
+def test_what_does_not_fit_ends_with_the_remedy(trainer, phase):
     without_memory(trainer, above=0, learning=phase == "learning", sampling=phase == "sampling")
     before = weights(trainer)
     with pytest.raises(MemoryRanOutError, match=r"^the worst case of this run, 8 rows x ") as one:
-        rehearse(trainer, remedy=lambda: "trainer.optim: adamw_8bit (saves 0.4 GiB)")
+        dry_run(trainer, remedy=lambda: "trainer.optim: adamw_8bit (saves 0.4 GiB)")
     assert str(one.value).endswith(" GiB of memory: trainer.optim: adamw_8bit (saves 0.4 GiB)")
     assert equal_trees(before, weights(trainer))
     assert all(p.grad is None for p in trainer.model.parameters())
 
 
-def test_without_a_planner_the_remedy_names_what_is_not_set_yet(trainer):
+def test_default_remedy_names_what_is_not_set_yet(trainer):
     without_memory(trainer, above=0)
-    with pytest.raises(
-        MemoryRanOutError,
-        match=r"memory: set trainer\.gradient_checkpointing: true, lower lora\.r, or last lower "
-        r"trainer\.max_completion_length$",
-    ):
-        rehearse(trainer, remedy=lambda: "")
+    order = r"gradient_checkpointing: true.* lora\.r.* trainer\.max_completion_length$"
+    with pytest.raises(MemoryRanOutError, match=order):
+        dry_run(trainer, remedy=lambda: "")
 
 
-def test_another_error_is_raised_as_it_is(trainer):
+def test_other_errors_pass_through(trainer):
     def refuse(ids, kwargs):
         if torch.is_grad_enabled():
             raise ValueError("no such kernel")
 
     hooked(trainer, refuse)
     with pytest.raises(ValueError, match="no such kernel"):
-        rehearse(trainer)
+        dry_run(trainer)
 
 
-def test_a_cache_of_another_kind_is_said_and_ends_nothing(trainer):
+def test_unknown_kind_of_cache_only_warns(trainer):
     def refuse(ids, kwargs):
         cache = kwargs.get("past_key_values")
         if cache is not None and cache.get_seq_length():
             raise NotImplementedError("a cache of its own")
 
     hooked(trainer, refuse)
-    with pytest.warns(UserWarning, match="8 completions at full length is not part of it"):
-        rehearse(trainer)
+    with pytest.warns(UserWarning, match="8 completions at full length"):
+        dry_run(trainer)
 
 
 LEFT = 48
@@ -432,8 +418,9 @@ sys.exit(main(sys.argv[1:]))
 tests left free in this one would be room."""
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the limit is one of Linux")
-def test_a_run_without_memory_ends_before_its_first_step_and_leaves_nothing(tmp_path):
+def test_run_without_memory_ends_before_step_one(tmp_path):
     settings = {
         "model.backend": "transformers",
         "trainer.dry_run": "true",
@@ -489,7 +476,7 @@ def judge(tmp_path):
     )
 
 
-def test_a_reward_model_reads_a_full_pass_and_forgets_it(trainer, judge, monkeypatch):
+def test_reward_model_reads_a_full_pass_and_forgets_it(trainer, judge, monkeypatch):
     trainer.reward_funcs = [reward.func for reward in judge]
     model = trainer.reward_funcs[0].reward
     read, real = [], type(model)._logits
@@ -499,29 +486,34 @@ def test_a_reward_model_reads_a_full_pass_and_forgets_it(trainer, judge, monkeyp
         return real(self, loaded, rows)
 
     monkeypatch.setattr(type(model), "_logits", logits)
-    rehearse(trainer)
+    dry_run(trainer)
     assert not model.is_loaded
     model(completions=["one"], prompts=["two"])
     kept = dict(model._cache)
-    rehearse(trainer)
+    dry_run(trainer)
     assert model.is_loaded
     assert dict(model._cache) == kept
     assert min(read[0], read[-1]) >= model.tokens_per_batch
 
 
-def test_a_reward_that_is_no_model_is_not_called(trainer):
+def test_other_rewards_are_not_called(trainer):
     def never(**_):
         raise AssertionError("called")
 
     trainer.reward_funcs = [never]
-    rehearse(trainer)
+    dry_run(trainer)
 
 
-def test_an_engine_samples_a_few_tokens_of_the_batch_and_sleeps(trainer):
+def test_engine_samples_a_few_tokens_and_sleeps(trainer):
     trainer.engine = Engine()
     passes = watched(trainer)
-    found = rehearse(trainer)
-    assert trainer.engine.asked == ["sleep", "sync", (8, {found.tokens - 24}, SHORT), "sleep"]
+    found = dry_run(trainer)
+    assert trainer.engine.asked == [
+        "sleep",
+        "sync",
+        (8, {found.tokens - 24}, ENGINE_TOKENS),
+        "sleep",
+    ]
     assert "sample" not in {kind for kind, *_ in passes}
 
 
@@ -529,18 +521,16 @@ def test_an_engine_samples_a_few_tokens_of_the_batch_and_sleeps(trainer):
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, False), (False, False), (True, True)])
-def test_on_a_cpu_it_is_made_where_it_is_asked_for(trainer, tmp_path, monkeypatch, asked, expected):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_on_a_cpu_it_is_made_only_on_request(trainer, asked, expected):
     trainer.args.dry_run, said = asked, []
-    found = rehearse_first(trainer, said.append)
+    found = dry_run_if_wanted(trainer, said.append)
     assert said == ([str(found)] if expected else [])
     assert (found is not None) == expected
-    assert (tmp_path / "cache").exists() == expected
 
 
-@pytest.mark.parametrize(("asked", "times"), [(None, 0), (False, 0), (True, 1)])
-def test_a_training_in_python_rehearses_once(tmp_path, monkeypatch, capsys, asked, times):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+@pytest.mark.long
+@pytest.mark.parametrize(("asked", "times"), [(None, 0), (True, 1)])
+def test_training_in_python_makes_one_dry_run(tmp_path, capsys, asked, times):
     trainer = make_trainer(tmp_path / "run", dry_run=asked, max_steps=1, save_strategy="steps")
     trainer.train()
     assert capsys.readouterr().out.count("dry run: worst case") == times
@@ -551,11 +541,12 @@ def test_a_training_in_python_rehearses_once(tmp_path, monkeypatch, capsys, aske
     assert "dry run" not in capsys.readouterr().out
 
 
-def test_what_does_not_fit_ends_a_training_in_python_before_its_first_step(tmp_path):
+@pytest.mark.long
+def test_training_in_python_ends_before_step_one(tmp_path):
     trainer = make_trainer(tmp_path / "run", dry_run=True)
     without_memory(trainer, above=0)
     try:
-        for _ in range(2):  # what did not fit is rehearsed again
+        for _ in range(2):  # what did not fit is tried again
             with pytest.raises(MemoryRanOutError, match="the worst case of this run, 8 rows x "):
                 trainer.train()
     finally:
@@ -563,82 +554,23 @@ def test_what_does_not_fit_ends_a_training_in_python_before_its_first_step(tmp_p
     assert trainer.state.global_step == 0
 
 
-def test_a_stream_without_any_limit_is_rehearsed_only_where_that_is_asked_for(made, monkeypatch):
-    rows = made.train_dataset.to_iterable_dataset()
-    monkeypatch.setattr(made, "train_dataset", rows)
-    assert _is_bounded(made, None)
-    monkeypatch.setattr(made.model.rloo_kit_notes, "max_seq_length", None)
-    assert not _is_bounded(made, None)
-    assert _is_bounded(made, 64)
+def test_a_stream_without_limit_gets_none_by_default_on_a_gpu(made, monkeypatch):
+    from types import SimpleNamespace
+
+    from rloo_kit.training import dry_run as module
+
+    monkeypatch.setattr(made, "accelerator", SimpleNamespace(device=torch.device("cuda")))
+    monkeypatch.setattr(made, "train_dataset", made.train_dataset.to_iterable_dataset())
+    monkeypatch.setattr(made.args, "dry_run", None)
+    monkeypatch.setattr(module, "dry_run", lambda *_, **__: "made")
+    assert dry_run_if_wanted(made, str) == "made"
+    monkeypatch.setattr(module, "notes_of", lambda _: SimpleNamespace(max_seq_length=None))
+    assert dry_run_if_wanted(made, str) is None
+    assert dry_run_if_wanted(made, str, max_prompt_tokens=64) == "made"
 
 
-def test_where_trls_own_code_trains_it_is_said_that_none_is_made(trainer, monkeypatch):
+def test_trls_path_makes_none_and_says_so(trainer, monkeypatch):
     trainer.args.dry_run, said = True, []
     monkeypatch.setattr(trainer, "_use_trl_path", "prompts with images")
-    assert rehearse_first(trainer, said.append) is None
-    assert said == ["dry run: not made, since TRL's own code trains (prompts with images)"]
-
-
-def test_what_has_fitted_is_known_by_what_decides_it(trainer):
-    def key(**settings):
-        vars(trainer.args).update(settings)
-        return digest(_facts(trainer, _worst_case(trainer, None)))
-
-    first = key()
-    assert first == key(learning_rate=1e-5, max_steps=7, temperature=0.5)
-    others = [
-        key(max_completion_length=25),
-        key(generation_batch_size=16),
-        key(optim="sgd"),
-        key(gradient_checkpointing=True),
-    ]
-    assert len({first, *others}) == 5
-
-
-def test_a_worst_case_is_known_while_as_much_memory_is_free(tmp_path):
-    memory = Memory(tmp_path / "a" / "b.json")
-    assert not memory.knows("one", 100)
-    memory.keep("one", 100)
-    again = Memory(memory.file)
-    assert again.knows("one", 100)
-    assert again.knows("one", 99)
-    assert not again.knows("one", 90)
-    assert not again.knows("another", 100)
-    assert [path.name for path in memory.file.parent.iterdir()] == ["b.json"]
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"[]", b"{", b"\xff", b'{"one": 3}', b'{"one": {"free": "100"}}', b"[" * 10**5]
-)
-def test_a_damaged_file_knows_nothing_and_is_written_anew(tmp_path, content):
-    memory = Memory(tmp_path / "dry_runs.json")
-    memory.file.write_bytes(content)
-    assert not memory.knows("one", 100)
-    memory.keep("one", 100)
-    assert memory.knows("one", 100)
-
-
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    memory = Memory(tmp_path / "file" / "dry_runs.json")
-    memory.keep("one", 100)
-    assert not memory.knows("one", 100)
-
-
-def test_the_oldest_make_room(tmp_path):
-    memory = Memory(tmp_path / "dry_runs.json")
-    memory.file.write_text(json.dumps({str(n): {"free": 1} for n in range(REMEMBERED)}))
-    memory.keep("new", 1)
-    assert len(json.loads(memory.file.read_text())) == REMEMBERED
-    assert not memory.knows("0", 1)
-    assert memory.knows("1", 1)
-    assert memory.knows("new", 1)
-
-
-@pytest.mark.parametrize(
-    ("named", "place"),
-    [("/tmp/x", "/tmp/x/rloo-kit"), ("x", "~/.cache/rloo-kit"), ("", "~/.cache/rloo-kit")],
-)
-def test_the_file_lies_in_the_users_cache_folder(monkeypatch, named, place):
-    monkeypatch.setenv("XDG_CACHE_HOME", named)
-    assert str(Memory().file) == os.path.expanduser(f"{place}/dry_runs.json")
+    assert dry_run_if_wanted(trainer, said.append) is None
+    assert "prompts with images" in said[0]
