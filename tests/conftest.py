@@ -42,11 +42,12 @@ def start_libraries():
     gc.freeze()
 
 
-def pytest_pycollect_makemodule(module_path, parent):
-    """Import Unsloth and TRL in order before the module does."""
-    place = module_path.relative_to(parent.config.rootpath / "tests").parts[0]
-    if place not in PURE:
-        start_libraries()
+def pytest_collectstart(collector):
+    """Import Unsloth and TRL in order before a test module is imported."""
+    if isinstance(collector, pytest.Module):
+        place = collector.path.relative_to(collector.config.rootpath / "tests").parts[0]
+        if place not in PURE:
+            start_libraries()
 
 
 def pytest_collection_modifyitems(items):
