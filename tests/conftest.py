@@ -14,6 +14,8 @@ PURE = {
     "live",
     "config",
     "scoring",
+    "data",
+    "rewards",
     "test_layers.py",
     "test_packaging.py",
     "test_output_folder.py",

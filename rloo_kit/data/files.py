@@ -1,13 +1,12 @@
 """Files and hub datasets, read with their columns under the kit's names and their prompts checked.
 
-A text file comes as rows, so that a fault is named with its line. A table (Parquet, the hub) comes
-as the Dataset it is, so that images stay as they are.
+A text file is read as rows, so that an error names its line. A table (Parquet, the hub) is read as
+a Dataset, so that images stay as they are.
 """
 
 import csv
 import json
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 FILE_TYPES = (".jsonl", ".csv", ".parquet")
+MAX_PATH_SHOWN = 200
+"""Characters of a path that an error shows before the line's number."""
 PlacedRow = tuple[str, Row]
-"""Where a row stands, in words, and the row."""
+"""A row's file and line, as errors show it, and the row."""
 
 
 def read_source(
@@ -39,10 +40,10 @@ def read_source(
         split: Of a hub dataset.
         num: None: all.
         columns: Name in the kit -> name in the source; other columns keep theirs.
-        builtin: Names that would have been neither, for the error's text.
+        builtin: Names of tasks, for the error about an unknown name.
 
     Raises:
-        DataError: It cannot be read, a column of ``columns`` is not there, or a prompt is none.
+        DataError: It cannot be read, a column of ``columns`` is missing, or a prompt is wrong.
     """
     path = local_path(name)
     looks_local = path.suffix.lower() in (*FILE_TYPES, ".json", ".txt") or name.startswith(
@@ -60,7 +61,7 @@ def local_path(name: str) -> Path:
     """Return the path of a file, ``~`` resolved.
 
     Raises:
-        DataError: ``~`` stands for nobody here, or the text can be no path.
+        DataError: No file can have this name.
     """
     try:
         os.fsencode(name)
@@ -76,7 +77,7 @@ def local_path(name: str) -> Path:
 
 
 def read_rows(path: Path) -> list[PlacedRow]:
-    """Return every row of a .jsonl, .csv or .parquet file, with the place where it stands.
+    """Return every row of a .jsonl, .csv or .parquet file, with its file and line.
 
     Raises:
         DataError: It cannot be read, or a line is no row.
@@ -84,16 +85,11 @@ def read_rows(path: Path) -> list[PlacedRow]:
     _check_file(path)
     readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet_rows}
     reader = readers.get(path.suffix.lower())
-    if reader is None and is_pickle(path):
-        raise DataError(
-            f"data file {format_value(str(path))} is {WHY}: where you trust it, write it as .jsonl "
-            f"with {as_json_lines(path)}"
-        )
     if reader is None:
-        raise DataError(
-            f"data file {format_value(str(path))} is none of {', '.join(FILE_TYPES)}: convert it "
-            "to .jsonl"
-        )
+        remedy = f"is none of {', '.join(FILE_TYPES)}: convert it to .jsonl"
+        if is_pickle(path):
+            remedy = f"is {WHY}: where you trust it, write it as .jsonl with {as_json_lines(path)}"
+        raise DataError(f"data file {format_value(str(path))} {remedy}")
     try:
         return list(reader(path))
     except (OSError, UnicodeDecodeError) as exc:
@@ -101,15 +97,6 @@ def read_rows(path: Path) -> list[PlacedRow]:
             f"data file {format_value(str(path))} cannot be read: {first_line(exc)}; save it as "
             "UTF-8 text"
         ) from exc
-
-
-def _check_file(path: Path) -> None:
-    if not os.path.isfile(path):
-        what = "is a folder" if os.path.isdir(path) else "does not exist"
-        raise DataError(
-            f"data file {format_value(str(path))} {what}: give the path of a .jsonl, .csv or "
-            ".parquet file"
-        )
 
 
 def as_dataset(rows: list[Row]) -> "Dataset":
@@ -123,45 +110,39 @@ def as_dataset(rows: list[Row]) -> "Dataset":
     columns: dict[str, list[Any]] = {}
     for name in dict.fromkeys(key for row in rows for key in row):
         columns[name] = [row.get(name) for row in rows]
-    try:
-        made = datasets.Dataset.from_dict(columns)
-        for name in columns:  # Arrow ends a name at the character 0, and then has two of one name
-            made.data.column(name).slice(0, 1).to_pylist()
-    except Exception:  # pyarrow: a column of mixed types, or values it cannot hold
-        for name, values in columns.items():
-            _check_column(name, values)
-        raise
-    return made
-
-
-def _check_column(name: str, values: list[Any]) -> None:
-    import datasets
-
-    try:
-        datasets.Dataset.from_dict({name: values}).data.column(name).slice(0, 1).to_pylist()
-    except Exception as exc:
-        raise DataError(
-            f"the column {format_value(name)} cannot be stored ({first_line(exc)}): give it "
-            "values of one type, text in valid Unicode and numbers of at most 64 bits"
-        ) from exc
+        try:
+            made = datasets.Dataset.from_dict({name: columns[name]})
+            made.with_format("arrow")[:1].column(name)  # type: ignore[union-attr]
+        except Exception as exc:  # pyarrow: mixed types, values or names that it cannot hold
+            raise DataError(
+                f"the column {format_value(name)} cannot be stored ({first_line(exc)}): give it "
+                "values of one type, text in valid Unicode and numbers of at most 64 bits"
+            ) from exc
+    return datasets.Dataset.from_dict(columns)
 
 
 def raw_prompts(dataset: "Dataset") -> list[Any]:
     """Return the prompts as they are stored; an image in one is its bytes or path."""
-    return dataset.select_columns("prompt").with_format("arrow")[:].column("prompt").to_pylist()
+    table: Any = dataset.select_columns("prompt").with_format("arrow")[:]
+    return table.column("prompt").to_pylist()
 
 
 # --- reading -------------------------------------------------------------------------------------
 
 
-def _told(path: Path) -> str:
-    """Return a path as it stands before a line's number."""
+def _check_file(path: Path) -> None:
+    if not os.path.isfile(path):
+        what = "is a folder" if os.path.isdir(path) else "does not exist"
+        raise DataError(
+            f"data file {format_value(str(path))} {what}: give the path of a .jsonl, .csv or "
+            ".parquet file"
+        )
+
+
+def _place(path: Path, unit: str, number: int) -> str:
     text = printable(str(path))
-    return text if len(text) <= LONGEST_PATH else f"...{text[-LONGEST_PATH:]}"
-
-
-LONGEST_PATH = 200
-"""Characters of a path that are told with every line."""
+    text = text if len(text) <= MAX_PATH_SHOWN else f"...{text[-MAX_PATH_SHOWN:]}"
+    return f"{text}, {unit} {number}"
 
 
 def _read_jsonl(path: Path) -> Iterator[PlacedRow]:
@@ -169,14 +150,12 @@ def _read_jsonl(path: Path) -> Iterator[PlacedRow]:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            place = f"{_told(path)}, line {number}"
+            place = _place(path, "line", number)
             try:
-                row = json.loads(line, object_pairs_hook=_once)
+                row = json.loads(line)
             except (ValueError, RecursionError) as exc:  # a number of 5,000 digits; [[[[[...
-                raise DataError(
-                    f"{place}: not valid JSON ({getattr(exc, 'msg', first_line(exc))}); mend or "
-                    "delete it"
-                ) from exc
+                reason = getattr(exc, "msg", first_line(exc))
+                raise DataError(f"{place}: not valid JSON ({reason}); fix or delete it") from exc
             if not isinstance(row, dict):
                 raise DataError(
                     f"{place}: holds a {type(row).__name__}, must be an object like "
@@ -185,46 +164,30 @@ def _read_jsonl(path: Path) -> Iterator[PlacedRow]:
             yield place, row
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object whose keys are all different."""
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        raise ValueError(f"the key {_twice(key for key, _ in pairs)} is there twice")
-    return row
-
-
-def _twice(names: Iterable[str]) -> str:
-    """Return the first name that is there more than once."""
-    return format_value(Counter(names).most_common(1)[0][0])
-
-
 def _read_csv(path: Path) -> Iterator[PlacedRow]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, strict=True)
         try:
+            names = list(reader.fieldnames or ())
+            twice = [name for name in names if names.count(name) > 1]
+            if twice:
+                raise DataError(
+                    f"{_place(path, 'line', 1)}: the column {format_value(twice[0])} is there "
+                    "twice; rename or delete one"
+                )
             for row in reader:
-                place = f"{_told(path)}, line {reader.line_num}"
-                if len(set(reader.fieldnames or ())) < len(reader.fieldnames or ()):
-                    raise DataError(
-                        f"{_told(path)}, line 1: the column {_twice(reader.fieldnames or ())} is "
-                        "there twice; rename or delete one"
-                    )
+                place = _place(path, "line", reader.line_num)
                 if None in row or None in row.values():
-                    raise DataError(
-                        f"{place}: has not the {len(reader.fieldnames or [])} fields of line 1; "
-                        f"mend it"
-                    )
+                    raise DataError(f"{place}: must have the {len(names)} fields of line 1; fix it")
                 yield place, row
         except csv.Error as exc:
-            raise DataError(
-                f"{_told(path)}, line {reader.reader.line_num}: not valid CSV ({first_line(exc)}); "
-                "mend it"
-            ) from exc
+            place = _place(path, "line", reader.reader.line_num)
+            raise DataError(f"{place}: not valid CSV ({first_line(exc)}); fix it") from exc
 
 
 def _read_parquet_rows(path: Path) -> Iterator[PlacedRow]:
     for number, row in enumerate(_read_table(path).to_pylist(), 1):
-        yield f"{_told(path)}, row {number}", row
+        yield _place(path, "row", number), row
 
 
 def _read_parquet(path: Path) -> "Dataset":
@@ -237,11 +200,11 @@ def _read_parquet(path: Path) -> "Dataset":
             values = table.column(place).cast(field.type.value_type)
             table = table.set_column(place, field.name, values)
     try:
-        return datasets.Dataset(datasets.table.InMemoryTable(table))
+        return datasets.Dataset(datasets.table.InMemoryTable(table))  # pyright: ignore[reportAttributeAccessIssue] - a submodule that datasets imports
     except Exception as exc:
         raise DataError(
-            f"{_told(path)} holds a column that datasets cannot take ({first_line(exc)}): write it "
-            "without that column"
+            f"data file {format_value(str(path))} holds a column that datasets cannot take "
+            f"({first_line(exc)}): write it without that column"
         ) from exc
 
 
@@ -251,14 +214,10 @@ def _read_table(path: Path) -> Any:
 
     try:
         return pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowException as exc:
+    except (pyarrow.ArrowException, OSError) as exc:
         raise DataError(
-            f"{_told(path)} is not a whole Parquet file ({first_line(exc)}): write it again"
-        ) from exc
-    except OSError as exc:
-        raise DataError(
-            f"data file {format_value(str(path))} cannot be read ({first_line(exc)}): write it "
-            "again"
+            f"data file {format_value(str(path))} is not a whole Parquet file "
+            f"({first_line(exc)}): write it again"
         ) from exc
 
 
@@ -283,9 +242,7 @@ def _checked_rows(placed: list[PlacedRow], columns: Mapping[str, str] | None) ->
     rows = []
     for place, row in placed:
         renamed = {new_names.get(key, key): value for key, value in row.items()}
-        if "prompt" not in renamed:
-            raise DataError(_no_prompt(place, row))
-        _check_prompt(renamed["prompt"], place)
+        _check_prompt(renamed, place, row)
         rows.append(renamed)
     return rows
 
@@ -298,9 +255,9 @@ def _checked_table(
     new_names = _new_names(columns, dataset.column_names)
     renamed = dataset.rename_columns(new_names) if new_names else dataset
     if "prompt" not in renamed.column_names:
-        raise DataError(_no_prompt(name, dataset.column_names))
+        _check_prompt({}, name, dataset.column_names)
     for number, prompt in enumerate(raw_prompts(renamed), 1):
-        _check_prompt(prompt, f"{name}, row {number}")
+        _check_prompt({"prompt": prompt}, f"{name}, row {number}")
     return renamed
 
 
@@ -311,13 +268,13 @@ def _new_names(columns: Mapping[str, str] | None, there: list[str]) -> dict[str,
         raise DataError(
             f"columns is {format_value(columns)}, must be texts, as in {{prompt: question}}"
         )
-    wanted = {new: old for new, old in columns.items() if new != old}
     for new, old in columns.items():
         if there and old not in there:
             raise DataError(
                 f"columns names {format_value(old)} as the source of {format_value(new)}, and "
                 f"there are only {format_value(sorted(map(str, there)))}: name one of these"
             )
+    wanted = {new: old for new, old in columns.items() if new != old}
     new_names = {old: new for new, old in wanted.items()}
     if len(new_names) < len(wanted):
         raise DataError(
@@ -327,22 +284,20 @@ def _new_names(columns: Mapping[str, str] | None, there: list[str]) -> dict[str,
         if new in there and new not in new_names:
             raise DataError(
                 f"columns makes {format_value(wanted[new])} the column {format_value(new)}, which "
-                "there is already: give that one another name too, such as "
-                f"{{{format_name(new)}: {format_name(wanted[new])}, "
-                f"old_{format_name(new)}: {format_name(new)}}}"
+                "exists already: give that one another name too, such as "
+                f"old_{format_name(new)}: {format_name(new)}"
             )
     return new_names if there else {}
 
 
-def _no_prompt(place: str, there: Iterable[object]) -> str:
-    return (
-        f"{place}: has no `prompt`, only {format_value(sorted(map(str, there)))}: rename the "
-        f"column to prompt, or name it with columns, as in {{prompt: question}}"
-    )
-
-
-def _check_prompt(prompt: Any, place: str) -> None:
-    """Refuse what is neither a non-empty text nor a list of chat messages."""
+def _check_prompt(row: Mapping[str, Any], place: str, there: Iterable[str] = ()) -> None:
+    """Refuse a row whose prompt is neither a non-empty text nor a list of chat messages."""
+    if "prompt" not in row:
+        raise DataError(
+            f"{place}: has no `prompt`, only {format_value(sorted(map(str, there)))}: rename the "
+            "column to prompt, or name it with columns, as in {prompt: question}"
+        )
+    prompt = row["prompt"]
     if isinstance(prompt, str) and prompt.strip():
         return
     if not isinstance(prompt, list) or not prompt:
@@ -358,11 +313,11 @@ def check_messages(messages: list[Any], name: str, place: str) -> None:
     Args:
         messages: At least one.
         name: Of the column.
-        place: Where the row stands, in words.
+        place: File and line of the row, for the error.
 
     Raises:
-        DataError: One has no role that is a text, or a content that is neither text nor a list of
-            parts; it may be null beside other keys, such as a tool call's.
+        DataError: A role is no text, or a content is neither text nor a list of parts; it may be
+            null together with another key, such as a tool call's.
     """
     for message in messages:
         if not (isinstance(message, Mapping) and {"role", "content"} <= set(message)):

@@ -2,24 +2,22 @@
 
 import contextlib
 import dataclasses
-import difflib
-import hashlib
 import importlib
 import io
 import json
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
+from rloo_kit.data.tasks import is_kept_by_hash
 from rloo_kit.errors import DataError
-from rloo_kit.text.wording import first_line, format_name, format_value
+from rloo_kit.text.wording import did_you_mean, first_line, format_name, format_value
 from rloo_kit.types import Row
 
 PREFIX = "reasoning_gym:"
 HELD_OUT_ONE_IN = 4
 _CHUNK = 256
-MOST_NAMES = 20
-"""Tasks, or settings, that an error lists where none is near."""
+MAX_NAMES_SHOWN = 20
+"""Tasks, or settings, that an error lists."""
 
 
 def make_gym_rows(
@@ -51,7 +49,7 @@ def make_gym_rows(
     for start in range(seed, seed + _CHUNK * (num + 1), _CHUNK):
         before = len(found)
         for entry in _entries(task, start, settings):
-            if _is_held_out(entry["question"]) != (split == "held_out"):
+            if is_kept_by_hash(entry["question"], HELD_OUT_ONE_IN) != (split == "held_out"):
                 continue
             found.setdefault(entry["question"], _as_row(name, entry, settings))
             if len(found) == num:
@@ -68,11 +66,6 @@ def make_gym_rows(
     return list(found.values())
 
 
-def _is_held_out(question: str) -> bool:
-    digest = hashlib.sha256(question.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
-
-
 def _as_row(name: str, entry: dict[str, Any], settings: dict[str, Any]) -> Row:
     row = {"prompt": entry["question"], "task": name, "entry": _as_json(entry, settings, name)}
     return row if entry["answer"] is None else {**row, "answer": str(entry["answer"])}
@@ -81,28 +74,18 @@ def _as_row(name: str, entry: dict[str, Any], settings: dict[str, Any]) -> Row:
 # --- the package ---------------------------------------------------------------------------------
 
 
-def _entries(task: str, seed: int, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the entries of one dataset of the package; some tasks print, and are kept from it."""
-    create = _task_maker(task, settings)
-    where = format_name(f"{PREFIX}{task}")
-    with contextlib.redirect_stdout(io.StringIO()):
-        try:
-            dataset = create(task, size=_CHUNK, seed=seed, **settings)
-        except Exception as exc:  # each task checks in its own way, most by assert
-            raise DataError(
-                f"{where} refuses the settings {format_value(settings)} ({first_line(exc)}): "
-                "change them in data.settings"
-            ) from exc
-    for index in range(_CHUNK):
+def _entries(task: str, seed: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the entries of one dataset of the package; what some tasks print is dropped."""
+    create, where = _task_maker(task, settings), format_name(f"{PREFIX}{task}")
+    try:
         with contextlib.redirect_stdout(io.StringIO()):
-            try:
-                entry = dataset[index]
-            except Exception as exc:
-                raise DataError(
-                    f"{where} cannot make a problem with the settings {format_value(settings)} "
-                    f"({first_line(exc)}): change data.settings, or the seed"
-                ) from exc
-        yield entry
+            dataset = create(task, size=_CHUNK, seed=seed, **settings)
+            return [dataset[index] for index in range(_CHUNK)]
+    except Exception as exc:  # each task checks in its own way, most by assert
+        raise DataError(
+            f"{where} makes no problems with the settings {format_value(settings)} "
+            f"({first_line(exc)}): change data.settings, or the seed"
+        ) from exc
 
 
 def _task_maker(task: str, settings: dict[str, Any]) -> Any:
@@ -120,7 +103,7 @@ def _task_maker(task: str, settings: dict[str, Any]) -> Any:
         ) from exc
     names = sorted(set(known) - {"composite"})  # a mixture: its entries name other tasks
     if task not in names:
-        raise DataError(f"reasoning-gym has no task {format_value(task)}{_nearest(task, names)}")
+        raise DataError(f"reasoning-gym has no task {format_value(task)}{_hint(task, names)}")
     fields = [field.name for field in dataclasses.fields(known[task][1])]
     for key in settings:
         if key in ("seed", "size"):
@@ -131,17 +114,14 @@ def _task_maker(task: str, settings: dict[str, Any]) -> Any:
         if key not in fields:
             own = [field for field in fields if field not in ("seed", "size")]
             raise DataError(
-                f"{PREFIX}{task} has no setting {format_value(key)}{_nearest(str(key), own)}"
+                f"{PREFIX}{task} has no setting {format_value(key)}{_hint(str(key), own)}"
             )
     return package.create_dataset
 
 
-def _nearest(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    if near:
-        return f"; the nearest {'names are' if len(near) > 1 else 'name is'} {', '.join(near)}"
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return f"; it has {', '.join(names[:MOST_NAMES])}{more}"
+def _hint(name: str, names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return did_you_mean(name, names) or f"; it has {', '.join(names[:MAX_NAMES_SHOWN])}{more}"
 
 
 # --- an entry as text ----------------------------------------------------------------------------

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 BUILTIN = tuple(TASKS)
 NUM_BUILTIN_PROMPTS = 1024
 MAX_HELD_OUT = 256
-MOST_MADE = 1_000_000
-"""Problems of a task; of more, making them takes longer than training."""
+MAX_MADE = 1_000_000
+"""Problems of a task; making more takes longer than training on them."""
 
 
 def load_prompts(  # noqa: PLR0913
@@ -148,7 +148,7 @@ def order_by_level(dataset: "Dataset", seed: int = 42) -> "Dataset":
 
 
 def _number(level: Any) -> Any:
-    """Return what a text says as a number, as a CSV file has it; anything else as it is."""
+    """Return a number that is written as text, as in a CSV file; anything else unchanged."""
     try:
         return float(level) if isinstance(level, str) else level
     except ValueError:
@@ -217,23 +217,16 @@ def _check_arguments(
     settings: dict[str, Any] | None,
 ) -> None:
     """Refuse arguments that would have no effect on this source."""
-    is_gym = name.startswith(PREFIX)
+    shown, is_gym = format_value(name), name.startswith(PREFIX)
     if columns and is_task(name):
         raise DataError(
-            f"columns renames what a file or a hub dataset has, and {format_value(name)} is made "
-            "here: drop it"
+            f"columns renames columns of a file or hub dataset, not of {shown}: drop it"
         )
     if level is not None and name not in BUILTIN:
-        instead = (
-            "set its difficulty with settings"
-            if is_gym
-            else "drop it, and name the column to order by with columns, as in {level: difficulty}"
-        )
-        raise DataError(f"level is of a built-in task, and {format_value(name)} is none: {instead}")
+        instead = "set its difficulty with settings" if is_gym else "drop it, or set columns"
+        raise DataError(f"level is of a built-in task, and {shown} is none: {instead}")
     if settings and not is_gym:
-        raise DataError(
-            f"settings are of a reasoning-gym task, and {format_value(name)} is none: drop them"
-        )
+        raise DataError(f"settings are of a reasoning-gym task, and {shown} is none: drop them")
 
 
 def _make_task(
@@ -244,9 +237,9 @@ def _make_task(
     level: int | list[int] | None,
     settings: dict[str, Any] | None,
 ) -> list[Row]:
-    if num > MOST_MADE:
+    if num > MAX_MADE:
         raise DataError(
-            f"{num:,} prompts of {format_name(name)} are asked for, and at most {MOST_MADE:,} are "
+            f"{num:,} prompts of {format_name(name)} are asked for, and at most {MAX_MADE:,} are "
             "made: lower data.num_prompts or data.held_out"
         )
     if split not in SPLITS:
@@ -271,12 +264,9 @@ def _with_prompts(source: "list[Row] | Dataset", system: str | None, *, chat: bo
         return source
     import datasets
 
-    # Messages keep the type of the column they come from: there may be images among them.
-    features = (
-        None
-        if isinstance(stored[0], str)
-        else datasets.Features({"prompt": source.features["prompt"]})
-    )
+    features = None
+    if not isinstance(stored[0], str):  # messages keep their column's type: there may be images
+        features = datasets.Features({"prompt": source.features["prompt"]})
     made = datasets.Dataset.from_dict({"prompt": prompts}, features=features)
     if source.column_names == ["prompt"]:
         return made

@@ -1,11 +1,12 @@
 """Built-in tasks: prompts made on the spot, in levels, each with a fixed held-out split."""
 
 import hashlib
+import operator
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from fractions import Fraction
-from itertools import count, islice
+from itertools import cycle, islice
+from typing import NamedTuple
 
 from rloo_kit.errors import DataError
 from rloo_kit.text.wording import format_value
@@ -48,13 +49,12 @@ Maker = Callable[[random.Random, int], tuple[Row, bool]]
 """Takes a level, counted from 1; returns the columns of one problem, and whether it is held out."""
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A kind of problem that is made on the spot."""
 
     make: Maker
-    levels: tuple[str, ...]
-    """What each level asks, easiest first."""
+    levels: int
+    """Number of levels; 1 is the easiest."""
 
 
 def make_rows(
@@ -78,19 +78,15 @@ def make_rows(
         Rows with ``prompt``, ``task``, ``level``, and ``answer`` where there is one right text.
 
     Raises:
-        DataError: Another split, or no such level.
+        DataError: No such level.
     """
-    if split not in SPLITS:
-        raise DataError(
-            f"{name} has the splits train and held_out, not {format_value(split)}: name one"
-        )
     streams = [_problems(name, one, split, seed) for one in _checked_levels(name, level)]
-    return list(islice((next(streams[turn % len(streams)]) for turn in count()), num))
+    return list(islice((next(stream) for stream in cycle(streams)), num))
 
 
 def _checked_levels(name: str, level: int | list[int] | None) -> list[int]:
     levels = level if isinstance(level, list | tuple) else [1 if level is None else level]
-    last = len(TASKS[name].levels)
+    last = TASKS[name].levels
     if not levels or any(type(one) is not int or not 1 <= one <= last for one in levels):
         raise DataError(
             f"{name} has the levels 1 to {last}, not {format_value(level)}: give one of them, or a "
@@ -109,16 +105,21 @@ def _problems(name: str, level: int, split: str, seed: int) -> Iterator[Row]:
             yield {**columns, "task": name, "level": level}
 
 
+def is_kept_by_hash(text: str, one_in: int) -> bool:
+    """Return whether a problem is held out: by a hash that is the same on every machine."""
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") % one_in == 0
+
+
 def _is_kept(*key: object) -> bool:
-    """Return whether a problem is held out: 1 in 8, by a hash that is the same everywhere."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
+    return is_kept_by_hash(repr(key), HELD_OUT_ONE_IN)
 
 
 # --- arithmetic ----------------------------------------------------------------------------------
 
 
 def _arithmetic(rng: random.Random, level: int) -> tuple[Row, bool]:
+    """Sum of 2 or 3 numbers of 3 digits; sum or difference of 5 digits; product; brackets."""
     if level == 1:
         a, b = rng.randint(100, 999), rng.randint(100, 999)
         return {"prompt": arithmetic_prompt(a, b), "answer": str(a + b)}, is_held_out(a, b)
@@ -177,6 +178,7 @@ def worked_thought(a: int, b: int, forgets: Callable[[], bool] = lambda: False) 
 _COUNTDOWN = {1: (3, 10, "+-"), 2: (3, 20, "+-*"), 3: (4, 50, "+-*/"), 4: (5, 99, "+-*/")}
 """Level -> how many numbers, the largest, the operators of the solution that it is made from."""
 _LARGE = (25, 50, 75, 100)
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
 def _countdown(rng: random.Random, level: int) -> tuple[Row, bool]:
@@ -210,13 +212,10 @@ def _combined(rng: random.Random, numbers: list[int], operators: str) -> tuple[F
     left = [(Fraction(number), str(number)) for number in numbers]
     while len(left) > 1:
         a, b = (left.pop(rng.randrange(len(left))) for _ in range(2))
-        operator = rng.choice(operators)
-        if (operator == "-" and a[0] <= b[0]) or (operator == "/" and a[0] % b[0]):
-            operator = "+"
-        value = {
-            "+": a[0] + b[0], "-": a[0] - b[0], "*": a[0] * b[0], "/": a[0] / b[0]
-        }[operator]  # fmt: skip
-        left.append((value, f"({a[1]} {operator} {b[1]})"))
+        sign = rng.choice(operators)
+        if (sign == "-" and a[0] <= b[0]) or (sign == "/" and a[0] % b[0]):
+            sign = "+"
+        left.append((_OPERATORS[sign](a[0], b[0]), f"({a[1]} {sign} {b[1]})"))
     return left[0][0], left[0][1][1:-1]
 
 
@@ -228,6 +227,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def _letter_count(rng: random.Random, level: int) -> tuple[Row, bool]:
+    """Letters of a word of up to six letters, a longer word, four words, 14 to 24 letters."""
     if level in (1, 2):
         text = rng.choice(_SHORT if level == 1 else _LONG)
     elif level == 3:
@@ -243,6 +243,7 @@ def _letter_count(rng: random.Random, level: int) -> tuple[Row, bool]:
 
 
 def _sort(rng: random.Random, level: int) -> tuple[Row, bool]:
+    """Sort 4 numbers of two digits, 8 numbers below 1,000 up or down, 5 words, 10 words."""
     if level <= 2:
         items = rng.sample(range(10, 100), 4) if level == 1 else rng.sample(range(1000), 8)
         down = level == 2 and rng.random() < 0.5
@@ -259,43 +260,9 @@ def _sort(rng: random.Random, level: int) -> tuple[Row, bool]:
 
 
 TASKS = {
-    "arithmetic": Task(
-        _arithmetic,
-        (
-            "the sum of two numbers of three digits",
-            "the sum of three numbers of three digits",
-            "the sum or difference of two numbers of five digits",
-            "a product of two numbers of two digits, plus a number of three",
-            "brackets, a product and a difference, of numbers of two digits",
-        ),
-    ),
-    "countdown": Task(
-        _countdown,
-        (
-            "three numbers up to 10, made with + and -",
-            "three numbers up to 20, made with + - *",
-            "four numbers up to 50, made with + - * /",
-            "five numbers up to 99, made with + - * /",
-            "six numbers, two of them from 25, 50, 75 and 100, and a target above 100",
-        ),
-    ),
-    "letter_count": Task(
-        _letter_count,
-        (
-            "a word of up to six letters",
-            "a longer word",
-            "four words",
-            "14 to 24 letters that make no word",
-        ),
-    ),
-    "sort": Task(
-        _sort,
-        (
-            "four numbers of two digits, upwards",
-            "eight numbers below 1,000, upwards or downwards",
-            "five words",
-            "ten words",
-        ),
-    ),
+    "arithmetic": Task(_arithmetic, 5),
+    "countdown": Task(_countdown, 5),
+    "letter_count": Task(_letter_count, 4),
+    "sort": Task(_sort, 4),
 }
 """Name -> built-in task."""

@@ -1,8 +1,6 @@
 """Prompts: every source gives what it has, and what is wrong is named with its place."""
 
-import ast
 import importlib.util
-import inspect
 import json
 import re
 import sys
@@ -13,25 +11,21 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-import yaml
 
-import rloo_kit
-from rloo_kit.config.run_file import DataSection, RunConfig, make_run_config
+from rloo_kit.config.run_file import make_run_config
 from rloo_kit.data.gym_tasks import make_gym_rows
 from rloo_kit.data.prompts import (
     BUILTIN,
-    MAX_HELD_OUT,
     NUM_BUILTIN_PROMPTS,
     drop_long_prompts,
-    is_task,
     load_prompts,
     order_by_level,
     prompt_ids,
     split_held_out,
 )
-from rloo_kit.data.tasks import TASKS, make_rows
-from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.training.preparation import make_trainer_args, read_prompts
+from rloo_kit.data.tasks import make_rows
+from rloo_kit.errors import DataError
+from rloo_kit.training.preparation import read_prompts
 
 USER = {"role": "user", "content": "Why?"}
 
@@ -47,11 +41,6 @@ def lines(*rows):
 
 
 # --- built-in tasks -------------------------------------------------------------------------------
-
-
-def test_a_task_has_two_splits():
-    with pytest.raises(DataError, match="has the splits train and held_out, not 'test'"):
-        load_prompts("arithmetic", split="test")
 
 
 def test_arithmetic_as_a_dataset():
@@ -79,7 +68,7 @@ def test_every_task_loads_in_levels(name):
             {"settings": {"a": 1}},
             "settings are of a reasoning-gym task, and 'sort' is none",
         ),
-        ("sort", {"columns": {"prompt": "q"}}, "columns renames what a file or a hub dataset has"),
+        ("sort", {"columns": {"prompt": "q"}}, "columns renames columns of a file or hub dataset"),
         ("sort", {"max_prompt_tokens": 9}, "give tokenizer too"),
         ("sort", {"level": 9}, "sort has the levels 1 to 4, not 9"),
     ],
@@ -184,8 +173,8 @@ def test_a_bad_jsonl_line_is_named_with_its_number(tmp_path, line, message):
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        ("prompt,answer\nWhy?,1\nHow?\n", 3, "has not the 2 fields of line 1; mend it"),
-        ("prompt,answer\nWhy?,1\nHow?,1,2\n", 3, "has not the 2 fields of line 1; mend it"),
+        ("prompt,answer\nWhy?,1\nHow?\n", 3, "must have the 2 fields of line 1"),
+        ("prompt,answer\nWhy?,1\nHow?,1,2\n", 3, "must have the 2 fields of line 1"),
         ('prompt,answer\n"a\nb",1\n,1\n', 4, "prompt is '', must be text"),
         ("question,answer\nWhy?,1\n", 2, "only ['answer', 'question']: rename the column to"),
     ],
@@ -200,13 +189,8 @@ def test_a_bad_csv_line_is_named_with_its_number(tmp_path, text, line, message):
 
 @pytest.mark.parametrize("text", ['prompt\nWhy?\n"How\n', 'prompt\nWhy?\n"How"x\n'])
 def test_broken_csv_is_refused(tmp_path, text):
-    with pytest.raises(DataError, match=r"not valid CSV \(.*\); mend it"):
+    with pytest.raises(DataError, match=r"line 3: not valid CSV"):
         load_prompts(write(tmp_path, "p.csv", text))
-
-
-def test_broken_csv_names_the_line_that_is_broken(tmp_path):
-    with pytest.raises(DataError, match="line 3: not valid CSV"):
-        load_prompts(write(tmp_path, "p.csv", 'prompt\nWhy?\n"How"x\n'))
 
 
 def test_a_bad_parquet_row_is_named_with_its_number(tmp_path):
@@ -225,13 +209,6 @@ def test_a_broken_parquet_file_is_to_be_written_again(tmp_path, text):
 def test_an_empty_file_has_no_rows(tmp_path, name, text):
     with pytest.raises(DataError, match="has no rows: put at least one prompt in it"):
         load_prompts(write(tmp_path, name, text))
-
-
-def test_an_empty_table_has_no_rows(tmp_path):
-    table = pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())})
-    pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
-    with pytest.raises(DataError, match="has no rows"):
-        load_prompts(tmp_path / "p.parquet")
 
 
 def test_text_that_is_not_utf8_is_to_be_saved_as_such(tmp_path):
@@ -307,11 +284,6 @@ def test_two_columns_may_change_names_with_each_other(tmp_path):
     ]
 
 
-def test_a_column_that_keeps_its_name_may_be_listed(tmp_path):
-    path = source_file(tmp_path, "jsonl", [{"prompt": "Why?"}])
-    assert len(load_prompts(path, columns={"prompt": "prompt"})) == 1
-
-
 def test_a_column_that_only_some_lines_have_is_there(tmp_path):
     rows = [{"question": "Why?", "solution": "42"}, {"question": "How?"}]
     dataset = load_prompts(source_file(tmp_path, "jsonl", rows), columns=MAP)
@@ -325,8 +297,7 @@ def test_a_column_that_only_some_lines_have_is_there(tmp_path):
         ({"prompt": "text"}, "columns names 'text' as the source of 'prompt', and there are only "
          "['id', 'question', 'solution']: name one of these"),
         ({"prompt": "question", "id": "solution"}, "columns makes 'solution' the column 'id', "
-         "which there is already: give that one another name too, such as {id: solution, "
-         "old_id: id}"),
+         "which exists already: give that one another name too, such as old_id: id"),
         ({"prompt": "question", "text": "question"}, "columns gives one column two names"),
         ({"prompt": 3}, "columns is {'prompt': 3}, must be texts, as in {prompt: question}"),
         ({"answer": "solution"}, "has no `prompt`, only ['id', 'question', 'solution']: rename the "
@@ -418,12 +389,6 @@ def test_parts_of_a_message_in_jsonl_get_a_system_message_in_parts(tmp_path):
     assert loaded["images"] == ["red.png"]
 
 
-def test_a_table_of_prompts_alone(tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["Why?", "How?"]}), tmp_path / "p.parquet")
-    dataset = load_prompts(tmp_path / "p.parquet", num_prompts=1)
-    assert list(dataset) == [{"prompt": [USER]}]
-
-
 def test_a_hub_dataset_keeps_its_features_and_only_what_is_used_is_checked(pictures, monkeypatch):
     whole = datasets.Dataset.from_parquet(str(pictures))
     rows = {"question": ["Red?", "Blue?", ""], "image": [*whole["image"], None], "n": [1, 2, 3]}
@@ -498,11 +463,6 @@ def test_load_prompts_leaves_out_long_ones_and_says_so(tmp_path):
         assert len(load_prompts(path, tokenizer=Tokenizer(), max_prompt_tokens=10)) == 3
 
 
-def test_images_are_kept_while_long_prompts_go(pictures):
-    dataset = load_prompts(pictures, columns={"prompt": "question"})
-    assert drop_long_prompts(dataset, Tokenizer(), 2)[0][1]["image"].size == (4, 3)
-
-
 def test_prompt_ids_says_what_to_do_about_a_template_that_fails():
     class Bare(Tokenizer):
         def apply_chat_template(self, *_, **__):
@@ -525,13 +485,6 @@ def test_a_curriculum_goes_from_easy_to_hard_and_shuffles_within_a_level():
     assert ordered["prompt"][:20] != first
     assert list(order_by_level(rows)) == list(ordered)
     assert order_by_level(rows, seed=1)["prompt"][:20] != ordered["prompt"][:20]
-
-
-def test_a_files_own_column_can_be_the_level(tmp_path):
-    rows = [{"prompt": str(n), "difficulty": n} for n in (0.5, 3, 2)]
-    path = write(tmp_path, "p.jsonl", lines(*rows))
-    dataset = load_prompts(path, columns={"level": "difficulty"}, curriculum=True, chat=False)
-    assert dataset["prompt"][:] == ["0.5", "2", "3"]
 
 
 @pytest.mark.parametrize(
@@ -600,11 +553,6 @@ def test_a_gym_task_that_runs_out_of_questions_says_so():
 
 
 @needs_gym
-def test_a_gym_task_without_one_right_text_has_no_answers():
-    assert "answer" not in load_prompts("reasoning_gym:rush_hour", num_prompts=2).column_names
-
-
-@needs_gym
 def test_a_gym_task_that_prints_is_kept_from_it(capsys):
     make_gym_rows("reasoning_gym:bf", 3)
     assert capsys.readouterr().out == ""
@@ -617,19 +565,19 @@ def test_a_gym_task_that_prints_is_kept_from_it(capsys):
         (
             "chain_sums",
             {},
-            "reasoning-gym has no task 'chain_sums'; the nearest names are chain_sum",
+            "reasoning-gym has no task 'chain_sums'; did you mean 'chain_sum'?",
         ),
         ("composite", {}, "reasoning-gym has no task 'composite'"),
         (
             "chain_sum",
             {"max_term": 3},
-            "has no setting 'max_term'; the nearest names are max_terms",
+            "has no setting 'max_term'; did you mean 'max_terms'?",
         ),
         ("chain_sum", {"zzz": 3}, "has no setting 'zzz'; it has min_terms, max_terms, min_digits"),
         ("chain_sum", {"seed": 3}, "data.settings has 'seed', which the kit sets: use seed of the"),
         ("chain_sum", {"size": 3}, "use data.num_prompts of the run file in its place"),
-        ("chain_sum", {"max_terms": 1}, "refuses the settings {'max_terms': 1} (max_terms must be"),
-        ("chain_sum", {"max_terms": "x"}, "refuses the settings {'max_terms': 'x'}"),
+        ("chain_sum", {"max_terms": 1}, "makes no problems with the settings {'max_terms': 1}"),
+        ("chain_sum", {"max_terms": "x"}, "with the settings {'max_terms': 'x'}"),
     ],
 )
 def test_a_wrong_gym_task_or_setting_says_what_there_is(name, settings, message):
@@ -683,99 +631,6 @@ def test_a_runs_gym_task_takes_its_settings():
     assert json.loads(train[0]["entry"])["settings"] == {"max_terms": 2}
 
 
-def test_the_trainer_is_told_of_curriculum_and_enable_thinking(tmp_path):
-    given = {"chat_template_kwargs": {"depth": 1}}
-    config = config_of(given, curriculum=True, enable_thinking=False)
-    args = make_trainer_args(config, tmp_path)
-    assert args.shuffle_dataset is False
-    assert args.chat_template_kwargs == {"depth": 1, "enable_thinking": False}
-    assert config.trainer == given
-    as_text = config_of({"chat_template_kwargs": '{"depth": 1}'}, enable_thinking=True)
-    assert make_trainer_args(as_text, tmp_path).chat_template_kwargs == {
-        "depth": 1, "enable_thinking": True
-    }  # fmt: skip
-    untold = make_trainer_args(config_of({"shuffle_dataset": True}), tmp_path)
-    assert untold.shuffle_dataset is True
-    assert untold.chat_template_kwargs is None
-
-
-@pytest.mark.parametrize(
-    ("trainer", "data", "message"),
-    [
-        ({"shuffle_dataset": True}, {"curriculum": True}, "would undo its order: remove one"),
-        ({"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": False},
-         "data.enable_thinking is False, and trainer.chat_template_kwargs says True: remove one"),
-        ({"chat_template_kwargs": "no"}, {"enable_thinking": False},
-         "trainer.chat_template_kwargs is 'no', must be names and values, as in"),
-        ({"chat_template_kwargs": "[1]"}, {"enable_thinking": False}, "must be names and values"),
-    ],
-)  # fmt: skip
-def test_what_data_and_trainer_say_must_agree(tmp_path, trainer, data, message):
-    config = RunConfig(data=DataSection(**data), trainer=trainer)
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        make_trainer_args(config, tmp_path)
-
-
-def test_what_is_made_here_is_a_task():
-    assert all(map(is_task, (*BUILTIN, "reasoning_gym:x")))
-    assert not any(map(is_task, ("p.jsonl", "someone/arithmetic")))
-
-
-# --- the page about prompts -----------------------------------------------------------------------
-
-PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "prompts.md").read_text(encoding="utf-8")
-
-
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-
-
-@pytest.mark.parametrize("block", blocks("yaml"))
-def test_the_pages_run_files_are_right(block):
-    assert make_run_config(yaml.safe_load(block)).data != DataSection()
-
-
-@pytest.mark.parametrize(
-    "block", [text for text in blocks("python") if re.search('"(countdown|sort)"', text)]
-)
-def test_the_pages_code_runs(block):
-    names = {"rk": rloo_kit}
-    exec(block, names)
-    if "mixed" in names:
-        assert names["mixed"]["numbers"][-1] is None
-        assert names["mixed"][0]["answer"] is None
-
-
-def test_every_call_on_the_page_has_arguments_that_there_are():
-    calls = [
-        node
-        for block in blocks("python")
-        for node in ast.walk(ast.parse(block))
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "load_prompts"
-    ]
-    assert len(calls) > 6
-    known = set(inspect.signature(load_prompts).parameters)
-    assert {keyword.arg for call in calls for keyword in call.keywords} <= known
-
-
-def test_the_pages_table_is_that_of_the_tasks():
-    table = PAGE.partition("<!-- tasks")[2].partition("<!-- /tasks")[0]
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in table.splitlines()
-        if line.startswith("| ") and not line.startswith("| task")
-    ]
-    expected = [
-        (f"`{name}`" if level == 1 else "", str(level), text,
-         make_rows(name, 1, level=level)[0]["prompt"])
-        for name, task in TASKS.items() for level, text in enumerate(task.levels, 1)
-    ]  # fmt: skip
-    assert [tuple(row[:3]) for row in rows] == [row[:3] for row in expected]
-    for row, (*_, prompt) in zip(rows, expected, strict=True):
-        assert prompt.startswith(row[3].removesuffix("…").strip())
-        assert len(row[3]) > 15
-
-
 # --- held out -------------------------------------------------------------------------------------
 
 
@@ -795,13 +650,6 @@ def test_zero_and_a_handful_hold_nothing_out(prompts):
     assert split_held_out(prompts, 0) == (prompts, None)
     few = prompts.select(range(7))
     assert split_held_out(few, None) == (few, None)
-
-
-def test_at_most_256_are_held_out_by_default():
-    large = load_prompts("arithmetic", num_prompts=8 * MAX_HELD_OUT + 80)
-    train, held_out = split_held_out(large, None)
-    assert len(held_out) == MAX_HELD_OUT == 256
-    assert len(train) == len(large) - 256
 
 
 @pytest.mark.parametrize("wanted", [40, 41, 1000])

@@ -23,9 +23,7 @@ from rloo_kit.data.tasks import (
 )
 from rloo_kit.errors import DataError
 
-EVERY_LEVEL = [
-    (name, level) for name, task in TASKS.items() for level in range(1, len(task.levels) + 1)
-]
+EVERY_LEVEL = [(name, level) for name, task in TASKS.items() for level in range(1, task.levels + 1)]
 
 
 def prompts(*args, **kwargs):
@@ -65,19 +63,10 @@ def test_levels_are_mixed_evenly_and_do_not_depend_on_each_other(name):
     assert rows[1::2] == make_rows(name, 15, level=1) == make_rows(name, 15)
 
 
-def test_a_larger_share_of_a_level_is_asked_for_by_naming_it_twice():
-    assert [row["level"] for row in make_rows("sort", 6, level=[1, 1, 2])] == [1, 1, 2] * 2
-
-
 @pytest.mark.parametrize("level", [0, 6, -1, [], [1, 6], True, "1", [None], 1.0])
 def test_a_level_that_is_none_is_refused_with_those_there_are(level):
     with pytest.raises(DataError, match=r"countdown has the levels 1 to 5, not .*: give one"):
         make_rows("countdown", 3, level=level)
-
-
-def test_another_split_is_refused():
-    with pytest.raises(DataError, match="sort has the splits train and held_out, not 'test'"):
-        make_rows("sort", 3, split="test")
 
 
 def test_rows_do_not_depend_on_the_hash_seed_of_the_process():
@@ -213,14 +202,6 @@ def test_countdown_prompts_say_numbers_and_target_and_have_no_answer():
     assert "answer" not in row
 
 
-def test_the_same_numbers_in_another_order_are_in_the_same_split():
-    def keys(split, seed):
-        rows = make_rows("countdown", 600, split=split, seed=seed)
-        return {(tuple(sorted(row["numbers"])), row["target"]) for row in rows}
-
-    assert not keys("train", 0) & keys("held_out", 1)
-
-
 # --- letter_count and sort ------------------------------------------------------------------------
 
 
@@ -238,13 +219,6 @@ def test_letters_are_counted(level):
     assert sum(count == 1 for count in counts) < 350
 
 
-def test_strawberry_is_asked_for():
-    assert "How many r are in strawberry?" in [
-        *prompts("letter_count", 3000, level=2),
-        *prompts("letter_count", 3000, level=2, split="held_out"),
-    ]
-
-
 @pytest.mark.parametrize("level", range(1, 5))
 def test_sorted_lists_hold_the_same_items_in_order(level):
     directions = set()
@@ -259,12 +233,6 @@ def test_sorted_lists_hold_the_same_items_in_order(level):
         assert answer == sorted(items, key=key, reverse=order.endswith("to smallest"))
         directions.add(order)
     assert len(directions) == (2 if level == 2 else 1)
-
-
-def test_words_are_different_and_in_lower_case():
-    assert len(WORDS) == len(set(WORDS)) > 300
-    assert all(re.fullmatch("[a-z]{3,12}", word) for word in WORDS)
-    assert list(WORDS) == sorted(WORDS)
 
 
 # --- the thought of the embedded model ------------------------------------------------------------
@@ -310,12 +278,6 @@ def test_a_thought_that_forgets_comes_to_the_answer_that_follows_from_it():
         assert answer == answer_of(thought)
         wrong += answer != a + b
     assert 300 < wrong < 1700
-
-
-def test_a_thought_that_always_forgets_has_no_carry():
-    for a, b in random_sums(200):
-        thought, _ = worked_thought(a, b, lambda: True)
-        assert not any(carried for _, carried, _ in steps(thought))
 
 
 def test_forgetting_is_asked_once_for_every_carry_and_only_there():
