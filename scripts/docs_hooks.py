@@ -1,7 +1,7 @@
 """MkDocs hooks: pages from outside docs/, and links that leave docs/.
 
-README.md, CHANGELOG.md and SECURITY.md are pages of the site. A link to another file of the
-repository leads to a copy of it in the site; one to a folder becomes its name.
+The files in PAGES are pages of the site. A link to another file of the repository leads to a copy
+of it in the site; one to a folder becomes its name.
 """
 
 import posixpath
@@ -12,30 +12,35 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(?=[)#])")
 
 
 def _place(page: File) -> str:
-    """Return where a page lies in the repository."""
+    """Return the path of a page in the repository."""
     elsewhere = {made: source for source, made in PAGES.items()}
     return elsewhere.get(page.src_uri, f"docs/{page.src_uri}")
 
 
 def _in_site(path: str) -> str:
-    """Return what a file of the repository is called in the site."""
+    """Return the path of a repository file in the site."""
     return PAGES.get(path, path.removeprefix("docs/"))
 
 
 def _targets(page: File) -> dict[str, str]:
-    """Return the links of a page -> what they lead to in the repository."""
+    """Return the links of a page -> their targets in the repository."""
     folder = posixpath.dirname(_place(page))
     links = LINK.findall(page.content_string)
     return {link: posixpath.normpath(posixpath.join(folder, link)) for link in links}
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that lie elsewhere, and the files that pages link to."""
+    """Add the pages from outside docs/, and the files that pages link to."""
     for source, made in PAGES.items():
         files.append(File.generated(config, made, abs_src_path=str(ROOT / source)))
     for page in list(files.documentation_pages()):
@@ -46,7 +51,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Return the page with links that hold in the site."""
+    """Return the page with its links rewritten for the site."""
     targets, folder = _targets(page.file), posixpath.dirname(page.file.src_uri)
 
     def moved(link: re.Match[str]) -> str:

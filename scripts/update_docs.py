@@ -17,6 +17,7 @@ from pathlib import Path
 import rloo_kit
 from rloo_kit.cli import _parser
 from rloo_kit.config.run_file import NUMBERS, RENAMED
+from rloo_kit.machine.hardware import TESTED
 from rloo_kit.scoring.catalogue import Parameter, describe_rewards
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -263,6 +264,11 @@ def kills() -> str:
     )
 
 
+def tested() -> str:
+    """Return the versions that the locks hold."""
+    return ", ".join(f"{name} {version}" for name, version in TESTED.items()) + ".\n"
+
+
 PARTS = {
     "commands": commands,
     "reward_reference": rewards,
@@ -271,6 +277,7 @@ PARTS = {
     "api": public_names,
     "packages": packages,
     "overrides": overrides,
+    "tested": tested,
     "faults": faults,
     "kills": kills,
 }
@@ -282,6 +289,7 @@ HOLDS = {
     "kills": "reference/reliability",
     "packages": "explanation/architecture",
     "overrides": "explanation/architecture",
+    "tested": "../README",
 }
 """Marker -> page, where it is not reference/MARKER."""
 

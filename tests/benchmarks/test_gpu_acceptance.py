@@ -181,7 +181,7 @@ def test_the_kit_is_found_where_it_is_not_installed(tmp_path):
     folder = acceptance._overlay(tmp_path / "kit")
     assert (folder / "rloo_kit" / "rewards" / "accuracy.py").exists()
     assert (folder / "rloo_kit" / "examples" / "quickstart.yaml").exists()
-    assert (folder / "rloo_kit" / "hardware.py").exists()
+    assert (folder / "rloo_kit" / "machine" / "hardware.py").exists()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 import re
 import subprocess
 import sys
@@ -49,6 +50,10 @@ def test_python_compiles_and_uses_public_names(text):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "rk":
             assert node.attr in rk.__all__
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("rk."):
+            takes = inspect.signature(getattr(rk, node.func.attr)).parameters
+            open_ended = any(one.kind is one.VAR_KEYWORD for one in takes.values())
+            assert open_ended or {word.arg for word in node.keywords} <= set(takes)
 
 
 RUN = [
@@ -104,7 +109,7 @@ def test_links_resolve_and_every_page_is_in_the_site():
             assert "://" in link or (page.parent / link).exists(), (page.name, link)
     nav = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
     docs = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
-    assert nav == {"index.md", "changelog.md", "security.md", *docs}
+    assert nav == {"index.md", "changelog.md", "contributing.md", "security.md", *docs}
 
 
 # --- the README ----------------------------------------------------------------------------------

