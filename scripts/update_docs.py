@@ -10,13 +10,23 @@ import argparse
 import ast
 import json
 import re
+import types
+import typing
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import rloo_kit
 from rloo_kit.cli import _parser
-from rloo_kit.config.run_file import NUMBERS, RENAMED
+from rloo_kit.config.run_file import RENAMED
+from rloo_kit.config.settings import (
+    BY_DEVICE,
+    OWN_FIELDS,
+    TRL_DEFAULTS,
+    Rule,
+    on_resume,
+)
 from rloo_kit.machine.hardware import TESTED
 from rloo_kit.scoring.catalogue import Parameter, describe_rewards
 
@@ -39,6 +49,8 @@ MORE = {
 """Command -> pages about it."""
 COMMON = ("thought_opened", "start_token_id", "end_token_id", "require_closed_thought")
 """Parameters that the page explains once."""
+SENTENCES = 3
+"""Of a reward's docstring, after its first line."""
 
 
 def commands() -> str:
@@ -88,6 +100,7 @@ def rewards() -> str:
     for entry in describe_rewards():
         if entry.origin == "built in":
             about = _markdown(re.split(r"\n\n|\n>>>", entry.text.partition("\n\n")[2])[0])
+            about = " ".join(re.split(r"(?<=[.)]) (?=[A-Z])", about)[:SENTENCES])
             rows = [_parameter(p) for p in entry.parameters if p.name not in COMMON]
             parts.append("\n".join([f"## {entry.name}\n", f"{entry.summary} {about}\n", *rows, ""]))
     return "\n".join(parts)
@@ -110,14 +123,56 @@ def settings() -> str:
         ("model", "ModelSection", "model."),
         ("lora", "LoraSection", "lora."),
         ("data", "DataSection", "data."),
-        ("trainer: settings that TRL does not have", "LeaveOneOutConfig", ""),
     ):
         rows = [
             f"- `{prefix}{field}` ({kind}, `{default}`){': ' if text else ''}{text}"
             for field, kind, default, text in _fields(name)
         ]
         parts.append(f"## {heading}\n\n" + "\n".join(rows) + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, _trainer_settings()])
+
+
+def _trainer_settings() -> str:
+    rows = []
+    for field in OWN_FIELDS:
+        rule = field.metadata["rule"]
+        default = _yaml(ast.Constant(field.default))
+        rows.append(
+            f"- `{field.name}` ({_type_name(field.type)}, `{default}`): {rule.help}{_range(rule)}"
+        )
+    defaults = (f"`{name}` {_yaml(ast.Constant(value))}" for name, value in TRL_DEFAULTS.items())
+    return "\n".join(
+        [
+            "## trainer: settings that TRL does not have\n",
+            *rows,
+            "\n## trainer: settings of TRL\n",
+            "Every field of TRL's `RLOOConfig`, and so of transformers' `TrainingArguments`, goes "
+            "under `trainer:` with TRL's name and meaning. The kit's defaults: "
+            f"{', '.join(defaults)}. By the device: {_names(BY_DEVICE)}.\n",
+            f"A resume keeps {_names(on_resume('must'))}; a new value of "
+            f"{_names(on_resume('may'))} is used and reported; all others may change.\n",
+        ]
+    )
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def _type_name(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return " or ".join(map(str, typing.get_args(kind)))
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " or ".join(map(_type_name, typing.get_args(kind)))
+    if kind is types.NoneType:
+        return "null"
+    return kind.__name__ if type(kind) is type else str(kind)
+
+
+def _range(rule: Rule) -> str:
+    if rule.minimum is not None and rule.maximum is not None:
+        return f" From {rule.minimum:g} to {rule.maximum:g}."
+    return f" At least {rule.minimum:g}." if rule.minimum is not None else ""
 
 
 def _class(name: str, roots: Iterable[Path]) -> ast.ClassDef:
@@ -144,10 +199,6 @@ def _fields(name: str) -> Iterator[tuple[str, str, str, str]]:
         text = ""
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             text = _markdown(after.value.value)
-        low_high = NUMBERS.get(node.target.id) if name == "LeaveOneOutConfig" else None
-        if low_high:
-            low, high = low_high[1:]
-            text += f" From {low:g} to {high:g}." if high < 1e6 else f" At least {low:g}."
         kind = kind.replace(" | None", " or null").replace(" | ", " or ")
         yield node.target.id, kind, _yaml(node.value), text
 
