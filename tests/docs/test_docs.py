@@ -123,7 +123,8 @@ def readme_block(language, containing):
 @pytest.mark.long
 def test_readme_program_runs(tmp_path):
     source = readme_block("python", "rk.LeaveOneOutTrainer")
-    source = source.replace("max_steps=40", "max_steps=2").replace("batch_size=64", "batch_size=16")
+    few = '**{**run.trainer, "max_steps": 2, "per_device_train_batch_size": 16}'
+    source = source.replace("**run.trainer", few)
     done = subprocess.run(
         [sys.executable, "-c", source],
         cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
