@@ -56,14 +56,14 @@ def test_a_pickle_is_known_by_its_name(name):
     assert is_pickle(name)
 
 
-def test_a_pickle_holds_the_weights_only_where_safetensors_do_not():
+def test_pickled_weights_count_only_without_safetensors():
     assert pickled_weights(["config.json", "model.pt"]) == "model.pt"
     assert pickled_weights(["adapter_model.safetensors", "adapter_model.bin"]) is None
     assert pickled_weights(["config.json", "optimizer.pt", "rng_state.pth"]) is None
 
 
 @pytest.mark.parametrize("shard", ["../../secret.safetensors", "/x.safetensors", "a.bin", "a\\b"])
-def test_an_index_names_only_safetensors_of_its_own_folder(shard, tmp_path):
+def test_index_names_only_safetensors_of_its_folder(shard, tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     assert why_not_opened(tmp_path) is None
@@ -135,7 +135,7 @@ def hub(monkeypatch):
     server.server_close()
 
 
-def test_a_pickle_on_the_hub_is_refused_before_it_is_downloaded(hub):
+def test_pickle_on_the_hub_is_refused_before_download(hub):
     assert find_model("them/safe") == "them/safe"
     remedy = r"hf download them/pickled --local-dir pickled\), where you trust it, .*'pickled'"
     with pytest.raises(rk.ModelError, match=f"pytorch_model.bin, a pickle, .*{remedy}"):
@@ -144,7 +144,7 @@ def test_a_pickle_on_the_hub_is_refused_before_it_is_downloaded(hub):
         find_model("them/adapter")
 
 
-def test_a_pickle_that_was_downloaded_before_is_refused_too(tmp_path, monkeypatch):
+def test_cached_pickle_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--them--old"
     snapshot = repository / "snapshots" / ("0" * 40)
@@ -174,7 +174,7 @@ def test_a_tag_of_yaml_makes_no_object(tag, tmp_path, ran):
     assert not ran.exists()
 
 
-def test_trusted_code_is_off_and_named_in_the_report_where_it_is_on():
+def test_trusted_code_is_off_by_default():
     assert rk.RunConfig().model.trust_remote_code is False
     config = rk.read_run_file("quickstart", ["model.trust_remote_code=true"])
     assert config.model.trust_remote_code is True
@@ -243,7 +243,7 @@ def test_a_file_outside_is_named_in_full(ran, rewards, tmp_path):
     assert loaded_lines(f"{tmp_path}/run/../mine.py:good", ran, base="/") == [whole]
 
 
-def test_an_installed_package_is_named_and_the_kits_own_is_not(ran, monkeypatch):
+def test_installed_packages_are_named_and_ours_are_not(ran, monkeypatch):
     said = loaded_lines("os.path:basename", ran)
     assert said == ["running code of the installed module os.path (basename)"]
     assert loaded_lines("length", ran) == []
@@ -257,7 +257,7 @@ def test_an_installed_package_is_named_and_the_kits_own_is_not(ran, monkeypatch)
     assert loaded_lines("base", ran) == said
 
 
-def test_train_and_rewards_check_name_the_code_first(ran, rewards):
+def test_train_and_rewards_check_name_code_first(ran, rewards):
     spec = {"rewards": ["mine.py:lost"]}
     Path("run.yaml").write_text(json.dumps(spec))
     for run in (
@@ -271,7 +271,7 @@ def test_train_and_rewards_check_name_the_code_first(ran, rewards):
         assert said == ["running code of mine.py (lost)"]
 
 
-def test_train_says_first_that_code_of_a_model_may_run(rewards):
+def test_train_announces_trusted_code_first(rewards):
     settings = {"model": {"name": "./nowhere", "trust_remote_code": True}}
     Path("run.yaml").write_text(json.dumps(settings))
     said = []
@@ -280,7 +280,7 @@ def test_train_says_first_that_code_of_a_model_may_run(rewards):
     assert len([line for line in said if "model.trust_remote_code" in line]) == 1
 
 
-def test_a_name_cannot_write_a_line_of_its_own(ran, rewards, tmp_path):
+def test_file_name_cannot_add_a_line(ran, rewards, tmp_path):
     (tmp_path / "run" / "mine\nall is well.py").write_text("def good(completions): return []\n")
     (line,) = loaded_lines("mine\nall is well.py:good", ran)
     assert line == "running code of mine\\nall is well.py (good)"
@@ -289,7 +289,7 @@ def test_a_name_cannot_write_a_line_of_its_own(ran, rewards, tmp_path):
 # --- the folder of a run -------------------------------------------------------------------------
 
 
-def test_a_report_writes_one_file_and_follows_no_link(tmp_path):
+def test_report_writes_one_file_and_follows_no_link(tmp_path):
     outside, run = tmp_path / "outside", tmp_path / "run"
     (outside / "deep").mkdir(parents=True)
     (outside / "deep" / "large").write_bytes(b"x" * 5000)
@@ -315,10 +315,10 @@ def test_a_report_writes_one_file_and_follows_no_link(tmp_path):
 
 # --- the source ----------------------------------------------------------------------------------
 
-OURS = sorted([*(ROOT / "rloo_kit").glob("*.py"), *(ROOT / "rewards").glob("*.py")])
+OURS = sorted([*(ROOT / "rloo_kit").rglob("*.py"), *(ROOT / "rewards").glob("*.py")])
 MAY_RUN = {
     "child: pickle.loads",  # to a process of its own and back, by a folder of this user's alone
-    "config: yaml.load",  # with a safe loader: see the tags above
+    "run_file: yaml.load",  # with a safe loader: see the tags above
     *(f"{room}: {call}" for room in ("_code_harness", "_confinement") for call in ("exec", "eval")),
 }
 """The last are the sandbox."""
@@ -332,24 +332,18 @@ def calls_in(path):
     return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
 
 
-def test_nothing_here_opens_a_pickle_or_runs_a_text():
+def test_no_module_opens_a_pickle_or_evaluates_text():
     found = {(path.stem, ast.unparse(call.func)) for path in OURS for call in calls_in(path)}
     assert {f"{room}: {name}" for room, name in found if name in RUNS} <= MAY_RUN
 
 
-NO_CODE = ("PeftModel", "LoraConfig")
-"""Classes that read weights or a JSON file and run no code of a model."""
-
-
-def test_every_model_and_tokenizer_is_loaded_without_its_code_unless_it_was_asked_for():
+def test_every_from_pretrained_passes_trust_remote_code():
     seen = 0
     for path in OURS:
         for call in calls_in(path):
             name = ast.unparse(call.func)
-            if not name.endswith(".from_pretrained") or name.startswith(
-                ("PeftModel", "LoraConfig")
-            ):
-                continue  # the latter reads a JSON file alone
+            if not name.endswith(".from_pretrained") or name.startswith(("PeftModel", "Lora")):
+                continue  # they read weights or a JSON file and run no code of a model
             given = {word.arg: word.value for word in call.keywords}  # **kwargs is None here
             assert {"trust_remote_code", None} & set(given), (path.name, call.lineno)
             value = given.get("trust_remote_code")
@@ -366,33 +360,24 @@ def package(name, **facts):
     return {"name": name, "version": "1.0", **facts}
 
 
-def test_audit_fails_only_where_a_fixed_version_exists():
-    known = {"id": "CVE-1", "fix_versions": ["1.1"], "aliases": []}
-    unfixed = {"id": "CVE-2", "fix_versions": [], "aliases": []}
-    found = [
-        package("good", vulns=[]),
-        package("bad", vulns=[known]),
-        package("odd", vulns=[unfixed]),
-    ]
-    lines, code = audit.verdict({"dependencies": found})
+def test_only_an_advisory_with_a_fix_fails_the_audit():
+    fixable = package("bad", vulns=[{"id": "CVE-1", "fix_versions": ["1.1"], "aliases": []}])
+    open_one = package("odd", vulns=[{"id": "CVE-2", "fix_versions": [], "aliases": []}])
+    lines, code = audit.verdict({"dependencies": [fixable, open_one]})
     assert code == 1
-    assert lines[:3] == [
-        "bad 1.0: CVE-1, fixed in 1.1",
-        "odd 1.0: CVE-2, not fixed yet",
-        "3 locked packages audited, 2 advisories",
-    ]
-    assert audit.verdict({"dependencies": [found[0], found[2]]})[1] == 0
+    assert "CVE-1, fixed in 1.1" in lines[0]
+    assert audit.verdict({"dependencies": [open_one]})[1] == 0
 
 
-def test_an_audit_that_found_nothing_about_any_package_says_that_it_was_none():
-    nothing = {"dependencies": [package("good", skip_reason="not found on PyPI")]}
-    for report in (nothing, None, {}):
+def test_an_audit_without_answers_says_so():
+    unknown = package("good", skip_reason="not found on PyPI")
+    for report in ({"dependencies": [unknown]}, None, {}):
         assert audit.verdict(report) == ([audit.UNREACHABLE], 0)
-    half = {"dependencies": [*nothing["dependencies"], package("known", vulns=[])]}
-    assert audit.verdict(half)[0][-1] == "1 packages were not found in the database"
+    half = {"dependencies": [unknown, package("known", vulns=[])]}
+    assert "1 packages were not found" in audit.verdict(half)[0][-1]
 
 
-def test_an_audit_that_cannot_run_gives_no_report(tmp_path):
+def test_audit_that_cannot_run_gives_no_report(tmp_path):
     program = tmp_path / "pip-audit"
     assert audit.ask(str(program), ["requirements/requirements.lock"]) is None
     for body in ("echo no connection; exit 1", "sleep 9"):
@@ -401,19 +386,12 @@ def test_an_audit_that_cannot_run_gives_no_report(tmp_path):
         assert audit.ask(str(program), ["requirements/requirements.lock"], seconds=0.3) is None
 
 
-# --- what is promised ----------------------------------------------------------------------------
+# --- promises of SECURITY.md ---------------------------------------------------------------------
 
 
-def test_what_the_page_links_to_is_there():
+def test_promised_variables_are_set():
+    source = (ROOT / "rloo_kit/machine/environment.py").read_text(encoding="utf-8")
     page = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page)
-    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
-    assert "SECURITY.md" in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def test_the_variables_that_the_page_promises_are_set():
-    source = (ROOT / "rloo_kit" / "environment.py").read_text(encoding="utf-8")
-    page = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
-    promised = set(re.findall(r"`([A-Z_]+)=1`", page)) - {"HF_HUB_OFFLINE"}  # the reader's to set
+    promised = set(re.findall(r"`([A-Z_]+)=1`", page)) - {"HF_HUB_OFFLINE"}  # the user's to set
     assert len(promised) == 4
     assert [name for name in promised if f'"{name}": "1"' not in source] == []
