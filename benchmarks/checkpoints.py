@@ -44,7 +44,7 @@ def share(runs: int) -> dict:
 
         setattr(ExactResume, name, call)
 
-    timed("keep_boundary", "copied")
+    timed("take_snapshot", "copied")
     timed("_write_or_rescue", "written")
     found = []
     with tempfile.TemporaryDirectory() as place:

@@ -398,10 +398,6 @@ def _recorded_trainer(options: argparse.Namespace, model, tokenizer, rows: int, 
     completions = torch.randint(300, vocabulary, (rows, length)).tolist()
 
     class Recorded(rk.LeaveOneOutTrainer):
-        def _generate_single_turn(self, prompt_ids, *_):
-            self.tokens = sum(map(len, prompt_ids)) + rows * length
-            return [list(ids) for ids in completions]
-
         def training_step(self, *arguments, **others):
             step = functools.partial(super().training_step, *arguments, **others)
             if torch.cuda.is_available():
@@ -437,6 +433,12 @@ def _recorded_trainer(options: argparse.Namespace, model, tokenizer, rows: int, 
         processing_class=tokenizer,
     )
     trainer.seconds, trainer.tokens = [], 0
+
+    def recorded(prompt_ids, *_):
+        trainer.tokens = sum(map(len, prompt_ids)) + rows * length
+        return [list(ids) for ids in completions]
+
+    trainer.sampler.generate = recorded
     return trainer
 
 

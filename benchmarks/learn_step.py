@@ -289,6 +289,8 @@ class Bench:
                 cell, options.longest, self.vocabulary, self.tokenizer.eos_token_id
             )
             assert len(trainer.recorded) == rows
+            if name == "kit":
+                trainer.sampler.generate = trainer._generate_single_turn
             made[name] = trainer
         return made
 

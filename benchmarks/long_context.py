@@ -115,16 +115,17 @@ def watched() -> Clock:
     """Return a clock on every phase of the kit's trainer and recorder."""
     from rloo_kit.rloo.learner import Learner
     from rloo_kit.runs.recorder import RunRecorder
-    from rloo_kit.training.trainer import LeaveOneOutTrainer
+    from rloo_kit.training.metrics import StepLog
+    from rloo_kit.training.rollouts import Policy, RewardCalls, Sampler
 
     clock = Clock()
     for owner, name, phase in (
-        (LeaveOneOutTrainer, "_generate_single_turn", "sampling"),
-        (LeaveOneOutTrainer, "_reference_log_probs", "reference pass"),
+        (Sampler, "draw", "sampling"),
+        (Policy, "reference_log_probs", "reference pass"),
         (Learner, "fill_old", "old pass"),
         (Learner, "learn", "learning"),
-        (LeaveOneOutTrainer, "_calculate_rewards", "rewards"),
-        (LeaveOneOutTrainer, "_note_rollout", "records"),
+        (RewardCalls, "finish", "rewards"),
+        (StepLog, "note_rollout", "records"),
         (RunRecorder, "write_report", "report"),
     ):
         clock.watch(owner, name, phase)

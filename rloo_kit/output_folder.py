@@ -1,10 +1,6 @@
-"""Where a command writes: a folder that is not there yet, so that nothing is overwritten.
-
-And a lock, so that two processes never write one run.
-"""
+"""The folder that a command writes: a new one, so that nothing is overwritten, and its lock."""
 
 import contextlib
-import errno
 import itertools
 import json
 import math
@@ -16,18 +12,7 @@ from typing import Any
 
 from rloo_kit.errors import ConfigError
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 LOCK = "run.lock"
-_REFUSED = {errno.EWOULDBLOCK, errno.EACCES}
-_held: set[int] = set()
-"""Descriptors of the locks that this process holds."""
-
-
-# --- a folder of its own -------------------------------------------------------------------------
 
 
 def free_folder(wanted: str | Path) -> Path:
@@ -55,16 +40,20 @@ def make_run_folder(wanted: str | Path) -> Path:
         ConfigError: It cannot be made.
     """
     wanted = Path(wanted)
-    free_folder(wanted)  # tells what lies in a file
     try:
-        wanted.parent.mkdir(parents=True, exist_ok=True)
-        for folder in _numbered(wanted):
+        free_folder(wanted).parent.mkdir(parents=True, exist_ok=True)
+        folders = _numbered(wanted)
+        while True:
+            folder = next(folders)
             with contextlib.suppress(FileExistsError):
                 folder.mkdir()
                 return folder
     except (OSError, ValueError) as exc:
-        raise _cannot_be_written(wanted, exc) from exc
-    raise AssertionError("numbers do not end")
+        if isinstance(exc, ConfigError):
+            raise
+        raise ConfigError(
+            f"output_dir {str(wanted)!r} cannot be written ({exc}): choose another"
+        ) from exc
 
 
 def _numbered(wanted: Path) -> Iterator[Path]:
@@ -78,29 +67,21 @@ def _numbered(wanted: Path) -> Iterator[Path]:
         yield wanted.with_name(f"{wanted.name}-{number}")
 
 
-def _cannot_be_written(folder: Path, exc: Exception) -> ConfigError:
-    return ConfigError(f"output_dir {str(folder)!r} cannot be written ({exc}): choose another")
-
-
 def latest_folder(wanted: str | Path) -> Path | None:
     """Return the run folder with the highest number among ``wanted``, ``wanted-2``, ...
 
-    A run folder holds run.yaml or metrics.jsonl. Another run whose output_dir was called
-    ``wanted-5`` is not told apart by its name: compare its run.yaml.
+    A run folder has run.yaml or metrics.jsonl. Another run whose output_dir was called
+    ``wanted-5`` looks the same by its name: compare its run.yaml.
     """
     wanted = Path(wanted)
     pattern = re.compile(re.escape(wanted.name) + "(?:-([2-9]|[1-9][0-9]+))?")
-    try:
-        names = os.listdir(wanted.parent)
-    except OSError:
-        return None
-    numbers = {name: int(m[1] or 1) for name in names if (m := pattern.fullmatch(name))}
-    folders = (wanted.with_name(name) for name in sorted(numbers, key=numbers.get, reverse=True))
-    return next((folder for folder in folders if _is_run_folder(folder)), None)
-
-
-def _is_run_folder(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("run.yaml", "metrics.jsonl"))
+    found = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir(wanted.parent):
+            folder, match = wanted.with_name(name), pattern.fullmatch(name)
+            if match and any((folder / f).is_file() for f in ("run.yaml", "metrics.jsonl")):
+                found[int(match[1] or 1)] = folder
+    return found[max(found)] if found else None
 
 
 # --- files that are whole -------------------------------------------------------------------------
@@ -147,111 +128,63 @@ def without_nan(value: Any) -> Any:
     return value
 
 
-# --- one process a folder ------------------------------------------------------------------------
+# --- one process a folder -------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def lock_folder(folder: str | Path) -> Iterator[None]:
     """Hold the lock of a run's folder: ``run.lock``, with the number of this process in it.
 
-    The system gives the lock back when the process ends, however it ends, so a lock file that a
-    killed process left does not stand in the way. Programs that this process starts do not hold it.
-    A forked copy would, since a lock belongs to the opened file that both then share: it closes its
-    share as it begins, unless it was forked past Python's own ``os.fork``. Where the system or the
-    disk knows no such locks, nothing is locked.
+    The system releases the lock when the process ends, however it ends.
 
     Raises:
         ConfigError: Another process holds it, or the folder cannot be written.
     """
-    path = Path(folder) / LOCK
-    if fcntl is None:
-        yield
-        return
+    from filelock import FileLock, Timeout
+
+    path, owner = Path(folder) / LOCK, os.getpid()
+    lock = FileLock(path, blocking=False)
     try:
-        place = _open_locked(path)
-    except ConfigError:
-        raise
+        os.listdir(folder)  # filelock would make a folder that is missing
+        lock.acquire()
+    except Timeout as exc:
+        raise ConfigError(
+            f"run folder {str(folder)!r} is in use by {_holder(path)}: wait for it, or choose "
+            f"another output_dir"
+        ) from exc
     except (OSError, ValueError) as exc:
         raise ConfigError(
-            f"run folder {str(folder)!r} cannot be locked ({exc}): see that it can be written, or "
-            f"choose another output_dir"
+            f"run folder {str(folder)!r} cannot be locked ({exc}): make it writable, or choose "
+            f"another output_dir"
         ) from exc
-    owner = os.getpid()
-    _held.add(place)
     try:
         with contextlib.suppress(OSError):  # a full disk: the lock holds without the number
-            os.ftruncate(place, 0)
-            os.write(place, str(owner).encode())
+            path.write_text(str(owner))
         yield
     finally:
         if os.getpid() == owner:  # not in a forked copy that leaves this block
-            _held.discard(place)
             with contextlib.suppress(OSError):  # first: a name that is free means a free lock
                 path.unlink()
-            os.close(place)
+            lock.release()
+
+
+def _holder(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        number = path.read_text()
+        if number == str(os.getpid()):
+            return "another run of this process"
+        if number.isdecimal():
+            return f"process {number}"
+    return "another process"
 
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Wait until no other process of the same training is in the body, for a folder that exists.
+    """Wait until no other process of the same training is in the body."""
+    from filelock import FileLock
 
-    Where the system or the disk knows no locks, nothing is waited for.
-    """
-    if fcntl is None or not folder.is_dir():
+    if not folder.is_dir():
         yield
         return
-    place = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(place, fcntl.LOCK_EX)
+    with FileLock(folder / ".writing.lock"):
         yield
-    finally:
-        os.close(place)
-
-
-def _open_locked(path: Path) -> int:
-    """Return a descriptor of the file of that name, locked where locks are known."""
-    for attempt in itertools.count():
-        place = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        try:
-            _lock(place, path.parent)
-            # The one that held it may have removed the file after it was opened here. A disk whose
-            # files have no lasting numbers cannot tell.
-            with contextlib.suppress(FileNotFoundError):
-                if attempt >= 99 or os.path.samestat(os.fstat(place), os.lstat(path)):
-                    return place
-        except BaseException:
-            os.close(place)
-            raise
-        os.close(place)
-    raise AssertionError("it goes on until it returns")
-
-
-def _lock(place: int, folder: Path) -> None:
-    try:
-        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as exc:
-        if exc.errno not in _REFUSED:  # a disk without locks
-            return
-        raise ConfigError(
-            f"run folder {str(folder)!r} is in use by {_holder(place)}: wait for it, or choose "
-            f"another output_dir"
-        ) from exc
-
-
-def _holder(place: int) -> str:
-    number = os.read(place, 32).decode("ascii", "replace")
-    if number == str(os.getpid()):
-        return "another run of this process"
-    return f"process {number}" if number.isdecimal() else "another process"
-
-
-def _let_go() -> None:
-    """Close the share that a forked copy got."""
-    while _held:
-        with contextlib.suppress(OSError):
-            os.close(_held.pop())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)

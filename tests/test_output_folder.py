@@ -249,7 +249,7 @@ while entered < 150:
 
 def test_a_folder_that_is_not_there_cannot_be_locked(tmp_path):
     with (
-        pytest.raises(ConfigError, match=r"cannot be locked .*see that it can be written"),
+        pytest.raises(ConfigError, match=r"cannot be locked .*make it writable"),
         lock_folder(tmp_path / "missing"),
     ):
         pass

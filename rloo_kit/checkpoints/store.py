@@ -1,20 +1,14 @@
-"""Checkpoints that are whole or absent.
+"""Checkpoints on the disk: atomic folders of safetensors and JSON, with checksums.
 
-A checkpoint is a folder ``checkpoint-N`` of a run. Its files are written into a hidden folder
-beside it, summed in a manifest, brought to the disk, and renamed as one; so a folder of that name
-is whole, and what the disk or a person did to it later shows in the sums.
-
-Hidden names, none of which outlives the next write:
-
-- ``.checkpoint-N.part`` is being written, or was when the process was killed;
-- ``.checkpoint-N.old`` was replaced by a newer ``checkpoint-N``, and is the checkpoint of that step
-  for the moment in which the newer one has no name yet;
-- ``.checkpoint-N.gone`` is being removed.
+A checkpoint is a folder ``checkpoint-N`` of a run. Its files are written into the hidden folder
+``.checkpoint-N.part``, listed with their checksums in a manifest, synced to the disk, and renamed
+as one. So a folder of that name is whole, and later damage shows in the checksums. A folder is
+removed under the name ``.checkpoint-N.gone``; the next write clears hidden folders that a killed
+process left.
 """
 
 import contextlib
 import errno
-import functools
 import hashlib
 import heapq
 import importlib.metadata
@@ -24,42 +18,40 @@ import os
 import random
 import re
 import shutil
-import stat
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import CheckpointError, DiskError
-from rloo_kit.output_folder import write_atomically
 from rloo_kit.text.wording import format_name, format_value
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 SPARE_BYTES = 2**20
-"""Kept free beside a tenth more than a checkpoint is expected to take."""
+"""Kept free in addition to a tenth more than a checkpoint is expected to take."""
+TREE, TENSORS = "state.json", "state.safetensors"
+SAMPLED_ROWS = 512
+"""Rows of a data set that its sum looks at, evenly spaced."""
+SAMPLED_VALUES = 64
+"""Values of each frozen weight that their sum looks at."""
 
-_NUMBER = "(0|[1-9][0-9]*)"
-_SHOWN = re.compile(rf"checkpoint-{_NUMBER}")
-_HIDDEN = re.compile(rf"\.checkpoint-{_NUMBER}\.(part|old|gone)")
+_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
+_HIDDEN = re.compile(r"\.checkpoint-[0-9]+\.(part|old|gone)")
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class _BrokenError(Exception):
-    """Why a folder is no whole checkpoint."""
-
-
-class _OtherFormatError(_BrokenError):
-    """It may be whole, but another version of the kit wrote it."""
+    """Why a folder is no valid checkpoint."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint."""
+    """A valid checkpoint."""
 
     folder: Path
     step: int
@@ -84,61 +76,70 @@ def write_checkpoint(
 ) -> Checkpoint:
     """Write ``checkpoint-STEP`` of a run: whole, or not at all.
 
-    Killed at any moment, or failed, it leaves every checkpoint that was there before; one of the
-    same step is replaced.
+    A checkpoint of the same step is replaced; all others stay whatever happens.
 
     Args:
         run: Folder of the run; made if it is missing.
         step: Number of the checkpoint, from 0.
-        fill: Writes the files into the empty folder that it is called with: no links, and none
-            named ``manifest.json``.
+        fill: Writes the files into the empty folder that it is called with.
         facts: Kept in the manifest; must be JSON.
-        score: What ``keep_best`` compares; a number that is not finite counts as none.
+        score: What ``keep_best`` compares; NaN and Inf count as None.
         expected_bytes: What ``fill`` will write; a tenth more must be free.
 
     Raises:
         DiskError: The disk is full or refuses.
-        CheckpointError: ``fill`` left a link, or a file named ``manifest.json``.
     """
     run = Path(run)
-    part = run / f".checkpoint-{step}.part"
-    with _disk_faults_told(run, step):
+    part, final = run / f".checkpoint-{step}.part", run / f"checkpoint-{step}"
+    manifest = {
+        "format": FORMAT,
+        "version": importlib.metadata.version("rloo-kit"),
+        "step": step,
+        "time": time.time(),
+        "score": float(score) if score is not None and math.isfinite(score) else None,
+        "facts": facts or {},
+    }
+    with _disk_errors(run, step):
         run.mkdir(parents=True, exist_ok=True)
         _clear_leftovers(run)
-        if part.exists():  # it could not be removed: say why
-            shutil.rmtree(part)
         _check_space(run, step, expected_bytes)
         try:
             part.mkdir()
             fill(part)
-            manifest = _sealed(step, score, facts or {}, _sum_and_sync(part))
-            _write_manifest(part, manifest)
-            _put_in_place(part, step)
+            manifest["files"] = _checksums_of(part)
+            (part / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+            _sync(part)
+            if os.path.lexists(final):
+                _discard(final)
+            os.rename(part, final)
+            _sync_folder(run)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
-    return _checkpoint(run / f"checkpoint-{step}", manifest)
+    return _checkpoint(final, json.loads(json.dumps(manifest)))
 
 
 @contextlib.contextmanager
-def _disk_faults_told(run: Path, step: int) -> Iterator[None]:
+def _disk_errors(run: Path, step: int) -> Iterator[None]:
     try:
         yield
-    except _BrokenError as exc:
-        raise CheckpointError(
-            f"checkpoint {step} cannot be written to {str(run)!r}: {exc}; fill its folder with "
-            f"plain files of other names"
-        ) from exc
     except DiskError:
         raise
     except Exception as exc:
-        fault = _fault_of_the_disk(exc)
-        if fault is None:
+        code = _disk_error_code(exc)
+        if code is None:
             raise
-        raise DiskError(_disk_text(run, step, fault)) from exc
+        free = _free_bytes(run)
+        space = "" if free is None else f", {_size(free)} free there"
+        remedy = "free some space" if code in _FULL else "make the folder writable"
+        raise DiskError(
+            f"checkpoint {step} could not be written to {str(run)!r} ({os.strerror(code)}{space}): "
+            f"{remedy} and resume with --resume, or set trainer.rescue_dir to a folder on another "
+            f"disk"
+        ) from exc
 
 
-def _fault_of_the_disk(exc: BaseException | None) -> int | None:
+def _disk_error_code(exc: BaseException | None) -> int | None:
     """Return the errno of a refused write, also where a library written in Rust raises its own."""
     while exc is not None:
         is_network = isinstance(exc, ConnectionError | TimeoutError)
@@ -150,34 +151,24 @@ def _fault_of_the_disk(exc: BaseException | None) -> int | None:
     return None
 
 
-def _disk_text(run: Path, step: int, fault: int) -> str:
-    free = _free_bytes(run)
-    shown = "" if free is None else f", {_size(free)} free there"
-    remedy = "free some space" if fault in _FULL else "see that the folder can be written"
-    return (
-        f"checkpoint {step} could not be written to {str(run)!r} ({os.strerror(fault)}{shown}): "
-        f"{remedy} and go on with --resume, or set trainer.rescue_dir to a folder on another disk"
-    )
-
-
 def _check_space(run: Path, step: int, expected_bytes: int) -> None:
     needed, free = int(expected_bytes * 1.1) + SPARE_BYTES, _free_bytes(run)
     if free is not None and free < needed:
         raise DiskError(
             f"checkpoint {step} needs {_size(needed)} in {str(run)!r}, where {_size(free)} are "
-            f"free: free some space and go on with --resume, or set trainer.rescue_dir to a folder "
-            f"on another disk"
+            f"free: free some space and resume with --resume, or set trainer.rescue_dir to a "
+            f"folder on another disk"
         )
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """Return what is free where the folder is or would be; None where the system cannot tell."""
+    """Return what is free where the folder is or would be; None where it is unknown."""
     place = next((p for p in (folder, *folder.absolute().parents) if p.is_dir()), folder)
     try:
         usage = shutil.disk_usage(place)
     except OSError:
         return None
-    return usage.free if usage.total else None  # some network disks call everything 0
+    return usage.free if usage.total else None  # some network disks report 0
 
 
 def _size(num_bytes: float) -> str:
@@ -188,34 +179,25 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} GiB"
 
 
-def _files(folder: Path) -> Iterator[tuple[str, int]]:
-    """Yield the name, relative and with slashes, and the size of every file below."""
-    waiting = [""]
-    while waiting:
-        place = waiting.pop()
-        with os.scandir(folder / place) as entries:
-            for entry in entries:
-                name, facts = place + entry.name, entry.stat(follow_symlinks=False)
-                if stat.S_ISDIR(facts.st_mode):
-                    waiting.append(f"{name}/")
-                elif stat.S_ISREG(facts.st_mode):
-                    yield name, facts.st_size
-                else:
-                    raise _BrokenError(f"{name} is a symbolic link or no file")
-
-
-def _sum_and_sync(folder: Path) -> dict[str, dict[str, Any]]:
-    """Bring every file and folder below to the disk; return their sizes and sums by name."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, size in sorted(_files(folder)):
-        if name.casefold() == MANIFEST:
-            raise _BrokenError(f"{name} is the name of its list of files")
-        with (folder / name).open("r+b") as file:  # Windows syncs only what may be written
-            found[name] = {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-            os.fsync(file.fileno())
-    for below in {folder / parent for name in found for parent in PurePosixPath(name).parents}:
-        _sync_folder(below)
+def _checksums_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return size and sha256 of every file below, by its relative name with slashes."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        name = path.relative_to(folder).as_posix()
+        found[name] = {"bytes": path.stat().st_size, "sha256": digest}
     return found
+
+
+def _sync(folder: Path) -> None:
+    """Bring every file and folder below to the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_dir():
+            _sync_folder(path)
+        else:
+            with path.open("r+b") as file:  # Windows syncs only what may be written
+                os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:
@@ -231,105 +213,25 @@ def _sync_folder(folder: Path) -> None:
         os.close(place)
 
 
-@functools.cache
-def _version() -> str:
-    try:
-        return importlib.metadata.version("rloo-kit")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def _sealed(
-    step: int, score: float | None, facts: dict[str, Any], files: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
-    content = {
-        "format": FORMAT,
-        "version": _version(),
-        "step": step,
-        "time": time.time(),
-        "score": float(score) if score is not None and math.isfinite(score) else None,
-        "facts": facts,
-        "files": files,
-    }
-    content = json.loads(json.dumps(content))
-    return content | {"sha256": _seal(content)}
-
-
-def _seal(content: dict[str, Any]) -> str:
-    """Return the sum over a manifest without its own sum: a fact may not change unseen either."""
-    rest = {name: value for name, value in content.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _write_manifest(part: Path, manifest: dict[str, Any]) -> None:
-    text = json.dumps(manifest, indent=1)
-    write_atomically(part / MANIFEST, f"{text}\n".encode())
-    _sync_folder(part)
-
-
-def _put_in_place(part: Path, step: int) -> None:
-    final, aside = part.with_name(f"checkpoint-{step}"), part.with_name(f".checkpoint-{step}.old")
-    replaces = os.path.lexists(final)
-    if replaces:
-        os.rename(final, aside)
-    try:
-        os.rename(part, final)
-    except BaseException:
-        if replaces:
-            with contextlib.suppress(OSError):  # where this fails, it is found as it is
-                os.rename(aside, final)
-        raise
-    _sync_folder(final.parent)
-    if replaces:
-        _discard(aside, step)
-
-
-# --- removing ------------------------------------------------------------------------------------
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder, a file or a link, as far as the system lets."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-def _discard(path: Path, step: int) -> OSError | None:
-    """Remove a checkpoint so that none is ever half there; return why it could not be taken."""
-    gone = path.with_name(f".checkpoint-{step}.gone")
-    _remove(gone)
-    try:
-        os.rename(path, gone)
-    except OSError as exc:
-        return exc
-    _remove(gone)
-    return None
+def _discard(folder: Path) -> None:
+    """Remove a checkpoint so that none is ever half there."""
+    gone = folder.with_name(f".{folder.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(folder, gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _clear_leftovers(run: Path) -> None:
-    """Remove what a killed process left, and give a checkpoint that lost its name that back."""
+    """Remove what a killed process left."""
     for name in os.listdir(run):
-        match = _HIDDEN.fullmatch(name)
-        if match is None:
-            continue
-        final = run / f"checkpoint-{match[1]}"
-        if match[2] != "old":
-            _remove(run / name)
-        elif os.path.lexists(final) and _is_whole(final):
-            _discard(run / name, int(match[1]))
-        else:
-            if os.path.lexists(final):
-                _discard(final, int(match[1]))
-            os.rename(run / name, final)
+        if _HIDDEN.fullmatch(name):
+            shutil.rmtree(run / name)
 
 
 def prune_checkpoints(run: Path, keep_last: int, keep_best: int) -> list[int]:
     """Remove the checkpoints that are neither among the newest nor among the best.
 
-    Only manifests and sizes are read. The newest and the one written last always stay. What is
-    broken does not count and stays too, for a person to look at.
+    The newest and the one written last always stay. Broken ones do not count and stay, too.
 
     Args:
         run: Folder of the run.
@@ -339,8 +241,7 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int) -> list[int]:
     Returns:
         Steps that were removed, in order; one that cannot be removed is named in a UserWarning.
     """
-    run = Path(run)
-    found: dict[int, dict[str, Any]] = {}
+    run, found = Path(run), {}
     for step in list_steps(run):
         with contextlib.suppress(_BrokenError):
             found[step] = _read_manifest(run / f"checkpoint-{step}")
@@ -354,11 +255,11 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int) -> list[int]:
     }
     removed = []
     for step in sorted(set(found) - kept):
-        refused = _discard(run / f"checkpoint-{step}", step)
-        if refused is None:
+        try:
+            _discard(run / f"checkpoint-{step}")
             removed.append(step)
-        else:
-            warnings.warn(f"checkpoint-{step} cannot be removed: {refused}", stacklevel=2)
+        except OSError as exc:
+            warnings.warn(f"checkpoint-{step} cannot be removed: {exc}", stacklevel=2)
     return removed
 
 
@@ -366,173 +267,108 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int) -> list[int]:
 
 
 def list_steps(run: Path) -> list[int]:
-    """Return the steps of the checkpoint folders of a run, in order; nothing is verified."""
-    return sorted({step for step, _ in _candidates(Path(run))})
+    """Return the steps of the checkpoint folders of a run, in order; nothing is verified.
 
-
-def _candidates(run: Path) -> list[tuple[int, Path]]:
-    """Return step and folder of what may be a checkpoint, the first to be tried first."""
+    Raises:
+        CheckpointError: The folder of the run cannot be listed.
+    """
     try:
         names = os.listdir(run)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as exc:
         raise CheckpointError(
-            f"run folder {str(run)!r} cannot be listed ({exc}): see that it can be read"
+            f"run folder {str(run)!r} cannot be listed ({exc}): make it readable"
         ) from exc
-    found = [(step, run / name) for name in names if (step := _step_of(name)) is not None]
-    found = [(step, folder) for step, folder in found if folder.is_dir()]
-    return sorted(found, key=lambda one: (-one[0], one[1].name.startswith(".")))
+    steps = {name: int(match[1]) for name in names if (match := _NAME.fullmatch(name))}
+    return sorted(step for name, step in steps.items() if (Path(run) / name).is_dir())
 
 
-def _step_of(name: str) -> int | None:
-    """Return the step in the name of a checkpoint, moved aside or not."""
-    match = _SHOWN.fullmatch(name) or _HIDDEN.fullmatch(name)
-    return None if match is None or name.endswith((".part", ".gone")) else int(match[1])
+def find_checkpoint(run: Path) -> Checkpoint | None:
+    """Return the newest valid checkpoint of a run, or None.
 
-
-def find_checkpoint(run: Path, before: int | None = None) -> Checkpoint | None:
-    """Return the newest whole checkpoint of a run, or None.
-
-    Every file of those that are looked at is read. Nothing is removed; each broken one that was
-    passed over is named in a UserWarning.
+    Nothing is removed; each broken one that was passed over is named in a UserWarning.
 
     Args:
         run: Folder of the run; None is found where it is missing.
-        before: Only steps below this one.
 
     Raises:
         CheckpointError: The folder of the run cannot be listed.
     """
     broken, found = [], None
-    for step, folder in _candidates(Path(run)):
-        if before is not None and step >= before:
-            continue
+    for step in reversed(list_steps(run)):
         try:
-            found = _read_whole(folder)
+            found = _read(Path(run) / f"checkpoint-{step}")
             break
         except _BrokenError as exc:
-            broken.append(f"{folder.name} is broken ({exc})")
-    outcome = "no whole one is left" if found is None else f"{found.folder.name} is used"
+            broken.append(f"checkpoint-{step} is broken ({exc})")
+    outcome = "no valid one is left" if found is None else f"{found.folder.name} is used"
     for fault in broken:
         warnings.warn(f"{fault}: {outcome}", stacklevel=2)
     return found
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Verify a checkpoint: its manifest, and size and sum of every file that it lists.
-
-    Other files beside them are no fault; links are.
+    """Verify a checkpoint: its manifest, and size and checksum of every file that it lists.
 
     Raises:
         CheckpointError: It is none, it is broken, or another version of the kit wrote it.
     """
     try:
-        return _read_whole(Path(folder))
-    except _OtherFormatError as exc:
-        raise CheckpointError(
-            f"checkpoint {str(folder)!r} cannot be read: {exc}; install that version to go on "
-            f"with it"
-        ) from exc
+        return _read(Path(folder))
     except _BrokenError as exc:
         raise CheckpointError(
-            f"checkpoint {str(folder)!r} is broken: {exc}; go on with --resume, which takes the "
-            f"newest whole one of its run"
+            f"checkpoint {str(folder)!r} is broken: {exc}; resume the run with --resume, which "
+            f"takes its newest valid checkpoint"
         ) from exc
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        _read_whole(folder)
-    except _BrokenError:
-        return False
-    return True
 
 
 def _checkpoint(folder: Path, manifest: dict[str, Any]) -> Checkpoint:
     return Checkpoint(folder, manifest["step"], manifest["score"], manifest["facts"])
 
 
-def _read_whole(folder: Path) -> Checkpoint:
+def _read(folder: Path) -> Checkpoint:
     manifest = _read_manifest(folder)
     for name, listed in manifest["files"].items():
         try:
             with (folder / name).open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as exc:
             raise _BrokenError(f"{name} cannot be read: {exc.strerror}") from exc
-        if found != listed["sha256"]:
+        if digest != listed["sha256"]:
             raise _BrokenError(f"the content of {name} has changed")
     return _checkpoint(folder, manifest)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     """Return a manifest whose files are all there, with the right sizes."""
-    if folder.is_symlink():
-        raise _BrokenError("it is a symbolic link")
-    if not folder.is_dir():
-        raise _BrokenError("there is no such folder")
     try:
-        sizes = dict(_files(folder))
-        if MANIFEST not in sizes:
-            raise _BrokenError(f"{MANIFEST} is missing")
         manifest = json.loads((folder / MANIFEST).read_bytes())
+    except FileNotFoundError as exc:
+        raise _BrokenError(f"{MANIFEST} is missing") from exc
     except OSError as exc:
         raise _BrokenError(f"it cannot be read: {exc.strerror}") from exc
     except (ValueError, RecursionError) as exc:
         raise _BrokenError(f"{MANIFEST} is no JSON") from exc
-    _check_manifest(manifest, _step_of(folder.name))
+    kinds = {"step": int, "time": float, "score": float | None, "facts": dict, "files": dict}
+    is_manifest = isinstance(manifest, dict) and "format" in manifest
+    if is_manifest and manifest["format"] != FORMAT:
+        raise _BrokenError(
+            f"it has format {format_value(manifest['format'])}, written by rloo-kit "
+            f"{format_name(manifest.get('version', 'of an unknown version'))}: install that version"
+        )
+    if not is_manifest or any(not isinstance(manifest.get(n), kind) for n, kind in kinds.items()):
+        raise _BrokenError(f"{MANIFEST} is not the manifest of a checkpoint")
     for name, listed in manifest["files"].items():
-        if name not in sizes:
+        path = folder / name
+        if not path.is_file():
             raise _BrokenError(f"{name} is missing")
-        if sizes[name] != listed["bytes"]:
-            raise _BrokenError(f"{name} has {sizes[name]} bytes instead of {listed['bytes']}")
+        if path.stat().st_size != listed["bytes"]:
+            raise _BrokenError(f"{name} has {path.stat().st_size} bytes, not {listed['bytes']}")
     return manifest
 
 
-def _check_manifest(manifest: Any, step: int | None) -> None:
-    if not isinstance(manifest, dict) or "format" not in manifest:
-        raise _BrokenError(f"{MANIFEST} is not the manifest of a checkpoint")
-    if manifest["format"] != FORMAT:
-        writer = manifest.get("version", "of an unknown version")
-        raise _OtherFormatError(
-            f"it has format {format_value(manifest['format'])}, written by rloo-kit "
-            f"{format_name(writer)}, and this version reads format {FORMAT}"
-        )
-    for name in manifest["files"] if isinstance(manifest.get("files"), dict) else ():
-        if _leads_out(name):
-            raise _BrokenError(
-                f"{MANIFEST} lists {format_value(name)}, which lies outside the checkpoint"
-            )
-    if manifest.get("sha256") != _seal(manifest):
-        raise _BrokenError(f"the content of {MANIFEST} has changed")
-    if not _has_fields(manifest):
-        raise _BrokenError(f"{MANIFEST} is not the manifest of a checkpoint")
-    if step not in (None, manifest["step"]):
-        raise _BrokenError(f"it holds step {manifest['step']}")
-
-
-def _leads_out(name: str) -> bool:
-    kinds = (PurePosixPath(name), PureWindowsPath(name))
-    return any(path.anchor or ".." in path.parts for path in kinds)
-
-
-def _has_fields(manifest: dict[str, Any]) -> bool:
-    """Return whether a manifest whose sum is right was also written by the kit."""
-    kinds = {"step": int, "time": float, "score": float | None, "facts": dict, "files": dict}
-    return all(isinstance(manifest.get(name), kind) for name, kind in kinds.items()) and all(
-        isinstance(listed, dict) and {"bytes", "sha256"} <= set(listed)
-        for listed in manifest["files"].values()
-    )
-
-
-# --- the state of a training -------
-
-TREE, TENSORS = "state.json", "state.safetensors"
-SAMPLED_ROWS = 512
-"""Rows of a data set that its sum looks at, evenly spaced."""
-SAMPLED_VALUES = 64
-"""Values of each frozen weight that their sum looks at."""
+# --- the state of a training ---------------------------------------------------------------------
 
 
 def write_tree(folder: Path, tree: dict[str, Any]) -> None:
@@ -657,8 +493,8 @@ def set_random_states(states: dict[str, Any]) -> None:
 # --- which model, which prompts ------------------------------------------------------------------
 
 
-def sum_of_weights(model: Any) -> str:
-    """Return a sum of the frozen weights: names, shapes, types and some values of each.
+def checksum_of_weights(model: Any) -> str:
+    """Return a checksum of the frozen weights: names, shapes, types and some values of each.
 
     Args:
         model: Whose trained parameters have ``requires_grad``; those are left out.
@@ -673,8 +509,8 @@ def sum_of_weights(model: Any) -> str:
     return digest.hexdigest()
 
 
-def sum_of_rows(dataset: Any) -> str | None:
-    """Return a sum of a data set: its length and some of its rows; None of a stream."""
+def checksum_of_rows(dataset: Any) -> str | None:
+    """Return a checksum of a data set: its length and some of its rows; None of a stream."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return None
     size = len(dataset)

@@ -1,12 +1,13 @@
-"""The passes of one optimizer step, over token-budget micro-batches; none that is not needed.
+"""Forward and backward passes of one optimizer step, over token-budget micro-batches.
 
 docs/explanation/trainer.md says which passes can be left out without changing the gradient.
 """
 
+import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,6 +16,7 @@ from rloo_kit.machine.memory import is_out_of_memory
 from rloo_kit.processes import ALONE, Team
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
 from rloo_kit.rloo.guards import free_memory
+from rloo_kit.rloo.metrics import Tally
 from rloo_kit.rloo.objective import Surrogate, rollout_weights, surrogate
 from rloo_kit.rloo.rollout import Rollout
 
@@ -35,157 +37,58 @@ class Scored:
 Forward = Callable[[MicroBatch], Scored]
 
 
-@dataclass
-class Tally:
-    """What an optimizer step did; sums over the rows and tokens that were trained."""
+@contextlib.contextmanager
+def stashed_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Set the accumulated gradients aside for the body, then add them to what it computed.
 
-    loss: float = 0.0
-    rows: int = 0
-    """Rows of the step, trained or not."""
-    step_tokens: int = 0
-    """Tokens of those rows, prompts included."""
-    trained: int = 0
-    completion_tokens: int = 0
-    tokens: int = 0
-    """Tokens of all passes, prompts included."""
-    positions: int = 0
-    """Positions of all passes, padding included."""
-    old_rows: int = 0
-    """Rows an old-log-prob pass of their own was run for."""
-    reference_rows: int = 0
-    entropy: float = 0.0
-    squared_log_ratio: float = 0.0
-    token_ratio: float = 0.0
-    """Sum of the probability ratios of single tokens; where ``Learner`` was told to count them."""
-    corrections: int = 0
-    """Importance weights against the sampler: how many, their sum, and how many were cut off."""
-    correction: float = 0.0
-    capped: int = 0
-    ratios: list[torch.Tensor] = field(default_factory=list)
-    clipped_low: list[torch.Tensor] = field(default_factory=list)
-    clipped_high: list[torch.Tensor] = field(default_factory=list)
-
-    def copy(self) -> "Tally":
-        """Return a tally that counts on by itself."""
-        lists = {name: [*value] for name, value in vars(self).items() if isinstance(value, list)}
-        return replace(self, **lists)
-
-    @classmethod
-    def of_all(cls, tallies: "list[Tally]") -> "Tally":
-        """Return one tally of what several processes did in the same step.
-
-        What all of them know is counted by the first.
-        """
-        whole = cls()
-        for tally in tallies:
-            for name, value in vars(tally).items():
-                setattr(whole, name, getattr(whole, name) + value)
-        return whole
-
-    def metrics(self) -> dict[str, float]:
-        """Return TRL's names, the older TRL's, and the kit's; means over rows count all of them."""
-        rows, tokens = max(1, self.rows), max(1, self.completion_tokens)
-        none = [torch.zeros(1)]
-        ratios = torch.cat(self.ratios or [torch.ones(1)])
-        low, high = torch.cat(self.clipped_low or none), torch.cat(self.clipped_high or none)
-        clipped = float((low + high).sum()) / rows
-        corrected = {}
-        if self.corrections:
-            corrected = {
-                "sampling/correction_mean": self.correction / self.corrections,
-                "sampling/correction_capped": self.capped / self.corrections,
-            }
-        return {
-            **corrected,
-            "entropy": self.entropy / tokens,
-            "clip_ratio/low_mean": float(low.sum()) / rows,
-            "clip_ratio/low_min": float(low.min()) if self.trained == self.rows else 0.0,
-            "clip_ratio/high_mean": float(high.sum()) / rows,
-            "clip_ratio/high_max": float(high.max()),
-            "clip_ratio/region_mean": clipped,
-            "objective/entropy": self.entropy / max(1, self.trained),
-            "policy/entropy_avg": self.entropy / tokens,
-            "policy/approxkl_avg": self.squared_log_ratio / 2 / tokens,
-            "policy/clipfrac_avg": clipped,
-            "loss/policy_avg": self.loss,
-            "val/ratio": float(ratios.mean()),
-            "val/ratio_var": float(ratios.var(unbiased=False)),
-            "clip_ratio/nulled_rows": float((low + high >= 1).sum()),
-            "passes/real_tokens": self.tokens / max(1, self.positions),
-            "passes/trained": self.trained / rows,
-            "passes/old": self.old_rows / rows,
-            "passes/reference": self.reference_rows / rows,
-        }
-
-    def older_metrics(self) -> dict[str, float]:
-        """Return what the older TRL computed differently, where ``Learner`` counted token ratios.
-
-        Source: TRL v0.21.0, ``RLOOTrainer.train``. ``policy/approxkl_avg`` is half of the squared
-        log ratio of whole completions, ``val/ratio`` a mean over tokens, and
-        ``val/clipfrac_avg`` belongs to a value function there is none of.
-        """
-        ratios = torch.cat(self.ratios or [torch.ones(1)])
-        return {
-            "policy/approxkl_avg": float(ratios.log().square().mean()) / 2,
-            "val/clipfrac_avg": 0.0,
-            "val/ratio": self.token_ratio / max(1, self.completion_tokens) if self.trained else 1.0,
-        }
-
-
-class Learner:
-    """Runs forward and backward passes, and lowers its token budget where memory runs out.
-
-    Args:
-        forward: Log-probabilities and entropies of a micro-batch under the policy.
-        backward: Takes a scalar loss.
-        no_grad: Gives the context that passes without gradient run in.
-        parameters: Those that train.
-        budget: Positions of a training micro-batch.
-        overhead: What one more pass costs, in positions.
-        pad_token_id: Fills what holds no token.
-        device: Where the model is.
-        epsilon: The two clipping ranges, low and high.
-        reuse: Take old log-probabilities from the training forward where that is exact.
-        token_ratios: Count the ratios of single tokens too.
-        correction: (level, cap) of the importance weights against the sampler's log-probabilities.
-        pad_to_multiple_of: Widths are rounded up to it.
-        team: The processes that divide the rows; each makes the passes of its share.
+    If the body raises (out of memory half-way), the parameters have only what was accumulated.
     """
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    except BaseException:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+        raise
+    for parameter, grad in zip(parameters, before, strict=True):
+        if grad is not None:
+            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
-    def __init__(  # noqa: PLR0913
-        self,
-        *,
-        forward: Forward,
-        backward: Callable[[torch.Tensor], None],
-        no_grad: Callable[[], AbstractContextManager[None]],
-        parameters: list[torch.Tensor],
-        budget: int,
-        pad_token_id: int,
-        device: torch.device,
-        epsilon: tuple[float, float],
-        overhead: int,
-        reuse: bool = True,
-        token_ratios: bool = False,
-        correction: tuple[str, float] | None = None,
-        pad_to_multiple_of: int | None = None,
-        team: Team = ALONE,
-    ) -> None:
-        self.forward = forward
-        self.backward = backward
-        self.no_grad = no_grad
-        self.parameters = parameters
-        self.budget = budget
-        self.overhead = overhead
-        self.pad_token_id = pad_token_id
-        self.device = device
-        self.epsilon = epsilon
-        self.reuse = reuse
-        self.token_ratios = token_ratios
-        self.correction = correction
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.team = team
-        self.tally = Tally()
-        self._warned = False
+
+@dataclass(kw_only=True, eq=False)
+class Learner:
+    """Runs forward and backward passes; lowers its token budget when memory runs out."""
+
+    forward: Forward
+    """Log-probabilities and entropies of a micro-batch under the policy."""
+    backward: Callable[[torch.Tensor], None]
+    """Takes a scalar loss."""
+    no_grad: Callable[[], AbstractContextManager[None]]
+    """Gives the context that passes without gradient run in."""
+    parameters: list[torch.Tensor]
+    """Those that train."""
+    budget: int
+    """Positions of a training micro-batch."""
+    overhead: int
+    """What one more pass costs, in positions."""
+    pad_token_id: int
+    device: torch.device
+    epsilon: tuple[float, float]
+    """The two clipping ranges, low and high."""
+    reuse: bool = True
+    """Take old log-probabilities from the training forward where that is exact."""
+    token_ratios: bool = False
+    """Count the ratios of single tokens too."""
+    correction: tuple[str, float] | None = None
+    """(level, cap) of the importance weights against the sampler's log-probabilities."""
+    pad_to_multiple_of: int | None = None
+    team: Team = ALONE
+    """The processes that divide the rows; each makes the passes of its share."""
+    tally: Tally = field(default_factory=Tally)
+    """Counts of the optimizer step in progress."""
+    _warned: bool = False
 
     def fill_old(self, rollout: Rollout, rows: list[int]) -> None:
         """Compute and keep the old log-probabilities of rows, in a pass of their own."""
@@ -249,7 +152,7 @@ class Learner:
         settled = rollout.settled.clone()
         self._learn_here(rollout, set(mine), weights)
         if rollout.on_policy:
-            rollout.exchange(sorted(mine), settled, self.team.sum)
+            rollout.merge_across_processes(sorted(mine), settled, self.team.all_reduce)
 
     def _share_of(self, rollout: Rollout, rows: set[int]) -> set[int]:
         """Return the rows that this process learns from.
@@ -310,39 +213,36 @@ class Learner:
     def _learn_together(
         self, rollout: Rollout, pieces: list[list[int]], weights: torch.Tensor
     ) -> None:
-        """Run some micro-batches forward, settle their groups, then run them backward."""
-        before = [parameter.grad for parameter in self.parameters]
+        """Run micro-batches forward, compute their groups' advantages, then run them backward."""
         counted = self.tally.copy()
-        for parameter in self.parameters:
-            parameter.grad = None  # what is accumulated stays safe if memory runs out half-way
-        graphs = []
+        graphs: list[tuple[MicroBatch, Scored]] = []
         try:
-            for piece in pieces:
-                batch = self._pad(rollout.sampled.tokens, piece)
-                scored = self.forward(batch)
-                graphs.append((batch, scored))
-                if self.reuse and rollout.on_policy:
-                    _write(rollout.old_log_probs, batch.rows, scored.log_probs)
-            size = rollout.num_generations
-            groups = sorted({row // size for piece in pieces for row in piece})
-            unsettled = [number for number in groups if not rollout.settled[number]]
-            if unsettled:
-                rollout.compute_advantages(unsettled)
-            while graphs:  # last in, first out, as checkpointing that offloads expects
-                batch, scored = graphs.pop()
-                loss, objective = self._loss(rollout, batch, scored, weights)
-                self.backward(loss)
-                self._count(rollout, batch, scored, objective, loss)
-                del scored, objective, loss
+            with stashed_gradients(self.parameters):
+                graphs.extend(self._forward(rollout, piece) for piece in pieces)
+                groups = {row // rollout.num_generations for piece in pieces for row in piece}
+                waiting = [number for number in sorted(groups) if not rollout.settled[number]]
+                if waiting:
+                    rollout.compute_advantages(waiting)
+                while graphs:  # last in, first out, as checkpointing that offloads expects
+                    self._backward(rollout, *graphs.pop(), weights)
         except BaseException:
-            graphs.clear()
+            graphs.clear()  # the error's traceback would keep the activations
             self.tally = counted
-            for parameter, grad in zip(self.parameters, before, strict=True):
-                parameter.grad = grad
             raise
-        for parameter, grad in zip(self.parameters, before, strict=True):
-            if grad is not None:
-                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+    def _forward(self, rollout: Rollout, piece: list[int]) -> tuple[MicroBatch, Scored]:
+        batch = self._pad(rollout.sampled.tokens, piece)
+        scored = self.forward(batch)
+        if self.reuse and rollout.on_policy:
+            _write(rollout.old_log_probs, batch.rows, scored.log_probs)
+        return batch, scored
+
+    def _backward(
+        self, rollout: Rollout, batch: MicroBatch, scored: Scored, weights: torch.Tensor
+    ) -> None:
+        loss, objective = self._loss(rollout, batch, scored, weights)
+        self.backward(loss)
+        self._count(rollout, batch, scored, objective, loss)
 
     def _loss(
         self, rollout: Rollout, batch: MicroBatch, scored: Scored, weights: torch.Tensor
@@ -360,7 +260,7 @@ class Learner:
         if self.correction is not None and rollout.sampler_log_probs is not None:
             sampler = rollout.sampler_log_probs[rows, :width]
             factors = rollout_weights(old, sampler, mask, *self.correction)
-            self._count_correction(factors, mask)
+            self._count_correction(factors, mask, self.correction[1])
             if factors.ndim == 2:
                 token_weights = factors
             else:
@@ -368,11 +268,11 @@ class Learner:
         objective = surrogate(scored.log_probs, old, mask, advantages, *self.epsilon, token_weights)
         return (objective.losses * row_weights).sum(), objective
 
-    def _count_correction(self, factors: torch.Tensor, mask: torch.Tensor) -> None:
+    def _count_correction(self, factors: torch.Tensor, mask: torch.Tensor, cap: float) -> None:
         values = factors[mask] if factors.ndim == 2 else factors
         self.tally.corrections += values.numel()
         self.tally.correction += float(values.sum())
-        self.tally.capped += int((values >= self.correction[1] * (1 - 1e-6)).sum())
+        self.tally.capped += int((values >= cap * (1 - 1e-6)).sum())
 
     @torch.no_grad()
     def _count(
@@ -412,17 +312,10 @@ class Learner:
         self.tally.positions += batch.num_positions
 
     def _lower_budget(self, exc: Exception, tokens: TokenRows, pieces: list[list[int]]) -> None:
-        """Halve the budget, warn the first time; give up where a single row does not fit.
-
-        What is no lack of memory is raised again.
-
-        Args:
-            exc: What was raised.
-            tokens: The batch.
-            pieces: The micro-batches it was raised in.
+        """Halve the budget after out of memory in ``pieces``; raise any other error again.
 
         Raises:
-            MemoryRanOutError: Nothing is left to halve.
+            MemoryRanOutError: A single row does not fit.
         """
         if not is_out_of_memory(exc):
             raise exc

@@ -90,9 +90,24 @@ def token_kl(
     raise ValueError(f"estimator is {estimator!r}, must be k1 or k3")
 
 
-def to_go(values: torch.Tensor) -> torch.Tensor:
-    """Return ``(N, T)`` sums from each token to the end of its row: sum over u >= t."""
-    return values.flip(-1).cumsum(-1).flip(-1)
+def subtract_kl(values: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
+    """Subtract the KL penalty: the only place where ``beta`` meets scores or advantages.
+
+    Sequence level: ``r_i = s_i - beta * kl_i``, before the leave-one-out baseline. Token level:
+    ``A_it = A_i - beta * sum over u >= t of kl_iu``, after it.
+
+    Args:
+        values: ``(N,)`` scores s at sequence level, advantages A of the scores at token level.
+        kl: ``(N,)`` of whole completions or ``(N, T)`` of tokens, in nats.
+        beta: Strength of the penalty.
+
+    Returns:
+        The shape of ``kl``.
+    """
+    if kl.ndim == 1:
+        return values - beta * kl
+    to_go = kl.flip(-1).cumsum(-1).flip(-1)  # (N, T) sums from each token to the end of its row
+    return values.unsqueeze(1) - beta * to_go
 
 
 @dataclass(frozen=True)

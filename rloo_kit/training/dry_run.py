@@ -24,7 +24,8 @@ from rloo_kit.machine.memory import is_out_of_memory, measure, return_to_system,
 from rloo_kit.models.shared_engine import notes_of
 from rloo_kit.processes import ALONE
 from rloo_kit.rloo.batching import TokenRows
-from rloo_kit.rloo.learner import NO_GRAD_FACTOR, Learner, Tally
+from rloo_kit.rloo.learner import NO_GRAD_FACTOR, Learner
+from rloo_kit.rloo.metrics import Tally
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch
 from rloo_kit.sampling.choice import blame_generation_kwargs, make_sampling
 
@@ -94,9 +95,9 @@ def dry_run_if_wanted(
             return None
     elif not wanted:
         return None
-    if trainer._use_trl_path:
+    if trainer.why_trl_path:
         if wanted and trainer.team.is_first:
-            say(f"dry run: not made, since TRL's own code trains ({trainer._use_trl_path})")
+            say(f"dry run: not made, since TRL's own code trains ({trainer.why_trl_path})")
         trainer.dry_run_done = True
         return None
     found = dry_run(trainer, max_prompt_tokens=max_prompt_tokens, remedy=remedy)
@@ -217,12 +218,10 @@ class _WorstStep:
     """The phases of one step of a trainer in the worst case."""
 
     def __init__(self, trainer: Any, prompt: int) -> None:
-        if trainer._learner is None:
-            trainer._learner = trainer._make_learner()  # its budget depends on what is free by now
         self.trainer = trainer
         self.args = trainer.args
-        self.learner: Learner = trainer._learner
-        self.sampling = trainer._sampling
+        self.learner: Learner = trainer.make_learner()  # its budget: what is free now
+        self.sampling = trainer.sampler.pieces
         self.tokenizer = trainer._tokenizer
         self.device = trainer.accelerator.device
         args, size = trainer.args, trainer.team.size
@@ -411,7 +410,7 @@ class _WorstStep:
     def _pass_without_gradient(self, rows: int, width: int) -> None:
         numbers, tokens = list(range(rows)), self._rollout(rows, width).sampled.tokens
         if self.args.beta:
-            self.trainer._reference_log_probs(tokens, numbers)
+            self.trainer.policy.reference_log_probs(learner, tokens, numbers)
         if self._has_old_pass():
             self.learner.log_probs(tokens, numbers, self.learner.forward)
 

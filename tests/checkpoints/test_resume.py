@@ -17,12 +17,12 @@ from transformers import TrainerCallback
 import rloo_kit as rk
 from rloo_kit.checkpoints.stopping import Terminated, signal_of, terminate_as_interrupt
 from rloo_kit.checkpoints.store import (
+    checksum_of_rows,
     list_steps,
     random_states,
     read_checkpoint,
     read_tree,
     set_random_states,
-    sum_of_rows,
     write_tree,
 )
 from rloo_kit.errors import CheckpointError
@@ -364,8 +364,8 @@ def test_random_states_come_back(tmp_path):
 def test_the_sum_of_prompts_sees_one_changed_row():
     rows = [{"prompt": str(n)} for n in range(100)]
     other = [*rows[:50], {"prompt": "x"}, *rows[51:]]
-    assert sum_of_rows(rows) != sum_of_rows(other)
-    assert sum_of_rows(iter(rows)) is None
+    assert checksum_of_rows(rows) != checksum_of_rows(other)
+    assert checksum_of_rows(iter(rows)) is None
 
 
 def test_the_manifest_says_what_the_run_was(two_steps):

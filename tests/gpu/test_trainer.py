@@ -50,13 +50,13 @@ class Cap:
     def measured(self, trainer):
         """On a GPU the bytes above those held before; on a CPU the positions of a pass."""
         if not self.on_gpu:
-            score = trainer._score
+            score = trainer.policy.score
 
-            def noting(model, batch, **others):
+            def noting(batch, **others):
                 self.largest = max(self.largest, batch.num_positions)
-                return score(model, batch, **others)
+                return score(batch, **others)
 
-            trainer._score = noting
+            trainer.policy.score = noting
             yield
             return
         import torch
@@ -72,14 +72,14 @@ class Cap:
         import torch
 
         if not self.on_gpu:
-            score = trainer._score
+            score = trainer.policy.score
 
-            def refusing(model, batch, **others):
+            def refusing(batch, **others):
                 if batch.num_positions > self.share * self.largest:
                     raise torch.OutOfMemoryError("as a card would")
-                return score(model, batch, **others)
+                return score(batch, **others)
 
-            trainer._score = refusing
+            trainer.policy.score = refusing
             yield
             return
         torch.cuda.empty_cache()

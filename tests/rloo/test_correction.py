@@ -9,6 +9,7 @@ import torch
 from rloo_kit.config.run_file import check_values
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import Learner, Scored
+from rloo_kit.rloo.metrics import rollout_metrics
 from rloo_kit.rloo.objective import rollout_weights, surrogate
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping
 
@@ -174,10 +175,12 @@ def test_the_distance_from_the_sampler_is_told_in_nats_a_token():
     policy.learner(None).fill_old(rollout, list(range(4)))
     trained = rollout.learnable.unsqueeze(1) & rollout.completion_mask
     difference = (policy.log_probs.detach() - rollout.sampler_log_probs).abs()[trained]
-    metrics = rollout.metrics(["reward"])
+    metrics = rollout_metrics(rollout, ["reward"])
     assert metrics["sampling/logp_difference_mean"] == pytest.approx(difference.mean().item())
     assert metrics["sampling/logp_difference_max"] == pytest.approx(difference.max().item())
-    assert not [name for name in rollout_of(None).metrics(["r"]) if name.startswith("sampling/")]
+    assert not [
+        name for name in rollout_metrics(rollout_of(None), ["r"]) if name.startswith("sampling/")
+    ]
 
 
 def test_groups_are_exchanged_with_their_numbers():
@@ -187,11 +190,11 @@ def test_groups_are_exchanged_with_their_numbers():
     )
     equal = torch.zeros(4)
     mine = replace(mine, scores=equal, rewards=equal[:, None])
-    mine.exchange(Shaping(), 4, [0], coming)
-    assert mine.sampler_log_probs == coming.sampler_log_probs
+    found = mine.replace_groups([0], coming, Shaping(), 4)
+    assert found.sampler_log_probs == coming.sampler_log_probs
     mine, coming = replace(mine, sampler_log_probs=None), replace(coming, sampler_log_probs=None)
-    mine.exchange(Shaping(), 4, [0], coming)
-    assert mine.sampler_log_probs is None
+    found = mine.replace_groups([0], coming, Shaping(), 4)
+    assert found.sampler_log_probs is None
 
 
 # --- settings ------------------------------------------------------------------------------------

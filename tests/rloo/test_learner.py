@@ -15,7 +15,8 @@ import torch
 from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.machine.memory import is_out_of_memory
 from rloo_kit.rloo.batching import TokenRows
-from rloo_kit.rloo.learner import Learner, Scored, Tally
+from rloo_kit.rloo.learner import Learner, Scored
+from rloo_kit.rloo.metrics import Tally
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping
 
 NAN = float("nan")
@@ -451,7 +452,7 @@ def test_what_the_older_trl_said_of_it_is_worked_by_hand():
     learner = Machine(policy).learner(30, token_ratios=True)
     learner.learn(rollout, EVERY_ROW)
     still = {"policy/approxkl_avg": 0.0, "val/clipfrac_avg": 0.0, "val/ratio": 1.0}
-    assert learner.tally.older_metrics() == pytest.approx(still, abs=1e-6)
+    assert learner.tally.legacy_metrics() == pytest.approx(still, abs=1e-6)
     old = all_of(policy, rollout.sampled.tokens)
     rollout.on_policy = False
     move(policy)
@@ -460,7 +461,7 @@ def test_what_the_older_trl_said_of_it_is_worked_by_hand():
     change = [
         by_hand(policy, rollout.sampled.tokens, row).detach() - old[row] for row in WITH_ADVANTAGE
     ]
-    found = learner.tally.older_metrics()
+    found = learner.tally.legacy_metrics()
     sequences = torch.stack([row.sum() for row in change])
     assert found["policy/approxkl_avg"] == pytest.approx(
         0.5 * sequences.square().mean().item(), rel=1e-4

@@ -7,8 +7,8 @@ from rloo_kit.rloo.objective import (
     RunningMoments,
     normalise,
     penalise_missing_eos,
+    subtract_kl,
     surrogate,
-    to_go,
     token_kl,
 )
 
@@ -171,9 +171,11 @@ def test_another_estimator_is_refused():
         token_kl(torch.zeros(1, 1), torch.zeros(1, 1), "k2")
 
 
-def test_to_go_sums_from_each_token_to_the_end():
-    values = torch.tensor([[1.0, 2.0, 4.0], [0.0, -1.0, 0.5]])
-    torch.testing.assert_close(to_go(values), torch.tensor([[7.0, 6.0, 4.0], [-0.5, -0.5, 0.5]]))
+def test_kl_is_subtracted_from_scores_and_from_tokens_to_go():
+    scores, kl = torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 2.0, 4.0], [0.0, -1.0, 0.5]])
+    assert subtract_kl(scores, kl.sum(1), 0.5).tolist() == [-2.5, 2.25]
+    expected = torch.tensor([[-2.5, -2.0, -1.0], [2.25, 2.25, 1.75]])
+    torch.testing.assert_close(subtract_kl(scores, kl, 0.5), expected)
 
 
 # --- surrogate -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import ast
 import math
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from trl.trainer.utils import nanstd
 
 from rloo_kit.rloo.batching import TokenRows
+from rloo_kit.rloo.metrics import completion_records, legacy_rollout_metrics, rollout_metrics
 from rloo_kit.rloo.objective import RunningMoments
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping
 
@@ -426,19 +428,20 @@ def test_settling_one_group_leaves_the_others_as_they_were():
     assert rollout.advantages[[4, 6, 7]].all()
 
 
-# --- exchange ------------------------------------------------------------------------------------
+# --- replaced groups ------------------------------------------------------------------------------
 
 
 def tagged(tag, scores):
-    other = sampled(scores, lengths=[1 + row % 3 for row in range(len(scores))])
-    other.prompts = [f"{tag} {row // 2}" for row in range(len(scores))]
-    other.completions = [f"{tag} {row}" for row in range(len(scores))]
-    other.tokens.prompt_ids[:] = [[ord(tag), row // 2] for row in range(len(scores))]
-    other.tokens.completion_ids[:] = [
-        [ord(tag), row, *ids] for row, ids in enumerate(other.tokens.completion_ids)
-    ]
-    other.ended = [row % 3 != 1 for row in range(len(scores))]
-    return other
+    rows = range(len(scores))
+    other = sampled(scores, lengths=[1 + row % 3 for row in rows])
+    ids = [[ord(tag), row, *ids] for row, ids in enumerate(other.tokens.completion_ids)]
+    return replace(
+        other,
+        prompts=[f"{tag} {row // 2}" for row in rows],
+        completions=[f"{tag} {row}" for row in rows],
+        tokens=TokenRows([[ord(tag), row // 2] for row in rows], ids),
+        ended=[row % 3 != 1 for row in rows],
+    )
 
 
 def view(sample, row):
@@ -457,8 +460,7 @@ def view(sample, row):
 def test_exchanged_groups_come_whole_and_only_where_they_carry_signal():
     mine = tagged("a", [1.0, 1.0, 0.0, 1.0, NAN, 3.0, 0.0, 0.0])
     other = tagged("b", [2.0, 2.0, 2.0, 5.0, 7.0, 6.0])
-    kept = tagged("a", mine.scores.tolist())
-    mine.exchange(Shaping(), 2, [0, 2, 3], other)
+    kept, mine = mine, mine.replace_groups([0, 2, 3], other, Shaping(), 2)
     # Group 0 of the other has no signal; two are left for three places.
     sources = [(other, 2), (other, 3), (kept, 2), (kept, 3), (other, 4), (other, 5)]
     sources += [(kept, 6), (kept, 7)]
@@ -469,7 +471,7 @@ def test_exchanged_groups_come_whole_and_only_where_they_carry_signal():
 
 def test_groups_that_are_not_needed_are_left():
     mine, other = tagged("a", [1.0, 1.0, 0.0, 1.0]), tagged("b", [0.0, 1.0, 5.0, 6.0])
-    mine.exchange(Shaping(), 2, [0], other)
+    mine = mine.replace_groups([0], other, Shaping(), 2)
     assert mine.scores.tolist() == [0.0, 1.0, 0.0, 1.0]
     assert mine.prompts == ["b 0", "b 0", "a 1", "a 1"]
 
@@ -519,7 +521,7 @@ NAMES = ["accuracy", "style"]
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_an_ordinary_batch_has_every_metric_as_a_finite_number(beta, token_level):
     rollout = settled(SCORES, 4, lengths=LENGTHS, beta=beta, token_level_kl=token_level)
-    found = rollout.metrics(NAMES)
+    found = rollout_metrics(rollout, NAMES)
     assert set(found) == ALWAYS | (WITH_KL if beta else set())
     for name, value in found.items():
         assert type(value) is float, name
@@ -568,7 +570,7 @@ def test_metrics_of_a_batch_worked_by_hand():
         "objective/non_score_reward": 0.5 * 1.5 / 4,
         "objective/rlhf_reward": 1.0 - 0.5 * 1.5 / 4,
     }
-    assert rollout.metrics(NAMES) == pytest.approx(expected, rel=1e-5)
+    assert rollout_metrics(rollout, NAMES) == pytest.approx(expected, rel=1e-5)
     assert shaped.tolist() == rollout.scores.tolist()
 
 
@@ -584,26 +586,26 @@ def test_the_older_metrics_of_a_batch_worked_by_hand():
     rollout.old_log_probs = -torch.tensor([[0.2, 0.4], [0.1, 9.0], [0.5, 9.0], [0.25, 0.05]])
     rollout.compute_advantages()
     kl = -(0.6 + 0.1 + 0.5 + 0.3) / 4
-    assert rollout.metrics(NAMES)["objective/kl"] == pytest.approx(kl)
+    assert rollout_metrics(rollout, NAMES)["objective/kl"] == pytest.approx(kl)
     expected = {
         "objective/entropy": -kl,
         "objective/scores": 0.75,
         "objective/non_score_reward": -0.5 * kl,
         "objective/rlhf_reward": 0.75 - 0.5 * kl,
     }
-    assert rollout.older_metrics() == pytest.approx(expected)
+    assert legacy_rollout_metrics(rollout) == pytest.approx(expected)
 
 
 def test_the_older_metrics_without_a_kl_and_without_a_signal():
-    found = settled([1.0, 0.0, 1.0, 1.0], 2, beta=0.0).older_metrics()
+    found = legacy_rollout_metrics(settled([1.0, 0.0, 1.0, 1.0], 2, beta=0.0))
     assert found["objective/non_score_reward"] == 0.0
     assert found["objective/rlhf_reward"] == found["objective/scores"] == 0.75
-    assert settled([1.0, 1.0], 2, beta=0.0).older_metrics() == {"objective/scores": 1.0}
+    assert legacy_rollout_metrics(settled([1.0, 1.0], 2, beta=0.0)) == {"objective/scores": 1.0}
 
 
 def test_the_spread_of_scores_and_the_signal_are_those_before_the_kl():
     rollout = settled([1.0, 1.0, 0.0, 0.0], 2, beta=0.5)
-    found = rollout.metrics(NAMES)
+    found = rollout_metrics(rollout, NAMES)
     assert found["score/group_std"] == 0.0
     assert found["frac_reward_zero_std"] == 0.0, "TRL's is taken after the KL"
     assert found["signal/kl_share"] == 1.0
@@ -616,7 +618,7 @@ def test_the_kl_has_no_share_in_the_signal_where_it_is_equal_in_all_rows():
     rollout = scored([1.0, 0.0, 3.0, 1.0], 2, beta=0.5)
     rollout.old_log_probs += 0.25
     rollout.compute_advantages()
-    found = rollout.metrics(NAMES)
+    found = rollout_metrics(rollout, NAMES)
     assert found["signal/kl_share"] == 0.0
     assert found["kl/sequence"] == 0.5
     assert found["kl/token"] == 0.25
@@ -626,21 +628,21 @@ def test_the_share_of_a_token_level_kl_counts_what_the_baseline_does_not_cancel(
     rollout = scored([1.0, 0.0], 2, beta=0.5, token_level_kl=True)
     rollout.old_log_probs += 0.25  # 0.5 a row, 0.25 of it as a penalty, beside scores of 1 and 1
     rollout.compute_advantages()
-    assert rollout.metrics(NAMES)["signal/kl_share"] == pytest.approx(0.5 / 2.5)
+    assert rollout_metrics(rollout, NAMES)["signal/kl_share"] == pytest.approx(0.5 / 2.5)
 
 
 def test_the_kl_is_a_mean_over_the_rows_and_tokens_that_train():
     rollout = scored([1.0, 0.0, NAN, 2.0, 0.0, 3.0], 3, lengths=[1, 2, 9, 3, 1, 1], beta=0.5)
     rollout.old_log_probs += 0.25
     rollout.compute_advantages()
-    found = rollout.metrics(NAMES)
+    found = rollout_metrics(rollout, NAMES)
     assert found["kl/token"] == pytest.approx(0.25)
     assert found["kl/sequence"] == pytest.approx(0.25 * 8 / 5)
     assert found["objective/rlhf_reward"] == pytest.approx(6 / 5 - 0.5 * 0.25 * 8 / 5)
 
 
 def test_groups_without_spread_are_counted():
-    found = scored([1.0, 1.0, 0.0, 1.0, 2.0, 2.0, NAN, 2.0], 2).metrics(NAMES)
+    found = rollout_metrics(scored([1.0, 1.0, 0.0, 1.0, 2.0, 2.0, NAN, 2.0], 2), NAMES)
     assert found["frac_reward_zero_std"] == 0.5
     assert found["score/group_std"] == pytest.approx(0.5**0.5 / 3)
 
@@ -652,7 +654,7 @@ def test_a_record_says_what_became_of_a_completion():
     rollout = scored(
         [2.0, 0.0, 1.0, NAN], 2, ended=[True, False, True, True], missing_eos_penalty=1.0
     )
-    assert rollout.records(NAMES) == [
+    assert completion_records(rollout, NAMES) == [
         {
             "group": row // 2,
             "prompt": f"prompt {row}",
@@ -674,7 +676,7 @@ def test_a_record_says_what_became_of_a_completion():
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_the_recorded_baseline_is_the_reward_less_the_advantage(beta):
     rollout = settled(SCORES, 4, lengths=LENGTHS, beta=beta)
-    for row, record in enumerate(rollout.records(NAMES)):
+    for row, record in enumerate(completion_records(rollout, NAMES)):
         if math.isnan(SCORES[row]):
             assert record["score"] is record["rewards"]["accuracy"] is None
             assert record["advantage"] == 0.0
@@ -688,6 +690,6 @@ def test_the_recorded_baseline_is_the_reward_less_the_advantage(beta):
 
 def test_the_recorded_advantage_of_a_token_level_row_is_the_mean_of_its_tokens():
     rollout = settled(SCORES, 4, lengths=LENGTHS, beta=0.3, token_level_kl=True)
-    for row, record in enumerate(rollout.records(NAMES)):
+    for row, record in enumerate(completion_records(rollout, NAMES)):
         mean = rollout.advantages[row, : LENGTHS[row]].mean().item()
         assert record["advantage"] == pytest.approx(mean, abs=1e-6)

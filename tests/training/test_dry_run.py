@@ -218,7 +218,7 @@ def test_trainer_is_left_as_it_was(trainer):
             "weights": weights(trainer),
             "random": random_states(),
             "modes": [module.training for module in trainer.model.modules()],
-            "step": (trainer._step, trainer.state.global_step, trainer._episodes),
+            "step": (trainer._step, trainer.state.global_step, trainer.step_log.episodes),
             "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
             "logs": {name: len(values) for name, values in trainer._logs.items()},
             "optimizer": [trainer.optimizer is None, trainer._buffered_inputs is None],
@@ -231,8 +231,8 @@ def test_trainer_is_left_as_it_was(trainer):
     assert heard.events == []
     assert all(p.grad is None for p in trainer.model.parameters())
     assert found.lowered == ()
-    assert trainer._learner.tally.positions == 0
-    assert trainer._learner.budget == found.budget
+    assert trainer.learner.tally.positions == 0
+    assert trainer.learner.budget == found.budget
 
 
 # --- it is the worst case ------------------------------------------------------------------------
@@ -345,8 +345,8 @@ def test_lowered_sizes_stay_and_are_reported(trainer):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         found = dry_run(trainer)
-    assert trainer._learner.budget == found.budget < 4 * found.tokens
-    assert trainer._sampling.size == 2
+    assert trainer.learner.budget == found.budget < 4 * found.tokens
+    assert trainer.sampler.pieces.size == 2
     budget, at_once = found.lowered
     assert f"tokens_per_micro_batch is now {found.budget}" in budget
     assert at_once.startswith("2 completions")

@@ -70,13 +70,13 @@ def logs(trainer):
 def count_rows(trainer, monkeypatch):
     """Count rows in forward passes of the trainer, by whether gradients are recorded."""
     seen = {"with": 0, "without": 0}
-    score = trainer._score
+    score = trainer.policy.score
 
-    def counting(model, batch):
+    def counting(batch, **how):
         seen["with" if torch.is_grad_enabled() else "without"] += len(batch.rows)
-        return score(model, batch)
+        return score(batch, **how)
 
-    monkeypatch.setattr(trainer, "_score", counting)
+    monkeypatch.setattr(trainer.policy, "score", counting)
     return seen
 
 
@@ -194,7 +194,7 @@ def test_async_rewards_run_while_the_reference_pass_computes(policy, tmp_path, m
         return [float(len(text) % 2) for text in texts(completions)]
 
     trainer = trainer_for(policy, tmp_path, slow)
-    reference = trainer._reference_log_probs
+    reference = trainer.policy.reference_log_probs
 
     def noted(*args):
         time.sleep(0.1)
@@ -202,7 +202,7 @@ def test_async_rewards_run_while_the_reference_pass_computes(policy, tmp_path, m
         order.append("reference ends")
         return result
 
-    monkeypatch.setattr(trainer, "_reference_log_probs", noted)
+    monkeypatch.setattr(trainer.policy, "reference_log_probs", noted)
     trainer.train()
     assert order == ["reward starts", "reference ends", "reward ends"]
     assert order.count("reward starts") == 1, "it was started ahead, and called again"
@@ -300,14 +300,14 @@ def test_memory_that_runs_out_halves_the_budget_and_changes_nothing_else(
             policy, tmp_path, ones, tokens_per_micro_batch=400, learning_rate=1e-9, bf16=False
         )
         if fail:
-            score = trainer._score
+            score = trainer.policy.score
 
-            def too_large(model, batch):
+            def too_large(batch, **how):
                 if batch.num_positions > 200:
                     raise torch.OutOfMemoryError("injected")
-                return score(model, batch)
+                return score(batch, **how)
 
-            monkeypatch.setattr(trainer, "_score", too_large)
+            monkeypatch.setattr(trainer.policy, "score", too_large)
         found = []
         trainer._clip_grad_norm = lambda model: found.append(
             torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.requires_grad])

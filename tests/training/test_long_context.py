@@ -77,13 +77,13 @@ def step(length, folder, attention="sdpa"):
     learn = trainer._learn
 
     def learn_watched():
-        forward = trainer._learner.forward
+        forward = trainer.learner.forward
 
         def counted(batch):
             passes.append(batch.num_positions)
             return forward(batch)
 
-        trainer._learner.forward = counted
+        trainer.learner.forward = counted
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
             loss = learn()
         peaks.append(peak_of(watched.profiler.kineto_results.events()))

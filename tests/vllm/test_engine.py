@@ -290,9 +290,9 @@ def test_the_check_leaves_the_adapter_bit_for_bit(policy, make_trainer):
     trainer = make_trainer(model, tokenizer)
     before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     trainer.model.train()
-    trainer._sync_engine(prompts)
-    drawn = trainer.engine.generate(prompts, trainer._canary._sampling, 0)
-    trainer._canary.check(TokenRows(prompts, drawn.completion_ids), drawn.log_probs, "it")
+    trainer.sampler.sync_engine(trainer.engine, prompts, trainer.state)
+    drawn = trainer.engine.generate(prompts, trainer.sampler.canary._sampling, 0)
+    trainer.sampler.canary.check(TokenRows(prompts, drawn.completion_ids), drawn.log_probs, "it")
     for name, parameter in model.named_parameters():
         if name in before:
             assert torch.equal(parameter, before[name])

@@ -1,0 +1,266 @@
+"""Metrics of a rollout and of an optimizer step, under TRL's names, the older TRL's, and the kit's.
+
+The older names are those of TRL v0.21.0, ``RLOOTrainer.train``; ``legacy_...`` functions compute
+them as its source did, where that differs.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from rloo_kit.rloo.advantages import leave_one_out_advantages, leave_one_out_baselines
+from rloo_kit.rloo.rollout import Rollout, is_token_level
+
+# --- a rollout -----------------------------------------------------------------------------------
+
+
+def rollout_metrics(rollout: Rollout, names: list[str]) -> dict[str, float]:
+    """Return means over a rollout.
+
+    Args:
+        rollout: Its advantages are final.
+        names: Of the reward functions.
+    """
+    sampled, size, beta = rollout.sampled, rollout.num_generations, rollout.shaping.beta
+    raw, scores = sampled.scores, rollout.scores
+    ended = torch.tensor(sampled.ended, dtype=torch.float32)
+    rewards = scores - beta * rollout.kl  # (B,)
+    found = {
+        "reward": _mean(raw),
+        "reward_std": _std(raw),
+        "frac_reward_zero_std": _mean((_group_std(rewards, size) < 1e-8).float()),
+        "score/raw": _mean(raw),
+        "score/shaped": _mean(scores),
+        "score/after_kl": _mean(rewards),
+        "score/group_std": _mean(_group_std(scores, size)),
+        "score/raw_group_std": _mean(_group_std(raw, size)),
+        "objective/scores": _mean(raw),
+        "val/num_eos_tokens": float(ended.sum()),
+        "completions/truncated": 1.0 - float(ended.mean()),
+    }
+    for place, name in enumerate(names):
+        found[f"rewards/{name}/mean"] = _mean(sampled.rewards[:, place])
+        found[f"rewards/{name}/std"] = _std(sampled.rewards[:, place])
+    if beta and rollout.learnable.any():
+        found |= _kl_metrics(rollout)
+    return found | _sampler_metrics(rollout)
+
+
+def legacy_rollout_metrics(rollout: Rollout) -> dict[str, float]:
+    """Return the older TRL's own values, with their sign, over the learnable rows.
+
+    Scores are those after the missing-EOS penalty and normalisation, the entropy is estimated by
+    ``-log pi`` of the sampled tokens, and
+    ``objective/rlhf_reward = objective/scores + objective/non_score_reward``.
+    """
+    rows, scores = rollout.learnable, _mean(rollout.scores)
+    if not rows.any():
+        return {"objective/scores": scores}
+    penalty = rollout.shaping.beta * _mean(rollout.kl[rows])
+    taken = rollout.old_log_probs * rollout.completion_mask  # (B, T)
+    return {
+        "objective/entropy": -_mean(taken[rows].sum(1)),
+        "objective/scores": scores,
+        "objective/non_score_reward": 0.0 - penalty,
+        "objective/rlhf_reward": scores - penalty,
+    }
+
+
+def completion_metrics(lengths: list[int], ended: list[bool]) -> dict[str, float]:
+    """Return TRL's ``completions/...``: lengths in tokens, and the share that was cut off."""
+    all_lengths = torch.tensor(lengths, dtype=torch.float32)  # (B,)
+    is_finished = torch.tensor(ended, dtype=torch.bool)
+    finished = all_lengths[is_finished] if is_finished.any() else torch.zeros(1)
+    return {
+        "completions/mean_length": float(all_lengths.mean()),
+        "completions/min_length": float(all_lengths.min()),
+        "completions/max_length": float(all_lengths.max()),
+        "completions/clipped_ratio": float((~is_finished).float().mean()),
+        "completions/mean_terminated_length": float(finished.mean()),
+        "completions/min_terminated_length": float(finished.min()),
+        "completions/max_terminated_length": float(finished.max()),
+    }
+
+
+def completion_records(rollout: Rollout, names: list[str]) -> list[dict[str, Any]]:
+    """Return one dict per completion, as completions.jsonl holds it; None is unscorable.
+
+    Args:
+        rollout: Its advantages are final.
+        names: Of the reward functions.
+    """
+    sampled, size = rollout.sampled, rollout.num_generations
+    rewards = rollout.scores.clone()
+    if not is_token_level(rollout.shaping):
+        rewards -= rollout.shaping.beta * rollout.kl
+    columns = {
+        "score": rollout.scores,
+        "kl": rollout.kl,
+        "baseline": leave_one_out_baselines(rewards.view(-1, size)).view(-1),
+        "advantage": rollout.row_advantages,
+    }
+    lists = {name: _numbers(values) for name, values in columns.items()}
+    scored = [_numbers(row) for row in sampled.rewards]
+    return [
+        {
+            "group": row // size,
+            "prompt": sampled.prompts[row],
+            "completion": sampled.completions[row],
+            "truncated": not sampled.ended[row],
+            "rewards": dict(zip(names, scored[row], strict=True)),
+            **{name: values[row] for name, values in lists.items()},
+        }
+        for row in range(len(rollout))
+    ]
+
+
+def _sampler_metrics(rollout: Rollout) -> dict[str, float]:
+    """Return how far the engine's log-probabilities are from the trainer's, in nats per token."""
+    trained = rollout.completion_mask & rollout.learnable.unsqueeze(1)  # (B, T)
+    if rollout.sampler_log_probs is None or not trained.any():
+        return {}
+    difference = (rollout.old_log_probs - rollout.sampler_log_probs).abs()[trained]
+    return {
+        "sampling/logp_difference_mean": float(difference.mean()),
+        "sampling/logp_difference_max": float(difference.max()),
+    }
+
+
+def _kl_metrics(rollout: Rollout) -> dict[str, float]:
+    """Return the KL over the rows where it was computed, and its share of the advantages."""
+    beta, rows, kl = rollout.shaping.beta, rollout.learnable, rollout.kl
+    tokens = (rollout.completion_mask & rows.unsqueeze(1)).sum().clamp(min=1)
+    sequence, per_token = _mean(kl[rows]), float(kl.sum() / tokens)
+    from_scores, penalty = rollout.score_advantages[rows], kl
+    if rollout.advantages.ndim == 1:  # the baseline takes its part of the KL, too
+        known = kl.masked_fill(rollout.scores.isnan(), torch.nan)
+        penalty = leave_one_out_advantages(known.view(-1, rollout.num_generations)).view(-1)
+    from_kl = beta * penalty[rows]
+    size = from_scores.abs().sum() + from_kl.abs().sum()
+    return {
+        "kl": per_token,
+        "kl/token": per_token,
+        "kl/sequence": sequence,
+        "signal/kl_share": float(from_kl.abs().sum() / size) if size else 0.0,
+        "objective/kl": sequence,
+        "objective/non_score_reward": beta * sequence,
+        "objective/rlhf_reward": _mean(rollout.sampled.scores) - beta * sequence,
+    }
+
+
+def _group_std(values: torch.Tensor, num_generations: int) -> torch.Tensor:
+    """Return ``(P,)`` standard deviations over the scorable rows of each group."""
+    grouped = values.view(-1, num_generations)  # (P, G)
+    count = (~grouped.isnan()).sum(dim=1)
+    squares = (grouped - grouped.nanmean(dim=1, keepdim=True)).square().nansum(dim=1)
+    return (squares / (count - 1)).sqrt().masked_fill(count < 2, torch.nan)
+
+
+def _mean(values: torch.Tensor) -> float:
+    return float(values.nanmean())
+
+
+def _std(values: torch.Tensor) -> float:
+    known = values[~values.isnan()]
+    return float(known.std()) if known.numel() > 1 else float("nan")
+
+
+def _numbers(values: torch.Tensor) -> list[float | None]:
+    return [None if value != value else value for value in values.tolist()]
+
+
+# --- an optimizer step ---------------------------------------------------------------------------
+
+
+@dataclass
+class Tally:
+    """Counts of an optimizer step; sums over the rows and tokens that were trained."""
+
+    loss: float = 0.0
+    rows: int = 0
+    """Rows of the step, trained or not."""
+    step_tokens: int = 0
+    """Tokens of those rows, prompts included."""
+    trained: int = 0
+    completion_tokens: int = 0
+    tokens: int = 0
+    """Tokens of all passes, prompts included."""
+    positions: int = 0
+    """Positions of all passes, padding included."""
+    old_rows: int = 0
+    """Rows an old-log-prob pass of their own was run for."""
+    reference_rows: int = 0
+    entropy: float = 0.0
+    squared_log_ratio: float = 0.0
+    token_ratio: float = 0.0
+    """Sum of the probability ratios of single tokens, where ``Learner`` counts them."""
+    corrections: int = 0
+    """Importance weights against the sampler: how many, their sum, and how many were capped."""
+    correction: float = 0.0
+    capped: int = 0
+    ratios: list[torch.Tensor] = field(default_factory=list)
+    clipped_low: list[torch.Tensor] = field(default_factory=list)
+    clipped_high: list[torch.Tensor] = field(default_factory=list)
+
+    def copy(self) -> "Tally":
+        """Return an independent copy."""
+        lists = {name: [*value] for name, value in vars(self).items() if isinstance(value, list)}
+        return replace(self, **lists)
+
+    @classmethod
+    def of_all(cls, tallies: "list[Tally]") -> "Tally":
+        """Return the sum over processes; what all of them know is counted by rank 0."""
+        whole = cls()
+        for tally in tallies:
+            for name, value in vars(tally).items():
+                setattr(whole, name, getattr(whole, name) + value)
+        return whole
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the step; means over rows count all of them."""
+        rows, tokens = max(1, self.rows), max(1, self.completion_tokens)
+        none = [torch.zeros(1)]
+        ratios = torch.cat(self.ratios or [torch.ones(1)])
+        low, high = torch.cat(self.clipped_low or none), torch.cat(self.clipped_high or none)
+        clipped = float((low + high).sum()) / rows
+        corrected = {}
+        if self.corrections:
+            corrected = {
+                "sampling/correction_mean": self.correction / self.corrections,
+                "sampling/correction_capped": self.capped / self.corrections,
+            }
+        return {
+            **corrected,
+            "entropy": self.entropy / tokens,
+            "clip_ratio/low_mean": float(low.sum()) / rows,
+            "clip_ratio/low_min": float(low.min()) if self.trained == self.rows else 0.0,
+            "clip_ratio/high_mean": float(high.sum()) / rows,
+            "clip_ratio/high_max": float(high.max()),
+            "clip_ratio/region_mean": clipped,
+            "objective/entropy": self.entropy / max(1, self.trained),
+            "policy/entropy_avg": self.entropy / tokens,
+            "policy/approxkl_avg": self.squared_log_ratio / 2 / tokens,
+            "policy/clipfrac_avg": clipped,
+            "loss/policy_avg": self.loss,
+            "val/ratio": float(ratios.mean()),
+            "val/ratio_var": float(ratios.var(unbiased=False)),
+            "clip_ratio/nulled_rows": float((low + high >= 1).sum()),
+            "passes/real_tokens": self.tokens / max(1, self.positions),
+            "passes/trained": self.trained / rows,
+            "passes/old": self.old_rows / rows,
+            "passes/reference": self.reference_rows / rows,
+        }
+
+    def legacy_metrics(self) -> dict[str, float]:
+        """Return the older TRL's own values, where ``Learner`` counted token ratios.
+
+        ``policy/approxkl_avg`` is half of the squared log ratio of whole completions, ``val/ratio``
+        a mean over tokens, and ``val/clipfrac_avg`` belongs to a value function there is none of.
+        """
+        ratios = torch.cat(self.ratios or [torch.ones(1)])
+        return {
+            "policy/approxkl_avg": float(ratios.log().square().mean()) / 2,
+            "val/clipfrac_avg": 0.0,
+            "val/ratio": self.token_ratio / max(1, self.completion_tokens) if self.trained else 1.0,
+        }

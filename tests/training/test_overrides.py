@@ -1,0 +1,63 @@
+"""Every method of TRL and transformers that the trainer overrides keeps its signature."""
+
+import inspect
+
+import pytest
+from trl import RLOOTrainer
+
+from rloo_kit.training.trainer import LeaveOneOutTrainer, overrides
+
+EXPECTED = {
+    "_generate_single_turn": "self, prompt_ids, images, multimodal_fields",
+    "_get_train_sampler": "self, dataset=None",
+    "_load_from_checkpoint": "self, resume_from_checkpoint, model=None",
+    "_load_rng_state": "self, checkpoint",
+    "_maybe_log_save_evaluate": "self, tr_loss, grad_norm, model, trial, epoch, "
+    "ignore_keys_for_eval, start_time, learning_rate=None",
+    "_save_checkpoint": "self, model, trial",
+    "train": "self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None",
+    "training_step": "self, model, inputs, num_items_in_batch",
+}
+"""A hook that is added, removed or moves upstream must be looked at before this table follows."""
+CALLED = (
+    "_finalize_training",
+    "_get_learning_rate",
+    "_log_completion_extra",
+    "_log_metric",
+    "_tokenize_prompts",
+    "compute_loss_context_manager",
+    "store_flos",
+)
+
+
+def parameters(function):
+    """Names, kinds and defaults, without annotations."""
+    found = inspect.signature(inspect.unwrap(function)).parameters.values()
+    return [p.replace(annotation=inspect.Parameter.empty) for p in found]
+
+
+def written(function):
+    return ", ".join(map(str, parameters(function)))
+
+
+def test_the_overrides_are_these():
+    print(f"{len(overrides())} overrides: {', '.join(overrides())}")  # noqa: T201
+    assert set(overrides()) == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_an_override_has_the_signature_of_its_hook(name):
+    hook = getattr(overrides()[name], name)
+    assert written(hook) == EXPECTED[name], "moved upstream"
+    assert parameters(getattr(LeaveOneOutTrainer, name)) == parameters(hook)
+
+
+def test_every_hook_that_is_called_exists():
+    assert not [name for name in CALLED if not callable(getattr(RLOOTrainer, name, None))]
+
+
+def test_overrides_are_short():
+    lengths = {
+        name: len(inspect.getsourcelines(vars(LeaveOneOutTrainer)[name])[0]) for name in EXPECTED
+    }
+    assert max(lengths.values()) <= 22, lengths
