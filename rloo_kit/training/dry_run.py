@@ -410,7 +410,7 @@ class _WorstStep:
     def _pass_without_gradient(self, rows: int, width: int) -> None:
         numbers, tokens = list(range(rows)), self._rollout(rows, width).sampled.tokens
         if self.args.beta:
-            self.trainer.policy.reference_log_probs(learner, tokens, numbers)
+            self.trainer.policy.reference_log_probs(self.learner, tokens, numbers)
         if self._has_old_pass():
             self.learner.log_probs(tokens, numbers, self.learner.forward)
 
