@@ -1,4 +1,6 @@
-"""Trained models for use elsewhere: adapter, merged weights, GGUF, model card, chat, serve.
+"""A trained model for use elsewhere: export, model card, chat, serve.
 
-Reads finished runs; never trains.
+``exporter.export_model`` writes an adapter, merged weights, a GGUF file or a hub repository and
+checks that what it wrote answers as before; ``chat.chat`` talks to a model, ``serve.serve`` starts
+vLLM's server. Reads finished runs and knows nothing of training.
 """

@@ -1,11 +1,10 @@
-"""``rloo-kit export``: take a trained model away, as adapter, merged weights, GGUF, or to the hub.
+"""``rloo-kit export``: a trained model as adapter, merged weights, GGUF, or on the hub.
 
-What is written is loaded back and must answer as the trained model does; a folder that does not is
-removed, so that one that is there can be used.
+What was written is loaded back and must answer as the trained model does; a folder that does not is
+removed.
 """
 
 import contextlib
-import json
 import re
 import shutil
 import tempfile
@@ -25,7 +24,7 @@ from rloo_kit.machine.memory import session
 from rloo_kit.models.gguf import convert
 from rloo_kit.models.loading import load_model
 from rloo_kit.models.shape import TINY_THINKER
-from rloo_kit.output_folder import free_folder
+from rloo_kit.output_folder import free_folder, write_json
 from rloo_kit.text.redaction import redact, redacting
 from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.training.preparation import read_prompts, template_settings
@@ -34,25 +33,22 @@ Say = Callable[[str], None]
 
 KINDS = ("adapter", "merged", "gguf", "ollama", "hub")
 DEQUANTIZED = "dequantized"
-"""``base``: the 4-bit base that the run trained on, its weights written out in 16 bit."""
+"""``--base``: the 4-bit base that the run trained on, its weights written out in 16 bit."""
 TOLERANCES = {"adapter": 0.001, "bf16": 0.03, "f16": 0.03, "q8_0": 0.06}
 """Largest mean difference of a token's log-probability, in nats, in float32 on a CPU."""
-ON_GPU = 0.03
-"""Added where models stay in 16 bit, which rounds every layer's output."""
-OF_A_TOKENIZER = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json",
-                  "vocab.json", "merges.txt", "spiece.model")  # fmt: skip
-OF_AN_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-OF_A_MODEL = (
-    "config.json",
-    "generation_config.json",
-    "model*.safetensors",
-    "*.index.json",
-    "*.gguf",
-)
-UPLOADED = (*OF_A_TOKENIZER, *OF_AN_ADAPTER, *OF_A_MODEL, "README.md", "Modelfile")
-"""Nothing else of a folder goes to the hub."""
-READ_BY_PEOPLE = ("README.md", "*config.json", "Modelfile")
-"""Files whose text may hold a folder of this machine or a secret."""
+GPU_TOLERANCE = 0.03
+"""Added on a GPU, where models stay in 16 bit, which rounds every layer's output."""
+MAX_TOKENS = 48
+"""Of an answer that is compared."""
+TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json",
+                   "vocab.json", "merges.txt", "spiece.model")  # fmt: skip
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "*.index.json",
+               "*.gguf")  # fmt: skip
+UPLOADED = (*TOKENIZER_FILES, *ADAPTER_FILES, *MODEL_FILES, "README.md", "Modelfile")
+"""Nothing else of a folder is sent to the hub."""
+TEXT_FILES = ("README.md", "*config.json", "Modelfile")
+"""Files that could name a folder of this machine or hold a secret."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,7 @@ def export_model(  # noqa: PLR0913
             was exported.
         to: ``adapter`` (PEFT), ``merged`` (16-bit safetensors), ``gguf`` (llama.cpp), ``ollama``
             (GGUF and a Modelfile) or ``hub``.
-        output: The new folder; None: ``export-TO`` beside the adapter. A number is added when it
+        output: The new folder; None: ``export-TO`` next to the adapter. A number is added when it
             exists.
         dtype: Of a GGUF file: ``bf16``, ``f16`` or ``q8_0``.
         base: What the adapter is merged into, a 16-bit name or folder, or ``dequantized``: the
@@ -108,14 +104,21 @@ def export_model(  # noqa: PLR0913
     Raises:
         ConfigError: The arguments do not fit, or there is no converter.
         ModelError: It cannot be loaded, merged, converted or sent, or does not answer as before;
-            nothing is left of it.
+            nothing of it is left.
     """
     say = redacting(say)
-    _check_arguments(to, dtype, repo)
+    if to not in KINDS:
+        raise ConfigError(f"a model is exported to {', '.join(KINDS)}, not to {format_value(to)}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {format_value(dtype)}, must be one of {', '.join(DTYPES)}")
+    if to == "hub" and (repo is None or not is_hub_name(repo)):
+        raise ConfigError(
+            f"the name on the hub is {format_value(repo)}: give one as OWNER/NAME, with --repo"
+        )
     trained = find_trained(run)
     setup(trained.model.backend)
     if to == "hub":
-        return _to_hub(trained, repo, base, public=public, yes=yes, check=check, say=say)
+        return _to_hub(trained, repo or "", base, public=public, yes=yes, check=check, say=say)
     if trained.adapter is None:
         raise ConfigError(
             f"{format_value(str(run))} is no trained model: give the folder of a run or of an "
@@ -125,32 +128,21 @@ def export_model(  # noqa: PLR0913
         raise ConfigError(f"{num_prompts} prompts compare nothing: give 1 or more, or --no-check")
     command = find_converter(converter) if to in ("gguf", "ollama") else []
     goal = free_folder(output or trained.adapter.parent / f"export-{to}")
-    work = _Work(trained, to, base, num_prompts if check else 0, say)
-    with _whole(goal) as folder:
+    export = _Export(trained, trained.adapter, to, base, num_prompts if check else 0, say)
+    with _whole_folder(goal) as folder:
         if to == "adapter":
-            done = work.adapter(folder)
+            done = export.adapter_files(folder)
         elif to == "merged":
-            done = work.merged(folder)
+            done = export.merged(folder)
         else:
-            done = work.gguf(folder, dtype, command)
+            done = export.gguf(folder, dtype, command)
     say(f"{to} written to {goal}")
     return replace(done, folder=goal)
 
 
-def _check_arguments(to: str, dtype: str, repo: str | None) -> None:
-    if to not in KINDS:
-        raise ConfigError(f"a model is exported to {', '.join(KINDS)}, not to {format_value(to)}")
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype is {format_value(dtype)}, must be one of {', '.join(DTYPES)}")
-    if to == "hub" and (repo is None or not is_hub_name(repo)):
-        raise ConfigError(
-            f"the name on the hub is {format_value(repo)}: give one as OWNER/NAME, with --repo"
-        )
-
-
 @contextlib.contextmanager
-def _whole(goal: Path) -> Iterator[Path]:
-    """Yield a folder beside ``goal`` that gets its name when the body is through."""
+def _whole_folder(goal: Path) -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to ``goal`` when the body has ended."""
     from safetensors import SafetensorError
 
     part = goal.with_name(f".{goal.name}.partial")
@@ -172,43 +164,44 @@ def _whole(goal: Path) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _Export:
     """One export."""
 
     trained: TrainedModel
+    adapter: Path
     kind: str
     base: str | None
     num_prompts: int
     """That are compared; 0: it is not checked."""
     say: Say
 
-    def adapter(self, folder: Path) -> Exported:
-        """Copy the adapter, with a base that is named and not found on this machine alone."""
+    def adapter_files(self, folder: Path) -> Exported:
+        """Copy the adapter, with the name that others know its base by."""
         name = self.base or base_name(self.trained)
-        copy_adapter(self.trained.adapter, folder, name)
+        copy_adapter(self.adapter, folder, name)
         if Path(name).exists():
             self.say(
-                f"note: the adapter names its base by a place of this machine, {name}: name it for "
-                f"others with --base"
+                f"note: the adapter names its base by a folder of this machine, {name}: name it "
+                f"for others with --base"
             )
         agreement = None
         if self.num_prompts:
             with session():
                 both = load_base(self.trained)
-                if not any(folder.glob("tokenizer*")):  # of a checkpoint
+                if not any(folder.glob("tokenizer*")):  # a checkpoint has none
                     both.tokenizer.save_pretrained(str(folder))
                 with both.using(self.trained) as model:
                     before = self._ask(model, both.tokenizer)
                 with both.using(replace(self.trained, adapter=folder)) as model:
                     agreement = compare(before, model, _tokenizer_in(folder))
-            self._judge(agreement, TOLERANCES["adapter"])
+            self._check(agreement, TOLERANCES["adapter"])
         self._write_card(folder, name, [])
         return Exported("adapter", None, agreement)
 
     def merged(self, folder: Path) -> Exported:
         """Merge the adapter into its base in 16 bit."""
         reference, rebased, notes, name = self._merge(folder)
-        agreement = self._look_back(folder, reference, TOLERANCES["bf16"])
+        agreement = self._load_back(folder, reference, TOLERANCES["bf16"])
         self._write_card(folder, name, notes)
         return Exported(self.kind, None, agreement, rebased)
 
@@ -224,7 +217,7 @@ class _Work:
             agreement = None
             if reference is not None:
                 back = convert(file, Path(place) / "back")
-                agreement = self._look_back(back, reference, TOLERANCES[dtype])
+                agreement = self._load_back(back, reference, TOLERANCES[dtype])
             if self.kind == "ollama":
                 self._write_modelfile(folder / "Modelfile", file.name, model)
         self._write_card(folder, name, notes)
@@ -233,31 +226,34 @@ class _Work:
     def _write_modelfile(self, path: Path, file: str, model: Path) -> None:
         tokenizer, config = _tokenizer_in(model), self.trained.config
         ends = (read_json(model / "generation_config.json") or {}).get("eos_token_id") or []
+        ends = ends if isinstance(ends, list) else [ends]
         text, known = modelfile(
             file,
             tokenizer,
-            [
-                quoted(tokenizer.decode([end]))
-                for end in (ends if isinstance(ends, list) else [ends])
-            ],
+            [quoted(tokenizer.decode([end])) for end in ends],
             temperature=(config.trainer.get("temperature") if config else None) or 1.0,
             num_ctx=self.trained.model.max_seq_length,
         )
         path.write_text(text, encoding="utf-8")
         if not known:
             self.say(
-                "note: the chat template is none that could be written for Ollama, which takes the "
-                "GGUF file's own: see that its answers are as here"
+                "note: the chat template is not ChatML, so Ollama takes the GGUF file's own: see "
+                "that its answers are as here"
             )
         self.say(f"next: ollama create {_title(self.trained).lower()} -f Modelfile, in that folder")
 
     def _merge(self, folder: Path) -> tuple[Answers | None, Agreement | None, list[str], str]:
-        """Write merged weights; return the answers before, what the 16-bit base changed, notes."""
+        """Write merged weights.
+
+        Returns:
+            The answers on the 16-bit base before merging, how they agree with those on the 4-bit
+            base, notes for the card, and the name of the base.
+        """
         import torch
 
         before, rebased, reference = None, None, None
-        known = self.trained.config is not None  # else nobody knows what it was trained on
-        if self.num_prompts and known and self.trained.model.load_in_4bit:
+        # Without the run's settings nobody knows on which base it was trained.
+        if self.num_prompts and self.trained.config and self.trained.model.load_in_4bit:
             with session():
                 as_trained = load_base(self.trained)
                 with as_trained.using(self.trained) as model:
@@ -272,16 +268,14 @@ class _Work:
                 if before is not None:
                     rebased = compare(before, model, sixteen.tokenizer)
             merged = sixteen.model.merge_and_unload().to(torch.bfloat16)
-            _save(merged, self.trained.adapter, sixteen.tokenizer, folder)
+            _save(merged, self.adapter, sixteen.tokenizer, folder)
         if rebased is not None:
-            notes = [
-                *notes,
-                f"The policy was trained on the base in 4 bits. On the base in 16 bit, {rebased}.",
-            ]
-            self.say(f"on the base in 16 bit, beside the 4-bit one that it trained on: {rebased}")
+            note = "The policy was trained on the base in 4 bits. On the base in 16 bit, "
+            notes = [*notes, f"{note}{rebased}."]
+            self.say(f"on the base in 16 bit, compared with the 4-bit one of the run: {rebased}")
         return reference, rebased, notes, name
 
-    def _look_back(
+    def _load_back(
         self, folder: Path, reference: Answers | None, tolerance: float
     ) -> Agreement | None:
         """Load what was written and compare its answers."""
@@ -300,44 +294,50 @@ class _Work:
             if on_cpu:
                 model.float()
             agreement = compare(reference, model, tokenizer)
-        self._judge(agreement, tolerance + (0 if on_cpu else ON_GPU))
+        self._check(agreement, tolerance + (0 if on_cpu else GPU_TOLERANCE))
         return agreement
 
-    def _judge(self, agreement: Agreement, tolerance: float) -> None:
-        if not agreement.difference <= tolerance:  # nan too
+    def _check(self, agreement: Agreement, tolerance: float) -> None:
+        if not agreement.difference <= tolerance:  # NaN too
             raise ModelError(
-                f"what was written does not answer as before ({agreement}; at most {tolerance:g} "
-                f"is allowed), and was removed: look at it with --no-check"
+                f"the export does not answer as before ({agreement}; at most {tolerance:g} is "
+                f"allowed) and was removed: keep it with --no-check to look at it"
             )
         self.say(f"loaded back: {agreement} (at most {tolerance:g})")
 
     def _ask(self, model: Any, tokenizer: Any) -> Answers:
-        prompts, settings, most = _prompts(self.trained, tokenizer, self.num_prompts)
+        """Ask held-out prompts of the run, else general ones."""
+        config, rows, settings, most = self.trained.config, [], {}, MAX_TOKENS
+        if config is not None:
+            with contextlib.suppress(KitError):  # its file was removed
+                train, held_out = read_prompts(config, Path())
+                rows = [row["prompt"] for row in (held_out if held_out is not None else train)]
+            settings = template_settings(config)
+            most = min(most, config.trainer.get("max_completion_length") or most)
+        prompts = (rows or default_prompts(tokenizer))[: self.num_prompts]
         return ask(model, tokenizer, prompts, settings, max_tokens=most)
 
     def _write_card(self, folder: Path, base: str, notes: list[str]) -> None:
-        (folder / "README.md").write_text(
-            card_of(self.trained, self.kind, base, notes), encoding="utf-8"
+        from rloo_kit import __version__
+
+        run = self.trained.run
+        facts = CardFacts(
+            kind=self.kind,
+            name=_title(self.trained),
+            base=base,
+            licence=licence_of(base),
+            record=read_run(run) if run else None,
+            environment=(read_json(run / "environment.json") if run else {}) or {},
+            version=__version__,
+            notes=tuple(notes),
         )
-
-
-def _prompts(trained: TrainedModel, tokenizer: Any, most: int) -> tuple[list[Any], dict, int]:
-    """Return held-out prompts of the run, else general ones; the template's settings; tokens."""
-    config = trained.config
-    if config is None:
-        return default_prompts(tokenizer)[:most], {}, 48
-    rows: list[Any] = []
-    with contextlib.suppress(KitError):  # its file is gone
-        train, held_out = read_prompts(config, Path())
-        rows = [row["prompt"] for row in (held_out if held_out is not None else train)]
-    longest = min(48, config.trainer.get("max_completion_length") or 48)
-    return (rows or default_prompts(tokenizer))[:most], template_settings(config), longest
+        (folder / "README.md").write_text(model_card(facts), encoding="utf-8")
 
 
 def _base_in_16_bit(
     trained: TrainedModel, base: str | None, say: Say
 ) -> tuple[LoadedBase, str, list[str]]:
-    """Return the base to merge into, its name, and what is to be known of it."""
+    """Return the base to merge into, its name, and notes for the card."""
     name, found = base or trained.base, None
     if base == DEQUANTIZED:
         name, found = trained.base, load_base(trained, load_in_4bit=True)
@@ -345,18 +345,18 @@ def _base_in_16_bit(
         try:
             found, name = load_base(replace(trained, base=whole), load_in_4bit=False), whole
         except ModelError as exc:
-            say(f"note: the unquantised base {whole} cannot be had ({exc})")
+            say(f"note: the unquantised base {whole} is not available ({exc})")
     if found is None:
         found = load_base(replace(trained, base=name), load_in_4bit=False)
     if not getattr(found.model, "is_quantized", False):
         return found, name, []
-    told = (
+    note = (
         "The adapter was merged into 4-bit weights written out in 16 bit: what quantisation took "
         "from the base is lost."
     )
     if base != DEQUANTIZED:
-        say(f"note: {told} Give the unquantised base with --base")
-    return LoadedBase(found.model.dequantize(), found.tokenizer), name, [told]
+        say(f"note: {note} Give the unquantised base with --base")
+    return LoadedBase(found.model.dequantize(), found.tokenizer), name, [note]
 
 
 def _save(model: Any, adapter: Path, tokenizer: Any, folder: Path) -> None:
@@ -365,7 +365,7 @@ def _save(model: Any, adapter: Path, tokenizer: Any, folder: Path) -> None:
     if any(adapter.glob("tokenizer*")):
         tokenizer = _tokenizer_in(adapter)
     if longest := getattr(model.config, "max_position_embeddings", None):
-        tokenizer.model_max_length = longest  # not what was enough for the training
+        tokenizer.model_max_length = longest  # not the run's max_seq_length
     tokenizer.save_pretrained(str(folder))
 
 
@@ -375,20 +375,17 @@ def copy_adapter(adapter: Path, folder: Path, base: str) -> None:
     Raises:
         ModelError: Its config cannot be read.
     """
-    _copy(adapter, folder, (*OF_AN_ADAPTER, *OF_A_TOKENIZER))
-    config = read_json(folder / OF_AN_ADAPTER[0])
-    if config is None or not (folder / OF_AN_ADAPTER[1]).is_file():
-        raise ModelError(f"the adapter in {format_value(str(adapter))} is not whole: save it again")
-    config["base_model_name_or_path"] = base
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    (folder / OF_AN_ADAPTER[0]).write_text(text, encoding="utf-8")
-
-
-def _copy(source: Path, folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    files = sorted({file for pattern in patterns for file in source.glob(pattern)})
-    for file in files:
+    for file in _matching(adapter, (*ADAPTER_FILES, *TOKENIZER_FILES)):
         shutil.copyfile(file, folder / file.name)
-    return files
+    config_file, weights = (folder / name for name in ADAPTER_FILES)
+    config = read_json(config_file)
+    if config is None or not weights.is_file():
+        raise ModelError(f"the adapter in {format_value(str(adapter))} is not whole: save it again")
+    write_json(config_file, config | {"base_model_name_or_path": base}, indent=2)
+
+
+def _matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted({file for pattern in patterns for file in folder.glob(pattern)})
 
 
 def _tokenizer_in(folder: Path) -> Any:
@@ -397,36 +394,8 @@ def _tokenizer_in(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
 
 
-# --- the card ------------------------------------------------------------------------------------
-
-
-def card_of(trained: TrainedModel, kind: str, base: str, notes: list[str]) -> str:
-    """Return the model card of an export.
-
-    Args:
-        trained: The model.
-        kind: Of the export.
-        base: Its name.
-        notes: Sentences on the export.
-    """
-    from rloo_kit import __version__
-
-    return model_card(
-        CardFacts(
-            kind=kind,
-            name=_title(trained),
-            base=base,
-            licence=licence_of(base),
-            record=read_run(trained.run) if trained.run else None,
-            environment=(read_json(trained.run / "environment.json") if trained.run else {}) or {},
-            version=__version__,
-            notes=tuple(notes),
-        )
-    )
-
-
 def _title(trained: TrainedModel) -> str:
-    folder = trained.run or trained.adapter
+    folder = trained.run or trained.adapter or Path("model")
     text = re.sub(r"[^\w.-]+", "-", f"{Path(trained.base).stem}-{folder.resolve().name}")
     return text.strip("-.") or "model"
 
@@ -439,16 +408,18 @@ def base_name(trained: TrainedModel) -> str:
 
 def licence_of(base: str) -> str:
     """Return the licence that the base's own card or file gives, else ``unknown``."""
-    from huggingface_hub import ModelCard, hf_hub_download
+    from huggingface_hub import HfApi, ModelCard
 
-    with contextlib.suppress(Exception):  # no card, no network, no metadata: all the same here
+    with contextlib.suppress(Exception):  # no card, no network, no metadata
         place = TINY_THINKER if base == "tiny-thinker" else Path(base)
         if place.suffix == ".gguf":
             from gguf import GGUFReader
 
-            return str(GGUFReader(place).get_field("general.license").contents())
-        card = place / "README.md" if place.is_dir() else hf_hub_download(base, "README.md")
-        return str(ModelCard.load(card).data.license or "unknown")
+            found = GGUFReader(place).get_field("general.license")
+            return str(found.contents()) if found else "unknown"
+        data = ModelCard.load(place / "README.md").data if place.is_dir() else None
+        data = data or HfApi().model_info(base).card_data
+        return str((data and data.get("license")) or "unknown")
     return "unknown"
 
 
@@ -468,7 +439,9 @@ def _to_hub(  # noqa: PLR0913
     with tempfile.TemporaryDirectory(prefix="rloo-kit-hub-") as place:
         folder = Path(place)
         if trained.adapter is not None:
-            _Work(trained, "adapter", base, 8 if check and yes else 0, say).adapter(folder)
+            num_prompts = 8 if check and yes else 0
+            export = _Export(trained, trained.adapter, "adapter", base, num_prompts, say)
+            export.adapter_files(folder)
         else:
             folder = Path(trained.base)
             if not (folder / "README.md").is_file():
@@ -476,10 +449,10 @@ def _to_hub(  # noqa: PLR0913
                     f"{format_value(trained.name)} is neither a trained model nor an export with "
                     "its README.md: give a run, an adapter or an export-... folder"
                 )
-        files = sorted({file for pattern in UPLOADED for file in folder.glob(pattern)})
+        files = _matching(folder, UPLOADED)
         _check_nothing_private(files, folder, trained)
-        seen = "everybody" if public else "you alone"
-        say(f"{'sending' if yes else 'would send'} to {repo}, to be seen by {seen}:")
+        who = "everybody" if public else "you alone"
+        say(f"{'sending' if yes else 'would send'} to {repo}, to be seen by {who}:")
         for file in files:
             say(f"  {file.stat().st_size:>13,} bytes  {file.name}")
         if not yes:
@@ -491,7 +464,7 @@ def _to_hub(  # noqa: PLR0913
 
 
 def _check_nothing_private(files: list[Path], folder: Path, trained: TrainedModel) -> None:
-    """Refuse to send a folder of this machine or a secret.
+    """Refuse to send the name of a folder of this machine, or a secret.
 
     Raises:
         ConfigError: A text holds one.
@@ -501,7 +474,7 @@ def _check_nothing_private(files: list[Path], folder: Path, trained: TrainedMode
     if Path(trained.base).exists() and Path(trained.base) != folder:
         names.add(trained.base)
     for file in files:
-        if not any(file.match(pattern) for pattern in READ_BY_PEOPLE):
+        if not any(file.match(pattern) for pattern in TEXT_FILES):
             continue
         text = file.read_text(encoding="utf-8")
         if redact(text) != text:
@@ -521,8 +494,7 @@ def _upload(folder: Path, files: list[Path], repo: str, *, public: bool) -> str:
         url = api.create_repo(repo, private=not public, exist_ok=True)
         if not public and not api.model_info(repo).private:
             raise ConfigError(
-                f"{repo} is there already and everybody can see it: add --public, or take another "
-                f"name"
+                f"{repo} exists and everybody can see it: add --public, or choose another name"
             )
         api.upload_folder(
             repo_id=repo,
@@ -534,7 +506,7 @@ def _upload(folder: Path, files: list[Path], repo: str, *, public: bool) -> str:
         raise
     except Exception as exc:  # HTTP clients differ by version
         raise ModelError(
-            f"{repo} could not be sent ({first_line(exc)}): see that the network is there, and "
-            "that HF_TOKEN in .env may write to it"
+            f"{repo} could not be sent ({first_line(exc)}): check the network, and that HF_TOKEN "
+            "in .env may write to it"
         ) from exc
     return str(url)

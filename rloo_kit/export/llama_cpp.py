@@ -1,4 +1,4 @@
-"""llama.cpp's own converter, found and run; and what Ollama is told of its file."""
+"""Find and run llama.cpp's converter; write Ollama's Modelfile."""
 
 import contextlib
 import json
@@ -58,15 +58,15 @@ def write_gguf(model: Path, file: Path, dtype: str, command: Sequence[str]) -> N
     """Convert a model's folder into a GGUF file, in another process.
 
     Args:
-        model: Folder with 16-bit safetensors and a tokenizer, whose file may be mended.
+        model: Folder with 16-bit safetensors and a tokenizer, whose file may be corrected.
         file: To write.
         dtype: One of ``DTYPES``.
         command: As ``find_converter`` returned it.
 
     Raises:
-        ModelError: The converter refuses the model; its last line is told.
+        ModelError: The converter refuses the model; its last line is shown.
     """
-    _mend_byte_level(model / "tokenizer.json")
+    _remove_byte_fallback(model / "tokenizer.json")
     words = [*command, str(model), "--outfile", str(file), "--outtype", dtype]
     done = subprocess.run(words, capture_output=True, text=True, check=False, errors="replace")
     if done.returncode == 0 and file.is_file():
@@ -84,11 +84,11 @@ def write_gguf(model: Path, file: Path, dtype: str, command: Sequence[str]) -> N
     )
 
 
-def _mend_byte_level(file: Path) -> None:
-    """Take back a fallback to bytes from a tokenizer that is all bytes.
+def _remove_byte_fallback(file: Path) -> None:
+    """Remove ``byte_fallback`` from a tokenizer that is byte-level anyway.
 
-    transformers writes it for every Llama that it read from a GGUF file. It changes no token, and
-    the converter takes it for a SentencePiece tokenizer and loses the merges.
+    transformers writes it for every Llama that it read from a GGUF file. It changes no token, but
+    the converter then reads the file as SentencePiece and loses the merges.
     """
     if not file.is_file():
         return
@@ -109,7 +109,7 @@ def modelfile(
     """Return a Modelfile, and whether it has a template of its own.
 
     Args:
-        file: Name of the GGUF file beside it.
+        file: Name of the GGUF file in the same folder.
         tokenizer: Of the model.
         ends: Texts of the tokens that end an answer.
         temperature: Of sampling.
@@ -131,27 +131,20 @@ def modelfile(
 
 
 def _chatml(tokenizer: Any) -> tuple[str, str] | None:
-    """Return what opens an answer and the template's own system message; None: no ChatML.
-
-    Whether it is ChatML is tried, not guessed from a name.
-    """
+    """Return what opens an answer and the template's own system message; None: no ChatML."""
     if not tokenizer.chat_template:
         return None
     turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     turns = [*turns, {"role": "user", "content": "three"}]
-    with contextlib.suppress(Exception):  # a template is a program of its own
-        plain = "".join(map(_as_chatml, turns))
+    with contextlib.suppress(Exception):  # a template is a program: it may fail
+        plain = "".join(TURN.format(**turn) for turn in turns)
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         before, found, opening = text.partition(plain)
         system = before.removeprefix("<|im_start|>system\n").removesuffix("<|im_end|>\n")
-        whole = before == (_as_chatml({"role": "system", "content": system}) if before else "")
+        whole = before in ("", TURN.format(role="system", content=system))
         if found and whole and opening.startswith("<|im_start|>assistant\n"):
             return opening, system
     return None
-
-
-def _as_chatml(turn: dict[str, str]) -> str:
-    return TURN.format(**turn)
 
 
 def quoted(text: str) -> str:

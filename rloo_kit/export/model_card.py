@@ -1,10 +1,11 @@
-"""README.md of a model that was trained: what the hub reads, and what a person should know."""
+"""README.md of a trained model: metadata for the hub, and what a person should know."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.config.run_file import RunConfig
 from rloo_kit.diagnosis.record import RunRecord
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.text.redaction import redact, redact_tree
@@ -16,6 +17,13 @@ SETTINGS = (
 )  # fmt: skip
 """Of the trainer, shown where the run file sets them."""
 LIBRARIES = {"merged": "transformers", "gguf": "gguf", "ollama": "gguf"}
+KINDS = {
+    "adapter": "A LoRA adapter for",
+    "merged": "16-bit weights: a LoRA adapter merged into",
+    "gguf": "A GGUF file: a LoRA adapter merged into",
+    "ollama": "A GGUF file: a LoRA adapter merged into",
+}
+DATA_SUFFIXES = (".jsonl", ".csv", ".parquet", ".gguf")
 
 
 @dataclass(frozen=True)
@@ -33,23 +41,37 @@ class CardFacts:
     record: RunRecord | None = None
     """None for an adapter without a run."""
     environment: Mapping[str, Any] = field(default_factory=dict)
-    """As environment.json has it."""
+    """As in environment.json."""
     version: str = ""
     """Of the kit."""
     notes: tuple[str, ...] = ()
     """Sentences on how it was exported and checked."""
+
+    @property
+    def config(self) -> RunConfig | None:
+        """The run's settings."""
+        return self.record.config if self.record else None
+
+    @property
+    def scored(self) -> dict[str, Evaluation]:
+        """The held-out scores before and after the training, those that can be read."""
+        found, scored = (self.record.evaluation if self.record else None) or {}, {}
+        for when in ("before", "after"):
+            try:
+                scored[when] = Evaluation.from_dict(found[when])
+            except (TypeError, KeyError, AttributeError):  # of another version, or missing
+                continue
+        return scored
 
 
 def model_card(facts: CardFacts) -> str:
     """Return the text of README.md, without secrets or folders of this machine."""
     from huggingface_hub import ModelCardData
 
-    config = facts.record.config if facts.record else None
-    hub_name = facts.base if is_hub_name(facts.base) else None
-    prompts = config.data.prompts if config else None
+    prompts = facts.config.data.prompts if facts.config else ""
     data = ModelCardData(
-        base_model=hub_name,
-        datasets=prompts if prompts and is_hub_name(prompts) else None,
+        base_model=facts.base if is_hub_name(facts.base) else None,
+        datasets=prompts if is_hub_name(prompts) else None,
         library_name=LIBRARIES.get(facts.kind, "peft"),
         license=facts.licence,
         pipeline_tag="text-generation",
@@ -57,16 +79,23 @@ def model_card(facts: CardFacts) -> str:
         model_name=facts.name,
         eval_results=_results(facts),
     )
-    sections = [
-        f"# {facts.name}",
-        _introduction(facts),
-        *_section("How it was trained", _training(facts)),
-        *_section("Rewards", _rewards(facts)),
-        *_section("Evaluation", _evaluation(facts)),
-        *_section("Limits", _limits(facts)),
-        *_section("This export", list(facts.notes)),
-    ]
-    return redact(f"---\n{data}\n---\n\n" + "\n\n".join(sections) + "\n")
+    licence = "is not known" if facts.licence == "unknown" else f"is {facts.licence}"
+    text = (
+        f"---\n{data}\n---\n\n# {facts.name}\n\n{KINDS[facts.kind]} `{public_name(facts.base)}`, "
+        f"trained by reinforcement learning (RLOO, REINFORCE Leave-One-Out) with rloo-kit. The "
+        f"licence of the base {licence}; it holds for this model too.\n"
+    )
+    sections = {
+        "How it was trained": _training(facts),
+        "Rewards": _rewards(facts),
+        "Evaluation": _evaluation(facts),
+        "Limits": _limits(facts),
+        "This export": list(facts.notes),
+    }
+    for title, lines in sections.items():
+        if lines:
+            text += f"\n## {title}\n\n" + "".join(f"- {line}\n" for line in lines)
+    return redact(text)
 
 
 def is_hub_name(name: str) -> bool:
@@ -77,8 +106,7 @@ def is_hub_name(name: str) -> bool:
         validate_repo_id(name)
     except HFValidationError:
         return False
-    suffix = Path(name).suffix.lower()
-    return name.count("/") == 1 and suffix not in (".jsonl", ".csv", ".parquet", ".gguf")
+    return name.count("/") == 1 and Path(name).suffix.lower() not in DATA_SUFFIXES
 
 
 def public_name(name: str) -> str:
@@ -86,50 +114,30 @@ def public_name(name: str) -> str:
     return name if is_hub_name(name) else Path(name).name
 
 
-def _section(title: str, lines: list[str]) -> list[str]:
-    return [f"## {title}", "\n".join(f"- {line}" for line in lines)] if lines else []
-
-
-def _introduction(facts: CardFacts) -> str:
-    what = {
-        "adapter": "A LoRA adapter for",
-        "merged": "16-bit weights: a LoRA adapter merged into",
-    }.get(facts.kind, "A GGUF file: a LoRA adapter merged into")
-    licence = "is not known" if facts.licence == "unknown" else f"is {facts.licence}"
-    return (
-        f"{what} `{public_name(facts.base)}`, trained by reinforcement learning (RLOO, REINFORCE "
-        f"Leave-One-Out) with rloo-kit. The licence of the base {licence}; it holds for this model "
-        f"too."
-    )
-
-
 def _training(facts: CardFacts) -> list[str]:
-    lines = []
-    record, config = facts.record, facts.record.config if facts.record else None
-    if config is not None:
+    lines, record, config = [], facts.record, facts.config
+    if record is not None and config is not None:
         data, given = config.data, config.trainer
         count = "" if data.num_prompts is None else f", the first {data.num_prompts:,}"
         lines.append(f"Prompts: `{public_name(data.prompts)}`{count}")
-        steps = (record.end or {}).get("steps") or len(record.metrics)
+        steps = record.end.get("steps") or len(record.metrics)
         lines.append(f"{steps} steps of TRL's RLOO; seed {config.seed}")
         plain = "FP8" if config.model.load_in_fp8 else "16-bit"
         how = "4-bit (NF4)" if config.model.load_in_4bit else plain
         lines.append(f"{how} base; LoRA of rank {config.lora.r}, alpha {config.lora.lora_alpha}")
-        told = [f"{name} {given[name]}" for name in SETTINGS if given.get(name) is not None]
-        lines.append("Settings: " + ", ".join(told))
-    machine = (facts.environment.get("hardware") or {}).get("name")
-    if machine:
+        settings = [f"{name} {given[name]}" for name in SETTINGS if given.get(name) is not None]
+        lines.append("Settings: " + ", ".join(settings))
+    if machine := (facts.environment.get("hardware") or {}).get("name"):
         lines.append(f"Hardware: {machine}")
-    found = facts.environment.get("versions") or {}
-    versions = [f"{name} {version}" for name, version in found.items() if version]
-    if versions or facts.version:
-        lines.append("Versions: " + (", ".join(versions) or f"rloo-kit {facts.version}"))
+    found = facts.environment.get("versions") or {"rloo-kit": facts.version}
+    if versions := [f"{name} {version}" for name, version in found.items() if version]:
+        lines.append("Versions: " + ", ".join(versions))
     return lines
 
 
 def _rewards(facts: CardFacts) -> list[str]:
-    config = facts.record.config if facts.record else None
-    return [f"`{_without_folders(spec)}`" for spec in redact_tree(config.rewards)] if config else []
+    rewards = redact_tree(facts.config.rewards) if facts.config else []
+    return [f"`{_without_folders(reward)}`" for reward in rewards]
 
 
 def _without_folders(value: Any) -> Any:
@@ -140,43 +148,26 @@ def _without_folders(value: Any) -> Any:
     return [_without_folders(one) for one in value] if isinstance(value, list) else value
 
 
-# --- evaluation ----------------------------------------------------------------------------------
-
-
-def _scored(facts: CardFacts) -> dict[str, Evaluation]:
-    found = (facts.record.evaluation if facts.record else None) or {}
-    scored = {}
-    for when in ("before", "after"):
-        try:
-            scored[when] = Evaluation.from_dict(found[when])
-        except (TypeError, KeyError, AttributeError):  # another version's, or none
-            continue
-    return scored
-
-
 def _evaluation(facts: CardFacts) -> list[str]:
-    return [
-        f"{when}: {name} {one.mean:.3f} (95% interval {one.low:.3f} to {one.high:.3f}) on "
-        f"{found.num_prompts} held-out prompts, {_drawn(found.temperature)}"
-        for when, found in _scored(facts).items()
-        for name in found.rewards
-        if (one := found.estimate(name))
-    ]
-
-
-def _drawn(temperature: float) -> str:
-    return f"sampled at {temperature:g}" if temperature else "greedy"
+    lines = []
+    for when, found in facts.scored.items():
+        how = f"sampled at {found.temperature:g}" if found.temperature else "greedy"
+        for name in found.rewards:
+            if one := found.estimate(name):
+                interval = f"95% interval {one.low:.3f} to {one.high:.3f}"
+                prompts = f"{found.num_prompts} held-out prompts, {how}"
+                lines.append(f"{when}: {name} {one.mean:.3f} ({interval}) on {prompts}")
+    return lines
 
 
 def _results(facts: CardFacts) -> list[Any] | None:
     """Return the scores after training in the hub's form."""
     from huggingface_hub import EvalResult
 
-    after = _scored(facts).get("after")
-    config = facts.record.config if facts.record else None
-    if after is None or config is None:
+    after = facts.scored.get("after")
+    if after is None or facts.config is None:
         return None
-    prompts = public_name(config.data.prompts)
+    prompts = public_name(facts.config.data.prompts)
     return [
         EvalResult(
             task_type="text-generation",
@@ -191,15 +182,9 @@ def _results(facts: CardFacts) -> list[Any] | None:
 
 
 def _limits(facts: CardFacts) -> list[str]:
-    lines = [
+    scored = "The scores above are of prompts like those it was trained on, by the same rewards."
+    return [
         "It was trained to earn its rewards. What they do not measure (facts, safety, tone, other "
-        "languages and tasks) may have changed, and nobody has looked.",
+        "languages and tasks) may have changed and was not evaluated.",
+        scored if facts.scored else "It was not evaluated.",
     ]
-    if _scored(facts):
-        lines.append(
-            "The scores above are of prompts like those it was trained on, by the same rewards; it "
-            "was evaluated on nothing else."
-        )
-    else:
-        lines.append("It was not evaluated.")
-    return lines

@@ -1,4 +1,4 @@
-"""rloo-kit serve: hand a trained adapter to vLLM's own OpenAI-compatible server."""
+"""``rloo-kit serve``: start vLLM's own OpenAI-compatible server with a trained adapter."""
 
 import json
 import os
@@ -28,38 +28,29 @@ def server_command(
 
     Args:
         model: A run, a checkpoint, an adapter or a model.
-        host: Address to listen on; beyond this machine anybody who reaches it may use it.
-        port: Of it.
+        host: Address to listen on; beyond this machine, anybody who reaches it may use it.
+        port: TCP port.
         more: Further arguments of vLLM's server, such as ``--quantization bitsandbytes``.
 
     Raises:
         GenerationError: vLLM cannot be used here.
-        ConfigError: The port is none.
-        ModelError: The adapter cannot be read, or the base is not to be had.
+        ConfigError: The port is out of range.
+        ModelError: The adapter cannot be read, or the base is not available.
     """
     if not 1 <= port <= 65535:
-        raise ConfigError(f"port is {port}, must be between 1 and 65535")
+        raise ConfigError(f"--port is {port}, must be between 1 and 65535")
     if reason := why_not_vllm():
         raise GenerationError(f"vLLM's server cannot be started here: {reason}")
     trained = find_trained(model)
-    settings = {
-        "--model": find_model(trained.base),
-        "--served-model-name": "base",
-        "--host": host,
-        "--port": str(port),
-        "--max-model-len": str(trained.model.max_seq_length),
-    }
+    words = ["--model", find_model(trained.base), "--served-model-name", "base"]
+    words += ["--host", host, "--port", str(port)]
+    words += ["--max-model-len", str(trained.model.max_seq_length)]
     if trained.adapter is not None:
-        settings |= {
-            "--max-lora-rank": str(reserved_rank(_rank(trained.adapter))),
-            "--lora-modules": json.dumps(
-                {"name": trained.short_name, "path": str(trained.adapter.resolve())}
-            ),
-        }
-    words = [word for pair in settings.items() for word in pair]
-    adapter = ["--enable-lora"] if trained.adapter is not None else []
+        rank = str(reserved_rank(_rank(trained.adapter)))
+        adapter = {"name": trained.short_name, "path": str(trained.adapter.resolve())}
+        words += ["--max-lora-rank", rank, "--lora-modules", json.dumps(adapter), "--enable-lora"]
     trust = ["--trust-remote-code"] if trained.model.trust_remote_code else []
-    return [sys.executable, "-m", MODULE, *words, *adapter, *trust, *more]
+    return [sys.executable, "-m", MODULE, *words, *trust, *more]
 
 
 def serve(
@@ -70,7 +61,7 @@ def serve(
     more: Sequence[str] = (),
     say: Callable[[str], None] = print,
 ) -> None:
-    """Become vLLM's server; see ``server_command``. It does not return."""
+    """Replace this process by vLLM's server (see ``server_command``)."""
     command = server_command(model, host=host, port=port, more=more)
     trained = find_trained(model)
     names = dict.fromkeys([trained.short_name, "base"])
@@ -86,16 +77,12 @@ def serve(
 
 
 def _rank(adapter: Path) -> int:
+    """Return the largest LoRA rank of any layer."""
     try:
-        rank = json.loads((adapter / CONFIG).read_bytes())["r"]
-        return max(rank, *_others(adapter))
+        config = json.loads((adapter / CONFIG).read_bytes())
+        return max(config["r"], *config.get("rank_pattern", {}).values(), 1)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as exc:
         raise ModelError(
             f"{format_value(str(adapter / CONFIG))} cannot be read ({first_line(exc)}): save the "
             "adapter again"
         ) from exc
-
-
-def _others(adapter: Path) -> list[int]:
-    """Return ranks of single layers, and 1."""
-    return [1, *json.loads((adapter / CONFIG).read_bytes()).get("rank_pattern", {}).values()]

@@ -1,7 +1,7 @@
-"""Whether a model that was written elsewhere answers as the one it was made from.
+"""Check that an exported model answers as the one it was made from.
 
-The first one's greedy answers are kept with the log-probability of each of their tokens; the second
-one is asked for its own, and for its log-probabilities of the first one's.
+The first one's greedy answers are kept with the log-probability of each token; the second one gives
+its own answers, and its log-probabilities of the first one's.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from rloo_kit.data.prompts import prompt_ids
 from rloo_kit.errors import DataError, ModelError
 from rloo_kit.evaluation.evaluator import evaluate
 
-PLAIN = (
+DEFAULT_PROMPTS = (
     "What is 17 + 25?",
     "Name a colour of the rainbow.",
     "Write one sentence about the sea.",
@@ -22,7 +22,6 @@ PLAIN = (
     "What is the opposite of cold?",
     "Give a short definition of a triangle.",
 )
-"""Asked where no prompts of a run are known."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How a second model answers, beside the first."""
+    """How a second model answers, compared with the first."""
 
     num: int
     """Prompts."""
@@ -64,8 +63,8 @@ class Agreement:
 def default_prompts(tokenizer: Any) -> list[Any]:
     """Return prompts for a model of which no run is known."""
     if tokenizer.chat_template:
-        return [[{"role": "user", "content": text}] for text in PLAIN]
-    return list(PLAIN)
+        return [[{"role": "user", "content": text}] for text in DEFAULT_PROMPTS]
+    return list(DEFAULT_PROMPTS)
 
 
 def ask(
@@ -76,7 +75,7 @@ def ask(
     *,
     max_tokens: int = 48,
 ) -> Answers:
-    """Return a model's greedy answers and how likely it finds them.
+    """Return a model's greedy answers and their log-probabilities.
 
     Args:
         model: A causal language model, with or without an adapter.
@@ -119,10 +118,11 @@ def compare(first: Answers, model: Any, tokenizer: Any) -> Agreement:
 def _greedy(
     model: Any, tokenizer: Any, prompts: Sequence[Any], settings: dict | None, max_tokens: int
 ) -> list[str]:
+    rows: Any = [{"prompt": prompt} for prompt in prompts]
     found = evaluate(
         model,
         tokenizer,
-        [{"prompt": prompt} for prompt in prompts],
+        rows,
         [],
         temperature=0,
         max_completion_length=max_tokens,
@@ -139,9 +139,9 @@ def _log_probs(model: Any, ids: list[list[int]], starts: list[int]) -> list[list
     found = []
     try:
         for row, start in zip(ids, starts, strict=True):
-            tokens = torch.tensor([row], device=model.device)
+            tokens = torch.tensor([row], device=model.device)  # (1, T)
             with torch.no_grad():
-                logits = model(input_ids=tokens).logits[0, start - 1 : -1].float()
+                logits = model(input_ids=tokens).logits[0, start - 1 : -1].float()  # (answer, V)
             chosen = logits.log_softmax(-1).gather(-1, tokens[0, start:, None])
             found.append(chosen[:, 0].tolist())
     finally:

@@ -184,7 +184,8 @@ def _group(place: GroupPlace, rows: Sequence[dict[str, Any]], budget: int) -> di
 
 
 def _completion(row: dict[str, Any], limit: int) -> dict[str, Any]:
-    rewards = row.get("rewards") if isinstance(row.get("rewards"), dict) else {}
+    rewards = row.get("rewards")
+    rewards = rewards if isinstance(rewards, dict) else {}
     return {
         **completion_parts(row, limit),
         "truncated": row.get("truncated") is True,

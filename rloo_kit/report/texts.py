@@ -71,8 +71,7 @@ def thought_and_answer(text: str, answer_at: object = None) -> tuple[str | None,
     >>> thought_and_answer("<think>4+5=9</think> 9")
     ('4+5=9', ' 9')
     """
-    known = isinstance(answer_at, int) and not isinstance(answer_at, bool)
-    if known and 0 < answer_at <= len(text):
+    if type(answer_at) is int and 0 < answer_at <= len(text):
         thought, answer = text[:answer_at].removesuffix(THOUGHT_ENDS), text[answer_at:]
     else:
         thought, end, answer = text.rpartition(THOUGHT_ENDS)

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 ANSWER = "rlookitanswer"  # one word, so that a template keeps it as it is
 
 
-def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+def end_of_turn_id(tokenizer: Any) -> int | None:
     """Return the id of the token that ends an assistant's turn in the chat template.
 
     None without a template, or where no token of its own closes the turn.

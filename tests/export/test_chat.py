@@ -16,7 +16,8 @@ import torch
 import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.errors import ConfigError
-from rloo_kit.export.chat import Screen, chat
+from rloo_kit.evaluation.models import find_trained, load_base
+from rloo_kit.export.chat import _console, _Printer, _Speaker, chat
 from rloo_kit.export.serve import server_command
 
 
@@ -43,8 +44,6 @@ def greedy(model, question):
     """What the model answers, by the kit's own evaluation."""
     prompts = rk.load_prompts("arithmetic", num_prompts=1)
     rows = prompts.from_list([{"prompt": [{"role": "user", "content": question}]}])
-    from rloo_kit.evaluation.models import find_trained, load_base
-
     trained = find_trained(model)
     one = load_base(trained)
     with one.using(trained) as loaded:
@@ -55,53 +54,53 @@ def greedy(model, question):
 QUESTION = "What is 252 + 409?"
 
 
-def test_it_answers_as_the_model_does(adapter):
+def test_chat_answers_as_the_model_does(adapter):
     for model in (adapter, "tiny-thinker"):
         said = talk(model, QUESTION, temperature=0)
         assert said.split() == greedy(model, QUESTION).split()
     assert talk(adapter, QUESTION, temperature=0) != talk("tiny-thinker", QUESTION, temperature=0)
 
 
-def test_the_base_answers_beside_it(adapter):
+def test_base_answers_next_to_the_trained_model(adapter):
     said = talk(adapter, QUESTION, temperature=0, base=True)
     assert {"polite", "base"} <= set(said.split())
     assert greedy("tiny-thinker", QUESTION).rpartition("</think>")[2].strip() in said
 
 
-def test_an_answer_that_vllm_has_no_room_for_is_told_first(adapter):
-    """The engine is as long as the run's max_seq_length, and no request gets there."""
-    from rloo_kit.evaluation.models import find_trained, load_base
-    from rloo_kit.export.chat import Manner, Voice, _answers
-
+def test_answer_longer_than_vllms_cache_is_refused_first(adapter):
     trained = find_trained(adapter)
-    manner = Manner(2000, 0.0, {}, None, chat=True, seed=0)
-    with pytest.raises(ConfigError, match="room for 1024 with an answer of 2000"):
-        _answers(load_base(trained), object(), [Voice(trained)], "hello", manner, None)
+    speaker = _Speaker.of(trained, None, 0.0, 2000)
+    speaker.load(trained, vllm=False)
+    speaker.engine = object()  # as long as the run's max_seq_length; no request gets there
+    with pytest.raises(ConfigError, match="takes 1024 with an answer of 2000"):
+        speaker.answer(trained, [], "hello", 0, None)
 
 
-def test_what_was_said_is_remembered_until_it_is_forgotten():
+@pytest.mark.long
+def test_conversation_is_remembered_and_blank_lines_are_skipped():
     once = talk("tiny-thinker", QUESTION, temperature=0)
-    twice = talk("tiny-thinker", "What is 1 + 1?", "/new", QUESTION, temperature=0)
-    assert twice.endswith(once)
-    alone = talk("tiny-thinker", QUESTION, "", QUESTION, temperature=0)  # blank lines are nothing
-    assert alone != once + once
+    twice = talk("tiny-thinker", QUESTION, "", QUESTION, temperature=0)
+    assert twice.startswith(once.rstrip())
+    assert twice != once + once
 
 
-def test_the_same_lines_give_the_same_answers():
+@pytest.mark.long
+def test_same_seed_gives_the_same_answers():
     first = [talk("tiny-thinker", QUESTION, seed=seed) for seed in (1, 1)]
     assert first[0] == first[1]
     assert len({talk("tiny-thinker", QUESTION, seed=seed) for seed in range(4)}) > 1
 
 
-def test_a_terminal_dims_the_thought_and_cannot_be_steered():
+def test_terminal_dims_the_thought_and_escapes_control_characters():
     first, second = pty.openpty()
     with os.fdopen(second, "w") as out, os.fdopen(first, "rb", buffering=0) as seen:
-        screen = Screen(io.StringIO(), out)
-        for thinks in (True, False):
-            show = screen.writer(thinks)
+        console = _console(out)
+        for in_thought in (True, False):
+            show = _Printer(console)
+            show.in_thought = in_thought
             for piece in ("so 4\x1b[2J", "</thi", "nk>", " the ", "answer [b]"):
                 show(piece)
-            screen.end()
+            console.print()
         text = seen.read(4096).decode()
     thought, _, answer = text.partition("</thi")
     assert thought.startswith("\x1b[2mso 4\\x1b[2J")
@@ -111,7 +110,8 @@ def test_a_terminal_dims_the_thought_and_cannot_be_steered():
     assert "\x1b[2mso" not in again  # nobody opened a thought
 
 
-def test_ctrl_c_ends_an_answer_and_not_the_conversation(monkeypatch):
+@pytest.mark.long
+def test_ctrl_c_ends_an_answer_not_the_conversation(monkeypatch):
     """The signal comes while the first answer is being drawn."""
     question = "What is 11 + 11?"
 
@@ -141,7 +141,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         (["chat", "tiny-thinker", "--base"], "is its own base"),
         (["chat", "tiny-thinker", "--temperature", "-1"], "must be between 0"),
@@ -150,17 +150,17 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(monkeypatch):
         (["serve", "tiny-thinker", "--port", "99999"], "must be between 1 and 65535"),
     ],
 )
-def test_bad_input_is_one_sentence(arguments, told, capsys):
+def test_bad_input_gives_one_sentence(arguments, expected, capsys):
     assert main(arguments) == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert expected in error
     assert len(error.strip().splitlines()) == 1
 
 
 # --- serve ----------------------------------------------------------------------------------------
 
 
-def test_vllms_server_is_given_base_and_adapter(adapter, monkeypatch):
+def test_server_command_has_base_and_adapter(adapter, monkeypatch):
     monkeypatch.setattr(
         "rloo_kit.export.serve.why_not_vllm", lambda: None
     )  # tests/vllm starts a real one
@@ -181,7 +181,7 @@ def test_vllms_server_is_given_base_and_adapter(adapter, monkeypatch):
     (adapter / "adapter_config.json").write_text(json.dumps(config))
 
 
-def test_without_vllm_it_says_what_to_install(capsys):
+def test_serve_without_vllm_is_refused(capsys):
     from rloo_kit.machine.hardware import why_not_vllm
 
     if why_not_vllm() is None:

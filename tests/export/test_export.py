@@ -21,7 +21,7 @@ from rloo_kit.cli import main
 from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import ConfigError, ModelError
 from rloo_kit.evaluation.models import find_trained
-from rloo_kit.export.exporter import base_name, copy_adapter, export_model, licence_of
+from rloo_kit.export.exporter import export_model, licence_of
 from rloo_kit.export.llama_cpp import find_converter, modelfile, write_gguf
 from rloo_kit.export.model_card import CardFacts, is_hub_name, model_card, public_name
 from rloo_kit.export.verify import ask, compare
@@ -79,7 +79,7 @@ def weights_of(folder):
 # --- adapter -------------------------------------------------------------------------------------
 
 
-def test_an_adapter_is_copied_with_its_base_named(run, tmp_path):
+def test_adapter_is_copied_with_its_base_named(run, tmp_path):
     said = []
     done = export_model(run, "adapter", output=tmp_path / "a", num_prompts=2, say=said.append)
     assert done.agreement.same == 2
@@ -96,22 +96,7 @@ def test_an_adapter_is_copied_with_its_base_named(run, tmp_path):
     assert "loaded back: 2 of 2" in said[0]
 
 
-def test_a_folder_that_exists_is_not_overwritten(run):
-    first = export_model(run, "adapter", check=False, say=lambda _: None).folder
-    again = export_model(run, "adapter", check=False, say=lambda _: None).folder
-    assert (first.name, again.name) == ("export-adapter", "export-adapter-2")
-    assert first.parent == run
-
-
-def test_a_base_that_is_a_folder_is_told(run, tmp_path):
-    said = []
-    export_model(
-        run, "adapter", output=tmp_path / "a", base=str(tmp_path), check=False, say=said.append
-    )
-    assert "name it for others with --base" in said[0]
-
-
-def test_an_adapter_without_weights_is_one_sentence(run, tmp_path):
+def test_adapter_without_weights_is_refused(run, tmp_path):
     (tmp_path / "half").mkdir()
     config = (run / "adapter" / "adapter_config.json").read_bytes()
     (tmp_path / "half" / "adapter_config.json").write_bytes(config)
@@ -123,6 +108,7 @@ def test_an_adapter_without_weights_is_one_sentence(run, tmp_path):
 # --- merged --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_merged_weights_are_base_plus_adapter_in_16_bit(run, merged):
     done, _ = merged
     found, base = weights_of(done.folder), load_file(TINY_THINKER / "model.safetensors")
@@ -136,12 +122,13 @@ def test_merged_weights_are_base_plus_adapter_in_16_bit(run, merged):
     assert torch.equal(found["model.norm.weight"], base["model.norm.weight"])
 
 
-def test_merged_is_checked_and_the_other_base_told(merged):
+@pytest.mark.long
+def test_merged_export_is_checked_against_both_bases(merged):
     done, said = merged
     assert done.agreement.num == 4
     assert done.agreement.difference < 0.02
     assert done.rebased.num == 4
-    assert any("beside the 4-bit one that it trained on: " in line for line in said)
+    assert any("compared with the 4-bit one of the run: " in line for line in said)
     assert any("loaded back: " in line and "(at most 0.03)" in line for line in said)
     card = (done.folder / "README.md").read_text()
     assert "The policy was trained on the base in 4 bits." in card
@@ -149,7 +136,8 @@ def test_merged_is_checked_and_the_other_base_told(merged):
     assert settings["model_max_length"] == 1024  # the model's, not that of the run
 
 
-def test_a_model_that_answers_otherwise_is_seen(run, merged, tmp_path):
+@pytest.mark.long
+def test_model_that_answers_otherwise_is_detected(run, merged, tmp_path):
     """The base alone is no export of the run."""
     done, _ = merged
     with rk.session():
@@ -164,7 +152,8 @@ def test_a_model_that_answers_otherwise_is_seen(run, merged, tmp_path):
             compare(first, model, tokenizer)
 
 
-def test_what_does_not_answer_as_before_is_removed(run, tmp_path, monkeypatch):
+@pytest.mark.long
+def test_export_that_answers_otherwise_is_removed(run, tmp_path, monkeypatch):
     def spoil(model, folder, *args, **kwargs):
         weights = {name: value * 1.5 for name, value in model.state_dict().items()}
         weights.pop("lm_head.weight", None)
@@ -177,7 +166,8 @@ def test_what_does_not_answer_as_before_is_removed(run, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_4_bit_base_is_written_out_with_a_warning(run, tmp_path):
+@pytest.mark.long
+def test_four_bit_base_is_written_out_with_a_warning(run, tmp_path):
     said = []
     done = export_model(
         run, output=tmp_path / "m", base="dequantized", num_prompts=2, say=said.append
@@ -191,7 +181,7 @@ def test_a_4_bit_base_is_written_out_with_a_warning(run, tmp_path):
 # --- GGUF and Ollama -----------------------------------------------------------------------------
 
 
-def test_a_converter_that_is_not_there_is_told_before_anything_is_loaded(run, monkeypatch, capsys):
+def test_missing_converter_is_reported_before_loading(run, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(run))
     monkeypatch.setenv("XDG_CACHE_HOME", str(run))
     monkeypatch.setenv("PATH", str(run))
@@ -203,7 +193,7 @@ def test_a_converter_that_is_not_there_is_told_before_anything_is_loaded(run, mo
     assert "give llama.cpp's folder" in capsys.readouterr().err
 
 
-def test_a_converter_is_found_by_name_variable_cache_and_path(tmp_path, monkeypatch):
+def test_converter_is_found_by_name_variable_cache_and_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("LLAMA_CPP", raising=False)
@@ -227,7 +217,7 @@ def test_a_converter_is_found_by_name_variable_cache_and_path(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "expected"),
     [
         ("raise NotImplementedError('BPE pre-tokenizer was not recognized - update')",
          "does not know how this model's tokenizer cuts a text"),
@@ -235,10 +225,10 @@ def test_a_converter_is_found_by_name_variable_cache_and_path(tmp_path, monkeypa
         ("", "exit code 0"),
     ],
 )  # fmt: skip
-def test_a_converter_that_refuses_is_one_sentence(tmp_path, code, told):
+def test_converter_that_fails_gives_one_sentence(tmp_path, code, expected):
     script = tmp_path / "convert.py"
     script.write_text(code)
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=expected):
         write_gguf(tmp_path, tmp_path / "x.gguf", "bf16", [sys.executable, str(script)])
 
 
@@ -263,7 +253,7 @@ SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_
 OPENS = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 
 
-def test_a_modelfile_repeats_a_chatml_template():
+def test_modelfile_repeats_a_chatml_template():
     text, known = modelfile(
         "m.gguf", Tokenizer(SYSTEM + TURNS + OPENS), ["<|im_end|>"], temperature=0.7, num_ctx=512
     )
@@ -280,7 +270,7 @@ def test_a_modelfile_repeats_a_chatml_template():
     [None, "{{ messages[0].content }}", "{{ 1 / 0 }}", "Hello. " + TURNS + OPENS,
      TURNS + "{% if add_generation_prompt %}[ASSISTANT]{% endif %}"],
 )  # fmt: skip
-def test_another_template_is_left_to_the_gguf_file(template):
+def test_other_templates_are_left_to_the_gguf_file(template):
     text, known = modelfile("m.gguf", Tokenizer(template), [], temperature=1, num_ctx=512)
     assert not known
     assert 'TEMPLATE "' not in text
@@ -318,7 +308,7 @@ def test_smollm2_goes_to_gguf_and_ollama_and_back(tmp_path):
 # --- the model card ------------------------------------------------------------------------------
 
 
-def test_a_card_is_what_the_hubs_own_classes_read(run, tmp_path):
+def test_card_is_read_by_the_hubs_own_classes(run, tmp_path):
     done = export_model(run, "adapter", output=tmp_path / "a", check=False, say=lambda _: None)
     card = huggingface_hub.ModelCard.load(done.folder / "README.md")
     data = card.data
@@ -340,7 +330,7 @@ def test_a_card_is_what_the_hubs_own_classes_read(run, tmp_path):
     assert str(run) not in str(card)
 
 
-def test_a_card_names_hub_names_and_hides_folders_and_secrets(run):
+def test_card_hides_folders_and_secrets(run):
     remember_secret("sk-very-secret-9876", "JUDGE_KEY")
     record = read_run(run)
     config = dataclasses.replace(
@@ -365,15 +355,7 @@ def test_a_card_names_hub_names_and_hides_folders_and_secrets(run):
     assert "sk-very-secret" not in text
 
 
-def test_a_card_of_an_adapter_without_a_run_says_what_is_not_known():
-    text = model_card(CardFacts("merged", "m", "/data/models/base", licence="mit"))
-    assert "It was not evaluated." in text
-    assert "`base`" in text
-    assert "/data" not in text
-    assert huggingface_hub.ModelCard(text).data.base_model is None
-
-
-def test_names_of_the_hub_are_told_from_paths():
+def test_hub_names_differ_from_paths():
     assert is_hub_name("Qwen/Qwen3-4B")
     for name in ("tiny-thinker", "/data/base", "a/b/c", "data/prompts.jsonl", "../x", "a b/c"):
         assert not is_hub_name(name)
@@ -453,7 +435,7 @@ def test_nothing_is_sent_without_yes(run, hub, capsys):
     assert sorted(run.rglob("*")) == before
 
 
-def test_with_yes_the_adapter_and_its_card_are_sent(run, hub):
+def test_adapter_and_card_are_sent_with_yes(run, hub):
     done = export_model(run, "hub", repo="me/mine", yes=True, check=False, say=lambda _: None)
     assert done.url.endswith("/me/mine")
     created = [json.loads(b) for _, path, b in hub.asked if path == "/api/repos/create"]
@@ -469,7 +451,8 @@ def test_with_yes_the_adapter_and_its_card_are_sent(run, hub):
         assert secret.encode() not in whole
 
 
-def test_an_export_is_sent_as_it_is_and_nothing_beside_it(merged, hub):
+@pytest.mark.long
+def test_only_known_files_of_an_export_are_sent(merged, hub):
     folder = merged[0].folder
     (folder / "notes-to-myself.txt").write_text("private")
     export_model(folder, "hub", repo="me/mine", yes=True, say=lambda _: None)
@@ -477,14 +460,14 @@ def test_an_export_is_sent_as_it_is_and_nothing_beside_it(merged, hub):
     assert "notes-to-myself.txt" not in sent_to(hub)
 
 
-def test_a_repository_that_everybody_sees_is_refused(run, hub):
+def test_public_repository_is_refused_without_public(run, hub):
     hub.private = False
     with pytest.raises(ConfigError, match="everybody can see it: add --public"):
         export_model(run, "hub", repo="me/mine", yes=True, check=False, say=lambda _: None)
     assert not [path for _, path, _ in hub.asked if "commit" in path]
 
 
-def test_a_folder_of_this_machine_is_not_sent(run, hub):
+def test_folder_name_of_this_machine_is_not_sent(run, hub):
     place = str(Path.home() / "models" / "base")
     with pytest.raises(ConfigError, match=r"adapter_config.json names a folder of this machine"):
         export_model(run, "hub", repo="me/mine", base=place, yes=True, check=False)
@@ -492,19 +475,19 @@ def test_a_folder_of_this_machine_is_not_sent(run, hub):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["--to", "onnx"], "exported to adapter, merged, gguf, ollama, hub, not to 'onnx'"),
         (["--to", "hub"], "give one as OWNER/NAME, with --repo"),
         (["--to", "gguf", "--dtype", "q2"], "dtype is 'q2', must be one of bf16, f16, q8_0"),
     ],
 )
-def test_wrong_arguments_are_one_sentence(run, capsys, words, told):
+def test_wrong_arguments_give_one_sentence(run, capsys, words, expected):
     assert main(["export", str(run), *words]) == 2
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
-def test_a_base_alone_is_nothing_to_export(capsys):
+def test_base_alone_is_refused(capsys):
     assert main(["export", "tiny-thinker", "--to", "merged"]) == 2
     assert "is no trained model" in capsys.readouterr().err
 
@@ -512,7 +495,8 @@ def test_a_base_alone_is_nothing_to_export(capsys):
 # --- the script that fetches the converter -------------------------------------------------------
 
 
-def test_the_converter_is_taken_out_of_a_source_archive(tmp_path):
+@pytest.mark.long
+def test_converter_is_unpacked_from_a_source_archive(tmp_path):
     inside = tmp_path / "llama_cpp_python-1/vendor/llama.cpp"
     for name in ("convert_hf_to_gguf.py", "conversion/base.py", "gguf-py/gguf/a.py", "src/x.cpp"):
         (inside / name).parent.mkdir(parents=True, exist_ok=True)
@@ -531,10 +515,3 @@ def test_the_converter_is_taken_out_of_a_source_archive(tmp_path):
     out = tmp_path / "out"
     found = {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()}
     assert found == {"convert_hf_to_gguf.py", "conversion/base.py", "gguf-py/gguf/a.py"}
-
-
-def test_names_of_bases(run):
-    assert base_name(find_trained(run)) == "tiny-thinker"
-    assert base_name(find_trained(run / "adapter")) == "tiny-thinker"
-    with pytest.raises(ModelError):
-        copy_adapter(run, run, "x")
