@@ -4,9 +4,12 @@ Names are read from the installed sources; neither library is imported.
 """
 
 import ast
+from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+
+from rloo_kit.config.values import check_keys
 
 TABLES = ("unsloth", "vllm")
 LOADERS = (
@@ -66,6 +69,25 @@ FIXED: dict[str, frozenset[str]] = {
     ),
 }  # fmt: skip
 """Names that the kit sets itself, whatever the run file says."""
+
+
+def check_table(table: str, names: Iterable[object]) -> list[str]:
+    """Return what is wrong with the keys of ``unsloth:`` or ``vllm:``.
+
+    Args:
+        table: ``unsloth`` or ``vllm``; its names are checked where the library is installed.
+        names: Keys of the run file.
+    """
+    errors = []
+    for key in map(str, names):
+        if place := SET_ELSEWHERE[table].get(key):
+            errors.append(f"{table}.{key} is {place} in a run file: write it there")
+        elif key in FIXED[table]:
+            errors.append(f"{table}.{key} is set by rloo-kit itself: leave it out")
+        elif known_names(table):
+            known = known_names(table) - FIXED[table] - set(SET_ELSEWHERE[table])
+            errors += check_keys(table, [key], known)
+    return errors
 
 
 @cache

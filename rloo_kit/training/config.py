@@ -8,12 +8,9 @@ from typing import Any
 
 from trl import RLOOConfig
 
-from rloo_kit.config.run_file import (
-    known_trainer_fields,
-    read_value,
-    translate_trainer_arguments,
-)
+from rloo_kit.config.run_file import read_value
 from rloo_kit.config.settings import BY_DEVICE, OWN_FIELDS, TRL_DEFAULTS, KitSettings
+from rloo_kit.config.trainer_settings import known_trainer_fields, translate_trainer_arguments
 from rloo_kit.errors import ConfigError
 from rloo_kit.machine.environment import setup
 from rloo_kit.processes import launched_size

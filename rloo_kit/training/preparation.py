@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.run_file import (
-    DEFAULT_BATCH,
     LoraSection,
     RunConfig,
     find_run_file,
     read_run_file,
     without_hidden_settings,
 )
+from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.data.prompts import (
     MAX_HELD_OUT,
     drop_long_prompts,
@@ -171,7 +171,7 @@ def divided_batch(settings: dict[str, Any], processes: int) -> dict[str, int]:
     Raises:
         ConfigError: They cannot divide it into equal parts.
     """
-    rows = settings.get("per_device_train_batch_size", DEFAULT_BATCH["per_device_train_batch_size"])
+    rows = settings.get("per_device_train_batch_size", DEFAULTS["per_device_train_batch_size"])
     slices = settings.get("gradient_accumulation_steps", 1)
     common = math.gcd(slices, processes)
     rest = processes // common

@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from rloo_kit.cli import main
-from rloo_kit.config.legacy import DEFAULTS, MOVED, NEEDLESS, REFUSED, SAME, SO_ANYWAY, translate
-from rloo_kit.config.run_file import EXAMPLES, RENAMED, known_trainer_fields, read_run_file
+from rloo_kit.config.legacy import DEFAULTS, HARMLESS, MOVED, NEEDLESS, REFUSED, SAME, translate
+from rloo_kit.config.run_file import EXAMPLES, read_run_file
+from rloo_kit.config.trainer_settings import RENAMED, known_trainer_fields
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.loading import TINY_THINKER
 
@@ -253,7 +254,7 @@ def test_model_and_adapter():
 def test_every_flag_of_the_older_script_has_one_answer():
     tables = (set(NEEDLESS), set(REFUSED), set(MOVED), set(SAME))
     assert sum(map(len, tables)) == len(set.union(*tables))
-    assert set(SO_ANYWAY) <= set(REFUSED)
+    assert set(HARMLESS) <= set(REFUSED)
     assert set(DEFAULTS) <= {*RENAMED, *known_trainer_fields()} - set.union(*tables)
     older = "exp_name reward_model_path num_ppo_epochs whiten_rewards kl_coef cliprange rloo_k " \
         "normalize_reward reward_clip_range normalize_advantage token_level_kl " \
@@ -283,7 +284,7 @@ def test_a_needless_flag_is_told_and_changes_nothing(flag):
 @pytest.mark.parametrize("flag", sorted(REFUSED))
 def test_a_flag_that_would_mean_something_else_is_refused_and_false_is_not(flag):
     assert refused(f"--{flag} 3") == f"--{flag}: {REFUSED[flag]}"
-    found = of(f"{SMALLEST} --{flag} {SO_ANYWAY.get(flag, False)}")
+    found = of(f"{SMALLEST} --{flag} {HARMLESS.get(flag, False)}")
     assert asdict(found.config) == asdict(of(SMALLEST).config)
 
 
@@ -293,7 +294,7 @@ def test_a_flag_that_would_mean_something_else_is_refused_and_false_is_not(flag)
         ("--kl_ceof 0.1", "unknown flag --kl_ceof; did you mean 'kl_coef'?"),
         ("--beta 0.1", "--beta is today's name: the older script has --kl_coef"),
         ("--rloo_k two", "--rloo_k is 'two', must be a whole number of at least 1"),
-        ("--rloo_k 3", "no whole number of prompts at num_generations 3: set"),
+        ("--rloo_k 3", "not whole groups of num_generations 3"),
         ("--kl_coef much", "trainer.beta is 'much', must be a number"),
         ("--total_episodes 1.5", "must be a whole number of completions"),
         ("--warmup_ratio x", "--warmup_ratio is 'x', must be a number"),

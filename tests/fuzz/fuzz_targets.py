@@ -32,13 +32,8 @@ from fuzz_inputs import (
 )
 from hypothesis import strategies as st
 
-from rloo_kit.config.run_file import (
-    EXAMPLES,
-    SECTIONS,
-    known_trainer_fields,
-    make_run_config,
-    read_run_file,
-)
+from rloo_kit.config.run_file import EXAMPLES, SECTIONS, make_run_config, read_run_file
+from rloo_kit.config.trainer_settings import known_trainer_fields
 from rloo_kit.errors import KitError
 
 

@@ -1,0 +1,245 @@
+"""Trainer settings under TRL's present names: names, values and the batch, checked together.
+
+The names and types of TRL's own fields are read from the source of the installed TRL, because
+importing TRL takes ten seconds.
+"""
+
+import ast
+import functools
+import math
+import typing
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rloo_kit.config.settings import DEFAULTS, RULES, TRL_RULES, KitSettings
+from rloo_kit.config.values import NO_RULE, check_value
+from rloo_kit.errors import ConfigError
+from rloo_kit.text.wording import did_you_mean, format_errors, format_value
+
+RENAMED = {
+    "kl_coef": "beta",
+    "kl_coeff": "beta",
+    "rloo_k": "num_generations",
+    "cliprange": "epsilon",
+    "num_ppo_epochs": "num_iterations",
+    "num_mini_batches": "steps_per_generation",
+    "response_length": "max_completion_length",
+}
+"""Names of TRL before 0.22 on the left; ``total_episodes`` is computed instead."""
+SOURCES = (
+    ("trl", "trainer/rloo_config.py", "RLOOConfig"),
+    ("trl", "trainer/base_config.py", "_BaseConfig"),
+    ("transformers", "training_args.py", "TrainingArguments"),
+)
+"""Package, file and class that define TRL's fields."""
+TYPE_NAMES = {
+    "bool": bool,
+    "dict": dict,
+    "dict[str, Any]": dict,
+    "dict[str, bool]": dict,
+    "float": float,
+    "int": int,
+    "list[float]": list[float],
+    "list[str]": list[str],
+    "None": type(None),
+    "str": str,
+    "tuple[float, float]": tuple[float, float],
+}
+"""Types in TRL's source that a value can be checked against; others are left to TRL."""
+KIT_TYPES = typing.get_type_hints(KitSettings)
+
+
+def known_trainer_fields() -> frozenset[str]:
+    """Return the name of every field of ``LeaveOneOutConfig``; imports neither TRL nor torch."""
+    return frozenset({*_trl_types(), *KIT_TYPES})
+
+
+@cache
+def _trl_types() -> dict[str, Any]:
+    """Return name -> type of TRL's fields, a union where classes differ, ``Any`` where unusual."""
+    found: dict[str, set[str]] = {}
+    for package, file, name in SOURCES:
+        spec = find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ConfigError(f"{package} is not installed: pip install rloo-kit brings it")
+        tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text("utf-8"))
+        (source,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
+        for node in source.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                kinds = ast.unparse(node.annotation).split(" | ")
+                found.setdefault(node.target.id, set()).update(kinds)
+    return {name: _union(kinds) for name, kinds in found.items() if not name.startswith("_")}
+
+
+def _union(kinds: set[str]) -> Any:
+    if not kinds <= set(TYPE_NAMES):
+        return Any
+    return functools.reduce(lambda one, other: one | other, map(TYPE_NAMES.get, sorted(kinds)))
+
+
+def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[str]:
+    """Return what is wrong with single trainer settings, under their present names.
+
+    Args:
+        values: Name -> value.
+        all_types: Also compare fields of TRL without a rule with the types in its source. A run
+            file needs that; Python code may give objects that TRL converts.
+    """
+    errors = []
+    for name, value in values.items():
+        rule = RULES.get(name, NO_RULE)
+        if name in KIT_TYPES:
+            hint = KIT_TYPES[name]
+        elif all_types or _has_range(name):
+            hint = _trl_types().get(name, Any)
+        else:
+            continue
+        if value is None and _has_range(name) and rule.default is not None:
+            errors.append(f"trainer.{name} is None, must be a number")
+            continue
+        errors += check_value(f"trainer.{name}", value, hint, rule)
+    if values.get("stop_on") and values.get("doctor") is False:
+        errors.append("trainer.stop_on needs the doctor, and trainer.doctor is false: remove one")
+    return errors
+
+
+def _has_range(name: str) -> bool:
+    rule = TRL_RULES.get(name, NO_RULE)
+    return bool(rule.choices) or rule.minimum is not None or rule.above is not None
+
+
+# --- older names ---------------------------------------------------------------------------------
+
+
+def translate_trainer_arguments(
+    arguments: Mapping[str, Any], num_processes: int = 1, *, all_types: bool = False
+) -> dict[str, Any]:
+    """Return the arguments under TRL's present names; warn once per older name.
+
+    Args:
+        arguments: As the user wrote them.
+        num_processes: That each take a batch of ``per_device_train_batch_size``.
+        all_types: See ``check_values``.
+
+    Raises:
+        ConfigError: A name is unknown (with the nearest one), is given under its old and its new
+            name, a value is out of range, or the batch does not hold whole groups; all at once.
+    """
+    errors: list[str] = []
+    values: dict[str, Any] = {}
+    known = known_trainer_fields()
+    for name, value in arguments.items():
+        if name in known:
+            values[name] = value
+        elif name in RENAMED:
+            _rename(name, value, values, arguments, errors)
+        elif name != "total_episodes":
+            hint = did_you_mean(str(name), known | set(RENAMED))
+            errors.append(f"unknown trainer setting {format_value(name)}{hint}")
+    errors += check_values(values, all_types=all_types)
+    errors = errors or check_batch(values, num_processes)
+    if errors:
+        raise ConfigError(format_errors(errors))
+    if "total_episodes" in arguments:
+        values["max_steps"] = _steps_for(
+            arguments["total_episodes"], values, arguments, num_processes
+        )
+    return values
+
+
+def _rename(
+    old: str, value: Any, values: dict[str, Any], given: Mapping[str, Any], errors: list[str]
+) -> None:
+    """Put an older name's value under its new name, with a warning."""
+    new = RENAMED[old]
+    if new in given or new in values:
+        errors.append(f"{old} is the old name of {new}, and both are given: keep {new}")
+        return
+    accumulation = given.get("gradient_accumulation_steps")
+    if old == "num_mini_batches" and isinstance(value, int) and isinstance(accumulation, int):
+        value *= accumulation  # each mini-batch was an optimizer step of so many slices
+    _warn_renamed(old, new, value)
+    values[new] = value
+
+
+def _warn_renamed(old: str, new: str, value: object) -> None:
+    message = f"{old} is now called {new}: {new}={format_value(value)} is used"
+    warnings.warn(message, FutureWarning, stacklevel=5)
+
+
+def _steps_for(
+    episodes: Any, values: Mapping[str, Any], arguments: Mapping[str, Any], num_processes: int
+) -> int:
+    """Return the optimizer steps that ``episodes`` completions make (older TRL's count)."""
+    if "max_steps" in arguments:
+        raise ConfigError("total_episodes computes max_steps, and both are given: keep max_steps")
+    if type(episodes) is not int or episodes < 1:
+        raise ConfigError(
+            f"total_episodes is {format_value(episodes)}, must be a whole number of completions"
+        )
+    batch = batch_plan(values, num_processes)
+    accumulation = values.get("gradient_accumulation_steps") or 1
+    per_batch = batch.steps_per_generation * (values.get("num_iterations") or 1) / accumulation
+    steps = max(1, math.ceil(math.ceil(episodes / batch.num_completions) * per_batch))
+    _warn_renamed("total_episodes", "max_steps", steps)
+    return steps
+
+
+# --- the batch -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Counts of one generation batch."""
+
+    num_completions: int
+    num_generations: int
+    steps_per_generation: int
+
+    @property
+    def num_prompts(self) -> int:
+        """Whole groups in the batch."""
+        return self.num_completions // self.num_generations
+
+
+def batch_plan(trainer: Mapping[str, Any], num_processes: int = 1) -> BatchPlan:
+    """Return completions, group size and training slices of one generation batch."""
+    values = {**DEFAULTS, **trainer}
+    per_slice = values["per_device_train_batch_size"] * num_processes
+    size, slices = values.get("generation_batch_size"), values.get("steps_per_generation")
+    if slices is None:
+        slices = size // per_slice if size else values["gradient_accumulation_steps"]
+    return BatchPlan(size or per_slice * slices, values["num_generations"], slices)
+
+
+def check_batch(trainer: Mapping[str, Any], num_processes: int = 1) -> list[str]:
+    """Return what is wrong with a batch of checked values: [] or one sentence.
+
+    A generation batch must hold whole slices of ``per_device_train_batch_size`` rows per process,
+    and whole groups of ``num_generations`` completions.
+    """
+    total = trainer.get("generation_batch_size")
+    if total and trainer.get("steps_per_generation"):
+        return ["generation_batch_size and steps_per_generation say the same: give one of them"]
+    plan = batch_plan(trainer, num_processes)
+    rows = {**DEFAULTS, **trainer}["per_device_train_batch_size"]
+    group, slice_size = plan.num_generations, rows * num_processes
+    if total:
+        name, size, step = "generation_batch_size", total, math.lcm(slice_size, group)
+    else:
+        slices = plan.num_completions // rows
+        name, size = "per_device_train_batch_size", rows
+        step = group // math.gcd(group, slices)
+    if size % step == 0:
+        return []
+    below = size // step * step
+    sizes = " or ".join(str(number) for number in (below, below + step) if number)
+    return [
+        f"one generation makes {plan.num_completions} completions, which are not whole groups of "
+        f"num_generations {group} in passes of {slice_size}: set trainer.{name} to {sizes}"
+    ]

@@ -1,0 +1,235 @@
+"""The run file: reading, sections, --set; every error names the key and the value."""
+
+import math
+import pickle
+import re
+import warnings
+
+import pytest
+import yaml
+
+from rloo_kit.config.run_file import (
+    EXAMPLES,
+    LARGEST_FILE,
+    RunConfig,
+    find_run_file,
+    make_run_config,
+    read_run_file,
+    read_settings,
+)
+from rloo_kit.errors import ConfigError
+
+
+def write(folder, text, name="run.yaml"):
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def error_of(content, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        make_run_config(content, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def test_an_empty_file_has_all_defaults(tmp_path):
+    assert read_run_file(write(tmp_path, "")) == RunConfig()
+    assert read_run_file(write(tmp_path, "model:\nlora:\ndata:\ntrainer:\n")) == RunConfig()
+
+
+def test_run_yaml_reads_back_as_the_same_run(tmp_path):
+    text = """
+        model: {name: some/model, max_seq_length: 2048, load_in_4bit: false, backend: transformers}
+        lora: {r: 8, lora_alpha: 32, lora_dropout: 0.05, target_modules: [q_proj]}
+        data: {prompts: mine.jsonl, num_prompts: 9, held_out: 0, system: Think., level: [1, 2]}
+        rewards: [thinking, "accuracy:2", {name: length, minimum: 3}]
+        trainer: {beta: 0.02, max_steps: 3}
+        output_dir: runs/mine
+        seed: 7
+    """
+    config = read_run_file(write(tmp_path, text))
+    assert (config.model.name, config.lora.r, config.data.level) == ("some/model", 8, [1, 2])
+    assert config.trainer == {"beta": 0.02, "max_steps": 3}
+    for content in (config.as_dict(), config.as_short_dict()):
+        assert read_run_file(write(tmp_path, yaml.safe_dump(content))) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert pickle.loads(pickle.dumps(config.lora)).given == config.lora.given
+
+
+def test_a_shipped_file_is_found_by_name_after_local_ones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()
+    assert find_run_file("quickstart") == EXAMPLES / "quickstart.yaml"
+    (tmp_path / "quickstart").rmdir()
+    write(tmp_path, "seed: 5", "quickstart")
+    assert read_run_file("quickstart").seed == 5
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_reads_without_a_warning(path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_run_file(path).rewards
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model:\n  name: 'open\n", "not valid YAML in line 3"),
+        ("model:\n\tname: x\n", "not valid YAML in line 2"),
+        ("a: b: c", "not valid YAML in line 1"),
+        ("seed: \x01", "check the indentation"),
+        ("seed: 1\nseed: 2", "line 2: duplicate key 'seed'"),
+        ("output_dir: 2026-13-01", "not valid YAML"),
+        ("[" * 1500, "nested too deeply"),
+        ("rewards: &a [*a]", "aliases"),
+        ("- a", "not a list; start from examples/quickstart.yaml"),
+        ("#" * LARGEST_FILE + "\n", "keep prompts in a file of their own"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_an_unreadable_file_is_one_error(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_run_file(write(tmp_path, text))
+
+
+def test_nested_aliases_do_not_fill_the_memory(tmp_path):
+    levels = [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]" for n in range(1, 12)]
+    with pytest.raises(ConfigError, match="aliases"):
+        read_run_file(write(tmp_path, "x0: &x0 [a]\n" + "\n".join(levels)))
+
+
+def test_a_missing_file_names_the_shipped_ones(tmp_path):
+    with pytest.raises(ConfigError, match="quickstart"):
+        read_run_file(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        read_run_file(tmp_path)
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00model")
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        read_run_file(tmp_path / "run.yaml")
+
+
+# --- sections and values --------------------------------------------------------------------------
+
+WRONG = [
+    ({"modle": {}}, "unknown section 'modle'; did you mean 'model'?"),
+    ({3: {}}, "unknown section '3'"),
+    ({"model": {"nmae": "x"}}, "unknown key model.nmae; did you mean 'name'?"),
+    ({"lora": {"rank": 1}}, "lora.rank; known are lora_alpha, lora_dropout, r, target_modules"),
+    ({"model": "tiny"}, "model: holds `key: value` lines, not 'tiny'"),
+    ({"trainer": "fast"}, "trainer: holds `key: value` lines, not 'fast'"),
+    ({"vllm": [1]}, "vllm: holds `key: value` lines, not [1]"),
+    ({"model": {"name": None}}, "model.name is None, must be text"),
+    ({"model": {"max_seq_length": 1.5}}, "max_seq_length is 1.5, must be a whole number"),
+    ({"model": {"max_seq_length": True}}, "is True, must be a whole number"),
+    ({"model": {"max_seq_length": 1 << 70}}, "must be a whole number"),
+    ({"model": {"load_in_4bit": 1}}, "load_in_4bit is 1, must be true or false"),
+    ({"lora": {"lora_dropout": math.nan}}, "lora_dropout is nan, must be a number"),
+    ({"lora": {"lora_dropout": "1e-2"}}, "(YAML reads 1e-5 as text: write 1.0e-5)"),
+    ({"lora": {"target_modules": [1]}}, "target_modules is [1], must be a list of texts"),
+    ({"data": {"num_prompts": "all"}}, "is 'all', must be a whole number or null"),
+    ({"rewards": None}, "rewards is None, must be a list"),
+    ({"model": {"max_seq_length": 1}}, "model.max_seq_length is 1, must be at least 2"),
+    ({"lora": {"r": 0}}, "lora.r is 0, must be between 1 and 65,536"),
+    ({"data": {"held_out": -1}}, "data.held_out is -1, must be at least 0"),
+    ({"seed": -1}, "seed is -1, must be between 0 and 4,294,967,295"),
+    ({"lora": {"lora_dropout": 1.0}}, "lora_dropout is 1.0, must be at least 0 and below 1"),
+    ({"lora": {"target_modules": []}}, "name at least one linear layer"),
+    ({"model": {"backend": "vllm"}}, "must be auto, unsloth or transformers"),
+    ({"model": {"load_in_fp8": True}}, "set model.load_in_4bit to false"),
+    ({"rewards": []}, "rewards: is empty"),
+    ({"model": {"max_seq_length": 512}}, "trainer.max_completion_length 512 leaves no space"),
+    ({"output_dir": "."}, "output_dir is '.'"),
+    ({"output_dir": "a\0b"}, "output_dir is 'a\\x00b'"),
+    ({"trainer": {"output_dir": "x"}}, "trainer.output_dir belongs at the top of the run file"),
+    ({"trainer": {"trust_remote_code": True}}, "write it under `model:`"),
+    ({"trainer": {"weight_decay": "x"}}, "trainer.weight_decay is 'x', must be a number"),
+    ({"trainer": {1: 2}}, "unknown trainer setting 1"),
+    ({"data": {"held_out": 0, "held_out_every": 5}}, "set data.held_out above 0"),
+    ({"trainer": {"stop_on": ["reward_hacking"]}}, "set data.held_out_every"),
+    ({"trainer": {"eval_strategy": "epoch"}}, "set data.held_out_every"),
+    ({"trainer": {"eval_steps": 5}, "data": {"held_out_every": 6}}, "remove one"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), WRONG, ids=lambda value: str(value)[:40])
+def test_an_error_names_the_key_and_the_value(content, message):
+    assert message in error_of(content)
+
+
+def test_all_errors_come_in_one_message():
+    content = {
+        "modle": {},
+        "model": {"nmae": 1, "max_seq_length": "long"},
+        "lora": [],
+        "rewards": "accuracy",
+        "trainer": {"seed": 1, "beta": -1, "num_generation": 4},
+    }
+    message = error_of(content, "nonsense")
+    for part in (
+        "--set 'nonsense'", "'modle'", "model.nmae", "model.max_seq_length", "lora: holds",
+        "rewards is 'accuracy'", "trainer.seed", "trainer.beta", "'num_generation'",
+    ):  # fmt: skip
+        assert part in message
+
+
+def test_a_whole_number_fits_where_a_number_is_wanted():
+    assert make_run_config({"lora": {"lora_dropout": 0}, "trainer": {"beta": 0}}).lora.r == 16
+
+
+@pytest.mark.parametrize(
+    "trainer", [{"eval_steps": 5}, {"eval_strategy": "steps", "eval_steps": 5}]
+)
+def test_eval_steps_means_held_out_every(trainer):
+    config = make_run_config({"trainer": trainer})
+    assert (config.data.held_out_every, config.trainer) == (5, {})
+
+
+def test_lora_remembers_which_settings_were_given():
+    assert make_run_config({"lora": {"r": 16}}).lora.given == {"r"}
+    assert make_run_config({}).lora.given == set()
+
+
+# --- --set ----------------------------------------------------------------------------------------
+
+
+def test_overrides_are_yaml_and_the_last_one_wins():
+    overrides = [
+        "lora.r=8", "lora.r=32", "data.num_prompts=null", "data.system=a = b",
+        "model.load_in_4bit=false", "rewards=[accuracy, 'length:0.5']", "trainer.beta=4e-2",
+        "seed=3", "data.split={",
+    ]  # fmt: skip
+    content = {"lora": {"r": 4, "lora_alpha": 4}, "data": None}
+    config = make_run_config(content, overrides)
+    assert (config.lora.r, config.lora.lora_alpha) == (32, 4)
+    assert (config.data.num_prompts, config.data.system) == (None, "a = b")
+    assert config.data.split == "{", "a value that is no YAML is text"
+    assert config.rewards == ["accuracy", "length:0.5"]
+    assert (config.trainer, config.seed) == ({"beta": 0.04}, 3)
+    assert content == {"lora": {"r": 4, "lora_alpha": 4}, "data": None}
+
+
+@pytest.mark.parametrize(
+    "override", ["lora.r", "=3", ".r=3", "lora.=3", "a.b.c=3", "", "rewards.weight=2", "seed.x=2"]
+)
+def test_a_malformed_override_is_shown(override):
+    assert f"--set {override!r}" in error_of({"rewards": ["accuracy"]}, override)
+
+
+def test_an_override_is_checked_like_the_file():
+    assert re.search(
+        r"unknown key lora\.rr; .*lora\.r is 'x'", error_of({}, "lora.rr=3", "lora.r=x")
+    )
+
+
+def test_settings_without_a_section():
+    assert read_settings(["max_steps=3", "learning_rate=1e-3"]) == {
+        "max_steps": 3,
+        "learning_rate": 1e-3,
+    }
+    with pytest.raises(ConfigError, match="key=value"):
+        read_settings(["a.b=3"])

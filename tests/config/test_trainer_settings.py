@@ -1,0 +1,308 @@
+"""Trainer settings: the table, TRL's names, older names and the batch."""
+
+import itertools
+import math
+import re
+import warnings
+from dataclasses import MISSING
+
+import pytest
+
+from rloo_kit.config.settings import (
+    DEFAULTS,
+    OWN_FIELDS,
+    RULES,
+    TRL_DEFAULTS,
+    TRL_RULES,
+    on_resume,
+)
+from rloo_kit.config.trainer_settings import (
+    RENAMED,
+    batch_plan,
+    check_batch,
+    check_values,
+    known_trainer_fields,
+    translate_trainer_arguments,
+)
+from rloo_kit.errors import ConfigError
+
+
+def errors_of(arguments, **others):
+    with pytest.raises(ConfigError) as caught:
+        translate_trainer_arguments(arguments, **others)
+    return str(caught.value)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+@pytest.mark.long  # imports TRL
+def test_the_table_agrees_with_the_installed_trl():
+    import dataclasses
+
+    import rloo_kit as rk
+
+    rk.setup()
+    import trl
+
+    fields = {field.name: field for field in dataclasses.fields(trl.RLOOConfig) if field.init}
+    assert known_trainer_fields() == {*fields, *(field.name for field in OWN_FIELDS)}
+    assert set(TRL_RULES) <= set(fields)
+    repeated = ("beta", "max_completion_length", "max_grad_norm", "num_iterations", "temperature")
+    for name in repeated:
+        assert fields[name].default == TRL_DEFAULTS[name]
+
+
+def test_every_rule_has_a_help_text_and_a_valid_default():
+    for field in OWN_FIELDS:
+        assert field.default is not MISSING
+        assert RULES[field.name].help.endswith(".")
+    assert check_values(DEFAULTS) == []
+
+
+def test_what_is_learned_must_stay_on_resume():
+    must, may = set(on_resume("must")), set(on_resume("may"))
+    assert {"beta", "num_generations", "seed", "kl_estimator"} <= must
+    assert {"learning_rate", "max_steps", "tokens_per_micro_batch"} <= may
+    assert not must & may
+
+
+NOT_SWITCHES = ("yes", 1, None, [True])
+OWN = {  # right values, then wrong ones
+    "tokens_per_micro_batch": ((None, 1, 65536), (0, -1, 1.5, True, "4096", [1])),
+    "kl_estimator": (("k1", "k3"), ("k2", "K1", 1, None, ["k1"])),
+    "missing_eos_penalty": ((None, 0, 0.5, 2), (-0.1, "1e-1", True, math.nan, math.inf)),
+    "normalize_reward": ((None, True, False, "batch", "moving"), ("group", "true", 2, ["batch"])),
+    "on_reward_error": (("stop", "skip"), ("ignore", True, None)),
+    "reward_timeout_seconds": ((None, 0.5, 60), (0, -1, "1m", True, math.inf)),
+    "dynamic_sampling_rounds": ((1, 4, 100), (0, 101, 1.5, True, None, "4")),
+    "max_no_signal_fraction": ((None, 0, 0.5, 1.0), (-0.1, 1.1, 50, True, "half")),
+    "generation": (("auto", "vllm", "transformers", "server"), ("vLLM", True, None, "hf")),
+    "rollout_correction": ((None, "sequence", "token"), ("tokens", True, 2)),
+    "rollout_correction_cap": ((1, 2.0, 8), (0.5, "2", True, None, math.inf)),
+    "dry_run": ((None, True, False), ("yes", 2, "auto", [True])),
+    "stop_on": (
+        (None, [], ["kl_explosion", "reward_collapse"]),
+        ("kl_explosion", ["kl"], ["slow_reward"], [1], True, {"kl_explosion": 1}),
+    ),
+    "vllm_adapter_dir": ((None, "shared/adapters"), (1, True, ["a"])),
+    "rescue_dir": ((None, "/other/disk"), (1, True, ["a"])),
+    "keep_last": ((1, 2, 100), (0, -1, 1.5, None, True, "2")),
+    "keep_best": ((0, 1, 5), (-1, 0.5, None, True, "1")),
+    "max_hours": ((None, 0.5, 8), (0, -1, "8h", True, math.inf)),
+    "max_skipped_steps": ((1, 3), (0, -1, 1.5, None, True)),
+    **{field.name: ((True, False), NOT_SWITCHES) for field in OWN_FIELDS if field.type is bool},
+    # fields of TRL with a range
+    "beta": ((0, 0.05, 100), (-0.1, 101, None, "x")),
+    "learning_rate": ((1e-6, 1), (0, 1.1, None, "1e-5")),
+    "temperature": ((0.001, 10), (0, 10.1, math.nan)),
+    "top_p": ((0.1, 1), (0, 1.1)),
+    "max_steps": ((-1, 10), (-2, 1.5, "ten")),
+    "num_iterations": ((1, 1000), (0, 1001, None)),
+    "max_completion_length": ((1, 48), (0, 48.5, None)),
+    "num_generations": ((2, 8), (0, 1, 4.0, True, None)),
+    "enable_jit_checkpoint": ((False,), (True,)),
+}
+
+
+def test_every_own_setting_has_its_cases():
+    assert {field.name for field in OWN_FIELDS} <= set(OWN)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_setting_takes_right_values_and_names_wrong_ones(name):
+    right, wrong = OWN[name]
+    for value in right:
+        assert check_values({name: value}) == []
+    for value in wrong:
+        (error,) = check_values({name: value})
+        assert error.startswith(f"trainer.{name} is {value!r}, must be ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"stop_on": ["kl_explosio"]}, "did you mean 'kl_explosion'?"),
+        ({"stop_on": ["kl_explosion"], "doctor": False}, "needs the doctor"),
+        ({"normalise_reward": True}, "'normalise_reward'; did you mean 'normalize_reward'?"),
+        ({"reward_timeout": 3}, "did you mean 'reward_timeout_seconds'?"),
+        ({"klcoef": 1}, "did you mean 'kl_coef'?"),
+        ({"learning_rate": "1e-5"}, "write 1.0e-5"),
+    ],
+)
+def test_an_error_names_the_nearest_name(arguments, part):
+    assert part in errors_of(arguments)
+
+
+# --- older names ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_old_name_is_translated_with_one_warning(old, new):
+    with pytest.warns(FutureWarning, match=f"{old} is now called {new}: {new}=4 is used") as caught:
+        assert translate_trainer_arguments({old: 4}) == {new: 4}
+    assert len(caught) == 1
+    assert f"keep {new}" in errors_of({old: 4, new: 4})
+    assert new in known_trainer_fields()
+
+
+def test_the_old_names_of_an_older_script_all_at_once():
+    arguments = {
+        "kl_coef": 0.05, "rloo_k": 2, "cliprange": 0.2, "num_ppo_epochs": 1,
+        "num_mini_batches": 2, "response_length": 64, "total_episodes": 160,
+    }  # fmt: skip
+    with pytest.warns(FutureWarning, match="is now called") as caught:
+        values = translate_trainer_arguments(arguments)
+    assert values == {
+        "beta": 0.05, "num_generations": 2, "epsilon": 0.2, "num_iterations": 1,
+        "steps_per_generation": 2, "max_completion_length": 64, "max_steps": 20,
+    }  # fmt: skip
+    assert len(caught) == len(arguments)
+
+
+def test_mini_batches_become_as_many_slices_as_they_accumulate():
+    with pytest.warns(FutureWarning, match="steps_per_generation=32 is used"):
+        translate_trainer_arguments({"num_mini_batches": 2, "gradient_accumulation_steps": 16})
+
+
+def test_new_names_pass_unchanged_and_without_a_warning():
+    arguments = {"beta": 0.1, "num_generations": 8, "optim": "adamw_torch"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert translate_trainer_arguments(arguments) == arguments
+
+
+def test_all_wrong_names_and_values_come_in_one_message():
+    message = errors_of(
+        {"num_generation": 4, "temprature": 1, "kl_coef": 0, "beta": 0, "kl_estimator": "k2"}
+    )
+    for part in ("'num_generations'?", "'temperature'?", "keep beta", "kl_estimator is 'k2'"):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [
+        ({"total_episodes": 1000}, 125),
+        ({"total_episodes": 1001}, 126),
+        ({"total_episodes": 1}, 1),
+        ({"total_episodes": 1000, "gradient_accumulation_steps": 4}, 32),
+        ({"total_episodes": 1000, "gradient_accumulation_steps": 4, "num_iterations": 2}, 64),
+        ({"total_episodes": 1000, "steps_per_generation": 4}, 128),
+        ({"total_episodes": 1000, "generation_batch_size": 32}, 128),
+        ({"total_episodes": 1000, "per_device_train_batch_size": 40, "num_generations": 8}, 25),
+    ],
+)
+def test_total_episodes_becomes_optimizer_steps(arguments, steps):
+    with pytest.warns(FutureWarning, match=f"total_episodes is now called max_steps: .*={steps} "):
+        assert translate_trainer_arguments(arguments)["max_steps"] == steps
+
+
+@pytest.mark.parametrize("episodes", [0, -8, 2.5, "many", None, True])
+def test_total_episodes_is_a_number_of_completions(episodes):
+    assert "a whole number of completions" in errors_of({"total_episodes": episodes})
+    assert "keep max_steps" in errors_of({"total_episodes": 8, "max_steps": 1})
+
+
+# --- the batch ------------------------------------------------------------------------------------
+
+
+def batches(sizes, accumulations, slices, totals, groups):
+    names = (
+        "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
+        "generation_batch_size", "num_generations",
+    )  # fmt: skip
+    for values in itertools.product(sizes, accumulations, slices, totals, groups):
+        yield {name: v for name, v in zip(names, values, strict=True) if v is not None}
+
+
+def trl_rule(batch):
+    """The rule of RLOOConfig's ``__post_init__`` on one process."""
+    size, group = batch["per_device_train_batch_size"], batch["num_generations"]
+    slices, total = batch.get("steps_per_generation"), batch.get("generation_batch_size")
+    if slices is not None and total is not None:
+        return False
+    if total is not None and total % size:
+        return False
+    if total is None:
+        total = size * (batch["gradient_accumulation_steps"] if slices is None else slices)
+    return total % group == 0
+
+
+def test_a_batch_is_right_exactly_where_trls_rule_says_so():
+    right = wrong = 0
+    for batch in batches(range(1, 13), (1, 2, 3), (None, 1, 2, 5), (None, 8, 12, 30), range(2, 10)):
+        errors = check_batch(batch)
+        assert (errors == []) == trl_rule(batch), (batch, errors)
+        right, wrong = right + (not errors), wrong + bool(errors)
+    assert min(right, wrong) > 500
+
+
+@pytest.mark.long  # imports TRL
+def test_trls_own_config_agrees(tmp_path):
+    import rloo_kit as rk
+
+    rk.setup()
+    import trl
+
+    outcomes = set()
+    for batch in batches((1, 3, 4), (1, 2), (None, 2), (None, 12), (2, 3)):
+        try:
+            trl.RLOOConfig(output_dir=str(tmp_path), bf16=False, report_to="none", **batch)
+            accepted = True
+        except ValueError:
+            accepted = False
+        assert (check_batch(batch) == []) == accepted, batch
+        outcomes.add(accepted)
+    assert outcomes == {True, False}
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_following_the_advice_makes_the_batch_right(processes):
+    advice = 0
+    for batch in batches(range(1, 14), (1, 2, 3), (None, 2), (None, 12, 16), range(2, 10)):
+        for error in check_batch(batch, processes):
+            if found := re.search(r"set trainer\.(\w+) to (.*)", error):
+                for size in map(int, found[2].split(" or ")):
+                    advice += 1
+                    assert check_batch({**batch, found[1]: size}, processes) == [], (batch, error)
+    assert advice > 100
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"num_generations": 1}, "trainer.num_generations is 1, must be at least 2"),
+        ({"num_generations": None}, "trainer.num_generations is None, must be a number"),
+        ({"per_device_train_batch_size": "8"}, "is '8', must be a whole number"),
+        ({"gradient_accumulation_steps": -1}, "is -1, must be at least 1"),
+        ({"generation_batch_size": 8, "steps_per_generation": 1}, "give one of them"),
+        ({"generation_batch_size": 12}, "set trainer.generation_batch_size to 8 or 16"),
+        ({"num_generations": 3}, "set trainer.per_device_train_batch_size to 6 or 9"),
+        ({"per_device_train_batch_size": 2, "num_generations": 8}, "makes 2 completions"),
+    ],
+)
+def test_a_wrong_batch_says_what_to_set(batch, message):
+    assert message in errors_of(batch)
+
+
+def test_more_processes_make_a_larger_batch():
+    assert check_batch({"per_device_train_batch_size": 2}) != []
+    assert check_batch({"per_device_train_batch_size": 2}, num_processes=2) == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "processes", "expected"),
+    [
+        ({}, 1, (8, 4, 1, 2)),
+        ({"gradient_accumulation_steps": 3}, 1, (24, 4, 3, 6)),
+        ({"gradient_accumulation_steps": 3, "steps_per_generation": 2}, 1, (16, 4, 2, 4)),
+        ({"generation_batch_size": 32}, 1, (32, 4, 4, 8)),
+        ({"generation_batch_size": 32, "num_generations": 8}, 2, (32, 8, 2, 4)),
+        ({"steps_per_generation": 2}, 2, (32, 4, 2, 8)),
+    ],
+)
+def test_the_plan_counts_completions_slices_and_prompts(batch, processes, expected):
+    plan = batch_plan(batch, processes)
+    found = (plan.num_completions, plan.num_generations, plan.steps_per_generation)
+    assert (*found, plan.num_prompts) == expected
