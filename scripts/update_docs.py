@@ -3,30 +3,27 @@
 .venv/bin/python scripts/update_docs.py
 
 Each part is between a pair of markers; tests/docs/test_docs.py fails if one is stale. Nothing
-heavy is imported: settings and their texts are read from the syntax trees.
+heavy is imported.
 """
 
 import argparse
 import ast
+import dataclasses
 import json
 import re
-import types
 import typing
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+
+import yaml
 
 import rloo_kit
 from rloo_kit.cli import _parser
-from rloo_kit.config.run_file import RENAMED
-from rloo_kit.config.settings import (
-    BY_DEVICE,
-    OWN_FIELDS,
-    TRL_DEFAULTS,
-    Rule,
-    on_resume,
-)
+from rloo_kit.config.run_file import DataSection, LoraSection, ModelSection, RunConfig
+from rloo_kit.config.settings import BY_DEVICE, TRL_DEFAULTS, KitSettings, on_resume
+from rloo_kit.config.trainer_settings import RENAMED
+from rloo_kit.config.values import describe, describe_range
 from rloo_kit.machine.hardware import TESTED
 from rloo_kit.scoring.catalogue import Parameter, describe_rewards
 
@@ -118,34 +115,36 @@ def _markdown(text: str) -> str:
 def settings() -> str:
     """Return the settings that the kit itself defines, by section."""
     parts = []
-    for heading, name, prefix in (
-        ("Top level", "RunConfig", ""),
-        ("model", "ModelSection", "model."),
-        ("lora", "LoraSection", "lora."),
-        ("data", "DataSection", "data."),
+    for heading, section, prefix in (
+        ("Top level", RunConfig, ""),
+        ("model", ModelSection, "model."),
+        ("lora", LoraSection, "lora."),
+        ("data", DataSection, "data."),
+        ("trainer: settings that TRL does not have", KitSettings, ""),
     ):
-        rows = [
-            f"- `{prefix}{field}` ({kind}, `{default}`){': ' if text else ''}{text}"
-            for field, kind, default, text in _fields(name)
-        ]
-        parts.append(f"## {heading}\n\n" + "\n".join(rows) + "\n")
-    return "\n".join([*parts, _trainer_settings()])
+        parts.append(f"## {heading}\n\n" + "\n".join(_rows(section, prefix)) + "\n")
+    return "\n".join([*parts, _trl_settings()])
 
 
-def _trainer_settings() -> str:
-    rows = []
-    for field in OWN_FIELDS:
-        rule = field.metadata["rule"]
-        default = _yaml(ast.Constant(field.default))
-        rows.append(
-            f"- `{field.name}` ({_type_name(field.type)}, `{default}`): {rule.help}{_range(rule)}"
-        )
-    defaults = (f"`{name}` {_yaml(ast.Constant(value))}" for name, value in TRL_DEFAULTS.items())
+def _rows(section: type, prefix: str) -> Iterator[str]:
+    """Yield a line for each setting of a section: name, type, default, text, range."""
+    hints = typing.get_type_hints(section)
+    for one in dataclasses.fields(section):
+        if rule := one.metadata.get("rule"):
+            is_made = one.default is dataclasses.MISSING
+            default = _yaml(one.default_factory() if is_made else one.default)
+            text = f"{rule.help} {_sentence(describe_range(rule))}".strip()
+            yield (
+                f"- `{prefix}{one.name}` ({describe(hints[one.name])}, `{default}`)"
+                f"{': ' if text else ''}{text}"
+            )
+
+
+def _trl_settings() -> str:
+    defaults = (f"`{name}` {_yaml(value)}" for name, value in TRL_DEFAULTS.items())
     return "\n".join(
         [
-            "## trainer: settings that TRL does not have\n",
-            *rows,
-            "\n## trainer: settings of TRL\n",
+            "## trainer: settings of TRL\n",
             "Every field of TRL's `RLOOConfig`, and so of transformers' `TrainingArguments`, goes "
             "under `trainer:` with TRL's name and meaning. The kit's defaults: "
             f"{', '.join(defaults)}. By the device: {_names(BY_DEVICE)}.\n",
@@ -157,22 +156,6 @@ def _trainer_settings() -> str:
 
 def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
-
-
-def _type_name(kind: Any) -> str:
-    if typing.get_origin(kind) is typing.Literal:
-        return " or ".join(map(str, typing.get_args(kind)))
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return " or ".join(map(_type_name, typing.get_args(kind)))
-    if kind is types.NoneType:
-        return "null"
-    return kind.__name__ if type(kind) is type else str(kind)
-
-
-def _range(rule: Rule) -> str:
-    if rule.minimum is not None and rule.maximum is not None:
-        return f" From {rule.minimum:g} to {rule.maximum:g}."
-    return f" At least {rule.minimum:g}." if rule.minimum is not None else ""
 
 
 def _class(name: str, roots: Iterable[Path]) -> ast.ClassDef:
@@ -187,33 +170,9 @@ def _class(name: str, roots: Iterable[Path]) -> ast.ClassDef:
     raise LookupError(name)
 
 
-def _fields(name: str) -> Iterator[tuple[str, str, str, str]]:
-    """Yield name, type, default and text of each field of a dataclass, from its source."""
-    found = _class(name, [ROOT / "rloo_kit"])
-    for node, after in zip(found.body, [*found.body[1:], None], strict=True):
-        if not isinstance(node, ast.AnnAssign) or node.value is None:
-            continue
-        kind = ast.unparse(node.annotation)
-        if kind.endswith("Section"):
-            continue
-        text = ""
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            text = _markdown(after.value.value)
-        kind = kind.replace(" | None", " or null").replace(" | ", " or ")
-        yield node.target.id, kind, _yaml(node.value), text
-
-
-def _yaml(default: ast.expr) -> str:
+def _yaml(default: object) -> str:
     """Return a default as a run file has it."""
-    if isinstance(default, ast.Call):  # field(default_factory=...)
-        default = default.keywords[0].value
-        if isinstance(default, ast.Name):
-            return {"list": "[]", "dict": "{}"}[default.id]
-        default = default.body  # of a lambda
-        if isinstance(default, ast.Call):  # list(NAME)
-            default = ast.Constant([*getattr(rloo_kit.config.run_file, default.args[0].id)])
-    text = ast.unparse(default).replace("'", "")
-    return {"None": "null", "True": "true", "False": "false"}.get(text, text)
+    return yaml.safe_dump(default, default_flow_style=True, width=1000).split("\n")[0]
 
 
 def older_names() -> str:

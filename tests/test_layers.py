@@ -197,7 +197,7 @@ else:
 def test_checking_a_run_file_loads_nothing_heavy():
     code = """
 from rloo_kit import read_run_file
-from rloo_kit.config.run_file import known_trainer_fields
+from rloo_kit.config.trainer_settings import known_trainer_fields
 read_run_file("quickstart", ["trainer.beta=0.1", "trainer.missing_eos_penalty=1"])
 assert {"beta", "missing_eos_penalty", "reward_timeout_seconds"} <= known_trainer_fields()
 """

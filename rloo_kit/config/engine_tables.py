@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rloo_kit.config.values import check_keys
 
@@ -115,10 +116,9 @@ def _names(package: str, file: str, qualified: str) -> frozenset[str]:
     source = next((Path(one) / file for one in folders if (Path(one) / file).is_file()), None)
     if source is None:
         return frozenset()
-    node: ast.AST = ast.parse(source.read_text("utf-8"))
+    node: Any = ast.parse(source.read_text("utf-8"))
     for part in qualified.split("."):
-        parts = ast.iter_child_nodes(node)
-        node = next((one for one in parts if getattr(one, "name", "") == part), None)
+        node = next((one for one in node.body if getattr(one, "name", "") == part), None)
         if node is None:  # another version, which has it elsewhere: the load checks the names
             return frozenset()
     if isinstance(node, ast.ClassDef):

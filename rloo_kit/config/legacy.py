@@ -260,7 +260,8 @@ def _trainer(given: dict[str, Any], lines: list[str]) -> dict[str, Any]:
         if _number(name, old.get(name, 0)) >= 1:
             old[name] *= per_update
     size = math.prod(old[name] for name in COUNTS[:3])
-    lines += _clip_lines(given.get("reward_clip_range"), size, bool(old.get("normalize_reward")))
+    clip = old.pop("reward_clip_range", None)
+    lines += _clip_lines(clip, size, bool(old.get("normalize_reward")))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # the lines below give each older name
         renamed = {SAME.get(name, name): value for name, value in old.items()}

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import yaml
 
@@ -65,9 +65,11 @@ class LoraSection:
     target_modules: list[str] = setting(
         help="Linear layers that get an adapter.", default_factory=lambda: list(PROJECTIONS)
     )
+    given: ClassVar[frozenset[str]] = frozenset()
+    """Names that were given; the others follow an adapter whose training continues."""
 
     def __new__(cls, *values: Any, **given: Any) -> "LoraSection":
-        """Remember which settings were given: the others follow an adapter that is continued."""
+        """Remember which settings were given."""
         section = super().__new__(cls)
         names = [one.name for one in dataclasses.fields(cls)][: len(values)]
         object.__setattr__(section, "given", frozenset([*names, *given]))
@@ -401,7 +403,7 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
         elif key in SECTIONS:
             values[key] = _make_section(key, value, errors)
         elif key in ("trainer", *TABLES):
-            table = dict(value) if is_table(key, value, errors) else {}
+            table = dict(value) if is_table(value, key, errors) else {}
             values[key] = _check_trainer(table, errors) if key == "trainer" else table
             errors += [] if key == "trainer" else check_table(key, table)
         else:
@@ -418,7 +420,7 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
 
 def _make_section(name: str, value: object, errors: list[str]) -> Any:
     section = SECTIONS[name]
-    if not is_table(name, value, errors):
+    if not is_table(value, name, errors):
         return section()
     hints = typing.get_type_hints(section)
     errors += check_keys(name, value, hints)

@@ -7,6 +7,7 @@ importing TRL takes ten seconds.
 import ast
 import functools
 import math
+import operator
 import typing
 import warnings
 from collections.abc import Mapping
@@ -79,7 +80,7 @@ def _trl_types() -> dict[str, Any]:
 def _union(kinds: set[str]) -> Any:
     if not kinds <= set(TYPE_NAMES):
         return Any
-    return functools.reduce(lambda one, other: one | other, map(TYPE_NAMES.get, sorted(kinds)))
+    return functools.reduce(operator.or_, (TYPE_NAMES[kind] for kind in sorted(kinds)))
 
 
 def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[str]:

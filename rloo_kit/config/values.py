@@ -66,7 +66,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return did_you_mean(name, names) or listed
 
 
-def is_table(section: str, value: object, errors: list[str]) -> typing.TypeGuard[Mapping[Any, Any]]:
+def is_table(value: object, section: str, errors: list[str]) -> typing.TypeGuard[Mapping[Any, Any]]:
     """Return whether a section holds ``key: value`` lines; note an error where it holds others."""
     if value is not None and not isinstance(value, Mapping):
         errors.append(f"{section}: holds `key: value` lines, not {format_value(value)}")

@@ -10,7 +10,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from rloo_kit.config.run_file import RunConfig, batch_plan, read_run_file
+from rloo_kit.config.run_file import RunConfig, read_run_file
+from rloo_kit.config.settings import DEFAULTS
+from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.errors import ConfigError, DataError
 
@@ -22,18 +24,6 @@ WINDOW = 20
 """Steps, at most, that count as the beginning of a run and as its end; a quarter of a short one."""
 SURE = 3.0
 """Standard errors from which a change is none of chance."""
-DEFAULTS: dict[str, Any] = {
-    "beta": 0.05,
-    "gradient_accumulation_steps": 1,
-    "kl_estimator": "k1",
-    "learning_rate": 1e-5,
-    "max_completion_length": 512,
-    "max_grad_norm": 1.0,
-    "num_generations": 4,
-    "num_iterations": 1,
-    "temperature": 1.0,
-}
-"""Of the trainer, where the run file says nothing."""
 
 
 # --- the folder ----------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from rloo_kit.config.run_file import make_run_config
+from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.diagnosis.record import (
-    DEFAULTS,
     RunRecord,
     RunStatistics,
     finite_number,

@@ -9,8 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config.run_file import RunConfig, batch_plan
-from rloo_kit.diagnosis.record import DEFAULTS
+from rloo_kit.config.run_file import RunConfig
+from rloo_kit.config.settings import DEFAULTS
+from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.errors import KitError
 from rloo_kit.machine.cards import Card
 from rloo_kit.machine.hardware import installed_version, why_not_unsloth

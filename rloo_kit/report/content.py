@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config.run_file import DEFAULT_BATCH, RunConfig
+from rloo_kit.config.run_file import RunConfig
+from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.diagnosis.record import (
-    DEFAULTS,
     RunRecord,
     RunStatistics,
     finite_number,
@@ -294,7 +294,7 @@ def _settings(config: RunConfig | None) -> list[dict[str, Any]]:
     """Return every setting with its default, and whether it differs."""
     if config is None:
         return []
-    defaults = _flat(RunConfig()) | _flat_table("trainer", DEFAULT_BATCH | DEFAULTS)
+    defaults = _flat(RunConfig()) | _flat_table("trainer", DEFAULTS | DEFAULTS)
     rows = []
     for name, value in _flat(config).items():
         default = defaults.get(name, UNKNOWN)

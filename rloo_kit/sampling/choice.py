@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 from rloo_kit.config.engine_tables import SET_ELSEWHERE
-from rloo_kit.config.run_file import did_you_mean
 from rloo_kit.errors import ConfigError, GenerationError, KitError
 from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
 from rloo_kit.machine.memory import add_to_session
@@ -15,7 +14,7 @@ from rloo_kit.models.engine_memory import MAX_SEQUENCES
 from rloo_kit.models.shared_engine import EngineSettings, notes_of
 from rloo_kit.processes import Team, current_team, gathered
 from rloo_kit.sampling.engine import Choice, Engine, Generations, Sampling, choose, why_no_hot_swap
-from rloo_kit.text.wording import first_line, format_value
+from rloo_kit.text.wording import did_you_mean, first_line, format_value
 
 T = TypeVar("T")
 

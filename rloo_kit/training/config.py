@@ -6,7 +6,7 @@ import enum
 import warnings
 from typing import Any
 
-from trl import RLOOConfig
+from trl import RLOOConfig  # pyright: ignore[reportPrivateImportUsage]  # Unsloth's is there
 
 from rloo_kit.config.run_file import read_value
 from rloo_kit.config.settings import BY_DEVICE, OWN_FIELDS, TRL_DEFAULTS, KitSettings

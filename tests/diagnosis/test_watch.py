@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import rloo_kit as rk
-from rloo_kit.config.run_file import STOP_ON, make_run_config, translate_trainer_arguments
+from rloo_kit.config.run_file import make_run_config
+from rloo_kit.config.settings import STOP_ON
+from rloo_kit.config.trainer_settings import translate_trainer_arguments
 from rloo_kit.diagnosis import watch as room
 from rloo_kit.diagnosis.run_rules import KINDS
 from rloo_kit.diagnosis.watch import BestWeights, RunWatch
@@ -293,8 +295,8 @@ def test_a_run_can_stop_on_all_that_can_make_it_worthless():
     [
         (["kl_explosions"], "did you mean 'kl_explosion'"),
         (["slow_reward"], "among stale_sampler, clip_noise"),
-        ("kl_explosion", r"must be a list of findings, such as \[kl_explosion\]"),
-        ([3], "must be a list of findings"),
+        ("kl_explosion", "must be a list of texts"),
+        ([3], "must be a list of texts"),
     ],
 )
 def test_a_wrong_stop_on_says_what_it_may_be(value, remedy):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rloo_kit.config.run_file import check_values
+from rloo_kit.config.trainer_settings import check_values
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import Learner, Scored
 from rloo_kit.rloo.metrics import rollout_metrics
