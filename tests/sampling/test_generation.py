@@ -10,10 +10,6 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-<<<<<<< HEAD
-=======
-from rloo_kit.config.trainer_settings import check_values
->>>>>>> 849cae0 (config: read defaults and batch from the table; write the settings reference from it)
 from rloo_kit.errors import ConfigError, GenerationError
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.sampling.choice import make_sampling, requested_engine
@@ -200,16 +196,6 @@ def test_vllm_by_name_where_it_cannot_sample_is_an_error_with_the_reason(asked):
     assert "generation: auto" in text
 
 
-<<<<<<< HEAD
-=======
-def test_a_run_file_is_told_the_choices():
-    (fault,) = check_values({"generation": "vlm"})
-    assert "auto, vllm, transformers or server" in fault
-    for generation in ("auto", "vllm", "transformers", "server"):
-        assert check_values({"generation": generation}) == []
-
-
->>>>>>> 849cae0 (config: read defaults and batch from the table; write the settings reference from it)
 # --- which adapters can travel -------------------------------------------------------------------
 
 
