@@ -326,6 +326,8 @@ def _write(
 ) -> str | None:
     mine, other = sides
     columns = (held_out.prompts["prompt"][:], mine.texts, other.texts, won)
-    names: tuple[str, ...] = ("prompt", "completion", "against", "won")
-    rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    names = ("prompt", "completion", "against", "won")
+    rows: list[dict[str, Any]] = [
+        dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)
+    ]
     return write_results(folder / FILE, "judged", result.as_dict(), folder / SAMPLES, rows)

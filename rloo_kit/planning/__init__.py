@@ -1,4 +1,6 @@
 """The memory plan of a run: will it fit on a card, and what to change.
 
-Reads configs, never weights.
+Public: ``rk.plan`` and ``Plan`` (planner). ``memory`` holds the one table of bytes, ``job`` reads a
+run file, ``advice`` searches for changes. Reads configs, never weights; must not load a model, and
+does not know how a run is trained.
 """

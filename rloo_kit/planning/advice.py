@@ -48,12 +48,7 @@ def _as_yaml(value: Any) -> str:
 
 
 def apply(config: RunConfig, options: Sequence[Option]) -> RunConfig:
-    """Return the settings with options changed.
-
-    Args:
-        config: Of a run.
-        options: In their order.
-    """
+    """Return the settings with options changed, in their order."""
     for name, value in (setting for option in options for setting in option.items()):
         section, _, key = name.partition(".")
         if section == "trainer":
@@ -70,12 +65,9 @@ def peak_with(config: RunConfig, facts: Facts, options: Sequence[Option]) -> int
 
 
 def find_changes(config: RunConfig, facts: Facts, room: int) -> list[Change]:
-    """Return as few changes as make a run fit, in the order of harm; [] where all do not.
+    """Return as few changes as make a run fit into ``room`` bytes, in the order of harm.
 
-    Args:
-        config: Of the run.
-        facts: Of its model, prompts and card.
-        room: Bytes that it may take.
+    [] where it fits, or where all of them do not suffice.
     """
 
     def peak(options: Sequence[Option]) -> int:
@@ -179,11 +171,6 @@ def fill(config: RunConfig, facts: Facts, room: int) -> RunConfig:
     """Return the settings with as many completions at once, and passes as large, as fit.
 
     The completions of a step are sampled together where they fit, and the step grows to 64 of them.
-
-    Args:
-        config: Of a run that fits.
-        facts: Of its model, prompts and card.
-        room: Bytes that it may take.
     """
     job = make_job(config, facts)
     one_row: Option = {"trainer.tokens_per_micro_batch": job.width}

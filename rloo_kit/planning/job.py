@@ -76,12 +76,7 @@ def read_facts(config: RunConfig, base: Path, card: Card, room: int, *, on_gpu: 
 
 
 def make_job(config: RunConfig, facts: Facts) -> Job:
-    """Return what decides the memory of a run.
-
-    Args:
-        config: Of the run.
-        facts: As ``read_facts`` returned them for its model, prompts and reward models.
-    """
+    """Return what decides the memory of a run."""
     trainer = config.trainer
     batch = batch_plan(trainer)
     accumulation = trainer.get("gradient_accumulation_steps", 1)

@@ -74,46 +74,42 @@ class Judge:
 
 @dataclass(frozen=True)
 class Job:
-    """A training as far as memory goes; lengths in tokens, memory in bytes."""
+    """A training run as far as memory goes; lengths in tokens, memory in bytes."""
 
     shape: ModelShape
     on_gpu: bool
     room: int
-    """What the card has for this process, or what is free on a CPU."""
+    """What this process may take of the card, or what is free on a CPU."""
     card: int = 0
     """Memory of the whole card, as torch reports it; 0: the room."""
     backend: str = "unsloth"
     in_4bit: bool = True
     in_fp8: bool = False
-    """Whether the linear layers' weights are kept in FP8."""
     value_bytes: int = 2
     """Of an activation: 2 in 16 bit, 4 in float32."""
     rank: int = 16
     targets: tuple[str, ...] = ()
     """Names of the linear layers with an adapter."""
     optimizer: str = "adamw_torch"
-    """TRL's name, in its spelling ``adamw_8bit`` or ``paged_adamw_8bit``."""
+    """TRL's ``optim``."""
     checkpointing: str = "none"
     """``none``, ``plain``, or ``unsloth``, which keeps the inputs of layers in main memory."""
     rows: int = 8
-    """Completions that are sampled at once."""
+    """Completions that are sampled at once; ``step_rows`` are those of an optimizer step."""
     step_rows: int = 8
-    """Completions of an optimizer step."""
     group: int = 4
     prompt: int = 512
-    """Of the longest."""
+    """Of the longest; ``completion`` too, and ``max_length`` is the most of both together."""
     completion: int = 512
     max_length: int = 1024
-    """Of both together."""
     budget: int | None = None
     """``tokens_per_micro_batch``; None: from the memory that is free."""
     scores: bool = True
     """Whether passes without gradient are made: a reference, or old log-probabilities."""
     keeps_graphs: bool = True
-    """Whether whole groups are run forward before any of them is run backward."""
+    """Whether whole groups run forward before any of them runs backward."""
     engine: str = "transformers"
-    """Who samples: ``transformers``, ``vllm``, ``shared`` (vLLM on Unsloth's weights) or
-    ``server``."""
+    """``transformers``, ``vllm``, ``shared`` (vLLM on Unsloth's weights) or ``server``."""
     sleeps: bool = True
     share: float | None = None
     """Of the GPU, for vLLM; None: computed (``engine_memory``)."""
@@ -125,7 +121,7 @@ class Job:
 
     @property
     def width(self) -> int:
-        """The longest row: its prompt and its completion."""
+        """Tokens of the longest row: its prompt and its completion."""
         return min(self.prompt + self.completion, self.max_length)
 
 
@@ -171,11 +167,7 @@ class MemoryPlan:
         return max(sum(part.bytes.get(phase, 0) for part in held) for phase in PHASES)
 
     def at(self, phase: str) -> list[tuple[str, int]]:
-        """Return (name, bytes) of what is held in a phase, in the order of the parts.
-
-        Args:
-            phase: One of ``PHASES``.
-        """
+        """Return (name, bytes) of what is held in one of ``PHASES``, in the order of the parts."""
         return [
             (part.name, part.bytes[phase])
             for part in self.parts
@@ -184,11 +176,7 @@ class MemoryPlan:
 
 
 def plan_memory(job: Job) -> MemoryPlan:
-    """Return what a training run will hold.
-
-    Args:
-        job: What is trained, how, and on what.
-    """
+    """Return what a training run will hold."""
     sizes = adapter_sizes(job)
     trained = 4 * sum(sizes)
     here, paged = optimizer_bytes(job.optimizer, sizes, on_gpu=job.on_gpu)
@@ -275,10 +263,12 @@ def _adapted(job: Job) -> list[Linear]:
 def optimizer_bytes(name: str, sizes: Sequence[int], *, on_gpu: bool = True) -> tuple[int, int]:
     """Return the bytes of an optimizer's states: on the device, and in main memory.
 
+    On a CPU, 8-bit and paged optimizers are replaced by AdamW in float32.
+
     Args:
         name: TRL's ``optim``.
         sizes: Elements of every trained tensor.
-        on_gpu: On a CPU, 8-bit and paged optimizers are replaced by AdamW in float32.
+        on_gpu: Whether it trains on a GPU.
     """
     states = 0 if name == "sgd" else 1 if "lion" in name or "rmsprop" in name else 2
     eight_bit, paged = ("8bit" in name and on_gpu), ("paged" in name and on_gpu)
@@ -321,9 +311,6 @@ def planned_engine(job: Job) -> EngineMemory:
     """Return what vLLM takes of the card, as the engine will ask for it when it starts.
 
     Where it does not fit, what all completions at full length would need.
-
-    Args:
-        job: One that vLLM samples for in this process, on a GPU.
     """
     size = engine_size(
         job.shape,

@@ -191,7 +191,7 @@ def make_plan(config: RunConfig, gpu: str | None = None, *, base: Path = Path())
     Args:
         config: Of the run.
         gpu: As for ``plan``.
-        base: Folder that the paths of model and prompts start from.
+        base: Folder that the paths of model and prompts start from, here and below.
     """
     if gpu is None or gpu.strip().lower() == "this":
         hardware = detect_hardware()
@@ -234,12 +234,7 @@ def room_here() -> int:
 def remedy(config: RunConfig, room: int, *, base: Path = Path()) -> str:
     """Return what to change after memory ran out, as a part of a sentence; "" where nothing helps.
 
-    Where the plan fits all the same, the changes save a tenth of its peak.
-
-    Args:
-        config: Of the run.
-        room: Bytes that this process may take.
-        base: Folder that the paths of model and prompts start from.
+    Where the plan fits into ``room`` bytes all the same, the changes save a tenth of its peak.
     """
     hardware = detect_hardware()
     on_gpu = hardware.device != "cpu"
@@ -253,11 +248,6 @@ def remedy(config: RunConfig, room: int, *, base: Path = Path()) -> str:
 
 def tune(made: Plan, path: str | Path, *, base: Path = Path()) -> Plan:
     """Write a run file that fills the card: it fits, with the largest batch and passes that do.
-
-    Args:
-        made: As ``plan`` returned it.
-        path: Of the file to write.
-        base: Folder that the paths of model and prompts start from.
 
     Returns:
         The plan of what was written.
@@ -295,11 +285,6 @@ def write_plan(config: RunConfig, folder: Path, *, base: Path = Path()) -> None:
     """Write plan.json for this machine into the folder of a run, for its report.
 
     Nothing is written where no plan can be made: that must not end the run.
-
-    Args:
-        config: Of the run.
-        folder: Of the run.
-        base: Folder that the paths of model and prompts start from.
     """
     with contextlib.suppress(KitError, OSError):
         content = make_plan(config, base=base).as_dict()

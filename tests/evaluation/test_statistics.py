@@ -41,22 +41,8 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(num, data):
     assert pass_at_k(num, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
-def test_pass_at_k_has_no_bias():
-    """The mean over many draws of n completions is the true chance, 1 - (1 - p) ** k."""
-    draw, p, k = random.Random(1), 0.3, 4
-    found = [pass_at_k(10, sum(draw.random() < p for _ in range(10)), k) for _ in range(20_000)]
-    error = np.std(found) / math.sqrt(len(found))
-    assert np.mean(found) == pytest.approx(1 - (1 - p) ** k, abs=4 * error)
-
-
 def test_pass_at_k_of_very_many_is_exact():
     assert pass_at_k(100_000, 1, 50_000) == pytest.approx(0.5, abs=1e-12)
-
-
-@pytest.mark.parametrize(("num", "right", "k"), [(4, 1, 0), (4, 1, 5), (4, 5, 1), (4, -1, 1)])
-def test_pass_at_k_of_nothing_is_refused(num, right, k):
-    with pytest.raises(ValueError, match="is nothing"):
-        pass_at_k(num, right, k)
 
 
 # --- maj@k ----------------------------------------------------------------------------------------
@@ -100,16 +86,7 @@ def test_majority_is_what_a_simulated_vote_gives(answers, data):
     assert majority_at_k(answers, right, k) == pytest.approx(np.mean(simulated), abs=0.06)
 
 
-@given(answers=st.lists(st.sampled_from("abc"), min_size=1, max_size=8))
-def test_one_vote_and_two_are_the_mean(answers):
-    right = [answer == "a" for answer in answers]
-    mean = sum(right) / len(right)
-    assert majority_at_k(answers, right, 1) == pytest.approx(mean)
-    if len(answers) > 1:
-        assert majority_at_k(answers, right, 2) == pytest.approx(mean)
-
-
-def test_majority_of_very_many_draws_and_repeats_itself():
+def test_majority_of_many_completions_draws_the_same_subsets():
     assert math.comb(64, 16) > MOST_SUBSETS
     answers = ["a"] * 40 + ["b"] * 24
     right = [answer == "a" for answer in answers]
@@ -120,16 +97,26 @@ def test_majority_of_very_many_draws_and_repeats_itself():
     assert found == pytest.approx(sum(ways[9:]) + ways[8] / 2, abs=0.03)
 
 
-@pytest.mark.parametrize(("answers", "right", "k"), [([], [], 1), (["a"], [], 1), (["a"], [1], 2)])
-def test_majority_of_nothing_is_refused(answers, right, k):
-    with pytest.raises(ValueError, match="is nothing"):
-        majority_at_k(answers, right, k)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: pass_at_k(4, 1, 5),
+        lambda: pass_at_k(4, 5, 1),
+        lambda: majority_at_k([], [], 1),
+        lambda: majority_at_k(["a"], [True], 2),
+        lambda: estimate([]),
+        lambda: difference([], []),
+    ],
+)
+def test_impossible_numbers_are_refused(call):
+    with pytest.raises(ValueError, match=r"nothing|at least one"):
+        call()
 
 
 # --- intervals ------------------------------------------------------------------------------------
 
 
-def test_the_interval_of_a_share_is_the_binomial_one():
+def test_interval_of_a_share_is_the_binomial_one():
     """Of n zeros and ones, a resample is a binomial draw: its quantiles are known exactly."""
     num, right = 100, 30
     ways = np.cumsum([math.comb(num, c) * 0.3**c * 0.7 ** (num - c) for c in range(num + 1)])
@@ -137,7 +124,6 @@ def test_the_interval_of_a_share_is_the_binomial_one():
     assert found.mean == pytest.approx(0.3)
     assert found.low == pytest.approx(np.searchsorted(ways, 0.025) / num, abs=0.011)
     assert found.high == pytest.approx(np.searchsorted(ways, 0.975) / num, abs=0.011)
-    assert str(found).startswith("0.300 [0.")
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say():
@@ -157,12 +143,6 @@ def test_answers_that_are_all_right_leave_doubt():
     assert estimate([0.7] * 10).low == pytest.approx(0.7)  # no share: nothing is known of it
 
 
-@pytest.mark.parametrize("call", [lambda: estimate([]), lambda: difference([], [])])
-def test_nothing_has_no_interval(call):
-    with pytest.raises(ValueError, match="at least one"):
-        call()
-
-
 def test_a_paired_difference_by_hand():
     """Six prompts that all rose: of the 64 ways to draw signs, two are as far from 0."""
     before, after = [0.0, 0.1, 0.2, 0.0, 0.3, 0.1], [0.5, 0.4, 0.6, 0.3, 0.6, 0.7]
@@ -171,7 +151,6 @@ def test_a_paired_difference_by_hand():
     assert found.p_value == pytest.approx(2 / 64)
     assert found.is_real
     assert found.num == 6
-    assert str(found).endswith("p = 0.031: real")
     five = difference(before[:5], after[:5])
     assert five.p_value == pytest.approx(2 / 32)
     assert not five.is_real  # the interval leaves 0 out, and 1 in 16 is no proof
@@ -179,7 +158,7 @@ def test_a_paired_difference_by_hand():
 
 @settings(max_examples=25, deadline=None)
 @given(moved=st.lists(st.integers(-64, 64).map(lambda n: n / 64), min_size=1, max_size=9))
-def test_the_test_is_every_way_to_draw_the_signs(moved):
+def test_p_value_counts_every_way_to_draw_the_signs(moved):
     found = difference([0.0] * len(moved), moved)
     far = [
         abs(sum(s * m for s, m in zip(signs, moved, strict=True))) >= abs(sum(moved)) - 1e-9
@@ -196,15 +175,6 @@ def test_many_prompts_give_the_same_p_value_as_the_normal_law():
     assert found.p_value == pytest.approx(math.erfc(z / math.sqrt(2)), abs=0.01)
 
 
-def test_alike_models_are_called_different_one_time_in_twenty():
-    draw = np.random.default_rng(4)
-    real = sum(
-        difference(draw.random(30).tolist(), draw.random(30).tolist(), seed=trial).is_real
-        for trial in range(200)
-    )
-    assert real / 200 <= 0.09
-
-
 def test_twelve_of_twelve_leave_doubt():
     found = difference([0.5] * 12, [1.0] * 12)
     assert found.mean == 0.5
@@ -212,15 +182,3 @@ def test_twelve_of_twelve_leave_doubt():
     assert found.is_real
     tied = difference([0.5] * 12, [0.5] * 12)
     assert tied.low < 0 < tied.high
-
-
-def test_nothing_moved_is_no_difference():
-    found = difference([1.0, 0.0], [1.0, 0.0])
-    assert (found.mean, found.p_value, found.is_real) == (0.0, 1.0, False)
-    assert "may be chance" in str(found)
-
-
-def test_what_is_found_does_not_change_from_call_to_call():
-    values = np.random.default_rng(5).random(50).tolist()
-    assert estimate(values) == estimate(values)
-    assert difference(values, values[::-1]) == difference(values, values[::-1])

@@ -1,14 +1,12 @@
-"""rloo-kit eval and judge: models on the same prompts, what is sure, whom a judge prefers."""
+"""rloo-kit eval and judge: models on the same prompts, their intervals, whom a judge prefers."""
 
 import contextlib
-import importlib.util
 import json
 import re
 import shutil
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -66,7 +64,7 @@ def table(run):
 # --- during a run ---------------------------------------------------------------------------------
 
 
-def test_a_run_tells_pass_and_majority_and_intervals(run):
+def test_a_run_reports_pass_majority_and_intervals(run):
     found = json.loads((run / "evaluation.json").read_text())
     assert [row["step"] for row in found["during"]] == [1]  # eval_steps; the last step is "after"
     for part in ("before", "after"):
@@ -99,7 +97,7 @@ def test_chance_is_counted_in_prompts(run):
     assert found["accuracy"].num == PROMPTS
 
 
-def test_an_evaluation_reads_back_and_older_ones_too(run):
+def test_evaluation_reads_back_and_so_do_older_ones(run):
     found = json.loads((run / "evaluation.json").read_text())["before"]
     assert Evaluation.from_dict(found).as_dict() == found
     older = {k: found[k] for k in ("rewards", "num_prompts", "mean_length", "temperature")}
@@ -114,22 +112,7 @@ def test_several_greedy_completions_are_refused(run):
         rk.evaluate(one.model, one.tokenizer, prompts, [], temperature=0, num_samples=2)
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        (["trainer.eval_strategy=epoch"], "set data.held_out_every"),
-        (["trainer.eval_steps=0.5"], "set data.held_out_every"),
-        (["trainer.eval_steps=5", "data.held_out_every=7"], "are the same setting"),
-        (["data.held_out_samples=0"], "held_out_samples is 0"),
-    ],
-)
-def test_wrong_settings_are_told(settings, told, capsys):
-    words = [word for setting in settings for word in ("--set", setting)]
-    assert main(["quickstart", *words]) == 2
-    assert told in capsys.readouterr().err
-
-
-def test_a_judge_of_the_same_kind_as_a_paid_reward_is_another_one():
+def test_judge_with_other_settings_than_the_reward_is_added():
     prompts = rk.load_prompts("arithmetic", split="held_out", num_prompts=2)
     paid = rk.load_rewards(["length", "accuracy"])
 
@@ -165,7 +148,7 @@ def test_models_in_one_table(run, table):
     assert re.search(r"accuracy, greedy: [+-]0\.\d+ \[", text)
 
 
-def test_the_table_is_in_the_folder_and_in_the_report(run, table):
+def test_table_is_in_the_folder_and_the_report(run, table):
     written = json.loads((run / "eval.json").read_text())["evaluations"]
     assert [row["model"] for row in written[-1]["rows"]] == [row.model for row in table.rows]
     samples = (run / "eval_samples.jsonl").read_text().splitlines()
@@ -177,7 +160,7 @@ def test_the_table_is_in_the_folder_and_in_the_report(run, table):
     assert "Models on the same prompts" in (run / "report.html").read_text()
 
 
-def test_the_adapter_is_the_one_that_answers(run, tmp_path):
+def test_each_adapter_gives_its_own_answers(run, tmp_path):
     """The base, the run's adapter and another one, in any order: each gives its own answers."""
     model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
     model = rk.attach_lora(model, r=4)
@@ -201,23 +184,23 @@ def test_the_adapter_is_the_one_that_answers(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "text"),
     [
-        (["eval", "./nowhere/run"], "does not exist"),
-        (["eval", "tiny-thinker", "--samples", "0", "--no-greedy"], "are no evaluation"),
+        (["eval", "./nowhere/run"], "./nowhere/run"),
+        (["eval", "tiny-thinker", "--samples", "0", "--no-greedy"], "0 samples"),
         (["eval", "tiny-thinker", "--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["eval", "tiny-thinker", "--set", "data.held_out=0"], "kept no prompts"),
-        (["judge", "tiny-thinker"], "compared with itself"),
+        (["eval", "tiny-thinker", "--set", "data.held_out=0"], "data.held_out: 0"),
+        (["judge", "tiny-thinker"], "--against"),
         (["eval", "tiny-thinker", "--num-prompts", "0"], "num-prompts is 0"),
         (["judge", "tiny-thinker", "--against", "x", "--batch-size", "-2"], "batch-size is -2"),
-        (["eval", "tiny-thinker", "--set", "model.load_in_4bit=false"], "cannot change a model"),
+        (["eval", "tiny-thinker", "--set", "model.load_in_4bit=false"], "model.load_in_4bit"),
     ],
 )
-def test_bad_input_is_one_sentence(arguments, told, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_one_sentence(arguments, text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert text in error
     assert len(error.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -244,7 +227,7 @@ def test_an_adapter_of_another_model_is_refused(run, tmp_path):
         pytest.fail("it answered")
 
 
-def test_a_run_that_is_gone_on_with_is_its_newest_checkpoint(run, tmp_path):
+def test_unfinished_run_is_its_newest_checkpoint(run, tmp_path):
     past = tmp_path / "run"
     shutil.copytree(run, past)
     assert find_trained(past).adapter == past / "adapter"
@@ -255,7 +238,7 @@ def test_a_run_that_is_gone_on_with_is_its_newest_checkpoint(run, tmp_path):
     assert found.name == "checkpoint-3"
 
 
-def test_what_was_hidden_is_no_key(run, tmp_path):
+def test_hidden_values_are_not_read_as_settings(run, tmp_path):
     content = yaml.safe_load((run / "run.yaml").read_text())
     content["rewards"] = ["accuracy"]
     content["trainer"]["hub_token"] = "[hidden: hub_token]"
@@ -285,7 +268,7 @@ def test_another_task_has_its_own_levels(run, tmp_path):
     assert all(len(re.findall(r"\d+", prompt)[0]) > 3 for prompt in prompts)
 
 
-def test_a_table_has_one_reward_that_says_right_or_wrong():
+def test_all_rows_share_the_reward_that_says_right_or_wrong():
     def evaluation(*scores):
         samples = [{"prompt": "", "completion": "", "rewards": {"a": s, "b": 1.0}} for s in scores]
         return Evaluation({"a": 0.5, "b": 1.0}, len(scores), 1.0, 0.0, samples)
@@ -295,7 +278,7 @@ def test_a_table_has_one_reward_that_says_right_or_wrong():
     assert [row.evaluation.correct_by for row in judge_alike(rows)] == ["b", "b"]
 
 
-def test_votes_are_those_of_the_reward_that_says_right_or_wrong():
+def test_votes_come_from_the_reward_that_says_right_or_wrong():
     class Keyed:
         def __init__(self, key):
             self.answer_key = lambda text: key
@@ -335,19 +318,6 @@ def test_results_that_cannot_be_read_are_kept(tmp_path):
     assert (tmp_path / "eval.json.damaged").read_text().endswith("cut")
 
 
-def test_the_benchmark_of_the_page_runs(tmp_path, monkeypatch, capsys):
-    file = Path(__file__).parents[2] / "benchmarks" / "evaluate.py"
-    spec = importlib.util.spec_from_file_location("evaluate_benchmark", file)
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    for name, value in (("PROMPTS", 4), ("ROUNDS", 1), ("RESULTS", tmp_path / "found.json")):
-        monkeypatch.setattr(benchmark, name, value)
-    benchmark.main()
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert (found["prompts"], found["samples"], len(found["seconds"])) == (4, 4, 1)
-    assert set(found["found"]) == {"accuracy", "pass@1", "pass@2", "pass@4"}
-
-
 # --- who samples ----------------------------------------------------------------------------------
 
 
@@ -358,34 +328,34 @@ def refused(*_, **__):
 FEW = {"num_prompts": 4, "num_samples": 0}
 
 
-def test_an_engine_that_does_not_start_is_an_error_only_where_it_was_asked_for(run, monkeypatch):
+def test_engine_that_does_not_start_fails_only_on_request(run, monkeypatch):
     monkeypatch.setattr("rloo_kit.evaluation.held_out.start_engine", refused)
     monkeypatch.setattr("rloo_kit.sampling.choice.why_not_vllm", lambda: None)
     said = []
     found = rk.evaluate_models([run], output=run.parent / "fallen", say=said.append, **FEW)
     assert {row.sampler for row in found.rows} == {"transformers"}
-    assert "completions by transformers: vLLM cannot start (no room): lower something" in said
+    assert any("no room" in line for line in said)
     whole = "trainer={generation: vllm, max_completion_length: 48}"
     for how in ("trainer.generation=vllm", whole, "trainer.use_vllm=true"):
         with pytest.raises(GenerationError, match="no room"):
             rk.evaluate_models([run], overrides=[how], say=str, **FEW)
 
 
-def test_what_vllm_cannot_sample_for_is_told_before_anything_is_loaded(run, monkeypatch):
+def test_models_vllm_cannot_sample_are_refused_before_loading(run, monkeypatch):
     monkeypatch.setattr("rloo_kit.sampling.choice.why_not_vllm", lambda: None)
     monkeypatch.setattr("rloo_kit.evaluation.table.by_base", refused)
     by_vllm = ["trainer.generation=vllm"]
-    with pytest.raises(GenerationError, match=r"tiny-thinker has no adapter, and vLLM is started"):
+    with pytest.raises(GenerationError, match="tiny-thinker has no adapter"):
         rk.evaluate_models([run, "tiny-thinker"], overrides=by_vllm, say=str, **FEW)
     strange = run.parent / "strange"
     shutil.copytree(run / "adapter", strange, dirs_exist_ok=True)
     config = json.loads((strange / "adapter_config.json").read_text())
     (strange / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    with pytest.raises(GenerationError, match="vLLM does not take DoRA adapters"):
+    with pytest.raises(GenerationError, match="DoRA"):
         rk.evaluate_models([run, strange], overrides=by_vllm, say=str, **FEW)
 
 
-def test_an_engine_that_is_not_installed_is_told_by_the_command(run, capsys, monkeypatch):
+def test_missing_vllm_ends_the_command(run, capsys, monkeypatch):
     monkeypatch.setattr("rloo_kit.sampling.choice.why_not_vllm", lambda: "vLLM is not here")
     assert main(["eval", str(run), "--vllm"]) == 2
     assert "vLLM is not here" in capsys.readouterr().err
@@ -402,7 +372,7 @@ def test_an_engine_that_is_not_installed_is_told_by_the_command(run, capsys, mon
     ],
     ids=str,
 )
-def test_what_trained_need_not_evaluate(trained, wanted, tmp_path):
+def test_another_engine_may_evaluate_than_trained(trained, wanted, tmp_path):
     args = rk.LeaveOneOutConfig(str(tmp_path), **trained)
     assert not choose_engine(args, {})
     assert requested_engine(args) == wanted
@@ -425,7 +395,7 @@ def test_rows_of_two_samplers_are_not_compared(table):
     ]  # fmt: skip
 
 
-def test_an_engine_with_another_adapter_or_none_is_no_evaluation(run, adapters):
+def test_engine_with_another_adapter_is_refused(run, adapters):
     """However little two models differ: the adapters are shifted on purpose."""
     first, second = map(find_trained, adapters)
     base, one = first.without_adapter(), load_base(first)
@@ -490,7 +460,7 @@ class Faithless:
         return drawn
 
 
-def test_one_model_speaks_in_another(adapters):
+def test_using_a_model_nests(adapters):
     first, second = map(find_trained, adapters)
     one = load_base(first)
     one.load([first, second])
@@ -504,7 +474,7 @@ def test_one_model_speaks_in_another(adapters):
         assert active_adapter(model) is None
 
 
-def test_a_penalty_of_the_models_own_is_not_the_runs(run):
+def test_models_own_repetition_penalty_is_not_used(run):
     one = load_base(find_trained("tiny-thinker"))
     prompts = rk.load_prompts("arithmetic", split="held_out", num_prompts=4)
 
@@ -534,11 +504,10 @@ def test_a_rule_judges(run):
     assert found.rate == pytest.approx((found.wins + found.ties / 2) / PROMPTS)
     assert not found.paid
     (line,) = run_content(read_run(run), "run", [])["judged"][-1:]
-    assert f"{PROMPTS} prompts of arithmetic, greedy" in line
-    assert "taste.py:long, the higher score wins" in line
+    assert "taste.py:long" in line
 
 
-def test_a_judge_that_reads_both_reads_both_alike(run):
+def test_pairwise_judge_reads_both_sides_alike(run):
     """A cut off thought is no answer, on either side, and an answer beats none."""
     (judge,) = rk.load_rewards(
         [{"name": "judge", "model": "m", "mode": "pairwise", "base_url": "http://127.0.0.1:9/v1"}],
@@ -558,15 +527,14 @@ def test_of_a_penalty_the_lower_score_wins():
     assert verdicts([], *sides) == [1.0, 0.5, None]
 
 
-def test_the_reward_of_the_run_is_no_stranger(run):
+def test_judge_that_was_the_reward_is_marked_as_paid(run):
     found = rk.judge_models(run, num_prompts=4, say=str)
     assert found.paid
-    assert "trained to please it" in str(found)
     other = {"name": "accuracy", "match": "number"}
     assert not rk.judge_models(run, by=other, num_prompts=4, say=str).paid
 
 
-def test_given_texts_are_the_other_side(run, tmp_path):
+def test_texts_of_a_column_can_be_the_other_side(run, tmp_path):
     rows = [
         {"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "reference": f"</think>{2 * n}"}
         for n in range(111, 115)
@@ -586,7 +554,7 @@ def test_given_texts_are_the_other_side(run, tmp_path):
 
 
 class Prefers(BaseHTTPRequestHandler):
-    """A judge that is told what it prefers by the class; it counts what it is asked."""
+    """A judge that prefers by ``answer`` of its class; it counts the requests."""
 
     answer = staticmethod(lambda first, second: 0)
     asked: ClassVar[list[str]] = []
@@ -616,7 +584,7 @@ class Prefers(BaseHTTPRequestHandler):
     ],
     ids=["position", "mine", "theirs"],
 )
-def test_a_model_behind_a_server_is_asked_in_both_orders(answer, rate, run, tmp_path, monkeypatch):
+def test_server_judge_is_asked_in_both_orders(answer, rate, run, tmp_path, monkeypatch):
     monkeypatch.setattr(Prefers, "answer", staticmethod(answer))
     monkeypatch.setattr(Prefers, "asked", [])
     server = ThreadingHTTPServer(("127.0.0.1", 0), Prefers)
@@ -643,5 +611,4 @@ def test_a_model_behind_a_server_is_asked_in_both_orders(answer, rate, run, tmp_
         thread.join(10)
     assert found.rate == rate
     assert len(Prefers.asked) == 2 * len(rows)
-    assert "some-judge, asked in both orders" in found.judge
-    assert "8 prompts" in str(found)
+    assert "some-judge" in found.judge
