@@ -227,14 +227,11 @@ _sessions: list[Session] = []
 def session(*, clear_notebook: bool = False) -> Iterator[Session]:
     """Release every model, trainer and engine that the body makes, also when it raises.
 
-    Example:
+    ``clear_notebook`` is that of ``release``. Example:
         with rk.session() as session:
             model, tokenizer = rk.load_model("tiny-thinker")
             ...
         print(session.released)
-
-    Args:
-        clear_notebook: As for ``release``.
     """
     opened = Session()
     _sessions.append(opened)
@@ -269,12 +266,9 @@ _made: list[weakref.ref[Any]] = []
 
 
 def held_tensors(smallest: int = SMALLEST_HELD) -> list[Held]:
-    """Return the live tensors by what holds them, largest first.
+    """Return the live tensors by what holds them, largest first; holders of less are left out.
 
     A holder is something that the kit made, or a variable of the notebook or script.
-
-    Args:
-        smallest: Bytes; holders of less are left out.
     """
     if "torch" not in sys.modules:
         return []

@@ -220,7 +220,7 @@ def attach_lora(
         "target_modules": target_modules,
     }
     folder = notes_of(model).adapter
-    if folder is not None:
+    if folder is not None and hasattr(model, "peft_config"):
         lora_settings(Path(folder), given)
         if use_gradient_checkpointing is not None:
             _recompute(model, use_gradient_checkpointing)

@@ -344,12 +344,8 @@ class Canary:
         self._noises: deque[tuple[float, float]] = deque(maxlen=HISTORY)
 
     def sent(self, dtype: torch.dtype) -> None:
-        """Remember the adapter as it was just sent; the one before is the policy a step back.
-
-        Args:
-            dtype: That it was rounded to when it was sent. A late step of a small learning rate
-                can be lost in that rounding, which does not make the sampler stale.
-        """
+        """Remember the adapter as it was just sent, rounded to ``dtype``."""
+        # a small step can be lost in that rounding, which does not make the sampler stale
         self._before, self._now = self._now, self._policies.copy_adapter(dtype)
 
     def prove(
@@ -357,11 +353,7 @@ class Canary:
     ) -> None:
         """Send an adapter that is shifted on purpose, and check that the sampler follows it.
 
-        Args:
-            engine: It holds the right adapter before and after.
-            prompt_ids: A few prompts.
-            seed: Of the shift and of sampling.
-            off: Check too that the base samples while the shifted adapter is switched off.
+        ``off`` also checks that the base samples while the shifted adapter is switched off.
 
         Raises:
             StalePolicyError: The sampler did not follow.
@@ -374,12 +366,24 @@ class Canary:
         )
         drawn = engine.generate(prompts, short, seed)
         shifted = self._policies.shift(TokenRows(prompts, drawn.completion_ids), seed)
-        with self._policies.adapter_set_to(shifted):
-            tokens, sampler, there = self._sync_and_draw(engine, prompts, short, seed)
-            if off:
-                self._prove_off(engine, prompts, short, seed)
+
+        def share_after(change: AbstractContextManager[Any]) -> float:
+            """Return where a sampler that was synced within ``change`` is: 1 within, 0 outside."""
+            with change:
+                engine.sync(self._model)
+                drawn = engine.generate(prompts, short, seed)
+                tokens = TokenRows(prompts, drawn.completion_ids)
+                within, _ = self._policies.score(tokens)
+            outside, _ = self._policies.score(tokens)
+            sampler = _flat(drawn.log_probs, tokens, within.device)
+            position = position_between(sampler, within, outside, torch.ones_like(within))
+            return 1.0 if position is None else position.share
+
+        share, share_of_base = share_after(self._policies.adapter_set_to(shifted)), 1.0
+        if off:
+            with self._policies.adapter_set_to(shifted):
+                share_of_base = share_after(self._without_adapter())
         engine.sync(self._model)
-        share = _share(sampler, there, self._policies.score(tokens)[0])
         if share < 0.5:
             raise StalePolicyError(
                 f"the adapter does not reach {engine.name}, or its base weights are others: an "
@@ -387,27 +391,11 @@ class Canary:
                 f"what it should; give both the same model folder and restart the engine, or set "
                 f"trainer.generation: transformers"
             )
-
-    def _prove_off(
-        self, engine: Engine, prompts: list[list[int]], sampling: Sampling, seed: int
-    ) -> None:
-        with self._without_adapter():
-            tokens, sampler, base = self._sync_and_draw(engine, prompts, sampling, seed)
-        if _share(sampler, base, self._policies.score(tokens)[0]) < 0.5:
+        if share_of_base < 0.5:
             raise StalePolicyError(
                 f"{engine.name} keeps using the adapter after it was switched off, so the base "
                 f"cannot be sampled: restart the engine, or set trainer.generation: transformers"
             )
-
-    def _sync_and_draw(
-        self, engine: Engine, prompts: list[list[int]], sampling: Sampling, seed: int
-    ) -> tuple[TokenRows, torch.Tensor, torch.Tensor]:
-        """Return what is sampled after a sync, and its ``(N,)`` scores by sampler and by model."""
-        engine.sync(self._model)
-        drawn = engine.generate(prompts, sampling, seed)
-        tokens = TokenRows(prompts, drawn.completion_ids)
-        scored, _ = self._policies.score(tokens)
-        return tokens, _flat(drawn.log_probs, tokens, scored.device), scored
 
     def check(
         self, tokens: TokenRows, log_probs: list[list[float]], engine_name: str
@@ -417,11 +405,6 @@ class Canary:
         ``sampling/adapter_reached`` and ``sampling/step_reached`` are 1 for the policy that trains,
         0 for its base or itself a step ago, and absent where rounding hides which;
         ``sampling/probe_difference`` and ``sampling/rounding_noise`` are mean nats.
-
-        Args:
-            tokens: The batch.
-            log_probs: Of its completion tokens, as the engine reported them.
-            engine_name: For the message.
 
         Raises:
             StalePolicyError: Another policy sampled; the message says which, most likely.
@@ -435,9 +418,8 @@ class Canary:
             )
         difference = float(probe.difference.mean())
         metrics = {
-            "sampling/probe_difference": difference,
-            "sampling/rounding_noise": probe.noise_mean,
-        }
+            "sampling/probe_difference": difference, "sampling/rounding_noise": probe.noise_mean
+        }  # fmt: skip
         if not self._sampling.whole_distribution:
             # Truncation renormalises what is left, so the sampler's numbers are not the policy's.
             return metrics
@@ -509,12 +491,6 @@ def _cut_probe(
 def _flat(log_probs: list[list[float]], tokens: TokenRows, device: torch.device) -> torch.Tensor:
     rows = zip(log_probs, tokens.completion_ids, strict=True)
     return torch.tensor([p for row, ids in rows for p in row[: len(ids)]], device=device)
-
-
-def _share(sampler: torch.Tensor, now: torch.Tensor, other: torch.Tensor) -> float:
-    """Return ``Position.share``; 1 where the two policies are equal, and nothing can be seen."""
-    position = position_between(sampler, now, other, torch.ones_like(now))
-    return 1.0 if position is None else position.share
 
 
 def _fit(sampler: torch.Tensor, now: torch.Tensor, other: torch.Tensor) -> float:

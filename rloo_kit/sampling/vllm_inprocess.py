@@ -1,7 +1,7 @@
 """vLLM in this process: the base loaded once, the adapter swapped while it runs.
 
-Two ways to the same engine: Unsloth's, which shares the base weights with the trainer
-(``load_model(..., fast_inference=True)`` on a GPU), and one of the kit's own.
+The engine is Unsloth's, which shares the base weights with the trainer (``load_model(...,
+fast_inference=True)`` on a GPU), or one of the kit's own.
 """
 
 import bisect
@@ -42,7 +42,7 @@ from rloo_kit.text.wording import first_line
 
 ADAPTER_NAME = "rloo-kit"
 LIVE_IDS = 1_000_000
-"""Added to the ids of the kit's own requests on a shared engine: Unsloth counts its own from 1."""
+"""Offset of the kit's request ids on a shared engine: Unsloth counts its own from 1."""
 
 
 class VllmEngine:
@@ -329,17 +329,10 @@ def _is_lora_request(request: Any) -> bool:
 
 
 def write_dequantised(model: Any, dtype: Any) -> Path:
-    """Write a 4-bit model's base weights, dequantised, to shared memory: the same policy exactly.
+    """Write the base of a 4-bit PEFT model, dequantised, to shared memory; return the folder.
 
     vLLM has no 4-bit kernels on a CPU, and a checkpoint in 16 bit would be another policy than the
-    4-bit one that trains.
-
-    Args:
-        model: A PEFT model over bitsandbytes' 4-bit layers.
-        dtype: Of the weights.
-
-    Returns:
-        A folder with config and weights; the caller removes it.
+    4-bit one that trains. The caller removes the folder.
     """
     from bitsandbytes.functional import dequantize_4bit
     from safetensors import SafetensorError
@@ -457,11 +450,7 @@ def _empty_sleep_pools(cumem: Any) -> None:
     This frees the tensors in its pools (sampler buffers, quantisation states), and maps again the
     blocks that vLLM unmapped during the load. torch frees those too, but the allocator no longer
     knows them: its C callback raises a KeyError, and the blocks after it stay mapped (2.6 GiB of a
-    1.7B model, on an H100 with vLLM 0.26). The fix follows vLLM's csrc/cumem_allocator.cpp; it has
-    not run on a card.
-
-    Args:
-        cumem: The module ``vllm.device_allocator.cumem``.
+    1.7B model, on an H100 with vLLM 0.26). The fix follows vLLM's csrc/cumem_allocator.cpp.
     """
     import ctypes
 

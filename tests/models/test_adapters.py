@@ -174,12 +174,12 @@ def test_the_embedded_base_is_found_wherever_the_kit_is(adapter, tmp_path):
 
 
 def test_a_relative_base_starts_from_here_or_from_the_adapter(adapter, tmp_path, monkeypatch):
-    (tmp_path / "base").mkdir()
-    folder = rewritten(adapter, tmp_path / "adapter", base_model_name_or_path="../base")
-    assert Path(base_of(folder)).samefile(tmp_path / "base")
-    folder = rewritten(adapter, tmp_path / "other", base_model_name_or_path="./base")
+    (tmp_path / "the-base").mkdir()
+    folder = rewritten(adapter, tmp_path / "adapter", base_model_name_or_path="../the-base")
+    assert Path(base_of(folder)).samefile(tmp_path / "the-base")
+    folder = rewritten(adapter, tmp_path / "other", base_model_name_or_path="./the-base")
     monkeypatch.chdir(tmp_path)
-    assert Path(base_of(folder)).samefile(tmp_path / "base")
+    assert Path(base_of(folder)).samefile(tmp_path / "the-base")
 
 
 def ia3(adapter, folder):
@@ -237,7 +237,7 @@ def test_what_cannot_be_trained_further_is_one_sentence(adapter, tmp_path, capsy
 # --- the run file --------------------------------------------------------------------------------
 
 
-def test_the_run_file_follows_the_adapter_where_it_says_nothing(adapter):
+def test_the_run_file_takes_the_adapters_settings(adapter):
     config = RunConfig(model=ModelSection(name=str(adapter)))
     found, _ = read_config(config, [])
     assert found.lora == LoraSection(4, 8, 0.0, ["q_proj", "v_proj"])

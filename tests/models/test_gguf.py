@@ -186,7 +186,7 @@ def test_answers_end_with_the_token_of_the_template(tmp_path, template, file_eos
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
 
 
-def test_second_call_reuses_the_folder_and_a_changed_file_does_not(tmp_path):
+def test_the_folder_is_reused_until_the_file_changes(tmp_path):
     path, cache = write_gguf(tmp_path / "tiny model.gguf"), tmp_path / "cache"
     first = convert(path, cache)
     assert first.name.startswith("tiny-model-")

@@ -26,14 +26,14 @@ def cosines(backend: str, model: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("backend", ["unsloth", "transformers"])
-def test_gradients_after_generate_are_those_of_the_dequantised_weights(backend):
+def test_gradients_after_generate_match_the_dequantised_weights(backend):
     assert cosines(backend, "tiny-thinker")["kept"] >= 0.99
 
 
 @pytest.mark.skipif(
     not torch.cpu.get_capabilities().get("avx512_bf16"), reason="the fault needs AVX512-BF16"
 )
-def test_the_comparison_sees_the_fault_that_the_kit_keeps_away():
+def test_the_comparison_sees_the_packed_layout():
     assert cosines("transformers", "tiny-thinker")["packed"] < 0.9
 
 

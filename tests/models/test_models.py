@@ -21,12 +21,6 @@ def loaded():
     return rk.load_model("tiny-thinker", max_seq_length=256)
 
 
-def test_the_tokenizer_is_ready_for_batches(loaded):
-    _, tokenizer = loaded
-    assert tokenizer.padding_side == "left"
-    assert tokenizer.pad_token not in (None, tokenizer.eos_token)
-
-
 def test_every_end_of_turn_token_stops_the_model(loaded):
     model, tokenizer = loaded
     ends = model.generation_config.eos_token_id
@@ -175,9 +169,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize("plant", PLACES)
-def test_a_pickle_is_refused_with_its_reason_and_never_opened(
-    plant, folder, saved_adapter, tmp_path
-):
+def test_a_pickle_is_refused_and_never_opened(plant, folder, saved_adapter, tmp_path):
     sprung = tmp_path / "sprung"
     place = plant(folder, Trap(sprung), saved_adapter)
     reason = "a pickle, which can run any code when it is opened|no safetensors file of its own"
@@ -235,7 +227,7 @@ class Model(Qwen3ForCausalLM):
     )
 
 
-def test_code_that_comes_with_a_model_runs_only_where_it_is_allowed(folder, tmp_path):
+def test_code_of_a_model_runs_only_when_allowed(folder, tmp_path):
     ran = tmp_path / "ran"
     model_of_its_own(folder, ran)
     allow = r"needs code of its own, .* model\.trust_remote_code: true, only for a source you trust"
@@ -247,7 +239,7 @@ def test_code_that_comes_with_a_model_runs_only_where_it_is_allowed(folder, tmp_
     assert ran.exists()
 
 
-def test_code_of_a_tokenizer_or_of_a_way_to_generate_is_not_run(folder, tmp_path):
+def test_code_of_a_tokenizer_is_not_run(folder, tmp_path):
     ran = tmp_path / "ran"
     for file in ("its_tokenizer.py", "custom_generate/generate.py"):
         (folder / file).parent.mkdir(exist_ok=True)

@@ -60,19 +60,13 @@ def heavy(scale, generator):
     return normal(scale, generator) / freedom.sqrt()
 
 
-def heavier(scale, generator):
-    """Cauchy, up to three nats."""
-    draw = normal(scale, generator) / torch.randn(SIZE, generator=generator).abs()
-    return draw.clamp(-3, 3)
-
-
 def bursty(scale, generator):
     """Next to nothing, but one token in a hundred by a tenth of a nat."""
     hit = torch.rand(SIZE, generator=generator) < 0.01
     return normal(scale / 100, generator) + 100 * hit * normal(scale, generator)
 
 
-NOISES = [normal, heavy, heavier, bursty]
+NOISES = [normal, heavy, bursty]
 
 
 def noise_of(draw, scale, generator):
@@ -117,7 +111,7 @@ def test_another_policy_that_sampled_is_found_in_one_batch(draw):
 
 
 @pytest.mark.parametrize("tokens", [120, 520])
-def test_an_exact_fit_is_found_under_a_large_standard_error(tokens):
+def test_an_exact_fit_is_found_despite_large_errors(tokens):
     """One undecided token can make rounding look large; it gives no other policy's numbers."""
     draw = torch.Generator().manual_seed(1)
     now = -torch.rand(tokens, generator=draw)
@@ -157,11 +151,6 @@ def test_the_share_is_the_position_between_two_policies():
         assert (place.errors > 0) == (share > 0.5) or share == 0.5
 
 
-def test_two_policies_that_are_one_have_no_position_between_them():
-    now, _, _ = batch(seeded(4), 1.0)
-    assert position_between(now + 1, now, now.clone(), torch.ones(SIZE)) is None
-
-
 # --- temperature ---------------------------------------------------------------------------------
 
 
@@ -186,14 +175,6 @@ def test_another_temperature_is_found_and_about_right(temperature, seed):
     factor, predicted = other_temperature(sampler, now, entropies, torch.full((SIZE,), 1e-3))
     assert 1 / factor == pytest.approx(temperature, rel=0.2)
     assert (sampler - predicted).abs().mean() < 0.7 * (sampler - now).abs().mean()
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.99, 1.01])
-def test_the_same_temperature_is_the_same(temperature):
-    for seed in range(5):
-        sampler, now, entropies = tempered(temperature, 10 * seed)
-        noise = torch.full((SIZE,), 1e-3)
-        assert other_temperature(sampler, now, entropies, noise) is None
 
 
 # --- a policy that is small but real -------------------------------------------------------------
@@ -568,7 +549,7 @@ def test_a_sampler_that_follows_keeps_the_right_adapter(new):
 
 
 @pytest.mark.parametrize("fault", ["never takes", "takes late"])
-def test_a_sampler_that_does_not_follow_is_found_before_learning(fault):
+def test_a_sampler_that_does_not_follow_is_found_first(fault):
     policy = TinyPolicy()
     torch.nn.init.zeros_(policy.layer.lora_B)
     engine = Sampler(policy, fault=fault)
@@ -610,10 +591,3 @@ def test_only_the_beginnings_of_a_few_completions_are_compared():
 def test_long_prompts_are_few_but_four():
     assert len(checked_shape([400] * 64, [300] * 64).rows) == PROBE_POSITIONS // 464
     assert len(checked_shape([1000] * 8, [10] * 8).rows) == 4
-
-
-def test_a_batch_smaller_than_the_probe_is_compared_whole():
-    probe = checked_shape([3, 1, 2], [1, 5, 2])
-    assert len(probe.rows) == 3
-    assert probe.completion_mask.sum() == 8
-    assert len(checked_shape([1], [1]).rows) == 1

@@ -98,7 +98,7 @@ def test_rewards_and_budgets_see_the_engine_asleep(trained, settings):
 
 
 @pytest.mark.long
-def test_the_dry_run_takes_its_budget_with_the_engine_asleep(trained):
+def test_the_dry_run_measures_with_the_engine_asleep(trained):
     trainer, engine, seen = trained()
     engine.awake = True  # as an evaluation before it left it
     dry_run(trainer)
@@ -106,7 +106,7 @@ def test_the_dry_run_takes_its_budget_with_the_engine_asleep(trained):
     assert ("budget", True) not in seen
 
 
-def test_an_evaluation_lets_the_engine_sleep_before_rewards_score(trained):
+def test_an_evaluation_scores_with_the_engine_asleep(trained):
     trainer, engine, _ = trained()
     seen = []
 
@@ -125,7 +125,7 @@ def test_an_evaluation_lets_the_engine_sleep_before_rewards_score(trained):
     assert seen == [False]
 
 
-def test_weights_are_released_before_the_engine_that_shares_them(trained):
+def test_weights_are_released_before_their_engine(trained):
     trainer, engine, _ = trained()
     rk.release(trainer)
     assert engine.calls[-1] == "close with 0 parameters"

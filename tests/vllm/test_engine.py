@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import rloo_kit as rk
-from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.sampling import vllm_inprocess as vllm_engine
 from rloo_kit.sampling.engine import Sampling
 from rloo_kit.sampling.vllm_inprocess import VllmEngine, write_dequantised
@@ -107,7 +106,7 @@ def test_more_prompt_tokens_than_one_pass_takes(policy):
     engine.close()
 
 
-def test_the_same_seed_gives_the_same_completions_and_another_one_others(policy):
+def test_seeds_decide_the_completions(policy):
     model, _tokenizer, prompts = policy
     engine = VllmEngine(model, max_length=128, num_sequences=64)
     engine.sync(model)
@@ -226,9 +225,7 @@ def other_base(monkeypatch):
     ],
     ids=["never sent", "one step late", "temperature", "other base"],
 )
-def test_the_canary_names_the_fault_in_the_first_batch_that_shows_it(
-    fault, words, steps, make_trainer, monkeypatch, policy
-):
+def test_the_canary_names_the_fault_at_once(fault, words, steps, make_trainer, monkeypatch, policy):
     with rk.session():
         model, tokenizer, _ = policy
         if fault is never:  # a fresh adapter does nothing yet: seen after one step
@@ -247,9 +244,7 @@ def test_the_canary_names_the_fault_in_the_first_batch_that_shows_it(
         assert trainer.state.global_step + 1 in steps
 
 
-def test_an_adapter_that_never_arrives_is_noticed_before_the_first_step(
-    make_trainer, policy, monkeypatch
-):
+def test_a_missing_adapter_is_found_before_the_first_step(make_trainer, policy, monkeypatch):
     never(monkeypatch)
     trainer = make_trainer(policy[0], policy[1])
     with pytest.raises(rk.StalePolicyError, match="does not reach vLLM in this process"):
@@ -283,19 +278,6 @@ def test_a_healthy_run_raises_no_alarm(name, steps, batch, learning_rate, make_t
         for name in ("logp_difference_mean", "rounding_noise", "sync_seconds"):
             values = sorted(log[f"sampling/{name}"] for log in logs)
             print(name, "mean", sum(values) / steps, "largest", values[-1])  # noqa: T201
-
-
-def test_the_check_leaves_the_adapter_bit_for_bit(policy, make_trainer):
-    model, tokenizer, prompts = policy
-    trainer = make_trainer(model, tokenizer)
-    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-    trainer.model.train()
-    trainer.sampler.sync_engine(trainer.engine, prompts, trainer.state)
-    drawn = trainer.engine.generate(prompts, trainer.sampler.canary._sampling, 0)
-    trainer.sampler.canary.check(TokenRows(prompts, drawn.completion_ids), drawn.log_probs, "it")
-    for name, parameter in model.named_parameters():
-        if name in before:
-            assert torch.equal(parameter, before[name])
 
 
 def test_a_failed_start_is_one_sentence(policy):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import rloo_kit as rk
-from rloo_kit.cli import main
 from rloo_kit.errors import StalePolicyError
 from rloo_kit.sampling.engine import active_adapter
 from rloo_kit.sampling.vllm_inprocess import VllmEngine
@@ -68,16 +67,6 @@ def test_every_model_answers_as_itself(greedy, adapters):
         assert max(same.values()) <= 0.5 * PROMPTS, same
     assert "completions by vLLM in this process" in str(by_vllm)
     assert "completions by" not in str(by_transformers)
-
-
-def test_the_command_tells_who_sampled(adapters, tmp_path, capsys):
-    words = ["--num-prompts", "8", "--samples", "2", "--output", str(tmp_path), "--vllm"]
-    code = main(["eval", adapters[1], *words, "--set", "trainer.max_completion_length=16"])
-    assert code == 0, capsys.readouterr().err
-    assert "8 prompts of arithmetic, completions by vLLM in this process" in capsys.readouterr().out
-    (found,) = json.loads((tmp_path / "eval.json").read_text())["evaluations"]
-    assert [row["sampler"] for row in found["rows"]] == 4 * ["vLLM in this process"]
-    assert [row["mode"] for row in found["rows"]] == 2 * ["greedy", "2 sampled at 1"]
 
 
 def test_the_two_sides_of_a_judge_answer_as_themselves(adapters, greedy, tmp_path):

@@ -80,7 +80,7 @@ def server(tmp_path_factory, served):
         end(process)
 
 
-def test_rloo_kit_serve_answers_as_the_adapter_and_as_the_base(server, served):
+def test_serve_answers_as_adapter_and_base(server, served):
     client = httpx.Client(base_url=server, timeout=60)
     deadline = time.monotonic() + 240
     while True:

@@ -26,7 +26,7 @@ def args(tmp_path, **settings):
     return rk.LeaveOneOutConfig(str(tmp_path / "out"), **{**few, **settings})
 
 
-def test_values_that_vllm_refuses_are_one_sentence_at_the_start(tmp_path):
+def test_values_that_vllm_refuses_are_one_sentence(tmp_path):
     for kwargs in ({"presence_penalty": 9}, {"min_tokens": 99}):
         with pytest.raises(rk.ConfigError, match=r"^trainer.generation_kwargs [^\n]*cannot be obe"):
             check_settings(args(tmp_path, generation_kwargs=kwargs), "vllm")
@@ -34,7 +34,7 @@ def test_values_that_vllm_refuses_are_one_sentence_at_the_start(tmp_path):
         check_settings(args(tmp_path, generation_kwargs=kwargs), "vllm")
 
 
-def test_the_trainer_refuses_before_the_engine_starts_and_obeys_what_passes(tmp_path):
+def test_generation_kwargs_are_obeyed_or_refused_at_the_start(tmp_path):
     model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
     parts = {
         "model": rk.attach_lora(model),
