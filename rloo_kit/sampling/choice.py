@@ -311,10 +311,9 @@ def _is_given(args: Any, name: str) -> bool:
         return bool(getattr(args, "memory_share_given", False))
     import trl
 
-    field = next(
-        (field for field in dataclasses.fields(trl.RLOOConfig) if field.name == name), None
-    )
-    return field is not None and getattr(args, name, field.default) != field.default
+    config: Any = trl.RLOOConfig  # pyright: ignore[reportPrivateImportUsage]  # a lazy module
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    return name in defaults and getattr(args, name, defaults[name]) != defaults[name]
 
 
 def _check_vllm(others: Mapping[str, Any], engine: str, args: Any) -> None:
