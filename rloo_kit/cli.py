@@ -8,7 +8,7 @@ another process of the same training has ended; 130 ended by Ctrl-C; 143 by SIGT
 import argparse
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rloo_kit import __version__
@@ -39,9 +39,9 @@ def _run(argv: Sequence[str] | None) -> int:
     args, args.rest = parser.parse_known_args(argv)
     if args.rest and args.call not in (_legacy, _serve):
         parser.error(f"unrecognized arguments: {' '.join(args.rest)}")
-    warnings.showwarning = _show_warning
     try:
-        with terminate_as_interrupt():
+        with terminate_as_interrupt(), warnings.catch_warnings():
+            warnings.showwarning = _show_warning  # catch_warnings puts it back
             return args.call(args)
     except ProcessLostError as exc:
         print(f"rloo-kit: {redact(str(exc))}", file=sys.stderr)
@@ -74,8 +74,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--resume",
             action="store_true",
-            help="go on with the newest run of output_dir, or with the run in this folder, from "
-            "its newest whole checkpoint; where there is none, begin",
+            help="resume the newest run of output_dir, or the run in this folder, from its "
+            "newest whole checkpoint; where there is none, start",
         )
         command.add_argument(
             "--processes",
@@ -86,8 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         _add_set(command)
     text = "what this machine can run; or, of a run, what went wrong and what to change"
-    doctor = commands.add_parser("doctor", help=text, description=text)
-    doctor.set_defaults(call=_doctor)
+    doctor = _command(commands, "doctor", _doctor, text)
     doctor.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run")
     for add in (_add_plan, _add_report, _add_eval, _add_judge, _add_chat, _add_serve, _add_export):
         add(commands)
@@ -106,10 +105,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _command(
+    commands: Any, name: str, call: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(call=call)
+    return parser
+
+
 def _add_plan(commands: Any) -> None:
     text = "will it fit: the memory of a run on a card, part by part, and what to change"
-    plan = commands.add_parser("plan", help=text, description=text)
-    plan.set_defaults(call=_plan)
+    plan = _command(commands, "plan", _plan, text)
     plan.add_argument("run_file", metavar="RUN.yaml", help="or the folder of a run")
     plan.add_argument(
         "--gpu",
@@ -124,9 +130,10 @@ def _add_plan(commands: Any) -> None:
 
 
 def _add_eval(commands: Any) -> None:
-    text = "score models on the same held-out prompts: accuracy, pass@k, maj@k, and what is sure"
-    command = commands.add_parser("eval", help=text, description=text)
-    command.set_defaults(call=_eval)
+    text = (
+        "score models on the same held-out prompts: accuracy, pass@k, maj@k, confidence intervals"
+    )
+    command = _command(commands, "eval", _eval, text)
     command.add_argument(
         "models", nargs="+", metavar="RUN", help="a run, a checkpoint, an adapter or a model"
     )
@@ -144,8 +151,7 @@ def _add_eval(commands: Any) -> None:
 
 def _add_judge(commands: Any) -> None:
     text = "win rate: how often a judge prefers a model's completions to others"
-    command = commands.add_parser("judge", help=text, description=text)
-    command.set_defaults(call=_judge)
+    command = _command(commands, "judge", _judge, text)
     command.add_argument("model", metavar="RUN", help="a run, a checkpoint, an adapter or a model")
     command.add_argument(
         "--against",
@@ -188,11 +194,10 @@ def _asked(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _add_chat(commands: Any) -> None:
-    text = "talk to a trained model in the terminal, its base beside it if wanted"
-    command = commands.add_parser("chat", help=text, description=text)
-    command.set_defaults(call=_chat)
+    text = "chat with a trained model in the terminal, next to its base if wanted"
+    command = _command(commands, "chat", _chat, text)
     command.add_argument("model", metavar="RUN", help="a run, a checkpoint, an adapter or a model")
-    command.add_argument("--base", action="store_true", help="let the base answer beside it")
+    command.add_argument("--base", action="store_true", help="let the base answer too")
     command.add_argument("--system", metavar="TEXT", help="a system message; as in the run")
     command.add_argument("--temperature", type=float, metavar="T", help="0: greedy; as in the run")
     command.add_argument("--max-tokens", type=int, metavar="N", help="of an answer; as in the run")
@@ -212,8 +217,7 @@ def _add_serve(commands: Any) -> None:
 
 def _add_report(commands: Any) -> None:
     text = "one page that says what a run did, why, and what to change; or compares several"
-    report = commands.add_parser("report", help=text, description=text)
-    report.set_defaults(call=_report)
+    report = _command(commands, "report", _report, text)
     report.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run")
     report.add_argument(
         "--output",
@@ -223,14 +227,13 @@ def _add_report(commands: Any) -> None:
 
 
 def _add_export(commands: Any) -> None:
-    text = "take a trained model away: adapter, merged 16-bit weights, GGUF, Ollama, the hub"
-    export = commands.add_parser("export", help=text, description=text)
-    export.set_defaults(call=_export)
+    text = "export a trained model: adapter, merged 16-bit weights, GGUF, Ollama, the hub"
+    export = _command(commands, "export", _export, text)
     export.add_argument("run", metavar="RUN", help="a run, a checkpoint, an adapter, or an export")
     export.add_argument(
         "--to", required=True, metavar="KIND", help="adapter, merged, gguf, ollama or hub"
     )
-    export.add_argument("--output", metavar="DIR", help="default: export-KIND, beside the adapter")
+    export.add_argument("--output", metavar="DIR", help="default: export-KIND, next to the adapter")
     export.add_argument("--dtype", default="bf16", help="of a GGUF file: bf16, f16 or q8_0")
     export.add_argument(
         "--base",
@@ -250,8 +253,7 @@ def _add_export(commands: Any) -> None:
 
 def _add_check(verbs: Any) -> None:
     text = "try the rewards of a run file on the model's own completions, before any training"
-    check = verbs.add_parser("check", help=text, description=text)
-    check.set_defaults(call=_rewards_check)
+    check = _command(verbs, "check", _rewards_check, text)
     check.add_argument("run_file", metavar="RUN.yaml")
     check.add_argument("--completions", metavar="FILE.jsonl", help="score these; no model needed")
     check.add_argument("--prompts", type=int, default=16, metavar="N", help="prompts to sample")
@@ -266,8 +268,7 @@ def _add_check(verbs: Any) -> None:
 
 def _add_reward_model(verbs: Any) -> None:
     text = "train a reward model on pairs of a better and a worse text"
-    train = verbs.add_parser("train", help=text, description=text)
-    train.set_defaults(call=_reward_model_train)
+    train = _command(verbs, "train", _reward_model_train, text)
     train.add_argument("pairs", metavar="PAIRS.jsonl", help="rows with prompt, chosen, rejected")
     train.add_argument("--model", default="tiny-thinker", help="the base: a folder or a hub name")
     train.add_argument("--output-dir", default="runs/reward-model", metavar="DIR")
@@ -282,14 +283,14 @@ def _add_reward_model(verbs: Any) -> None:
 
 
 def _add_legacy(commands: Any) -> None:
-    text = "train as a command line of the older TRL's rloo.py says, translated and told"
+    text = "train from a command line of the older TRL's rloo.py, and show its translation"
     legacy = commands.add_parser(
         "legacy", help=text, description=text, allow_abbrev=False,
         usage="rloo-kit legacy [-h] [--dry | --write FILE.yaml] [--set KEY=VALUE] THE OLDER FLAGS",
     )  # fmt: skip
     legacy.set_defaults(call=_legacy)
     instead = legacy.add_mutually_exclusive_group()
-    instead.add_argument("--dry", action="store_true", help="tell the translation, and no more")
+    instead.add_argument("--dry", action="store_true", help="show the translation, and no more")
     instead.add_argument("--write", metavar="FILE.yaml", help="write the run file, and no more")
     _add_set(legacy)
 

@@ -9,7 +9,7 @@ KitError
 ├── ModelError (RuntimeError)         a model, tokenizer or adapter that cannot be loaded
 ├── CheckpointError (RuntimeError)    a checkpoint that is broken, or belongs to another run
 ├── DiskError (RuntimeError)          a disk that is full or refuses to be written
-├── DivergedError (RuntimeError)      weights or gradients that are no numbers any more
+├── DivergedError (RuntimeError)      NaN or Inf in weights or gradients
 ├── ProcessLostError (RuntimeError)   another process of the same training that has ended
 └── SetupError                        this machine or this process
     ├── ImportOrderError (ImportError)   trl, transformers or peft before unsloth
@@ -59,7 +59,7 @@ class DiskError(KitError, RuntimeError):
 
 
 class DivergedError(KitError, RuntimeError):
-    """Weights or gradients are no numbers any more."""
+    """Weights or gradients contain NaN or Inf."""
 
 
 class ProcessLostError(KitError, RuntimeError):

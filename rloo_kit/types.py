@@ -1,4 +1,4 @@
-"""Aliases and protocols shared by every room; no behaviour.
+"""Aliases and protocols shared by every package; no behaviour.
 
 Legend used in docstrings: P prompts, G generations per prompt (the group), B = P*G completions,
 T completion tokens.

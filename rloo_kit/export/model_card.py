@@ -6,16 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.run_file import RunConfig
+from rloo_kit.config.settings import RULES
 from rloo_kit.diagnosis.record import RunRecord
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.text.redaction import redact, redact_tree
 
-SETTINGS = (
-    "learning_rate", "beta", "num_generations", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "num_iterations", "max_completion_length", "temperature",
-    "missing_eos_penalty", "normalize_advantages",
-)  # fmt: skip
-"""Of the trainer, shown where the run file sets them."""
 LIBRARIES = {"merged": "transformers", "gguf": "gguf", "ollama": "gguf"}
 KINDS = {
     "adapter": "A LoRA adapter for",
@@ -125,7 +120,11 @@ def _training(facts: CardFacts) -> list[str]:
         plain = "FP8" if config.model.load_in_fp8 else "16-bit"
         how = "4-bit (NF4)" if config.model.load_in_4bit else plain
         lines.append(f"{how} base; LoRA of rank {config.lora.r}, alpha {config.lora.lora_alpha}")
-        settings = [f"{name} {given[name]}" for name in SETTINGS if given.get(name) is not None]
+        settings = [
+            f"{name} {given[name]}"
+            for name, rule in RULES.items()
+            if given.get(name) is not None and (rule.resume != "free" or rule.memory)
+        ]
         lines.append("Settings: " + ", ".join(settings))
     if machine := (facts.environment.get("hardware") or {}).get("name"):
         lines.append(f"Hardware: {machine}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.run_file import EXAMPLES, RunConfig
+from rloo_kit.config.settings import RULES
 from rloo_kit.data.files import read_rows
 from rloo_kit.data.prompts import prompt_ids
 from rloo_kit.errors import ConfigError, DataError
@@ -345,10 +346,7 @@ def _load(
 
 def _settings(get: Callable[..., Any], config: RunConfig) -> Settings:
     """Return the settings that findings depend on."""
-    plain = (
-        *("temperature", "beta", "max_completion_length", "num_generations"),
-        *("missing_eos_penalty", "reward_clip_range"),
-    )
+    plain = [one.name for one in fields(Settings) if one.name in RULES and one.type is not bool]
     return Settings(
         **{name: get(name, None) for name in plain},
         max_seq_length=config.model.max_seq_length,
