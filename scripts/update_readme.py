@@ -1,6 +1,7 @@
-"""Run the quickstart; put what it prints into the README, and its pictures into docs/pictures.
+"""Run the quickstart and put what it prints into the README.
 
 .venv/bin/python scripts/update_readme.py
+.venv/bin/python scripts/update_readme.py --pictures   # docs/pictures too; needs Chromium
 """
 
 import re
@@ -33,10 +34,9 @@ def main() -> None:
             [sys.executable, "-m", "rloo_kit", "quickstart"],
             cwd=folder, stdout=subprocess.PIPE, text=True, check=True,
         )  # fmt: skip
-        pictures = Path(__file__).with_name("make_pictures.py")
-        subprocess.run(
-            [sys.executable, pictures, "runs/quickstart"], cwd=folder, stdout=sys.stderr, check=True
-        )
+        if "--pictures" in sys.argv:
+            script = Path(__file__).with_name("make_pictures.py")
+            subprocess.run([sys.executable, script, "runs/quickstart"], cwd=folder, check=True)
     text = "\n".join(shortened(done.stdout.rstrip().splitlines()))
     block = f"```text\n{text}\n```\n"
     content, count = MARKS.subn(lambda m: m[1] + block + m[2], README.read_text())

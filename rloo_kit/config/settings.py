@@ -204,8 +204,7 @@ class KitSettings:
     )
     dry_run: bool | None = setting(
         None,
-        "Take the memory of the longest step of a training before its first; null: on a GPU, "
-        "until it has fitted once.",
+        "Take the memory of the longest step of a training before its first; null: on a GPU only.",
     )
 
 
