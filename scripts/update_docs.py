@@ -46,7 +46,7 @@ MORE = {
 """Command -> pages about it."""
 COMMON = ("thought_opened", "start_token_id", "end_token_id", "require_closed_thought")
 """Parameters that the page explains once."""
-SENTENCES = 3
+SENTENCES = 1
 """Of a reward's docstring, after its first line."""
 
 
