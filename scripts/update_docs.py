@@ -62,12 +62,17 @@ def _commands(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
         for command in action.choices.values():
             words = command.prog.removeprefix("rloo-kit ")
             about = f"{_sentence(command.description or '')} {_links(words)}".strip()
-            yield "\n".join([f"{'#' * level} {command.prog}\n", about, "", *_options(command)])
+            options = "\n".join(_options(command))
+            yield (
+                "\n\n".join(filter(None, [f"{'#' * level} {command.prog}", about, options])) + "\n"
+            )
             yield from _commands(command, level + 1)
 
 
 def _options(command: argparse.ArgumentParser) -> Iterator[str]:
     for action in command._actions:
+        if "--set" in action.option_strings and "trainer." in (action.help or ""):
+            continue  # the page says once which commands take it
         if action.dest == "help" or isinstance(action, argparse._SubParsersAction):
             continue
         value = "" if action.nargs == 0 else action.metavar or action.dest
@@ -77,7 +82,6 @@ def _options(command: argparse.ArgumentParser) -> Iterator[str]:
         name = " ".join(filter(None, (", ".join(action.option_strings), value)))
         text = (action.help or "") % {"default": action.default, "prog": command.prog}
         yield f"- `{name}`: {text}" if text else f"- `{name}`"
-    yield ""
 
 
 def _sentence(text: str) -> str:

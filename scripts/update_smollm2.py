@@ -22,7 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "smollm2_cpu.json"
 PAGE = ROOT / "docs" / "tutorials" / "smollm2.md"
 POSTS = ROOT / "examples" / "posts.jsonl"
 JUDGE = "rouge"
-SHOWN = 2
+SHOWN = 1
 """Posts whose completions are shown: evenly spread over the held-out ones, as they come."""
 
 
