@@ -257,6 +257,7 @@ def score_texts(
     Raises:
         RewardContractError: From a reward.
     """
+    # TRL calls rewards by keyword with whole columns, and so does this
     columns = {name: [row[name] for row in rows] for name in rows[0] if name not in RESERVED}
     columns |= {
         "prompts": [row["prompt"] for row in rows],
@@ -343,6 +344,7 @@ def _complete(
             output = model.generate(
                 **inputs, use_cache=True, max_new_tokens=how.max_tokens, **settings
             )
+        # (B, W + C): the prompts are padded on the left, so completions begin at column W
         width = inputs["input_ids"].shape[1]
         return [_until_end(row[width:].tolist(), how.stop_token_ids) for row in output]
 

@@ -117,6 +117,7 @@ class HeldOut:
             )
 
     def _start_engine(self, base: LoadedBase, length: int, say: Say) -> Engine | None:
+        # nothing trains next to the engine: it never sleeps, and takes as many rows as it can
         args = copy.copy(self.args)
         args.vllm_max_model_length, args.vllm_enable_sleep_mode = length, False
         args.generation_batch_size = self.batch_size or NUM_SEQUENCES
@@ -153,6 +154,7 @@ class Sampler:
         held_out, args = self.held_out, self.held_out.args
         with self.base.using(trained) as model:
             size = held_out.batch_size or args.per_device_train_batch_size
+            # without gradients a CPU holds more rows than the run's batch
             if held_out.batch_size is None and model.device.type == "cpu":
                 size = max(size, BATCH_TOKENS // held_out.config.model.max_seq_length)
             settings = settings_of(args) | {"batch_size": size, "engine": self.engine} | how
@@ -194,6 +196,7 @@ def check_engine_follows(
                     if "lora_" in name and active in name
                 },
             )
+            # the adapter is shifted on purpose, so that even nearly equal models differ
             engine.sync(model)
             canary.prove(engine, prompt_ids, args.seed, off=True)
             canary.sent(engine.adapter_dtype)

@@ -141,6 +141,7 @@ class LoadedBase:
         """
         if trained.adapter is not None:
             name = self._name_of(trained.adapter)  # which may wrap the model
+            # active_adapter of the model names one even while the adapters are off
             before, active = self.model.active_adapter, active_adapter(self.model)
             self.model.set_adapter(name)
             self.model.base_model.enable_adapter_layers()
@@ -166,6 +167,7 @@ class LoadedBase:
         """Drop the model, before another base is loaded."""
         remove_from_session(self._loaded)
         self.model = self._loaded = self.tokenizer = None
+        # PEFT's wrappers and modules refer to each other: only the collector frees their tensors
         gc.collect()
         if "torch" in sys.modules:
             sys.modules["torch"].cuda.empty_cache()

@@ -175,6 +175,7 @@ def _bootstrap(values: Sequence[float], seed: int) -> tuple[float, float, float]
         array[draw.integers(0, len(array), (size, len(array)))].mean(axis=1)
         for size in _in_parts(RESAMPLES, len(array))
     ]
+    # means: (RESAMPLES,), of resampled prompts
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.percentile(np.concatenate(means), [tail, 100 - tail])
     return float(array.mean()), float(low), float(high)
@@ -189,7 +190,7 @@ def _sign_flip(moved: Sequence[float], seed: int) -> float:
         return 1.0
     seen = abs(array.sum()) * (1 - 1e-12)  # sums of the same numbers in another order
     if 2**num <= RESAMPLES:
-        signs = np.asarray(list(itertools.product((-1.0, 1.0), repeat=num)))
+        signs = np.asarray(list(itertools.product((-1.0, 1.0), repeat=num)))  # (2 ** n, n)
         return float((abs(signs @ array) >= seen).mean())
     draw = np.random.default_rng(seed)
     far = sum(

@@ -185,6 +185,7 @@ def _with_base(found: list[TrainedModel]) -> list[TrainedModel]:
 
 def compare(rows: list[Row]) -> Iterator[Compared]:
     """Compare every row with that of the first model in the same mode, reward by reward."""
+    # rows of two samplers differ by rounding alone, so they are not compared
     first = {row.mode: row for row in reversed(rows) if row.model == rows[0].model}
     for row in rows:
         before = first[row.mode]

@@ -250,6 +250,7 @@ def _compare_texts(rows: list[dict[str, Any]], mine: Side, other: Side) -> list[
         pairs = zip(rows, side.texts, strict=True)
         return [inner.answer_text(row["prompt"], text) for row, text in pairs]
 
+    # given texts are answers already; of a completion the judge reads what follows the thought
     theirs = answers(other)
     won: list[float | None] = [None] * len(rows)
     to_ask = []

@@ -73,6 +73,7 @@ def find_changes(config: RunConfig, facts: Facts, room: int) -> list[Change]:
     def peak(options: Sequence[Option]) -> int:
         return peak_with(config, facts, options)
 
+    # later families are tried on top of what was chosen, so that each change is as mild as it helps
     found: list[Option] = []
     for family in range(len(_families(config, facts))):
         if peak(found) <= room:

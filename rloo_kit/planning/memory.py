@@ -270,6 +270,7 @@ def optimizer_bytes(name: str, sizes: Sequence[int], *, on_gpu: bool = True) -> 
         sizes: Elements of every trained tensor.
         on_gpu: Whether it trains on a GPU.
     """
+    # bitsandbytes keeps small tensors in 32 bit, and pages only large ones
     states = 0 if name == "sgd" else 1 if "lion" in name or "rmsprop" in name else 2
     eight_bit, paged = ("8bit" in name and on_gpu), ("paged" in name and on_gpu)
     here = elsewhere = 0
@@ -417,6 +418,7 @@ def _passes(job: Job, budget: int, trained: int) -> list[Part]:
     from rloo_kit.rloo.learner import NO_GRAD_FACTOR
 
     width, wide = job.width, job.value_bytes
+    # a row that is longer than the budget is a pass of its own
     rows = max(1, budget // width)
     if job.keeps_graphs:  # of as many whole groups as fit
         rows = max(budget // (job.group * width) * job.group, rows)

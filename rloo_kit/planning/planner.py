@@ -200,6 +200,7 @@ def make_plan(config: RunConfig, gpu: str | None = None, *, base: Path = Path())
     else:
         hardware, card, on_gpu = None, find_card(gpu), True
         room, capability = card.usable, card.capability
+    # a card of a size alone may have FP8 or not: only known ones are refused
     if capability or hardware:
         weights_of = beside(config.model.name, base) if config.model.load_in_fp8 else None
         check_fp8(capability, weights_of=weights_of, cache=config.model.fp8_kv_cache)
@@ -255,6 +256,7 @@ def tune(made: Plan, path: str | Path, *, base: Path = Path()) -> Plan:
     Raises:
         ConfigError: The file exists, cannot be written, or nothing makes the run fit.
     """
+    # a tenth stays free: the plan is an estimate
     room, config = int(FULL * made.room), made.config
     if peak_with(config, made.facts, ()) > room:
         changes = find_changes(config, made.facts, room)

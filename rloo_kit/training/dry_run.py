@@ -259,6 +259,7 @@ class _WorstStep:
         """Return a rollout of whole groups, each with signal: every second row is right."""
         group = self.trainer.num_generations
         rows = -(-rows // group) * group
+        # equal scores would give advantages of 0, and such groups run no pass
         prompt = width - min(self.batch.completion, width - 1)
         ids = self._random_ids(rows, width)
         scores = torch.arange(rows, device=self.device).remainder(group).remainder(2.0)
@@ -336,6 +337,7 @@ class _WorstStep:
         settings.return_dict_in_generate, settings.use_cache = True, True
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
 
+        # ids and mask: (rows, width)
         def generate(rows: int, width: int, **others: Any) -> Any:
             ids = torch.tensor(self._random_ids(rows, width), device=self.device)
             mask = torch.ones_like(ids)
@@ -416,6 +418,7 @@ class _WorstStep:
 
     def _pass(self, rows: int, width: int, *, several: bool) -> None:
         """Learn from rows; ``several``: gradients of the step's former passes are there."""
+        # a later pass of a step finds the gradients of the earlier ones in memory
         rollout = self._rollout(rows, width)
         weights = torch.zeros(len(rollout), device=self.device)
         weights[:rows] = 1 / rows

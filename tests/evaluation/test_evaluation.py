@@ -160,6 +160,7 @@ def test_table_is_in_the_folder_and_the_report(run, table):
     assert "Models on the same prompts" in (run / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_each_adapter_gives_its_own_answers(run, tmp_path):
     """The base, the run's adapter and another one, in any order: each gives its own answers."""
     model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
@@ -227,6 +228,7 @@ def test_an_adapter_of_another_model_is_refused(run, tmp_path):
         pytest.fail("it answered")
 
 
+@pytest.mark.long
 def test_unfinished_run_is_its_newest_checkpoint(run, tmp_path):
     past = tmp_path / "run"
     shutil.copytree(run, past)
@@ -259,6 +261,7 @@ def test_long_prompts_are_left_out_as_in_the_run(tmp_path):
     assert found.rows[0].evaluation.num_prompts == 4
 
 
+@pytest.mark.long
 def test_another_task_has_its_own_levels(run, tmp_path):
     how = {"num_samples": 0, "num_prompts": 3, "output": tmp_path, "base": False, "say": str}
     found = rk.evaluate_models([run], prompts="letter_count", **how)
@@ -328,6 +331,7 @@ def refused(*_, **__):
 FEW = {"num_prompts": 4, "num_samples": 0}
 
 
+@pytest.mark.long
 def test_engine_that_does_not_start_fails_only_on_request(run, monkeypatch):
     monkeypatch.setattr("rloo_kit.evaluation.held_out.start_engine", refused)
     monkeypatch.setattr("rloo_kit.sampling.choice.why_not_vllm", lambda: None)
@@ -395,6 +399,7 @@ def test_rows_of_two_samplers_are_not_compared(table):
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_engine_with_another_adapter_is_refused(run, adapters):
     """However little two models differ: the adapters are shifted on purpose."""
     first, second = map(find_trained, adapters)
@@ -527,6 +532,7 @@ def test_of_a_penalty_the_lower_score_wins():
     assert verdicts([], *sides) == [1.0, 0.5, None]
 
 
+@pytest.mark.long
 def test_judge_that_was_the_reward_is_marked_as_paid(run):
     found = rk.judge_models(run, num_prompts=4, say=str)
     assert found.paid

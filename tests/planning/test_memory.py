@@ -307,7 +307,7 @@ print(shape.source, shape.num_parameters)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hub_is_asked_for_the_config_only(tmp_path, tiny):
     import http.server
     import os
