@@ -22,7 +22,7 @@ def test_a_wrong_command_exits_with_2():
         main(["trane"])
 
 
-def test_doctor_tells_what_it_found(capsys):
+def test_doctor_prints_what_it_found(capsys):
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
     for part in (
@@ -48,13 +48,15 @@ def doctor(tmp_path, fake):
     )  # fmt: skip
 
 
-def test_doctor_gives_the_line_that_mends_another_version(tmp_path):
+@pytest.mark.long
+def test_doctor_gives_the_command_that_installs_the_tested_version(tmp_path):
     done = doctor(tmp_path, {"peft": "0.18.0", "unsloth": "2026.10.7"})
     assert "0.18.0, tested with 0.21.2: pip install peft==0.21.2" in done.stdout
     assert "Unsloth 2026.10.7 needs a GPU" in done.stdout
     assert done.returncode == 0
 
 
+@pytest.mark.long
 def test_doctor_exits_with_1_when_training_cannot_start(tmp_path):
     broken = tmp_path / "bitsandbytes"
     broken.mkdir()
@@ -67,13 +69,13 @@ def test_doctor_exits_with_1_when_training_cannot_start(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rewards", "code", "told"),
+    ("rewards", "code", "line"),
     [
         ([0.1 * step for step in range(12)], 0, "It learned: the reward went from"),
         ([0.0] * 12, 1, "1. error: cold_start (accuracy)"),
     ],
 )
-def test_the_doctor_of_a_run_tells_whether_it_learned(tmp_path, capsys, rewards, code, told):
+def test_doctor_reports_whether_a_run_learned(tmp_path, capsys, rewards, code, line):
     rows = [
         {
             "step": step,
@@ -87,7 +89,7 @@ def test_the_doctor_of_a_run_tells_whether_it_learned(tmp_path, capsys, rewards,
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 13, "rew')  # killed
     assert main(["doctor", str(tmp_path)]) == code
-    assert told in capsys.readouterr().out
+    assert line in capsys.readouterr().out
 
 
 def test_the_doctor_refuses_a_folder_of_something_else(tmp_path, capsys):

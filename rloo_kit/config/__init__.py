@@ -1,4 +1,7 @@
-"""The run file and its settings: sections, trainer settings, older names, engine tables.
+"""The run file and its settings, checked without torch or TRL.
 
-Reads YAML and checks it; loads neither torch nor TRL.
+``settings.py`` is the one table of trainer settings; ``run_file.py`` reads YAML and ``--set``;
+``trainer_settings.py`` knows TRL's names, older names and the batch; ``engine_tables.py`` the
+tables ``unsloth:`` and ``vllm:``; ``legacy.py`` older command lines. Must not know models, data or
+training.
 """

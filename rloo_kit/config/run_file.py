@@ -511,8 +511,9 @@ def _check_together(config: RunConfig) -> list[str]:
 
 
 def _is_path(text: str) -> bool:
-    """Return whether text can be a path: no character 0, no half of a surrogate pair."""
+    """Return whether text can be a path: short names, no character 0, no lone surrogate."""
     try:
-        return b"\0" not in os.fsencode(text)
+        parts = os.fsencode(text).split(b"/")
     except UnicodeError:
         return False
+    return all(len(part) <= 255 and b"\0" not in part for part in parts)

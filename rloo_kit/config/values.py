@@ -114,7 +114,7 @@ def _in_range(value: float, rule: Rule) -> bool:
 def describe(hint: Any) -> str:
     """Return a type in words, such as ``a number or null``."""
     words: list[str] = []
-    for option in _options(hint):
+    for option in sorted(_options(hint), key=lambda option: option is type(None)):
         if typing.get_origin(option) is Literal:
             words += typing.get_args(option)
         else:

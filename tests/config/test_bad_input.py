@@ -48,42 +48,12 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 CONFIG = {
     "unknown section": ({"modle": {}}, "did you mean 'model'"),
-    "unknown key": ({"lora": {"rank": 8}}, "known are lora_alpha, lora_dropout, r, target_modules"),
-    "wrong type": ({"model": {"max_seq_length": "long"}}, "must be a whole number"),
-    "out of range": ({"lora": {"r": 0}}, "must be at least 1"),
-    "unknown trainer setting": (
-        {"trainer": {"num_generation": 4}},
-        "did you mean 'num_generations'",
-    ),
+    "out of range": ({"lora": {"r": 0}}, "must be between 1 and 65,536"),
     "partial group": (
         {"trainer": {"num_generations": 3}},
-        "set per_device_train_batch_size to 6 or 9",
+        "set trainer.per_device_train_batch_size to 6 or 9",
     ),
-    "a single generation": ({"trainer": {"num_generations": 1}}, "at least 2"),
     "number as text": ({"trainer": {"learning_rate": "1e-5"}}, "write 1.0e-5"),
-    "no room for a prompt": (
-        {"trainer": {"max_completion_length": 128}},
-        "raise the latter or lower the former",
-    ),
-    "unknown backend": ({"model": {"backend": "jax"}}, "must be auto, unsloth or transformers"),
-    "no rewards": ({"rewards": []}, "give at least one"),
-    "seed in the wrong place": ({"trainer": {"seed": 1}}, "belongs at the top"),
-    "misspelt setting of the kit": (
-        {"trainer": {"missing_eos_penality": 1.0}},
-        "did you mean 'missing_eos_penalty'",
-    ),
-    "setting of the kit out of range": (
-        {"trainer": {"max_no_signal_fraction": 50}},
-        "trainer.max_no_signal_fraction is 50, must be between 0 and 1",
-    ),
-    "setting of the kit of a wrong type": (
-        {"trainer": {"reward_timeout_seconds": "1m"}},
-        "trainer.reward_timeout_seconds is '1m', must be a number",
-    ),
-    "unknown choice": (
-        {"trainer": {"normalize_reward": "group"}},
-        "trainer.normalize_reward is 'group', must be one of null, false, true, batch, moving",
-    ),
 }
 
 
@@ -93,16 +63,6 @@ def test_config(case, tmp_path, capsys):
     refuse(capsys, remedy, run_file(tmp_path, **sections))
 
 
-def test_all_faults_come_at_once(tmp_path, capsys):
-    path = run_file(tmp_path, lora={"r": "x"}, model={"nam": 1}, trainer={"bta": 1})
-    code = main(["train", path])
-    printed = capsys.readouterr().err
-    assert code == 2
-    assert "lora.r" in printed
-    assert "did you mean 'name'" in printed
-    assert "did you mean 'beta'" in printed
-
-
 def test_missing_run_file(capsys):
     refuse(capsys, "give the path of a YAML file", "nothing.yaml")
 
@@ -110,15 +70,6 @@ def test_missing_run_file(capsys):
 def test_broken_yaml(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("model:\n  name: [tiny\nlora: 3\n")
     refuse(capsys, "in line 3", "run.yaml")
-
-
-def test_a_list_is_no_run_file(tmp_path, capsys):
-    (tmp_path / "run.yaml").write_text("- model\n")
-    refuse(capsys, "start from examples/quickstart.yaml", "run.yaml")
-
-
-def test_malformed_override(tmp_path, capsys):
-    refuse(capsys, "section.key=value", run_file(tmp_path), "--set", "trainer.max_steps")
 
 
 DATA = {
@@ -137,6 +88,7 @@ DATA = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", DATA)
 def test_data(case, tmp_path, capsys):
     text, remedy = DATA[case]
@@ -146,16 +98,19 @@ def test_data(case, tmp_path, capsys):
     refuse(capsys, remedy, run_file(tmp_path, data=data, rewards=["length"]))
 
 
+@pytest.mark.long
 def test_csv_line_with_too_few_fields(tmp_path, capsys):
     (tmp_path / "p.csv").write_text("prompt,answer\nwhat,1\nwhere\n")
     refuse(capsys, "line 3", run_file(tmp_path, data={"prompts": "p.csv"}))
 
 
+@pytest.mark.long
 def test_truncated_parquet(tmp_path, capsys):
     (tmp_path / "p.parquet").write_bytes(b"PAR1 and no more")
     refuse(capsys, "write it again", run_file(tmp_path, data={"prompts": "p.parquet"}))
 
 
+@pytest.mark.long
 def test_dataset_that_cannot_be_fetched(tmp_path, capsys):
     refuse(capsys, "check the name", run_file(tmp_path, data={"prompts": "someone/something"}))
 
@@ -186,6 +141,7 @@ REWARDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", REWARDS)
 @pytest.mark.parametrize("held_out", [4, 0])
 def test_reward(case, held_out, tmp_path, capsys):
@@ -196,6 +152,7 @@ def test_reward(case, held_out, tmp_path, capsys):
     refuse(capsys, remedy, run_file(tmp_path, rewards=[spec], data=data))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("held_out", [4, 0])
 def test_reward_that_takes_too_long(held_out, tmp_path, capsys):
     source = """
@@ -225,6 +182,7 @@ MODELS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", MODELS)
 def test_model(case, tmp_path, capsys):
     name, remedy = MODELS[case]
@@ -235,10 +193,12 @@ def test_model(case, tmp_path, capsys):
     refuse(capsys, remedy, run_file(tmp_path, model={**GOOD["model"], "name": name}))
 
 
+@pytest.mark.long
 def test_layers_the_model_does_not_have(tmp_path, capsys):
     refuse(capsys, "its linear layers are", run_file(tmp_path, lora={"target_modules": ["query"]}))
 
 
+@pytest.mark.long
 def test_output_folder_below_a_file(tmp_path, capsys):
     (tmp_path / "taken").write_text("")
     refuse(capsys, "choose another", run_file(tmp_path, output_dir="taken/run"))
@@ -252,6 +212,7 @@ def in_a_process(*, source: str, **variables: str) -> subprocess.CompletedProces
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_backend_that_cannot_start(tmp_path):
     run_file(tmp_path, model={**GOOD["model"], "backend": "unsloth"})
     done = in_a_process(
@@ -263,6 +224,7 @@ def test_backend_that_cannot_start(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 def test_wrong_import_order(tmp_path):
     run_file(tmp_path)
     call = "sys.exit(main(['train', 'run.yaml']))"
@@ -275,6 +237,7 @@ def test_wrong_import_order(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 def test_an_engine_that_is_missing_is_refused_before_the_model_is_looked_for(tmp_path, capsys):
     settings = {"model": {"name": "no/such-model"}, "trainer": {"generation": "vllm"}}
     refuse(capsys, 'pip install "rloo-kit[vllm]"', run_file(tmp_path, **settings))

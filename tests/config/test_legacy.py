@@ -90,11 +90,11 @@ def test_the_quick_run_becomes_a_run_file_with_the_older_defaults():
     assert found.config.data.split == "descriptiveness"
     assert (found.config.data.chat, found.config.data.held_out) == (False, 100)
     assert found.config.output_dir == "models/minimal/rloo"
-    told = "\n".join(found.lines)
-    assert "python examples/scripts/rloo/rloo.py is skipped" in told
-    assert "--total_episodes 10000 -> trainer.max_steps: 628" in told
-    assert "(default) kl_coef -> trainer.beta: 0.05" in told
-    assert "all weights were trained; here a LoRA adapter learns" in told
+    lines = "\n".join(found.lines)
+    assert "python examples/scripts/rloo/rloo.py is skipped" in lines
+    assert "--total_episodes 10000 -> trainer.max_steps: 628" in lines
+    assert "(default) kl_coef -> trainer.beta: 0.05" in lines
+    assert "all weights were trained; here a LoRA adapter learns" in lines
 
 
 def test_the_benchmark_becomes_the_run_file_that_ships_with_the_kit():
@@ -167,6 +167,7 @@ def updates(folder):
         yield row, [one for one in sampled if one["step"] == 4 * number + 1]
 
 
+@pytest.mark.long
 def test_the_quick_run_trains_and_logs_the_older_metrics_once_an_update(quick_run):
     logged = [row for row, _ in updates(quick_run)]
     assert [(row["step"], row["episode"]) for row in logged] == [(4, 8), (8, 16)]
@@ -180,6 +181,7 @@ def test_the_quick_run_trains_and_logs_the_older_metrics_once_an_update(quick_ru
     assert (quick_run / "report.html").is_file()
 
 
+@pytest.mark.long
 def test_the_older_rewards_have_the_older_sign_and_are_means_over_completions(quick_run):
     for row, batch in updates(quick_run):
         kl = statistics.mean(one["kl"] for one in batch)

@@ -1,4 +1,4 @@
-"""What was found by fuzzing, each with the file that showed it and the remedy it is told with."""
+"""What was found by fuzzing, each with the file that showed it and its remedy."""
 
 import json
 import struct
@@ -17,26 +17,26 @@ from fuzz_targets import gguf_file, model_files, run_folder_files, write_folder
 # --- run files ------------------------------------------------------------------------------------
 
 RUN_FILES = {
-    "a billion laughs": (bomb(), "its aliases .* counted out"),
-    "a list that holds itself": (b"rewards: &a [*a]\n", "its aliases .* counted out"),
+    "a billion laughs": (bomb(), "its aliases .* written out"),
+    "a list that holds itself": (b"rewards: &a [*a]\n", "its aliases .* written out"),
     "deep lists": (b"rewards: " + b"[" * 1200, "nested too deeply"),
-    "a key twice": (b"lora:\n  r: 8\n  r: 16\n", "line 3: the key 'r' is there twice"),
-    "no such date": (b"seed: 1\noutput_dir: 2026-13-01\n", "line 2: '2026-13-01' is no timestamp"),
-    "a tag that lies": (b"seed: !!int x\n", "line 1: 'x' is no int"),
-    "an empty number": (b"seed: !!int ''\n", "line 1: '' is no int"),
-    "a bool that is none": (b"seed: !!bool x\n", "line 1: 'x' is no bool"),
+    "a key twice": (b"lora:\n  r: 8\n  r: 16\n", "line 3: duplicate key 'r'"),
+    "no such date": (b"seed: 1\noutput_dir: 2026-13-01\n", "not valid YAML: month must be"),
+    "a tag that lies": (b"seed: !!int x\n", "not valid YAML: invalid literal"),
+    "an empty number": (b"seed: !!int ''\n", "not valid YAML: "),
+    "a bool that is none": (b"seed: !!bool x\n", "not valid YAML: "),
     "code": (b"seed: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
     "UTF-16": ("seed: 1\n".encode("utf-16"), "save it as UTF-8"),
-    "a number of 5,000 digits": (b"seed: " + b"9" * 5000, "line 1: .* is no int"),
+    "a number of 5,000 digits": (b"seed: " + b"9" * 5000, "not valid YAML: "),
     "a number of 6,000 digits to base 16": (
         b"seed: 0x" + b"f" * 6000,
-        "holds a whole number of 24000 bits, .*: write a smaller number",
+        "too large",
     ),
     "such a number for a float": (
         b"lora: {lora_dropout: 0x" + b"f" * 6000 + b"}",
-        "holds a whole number of 24000 bits, .*: write a smaller number",
+        "too large",
     ),
-    "a seed that NumPy refuses": (b"seed: 4294967296\n", "must be at most 4294967295"),
+    "a seed that NumPy refuses": (b"seed: 4294967296\n", "must be between 0 and 4,294,967,295"),
     "no character of a path": (b'output_dir: "a\\0b"\n', "must be a name or a path"),
     "half a character": (b'output_dir: "\\ud800"\n', "must be a name or a path"),
     "a name of 300 bytes": (b"output_dir: runs/" + b"x" * 300, "must be a name or a path"),
@@ -86,7 +86,7 @@ def test_a_name_that_is_too_long_for_a_file_is_refused():
 
 
 def test_very_many_faults_are_counted():
-    with pytest.raises(ConfigError, match=r"and \d+ more, told when these are mended") as caught:
+    with pytest.raises(ConfigError, match=r"and \d+ more errors") as caught:
         make_run_config({"lora": {f"wrong_{number}": 1 for number in range(200)}})
     assert len(str(caught.value)) < 700
 

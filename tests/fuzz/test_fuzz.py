@@ -68,7 +68,7 @@ def raising(exc):
         RecursionError(),
         MemoryError(),
         ConfigError(""),
-        ConfigError("a line\nand another: mend both"),
+        ConfigError("a line\nand another: fix both"),
         ConfigError("x" * 2000 + ": shorten it"),
         ConfigError("beta is wrong"),
         ConfigError("<function f object at 0x7f> is wrong: change it"),

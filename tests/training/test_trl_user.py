@@ -88,6 +88,7 @@ def test_a_wrong_flag_is_the_kits_sentence():
         parse("--normalize_reward", "bath")
 
 
+@pytest.mark.long
 def test_a_script_in_trls_style_trains(tmp_path):
     rows = [
         {"prompt": [{"role": "user", "content": f"{n} + 1 ="}], "answer": str(n + 1)}
@@ -131,6 +132,7 @@ def few(tmp_path, **settings):
     }
 
 
+@pytest.mark.long
 def test_trls_config_trains_with_the_values_it_shows(policy, tmp_path):
     given = RLOOConfig(**few(tmp_path, learning_rate=1e-3, beta=0.0, warmup_steps=1, seed=7))
     before = values_of(given)
@@ -207,6 +209,7 @@ print(parsed.max_steps, parsed.num_generations, parsed.weight_decay)
 """
 
 
+@pytest.mark.long
 def test_under_unsloths_patched_class_both_work(tmp_path):
     done = run_python(tmp_path, "-c", UNDER_UNSLOTH)
     lines = done.stdout.splitlines()
@@ -243,6 +246,7 @@ def test_a_hub_name_that_cannot_be_had_is_one_sentence(spec):
         rk.load_rewards([spec])
 
 
+@pytest.mark.long
 def test_a_hub_name_says_so_from_the_trainer_and_from_a_run_file(policy, tmp_path):
     with pytest.raises(rk.RewardError, match=OFFLINE):
         trained(policy, rk.LeaveOneOutConfig(**few(tmp_path)), reward_funcs="no-org/no-model")
@@ -252,6 +256,7 @@ def test_a_hub_name_says_so_from_the_trainer_and_from_a_run_file(policy, tmp_pat
         rk.train(run)
 
 
+@pytest.mark.long
 def test_a_hub_name_in_the_cache_is_a_reward_model(reward_folder, tmp_path):
     """As after a download: the hub's own cache, and the hub not asked."""
     commit = "0" * 40
@@ -280,6 +285,7 @@ def test_a_hub_name_in_the_cache_is_a_reward_model(reward_folder, tmp_path):
     assert done.stdout.endswith("reward_model 0.5 True\n"), done.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_names_of_files_modules_and_built_in_rewards_stay_what_they_are(tmp_path):
     (tmp_path / "mine.py").write_text("def polite(completions, **_): return [1.0]\n")
     (tmp_path / "folder" / "mine").mkdir(parents=True)
@@ -315,6 +321,7 @@ def counting(tokenizer):
     return tokenizer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["folder", "model", "no tokenizer in the folder"])
 def test_reward_processing_classes_are_used(policy, reward_folder, tmp_path, kind):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -338,6 +345,7 @@ def test_reward_processing_classes_are_used(policy, reward_folder, tmp_path, kin
     assert (tokenizer.padding_side, tokenizer.truncation_side) == sides
 
 
+@pytest.mark.long
 def test_too_few_reward_processing_classes_are_refused(policy, tmp_path):
     with pytest.raises(rk.ConfigError, match="reward_processing_classes holds 1 and reward_funcs"):
         trained(
@@ -353,6 +361,7 @@ def test_too_few_reward_processing_classes_are_refused(policy, tmp_path):
 QUESTIONS = Dataset.from_dict({"question": ["1 + 1 ="], "answer": ["2"]})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
@@ -444,6 +453,7 @@ def test_generation_kwargs_that_can_be_obeyed_pass(tmp_path):
     check_settings(rk.LeaveOneOutConfig(**few(tmp_path, generation_kwargs=given)), "server")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [({"disable_compile": True}, "TRL sets it"), ({"temperature": -1.0}, "strictly positive")],
