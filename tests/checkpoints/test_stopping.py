@@ -19,7 +19,6 @@ from rloo_kit.checkpoints.stopping import (
     Terminated,
     TimeLimit,
     exit_code,
-    interrupt_for,
     terminate_as_interrupt,
 )
 
@@ -148,30 +147,6 @@ def test_sigint_that_was_ignored_from_the_start_stays_ignored():
     assert [lines[-1], code] == ["saved SIGTERM", 143]
 
 
-PRINTS = """
-import sys
-from rloo_kit.checkpoints.stopping import *
-
-with StopSignals(say=print) as stop:
-    print("begun")
-    while not stop.received:
-        print("x" * 50)
-    for _ in range(20_000):
-        print("y" * 50)
-"""
-
-
-def test_the_user_is_told_while_the_main_thread_prints():
-    """To print in a handler is a RuntimeError where the same stream is being written to."""
-    child = python(PRINTS, stderr=subprocess.PIPE)
-    time.sleep(0.05)
-    child.send_signal(signal.SIGINT)
-    output, errors = child.communicate(timeout=20)
-    assert errors == ""
-    assert output.count("to stop at once") == 1
-    assert child.returncode == 0
-
-
 # --- in this process ------------------------------------------------------------------------------
 
 
@@ -187,15 +162,6 @@ def test_the_handlers_before_are_put_back():
     assert handlers() == before
 
 
-def test_one_inside_of_another_hears_the_signal():
-    with StopSignals() as outer:
-        with StopSignals() as inner:
-            signal.raise_signal(signal.SIGTERM)
-        assert outer.received is None
-        signal.raise_signal(signal.SIGINT)
-    assert (outer.received, inner.received) == (signal.SIGINT, signal.SIGTERM)
-
-
 def test_another_thread_leaves_the_signals_alone():
     before, seen = handlers(), []
 
@@ -208,24 +174,6 @@ def test_another_thread_leaves_the_signals_alone():
     thread.join()
     assert seen == [(True, None)]
     assert handlers() == before
-
-
-def test_whoever_says_it_may_fail():
-    def say(line):
-        seen.append(line)
-        raise BrokenPipeError
-
-    seen = []
-    with StopSignals(say) as stop:
-        signal.raise_signal(signal.SIGINT)
-        until(lambda: seen)
-    assert stop.received == signal.SIGINT
-
-
-def test_what_is_raised_has_the_code_of_its_signal():
-    assert [exit_code(interrupt_for(n)) for n in (signal.SIGINT, signal.SIGTERM)] == [130, 143]
-    assert [exit_code(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == [130, 143, 129]
-    assert issubclass(Terminated, KeyboardInterrupt)
 
 
 # --- before the training --------------------------------------------------------------------------
@@ -331,29 +279,6 @@ def test_signals_to_everybody_leave_the_scores_of_the_step_alone():
     assert UNHARMED.format("SIGTERM") in text.decode()
 
 
-WAITS = """
-import signal, time
-from rloo_kit.runs.child import call_in_child
-from rloo_kit.rewards.math import _Worker
-
-signal.signal(signal.SIGALRM, lambda *_: None)
-signal.setitimer(signal.ITIMER_REAL, 0.001, 0.00073)
-for _ in range(150):
-    assert _Worker()._reply(0.003) is None
-assert call_in_child(time.sleep, (0.3,), print) is None
-print("done")
-import os
-os._exit(0)
-"""
-
-
-def test_waiting_for_a_child_ends_in_time_whatever_signals_are_handled():
-    result = subprocess.run(
-        [sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=20, check=False
-    )
-    assert (result.stdout, result.stderr) == ("done\n", "")
-
-
 # --- a notebook -----------------------------------------------------------------------------------
 
 CELL = """
@@ -403,7 +328,3 @@ def test_max_hours_by_the_real_clock():
     assert limit.over() is None
     time.sleep(0.11)
     assert limit.over().startswith("max_hours 2.77778e-05 is over after 0.00 h: resume")
-
-
-def test_without_max_hours_there_is_no_limit():
-    assert TimeLimit(None).over() is None

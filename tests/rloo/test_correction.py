@@ -1,12 +1,10 @@
 """Importance weights against the sampler: their values, and the gradient they give."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from rloo_kit.config.trainer_settings import check_values
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import Learner, Scored
 from rloo_kit.rloo.metrics import rollout_metrics
@@ -40,16 +38,6 @@ def test_weights_are_ratios_of_whole_completions_or_of_tokens():
     torch.testing.assert_close(by_token, expected)
     by_row = rollout_weights(sampler + ratios.log(), sampler, MASK, "sequence", 2.0)
     torch.testing.assert_close(by_row, torch.tensor([0.9, 0.75, 1.9]))
-
-
-@pytest.mark.parametrize("level", ["sequence", "token"])
-@pytest.mark.parametrize("cap", [1.0, 2.0, 10.0])
-def test_no_weight_is_above_the_cap_however_far_the_sampler_is(level, cap):
-    found = rollout_weights(torch.zeros(3, 3), torch.full((3, 3), -900.0), MASK, level, cap)
-    kept = found if level == "sequence" else found[MASK]
-    torch.testing.assert_close(kept, torch.full_like(kept, cap))
-    gone = rollout_weights(torch.full((3, 3), -900.0), torch.zeros(3, 3), MASK, level, cap)
-    assert (gone if level == "sequence" else gone[MASK]).eq(0).all()
 
 
 # --- the gradient --------------------------------------------------------------------------------
@@ -159,16 +147,6 @@ def test_without_a_correction_the_sampler_changes_nothing():
 # --- what a rollout knows of its sampler ---------------------------------------------------------
 
 
-def test_numbers_of_the_sampler_are_padded_like_the_completions():
-    sampler = sampler_of(Table())
-    found = rollout_of(sampler).sampler_log_probs
-    assert found.shape == (4, 3)
-    for row, length in enumerate(LENGTHS):
-        assert found[row, :length].equal(torch.tensor(sampler[row]))
-        assert found[row, length:].eq(0).all()
-    assert rollout_of(None).sampler_log_probs is None
-
-
 def test_the_distance_from_the_sampler_is_told_in_nats_a_token():
     policy = Table()
     rollout = rollout_of(sampler_of(policy))
@@ -198,25 +176,3 @@ def test_groups_are_exchanged_with_their_numbers():
 
 
 # --- settings ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [None, "sequence", "token"])
-def test_the_levels_are_known(value):
-    assert check_values({"rollout_correction": value, "rollout_correction_cap": 1.0}) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("rollout_correction", "row"),
-        ("rollout_correction", True),
-        ("rollout_correction_cap", 0.5),
-        ("rollout_correction_cap", math.nan),
-        ("rollout_correction_cap", None),
-        ("canary", "yes"),
-        ("generation", None),
-    ],
-)
-def test_other_values_are_refused_by_name(name, value):
-    (fault,) = check_values({name: value})
-    assert f"trainer.{name}" in fault

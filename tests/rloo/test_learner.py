@@ -258,20 +258,6 @@ def test_the_gradient_is_that_of_the_full_batch(beta, token_level, budget, reuse
     assert learner.budget == budget
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("multiple_of", [None, 8])
-def test_the_gradient_does_not_depend_on_padding_or_precision(multiple_of, dtype):
-    policy = Policy(dtype=dtype)
-    rollout = make_rollout()
-    machine = Machine(policy)
-    machine.learner(40, pad_to_multiple_of=multiple_of).learn(rollout, EVERY_ROW)
-    double = Policy()
-    tokens = rollout.sampled.tokens
-    advantages = advantages_by_hand(*[all_of(double, tokens)] * 2, 0.0, token_level=False)
-    expected = gradients(double, reinforce(double, tokens, advantages))
-    same(policy, [grad.to(dtype) for grad in expected])
-
-
 GROUP_TOKENS = [
     sum(PROMPTS[row] + COMPLETIONS[row] for row in COMPARABLE if row // SIZE == group)
     for group in range(3)
@@ -324,12 +310,6 @@ def test_with_a_kl_whole_groups_within_the_budget_are_in_hand_before_a_backward(
     assert seen == set(COMPARABLE)
     assert not in_hand
     assert any(multiple), "a bundle of several micro-batches is wanted"
-
-
-def test_rows_without_signal_pay_no_pass_under_a_kl_either_where_the_score_gates():
-    machine = Machine(Policy())
-    machine.learner(30).learn(make_rollout(Policy(seed=1), beta=0.4, gate_on_score=True), EVERY_ROW)
-    assert machine.rows() == WITH_ADVANTAGE
 
 
 def test_a_batch_without_any_signal_runs_nothing():
@@ -469,29 +449,6 @@ def test_what_the_older_trl_said_of_it_is_worked_by_hand():
     assert found["val/ratio"] == pytest.approx(torch.cat(change).exp().mean().item(), rel=1e-5)
 
 
-def test_two_steps_of_one_batch_without_a_kl():
-    """Half of the rows before an optimizer step, half after, with the old pass the trainer runs."""
-    policy = Policy()
-    rollout = make_rollout()
-    tokens = rollout.sampled.tokens
-    old = all_of(policy, tokens)
-    advantages = advantages_by_hand(old, old, 0.0, token_level=False)
-    first, second = torch.zeros(16), torch.zeros(16)
-    first[:9] = second[9:] = 1 / 16
-    learner = Machine(policy).learner(30)
-    learner.fill_old(rollout, [10, 11])
-    learner.learn(rollout, first)
-    same(policy, gradients(policy, reinforce(policy, tokens, advantages, range(9))))
-    rollout.on_policy = False
-    move(policy, by=0.002)
-    learner.learn(rollout, second)
-    later = [0.0] * 9 + advantages[9:]
-    loss, nulled, _ = clipped(policy, tokens, old, later)
-    assert nulled == 0
-    same(policy, gradients(policy, loss), tolerance=1e-5)
-    assert learner.tally.old_rows == 2
-
-
 # --- passes without gradient ---------------------------------------------------------------------
 
 
@@ -509,18 +466,6 @@ def test_log_probs_are_those_of_single_rows_and_zero_elsewhere(budget):
     assert found.dtype == torch.float32
     assert not found.requires_grad
     assert machine.rows(recorded=False) == rows
-
-
-def test_an_old_pass_counts_its_rows_and_positions():
-    machine = Machine(Policy())
-    rollout = make_rollout()
-    learner = machine.learner(10_000)
-    learner.fill_old(rollout, [2, 8])
-    assert learner.tally.old_rows == 2
-    assert learner.tally.tokens == rollout.sampled.tokens.num_tokens([2, 8])
-    assert learner.tally.positions >= learner.tally.tokens
-    learner.fill_old(rollout, [])
-    assert len([rows for rows, _ in machine.forwards]) <= 2
 
 
 # --- memory runs out -----------------------------------------------------------------------------
@@ -568,12 +513,6 @@ def test_a_forward_pass_that_does_not_fit_is_run_again_in_smaller_pieces(beta, t
     assert limit // 2 <= learner.budget < 4096, "halved as often as needed"
 
 
-@CASES
-def test_one_halving_is_made_when_one_is_enough(beta, token_level):
-    learner = exact_after_running_out(Machine(Policy(), limit=50), 80, beta, token_level)
-    assert 25 < learner.budget <= 40, "half of the budget, or of what did not fit if that is less"
-
-
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("failing", [(1,), (2,), (1, 2)], ids=str)
 @pytest.mark.parametrize("budget", [64, 80])
@@ -602,17 +541,6 @@ def test_what_is_counted_of_a_step_is_the_same_after_running_out(beta, failing):
         assert getattr(disturbed, name) == getattr(undisturbed, name), name
     assert disturbed.loss == pytest.approx(undisturbed.loss, abs=1e-6)
     assert sum(map(len, disturbed.ratios)) == sum(map(len, undisturbed.ratios))
-
-
-def test_rows_that_are_done_are_not_run_again():
-    machine = Machine(Policy(), failing=(2,))
-    learner = machine.learner(36)
-    with one_warning():
-        learner.learn(make_rollout(), EVERY_ROW)
-    assert machine.backwards > 2
-    first = machine.forwards[0][0]
-    again = [rows for rows, _ in machine.forwards[1:]]
-    assert not set(first) & {row for rows in again for row in rows}
 
 
 @pytest.mark.parametrize(("budget", "limit"), [(100, 40), (10, 30)])
@@ -647,12 +575,6 @@ def test_a_single_row_that_does_not_fit_is_an_error_that_says_what_to_lower(beta
     ):
         machine.learner(4096).learn(make_rollout(Policy(seed=1), beta=beta), EVERY_ROW)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
-
-
-def test_a_single_row_that_does_not_fit_its_old_pass_is_the_same_error():
-    machine = Machine(Policy(), no_grad_limit=5)
-    with pytest.raises(MemoryRanOutError, match="single completion"):
-        machine.learner(1).fill_old(make_rollout(), [8])
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

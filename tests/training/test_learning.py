@@ -112,17 +112,6 @@ def test_a_batch_without_any_signal_still_steps_with_a_gradient_of_zero(policy, 
     assert trainer.state.global_step == 2
 
 
-def test_masked_rows_pay_no_pass(policy, tmp_path, monkeypatch):
-    trainer = trainer_for(
-        policy, tmp_path, ones, mask_truncated_completions=True, max_completion_length=26
-    )
-    seen = count_rows(trainer, monkeypatch)
-    trainer.train()
-    truncated = round(logs(trainer)[0]["completions/truncated"] * 16)
-    assert 0 < truncated < 16
-    assert seen["with"] <= 16 - truncated
-
-
 def test_metrics_are_finite_and_in_the_trls_and_older_names(policy, tmp_path):
     trainer = trainer_for(policy, tmp_path, ones, max_steps=2)
     trainer.train()
@@ -146,14 +135,6 @@ def test_metrics_are_finite_and_in_the_trls_and_older_names(policy, tmp_path):
     assert 0.5 < row["passes/real_tokens"] <= 1.0
 
 
-def test_no_row_is_nulled_on_policy_in_bf16(policy, tmp_path):
-    trainer = trainer_for(
-        policy, tmp_path, ones, max_steps=3, bf16=True, epsilon=1e-6, learning_rate=1e-2
-    )
-    trainer.train()
-    assert [row["clip_ratio/nulled_rows"] for row in logs(trainer)] == [0, 0, 0]
-
-
 def test_clipping_is_counted_where_the_policy_has_moved(policy, tmp_path):
     trainer = trainer_for(
         policy, tmp_path, ones, max_steps=2, num_iterations=2, epsilon=1e-4, learning_rate=1e-2
@@ -162,17 +143,6 @@ def test_clipping_is_counted_where_the_policy_has_moved(policy, tmp_path):
     again = trainer.state.log_history[1]  # the second iteration on the same completions
     assert again["clip_ratio/nulled_rows"] > 0
     assert again["policy/approxkl_avg"] > 0
-
-
-def test_missing_eos_costs_what_was_said(policy, tmp_path):
-    trainer = trainer_for(
-        policy, tmp_path, equal, missing_eos_penalty=0.5, max_completion_length=26, beta=0.0
-    )
-    trainer.train()
-    row = logs(trainer)[0]
-    assert 0 < row["completions/truncated"] < 1
-    assert row["score/shaped"] == pytest.approx(1.0 - 0.5 * row["completions/truncated"])
-    assert row["score/raw"] == 1.0
 
 
 def test_moving_normalisation_remembers_earlier_batches(policy, tmp_path):
@@ -242,22 +212,6 @@ def test_rows_that_a_reward_cannot_score_are_in_the_table_of_completions(policy,
         trainer._logs["extra"]["length"]
     )
     assert "some" in capsys.readouterr().out
-
-
-def test_extras_of_other_rows_are_not_put_beside_a_batch(policy, tmp_path):
-    def noted(completions, log_extra, **_):
-        log_extra("length", [len(text) for text in texts(completions)])
-        return ones(completions)
-
-    trainer = trainer_for(
-        policy, tmp_path, noted, beta=0.0, dynamic_sampling=True, log_completions=True, max_steps=3
-    )
-    trainer.train()
-    extras = list(trainer._logs["extra"]["length"])
-    completions = texts(trainer._logs["completion"])
-    assert len(extras) == len(completions)
-    for extra, text in zip(extras, completions, strict=True):
-        assert extra in (None, len(text))
 
 
 def test_dynamic_sampling_ends_at_its_limit(policy, tmp_path):

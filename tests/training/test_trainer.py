@@ -34,20 +34,6 @@ def odd_characters(completions, **_):
     return [sum(ord(c) % 2 for c in completion[-1]["content"]) / 100 for completion in completions]
 
 
-def test_config_keeps_trls_names_and_the_kits_defaults(tmp_path):
-    args = config(tmp_path)
-    assert (args.num_generations, args.beta, args.report_to) == (4, 0.05, [])
-    assert args.learning_rate == 1e-3
-    assert rk.LeaveOneOutConfig(str(tmp_path)).learning_rate == 1e-5
-
-
-def test_old_name_changes_what_trains_and_warns_once(tmp_path):
-    with pytest.warns(FutureWarning, match="kl_coef is now called beta") as caught:
-        args = config(tmp_path, kl_coef=0.017)
-    assert args.beta == 0.017
-    assert len([w for w in caught if issubclass(w.category, FutureWarning)]) == 1
-
-
 @pytest.mark.parametrize(
     ("settings", "remedy"),
     [
@@ -82,22 +68,6 @@ def test_training_moves_the_adapter_alone_and_in_float32(policy, tmp_path):
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
     assert len(rewards) == 2
-
-
-def test_the_trainer_uses_trls_leave_one_out_advantages(policy, tmp_path):
-    model, tokenizer = policy
-    trainer = rk.LeaveOneOutTrainer(
-        model=model,
-        reward_funcs=odd_characters,
-        args=config(tmp_path, max_steps=1, beta=0.0),
-        train_dataset=rk.load_prompts("arithmetic", num_prompts=16),
-        processing_class=tokenizer,
-    )
-    trainer.train()
-    rewards = torch.tensor(list(trainer._logs["rewards"]["odd_characters"])).view(-1, 4)
-    seen = torch.tensor(list(trainer._logs["advantages"])).view(-1, 4)
-    torch.testing.assert_close(seen, rk.leave_one_out_advantages(rewards))
-    assert seen.abs().sum() > 0
 
 
 def test_weights_come_with_the_names(policy, tmp_path):
@@ -144,11 +114,6 @@ def test_a_second_trainer_starts_from_the_very_adapter(policy, tmp_path):
     )  # fmt: skip
     after = dict(model.named_parameters())
     assert all(torch.equal(p, after[name]) for name, p in before.items())
-
-
-def test_full_precision_is_full_precision(tmp_path):
-    args = config(tmp_path, bf16=False, fp16=False)
-    assert args.mixed_precision == "no"
 
 
 def test_a_reward_that_breaks_the_contract_stops_with_its_name(policy, tmp_path):
