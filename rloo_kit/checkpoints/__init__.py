@@ -1,4 +1,6 @@
-"""Checkpoints: atomic store, exact resume, stop conditions.
+"""Checkpoints: an atomic store, exact resume, and external stop conditions.
 
-Knows the trainer only through its hooks.
+Public: ``store.write_checkpoint``, ``find_checkpoint`` and ``Checkpoint``; ``resume.ExactResume``,
+which a trainer holds as a field; ``stopping.StopSignals`` and ``TimeLimit``.
+It must not know the trainer's class, only what ``resume.Resumable`` lists.
 """

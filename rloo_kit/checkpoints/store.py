@@ -107,6 +107,7 @@ def write_checkpoint(
             part.mkdir()
             fill(part)
             manifest["files"] = _checksums_of(part)
+            manifest["sha256"] = _checksum_of_manifest(manifest)
             (part / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
             _sync(part)
             if os.path.lexists(final):
@@ -188,6 +189,12 @@ def _checksums_of(folder: Path) -> dict[str, dict[str, Any]]:
         name = path.relative_to(folder).as_posix()
         found[name] = {"bytes": path.stat().st_size, "sha256": digest}
     return found
+
+
+def _checksum_of_manifest(manifest: dict[str, Any]) -> str:
+    """Return the checksum of a manifest without its own one: no fact may change unnoticed."""
+    rest = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _sync(folder: Path) -> None:
@@ -357,6 +364,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             f"it has format {format_value(manifest['format'])}, written by rloo-kit "
             f"{format_name(manifest.get('version', 'of an unknown version'))}: install that version"
         )
+    if is_manifest and manifest.get("sha256") != _checksum_of_manifest(manifest):
+        raise _BrokenError(f"the content of {MANIFEST} has changed")
     if not is_manifest or any(not isinstance(manifest.get(n), kind) for n, kind in kinds.items()):
         raise _BrokenError(f"{MANIFEST} is not the manifest of a checkpoint")
     for name, listed in manifest["files"].items():

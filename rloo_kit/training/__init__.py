@@ -1,4 +1,6 @@
-"""The leave-one-out trainer over TRL, its preparation and its dry run.
+"""The leave-one-out trainer over TRL, its settings, its preparation and its dry run.
 
-Hooks that call rloo, sampling and scoring.
+Public: ``LeaveOneOutTrainer`` (hooks only), ``LeaveOneOutConfig``. The parts of a step are
+``rollouts`` (sampling and rewards), ``steps`` (learning) and ``metrics`` (what is logged).
+It must not know run folders, reports or the command line.
 """

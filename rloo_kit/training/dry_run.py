@@ -220,7 +220,7 @@ class _WorstStep:
     def __init__(self, trainer: Any, prompt: int) -> None:
         self.trainer = trainer
         self.args = trainer.args
-        self.learner: Learner = trainer.make_learner()  # its budget: what is free now
+        self.learner: Learner = trainer.steps.make_learner()  # its budget: what is free now
         self.sampling = trainer.sampler.pieces
         self.tokenizer = trainer._tokenizer
         self.device = trainer.accelerator.device

@@ -8,7 +8,6 @@ patched class wherever Unsloth patches it. This module holds the hooks of TRL an
 import contextlib
 import copy
 import inspect
-import math
 import time
 import warnings
 from collections.abc import Iterator
@@ -30,16 +29,11 @@ from rloo_kit.diagnosis.watch import RunWatch
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.live.display import live_progress
 from rloo_kit.machine.environment import precision_as_asked
-from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.machine.memory import add_to_session, empty_model
 from rloo_kit.models.shared_engine import notes_of
 from rloo_kit.processes import current_team, gathered, why_sharded
-from rloo_kit.rloo.batching import default_token_budget, pass_overhead
-from rloo_kit.rloo.guards import StepGuard
 from rloo_kit.rloo.learner import Learner
-from rloo_kit.rloo.metrics import Tally
 from rloo_kit.rloo.objective import RunningMoments
-from rloo_kit.rloo.rollout import Rollout, rows_needing_old_pass
 from rloo_kit.sampling.choice import check_engine, requested_engine, start_engine
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.composition import WeightSchedule
@@ -51,6 +45,7 @@ from rloo_kit.training.config import LeaveOneOutConfig, _own_config
 from rloo_kit.training.dry_run import dry_run_if_wanted
 from rloo_kit.training.metrics import StepLog
 from rloo_kit.training.rollouts import Policy, RewardCalls, RolloutMaker, Sampler
+from rloo_kit.training.steps import OptimizerSteps
 
 RENAMED_PARTS = {
     "reward_model": "reward_funcs",
@@ -167,11 +162,8 @@ class LeaveOneOutTrainer(RLOOTrainer):
     def _begin(self, rewards: list[LoadedReward]) -> None:
         """Make the parts of the trainer, and what it keeps from batch to batch."""
         args, checkpointing = self.args, self.args.gradient_checkpointing_kwargs
-        self.learner: Learner | None = None
+        self.steps = OptimizerSteps(self)
         self.dry_run_done = False
-        self._window: list[tuple[Rollout, torch.Tensor]] = []
-        self._window_at: tuple[Any, int] = (None, -1)
-        self._guard = StepGuard(args.max_skipped_steps)
         self._schedules = {
             place: reward
             for place, reward in enumerate(rewards)
@@ -360,12 +352,12 @@ class LeaveOneOutTrainer(RLOOTrainer):
             inner.state.clear()
             inner.param_groups.clear()
         parts = ("model", "optimizer", "lr_scheduler", "model_wrapped", "ref_model")
-        for name in (*parts, "learner", "_buffered_inputs"):
+        for name in parts:
             setattr(self, name, None)
         for name in (*parts, "train_dataloader", "eval_dataloader"):
             setattr(self.callback_handler, name, None)
         self.policy.model = self.policy.ref_model = self.sampler.canary = self.engine = None
-        self._window = []
+        self.steps.release()
         self.resume.invalidate_snapshot()
         self.accelerator.free_memory()
 
@@ -386,134 +378,27 @@ class LeaveOneOutTrainer(RLOOTrainer):
         """
         if self.why_trl_path:
             return self._trl_step(super().training_step, model, inputs, num_items_in_batch)
-        with self._timed_step():
-            self._begin_micro_step(model)
-            self._window.append(self._next_slice(inputs))
-            loss = torch.zeros((), device=self.accelerator.device)
-            if self.accelerator.sync_gradients:
-                loss = self._learn()
-            self._step += 1
-        return loss
+        return self.steps.micro_step(model, inputs)
 
     def _trl_step(self, step: Any, model: Any, inputs: Any, num_items: Any) -> torch.Tensor:
-        self._stage_weights()
+        self.stage_weights()
         loss = step(model, inputs, num_items)
         if self.accelerator.sync_gradients:
-            self._guard_step(float(loss), [p for p in model.parameters() if p.requires_grad])
+            trained = [p for p in model.parameters() if p.requires_grad]
+            self.steps.guard_step(float(loss), trained)
         return loss
 
-    @contextlib.contextmanager
-    def _timed_step(self) -> Iterator[None]:
-        """Measure a micro-step, and log the optimizer step when it was the last one."""
-        started = time.perf_counter()
-        self.step_log.first_started = self.step_log.first_started or started
-        yield
-        self.step_log.seconds += time.perf_counter() - started
-        if self.accelerator.sync_gradients:
-            learner = self.make_learner()
-            tally, learner.tally = learner.tally, Tally()
-            self.step_log.note_step(tally, self._get_learning_rate(), self._guard.skipped)
-
-    def _begin_micro_step(self, model: Any) -> None:
-        model.train()
-        if hasattr(self.optimizer, "train"):  # schedule-free optimizers
-            self.optimizer.train()
-        state, step = self._window_at
-        if state is not self.state or step != self.state.global_step:
-            self._window, self._window_at = [], (self.state, self.state.global_step)
-            if self.team.size > 1:
-                self.team.reseed(self.args.seed, self.state.global_step)
-
-    def _next_slice(self, inputs: Any) -> tuple[Rollout, torch.Tensor]:
-        """Return a rollout and the ``(rows,)`` of it that the next micro-step trains.
-
-        A rollout is made when it is due, and cut into slices in TRL's random order.
-        """
-        slices = self.args.steps_per_generation
-        if self._step % (slices * self.num_iterations) == 0 or self._buffered_inputs is None:
-            self._stage_weights()
-            learner = self.make_learner()
-            rollout = self.rollouts.make(inputs, learner, self.state, self._step)
-            order = self.team.broadcast(torch.randperm(len(rollout))).split(len(rollout) // slices)
-            coming = order[: self.current_gradient_accumulation_steps - len(self._window)]
-            first_step = {row for rows in coming for row in rows.tolist()}
-            rows = rows_needing_old_pass(rollout, first_step, reuse=self.args.skip_old_pass)
-            learner.fill_old(rollout, rows)
-            if rows and self.beta:
-                rollout.compute_advantages()
-            self._buffered_inputs = [(rollout, rows) for rows in order]
-        return self._buffered_inputs[self._step % slices]
-
-    def _stage_weights(self) -> None:
+    def stage_weights(self) -> None:
         """Set the reward weights that follow a schedule to what they are at this step."""
         progress = self.state.global_step / max(1, self.state.max_steps)
         for place, reward in self._schedules.items():
             self.reward_weights[place] = reward.weight_at(progress)
             self.step_log.note(f"rewards/{reward.name}/weight", self.reward_weights[place].item())
 
-    def make_learner(self) -> Learner:
-        """Return what runs the passes; the first call sets its token budget by the free memory."""
-        if self.learner is not None:
-            return self.learner
-        args = self.args
-        if self.engine is not None:
-            self.engine.sleep()  # the budget of a pass is measured without its memory
-        level, cap = args.rollout_correction, args.rollout_correction_cap
-        sizes = _pass_sizes(args, self.model.config.get_text_config())
-        self.learner = Learner(
-            forward=self.policy.forward,
-            backward=self.accelerator.backward,
-            no_grad=self.policy.no_grad,
-            parameters=[p for p in self.model.parameters() if p.requires_grad],
-            budget=sizes["budget"],
-            overhead=sizes["overhead"],
-            pad_token_id=self._tokenizer.pad_token_id,
-            device=self.accelerator.device,
-            epsilon=(self.epsilon_low, self.epsilon_high),
-            reuse=args.skip_old_pass,
-            token_ratios=args.legacy_metrics,
-            correction=(level, cap) if level else None,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            team=self.team,
-        )
-        return self.learner
-
-    def _learn(self) -> torch.Tensor:
-        """Add the gradient of the collected slices; return their loss.
-
-        Where it is NaN or Inf, no gradient is left, and the optimizer's step moves nothing.
-
-        Raises:
-            DivergedError: That has happened too often in a row, or the weights are at fault.
-        """
-        learner = self.make_learner()
-        share = 1 / sum(len(rows) for _, rows in self._window)
-        rollouts = {id(rollout): rollout for rollout, _ in self._window}
-        for key, rollout in rollouts.items():
-            weights = torch.zeros(len(rollout), device=self.accelerator.device)  # (B,)
-            for other, rows in self._window:
-                if id(other) == key:
-                    weights[rows] += share
-            with self.compute_loss_context_manager():
-                learner.learn(rollout, weights)
-        for parameter in learner.parameters:  # TRL steps with a gradient of 0, not with none
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        if self.team.size > 1:
-            self.team.all_reduce([parameter.grad for parameter in learner.parameters])
-            learner.tally = Tally.of_all(self.team.gather(learner.tally))
-        for rollout in rollouts.values():
-            if rollout.on_policy:
-                records = self.step_log.note_rollout(rollout, self.state.global_step + 1)
-                self.notify("on_completions", records=records, rollout=rollout)
-            rollout.on_policy = False
-        self._guard_step(learner.tally.loss, learner.parameters)
-        return torch.tensor(learner.tally.loss, device=self.accelerator.device)
-
-    def _guard_step(self, loss: float, parameters: list[Any]) -> None:
-        step = self.state.global_step + 1
-        if not self._guard.check(loss, parameters, step, self.accelerator.scaler):
-            self.step_log.note("grad_norm", math.nan)  # not the 0 of a norm over no gradients
+    @property
+    def learner(self) -> Learner | None:
+        """What runs the passes; None until the first one."""
+        return self.steps.learner
 
     # --- hooks: checkpoints ----------------------------------------------------------------------
 
@@ -591,62 +476,22 @@ class LeaveOneOutTrainer(RLOOTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this trainer keeps from step to step, in copies."""
-        in_use = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
-        batch = self._batch_in_use() if in_use and self._buffered_inputs else None
-        trainer = {
-            "micro_step": self._step,
-            "slices": self.args.steps_per_generation,
-            "batch": batch,
-            "budget": None if self.learner is None else self.learner.budget,
-            "at_once": self.sampler.pieces.size,
-            "skipped": (self._guard.skipped, self._guard.in_a_row),
-        }
         loss = {
             "since_log": float(self._tr_loss),
             "total": self._total_loss_scalar,
             "last_log": self._globalstep_last_logged,
         }
-        parts = self.rollouts.state_dict() | self.step_log.state_dict()
-        return {"trainer": trainer | parts, "loss": loss}
-
-    def _batch_in_use(self) -> dict[str, Any]:
-        if self.why_trl_path:
-            return {"inputs": [dict(part) for part in self._buffered_inputs]}
-        rollout = self._buffered_inputs[0][0]
-        return {
-            "rollout": rollout.state_dict(),
-            "order": [rows for _, rows in self._buffered_inputs],
-        }
+        parts = self.steps.state_dict() | self.rollouts.state_dict() | self.step_log.state_dict()
+        return {"trainer": parts, "loss": loss}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
         held, loss = state["trainer"], state["loss"]
-        slices = self.args.steps_per_generation
         self._tr_loss += loss["since_log"]
         self._total_loss_scalar, self._globalstep_last_logged = loss["total"], loss["last_log"]
-        self._step = held["micro_step"] * slices // held.get("slices", slices)
-        self._buffered_inputs = self.learner = None
-        if not self.why_trl_path:
-            budget = self.make_learner().budget
-            if not self.args.tokens_per_micro_batch:
-                self.make_learner().budget = held["budget"] or budget
-        if held["batch"] is not None:
-            self._buffered_inputs = self._slices_of(held["batch"], slices)
-        self.sampler.pieces.size = held["at_once"]
-        self._guard.skipped, self._guard.in_a_row = held["skipped"]
+        self.steps.load_state_dict(held)
         self.rollouts.load_state_dict(held)
         self.step_log.load_state_dict(held)
-
-    def _slices_of(self, batch: dict[str, Any], slices: int) -> list[Any]:
-        device = self.accelerator.device
-        if "inputs" in batch:
-            return [
-                {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in part.items()}
-                for part in batch["inputs"]
-            ]
-        rollout = Rollout.from_state_dict(batch["rollout"], device)
-        order = torch.cat(batch["order"]).split(len(rollout) // slices)
-        return [(rollout, rows) for rows in order]
 
 
 def overrides() -> dict[str, type]:
@@ -810,22 +655,3 @@ def why_trl_path(trainer: LeaveOneOutTrainer) -> str | None:
     if trainer.args.dynamic_sampling and is_stream:
         raise ConfigError("dynamic_sampling needs a dataset with random access, not a stream")
     return reason
-
-
-def _pass_sizes(args: LeaveOneOutConfig, config: Any) -> dict[str, int]:
-    """Return the token budget and the overhead of a pass, from the model and the machine."""
-    hardware = detect_hardware()
-    on_cpu = hardware.device == "cpu"
-    hidden, layers = config.hidden_size, config.num_hidden_layers
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    budget = args.tokens_per_micro_batch or default_token_budget(
-        hardware.free_memory,
-        hidden,
-        layers,
-        intermediate_size=inner,
-        bytes_per_value=2 if args.bf16 or args.fp16 else 4,
-        checkpointing=args.gradient_checkpointing,
-        on_cpu=on_cpu,
-    )
-    weights = layers * hidden * (4 * hidden + 3 * inner)  # 4-bit weights would be counted packed
-    return {"budget": budget, "overhead": pass_overhead(layers, weights, on_cpu=on_cpu)}

@@ -80,7 +80,7 @@ def test_a_checkpoint_is_read_back_as_it_was_written(tmp_path):
 
 
 @pytest.mark.parametrize("score", [None, float("nan"), float("inf")])
-def test_a_score_that_is_no_number_counts_as_none(tmp_path, score):
+def test_a_nan_score_is_no_score(tmp_path, score):
     assert write_checkpoint(tmp_path, 1, fill, score=score).score is None
     assert read_checkpoint(tmp_path / "checkpoint-1").score is None
 
@@ -150,7 +150,8 @@ BROKEN = {
     "manifest empty": (set_manifest(""), "no JSON"),
     "manifest half": (shorten(MANIFEST, 0.5), "no JSON"),
     "manifest a list": (set_manifest("[]"), "not the manifest of a checkpoint"),
-    "manifest with a format only": (set_manifest('{"format": 1}'), "not the manifest"),
+    "manifest with a format only": (set_manifest('{"format": 1}'), "has changed"),
+    "fact changed": (lambda folder: rewrite_manifest(folder, facts={}), "has changed"),
     "other format": (
         lambda folder: rewrite_manifest(folder, format=2, version="9.9"),
         "format 2, written by rloo-kit 9.9: install that version",
@@ -159,7 +160,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_checkpoint_is_told_and_an_older_one_used(tmp_path, fault):
+def test_a_broken_checkpoint_is_named_and_an_older_one_used(tmp_path, fault):
     folder = write(tmp_path, 10, 20, 30)
     damage, reason = BROKEN[fault]
     damage(folder)
@@ -262,7 +263,7 @@ def too_much_in_rust(folder):
 
 
 @pytest.mark.parametrize("too_much", [too_much_in_python, too_much_in_rust])
-def test_a_full_disk_keeps_the_older_ones_and_says_what_to_do(disk, too_much):
+def test_a_full_disk_keeps_the_older_checkpoints(disk, too_much):
     write(disk, 10, 20)
     before = contents(disk)
     for step in (20, 30):
@@ -274,7 +275,7 @@ def test_a_full_disk_keeps_the_older_ones_and_says_what_to_do(disk, too_much):
     assert write(disk, 30).is_dir()
 
 
-def test_a_disk_that_became_full_is_told_before_anything_is_written(disk):
+def test_too_little_space_is_refused_before_writing(disk):
     write(disk, 10)
     asked = []
     with pytest.raises(DiskError, match=r"needs [45].* MiB are free: free some"):
@@ -292,7 +293,7 @@ def test_a_disk_that_became_read_only_keeps_what_it_has(disk):
     assert find_checkpoint(disk).step == 10
 
 
-def test_a_run_that_lies_in_a_file_is_a_fault_of_the_disk(tmp_path):
+def test_a_run_inside_a_file_is_a_disk_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskError, match=r"Not a directory.*set trainer.rescue_dir"):
         write(tmp_path / "file" / "run", 10)

@@ -1,4 +1,4 @@
-"""A training that goes on from a checkpoint is the one that was never interrupted, bit for bit."""
+"""A resumed training equals the uninterrupted one, bit for bit."""
 
 import os
 import random
@@ -112,7 +112,7 @@ def assert_the_same(one, other):
     ],
     ids=lambda asked: ",".join(asked) or "plain",
 )
-def test_it_goes_on_bit_for_bit(tmp_path, asked):
+def test_resume_is_bit_exact(tmp_path, asked):
     make = asked.get("reward")
     asked = asked | ({"reward": make()} if make else {})
     whole = new_trainer(tmp_path / "whole", **asked)
@@ -127,7 +127,7 @@ def test_it_goes_on_bit_for_bit(tmp_path, asked):
     assert second.resumed_from.step == CUT
 
 
-def test_a_reference_that_is_a_copy_of_the_adapter_is_kept(tmp_path):
+def test_a_reference_copied_from_the_adapter_is_kept(tmp_path):
     def started():
         torch.manual_seed(3)
         model, tokenizer = new_policy()
@@ -144,7 +144,7 @@ def test_a_reference_that_is_a_copy_of_the_adapter_is_kept(tmp_path):
     assert_the_same(whole, second)
 
 
-def test_the_same_trainer_goes_on_too(tmp_path):
+def test_the_same_trainer_resumes(tmp_path):
     whole = new_trainer(tmp_path / "whole")
     whole.train()
     end = weights(whole)
@@ -203,7 +203,7 @@ def test_hours_that_are_over_stop_it_saved(tmp_path):
 
 
 @pytest.mark.parametrize("num_prompts", [24, 4], ids=["within an epoch", "at the end of one"])
-def test_a_run_with_all_its_steps_is_loaded_and_trains_no_further(tmp_path, num_prompts):
+def test_a_run_with_all_steps_trains_no_further(tmp_path, num_prompts):
     whole = new_trainer(tmp_path, max_steps=2, num_prompts=num_prompts)
     whole.train()
     second = new_trainer(tmp_path, max_steps=2, num_prompts=num_prompts)
@@ -229,7 +229,7 @@ def two_steps(tmp_path_factory):
     return folder
 
 
-def test_what_may_change_is_told_and_used(tmp_path, two_steps):
+def test_a_changed_learning_rate_is_used_with_a_warning(tmp_path, two_steps):
     second = new_trainer(tmp_path, max_steps=3, learning_rate=5e-3, save_steps=3)
     with pytest.warns(UserWarning, match=r"learning_rate is 0\.005 from here on, and was 0\.01"):
         second.train(resume_from_checkpoint=two_steps)
@@ -266,7 +266,7 @@ def test_another_model_is_refused(tmp_path, two_steps):
         other.train(resume_from_checkpoint=two_steps)
 
 
-def test_nothing_to_go_on_from_is_told(tmp_path):
+def test_resume_without_a_checkpoint_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="leave resume_from_checkpoint out"):
         new_trainer(tmp_path).train(resume_from_checkpoint=True)
 
@@ -377,6 +377,6 @@ def test_a_signal_while_the_folder_is_made_leaves_no_folder(tmp_path, monkeypatc
     monkeypatch.setattr(Path, "mkdir", interrupted)
     made = new_folder(wanted, rk.RunConfig(), rk.setup())
     with terminate_as_interrupt(), pytest.raises(KeyboardInterrupt) as raised, made:
-        pytest.fail("the run went on")
+        pytest.fail("the signal was lost")
     assert signal_of(raised.value) == number
     assert list(tmp_path.iterdir()) == []

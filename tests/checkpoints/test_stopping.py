@@ -141,7 +141,7 @@ def test_what_timeout_sends_is_one_request():
 def test_sigint_that_was_ignored_from_the_start_stays_ignored():
     child = python(STEPS, 0.1, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     child.send_signal(signal.SIGINT)
-    assert [child.stdout.readline() for _ in range(3)] == ["begun\n"] * 3  # goes on
+    assert [child.stdout.readline() for _ in range(3)] == ["begun\n"] * 3  # still running
     child.send_signal(signal.SIGTERM)
     lines, code = rest_of(child)
     assert [lines[-1], code] == ["saved SIGTERM", 143]
@@ -307,7 +307,7 @@ def interrupt_once_begun(manager, client, code):
     return "".join(seen), reply["content"]
 
 
-def test_the_interrupt_button_of_a_notebook_asks_and_later_interrupts_as_ever():
+def test_the_interrupt_button_of_a_notebook_asks_first():
     manager, client = start_new_kernel(kernel_name="python3", startup_timeout=60)
     try:
         text, reply = interrupt_once_begun(manager, client, CELL)

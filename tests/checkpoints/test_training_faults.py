@@ -1,4 +1,4 @@
-"""Faults while a model trains: numbers that are none, memory that runs out, rewards that misbehave.
+"""Faults while a model trains: NaN and Inf, out of memory, faulty rewards.
 
 Each is put in where it happens: into a module's output, a gradient, a weight, a reward. What trains
 is the embedded model, for a few steps.
@@ -129,13 +129,11 @@ class AfterEachStep(TrainerCallback):
         self.moments.append(copies(held))
 
 
-# --- numbers that are none -----------------------------------------------------------------------
+# --- NaN and Inf ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_step_with_a_gradient_that_is_no_number_moves_nothing_and_the_next_one_does(
-    training, value
-):
+def test_a_step_with_a_nan_gradient_moves_nothing(training, value):
     seen = AfterEachStep(training)
     trainer = training.trainer(callbacks=[seen], weight_decay=0.1)
 
@@ -158,7 +156,7 @@ def test_a_step_with_a_gradient_that_is_no_number_moves_nothing_and_the_next_one
     assert all(math.isfinite(row["loss"]) for row in rows), "the loss itself was a number"
 
 
-def test_a_loss_that_is_no_number_is_shown_as_none(training):
+def test_a_nan_loss_is_logged_as_null(training):
     trainer = training.trainer()
 
     def spoil(rows, output):
@@ -189,7 +187,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_training(training):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_no_numbers_are_found_before_anything_is_sampled(training, value):
+def test_nan_weights_are_found_before_sampling(training, value):
     trainer = training.trainer()
 
     class Spoil(TrainerCallback):
@@ -207,7 +205,7 @@ def test_weights_that_are_no_numbers_are_found_before_anything_is_sampled(traini
     assert set(forwards) == {0}
 
 
-def test_logits_that_are_no_numbers_are_no_traceback_of_torch(training):
+def test_nan_logits_are_a_diverged_error(training):
     def spoil(rows, output):
         output["logits"] = output["logits"] * math.nan
 
@@ -256,7 +254,7 @@ def test_an_optimizer_moves_nothing_where_the_guard_dropped_the_gradients(name):
     assert not equal(copies(held), before)
 
 
-def test_the_scaler_of_fp16_searches_for_its_scale_without_being_counted():
+def test_the_fp16_scaler_searches_its_scale_uncounted():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter], weight_decay=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -336,7 +334,7 @@ def one_warning(match):
     assert match in found[0]
 
 
-def test_sampling_goes_on_with_fewer_rows_and_keeps_to_them(training):
+def test_sampling_out_of_memory_uses_fewer_rows(training):
     small = Small(3)
     lists = []
 
@@ -412,7 +410,7 @@ def test_pieces_that_are_done_are_not_run_again(most, sizes):
 def step_gradient(training, beta, disturb):
     """The gradient of one optimizer step, of the same completions every time."""
     torch.manual_seed(5)
-    with torch.no_grad():  # away from a model that is sure of what it says
+    with torch.no_grad():  # away from a model with certain tokens
         for parameter in training.trained:
             parameter.copy_(0.2 * torch.randn(parameter.shape))
     trainer = training.trainer(
@@ -431,7 +429,7 @@ def step_gradient(training, beta, disturb):
 
 
 @pytest.mark.parametrize("where", ["training forward", "reference pass", "backward"])
-def test_the_gradient_is_the_same_where_a_pass_ran_out_of_memory(training, where):
+def test_the_gradient_is_the_same_after_out_of_memory(training, where):
     """In a real model: from a module's forward pass, and from within the autograd engine."""
     beta = 0.05
     expected, _ = step_gradient(training, beta, lambda rows, output: None)

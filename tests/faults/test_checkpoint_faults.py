@@ -105,10 +105,10 @@ def test_no_whole_checkpoint(copy, seen):
     for folder in copy.run.glob("checkpoint-*"):
         os.truncate(folder / "adapter_model.safetensors", 100)
     resumed = copy.resume()
-    assert "no whole one is left" in resumed.text
+    assert "no valid one is left" in resumed.text
     assert f"step 1/{STEPS}" in resumed.text
     assert copy.differs() == []
-    seen("both named; begun anew, the run is the uninterrupted one")
+    seen("both named; started again, the run is the uninterrupted one")
 
 
 @pytest.mark.fault(
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_another_version(copy, seen):
     assert "written by rloo-kit 9.9.9" in life.text
     assert "Traceback" not in life.text
     assert life.code == 2 or copy.differs() == []
-    seen("named with its version" + ("; nothing was begun" if life.code else "; begun anew"))
+    seen("named with its version" + ("; nothing was begun" if life.code else "; started again"))
 
 
 OTHERS = {
@@ -139,9 +139,9 @@ OTHERS = {
 
 
 def contents(run):
-    """Return what a run cannot do without; how it ended, and its page, tell of the refusal."""
-    told = ("end.json", "report.html")
-    files = [file for file in run.rglob("*") if file.is_file() and file.name not in told]
+    """Return what a run cannot do without; how it ended, and its page, show the refusal."""
+    shown = ("end.json", "report.html")
+    files = [file for file in run.rglob("*") if file.is_file() and file.name not in shown]
     return {file: file.read_bytes() for file in files}
 
 
@@ -153,10 +153,10 @@ def test_a_checkpoint_of_another_run(copy, seen):
     before = contents(copy.run)
     for setting, value in OTHERS.items():
         refused = copy.fail("--resume", "--set", f"{setting}={value}")
-        told = refused.text.splitlines()[-1]
-        assert told.startswith("rloo-kit: ")
-        assert setting in told or setting.partition(".")[0] in told
-        assert "begin a new run" in told
+        shown = refused.text.splitlines()[-1]
+        assert shown.startswith("rloo-kit: ")
+        assert setting in shown or setting.partition(".")[0] in shown
+        assert "begin a new run" in shown
         assert contents(copy.run) == before
     copy.resume()
     assert copy.differs() == []

@@ -27,7 +27,7 @@ def compute_in_threads():
     lives._leave(0)
 
 
-def test_threads_that_compute_at_once_in_a_fork_share_its_pool(tmp_path):
+def test_threads_in_a_fork_share_its_pool(tmp_path):
     for attempt in range(10):
         life = lives.begin([], tmp_path / f"output-{attempt}", compute_in_threads)
         assert life.finish(60) == 0, life.text

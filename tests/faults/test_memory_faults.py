@@ -1,4 +1,4 @@
-"""Memory that runs out in a pass, numbers that are none: hooks of the model do it."""
+"""Out of memory and NaN in a pass, made by hooks of the model."""
 
 import functools
 import os
@@ -102,7 +102,7 @@ def test_memory_runs_out(tmp_path, reference, seen):
         if hook is not in_generation:  # fewer rows at a time draw other completions
             for name in ("reward", "loss", "grad_norm", "kl"):
                 assert found[0][name] == pytest.approx(wanted[0][name], rel=1e-3, abs=1e-6)
-    seen("went on with fewer rows, each time with the same first step", tries=len(PLACES))
+    seen("continued with fewer rows, each time with the same first step", tries=len(PLACES))
 
 
 @pytest.mark.fault(

@@ -74,7 +74,7 @@ def test_the_judge_comes_back(judge, tmp_path, seen):
     assert life.finish() == 0, life.text
     back.join()
     assert one.differs() == []
-    seen("went on by itself; the run is the uninterrupted one")
+    seen("retried; the run is the uninterrupted one")
 
 
 @pytest.mark.fault(

@@ -76,7 +76,7 @@ def fill(disk):
             except OSError:
                 continue
 '''
-"""Of a run file's folder; its faults come from outside, so that it need not be mended."""
+"""Of a run file's folder; its faults come from outside."""
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Trial:
         return life
 
     def resume(self, *more: str) -> Life:
-        """Go on, now that the cause is gone; return the life, which must have finished."""
+        """Resume, now that the cause is gone; return the life, which must have finished."""
         life = self.begin("--resume", *more)
         assert life.finish() == 0, life.text
         return life

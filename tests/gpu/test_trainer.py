@@ -96,7 +96,7 @@ def learnt_gradient(trainer, place):
     """Train one step, its learning inside ``place``; return the gradient and the warnings."""
     import torch
 
-    learn, found = trainer._learn, []
+    learn, found = trainer.steps.learn, []
 
     def inside(*arguments):
         with place(trainer):
@@ -106,7 +106,7 @@ def learnt_gradient(trainer, place):
         wanted = [p for _, p in sorted(model.named_parameters()) if p.requires_grad]
         found.append(torch.cat([p.grad.float().flatten().cpu() for p in wanted]))
 
-    trainer._learn, trainer._clip_grad_norm = inside, note
+    trainer.steps.learn, trainer._clip_grad_norm = inside, note
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

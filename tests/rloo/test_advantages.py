@@ -41,13 +41,13 @@ def test_a_single_scorable_completion_gets_zero():
     assert leave_one_out_baselines(torch.tensor([[NAN, 3.0, NAN]])).isnan().all()
 
 
-def test_all_none_group_gets_zero_and_leaves_other_groups_alone():
+def test_all_none_group_gets_zero_advantage():
     rewards = torch.tensor([[NAN, NAN], [1.0, 0.0]])
     assert leave_one_out_advantages(rewards).tolist() == [[0.0, 0.0], [1.0, -1.0]]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_agrees_with_the_form_that_scales_the_distance_from_the_mean(seed):
+def test_agrees_with_the_scaled_distance_from_the_mean(seed):
     generator = torch.Generator().manual_seed(seed)
     rewards = torch.randn(64, 2 + 3 * seed, generator=generator, dtype=torch.float64)
     unscorable = torch.rand(rewards.shape, generator=generator) < 0.2

@@ -45,7 +45,7 @@ def every_cut(order):
 
 @pytest.mark.parametrize("budget", [1, 30, 100, 400, 10**9])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_cut_is_the_cheapest_of_all_cuts_of_the_sorted_rows(seed, budget):
+def test_a_cut_is_the_cheapest_of_all(seed, budget):
     draw = random.Random(seed)
     lengths = [draw.choice([draw.randint(2, 12), draw.randint(2, 150)]) for _ in range(9)]
     order = sorted(range(9), key=lengths.__getitem__)
@@ -60,7 +60,7 @@ def test_a_cut_is_the_cheapest_of_all_cuts_of_the_sorted_rows(seed, budget):
 
 @pytest.mark.parametrize("budget", [1, 64, 500, 4096])
 @pytest.mark.parametrize("seed", range(4))
-def test_every_row_is_cut_once_and_no_piece_but_a_single_row_is_above_the_budget(seed, budget):
+def test_every_row_is_cut_once_within_the_budget(seed, budget):
     draw = random.Random(seed)
     lengths = [draw.randint(2, 600) for _ in range(100)]
     wanted = draw.sample(range(100), 70)
@@ -157,7 +157,7 @@ def budget(gib, *, checkpointing=False, on_cpu=False, **sizes):
     )
 
 
-def test_the_budget_is_half_the_memory_over_what_a_position_keeps():
+def test_the_budget_is_half_the_memory_per_position():
     keeps = 2 * 28 * (12 * 1024 + 5 * 3072)
     assert budget(8) == 4 * GIB // keeps
     keeps = 2 * (12 * 1024 + 5 * 3072 + 28 * 1024)

@@ -147,7 +147,7 @@ def test_without_a_correction_the_sampler_changes_nothing():
 # --- what a rollout knows of its sampler ---------------------------------------------------------
 
 
-def test_the_distance_from_the_sampler_is_told_in_nats_a_token():
+def test_the_distance_from_the_sampler_is_in_nats_per_token():
     policy = Table()
     rollout = rollout_of(sampler_of(policy))
     policy.learner(None).fill_old(rollout, list(range(4)))
@@ -161,7 +161,7 @@ def test_the_distance_from_the_sampler_is_told_in_nats_a_token():
     ]
 
 
-def test_groups_are_exchanged_with_their_numbers():
+def test_replaced_groups_bring_their_log_probs():
     mine, coming = (
         rollout_of(sampler_of(Table())).sampled,
         rollout_of(sampler_of(Table(), 4)).sampled,

@@ -265,7 +265,7 @@ GROUP_TOKENS = [
 
 
 @pytest.mark.parametrize("budget", [1, 16, 20, 30, 10_000])
-def test_only_groups_that_do_not_fit_get_an_old_pass_of_their_own(budget):
+def test_only_groups_over_budget_get_an_old_pass(budget):
     rollout = make_rollout(Policy(seed=1), beta=0.4)
     machine = Machine(Policy())
     learner = machine.learner(budget)
@@ -286,7 +286,7 @@ def test_without_a_kl_nothing_but_training_passes_are_run():
 
 
 @pytest.mark.parametrize("budget", [39, 60, 10_000])
-def test_with_a_kl_whole_groups_within_the_budget_are_in_hand_before_a_backward(budget):
+def test_whole_groups_run_forward_before_a_backward(budget):
     machine = Machine(Policy())
     tokens = make_tokens()
     seen, in_hand, multiple = set(), [], []
@@ -403,7 +403,7 @@ def test_the_second_iteration_is_clipped_against_the_policy_that_sampled(
     assert learner.tally.old_rows == 0, "what the first iteration kept is used"
 
 
-def test_what_the_policies_say_of_their_distance_is_worked_by_hand():
+def test_distance_metrics_worked_by_hand():
     policy = Policy()
     rollout = make_rollout()
     tokens = rollout.sampled.tokens
@@ -426,7 +426,7 @@ def test_what_the_policies_say_of_their_distance_is_worked_by_hand():
     assert found["policy/approxkl_avg"] == pytest.approx(squares / 2, rel=1e-4)
 
 
-def test_what_the_older_trl_said_of_it_is_worked_by_hand():
+def test_legacy_distance_metrics_worked_by_hand():
     policy = Policy()
     rollout = make_rollout()
     learner = Machine(policy).learner(30, token_ratios=True)
@@ -507,7 +507,7 @@ CASES = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("limit", [20, 30, 45])
 @CASES
-def test_a_forward_pass_that_does_not_fit_is_run_again_in_smaller_pieces(beta, token_level, limit):
+def test_a_forward_pass_out_of_memory_is_rerun_smaller(beta, token_level, limit):
     machine = Machine(Policy(), limit=limit)
     learner = exact_after_running_out(machine, 4096, beta, token_level)
     assert limit // 2 <= learner.budget < 4096, "halved as often as needed"
@@ -527,7 +527,7 @@ def test_a_backward_pass_that_does_not_fit_leaves_no_trace(
 
 @pytest.mark.parametrize("failing", [1, 2])
 @pytest.mark.parametrize("beta", [0.0, 0.4])
-def test_what_is_counted_of_a_step_is_the_same_after_running_out(beta, failing):
+def test_counts_of_a_step_survive_out_of_memory(beta, failing):
     machines = [Machine(Policy()), Machine(Policy(), failing=(failing,))]
     tallies = []
     for machine in machines:
@@ -544,7 +544,7 @@ def test_what_is_counted_of_a_step_is_the_same_after_running_out(beta, failing):
 
 
 @pytest.mark.parametrize(("budget", "limit"), [(100, 40), (10, 30)])
-def test_an_old_pass_that_does_not_fit_is_run_again_in_smaller_pieces(budget, limit):
+def test_an_old_pass_out_of_memory_is_rerun_smaller(budget, limit):
     policy = Policy()
     machine = Machine(policy, no_grad_limit=limit)
     tokens = make_tokens()
@@ -558,14 +558,14 @@ def test_an_old_pass_that_does_not_fit_is_run_again_in_smaller_pieces(budget, li
     assert machine.rows(recorded=False) == list(range(16))
 
 
-def test_a_group_whose_old_pass_does_not_fit_either_is_still_exact():
+def test_a_group_over_budget_is_still_exact():
     machine = Machine(Policy(), limit=20, no_grad_limit=20)
     learner = exact_after_running_out(machine, 4096, 0.4)
     assert learner.tally.old_rows > 0
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4])
-def test_a_single_row_that_does_not_fit_is_an_error_that_says_what_to_lower(beta):
+def test_a_single_row_out_of_memory_is_an_error(beta):
     machine = Machine(Policy(), limit=max(PROMPTS) + max(COMPLETIONS) - 1)
     before = torch.ones_like(machine.policy.bias)
     machine.policy.bias.grad = before.clone()
@@ -578,7 +578,7 @@ def test_a_single_row_that_does_not_fit_is_an_error_that_says_what_to_lower(beta
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_another_error_of_the_model_is_not_taken_for_a_lack_of_memory(where):
+def test_another_error_is_not_out_of_memory(where):
     machine = Machine(Policy())
     before = torch.ones_like(machine.policy.bias)
     machine.policy.bias.grad = before
@@ -624,7 +624,7 @@ def test_what_libraries_say_of_lacking_memory_is_known(text):
     assert not is_out_of_memory(ValueError(text))
 
 
-def test_the_allocator_of_the_cpu_says_it_as_it_is_known():
+def test_the_cpu_allocator_error_is_recognised():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(10**16)
     assert is_out_of_memory(caught.value)
@@ -646,7 +646,7 @@ def test_what_is_not_a_lack_of_memory(error):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4])
-def test_the_graph_of_an_attempt_that_failed_is_gone_before_the_next_one(beta):
+def test_a_failed_attempt_frees_its_graph(beta):
     machine = Machine(Policy(), failing=(1, 3))
     machine_forward, graphs, alive = machine.forward, [], []
 

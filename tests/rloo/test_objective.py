@@ -141,7 +141,7 @@ def test_padding_counts_for_nothing_whatever_stands_there(per_token):
         assert getattr(found, name).equal(getattr(expected, name))
 
 
-def test_the_loss_of_a_row_has_one_ratio_for_the_whole_completion():
+def test_a_row_has_one_ratio_per_completion():
     old = random(3, 4)
     step = torch.tensor([[0.01, 0.02, 0.03, 0.04], [-0.05, 0.01, 9, 9], [0.1, -0.1, 0.02, 9]])
     _, found = gradient(old + step.double(), old, MASK, ADVANTAGES)
@@ -163,9 +163,7 @@ def test_the_loss_of_a_row_has_one_ratio_for_the_whole_completion():
     ],
 )
 @pytest.mark.parametrize("per_token", [False, True])
-def test_a_ratio_out_of_range_has_no_gradient_where_it_went_the_right_way(
-    ratio, advantage, clipped, per_token
-):
+def test_a_clipped_ratio_has_no_gradient(ratio, advantage, clipped, per_token):
     old = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
     step = torch.tensor(ratio, dtype=torch.float64).log() * torch.ones(1, 2)
     step = step if per_token else step / 2
@@ -202,7 +200,7 @@ def test_the_two_ranges_are_kept_apart(low, high, ratio, advantage, loss):
     assert (found == 0).all() == (abs(loss) != pytest.approx(ratio))
 
 
-def test_with_token_advantages_the_clipped_share_counts_tokens_of_the_completion():
+def test_clipped_share_counts_completion_tokens():
     step = torch.tensor([[1.0, 1.0, 0.0, -1.0]], dtype=torch.float64)
     advantages = torch.tensor([[1.0, -1.0, 1.0, 1.0]], dtype=torch.float64)
     mask = torch.tensor([[1, 1, 1, 0]]).bool()

@@ -13,7 +13,7 @@ from trl.trainer.utils import nanstd
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.metrics import completion_records, legacy_rollout_metrics, rollout_metrics
 from rloo_kit.rloo.objective import RunningMoments
-from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping
+from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping, rows_needing_old_pass
 
 NAN = float("nan")
 
@@ -154,7 +154,7 @@ LENGTHS = [3, 1, 5, 2, 4, 4, 1, 2, 3, 5, 2, 1]
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 @pytest.mark.parametrize("seed", range(3))
-def test_sequence_level_kl_is_taken_from_the_score_of_the_row(seed, estimator):
+def test_sequence_level_kl_lowers_the_score(seed, estimator):
     rollout = settled(SCORES, 4, lengths=LENGTHS, beta=0.3, kl_estimator=estimator, seed=seed)
     kl = [sum(kl_by_hand(rollout, row, estimator)) for row in range(12)]
     rewards = [score - 0.3 * row for score, row in zip(SCORES, kl, strict=True)]
@@ -198,7 +198,7 @@ def test_token_level_kl_is_taken_from_each_tokens_return(seed, estimator):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.2])
-def test_an_unscorable_row_is_in_no_baseline_and_has_no_advantage(beta):
+def test_an_unscorable_row_is_left_out(beta):
     with_it = settled([1.0, NAN, 0.0, 0.5], 4, beta=beta)
     without = scored([1.0, 0.0, 0.5], 3, beta=beta)
     without.old_log_probs = with_it.old_log_probs[[0, 2, 3]]
@@ -212,9 +212,7 @@ def test_an_unscorable_row_is_in_no_baseline_and_has_no_advantage(beta):
 @pytest.mark.parametrize("token_level", [False, True])
 @pytest.mark.parametrize("beta", [0.0, 0.4])
 @pytest.mark.parametrize("in_baseline", [True, False])
-def test_a_truncated_row_does_not_train_and_counts_in_the_baseline_as_asked(
-    in_baseline, beta, token_level
-):
+def test_a_truncated_row_does_not_train(in_baseline, beta, token_level):
     scores = [4.0, 1.0, 0.0, 2.0]
     rollout = settled(
         scores,
@@ -250,7 +248,7 @@ NO_SIGNAL = [1.0, 1.0, 1.0, 0.0, 0.5, 1.0, NAN, 2.0, NAN, NAN, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("masks", [False, True])
-def test_without_a_kl_exactly_the_rows_with_an_advantage_are_learnable(masks):
+def test_without_kl_rows_with_advantage_are_learnable(masks):
     ended = [True] * 10 + [False, True]
     rollout = scored(NO_SIGNAL, 3, ended=ended, mask_truncated_completions=masks)
     assert rollout.learnable.equal(rollout.advantages != 0)
@@ -339,7 +337,7 @@ def test_token_advantages_are_normalised_over_tokens():
 
 @pytest.mark.parametrize("token_level", [False, True])
 @pytest.mark.parametrize("beta", [0.0, 0.3])
-def test_settling_group_by_group_is_settling_all_at_once(beta, token_level):
+def test_advantages_group_by_group_equal_all_at_once(beta, token_level):
     keywords = {"lengths": LENGTHS, "beta": beta, "token_level_kl": token_level}
     at_once = settled(SCORES, 4, **keywords)
     rollout = fill(scored(SCORES, 4, **keywords))
@@ -382,7 +380,7 @@ def view(sample, row):
     )
 
 
-def test_exchanged_groups_come_whole_and_only_where_they_carry_signal():
+def test_replaced_groups_are_whole_and_have_signal():
     mine = tagged("a", [1.0, 1.0, 0.0, 1.0, NAN, 3.0, 0.0, 0.0])
     other = tagged("b", [2.0, 2.0, 2.0, 5.0, 7.0, 6.0])
     kept, mine = mine, mine.replace_groups([0, 2, 3], other, Shaping(), 2)
@@ -477,7 +475,7 @@ def test_the_older_metrics_of_a_batch_worked_by_hand():
     assert legacy_rollout_metrics(rollout) == pytest.approx(expected)
 
 
-def test_the_spread_of_scores_and_the_signal_are_those_before_the_kl():
+def test_score_spread_and_signal_leave_out_the_kl():
     rollout = settled([1.0, 1.0, 0.0, 0.0], 2, beta=0.5)
     found = rollout_metrics(rollout, NAMES)
     assert found["score/group_std"] == 0.0
@@ -488,14 +486,14 @@ def test_the_spread_of_scores_and_the_signal_are_those_before_the_kl():
     assert rollout.advantages.all()
 
 
-def test_the_share_of_a_token_level_kl_counts_what_the_baseline_does_not_cancel():
+def test_kl_share_at_token_level():
     rollout = scored([1.0, 0.0], 2, beta=0.5, token_level_kl=True)
     rollout.old_log_probs += 0.25  # 0.5 a row, 0.25 of it as a penalty, beside scores of 1 and 1
     rollout.compute_advantages()
     assert rollout_metrics(rollout, NAMES)["signal/kl_share"] == pytest.approx(0.5 / 2.5)
 
 
-def test_the_kl_is_a_mean_over_the_rows_and_tokens_that_train():
+def test_kl_is_a_mean_over_trained_rows_and_tokens():
     rollout = scored([1.0, 0.0, NAN, 2.0, 0.0, 3.0], 3, lengths=[1, 2, 9, 3, 1, 1], beta=0.5)
     rollout.old_log_probs += 0.25
     rollout.compute_advantages()
@@ -529,3 +527,19 @@ def test_a_record_says_what_became_of_a_completion():
         }
         for row in range(4)
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "first_step", "reuse", "expected"),
+    [
+        ({"beta": 0.0}, {0, 1, 2, 3}, True, []),
+        ({"beta": 0.0}, {0, 1}, True, [2, 3]),
+        ({"beta": 0.0}, {0, 1, 2, 3}, False, [0, 1, 2, 3]),
+        ({"beta": 0.1}, {0, 1, 2, 3}, True, []),
+        ({"beta": 0.1}, {0, 1}, True, [0, 1, 2, 3]),
+        ({"beta": 0.1, "normalize_advantages": True}, {0, 1, 2, 3}, True, [0, 1, 2, 3]),
+    ],
+)
+def test_rows_needing_an_old_pass(settings, first_step, reuse, expected):
+    rollout = scored([1.0, 0.0, 0.5, 2.0], 2, **settings)
+    assert rows_needing_old_pass(rollout, first_step, reuse=reuse) == expected

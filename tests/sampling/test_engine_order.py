@@ -69,14 +69,14 @@ def trained(tmp_path):
             args=rk.LeaveOneOutConfig(str(tmp_path), **{**quick, **settings}),
             engine=engine,
         )
-        made = trainer.make_learner
+        made = trainer.steps.make_learner
 
         def noted():
             learner = made()
             seen.append(("budget", engine.awake))
             return learner
 
-        trainer.make_learner = noted
+        trainer.steps.make_learner = noted
         return trainer, engine, seen
 
     with rk.session():

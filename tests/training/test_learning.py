@@ -105,7 +105,7 @@ def test_only_the_passes_that_are_needed_are_run(
     assert row["signal/groups_without"] == 0.75
 
 
-def test_a_batch_without_any_signal_still_steps_with_a_gradient_of_zero(policy, tmp_path):
+def test_a_batch_without_signal_steps_with_zero_gradient(policy, tmp_path):
     trainer = trainer_for(policy, tmp_path, equal, beta=0.0, max_steps=2)
     trainer.train()
     assert [row["grad_norm"] for row in logs(trainer)] == [0.0, 0.0]
@@ -196,7 +196,7 @@ def test_dynamic_sampling_fills_the_batch_with_signal(policy, tmp_path):
     assert sum(row["signal/groups_drawn_again"] for row in logs(trainer)) > 0
 
 
-def test_rows_that_a_reward_cannot_score_are_in_the_table_of_completions(policy, tmp_path, capsys):
+def test_unscorable_rows_are_in_the_completion_table(policy, tmp_path, capsys):
     def some(completions, log_extra, **_):
         log_extra("length", [len(text) for text in texts(completions)])
         return [None, *ones(completions)[1:]]
@@ -222,7 +222,7 @@ def test_dynamic_sampling_ends_at_its_limit(policy, tmp_path):
     assert logs(trainer)[0]["signal/groups_drawn_again"] == 8
 
 
-def test_too_many_groups_without_signal_stop_the_run_and_say_so(policy, tmp_path):
+def test_too_many_groups_without_signal_stop_the_run(policy, tmp_path):
     trainer = trainer_for(
         policy, tmp_path, equal, beta=0.0, max_no_signal_fraction=0.9, max_steps=30,
         max_completion_length=2,
@@ -245,9 +245,7 @@ def test_an_unscorable_batch_is_skipped_when_asked(policy, tmp_path):
         trainer_for(policy, tmp_path, [raises, ones]).train()
 
 
-def test_memory_that_runs_out_halves_the_budget_and_changes_nothing_else(
-    policy, tmp_path, monkeypatch
-):
+def test_out_of_memory_only_halves_the_budget(policy, tmp_path, monkeypatch):
     def gradient(fail):
         torch.manual_seed(0)
         trainer = trainer_for(
@@ -278,7 +276,7 @@ def test_memory_that_runs_out_halves_the_budget_and_changes_nothing_else(
     assert float((found - expected).norm() / expected.norm()) < 1e-4
 
 
-def test_a_new_adapter_needs_no_copy_and_a_continued_one_keeps_its_start(policy, tmp_path):
+def test_a_continued_adapter_keeps_a_reference_copy(policy, tmp_path):
     model, tokenizer = policy
     trainer = trainer_for(policy, tmp_path, ones)
     assert "ref" not in model.peft_config

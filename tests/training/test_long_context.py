@@ -74,7 +74,7 @@ def step(length, folder, attention="sdpa"):
         engine=Given(length),
     )  # fmt: skip
     passes = []
-    learn = trainer._learn
+    learn = trainer.steps.learn
 
     def learn_watched():
         forward = trainer.learner.forward
@@ -90,7 +90,7 @@ def step(length, folder, attention="sdpa"):
         return loss
 
     peaks = []
-    trainer._learn = learn_watched
+    trainer.steps.learn = learn_watched
     trainer.train()
     rk.release(trainer)
     return peaks[0], sum(passes), len(passes)

@@ -147,7 +147,7 @@ def test_an_older_notebook_trains_with_its_calls_unchanged(tmp_path):
     assert not list(tmp_path.glob("unsloth_compiled_cache"))
 
 
-def test_a_weight_follows_its_schedule_and_a_gate_holds_in_training(policy, tmp_path):
+def test_a_scheduled_weight_and_a_gate_in_training(policy, tmp_path):
     model, tokenizer = policy
     closed = []
 
