@@ -358,6 +358,7 @@ print(json.dumps([killed, seen]))
 '''
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("scenario", "allowed"),
     [
@@ -378,6 +379,7 @@ def test_killed_at_any_call_a_valid_one_is_found(tmp_path, scenario, allowed):
     assert all(one in allowed for one in seen)
 
 
+@pytest.mark.long
 def test_killed_while_it_fills_only_the_older_one_is_there(tmp_path):
     write(tmp_path, 10)
     code = (

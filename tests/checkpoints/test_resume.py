@@ -26,8 +26,6 @@ from rloo_kit.checkpoints.store import (
 from rloo_kit.errors import CheckpointError
 from rloo_kit.runs.folder import new_folder
 
-pytestmark = pytest.mark.faults  # half a minute of training; make test-faults
-
 STEPS, CUT = 5, 3
 
 
@@ -102,15 +100,36 @@ def assert_the_same(one, other):
 @pytest.mark.parametrize(
     "asked",
     [
-        {},
-        {"beta": 0.0, "num_iterations": 2, "normalize_reward": "moving"},
-        {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "logging_steps": 2},
-        {"num_prompts": 5, "dynamic_sampling": True, "lr_scheduler_type": "cosine"},
-        {"dropout": 0.2, "beta": 0.1, "token_level_kl": True, "warmup_steps": 2},
-        {"steps_per_generation": 2, "beta": 0.1, "log_completions": True},
-        {"reward": Moody, "optim": "rmsprop"},
+        pytest.param({}, id="plain"),
+        pytest.param(
+            {"beta": 0.0, "num_iterations": 2, "normalize_reward": "moving"},
+            marks=pytest.mark.faults,
+            id="beta,num_iterations,normalize_reward",
+        ),
+        pytest.param(
+            {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "logging_steps": 2},
+            marks=pytest.mark.faults,
+            id="steps_per_generation,gradient_accumulation_steps,logging_steps",
+        ),
+        pytest.param(
+            {"num_prompts": 5, "dynamic_sampling": True, "lr_scheduler_type": "cosine"},
+            marks=pytest.mark.faults,
+            id="num_prompts,dynamic_sampling,lr_scheduler_type",
+        ),
+        pytest.param(
+            {"dropout": 0.2, "beta": 0.1, "token_level_kl": True, "warmup_steps": 2},
+            marks=pytest.mark.faults,
+            id="dropout,beta,token_level_kl,warmup_steps",
+        ),
+        pytest.param(
+            {"steps_per_generation": 2, "beta": 0.1, "log_completions": True},
+            marks=pytest.mark.faults,
+            id="steps_per_generation,beta,log_completions",
+        ),
+        pytest.param(
+            {"reward": Moody, "optim": "rmsprop"}, marks=pytest.mark.faults, id="reward,optim"
+        ),
     ],
-    ids=lambda asked: ",".join(asked) or "plain",
 )
 def test_resume_is_bit_exact(tmp_path, asked):
     make = asked.get("reward")
@@ -127,6 +146,7 @@ def test_resume_is_bit_exact(tmp_path, asked):
     assert second.resumed_from.step == CUT
 
 
+@pytest.mark.faults
 def test_a_reference_copied_from_the_adapter_is_kept(tmp_path):
     def started():
         torch.manual_seed(3)
@@ -144,6 +164,7 @@ def test_a_reference_copied_from_the_adapter_is_kept(tmp_path):
     assert_the_same(whole, second)
 
 
+@pytest.mark.faults
 def test_the_same_trainer_resumes(tmp_path):
     whole = new_trainer(tmp_path / "whole")
     whole.train()
@@ -174,6 +195,7 @@ def test_a_fault_in_a_reward_costs_no_finished_step(tmp_path):
     assert_the_same(whole, second)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, KeyboardInterrupt)]
 )
@@ -194,6 +216,7 @@ def test_a_signal_lets_the_step_end_and_saves_it(tmp_path, number, error):
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.faults
 def test_hours_that_are_over_stop_it_saved(tmp_path):
     trainer = new_trainer(tmp_path, max_hours=1e-5, save_steps=100)
     with pytest.warns(RuntimeWarning, match="max_hours"):
@@ -202,6 +225,7 @@ def test_hours_that_are_over_stop_it_saved(tmp_path):
     assert "max_hours" in trainer.stop_reason
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("num_prompts", [24, 4], ids=["within an epoch", "at the end of one"])
 def test_a_run_with_all_steps_trains_no_further(tmp_path, num_prompts):
     whole = new_trainer(tmp_path, max_steps=2, num_prompts=num_prompts)
@@ -212,6 +236,7 @@ def test_a_run_with_all_steps_trains_no_further(tmp_path, num_prompts):
     assert_the_same(whole, second)
 
 
+@pytest.mark.faults
 def test_no_pickle_is_in_a_checkpoint_and_peft_loads_it(tmp_path):
     new_trainer(tmp_path, max_steps=1).train()
     folder = tmp_path / "checkpoint-1"
@@ -229,6 +254,7 @@ def two_steps(tmp_path_factory):
     return folder
 
 
+@pytest.mark.faults
 def test_a_changed_learning_rate_is_used_with_a_warning(tmp_path, two_steps):
     second = new_trainer(tmp_path, max_steps=3, learning_rate=5e-3, save_steps=3)
     with pytest.warns(UserWarning, match=r"learning_rate is 0\.005 from here on, and was 0\.01"):
@@ -239,6 +265,7 @@ def test_a_changed_learning_rate_is_used_with_a_warning(tmp_path, two_steps):
     assert list_steps(tmp_path) == [3]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("asked", "remedy"),
     [
@@ -259,6 +286,7 @@ def test_another_run_is_refused_with_what_differs(tmp_path, two_steps, asked, re
     assert all(torch.equal(before[name], values) for name, values in weights(other).items())
 
 
+@pytest.mark.faults
 def test_another_model_is_refused(tmp_path, two_steps):
     model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128, load_in_4bit=False)
     other = new_trainer(tmp_path, (rk.attach_lora(model, r=4), tokenizer))
@@ -266,11 +294,13 @@ def test_another_model_is_refused(tmp_path, two_steps):
         other.train(resume_from_checkpoint=two_steps)
 
 
+@pytest.mark.faults
 def test_resume_without_a_checkpoint_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="leave resume_from_checkpoint out"):
         new_trainer(tmp_path).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.faults
 def test_best_and_newest_checkpoints_stay(tmp_path):
     def worse_and_worse(completions, trainer_state, **_):
         return [score - trainer_state.global_step for score in lottery(completions)]
@@ -352,6 +382,7 @@ def test_random_states_come_back(tmp_path):
     assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == first
 
 
+@pytest.mark.faults
 def test_a_signal_after_the_last_step_is_heard_too(tmp_path):
     class Late(TrainerCallback):
         def on_train_end(self, *_, **__):
@@ -364,6 +395,7 @@ def test_a_signal_after_the_last_step_is_heard_too(tmp_path):
     assert list_steps(tmp_path) == [1]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_the_folder_is_made_leaves_no_folder(tmp_path, monkeypatch, number):
     """An empty one would be kept, and the next run would get another name."""

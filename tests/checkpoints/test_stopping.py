@@ -117,6 +117,7 @@ def test_a_second_signal_is_raised_at_once(first, second, raised, code):
     assert rest_of(child, 5) == ([f"ended by {raised}"], code)
 
 
+@pytest.mark.long
 @BOTH
 def test_an_echo_of_a_signal_is_no_second_one(number):
     """``timeout`` sends SIGTERM to its child, and then to the group they are both in."""
@@ -138,6 +139,7 @@ def test_what_timeout_sends_is_one_request():
     assert result.stdout.endswith("saved SIGTERM\n"), result
 
 
+@pytest.mark.long
 def test_sigint_that_was_ignored_from_the_start_stays_ignored():
     child = python(STEPS, 0.1, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     child.send_signal(signal.SIGINT)
@@ -195,6 +197,7 @@ with terminate_as_interrupt():
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 5)])
 def test_a_signal_while_loading_cleans_up(number, times, tmp_path):
     child = python(LOADS, tmp_path / "part")
@@ -248,6 +251,7 @@ reward.release()
 UNHARMED = "['{}'] 42  [1.0, 0.0] True"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the code sandbox needs Linux")
 def test_signals_to_everybody_leave_the_scores_of_the_step_alone():
     """Ctrl-C goes to the terminal's group, and a batch system's SIGTERM to every process."""
@@ -307,6 +311,7 @@ def interrupt_once_begun(manager, client, code):
     return "".join(seen), reply["content"]
 
 
+@pytest.mark.long
 def test_the_interrupt_button_of_a_notebook_asks_first():
     manager, client = start_new_kernel(kernel_name="python3", startup_timeout=60)
     try:

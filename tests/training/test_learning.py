@@ -80,6 +80,7 @@ def count_rows(trainer, monkeypatch):
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "with_gradient", "without"),
     [
@@ -105,6 +106,7 @@ def test_only_the_passes_that_are_needed_are_run(
     assert row["signal/groups_without"] == 0.75
 
 
+@pytest.mark.long
 def test_a_batch_without_signal_steps_with_zero_gradient(policy, tmp_path):
     trainer = trainer_for(policy, tmp_path, equal, beta=0.0, max_steps=2)
     trainer.train()
@@ -135,6 +137,7 @@ def test_metrics_are_finite_and_in_the_trls_and_older_names(policy, tmp_path):
     assert 0.5 < row["passes/real_tokens"] <= 1.0
 
 
+@pytest.mark.long
 def test_clipping_is_counted_where_the_policy_has_moved(policy, tmp_path):
     trainer = trainer_for(
         policy, tmp_path, ones, max_steps=2, num_iterations=2, epsilon=1e-4, learning_rate=1e-2
@@ -145,6 +148,7 @@ def test_clipping_is_counted_where_the_policy_has_moved(policy, tmp_path):
     assert again["policy/approxkl_avg"] > 0
 
 
+@pytest.mark.long
 def test_moving_normalisation_remembers_earlier_batches(policy, tmp_path):
     trainer = trainer_for(policy, tmp_path, ones, normalize_reward="moving", max_steps=3)
     trainer.train()
@@ -214,6 +218,7 @@ def test_unscorable_rows_are_in_the_completion_table(policy, tmp_path, capsys):
     assert "some" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_dynamic_sampling_ends_at_its_limit(policy, tmp_path):
     trainer = trainer_for(
         policy, tmp_path, equal, beta=0.0, dynamic_sampling=True, dynamic_sampling_rounds=2
@@ -222,6 +227,7 @@ def test_dynamic_sampling_ends_at_its_limit(policy, tmp_path):
     assert logs(trainer)[0]["signal/groups_drawn_again"] == 8
 
 
+@pytest.mark.long
 def test_too_many_groups_without_signal_stop_the_run(policy, tmp_path):
     trainer = trainer_for(
         policy, tmp_path, equal, beta=0.0, max_no_signal_fraction=0.9, max_steps=30,
@@ -233,6 +239,7 @@ def test_too_many_groups_without_signal_stop_the_run(policy, tmp_path):
     assert "raise trainer.temperature" in trainer.stop_reason
 
 
+@pytest.mark.long
 def test_an_unscorable_batch_is_skipped_when_asked(policy, tmp_path):
     def raises(completions, **_):
         raise ZeroDivisionError("no")
@@ -276,6 +283,7 @@ def test_out_of_memory_only_halves_the_budget(policy, tmp_path, monkeypatch):
     assert float((found - expected).norm() / expected.norm()) < 1e-4
 
 
+@pytest.mark.long
 def test_a_continued_adapter_keeps_a_reference_copy(policy, tmp_path):
     model, tokenizer = policy
     trainer = trainer_for(policy, tmp_path, ones)
@@ -285,6 +293,7 @@ def test_a_continued_adapter_keeps_a_reference_copy(policy, tmp_path):
     assert "ref" in model.peft_config
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "remedy"),
     [({"dynamic_sampling": True}, "random access"), ({"token_level_kl": True}, None)],

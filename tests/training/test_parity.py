@@ -14,6 +14,8 @@ import rloo_kit as rk
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.training.trainer import LeaveOneOutTrainer
 
+LONG = pytest.mark.long
+
 
 def small_model(adapter_std=0.0):
     torch.manual_seed(0)
@@ -91,16 +93,18 @@ def relative(one, other):
     ("steps", "settings", "kit"),
     [
         pytest.param(20, {"beta": 0.05}, {}, id="beta"),
-        pytest.param(20, {"beta": 0.0}, {}, id="no-beta"),
+        pytest.param(20, {"beta": 0.0}, {}, id="no-beta", marks=LONG),
         pytest.param(
-            4, {"beta": 0.05, "num_iterations": 2, "epsilon": 0.002}, {}, id="two-iterations"
+            4, {"beta": 0.05, "num_iterations": 2, "epsilon": 0.002}, {}, id="two-iterations",
+            marks=LONG,
         ),
         pytest.param(
-            4, {"beta": 0.05, "gradient_accumulation_steps": 2}, {}, id="accumulation"
+            4, {"beta": 0.05, "gradient_accumulation_steps": 2}, {}, id="accumulation",
+            marks=LONG,
         ),
         pytest.param(
             4, {"beta": 0.0, "steps_per_generation": 2, "per_device_train_batch_size": 8}, {},
-            id="several-steps-a-batch-no-beta",
+            id="several-steps-a-batch-no-beta", marks=LONG,
         ),
         pytest.param(
             4, {"beta": 0.05, "steps_per_generation": 2, "per_device_train_batch_size": 8}, {},
@@ -108,27 +112,29 @@ def relative(one, other):
         ),
         pytest.param(
             3, {"beta": 0.0, "steps_per_generation": 1, "gradient_accumulation_steps": 2}, {},
-            id="several-batches-a-step",
+            id="several-batches-a-step", marks=LONG,
         ),
         pytest.param(
             3, {"beta": 0.05, "normalize_advantages": True, "reward_clip_range": (0.0, 0.5)}, {},
-            id="normalised-and-clipped",
+            id="normalised-and-clipped", marks=LONG,
         ),
         pytest.param(
             3,
             {"beta": 0.05, "mask_truncated_completions": True, "max_completion_length": 27},
             {},
-            id="masked",
+            id="masked", marks=LONG,
         ),
         pytest.param(
-            3, {"beta": 0.05, "adapter_std": 0.02}, {}, id="continued-adapter"
+            3, {"beta": 0.05, "adapter_std": 0.02}, {}, id="continued-adapter",
+            marks=LONG,
         ),
         pytest.param(
-            3, {"beta": 0.05}, {"tokens_per_micro_batch": 90}, id="groups-over-budget"
+            3, {"beta": 0.05}, {"tokens_per_micro_batch": 90}, id="groups-over-budget",
+            marks=LONG,
         ),
         pytest.param(
             3, {"beta": 0.05, "num_iterations": 3},
-            {"skip_old_pass": False, "skip_no_signal": False}, id="savings-off",
+            {"skip_old_pass": False, "skip_no_signal": False}, id="savings-off", marks=LONG,
         ),
     ],
 )  # fmt: skip
@@ -165,6 +171,7 @@ def test_a_wrong_gradient_would_be_seen(tmp_path, monkeypatch):
     assert relative(stock_gradients[0], gradients[0]) > 0.1
 
 
+@pytest.mark.long
 def test_unsloths_patched_class_trains_as_stock_trl_does(tmp_path):
     """The class that a GPU gets, made here by Unsloth's own patcher; it drops arguments."""
     source = f"""

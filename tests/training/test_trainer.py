@@ -90,6 +90,7 @@ def test_weights_come_with_the_names(policy, tmp_path):
         )
 
 
+@pytest.mark.long
 def test_the_callers_config_is_left_alone_and_serves_twice(policy, tmp_path):
     model, tokenizer = policy
     args = config(tmp_path)
@@ -102,6 +103,7 @@ def test_the_callers_config_is_left_alone_and_serves_twice(policy, tmp_path):
     assert args.reward_weights is None
 
 
+@pytest.mark.long
 def test_a_second_trainer_starts_from_the_very_adapter(policy, tmp_path):
     model, tokenizer = policy
     for parameter in model.parameters():
@@ -134,6 +136,7 @@ def test_missing_parts_are_named():
         rk.LeaveOneOutTrainer(args=None)
 
 
+@pytest.mark.long
 def test_an_older_notebook_trains_with_its_calls_unchanged(tmp_path):
     script = [sys.executable, str(HERE / "scripts" / "seed_notebook.py"), str(TINY_THINKER), "3"]
     done = subprocess.run(
