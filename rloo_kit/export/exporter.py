@@ -107,14 +107,7 @@ def export_model(  # noqa: PLR0913
             nothing of it is left.
     """
     say = redacting(say)
-    if to not in KINDS:
-        raise ConfigError(f"a model is exported to {', '.join(KINDS)}, not to {format_value(to)}")
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype is {format_value(dtype)}, must be one of {', '.join(DTYPES)}")
-    if to == "hub" and (repo is None or not is_hub_name(repo)):
-        raise ConfigError(
-            f"the name on the hub is {format_value(repo)}: give one as OWNER/NAME, with --repo"
-        )
+    _check_arguments(to, dtype, repo, num_prompts)
     trained = find_trained(run)
     setup(trained.model.backend)
     if to == "hub":
@@ -124,8 +117,6 @@ def export_model(  # noqa: PLR0913
             f"{format_value(str(run))} is no trained model: give the folder of a run or of an "
             "adapter"
         )
-    if num_prompts < 1:
-        raise ConfigError(f"{num_prompts} prompts compare nothing: give 1 or more, or --no-check")
     command = find_converter(converter) if to in ("gguf", "ollama") else []
     goal = free_folder(output or trained.adapter.parent / f"export-{to}")
     export = _Export(trained, trained.adapter, to, base, num_prompts if check else 0, say)
@@ -138,6 +129,19 @@ def export_model(  # noqa: PLR0913
             done = export.gguf(folder, dtype, command)
     say(f"{to} written to {goal}")
     return replace(done, folder=goal)
+
+
+def _check_arguments(to: str, dtype: str, repo: str | None, num_prompts: int) -> None:
+    if to not in KINDS:
+        raise ConfigError(f"a model is exported to {', '.join(KINDS)}, not to {format_value(to)}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {format_value(dtype)}, must be one of {', '.join(DTYPES)}")
+    if to == "hub" and (repo is None or not is_hub_name(repo)):
+        raise ConfigError(
+            f"the name on the hub is {format_value(repo)}: give one as OWNER/NAME, with --repo"
+        )
+    if num_prompts < 1:
+        raise ConfigError(f"{num_prompts} prompts compare nothing: give 1 or more, or --no-check")
 
 
 @contextlib.contextmanager

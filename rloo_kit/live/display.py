@@ -28,6 +28,7 @@ def live_progress(stream: TextIO | None = None) -> LiveView:
     choice = os.environ.get(VARIABLE) or "auto"
     if choice not in CHOICES:
         raise ConfigError(f"{VARIABLE} is {choice!r}, must be one of {', '.join(CHOICES)}")
+    # A given stream is written to, even in a notebook.
     in_notebook = stream is None and _in_notebook()
     if choice == "notebook" and not in_notebook:
         raise ConfigError(

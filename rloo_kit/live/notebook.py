@@ -47,6 +47,7 @@ class NotebookFigure(LiveView):
 
     def _show_step(self) -> None:
         now = time.monotonic()
+        # The next drawing is expected to cost as much as the last one.
         affordable = self._spent + self._cost <= DRAWING_SHARE * (now - self._started)
         if len(self.progress.steps) == 1 or (affordable and now - self._updated >= REFRESH_SECONDS):
             self._update()

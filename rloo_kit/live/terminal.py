@@ -51,6 +51,7 @@ class TerminalPanel(LiveView):
         columns, lines = size_of(self.stream)
         console = Console(file=self.stream, force_terminal=True, width=columns, height=lines)
         self._height = 0
+        # rich redirects print() and stderr above the panel, unless they go to a file.
         self._live = Live(
             self._panel(),
             console=console,
@@ -109,7 +110,7 @@ def _panel_lines(progress: Progress, width: int, most: int) -> list[Any]:
     rows = {"best": ranked[-1], "worst": ranked[0]}
     if ranked[0]["score"] == ranked[-1]["score"]:
         rows = {"all": ranked[-1]}
-    room = (most - len(lines)) // len(rows)
+    room = (most - len(lines)) // len(rows)  # lines for each completion
     return lines + [
         line for name, row in rows.items() for line in _completion_lines(name, row, width, room)
     ]
@@ -216,6 +217,7 @@ def _completion_lines(name: str, row: dict[str, Any], width: int, most: int) -> 
         texts = _wrapped(_flat(thought, limit), width - NAME_WIDTH, lines)
         names = _named("  thought", len(texts))
         rows += [(part, text, "italic dim") for part, text in zip(names, texts, strict=True)]
+    # Without a closed thought nobody knows which part is the answer.
     cut_off = "(cut off) " if row.get("truncated") else ""
     rows.append(
         ("  answer" if thought else "  text", cut_off + (_flat(answer, limit) or "none"), "")

@@ -65,6 +65,7 @@ class Progress:
     def add(self, step: int, total: int, logs: dict[str, Any], now: float) -> None:
         """Add the metrics of a step that sampled."""
         seconds = max(1e-9, now - self._last)
+        # After a resume, or with several passes over a batch, steps between were not logged.
         self._paces.append(seconds / max(1, step - self.step))
         tokens = finite_number(logs.get("num_tokens")) or self._tokens
         self.tokens_per_second = (tokens - self._tokens) / seconds
@@ -74,6 +75,7 @@ class Progress:
         for name, metrics in METRICS.items():
             self.series[name].append(next(iter(finite_numbers(map(logs.get, metrics))), None))
         for name in _reward_names(logs):
+            # A reward may first appear late: the steps before it are gaps.
             self.rewards.setdefault(name, [None] * (len(self.steps) - 1))
         for name, values in self.rewards.items():
             values.append(finite_number(logs.get(f"rewards/{name}/mean")))
@@ -127,6 +129,7 @@ def finding_line(finding: Finding) -> str:
 
 def trend(values: Sequence[float | None]) -> str:
     """Return how the last steps move: ``up 0.12``, ``down 0.03``, ``steady``, "" of a few."""
+    # Gaps are common (a step without a score), so more steps are read than are compared.
     known = finite_numbers(values[-2 * TREND_STEPS :])[-TREND_STEPS:]
     if len(known) < 4:
         return ""
@@ -145,7 +148,7 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
         return ""
     low, high = min(known), max(known)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    base = 0 if scale else len(BLOCKS) // 2
+    base = 0 if scale else len(BLOCKS) // 2  # a constant series is a line at half height
     return "".join(" " if v is None else BLOCKS[base + round((v - low) * scale)] for v in points)
 
 

@@ -108,6 +108,7 @@ def _number(value: object, digits: int, sign: str = "") -> str:
 
 
 def _finding(finding: Finding, record: RunRecord) -> dict[str, Any]:
+    # Several settings are one text, "a.b=1, a.c=2"; a value may hold a comma too.
     settings = re.split(r", (?=[\w.]+=)", finding.setting) if finding.setting else []
     command = " ".join([_command(record), *(f"--set {shlex.quote(one)}" for one in settings)])
     return {**finding.as_dict(), "settings": settings, "command": command if settings else ""}
@@ -116,6 +117,7 @@ def _finding(finding: Finding, record: RunRecord) -> dict[str, Any]:
 def _end(record: RunRecord) -> dict[str, Any]:
     """Return how the run ended, and when; without end.json from its other files."""
     steps = rows_of(record).steps
+    # A run that was killed has no end.json; its rows still have times.
     times = [time for row in record.metrics if (time := finite_number(row.get("time")))]
     end = record.end
     evaluated = "after" in (record.evaluation or {})
@@ -234,6 +236,7 @@ def _judged(record: RunRecord) -> list[str]:
     for one in _dicts(_read(record, "judge.json").get("judged"))[-MAX_ROWS:]:
         found = _numbers(one.get("found"))
         known = (found.get(name) for name in ("mean", "low", "high"))
+        # Stored as the difference from an even match.
         rate, low, high = (None if x is None else 100 * (x + 0.5) for x in known)
         words = (("wins", "won"), ("ties", "tied"), ("losses", "lost"))
         counts = ", ".join(f"{_number(one.get(name), 0)} {word}" for name, word in words)
@@ -252,7 +255,7 @@ def _samples(record: RunRecord, budget: int) -> dict[str, Any]:
     """Return held-out prompts with both completions, those whose rewards changed most first."""
     found = record.evaluation or {}
     before, after = (_dicts(_dict(found.get(name)).get("samples")) for name in ("before", "after"))
-    if len(before) != len(after):
+    if len(before) != len(after):  # the run still trains, or scored other prompts
         after = [{}] * len(before)
     pairs = sorted(zip(before, after, strict=True), key=lambda pair: -abs(_change(*pair)))
     kept = []

@@ -96,7 +96,7 @@ def rows_of(record: RunRecord) -> Rows:
     for row in record.metrics:
         if "train_runtime" in row:
             continue
-        given = finite_number(row.get("step"))
+        given = finite_number(row.get("step"))  # TRL's own log has none
         step = step + 1 if given is None else int(given)
         found.setdefault(step, {}).update(row)
     steps = sorted(found)
@@ -174,6 +174,7 @@ def curves_of(record: RunRecord, charts: Sequence[Chart], share: int = 1) -> dic
         steps, ``lo`` and ``hi``; ``more``, by name, the metrics that no chart shows.
     """
     run = rows_of(record)
+    # Steps for each point, rounded up.
     width = max(1, -(-len(run.steps) * share // MAX_POINTS))
     cuts = [slice(at, at + width) for at in range(0, len(run.steps), width)]
     others = _other_metrics(run, charts)[: max(1, MAX_OTHER_METRICS // share)]

@@ -71,6 +71,7 @@ def _index(rows: Iterable[tuple[int, dict[str, Any] | None]]) -> list[GroupPlace
         if row is not None and key is not None:
             if current is None or key != (current.step, current.group):
                 current = found[key] = GroupPlace(*key, start=at)
+            # The rows of a group follow each other: they are written with their batch.
             current.num_rows += 1
             current.size = at + size - current.start
             current.extreme = max(current.extreme, abs(finite_number(row.get("advantage")) or 0.0))
@@ -110,6 +111,7 @@ def by_interest(places: Sequence[GroupPlace]) -> Iterator[GroupPlace]:
 
 def _spread_evenly(num: int) -> list[int]:
     """Return 0 to num - 1 in an order of which every beginning is spread evenly."""
+    # Bit-reversed counting (the van der Corput sequence).
     bits = max(1, (num - 1).bit_length())
     mirrored = (int(f"{n:0{bits}b}"[::-1], 2) for n in range(1 << bits))
     return [n for n in mirrored if n < num]
@@ -165,7 +167,7 @@ def _choose(
             continue
         group = _group(place, rows, budget)
         size = len(page_json(group).encode())
-        if size > budget:
+        if size > budget:  # a smaller group may still fit
             num_refused += 1
         else:
             budget -= size

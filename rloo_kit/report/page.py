@@ -54,7 +54,7 @@ def write_report(
     given = [folders] if isinstance(folders, str | Path) else list(folders)
     target = _target([Path(folder) for folder in given], path)
     records = [read_run(folder) for folder in given]
-    page = report_html(records).encode("utf-8", "replace")
+    page = report_html(records).encode("utf-8", "replace")  # a name may hold a lone surrogate
     try:
         write_atomically(target, page)
     except OSError as exc:
