@@ -99,7 +99,7 @@ def spoil_each(one, faults):
 
 @pytest.mark.fault(
     "no checkpoint is whole",
-    "each is named with its fault, and the run begins anew",
+    "each is named with its fault, and the run starts from the beginning",
 )
 def test_no_whole_checkpoint(copy, seen):
     for folder in copy.run.glob("checkpoint-*"):
@@ -192,7 +192,7 @@ def test_other_weights_of_the_same_name(tmp_path, seen):
 
 @pytest.mark.fault(
     "the end of metrics.jsonl and completions.jsonl is lost in a power cut, or all of it",
-    "the run goes on; what is left of them, and what comes, are whole lines",
+    "the run continues; what is left of them, and what comes, are whole lines",
 )
 def test_a_lost_record(killed, tmp_path, seen):
     def cut(file):

@@ -43,7 +43,7 @@ def test_a_cut_prompt_file(tmp_path, seen):
 
 @pytest.mark.fault(
     "the prompt file is cut or removed while the run trains",
-    "the run goes on with what it has read; a resume is refused until the file is back",
+    "the run continues with what it has read; a resume is refused until the file is back",
 )
 def test_a_prompt_file_changes_during_the_run(on_file, seen):
     one, prompts = on_file

@@ -60,7 +60,7 @@ def rescued(life, tmp_path, step):
 @pytest.mark.fault(
     "the disk is full when a checkpoint is due",
     "it goes to `rescue_dir` and the run stops; earlier checkpoints stay whole; from the rescued "
-    "one the run goes on",
+    "one the run continues",
 )
 def test_a_full_disk_for_a_checkpoint(small_disk, tmp_path, reference, seen):
     settings = {"trainer.rescue_dir": str(tmp_path / "rescue"), "trainer.save_steps": 1}

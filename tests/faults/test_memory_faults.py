@@ -88,7 +88,7 @@ PLACES = {
 
 @pytest.mark.fault(
     "memory runs out in generation, in the log-prob pass, in forward, in backward",
-    "fewer completions are run at a time until they fit, and the run goes on",
+    "fewer completions are run at a time until they fit, and the run continues",
 )
 def test_memory_runs_out(tmp_path, reference, seen):
     wanted = metrics(reference)
@@ -143,7 +143,7 @@ def spoiled(model, args, kwargs, *, times):
 
 @pytest.mark.fault(
     "the gradients of a step are NaN",
-    "the step is skipped and counted, no weight moves, the run goes on",
+    "the step is skipped and counted, no weight moves, the run continues",
 )
 def test_one_step_without_numbers(trial, seen):
     from safetensors.torch import load_file

@@ -22,7 +22,7 @@ def test_a_reward_raises(trial, seen):
 
 @pytest.mark.fault(
     "a reward raises, `on_reward_error: skip`",
-    "what it cannot score counts as unscorable, and the run goes on",
+    "what it cannot score counts as unscorable, and the run continues",
 )
 def test_a_reward_raises_and_is_skipped(trial, seen):
     life = trial.begin("--set", "trainer.on_reward_error=skip", FAULT="raises")
@@ -73,7 +73,7 @@ def test_a_reward_returns_rubbish(trial, seen):
 
 @pytest.mark.fault(
     "a reward eats the memory",
-    "the system's refusal is told as the reward's; the last finished step is saved",
+    "the system's refusal is reported as the reward's; the last finished step is saved",
 )
 def test_a_reward_leaks_memory(trial, seen):
     def limit():

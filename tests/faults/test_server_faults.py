@@ -60,7 +60,7 @@ def test_the_judge_dies(judge, tmp_path, seen):
 
 @pytest.mark.fault(
     "the judge's server is away for a second",
-    "its requests are tried again, and the run goes on",
+    "its requests are tried again, and the run continues",
 )
 def test_the_judge_comes_back(judge, tmp_path, seen):
     settings = judged_by(judge, max_retries=30, backoff_seconds=0.1)

@@ -91,7 +91,7 @@ def test_the_terminal_goes_away(seen, tmp_path, reference):
 
 @pytest.mark.fault(
     "the machine sleeps in the middle of a step",
-    "the run goes on when it wakes up",
+    "the run continues when it wakes up",
 )
 def test_the_machine_sleeps(trial, seen):
     life = begun(trial)
