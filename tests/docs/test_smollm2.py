@@ -31,7 +31,7 @@ def posts():
     return [json.loads(line) for line in (EXAMPLES / "posts.jsonl").read_text().splitlines()]
 
 
-def test_the_file_is_what_the_script_makes(posts, tmp_path, capsys):
+def test_file_is_what_the_script_makes(posts, tmp_path, capsys):
     assert make_posts.main(["--out", str(tmp_path / "posts.jsonl")]) == 0
     assert "336 posts" in capsys.readouterr().out
     assert (tmp_path / "posts.jsonl").read_bytes() == (EXAMPLES / "posts.jsonl").read_bytes()
@@ -84,7 +84,8 @@ def test_the_judge_is_not_paid_and_no_reward_reads_the_reference(posts):
     assert "rouge" not in [reward.name for reward in paid]
 
 
-def test_the_run_trains_and_is_judged(tmp_path, monkeypatch, capsys):
+@pytest.mark.long
+def test_run_trains_and_is_judged(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     few = {
         "model.name": "tiny-thinker", "model.max_seq_length": 512, "trainer.max_steps": 1,
