@@ -8,23 +8,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rloo_kit.errors import KitError, ModelError
 from rloo_kit.machine.pickles import CLASSIFIER, no_safetensors, why_not_opened
+from rloo_kit.text.wording import first_line
 from rloo_kit.types import Completion
 
 from ._text import THINK_CLOSE, THINK_OPEN, completion_text, content_text, text_after_thought
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 EMBEDDED = "tiny-thinker"
 """Name of the model that is part of the kit; it can be the base of an adapter."""
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 FACTS = "reward_model.json"
-"""File that ``rloo-kit reward-model train`` leaves in the folder: the base, and what was read."""
+"""File of ``rloo-kit reward-model train``: the base, and how texts are read."""
 CALIBRATION = "calibration.json"
 """File with the mean and the standard deviation of the model's scores."""
 HEADS = ("score", "classifier", "v_head", "lm_head", ".*pooler.*")
@@ -35,13 +33,13 @@ FINGERPRINT_BYTES = 65536
 
 @dataclass(frozen=True)
 class Source:
-    """What the name of a reward model stands for, before anything is loaded."""
+    """A reward model that was found, before anything is loaded."""
 
     name: str
     folder: Path | None = None
-    """Where its files lie; None: a whole model on the hub."""
+    """None: a whole model on the hub."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What its training left in ``reward_model.json``."""
+    """The content of ``reward_model.json``."""
 
     @property
     def is_adapter(self) -> bool:
@@ -80,11 +78,11 @@ def find_source(name: str) -> Source:
 def find_base(source: Source, base: str | None = None) -> str:
     """Return the folder or hub name of the model that an adapter was trained on.
 
-    Tried in this order: ``base``, the place relative to the adapter's folder that its training
-    noted, the name as it was given then. The embedded model is found by its name.
+    ``base`` if given, else the folder relative to the adapter's that its training wrote down, else
+    the name as it was given then.
 
     Raises:
-        ModelError: It is a folder that is not here, or another model than the one trained on.
+        ModelError: The folder is missing, or holds another model than the one trained on.
     """
     config = read_json(Path(source.place) / ADAPTER_CONFIG)
     given = base or source.facts.get("base") or config.get("base_model_name_or_path") or ""
@@ -145,7 +143,7 @@ def _looks_like_path(name: str) -> bool:
 def _adapter_on_hub(name: str) -> Path | None:
     """Return the downloaded folder of a hub name that is an adapter; None of a whole model."""
     from huggingface_hub import snapshot_download
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     def has(file: str) -> bool:
         try:
@@ -168,7 +166,7 @@ def load_classifier(
     device: str = "cpu",
     base: str | None = None,
     tokenizer: Any = None,
-) -> "tuple[Any, PreTrainedTokenizerBase]":
+) -> tuple[Any, Any]:
     """Return the model in evaluation mode, and its tokenizer, ready to pad and to cut.
 
     Weights come from safetensors files alone, and no code of the model's own is run.
@@ -176,27 +174,17 @@ def load_classifier(
     Args:
         source: As ``find_source`` returned it.
         load_in_4bit: NF4 by bitsandbytes, the head left as it is.
-        device: 4-bit weights are loaded onto it; others are left in the machine's memory.
-        base: Of an adapter, in the place of the one it was trained on.
-        tokenizer: Or its folder or hub name; None: the model's own. It is left as it is.
+        device: 4-bit weights are loaded onto it; others are left in main memory.
+        base: Of an adapter, instead of the one it was trained on.
+        tokenizer: Or its folder or hub name; None: the model's own. It is not changed.
 
     Raises:
         ModelError: It cannot be loaded, has no trained score weights, is held in a pickle, or needs
             code of its own.
     """
-    try:
-        with calm(local=source.folder is not None):
-            model, missing = _load_model(source, load_in_4bit, device, base)
-            tokenizer = _load_tokenizer(source, base, tokenizer)
-    except KitError:
-        raise
-    except Exception as exc:  # what is raised differs by library and version
-        if why := why_refused(source.place, exc):
-            raise ModelError(f"reward model {source.name!r} cannot be loaded: it {why}") from exc
-        reason = (str(exc).strip() or type(exc).__name__).splitlines()[0][:200]
-        raise ModelError(
-            f"reward model {source.name!r} cannot be loaded ({reason}); {WHAT_TO_GIVE} while online"
-        ) from exc
+    with loading(f"reward model {source.name!r}", source.place):
+        model, missing = _load_model(source, load_in_4bit, device, base)
+        tokenizer = _load_tokenizer(source, base, tokenizer)
     if missing:
         raise ModelError(
             f"reward model {source.name!r} has no trained weights for "
@@ -207,16 +195,42 @@ def load_classifier(
     return model, tokenizer
 
 
-def why_refused(place: str, exc: Exception) -> str | None:
-    """Return what transformers was not allowed to do with a model, with the remedy; else None."""
-    if "trust_remote_code" in str(exc):
-        return (
-            "needs code of its own, which is never run for a reward: give a model of an "
-            "architecture that transformers has"
-        )
-    if "use_safetensors=True" in str(exc):
-        return no_safetensors(place, load_with=CLASSIFIER)
-    return None
+@contextlib.contextmanager
+def loading(what: str, place: str) -> Iterator[None]:
+    """Hide transformers' loading reports (a base lacks the head), and raise one kind of error.
+
+    Args:
+        what: What is loaded, for the message.
+        place: Its folder or hub name.
+
+    Raises:
+        ModelError: Whatever a library raised in the block.
+    """
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if Path(place).is_dir():
+        logging.disable_progress_bar()
+    try:
+        yield
+    except KitError:
+        raise
+    except Exception as exc:  # what is raised differs by library, version and network
+        if "trust_remote_code" in str(exc):
+            fault = (
+                "it needs code of its own, which is never run for a reward: give a model of an "
+                "architecture that transformers has"
+            )
+        elif "use_safetensors=True" in str(exc):
+            fault = f"it {no_safetensors(place, load_with=CLASSIFIER)}"
+        else:
+            fault = f"{first_line(exc)}: {WHAT_TO_GIVE} while online"
+        raise ModelError(f"{what} cannot be loaded: {fault}") from exc
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _load_model(
@@ -307,7 +321,7 @@ def _adapter_keys(source: Source) -> set[str]:
         return {key.removeprefix("base_model.model.") for key in file.keys()}  # noqa: SIM118
 
 
-def _load_tokenizer(source: Source, base: str | None, given: Any) -> "PreTrainedTokenizerBase":
+def _load_tokenizer(source: Source, base: str | None, given: Any) -> Any:
     from transformers import AutoTokenizer
 
     if given is not None and not isinstance(given, str):
@@ -319,7 +333,7 @@ def _load_tokenizer(source: Source, base: str | None, given: Any) -> "PreTrained
     return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
 
 
-def set_up_tokenizer(model: Any, tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
+def set_up_tokenizer(model: Any, tokenizer: Any, name: str) -> None:
     """Give the pair a pad token, right padding, and one limit, cut from the left.
 
     Raises:
@@ -340,28 +354,11 @@ def set_up_tokenizer(model: Any, tokenizer: "PreTrainedTokenizerBase", name: str
     tokenizer.padding_side = "right"
 
 
-@contextlib.contextmanager
-def calm(*, local: bool) -> Iterator[None]:
-    """Keep loading reports off the screen (a base lacks the head), and bars of local files."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    if local:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
 # --- reading and scoring -------------------------------------------------------------------------
 
 
 def token_ids(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Any,
     prompt: Completion,
     completion: Completion,
     *,
@@ -369,7 +366,7 @@ def token_ids(
     max_length: int | None = None,
     completion_ids: list[int] | None = None,
 ) -> list[int]:
-    """Return the ids of prompt and completion as a reward model reads them, cut from the left.
+    """Return the ids of prompt and completion as a reward model reads them, in training as later.
 
     Args:
         tokenizer: The reward model's own, set up by ``set_up_tokenizer``.
@@ -388,13 +385,13 @@ def token_ids(
     answer = completion_text(completion)
     if not keep_thought and (THINK_OPEN in answer or THINK_CLOSE in answer):
         answer = text_after_thought(answer).lstrip("\n")  # as chat templates cut it
-    has_template = isinstance(prompt, list) and bool(tokenizer.chat_template)
-    if has_template:
-        text = _rendered(tokenizer, prompt, answer, keep_thought=keep_thought)
-    elif isinstance(prompt, list):
-        text = "\n".join([*(content_text(turn.get("content")) for turn in prompt), answer])
-    else:
+    has_template = not isinstance(prompt, str) and bool(tokenizer.chat_template)
+    if isinstance(prompt, str):
         text = prompt + answer
+    elif has_template:
+        text = _rendered(tokenizer, prompt, answer, keep_thought=keep_thought)
+    else:
+        text = "\n".join([*(content_text(turn.get("content")) for turn in prompt), answer])
     text = text.encode("utf-8", "replace").decode("utf-8")  # a tokenizer refuses lone surrogates
     # A template writes the special tokens itself.
     ids = tokenizer.encode(
@@ -405,7 +402,7 @@ def token_ids(
 
 
 def _own_ids(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Any,
     prompt: Completion,
     completion: Completion,
     completion_ids: list[int],
@@ -414,9 +411,8 @@ def _own_ids(
     read = tokenizer.decode(completion_ids, skip_special_tokens=True)
     if read != completion_text(completion):
         raise ModelError(
-            f"policy_tokens is set, and the reward model's tokenizer is not the policy's, since it "
-            f"reads {read[:80]!r} in the tokens of {completion_text(completion)[:80]!r}: set "
-            f"policy_tokens to false"
+            f"policy_tokens is set, but the reward model's tokenizer is not the policy's: it reads "
+            f"{read[:80]!r} for {completion_text(completion)[:80]!r}; set policy_tokens to false"
         )
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt)
@@ -427,9 +423,7 @@ def _own_ids(
     return [*ids, *completion_ids][-(max_length or tokenizer.model_max_length) :]
 
 
-def _rendered(
-    tokenizer: "PreTrainedTokenizerBase", prompt: list[Any], answer: str, *, keep_thought: bool
-) -> str:
+def _rendered(tokenizer: Any, prompt: list[Any], answer: str, *, keep_thought: bool) -> str:
     """Return the conversation as the tokenizer's chat template writes it.
 
     Many templates cut thoughts out. Where one does and the thought is to be read, the answer
@@ -444,7 +438,7 @@ def _rendered(
     return opened + answer + (tokenizer.eos_token or "")
 
 
-def _drops_thoughts(tokenizer: "PreTrainedTokenizerBase") -> bool:
+def _drops_thoughts(tokenizer: Any) -> bool:
     """Return whether the chat template cuts the thought out of the last answer."""
     thought = "a thought to look for"
     turn = [

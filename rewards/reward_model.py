@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from rloo_kit.errors import ModelError
 from rloo_kit.types import Completion, Score
@@ -22,9 +22,6 @@ from ._classifier import (
     token_ids,
 )
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 TOKENS_PER_BATCH = 8192
 CACHE_SIZE = 4096
 
@@ -33,15 +30,13 @@ CACHE_SIZE = 4096
 class RewardModel:
     """Reward what a trained model prefers: the one logit of a sequence classifier.
 
-    Range: any finite number, higher is better; the scale is the model's own. Where the folder
-    holds a ``calibration.json``, a score counts standard deviations from the mean given there:
-    (logit - mean) / std. Never None. The model and its own tokenizer are loaded at the first call
+    Range: any finite number, higher is better, never None; the scale is the model's own, or with a
+    ``calibration.json`` in its folder (logit - mean) / std. The model is loaded at the first call
     and dropped by ``release``; a pickle holds the parameters only. Conversational prompts go
     through the model's own chat template; plain ones are put before the completion as they are.
 
-    A folder is a whole model, or a PEFT adapter with its score head (as ``rloo-kit reward-model
-    train`` writes it), which is attached to its base. Weights are read from safetensors files
-    alone, and no code that comes with a model is run.
+    A folder is a whole model, or a PEFT adapter with its score head, as ``rloo-kit reward-model
+    train`` writes it. Only safetensors are read, and no code that comes with a model is run.
 
     >>> reward = RewardModel("models/my-reward-model", tokens_per_batch=4096, clip=(-3, 3))
     >>> reward.__name__, reward.is_loaded, reward.clip
@@ -204,7 +199,7 @@ class RewardModel:
             base=self.base,
             tokenizer=self.tokenizer,
         )
-        keep = self.keep_thought
+        keep = facts.get("keep_thought") if self.keep_thought is None else self.keep_thought
         offload = device != "cpu" and self.offload is not False
         model.to("cpu" if offload else device)
         return _Loaded(
@@ -212,7 +207,7 @@ class RewardModel:
             tokenizer,
             device=device,
             offload=offload,
-            keep_thought=bool(facts.get("keep_thought")) if keep is None else keep,
+            keep_thought=bool(keep),
             max_length=self.max_length or facts.get("max_length"),
             mean=mean,
             std=std,
@@ -241,7 +236,7 @@ class _Loaded:
     """A model in memory, and how it is used."""
 
     model: Any
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: Any
     device: str
     offload: bool
     keep_thought: bool
@@ -265,29 +260,29 @@ class _Loaded:
             torch.accelerator.empty_cache()
 
 
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def _as_bounds(clip: Any) -> tuple[float, float]:
     """Return (low, high).
 
     Raises:
         ValueError: They are not two finite numbers in order.
     """
-    hint = "give the lowest and the highest score, such as [-3, 3]"
-    if not isinstance(clip, list | tuple) or len(clip) != 2:
-        raise ValueError(f"clip is {clip!r}; {hint}")
-    low, high = clip
-    numbers = all(isinstance(n, int | float) and math.isfinite(n) for n in (low, high))
-    if not numbers or low >= high:
-        raise ValueError(f"clip is {clip!r}; {hint}")
-    return low, high
+    if isinstance(clip, list | tuple) and len(clip) == 2 and all(map(_is_finite, clip)):
+        low, high = clip
+        if low < high:
+            return low, high
+    raise ValueError(f"clip is {clip!r}; give the lowest and the highest score, such as [-3, 3]")
 
 
 def _read_mean_and_std(path: Path) -> tuple[float, float]:
     content = read_json(path)
-    mean, std = content.get("mean"), content.get("std")
-    numbers = all(isinstance(n, int | float) and math.isfinite(n) for n in (mean, std))
-    if not numbers or std <= 0:
+    mean, std = (content.get(name) for name in ("mean", "std"))
+    if not _is_finite(mean) or not _is_finite(std) or float(std or 0) <= 0:
         raise ModelError(
             f"the calibration {str(path)!r} has mean {mean!r} and std {std!r}; give a number for "
             "mean and one above 0 for std"
         )
-    return float(mean), float(std)
+    return float(mean or 0), float(std or 0)

@@ -1,4 +1,6 @@
-"""What a run's record says: read it back, apply rules, watch a run, check the machine.
+"""Diagnosis: read a run's record back, find what went wrong, watch a run, check the machine.
 
-Reads files; never touches the trainer.
+Public names: ``rk.diagnose`` (run_rules); ``read_run`` (record); ``RunWatch`` (watch); ``examine``
+(machine). ``rules`` is the registry of kinds of findings, which reward_lab uses for rewards, too.
+Reads files and rows; must not know the trainer, the report or the live view.
 """

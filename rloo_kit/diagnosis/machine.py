@@ -1,4 +1,4 @@
-"""``rloo-kit doctor``: what this machine can run, against the tested set, and how to mend it."""
+"""Check of the machine for ``rloo-kit doctor``: versions, device, backends, what to install."""
 
 import importlib
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rloo_kit.errors import KitError
 from rloo_kit.machine.environment import Environment, setup
 from rloo_kit.machine.hardware import GIB, TESTED, installed_version, why_not_vllm
+from rloo_kit.text.wording import first_line
 
 OPTIONAL = ("unsloth", "unsloth_zoo", "vllm")
 NEEDED = tuple(name for name in TESTED if name not in OPTIONAL)
@@ -13,7 +14,7 @@ NEEDED = tuple(name for name in TESTED if name not in OPTIONAL)
 
 @dataclass(frozen=True)
 class Examination:
-    """The doctor's findings as lines of text."""
+    """What was found, as lines of text."""
 
     lines: list[str]
     can_train: bool
@@ -21,7 +22,9 @@ class Examination:
 
 def examine() -> Examination:
     """Look at versions, device and backends; import what training would import."""
-    lines, missing = _versions()
+    versions = {name: installed_version(name) for name in TESTED}
+    lines = [_version_line(name, found) for name, found in versions.items()]
+    missing = [f"{name}=={TESTED[name]}" for name in NEEDED if versions[name] is None]
     if missing:
         lines.append(f"training cannot start: pip install {' '.join(missing)}")
         return Examination(lines, can_train=False)
@@ -33,29 +36,26 @@ def examine() -> Examination:
         return Examination([*lines, f"training cannot start: {exc}"], can_train=False)
     except Exception as exc:  # whatever a broken installation raises
         lines.append(
-            f"training cannot start: {type(exc).__name__}: {str(exc).splitlines()[0][:200]}; "
-            f"install the tested set: pip install {' '.join(f'{n}=={TESTED[n]}' for n in NEEDED)}"
+            f"training cannot start: {type(exc).__name__}: {first_line(exc)}; install the tested "
+            f"set: pip install {' '.join(f'{name}=={TESTED[name]}' for name in NEEDED)}"
         )
         return Examination(lines, can_train=False)
-    return Examination([*_machine(environment), *lines, *_backends(environment)], can_train=True)
+    backends = {
+        "unsloth": environment.why_not_unsloth,
+        "transformers": None,
+        "vllm": why_not_vllm(),
+    }
+    lines = [*_machine(environment), "versions:", *lines, "backends:"]
+    lines += [f"  {name:<13} {reason or 'starts'}" for name, reason in backends.items()]
+    return Examination(lines, can_train=True)
 
 
-def _versions() -> tuple[list[str], list[str]]:
-    """Return a line per package and the pins that are missing and needed."""
-    lines, missing = [], []
-    for name, tested in TESTED.items():
-        found = installed_version(name)
-        if found is None:
-            lines.append(f"  {name:<13} not installed" + ("" if name in NEEDED else " (optional)"))
-            if name in NEEDED:
-                missing.append(f"{name}=={tested}")
-        elif found.split("+")[0] == tested:
-            lines.append(f"  {name:<13} {found}")
-        else:
-            lines.append(
-                f"  {name:<13} {found}, tested with {tested}: pip install {name}=={tested}"
-            )
-    return lines, missing
+def _version_line(name: str, found: str | None) -> str:
+    tested, line = TESTED[name], f"  {name:<13} {found or 'not installed'}"
+    if found is None:
+        return line if name in NEEDED else f"{line} (optional)"
+    is_tested = found.split("+")[0] == tested
+    return line if is_tested else f"{line}, tested with {tested}: pip install {name}=={tested}"
 
 
 def _machine(environment: Environment) -> list[str]:
@@ -67,23 +67,8 @@ def _machine(environment: Environment) -> list[str]:
         f".env: {environment.dotenv or 'none'}",
     ]
     if hardware.num_devices > 1:
-        lines.append(
-            f"{hardware.num_devices} devices: set CUDA_VISIBLE_DEVICES=0 in .env to use one"
-        )
-    lines += [
+        lines.append(f"{hardware.num_devices} devices: set CUDA_VISIBLE_DEVICES=0 in .env for one")
+    return lines + [
         f"{name} is installed but cannot be imported and is hidden ({reason}): pip uninstall {name}"
         for name, reason in environment.hidden.items()
-    ]
-    return [*lines, "versions:"]
-
-
-def _backends(environment: Environment) -> list[str]:
-    reasons = {
-        "unsloth": environment.why_not_unsloth,
-        "transformers": None,
-        "vllm": why_not_vllm(),
-    }
-    return [
-        "backends:",
-        *(f"  {name:<13} {'starts' if why is None else why}" for name, why in reasons.items()),
     ]

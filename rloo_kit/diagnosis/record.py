@@ -1,4 +1,4 @@
-"""What a run left in its folder, read back; and what its rows amount to."""
+"""Record of a run: its folder read back, and statistics over its steps and completions."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import correlation, fmean, stdev
 from typing import Any
 
 from rloo_kit.config.run_file import RunConfig, read_run_file
@@ -17,13 +17,13 @@ from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.errors import ConfigError, DataError
 
 KEPT_ROWS = 4000
-"""Completions that are read from the beginning of a large file, and as many from its end."""
+"""Completions read from each end of a large file."""
 KEPT_SIZE = 1 << 25
-"""Bytes of them that are read of each end (characters, while a run goes)."""
+"""Bytes of completions read from each end of a large file."""
 WINDOW = 20
-"""Steps, at most, that count as the beginning of a run and as its end; a quarter of a short one."""
-SURE = 3.0
-"""Standard errors from which a change is none of chance."""
+"""Most steps that count as the beginning, or the end, of a run; a quarter of a short run."""
+SIGNIFICANT = 3.0
+"""Standard errors from which a change is not chance."""
 
 
 # --- the folder ----------------------------------------------------------------------------------
@@ -34,65 +34,57 @@ class RunRecord:
     """What a run left in its folder."""
 
     metrics: list[dict[str, Any]]
-    """A row a step, as in metrics.jsonl."""
+    """One row per step, as in metrics.jsonl."""
     completions: list[dict[str, Any]] = field(default_factory=list)
-    """A row a completion; of a large file the first and the last ones (``BothEnds``)."""
+    """One row per completion; of a large file the first and the last ones (``BothEnds``)."""
     evaluation: dict[str, Any] | None = None
-    """``before`` and ``after`` on held-out prompts; None where the run made none."""
+    """``before`` and ``after`` on held-out prompts; None without an evaluation."""
     config: RunConfig | None = None
-    """None where run.yaml is missing or cannot be read."""
+    """None if run.yaml is missing or cannot be read."""
     end: dict[str, Any] = field(default_factory=dict)
-    """How it ended: ``how``, ``reason``, ``steps``, ``seconds``, ``time``, and of a run that a
-    finding ended ``finding`` and ``kept_step``; {} while it goes, and of one that was killed."""
+    """How it ended: ``how``, ``reason``, ``steps``, ``seconds``, ``time``; of a run that a finding
+    stopped also ``finding`` and ``kept_step``. {} while it runs, and of a killed one."""
     folder: Path | None = None
 
     @property
     def ended_by(self) -> Finding | None:
-        """The finding that ended the run."""
+        """The finding that stopped the run."""
         found = self.end.get("finding")
         if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
             return None
+        texts = {name: "" if value is None else str(value) for name, value in found.items()}
         try:
-            told = {name: "" if v is None else str(v) for name, v in found.items()}
-            return Finding(**{**told, "reward": told.get("reward") or None})
-        except TypeError:  # other fields than a finding has
+            return Finding(**{**texts, "reward": texts.get("reward") or None})  # pyright: ignore[reportArgumentType]  # checked by the constructor
+        except TypeError:  # of another version: other fields
             return None
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Read what a run left; a line that a killed run wrote half is left out.
-
-    Args:
-        folder: Of the run, with metrics.jsonl in it.
+    """Read what a run left; the half-written last line of a killed run is skipped.
 
     Raises:
         DataError: It is no folder of a run, or its metrics cannot be read.
     """
     place = Path(folder)
+    metrics = place / "metrics.jsonl"
+    if not metrics.is_file() and not (place / "run.yaml").is_file():
+        raise DataError(
+            f"{str(place)!r} is no run folder: it has neither metrics.jsonl nor run.yaml; give the "
+            "folder that rloo-kit train wrote"
+        )
     try:
-        return _read_folder(place)
+        rows = _read_rows(metrics, BothEnds())
+        completions = _read_rows(place / "completions.jsonl", BothEnds(KEPT_ROWS, KEPT_SIZE))
+        if not rows and metrics.is_file() and metrics.stat().st_size:
+            raise DataError(
+                f"{str(metrics)!r} holds no line of JSON: it is damaged, or no run wrote it; give "
+                "another folder"
+            )
     except OSError as exc:
         raise DataError(f"run folder {str(folder)!r} cannot be read: {exc}") from exc
-
-
-def _read_folder(place: Path) -> RunRecord:
-    if not (place / "metrics.jsonl").is_file() and not (place / "run.yaml").is_file():
-        raise DataError(
-            f"{str(place)!r} is no folder of a run: it holds neither metrics.jsonl nor run.yaml; "
-            f"give the folder that rloo-kit train wrote"
-        )
-    metrics, damaged = _read_rows(place / "metrics.jsonl", BothEnds())
-    ends = BothEnds(KEPT_ROWS, KEPT_SIZE)
-    completions, _ = _read_rows(place / "completions.jsonl", ends)
-    if damaged and not metrics:
-        raise DataError(
-            f"{str(place / 'metrics.jsonl')!r} holds no line of JSON: it was not written by a run, "
-            f"or is damaged; give another folder"
-        )
-    completions = [row for row in completions if _has_place(row)]
     return RunRecord(
-        metrics,
-        completions,
+        rows,
+        [row for row in completions if _is_hashable(row.get("step"), row.get("group"))],
         read_json(place / "evaluation.json"),
         _read_config(place / "run.yaml"),
         read_json(place / "end.json") or {},
@@ -101,70 +93,67 @@ def _read_folder(place: Path) -> RunRecord:
 
 
 class BothEnds:
-    """The first and the last of many rows, the middle left out.
+    """The first and the last of many rows, without the middle.
 
     Args:
-        rows: Most that are kept of each end.
-        size: What those of each end may have together; the very last row is kept in any case.
+        rows: Most rows kept of each end.
+        size: Their total size at each end; the very last row is always kept.
     """
 
     def __init__(self, rows: float = math.inf, size: float = math.inf) -> None:
-        self._most, self._size = rows, size
+        self._max_rows, self._max_size = rows, size
         self._first: list[Any] = []
         self._last: deque[tuple[Any, int]] = deque()
-        self._room, self._held = size, 0
+        self._first_size = self._last_size = 0
 
     def add(self, row: Any, size: int) -> None:
-        """Take in the next row, of so many bytes or characters."""
-        if not self._last and len(self._first) < self._most and size <= self._room:
+        """Add the next row, of so many bytes or characters."""
+        fits = self._first_size + size <= self._max_size
+        if not self._last and len(self._first) < self._max_rows and fits:
             self._first.append(row)
-            self._room -= size
+            self._first_size += size
             return
         self._last.append((row, size))
-        self._held += size
-        while len(self._last) > self._most or (self._held > self._size and len(self._last) > 1):
-            self._held -= self._last.popleft()[1]
+        self._last_size += size
+        while len(self._last) > self._max_rows or (
+            self._last_size > self._max_size and len(self._last) > 1
+        ):
+            self._last_size -= self._last.popleft()[1]
 
     @property
     def rows(self) -> list[Any]:
-        """All that are kept, in order."""
+        """All kept rows, in order."""
         return [*self._first, *(row for row, _ in self._last)]
 
 
-def _read_rows(path: Path, ends: BothEnds) -> tuple[list[dict[str, Any]], int]:
-    """Return the objects of a JSONL file and how many lines are none; [] where it is missing."""
+def _read_rows(path: Path, ends: BothEnds) -> list[dict[str, Any]]:
+    """Return the objects of a JSONL file, bad lines left out; [] if the file is missing."""
     if not path.is_file():
-        return [], 0
+        return []
     with path.open("rb") as lines:
         for line in lines:
             ends.add(line, len(line))
-    rows, damaged = [], 0
-    for line in ends.rows:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
-            damaged += bool(line.strip())
-    return rows, damaged
+    return [row for line in ends.rows if (row := _read_object(line)) is not None]
 
 
-def _has_place(row: dict[str, Any]) -> bool:
-    """Return whether step and group can be places in the run: a damaged row may hold a list."""
-    return not any(isinstance(row.get(name), list | dict) for name in ("step", "group"))
+def _read_object(text: bytes) -> dict[str, Any] | None:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _is_hashable(*values: Any) -> bool:
+    return not any(isinstance(value, list | dict) for value in values)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file; None where it is missing, damaged or none."""
-    if not path.is_file():
-        return None
+    """Return the object in a JSON file; None if it is missing or damaged."""
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return _read_object(path.read_bytes())
+    except OSError:
         return None
-    return content if isinstance(content, dict) else None
 
 
 def _read_config(path: Path) -> RunConfig | None:
@@ -174,7 +163,7 @@ def _read_config(path: Path) -> RunConfig | None:
         return None
 
 
-# --- what the rows amount to ---------------------------------------------------------------------
+# --- numbers -------------------------------------------------------------------------------------
 
 
 def finite_number(value: object) -> float | None:
@@ -194,24 +183,29 @@ def mean_or_none(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
+def mean(values: Sequence[float]) -> float:
+    """Return the mean; NaN, for which no comparison holds, of nothing."""
+    return fmean(values) if values else math.nan
+
+
 def trend(values: Sequence[float]) -> float:
-    """Return the slope of the least squares line over its standard error; 0 where none is known."""
+    """Return the slope of the least squares line over its standard error; 0 of a flat series.
+
+    Values above ``SIGNIFICANT``, or below its negative, are a rise or a fall.
+    """
     count = len(values)
-    if count < 4:
+    flat = count < 4 or max(values) - min(values) < 1e-9 * max(1.0, abs(fmean(values)))
+    if flat:
         return 0.0
-    middle, mean = (count - 1) / 2, fmean(values)
-    size = sum((place - middle) ** 2 for place in range(count))
-    slope = sum((place - middle) * (y - mean) for place, y in enumerate(values)) / size
-    rest = sum((y - mean - slope * (place - middle)) ** 2 for place, y in enumerate(values))
-    error = math.sqrt(rest / (count - 2) / size)
-    if abs(slope) * count < 1e-9 * max(1.0, abs(mean)):
-        return 0.0
-    return slope / error if error > 0 else math.copysign(math.inf, slope)
+    r = correlation(range(count), values)
+    # The slope's t statistic is a function of Pearson's r alone.
+    rest = 1.0 - r * r
+    return r * math.sqrt((count - 2) / rest) if rest > 1e-12 else math.copysign(math.inf, r)
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One reward on the held-out prompts, before and after."""
+    """One reward on the held-out prompts, before and after training."""
 
     name: str
     before: float
@@ -222,30 +216,33 @@ class HeldOut:
 
     @property
     def change(self) -> float:
-        """Standard errors by which it rose; 0 where it moved by less than a hundredth."""
+        """Standard errors by which it rose; 0 if it moved by less than a hundredth."""
         moved = self.after - self.before
         if abs(moved) < 0.01 * max(1.0, abs(self.before)):
             return 0.0
         return moved / self.error if self.error else math.copysign(math.inf, moved)
 
     def __str__(self) -> str:
-        moved = "rose" if self.after > self.before else "fell"
         where = f"{self.name} on {self.num} held-out prompts"
         if not self.change:
             return f"{where} stayed at {self.after:.3f}"
+        moved = "rose" if self.after > self.before else "fell"
         chance = "" if abs(self.change) > 2 else ", which may be chance"
         return f"{where} {moved} from {self.before:.3f} to {self.after:.3f}{chance}"
 
 
+# --- statistics of a run -------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class RunStatistics:
-    """What the rows of a record amount to."""
+    """Series and statistics over the rows of a record."""
 
     record: RunRecord
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """Of steps that sampled: a further pass over a batch, and the summary, have no reward."""
+        """Steps that sampled; further passes over a batch and the summary have no reward."""
         return [row for row in self.record.metrics if "reward" in row]
 
     @property
@@ -255,7 +252,7 @@ class RunStatistics:
 
     @property
     def window(self) -> int:
-        """Steps that are the beginning, or the end."""
+        """Steps that count as the beginning, or as the end."""
         return max(2, min(WINDOW, self.num_steps // 4))
 
     def step(self, place: int) -> int:
@@ -265,139 +262,121 @@ class RunStatistics:
 
     def series(self, *names: str) -> list[float]:
         """Return the values of the first of these metrics that the run has."""
-        for name in names:
-            values = finite_numbers(row.get(name) for row in self.record.metrics)
-            if values:
-                return values
-        return []
+        series = (finite_numbers(row.get(name) for row in self.record.metrics) for name in names)
+        return next((values for values in series if values), [])
 
-    def first(self, *names: str) -> float | None:
-        """Return the mean over the beginning."""
-        return mean_or_none(self.series(*names)[: self.window])
+    def first(self, *names: str) -> float:
+        """Return the mean over the beginning; NaN if the run has none of these metrics."""
+        return mean(self.series(*names)[: self.window])
 
-    def last(self, *names: str) -> float | None:
-        """Return the mean over the end."""
-        return mean_or_none(self.series(*names)[-self.window :])
+    def last(self, *names: str) -> float:
+        """Return the mean over the end; NaN if the run has none of these metrics."""
+        return mean(self.series(*names)[-self.window :])
 
     def setting(self, name: str) -> Any:
-        """Return a setting of the trainer."""
+        """Return a trainer setting."""
         given = self.record.config.trainer if self.record.config else {}
         return given.get(name, DEFAULTS.get(name))
 
     @cached_property
     def groups_per_step(self) -> int:
-        """Prompts that an optimizer step samples; 1 where the run file is not known."""
+        """Prompts sampled per optimizer step; 1 without a run file."""
         if self.record.config is None:
             return 1
         plan = batch_plan({k: v for k, v in self.record.config.trainer.items() if v})
         batches = (self.setting("gradient_accumulation_steps") or 1) // plan.steps_per_generation
         return max(1, plan.num_prompts * max(1, batches))
 
-    # --- completions -----------------------------------------------------------------------------
-
     def completions(self, *, at_end: bool) -> list[dict[str, Any]]:
         """Return the kept completions of the beginning, or of the end."""
         if not self.rows:
             return []
-
-        def step_of(row: dict[str, Any]) -> float:
-            return finite_number(row.get("step")) or 0
-
-        if at_end:
-            bound = self.step(-min(self.window, self.num_steps))
-            return [row for row in self.record.completions if step_of(row) >= bound]
-        bound = self.step(min(self.window, self.num_steps) - 1)
-        return [row for row in self.record.completions if step_of(row) <= bound]
+        num = min(self.window, self.num_steps)
+        bound = self.step(-num if at_end else num - 1)
+        steps = [finite_number(row.get("step")) or 0 for row in self.record.completions]
+        rows = zip(steps, self.record.completions, strict=True)
+        return [row for step, row in rows if (step >= bound if at_end else step <= bound)]
 
     def scores(self) -> list[float]:
         """Return the kept scores."""
         return finite_numbers(row.get("score") for row in self.record.completions)
 
-    def others(self, *, at_end: bool) -> float | None:
-        """Return how many different texts a group holds beside one, in the mean."""
+    def num_texts(self, *, at_end: bool) -> float:
+        """Return the mean number of different texts in a group; NaN without completions."""
         groups: dict[tuple[Any, Any], set[str]] = {}
         for row in self.completions(at_end=at_end):
             groups.setdefault((row.get("step"), row.get("group")), set()).add(text_of_row(row))
-        return mean_or_none([len(texts) - 1.0 for texts in groups.values()])
-
-    # --- how it went -----------------------------------------------------------------------------
+        return mean([len(texts) for texts in groups.values()])
 
     @cached_property
-    def with_signal(self) -> list[float]:
+    def signal(self) -> list[float]:
         """Share of the groups of each step whose scores differ."""
         return [1.0 - v for v in self.series("signal/groups_without", "frac_reward_zero_std")]
 
     @cached_property
-    def trend(self) -> float:
-        """Standard errors by which the reward rose over the run."""
-        return trend(self.series("reward"))
-
-    @cached_property
     def scored_twice(self) -> list[HeldOut]:
         """Every reward on the held-out prompts, accuracy first, those never above 0 last."""
-        found = self.record.evaluation or {}
-        parts = [found.get(name) for name in ("before", "after")]
-        means = [part.get("rewards") if isinstance(part, dict) else None for part in parts]
-        if not all(isinstance(mean, dict) for mean in means):
-            return []
-        twice = [
-            _held_out(name, parts)
-            for name in means[0]
-            if None not in (finite_number(means[0][name]), finite_number(means[1].get(name)))
-        ]
-        # Accuracy is also measured where the run does not pay it, and then may never be above 0.
+        before, after = (self._evaluation(when) for when in ("before", "after"))
+        twice = [_held_out(name, before, after) for name in before.get("rewards", {})]
+        # Accuracy is also measured where the run does not reward it, and may never be above 0.
         return sorted(
-            twice, key=lambda one: (not (one.before or one.after), one.name != "accuracy")
+            filter(None, twice),
+            key=lambda one: (not (one.before or one.after), one.name != "accuracy"),
         )
+
+    def _evaluation(self, when: str) -> dict[str, Any]:
+        found = (self.record.evaluation or {}).get(when)
+        means = found.get("rewards") if isinstance(found, dict) else None
+        return found if isinstance(found, dict) and isinstance(means, dict) else {}
 
     @property
     def held_out(self) -> HeldOut | None:
-        """Accuracy before and after where there is one, else the first reward."""
+        """Accuracy before and after if measured, else the first reward."""
         return next(iter(self.scored_twice), None)
 
     @property
-    def paid_more(self) -> HeldOut | None:
-        """Another reward than that which rose on the held-out prompts."""
-        return next((one for one in self.scored_twice[1:] if one.change > 2), None)
-
-    @property
     def better(self) -> bool:
-        """Held-out prompts went up by more than chance."""
+        """Held-out prompts improved by more than chance."""
         return self.held_out is not None and self.held_out.change > 2
 
     @property
     def worse(self) -> bool:
-        """Held-out prompts went down by more than chance."""
+        """Held-out prompts got worse by more than chance."""
         return self.held_out is not None and self.held_out.change < -2
 
-    @property
+    @cached_property
     def rose(self) -> bool:
-        """The training reward went up by more than chance."""
-        return self.trend > SURE
+        """The training reward rose by more than chance."""
+        return trend(self.series("reward")) > SIGNIFICANT
 
-    @property
+    @cached_property
     def fell(self) -> bool:
-        """The training reward went down by more than chance."""
-        return self.trend < -SURE
+        """The training reward fell by more than chance."""
+        return trend(self.series("reward")) < -SIGNIFICANT
 
     @property
     def learned(self) -> bool:
-        """Whether held-out prompts say so, or, where they say nothing, the reward."""
+        """Whether held-out prompts say so or, if they say nothing, the reward."""
         return self.better or (self.rose and not self.worse)
 
 
-def _held_out(name: str, parts: list[dict[str, Any]]) -> HeldOut:
-    before, after = (float(part["rewards"][name]) for part in parts)
-    size = int(finite_number(parts[0].get("num_samples")) or 1)
-    old, new = (_by_prompt(part.get("samples"), name, max(1, size)) for part in parts)
-    twice = zip(old, new, strict=True) if len(old) == len(new) else ()
-    moved = [b - a for a, b in twice if a is not None and b is not None]
-    num = len(moved) or int(finite_number(parts[1].get("num_prompts")) or 1)
-    error = stdev(moved) / math.sqrt(num) if len(moved) > 1 else 0.5 / math.sqrt(num)
-    return HeldOut(name, before, after, error, num)
+def _held_out(name: str, before: dict[str, Any], after: dict[str, Any]) -> HeldOut | None:
+    """Return one reward of two evaluations; None if one of them has no number for it."""
+    old_mean = finite_number(before["rewards"][name])
+    new_mean = finite_number(after.get("rewards", {}).get(name))
+    if old_mean is None or new_mean is None:
+        return None
+    size = max(1, int(finite_number(before.get("num_samples")) or 1))
+    old, new = (_prompt_means(part.get("samples"), name, size) for part in (before, after))
+    pairs = zip(old, new, strict=True) if len(old) == len(new) else ()
+    moved = [b - a for a, b in pairs if a is not None and b is not None]
+    num = len(moved) or int(finite_number(after.get("num_prompts")) or 1)
+    # Without paired scores: the largest standard deviation that scores in [0, 1] can have.
+    error = (stdev(moved) if len(moved) > 1 else 0.5) / math.sqrt(num)
+    return HeldOut(name, old_mean, new_mean, error, num)
 
 
-def _by_prompt(samples: object, name: str, size: int) -> list[float | None]:
+def _prompt_means(samples: object, name: str, size: int) -> list[float | None]:
     """Return the mean score of each held-out prompt, ``size`` completions each."""
     if not isinstance(samples, list):
         return []

@@ -1,10 +1,21 @@
-"""A finding: what was seen, why it matters, what to change; and how it is told on the screen."""
+"""Rule registry of the diagnosis, for runs and for rewards: findings, their kinds, their order."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import wraps
+from typing import ParamSpec
 
 from rloo_kit.text.wording import printable
+
+P = ParamSpec("P")
+
+LITTLE_SIGNAL, ALMOST_NONE = 0.25, 0.05
+"""Share of groups with differing scores: below the first most compute is wasted."""
+MOSTLY = 0.9
+"""Share of the completions, or groups, that makes one fault the fault of the run."""
+SLOW_SHARE = 1 / 3
+"""Share of the time of a step that rewards may take."""
 
 
 @dataclass(frozen=True)
@@ -21,29 +32,109 @@ class Finding:
     why: str
     remedy: str
     setting: str = ""
-    """For the run file, or after ``--set``; "" where there is none."""
+    """For the run file, or after ``--set``; "" if there is none."""
 
     def as_dict(self) -> dict[str, str | None]:
         """Return plain values for JSON."""
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a rule yields; the registry adds what the kind of finding says."""
+
+    evidence: str
+    level: str = "error"
+    reward: str | None = None
+    remedy: str = ""
+    """"": that of the kind."""
+    setting: str = ""
+    kind: str = ""
+    """"": that of the rule."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What all findings of a kind share."""
+
+    why: str
+    remedy: str
+    stops: bool
+    """Of a run: ``trainer.stop_on`` may name it. Of a reward: the run stops at its first step."""
+    about_signal: bool
+    """It says, or explains, that the scores of a group do not differ."""
+    explains: frozenset[str]
+    """Kinds that it causes, and so replaces."""
+
+
+class Rules:
+    """A registry of rules and of their kinds of findings, the most harmful first."""
+
+    def __init__(self, *, stops: bool = False) -> None:
+        self._stops = stops
+        self.kinds: dict[str, Kind] = {}
+        self.checks: list[Callable[..., list[Finding]]] = []
+
+    def rule(
+        self,
+        kind: str,
+        why: str,
+        remedy: str,
+        *,
+        stops: bool | None = None,
+        about_signal: bool = False,
+        explains: str = "",
+    ) -> Callable[[Callable[P, Iterator[Seen]]], Callable[P, list[Finding]]]:
+        """Register a kind of finding, and the decorated rule, which yields what it saw.
+
+        Args:
+            kind: Its name, as users know it; rules may also yield other registered kinds.
+            why: Why it matters.
+            remedy: What to change, unless the rule knows something better.
+            stops: As in ``Kind``; None: the registry's default.
+            about_signal: As in ``Kind``.
+            explains: As in ``Kind``, separated by spaces.
+        """
+        stops = self._stops if stops is None else stops
+        self.kinds[kind] = Kind(why, remedy, stops, about_signal, frozenset(explains.split()))
+
+        def decorate(rule: Callable[P, Iterator[Seen]]) -> Callable[P, list[Finding]]:
+            @wraps(rule)
+            def check(*args: P.args, **kwargs: P.kwargs) -> list[Finding]:
+                return [self.finding(seen.kind or kind, seen) for seen in rule(*args, **kwargs)]
+
+            self.checks.append(check)
+            return check
+
+        return decorate
+
+    def finding(self, name: str, seen: Seen) -> Finding:
+        """Return a finding of a registered kind."""
+        kind = self.kinds[name]
+        remedy = seen.remedy or kind.remedy
+        return Finding(name, seen.level, seen.reward, seen.evidence, kind.why, remedy, seen.setting)
+
+    def ordered(self, found: Iterable[Finding]) -> list[Finding]:
+        """Return findings, the most harmful first, without those that an error explains."""
+        found, order = list(found), list(self.kinds)
+        causes = [self.kinds[finding.kind] for finding in found if finding.level == "error"]
+        explained = {kind for cause in causes for kind in cause.explains}
+        return sorted(
+            (finding for finding in found if finding.kind not in explained),
+            key=lambda finding: (finding.level != "error", order.index(finding.kind)),
+        )
+
+
 def findings_text(findings: Sequence[Finding]) -> str:
     """Return numbered findings, each with what was seen, why it matters and what to do."""
-    return "\n".join(
-        line
-        for number, finding in enumerate(findings, 1)
-        for line in _finding_lines(finding, number)
-    )
-
-
-def _finding_lines(finding: Finding, number: int) -> list[str]:
-    of = f" ({finding.reward})" if finding.reward else ""
-    parts = {"seen": finding.evidence, "why": finding.why, "do": finding.remedy}
-    if finding.setting:
-        parts["set"] = finding.setting
-    lines = [f"{number}. {finding.level}: {finding.kind}{printable(of)}"]
-    for name, text in parts.items():
-        indent = {"initial_indent": f"   {name:<5}", "subsequent_indent": " " * 8}
-        lines += textwrap.wrap(printable(text), 100, **indent)
-    return lines
+    lines = []
+    for number, finding in enumerate(findings, 1):
+        of = f" ({finding.reward})" if finding.reward else ""
+        lines.append(f"{number}. {finding.level}: {finding.kind}{printable(of)}")
+        parts = {"seen": finding.evidence, "why": finding.why, "do": finding.remedy}
+        parts |= {"set": finding.setting} if finding.setting else {}
+        for name, text in parts.items():
+            lines += textwrap.wrap(
+                printable(text), 100, initial_indent=f"   {name:<5}", subsequent_indent=" " * 8
+            )
+    return "\n".join(lines)

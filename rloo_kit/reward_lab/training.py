@@ -1,8 +1,7 @@
-"""Train a reward model on pairs: which of two texts is the better one, learnt by a score head."""
+"""Reward-model training: a score head and a LoRA adapter learn which of two texts is better."""
 
 import contextlib
 import dataclasses
-import difflib
 import importlib
 import json
 import math
@@ -11,6 +10,7 @@ import random
 import shutil
 import signal
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,14 +21,14 @@ from typing import Any
 from rloo_kit.checkpoints.stopping import StopSignals
 from rloo_kit.config.run_file import PROJECTIONS
 from rloo_kit.data.files import check_messages, local_path, read_rows
-from rloo_kit.errors import ConfigError, DataError, KitError, MemoryRanOutError, ModelError
+from rloo_kit.errors import ConfigError, DataError, MemoryRanOutError, ModelError
 from rloo_kit.machine.environment import precision_as_asked, quiet, setup
 from rloo_kit.machine.hardware import TESTED, Hardware, installed_version
-from rloo_kit.machine.memory import add_to_session, session
+from rloo_kit.machine.memory import add_to_session, is_out_of_memory, session
 from rloo_kit.models.loading import TINY_THINKER
-from rloo_kit.output_folder import free_folder
+from rloo_kit.output_folder import free_folder, write_json
 from rloo_kit.text.redaction import redact_tree
-from rloo_kit.text.wording import format_value
+from rloo_kit.text.wording import did_you_mean, first_line, format_value
 from rloo_kit.types import Completion, Row
 
 Say = Callable[[str], None]
@@ -37,27 +37,26 @@ Text = tuple[Completion, Completion]
 Ids = tuple[list[int], list[int]]
 """Tokens of the chosen and of the rejected text of one pair."""
 
-PIECES = 10
-"""Lines that the training says, about."""
-SET_BY_THE_KIT = {
+PROGRESS_LINES = 10
+FIXED = {
     "max_length": None,  # the texts are cut before
     "save_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,  # a notebook's bar as well
 }
-"""Fields of TRL's ``RewardConfig`` that are no settings; nor are ``output_dir`` and ``use_cpu``."""
+"""Fields of TRL's ``RewardConfig`` that the kit sets; also ``output_dir`` and ``use_cpu``."""
 
 
 @dataclass(frozen=True)
 class RewardModelResult:
-    """What the training of a reward model came to; accuracies are of held-out pairs."""
+    """A trained reward model; accuracies are of held-out pairs."""
 
     folder: Path
     """Adapter, score head, tokenizer, ``calibration.json`` and ``reward_model.json``."""
     accuracy: float | None
     """Share of pairs whose chosen text scores higher; None after a second Ctrl-C."""
     accuracy_before: float
-    """The same before the first step, with a score head that knows nothing."""
+    """The same before the first step, with an untrained score head."""
     margin: float | None
     """Mean score of the chosen minus that of the rejected, in the model's own units."""
     num_pairs: int
@@ -83,7 +82,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class _Job:
-    """What was asked for, checked."""
+    """The checked arguments of ``train_reward_model``."""
 
     model: str
     place: str
@@ -118,65 +117,59 @@ def train_reward_model(  # noqa: PLR0913
     say: Say = print,
     **settings: Any,
 ) -> RewardModelResult:
-    """Train a reward model on pairs, and leave a folder that the reward ``reward_model`` takes.
-
-    A LoRA adapter and a score head on a frozen base, by TRL's ``RewardTrainer``. Each text is read
-    exactly as the reward reads it later. ``calibration.json`` holds mean and standard deviation of
-    the scores of the held-out texts, chosen and rejected ones.
+    """Train a reward model on pairs by TRL's ``RewardTrainer``, for the reward ``reward_model``.
 
     Args:
         pairs: A .jsonl, .csv or .parquet file, or rows with ``chosen`` and ``rejected``, and
-            ``prompt`` where these do not contain it: text, or chat messages.
+            ``prompt`` if these do not contain it: text, or chat messages.
         model: The base: ``tiny-thinker``, a local folder or a hub name of a language model.
-        output_dir: Where the folder is made; one that exists gets a number instead.
+        output_dir: Where the folder is made; an existing one gets a number instead.
         load_in_4bit: NF4 base (bitsandbytes); the score head is never quantised.
         r: Rank of the adapter.
         lora_alpha: The adapter's output is scaled by ``lora_alpha / r``.
-        learning_rate: Peak; it falls in a straight line.
-        num_train_epochs: Times that every pair is seen.
-        max_steps: Optimizer steps, in the place of epochs.
-        per_device_train_batch_size: Pairs a pass.
+        learning_rate: Peak; it falls linearly.
+        num_train_epochs: Passes over the pairs.
+        max_steps: Optimizer steps, instead of epochs.
+        per_device_train_batch_size: Pairs per pass.
         max_length: Most tokens of prompt and completion; the left is cut off.
         held_out: Share of the pairs (below 1) or their number; all pairs of a prompt together.
         keep_thought: Whether the model reads thoughts; else only what follows ``</think>``.
         chat: Make a plain prompt with plain answers a conversation, as ``load_prompts`` does.
-        seed: Of the split, the head's random start and the order.
+        seed: Of the split, the score head and the order.
         say: Called with each line for the user.
         **settings: Every other field of TRL's ``RewardConfig``.
 
     Returns:
-        The folder and how good it is. Ctrl-C during training saves what was learnt.
+        The folder and how good it is. Ctrl-C during training saves what was learned.
 
     Raises:
-        DataError: The pairs cannot be read, with the line; or too few are left.
-        ConfigError: A setting is unknown or out of range.
-        ModelError: The base cannot be loaded.
-        MemoryRanOutError: A training pass does not fit.
+        KitError: The pairs, a setting or the base is wrong, or a training pass does not fit.
     """
     read = read_pairs(pairs, chat=chat)
+    settings = {
+        "learning_rate": learning_rate,
+        "num_train_epochs": num_train_epochs,
+        "max_steps": -1 if max_steps is None else max_steps,
+        "per_device_train_batch_size": per_device_train_batch_size,
+        **settings,
+    }
     job = _Job(
-        model=str(model),
-        place=_place(str(model)),
-        output_dir=Path(output_dir),
-        load_in_4bit=load_in_4bit,
-        r=r,
-        lora_alpha=lora_alpha,
-        max_length=max_length,
-        keep_thought=keep_thought,
-        seed=seed,
-        pairs_name=Path(pairs).name if isinstance(pairs, str | Path) else "rows",
-        settings={
-            "learning_rate": learning_rate,
-            "num_train_epochs": num_train_epochs,
-            "max_steps": -1 if max_steps is None else max_steps,
-            "per_device_train_batch_size": per_device_train_batch_size,
-            **settings,
-        },
+        str(model),
+        _place(str(model)),
+        Path(output_dir),
+        load_in_4bit,
+        r,
+        lora_alpha,
+        max_length,
+        keep_thought,
+        seed,
+        Path(pairs).name if isinstance(pairs, str | Path) else "rows",
+        settings,
     )
-    _check({**vars(job), **job.settings, "held_out": held_out, "chat": chat})
-    train, kept = split_pairs(read, held_out, seed)
+    _check({**vars(job), **settings, "held_out": held_out, "chat": chat})
+    train, held = split_pairs(read, held_out, seed)
     with session():
-        return _train_and_save(job, train, kept, say)
+        return _train_and_save(job, train, held, say)
 
 
 # --- pairs ---------------------------------------------------------------------------------------
@@ -193,33 +186,34 @@ def read_pairs(source: str | Path | Iterable[Row], *, chat: bool = True) -> list
         DataError: No such file, a bad line, with its number, or no pairs.
     """
     if isinstance(source, str | Path):
-        rows = read_rows(local_path(str(source)))
+        where, rows = format_value(str(source)), read_rows(local_path(str(source)))
     else:
+        where = "the list of pairs"
         rows = [(f"row {number}", row) for number, row in enumerate(source, 1)]
     if not rows:
-        where = format_value(str(source)) if isinstance(source, str | Path) else "the list of pairs"
         raise DataError(f"{where} holds no pairs: put rows with chosen and rejected in it")
     return [_pair(row, place, chat=chat) for place, row in rows]
 
 
 def _pair(row: Any, place: str, *, chat: bool) -> Pair:
-    """Return a row's two texts.
-
-    Raises:
-        DataError: A column is missing or of another type, or the two texts are the same.
-    """
     if not isinstance(row, Mapping):
         raise DataError(
             f"{place}: holds a {type(row).__name__}, must be an object with chosen and rejected"
         )
-    for name in ("chosen", "rejected"):
-        if row.get(name) is None:
+    for name in ("chosen", "rejected", "prompt"):
+        value = row.get(name)
+        if value is None and name != "prompt":
             raise DataError(
                 f"{place}: has no `{name}`, only {format_value(sorted(map(str, row)))}: every pair "
                 "needs chosen and rejected"
             )
-    for name in ("prompt", "chosen", "rejected"):
-        _check_text(row.get(name), name, place)
+        if value is not None and not isinstance(value, str):
+            if not isinstance(value, list) or not value:
+                raise DataError(
+                    f"{place}: {name} is {format_value(value)}, must be text or a list of chat "
+                    "messages"
+                )
+            check_messages(value, name, place)
     if row["chosen"] == row["rejected"]:
         raise DataError(f"{place}: chosen and rejected are the same text; delete the pair")
     chosen, rejected = (
@@ -228,16 +222,6 @@ def _pair(row: Any, place: str, *, chat: bool) -> Pair:
     )
     group = json.dumps(chosen[0], sort_keys=True, default=str) if chosen[0] else place
     return Pair(chosen, rejected, group)
-
-
-def _check_text(value: Any, name: str, place: str) -> None:
-    if value is None or isinstance(value, str):
-        return
-    if not isinstance(value, list) or not value:
-        raise DataError(
-            f"{place}: {name} is {format_value(value)}, must be text or a list of chat messages"
-        )
-    check_messages(value, name, place)
 
 
 def _text(prompt: Any, answer: Any, place: str, *, chat: bool) -> Text:
@@ -249,7 +233,7 @@ def _text(prompt: Any, answer: Any, place: str, *, chat: bool) -> Text:
             return prompt, [{"role": "assistant", "content": answer}]
         return prompt or "", answer
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-    has_prompt = answer[0]["role"] != "assistant" if isinstance(prompt, str) else False
+    has_prompt = isinstance(prompt, str) and answer[0]["role"] != "assistant"
     if has_prompt or answer[: len(before)] == before:
         before = []  # the conversation begins with its prompt
     whole = [*before, *answer]
@@ -266,7 +250,7 @@ def split_pairs(pairs: list[Pair], held_out: float, seed: int) -> tuple[list[Pai
 
     Args:
         pairs: As ``read_pairs`` returned them.
-        held_out: Share of them (below 1) or their number; fewer where the prompts' sizes ask so.
+        held_out: Share of them (below 1) or their number; fewer if whole prompts do not fit.
         seed: Which prompts are held out.
 
     Raises:
@@ -285,58 +269,48 @@ def split_pairs(pairs: list[Pair], held_out: float, seed: int) -> tuple[list[Pai
     held = [pair for pair in pairs if pair.group in kept]
     if not train or not held:
         raise DataError(
-            f"held_out {held_out:g} cannot be kept of {len(pairs)} pairs with {len(sizes)} "
-            "prompts: all pairs of a prompt go to one side, and both sides need some; lower it, or "
-            "add pairs"
+            f"held_out {held_out:g} does not split {len(pairs)} pairs with {len(sizes)} prompts: "
+            "all pairs of a prompt go to one side, and both sides need some; lower it, or add pairs"
         )
     return train, held
 
 
-# --- what was asked for --------------------------------------------------------------------------
+# --- arguments -----------------------------------------------------------------------------------
 
 
 def _place(model: str) -> str:
     """Return the folder or hub name of the base.
 
     Raises:
-        ModelError: It is a file, an adapter, or a folder that is not there or holds no model.
+        ModelError: It is a file, an adapter, or a folder that is missing or holds no model.
     """
-    if model == "tiny-thinker":
-        return str(TINY_THINKER)
-    path = Path(model).expanduser()
-    if path.is_dir() and (path / "config.json").is_file():
+    path = TINY_THINKER if model == "tiny-thinker" else Path(model).expanduser()
+    if (path / "config.json").is_file():
         return str(path)
-    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-    if path.exists() or is_path or path.suffix == ".gguf":
-        what = "is not there" if not path.exists() else "holds no config.json"
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or path.suffix == ".gguf"
+    if path.exists() or is_path:
+        fault = "is a file" if path.is_file() else "holds no config.json"
         raise ModelError(
-            f"the base {model!r} of a reward model {what if not path.is_file() else 'is a file'}: "
+            f"the base {model!r} of a reward model {fault if path.exists() else 'does not exist'}: "
             "give the folder of a whole model as save_pretrained wrote it, or a hub name"
         )
     return model
 
 
-WHOLE = ("r", "lora_alpha", "max_length", "per_device_train_batch_size", "max_steps")
-"""Settings that are counts."""
-
-
 def _check(given: dict[str, Any]) -> None:
-    """Refuse numbers out of range before anything heavy is loaded.
-
-    Raises:
-        ConfigError: One is.
-    """
-    for name in (*WHOLE, "learning_rate", "num_train_epochs", "held_out"):
-        value, is_whole = given[name], name in WHOLE
-        if name == "max_steps" and value == -1:  # TRL's word for: by epochs
+    """Raise ConfigError for numbers out of range, before anything heavy is loaded."""
+    counts = ("r", "lora_alpha", "max_length", "per_device_train_batch_size", "max_steps")
+    for name in (*counts, "learning_rate", "num_train_epochs", "held_out"):
+        value, kinds = given[name], int if name in counts else int | float
+        if name == "max_steps" and value == -1:  # TRL: by epochs
             continue
-        kinds = int if is_whole else int | float
         if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-            what = "a whole number" if is_whole else "a number"
+            what = "a whole number" if name in counts else "a number"
             raise ConfigError(f"{name} is {value!r}: give {what} above 0")
-    held_out = given["held_out"]
-    if held_out > 1 and held_out % 1:
-        raise ConfigError(f"held_out is {held_out!r}: give a share below 1 or a whole number")
+    if given["held_out"] > 1 and given["held_out"] % 1:
+        raise ConfigError(
+            f"held_out is {given['held_out']!r}: give a share below 1 or a whole number"
+        )
     for name in ("load_in_4bit", "keep_thought", "chat"):
         if not isinstance(given[name], bool):
             raise ConfigError(f"{name} is {given[name]!r}: give true or false")
@@ -348,47 +322,52 @@ def _check(given: dict[str, Any]) -> None:
 
 
 def _train_and_save(job: _Job, train: list[Pair], held: list[Pair], say: Say) -> RewardModelResult:
-    """Do all of it; what is made here belongs to the open session."""
+    """Load, train, score and save; what is loaded here belongs to the open session."""
     hardware = setup().hardware
     folder = free_folder(job.output_dir)
-    partial = folder.with_name(f".{folder.name}.partial")
-    made = [parent for parent in folder.absolute().parents if not parent.exists()]
-    arguments = _arguments(job, partial, hardware)
-    model, tokenizer = _load(job, hardware)
-    train_ids, left_out = _read(tokenizer, train, job)
-    held_ids, _ = _read(tokenizer, held, job)
-    _introduce(say, job, hardware, (len(train_ids), len(held_ids), left_out))
-    try:
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = _arguments(job, scratch, hardware)
+        model, tokenizer = _load(job, hardware)
+        train_ids, num_equal = _read(tokenizer, train, job)
+        held_ids, _ = _read(tokenizer, held, job)
+        bits = "4-bit NF4" if job.load_in_4bit else f"{32 if hardware.device == 'cpu' else 16}-bit"
+        say(
+            f"reward model on {job.model}, {bits}, LoRA r={job.r} and a score head, {hardware.name}"
+        )
+        say(f"{len(train_ids):,} pairs to train on, {len(held_ids):,} held out")
+        if num_equal:
+            say(f"{num_equal:,} pairs left out: both texts read the same to the model")
         trainer = _make_trainer(arguments, model, tokenizer, train_ids, say)
         before = _Scores.of(trainer, held_ids)
         seconds, received = _train(trainer, say)
         after = None
         with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: saved without a score
             after = _Scores.of(trainer, held_ids)
-        result = RewardModelResult(
-            folder=folder,
-            accuracy=after.accuracy if after else None,
-            accuracy_before=before.accuracy,
-            margin=after.margin if after else None,
-            num_pairs=len(train_ids),
-            num_held_out=len(held_ids),
-            seconds=seconds,
-            interrupted=received is not None or after is None,
-            terminated=received == signal.SIGTERM,
+    result = RewardModelResult(
+        folder=folder,
+        accuracy=after.accuracy if after else None,
+        accuracy_before=before.accuracy,
+        margin=after.margin if after else None,
+        num_pairs=len(train_ids),
+        num_held_out=len(held_ids),
+        seconds=seconds,
+        interrupted=received is not None or after is None,
+        terminated=received == signal.SIGTERM,
+    )
+    _save(job, trainer, result, after.calibration if after else None)
+    if after:
+        mean, std = after.calibration["mean"], after.calibration["std"]
+        say(
+            f"held-out pairs: accuracy {after.accuracy:.3f} (before {result.accuracy_before:.3f}), "
+            f"margin {after.margin:.2f}; scores {mean:.2f} ± {std:.2f}"
         )
-        _save(job, trainer, result, after, partial)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        for parent in made:
-            with contextlib.suppress(OSError):  # it was never made, or is in use by now
-                parent.rmdir()
-        raise
-    _conclude(say, result, after)
+    say(f"{result.seconds:.0f} s; reward model in {result.folder}")
+    say(f"next: in a run file, rewards: [{{name: reward_model, model: {result.folder}}}]")
     return result
 
 
 def _reader() -> Any:
-    """Return the room that reads and loads classifiers for the reward."""
+    """Return the module that reads texts and loads classifiers for the reward."""
     return importlib.import_module("rloo_kit.rewards._classifier")
 
 
@@ -403,23 +382,12 @@ def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
 
     reader = _reader()
     set_seed(job.seed)
-    try:
-        is_here = Path(job.place).is_dir()
-        with quiet(), reader.calm(local=is_here):
-            model, missing = reader.load_base(
-                job.place, load_in_4bit=job.load_in_4bit, device=hardware.device
-            )
-            tokenizer = AutoTokenizer.from_pretrained(job.place, trust_remote_code=False)
-    except KitError:
-        raise
-    except Exception as exc:  # what is raised differs by library, version and network
-        if why := reader.why_refused(job.place, exc):
-            raise ModelError(f"the base {job.model!r} of a reward model {why}") from exc
-        reason = (str(exc).strip() or type(exc).__name__).splitlines()[0][:200]
-        raise ModelError(
-            f"the base {job.model!r} cannot be loaded as a reward model ({reason}): give a whole "
-            "language model as safetensors, a folder or a hub name while online"
-        ) from exc
+    what = f"the base {job.model!r} of a reward model"
+    with quiet(), reader.loading(what, job.place):
+        model, missing = reader.load_base(
+            job.place, load_in_4bit=job.load_in_4bit, device=hardware.device
+        )
+        tokenizer = AutoTokenizer.from_pretrained(job.place, trust_remote_code=False)
     if others := sorted(name for name in missing if not name.startswith(("score", "classifier"))):
         raise ModelError(
             f"the base {job.model!r} has no weights for {', '.join(others[:3])}: give a whole model"
@@ -427,34 +395,28 @@ def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
     add_to_session(model)
     reader.set_up_tokenizer(model, tokenizer, job.model)
     leaves = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+    targets = [name for name in PROJECTIONS if name in leaves] or "all-linear"
     lora = LoraConfig(
-        task_type="SEQ_CLS",
-        r=job.r,
-        lora_alpha=job.lora_alpha,
-        target_modules=[name for name in PROJECTIONS if name in leaves] or "all-linear",
+        task_type="SEQ_CLS", r=job.r, lora_alpha=job.lora_alpha, target_modules=targets
     )
     return get_peft_model(model, lora), tokenizer
 
 
 def _read(tokenizer: Any, pairs: list[Pair], job: _Job) -> tuple[list[Ids], int]:
-    """Return the tokens of each pair, and how many were left out as they read the same.
+    """Return the tokens of each pair as the reward will read it, and how many were equal.
 
     Raises:
-        DataError: None is left.
+        DataError: No pair is left.
     """
     token_ids = _reader().token_ids
-
-    def read(text: Text) -> list[int]:
-        prompt, completion = text
-        return token_ids(
-            tokenizer,
-            prompt,
-            completion,
-            keep_thought=job.keep_thought,
-            max_length=min(job.max_length, tokenizer.model_max_length),
-        )
-
-    found = [(read(pair.chosen), read(pair.rejected)) for pair in pairs]
+    how = {
+        "keep_thought": job.keep_thought,
+        "max_length": min(job.max_length, tokenizer.model_max_length),
+    }
+    found = [
+        (token_ids(tokenizer, *pair.chosen, **how), token_ids(tokenizer, *pair.rejected, **how))
+        for pair in pairs
+    ]
     different = [ids for ids in found if ids[0] != ids[1]]
     if not different:
         raise DataError(
@@ -465,27 +427,25 @@ def _read(tokenizer: Any, pairs: list[Pair], job: _Job) -> tuple[list[Ids], int]
     return different, len(found) - len(different)
 
 
-def _arguments(job: _Job, folder: Path, hardware: Hardware) -> Any:
+def _arguments(job: _Job, folder: str, hardware: Hardware) -> Any:
     """Return TRL's configuration.
 
     Raises:
-        ConfigError: A setting is unknown, is the kit's to set, or is refused by TRL.
+        ConfigError: A setting is unknown, is set by the kit, or is refused by TRL.
     """
-    from trl import RewardConfig
+    from trl.trainer.reward_config import RewardConfig
 
     fields = [field for field in dataclasses.fields(RewardConfig) if field.init]
-    known = sorted({field.name for field in fields} - {*SET_BY_THE_KIT, "output_dir", "use_cpu"})
+    known = sorted({field.name for field in fields} - {*FIXED, "output_dir", "use_cpu"})
     for name in job.settings:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise ConfigError(
-                f"a reward model has no setting {name!r}{hint}: give one of TRL's RewardConfig "
-                "that the kit does not set itself"
+                f"a reward model has no setting {name!r}: give a field of TRL's RewardConfig that "
+                f"the kit does not set itself{did_you_mean(name, known)}"
             )
     on_cpu = hardware.device == "cpu"
     half = None if on_cpu else hardware.mixed_precision
-    # Unsloth changes defaults of TRL's classes where it patches them.
+    # Unsloth changes defaults of the classes of TRL that it patches.
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     defaults |= {
         "bf16": half == "bf16",
@@ -496,9 +456,9 @@ def _arguments(job: _Job, folder: Path, hardware: Hardware) -> Any:
         "logging_steps": 1,
         "seed": job.seed,
     }
-    values = {**defaults, **job.settings, **SET_BY_THE_KIT}
+    values = {**defaults, **job.settings, **FIXED, "output_dir": folder, "use_cpu": on_cpu}
     try:
-        arguments = RewardConfig(**{**values, "output_dir": str(folder), "use_cpu": on_cpu})
+        arguments = RewardConfig(**values)
     except (ValueError, TypeError) as exc:
         raise ConfigError(f"TRL refuses the settings of the reward model: {exc}") from exc
     if not arguments.bf16 and not arguments.fp16:
@@ -507,19 +467,18 @@ def _arguments(job: _Job, folder: Path, hardware: Hardware) -> Any:
 
 
 def _make_trainer(arguments: Any, model: Any, tokenizer: Any, ids: Sequence[Ids], say: Say) -> Any:
-    """Return TRL's trainer on tokens that are ready, with the adapter in float32."""
+    """Return TRL's trainer on tokenised pairs, with the adapter in float32."""
     import torch
     from datasets import Dataset
     from transformers import PrinterCallback
-    from trl import RewardTrainer
+    from trl.trainer.reward_trainer import RewardTrainer
 
+    columns = {"chosen_ids": [c for c, _ in ids], "rejected_ids": [r for _, r in ids]}
     with precision_as_asked(arguments), quiet():
-        trainer = RewardTrainer(
+        trainer: Any = RewardTrainer(
             model=model,
             args=arguments,
-            train_dataset=Dataset.from_dict(
-                {"chosen_ids": [c for c, _ in ids], "rejected_ids": [r for _, r in ids]}
-            ),
+            train_dataset=Dataset.from_dict(columns),
             processing_class=tokenizer,
             callbacks=[_progress(say)],
         )
@@ -535,41 +494,31 @@ def _progress(say: Say) -> Any:
     from transformers import TrainerCallback
 
     class Progress(TrainerCallback):
-        """Say about ten lines of a training."""
+        """Prints about ten lines per training, and ends it after the step of a signal."""
 
         start = 0.0
+        stop: StopSignals | None = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.start = time.monotonic()
 
-        def on_log(
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if self.stop and self.stop.received is not None:
+                control.should_training_stop = True
+
+        def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # it also gets the logs
             self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any
         ) -> None:
             step, total = state.global_step, state.max_steps
-            if "loss" not in logs or (step % max(1, total // PIECES) and step != total):
-                return
-            left = (time.monotonic() - self.start) / step * (total - step)
-            say(
-                f"step {step:>{len(str(total))}}/{total}  loss {float(logs['loss']):.3f}  accuracy "
-                f"{logs['accuracy']:.2f}  {left:.0f} s left"
-            )
+            if "loss" in logs and (step % max(1, total // PROGRESS_LINES) == 0 or step == total):
+                left = (time.monotonic() - self.start) / step * (total - step)
+                say(
+                    f"step {step:>{len(str(total))}}/{total}  loss {float(logs['loss']):.3f}  "
+                    f"accuracy {logs['accuracy']:.2f}  {left:.0f} s left"
+                )
+            self.on_step_end(args, state, control)  # a signal may have come meanwhile
 
     return Progress()
-
-
-def _stops_for(stop: StopSignals) -> Any:
-    from transformers import TrainerCallback
-
-    class Stops(TrainerCallback):
-        """End the training after the step in which a signal came."""
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if stop.received is not None:
-                control.should_training_stop = True
-
-        on_log = on_step_end  # it came while the step's line was said
-
-    return Stops()
 
 
 def _train(trainer: Any, say: Say) -> tuple[float, int | None]:
@@ -579,20 +528,21 @@ def _train(trainer: Any, say: Say) -> tuple[float, int | None]:
         MemoryRanOutError: A pass does not fit.
     """
     start = time.monotonic()
+    progress = next(one for one in trainer.callback_handler.callbacks if hasattr(one, "stop"))
     try:
-        with StopSignals(say) as stop:
-            trainer.add_callback(_stops_for(stop))
+        with StopSignals(say) as progress.stop:
             trainer.train()
     except Exception as exc:
-        if type(exc).__name__ != "OutOfMemoryError":
+        if not is_out_of_memory(exc):
             raise
         raise MemoryRanOutError(
-            "memory ran out while the reward model trained: lower per_device_train_batch_size (and "
+            "out of memory while training the reward model: lower per_device_train_batch_size (and "
             "raise gradient_accumulation_steps by as much) or max_length"
         ) from exc
-    if stop.received is not None:
-        say(f"interrupted after step {trainer.state.global_step}: saving what was learnt")
-    return time.monotonic() - start, stop.received
+    received = progress.stop.received
+    if received is not None:
+        say(f"interrupted after step {trainer.state.global_step}: saving what was learned")
+    return time.monotonic() - start, received
 
 
 @dataclass(frozen=True)
@@ -620,18 +570,15 @@ class _Scores:
 
     @property
     def accuracy(self) -> float:
-        """Share of pairs whose chosen text scores higher."""
         right = sum(c > r for c, r in zip(self.chosen, self.rejected, strict=True))
         return right / len(self.chosen)
 
     @property
     def margin(self) -> float:
-        """Mean of the chosen minus mean of the rejected."""
         return statistics.fmean(self.chosen) - statistics.fmean(self.rejected)
 
     @property
     def calibration(self) -> dict[str, Any]:
-        """Mean and standard deviation over both sides."""
         both = [*self.chosen, *self.rejected]
         return {
             "mean": statistics.fmean(both),
@@ -641,45 +588,40 @@ class _Scores:
         }
 
 
-# --- what is written -----------------------------------------------------------------------------
+# --- the folder ----------------------------------------------------------------------------------
 
 
 def _save(
-    job: _Job, trainer: Any, result: RewardModelResult, after: _Scores | None, partial: Path
+    job: _Job, trainer: Any, result: RewardModelResult, calibration: dict[str, Any] | None
 ) -> None:
-    """Write the folder under another name and rename it: it is whole or absent.
+    """Write the folder under another name and rename it, so that it is whole or absent.
 
     Raises:
         ModelError: The disk refused.
     """
-    model, tokenizer = trainer.model, trainer.processing_class
+    model, partial = trainer.model, result.folder.with_name(f".{result.folder.name}.partial")
     model.peft_config["default"].base_model_name_or_path = job.model
     facts = _facts(job, result, trainer.state.global_step)
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        # Else PEFT asks the hub for the base's vocabulary.
+        # With save_embedding_layers PEFT would ask the hub for the base's vocabulary.
         model.save_pretrained(str(partial), save_embedding_layers=False)
-        tokenizer.save_pretrained(str(partial))
-        for name in ("README.md", "training_args.bin"):  # a card of placeholders; a pickle
-            (partial / name).unlink(missing_ok=True)
-        if after and after.calibration["std"] > 0:
-            _write(partial / "calibration.json", after.calibration)
-        _write(partial / "reward_model.json", facts)
+        trainer.processing_class.save_pretrained(str(partial))
+        (partial / "README.md").unlink(missing_ok=True)  # a card of placeholders
+        if calibration and calibration["std"] > 0:
+            write_json(partial / "calibration.json", calibration, indent=2)
+        write_json(partial / "reward_model.json", redact_tree(facts), indent=2)
         partial.rename(result.folder)
     except OSError as exc:
         raise ModelError(
-            f"the reward model cannot be written to {str(result.folder)!r} ({exc}): free some "
-            "space or choose another output_dir"
+            f"the reward model cannot be written to {str(result.folder)!r} "
+            f"({first_line(exc)}): free some space or choose another output_dir"
         ) from exc
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    text = json.dumps(redact_tree(content), indent=2, ensure_ascii=False)
-    path.write_text(f"{text}\n", encoding="utf-8")
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _facts(job: _Job, result: RewardModelResult, steps: int) -> dict[str, Any]:
-    """Return how the model was made, and how its base is found again from another place."""
+    """Return how the model was made, and how its base is found from another place."""
     facts: dict[str, Any] = {"base": job.model}
     if Path(job.place).is_dir():
         facts["base_fingerprint"] = _reader().fingerprint(Path(job.place))
@@ -687,43 +629,16 @@ def _facts(job: _Job, result: RewardModelResult, steps: int) -> dict[str, Any]:
             place, folder = Path(job.place).resolve(), result.folder.resolve()
             with contextlib.suppress(ValueError):  # another drive
                 facts["base_folder"] = Path(os.path.relpath(place, folder)).as_posix()
-    facts |= {
+    copied = ("num_pairs", "num_held_out", "accuracy_before", "accuracy", "margin", "interrupted")
+    return facts | {
         "load_in_4bit": job.load_in_4bit,
         "keep_thought": job.keep_thought,
         "max_length": job.max_length,
         "pairs": job.pairs_name,
-        "num_pairs": result.num_pairs,
-        "num_held_out": result.num_held_out,
-        "accuracy_before": result.accuracy_before,
-        "accuracy": result.accuracy,
-        "margin": result.margin,
+        **{name: getattr(result, name) for name in copied},
         "steps": steps,
-        "interrupted": result.interrupted,
         "seconds": round(result.seconds, 1),
         "seed": job.seed,
         "settings": {"r": job.r, "lora_alpha": job.lora_alpha, **job.settings},
         "versions": {name: installed_version(name) for name in ("rloo_kit", *TESTED)},
     }
-    return facts
-
-
-def _introduce(say: Say, job: _Job, hardware: Hardware, counts: tuple[int, int, int]) -> None:
-    num_train, num_held, left_out = counts
-    whole = "32-bit" if hardware.device == "cpu" else "16-bit"
-    bits = "4-bit NF4" if job.load_in_4bit else whole
-    say(f"reward model on {job.model}, {bits}, LoRA r={job.r} and a score head, {hardware.name}")
-    say(f"{num_train:,} pairs to train on, {num_held:,} held out")
-    if left_out:
-        say(f"{left_out:,} pairs left out: both texts read the same to the model")
-
-
-def _conclude(say: Say, result: RewardModelResult, after: _Scores | None) -> None:
-    if after:
-        calibration = after.calibration
-        say(
-            f"held-out pairs: accuracy {after.accuracy:.3f} (before {result.accuracy_before:.3f}), "
-            f"margin {after.margin:.2f}; scores {calibration['mean']:.2f} "
-            f"± {calibration['std']:.2f}"
-        )
-    say(f"{result.seconds:.0f} s; reward model in {result.folder}")
-    say(f"next: in a run file, rewards: [{{name: reward_model, model: {result.folder}}}]")

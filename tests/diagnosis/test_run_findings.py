@@ -1,4 +1,4 @@
-"""What is found in the folder of a run: on rows made by hand, a fault each, and on healthy ones."""
+"""Findings in rows made by hand, one fault each, and in healthy ones; damaged run folders."""
 
 import json
 import math
@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rloo_kit.config.run_file import make_run_config, read_run_file
-from rloo_kit.diagnosis.record import KEPT_ROWS, RunRecord, read_run
-from rloo_kit.diagnosis.rules import findings_text
-from rloo_kit.diagnosis.run_rules import EXPLAINS, KINDS, find_in_run, verdict
+from rloo_kit.diagnosis.record import RunRecord, read_run
+from rloo_kit.diagnosis.run_rules import KINDS, find_in_run, verdict
 from rloo_kit.errors import DataError
 
 STEPS = 24
@@ -164,6 +163,7 @@ SPOILED = {
     "clip_noise, on the policy": record({"val/ratio": line(1.05, 1.05, 0.01)}),
     "negative_kl": record({"kl": line(-0.3, -0.3, 0.05)}),
     "kl_explosion": record({**FLAT, "kl": GONE}, evaluation=held_out(0.5, 0.0)),
+    "kl_explosion, at an even reward": record({**FLAT, "kl": GONE}),
     "kl_explosion, less far": record(
         {"reward": line(0.6, 0.1, 0.03), "kl": line(0.0, 0.6)}, evaluation=held_out(0.5, 0.2)
     ),
@@ -295,26 +295,18 @@ WELL = {
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_each_fault_is_found_and_nothing_else(name):
+def test_each_fault_is_found_alone(name):
     assert [finding.kind for finding in find_in_run(SPOILED[name])] == [name.partition(",")[0]]
 
 
 def test_every_kind_has_a_record_that_shows_it():
     assert {name.partition(",")[0] for name in SPOILED} == {*KINDS} - {"loss_near_zero"}
+    assert {effect for kind in KINDS.values() for effect in kind.explains} <= {*KINDS}
 
 
 @pytest.mark.parametrize("name", WELL)
 def test_nothing_is_found_in_a_healthy_run(name):
     assert find_in_run(WELL[name]) == []
-
-
-@pytest.mark.parametrize("name", SPOILED)
-def test_a_finding_tells_numbers_why_and_what_to_do(name):
-    (finding,) = find_in_run(SPOILED[name])
-    assert any(c.isdigit() for c in finding.evidence)
-    assert (finding.why, finding.level in ("error", "warning")) == (KINDS[finding.kind][0], True)
-    assert finding.remedy
-    assert finding.kind in findings_text([finding])
 
 
 @pytest.mark.parametrize(
@@ -326,14 +318,6 @@ def test_a_setting_is_a_line_of_this_run_file(name, tmp_path):
     (finding,) = find_in_run(run)
     changed = read_run_file(tmp_path / "run.yaml", finding.setting.split(", "))
     assert changed != run.config
-
-
-def test_most_faults_come_with_a_setting():
-    without = {f.kind for run in SPOILED.values() for f in find_in_run(run) if not f.setting}
-    assert without == {
-        *("constant_reward", "saturated_reward", "negative_kl", "reward_collapse"),
-        *("slow_reward", "memory_creeping"),
-    }
 
 
 def test_more_generations_also_enlarge_a_batch_they_do_not_fit():
@@ -348,16 +332,10 @@ def test_an_easier_level_comes_before_more_generations():
     assert finding.setting == "data.level=4"
 
 
-def test_a_group_without_signal_is_heated_only_where_its_texts_are_the_same():
+def test_a_higher_temperature_is_proposed_only_for_repeated_texts():
     (cold,) = find_in_run(SPOILED["no_signal, at little temperature"])
     (other,) = find_in_run(SPOILED["no_signal"])
     assert (cold.setting, other.setting) == ("trainer.temperature=1", "trainer.num_generations=16")
-
-
-def test_a_policy_far_from_the_reference_is_gone_whatever_the_reward_says():
-    (finding,) = find_in_run(record({**FLAT, "kl": GONE}))
-    assert finding.kind == "kl_explosion"
-    assert "passed 1 nat a token at step 13 and is 6 at the end" in finding.evidence
 
 
 def test_the_learning_rate_is_that_of_the_model():
@@ -368,13 +346,6 @@ def test_the_learning_rate_is_that_of_the_model():
     assert other.setting == "trainer.learning_rate=1e-05"
 
 
-def test_without_a_run_file_there_is_no_setting():
-    run = SPOILED["reward_hacking"]
-    (finding,) = find_in_run(RunRecord(run.metrics, run.completions, run.evaluation))
-    assert finding.kind == "reward_hacking"
-    assert finding.setting == ""
-
-
 def test_further_passes_over_a_batch_are_rows_without_a_reward():
     sampled = metrics(**FLAT)
     passes = [{"step": 0, "policy/clipfrac_avg": 0.5, "clip_ratio/nulled_rows": 30.0}] * 3
@@ -382,8 +353,8 @@ def test_further_passes_over_a_batch_are_rows_without_a_reward():
     run = RunRecord(rows, completions(), None, config(num_iterations=4, learning_rate=1e-2))
     (finding,) = find_in_run(run)
     assert (finding.kind, finding.setting) == ("clip_noise", "trainer.num_iterations=1")
-    assert "trained 4 times at learning rate 0.01" in finding.evidence
-    assert "50% is clipped, and up to 30 completions train nothing" in finding.evidence
+    assert "4 times" in finding.evidence
+    assert "30 completions" in finding.evidence
 
 
 # --- cause and effect -----------------------------------------------------------------------------
@@ -401,33 +372,6 @@ def test_a_policy_that_is_gone_explains_all_that_follows():
     assert [f.kind for f in found] == ["kl_explosion"]
     without = find_in_run(record({**rows, "kl": []}, evaluation=held_out(0.5, 0.0)))
     assert [f.kind for f in without] == ["length_explosion"]
-
-
-def test_cut_off_completions_explain_that_nothing_is_earned():
-    rows = {**all_of(0.0), "completions/truncated": line(1.0, 1.0)}
-    assert [f.kind for f in find_in_run(record(rows))] == ["all_truncated"]
-    assert [f.kind for f in find_in_run(record(all_of(0.0)))] == ["cold_start"]
-
-
-def test_what_has_another_cause_stays_and_comes_last():
-    rows = {**all_of(0.5), "step_time": line(3.0, 3.0), "memory/peak_gib": line(1.2, 2.6)}
-    kinds = [f.kind for f in find_in_run(record(rows))]
-    assert kinds == ["constant_reward", "slow_reward", "memory_creeping"]
-
-
-def test_every_cause_and_every_effect_is_a_kind():
-    assert {*EXPLAINS} | {k for kinds in EXPLAINS.values() for k in kinds.split()} <= {*KINDS}
-    order = list(KINDS)
-    late_causes = {
-        (cause, effect)
-        for cause, effects in EXPLAINS.items()
-        for effect in effects.split()
-        if order.index(effect) < order.index(cause)
-    }
-    assert late_causes == {
-        ("length_explosion", "all_truncated"),
-        ("entropy_collapse", "reward_collapse"),
-    }
 
 
 def test_one_reward_of_several_that_never_paid_is_named():
@@ -451,44 +395,35 @@ def kinds(run):
     return [finding.kind for finding in find_in_run(run)]
 
 
-def told(run):
+def verdict_of(run):
     return verdict(run, find_in_run(run))
 
 
 def test_the_verdict_says_whether_it_learned():
-    assert told(WELL["rising on held-out prompts"]) == (
-        "It learned: accuracy on 100 held-out prompts rose from 0.500 to 0.950."
-    )
-    assert told(WELL["rising"]).startswith("It learned: the reward went from 0.5")
-    assert "in the last 8 steps little was left to learn" in told(WELL["learned all there is"])
-    assert told(WELL["not yet rising"]).startswith("It did not learn: accuracy")
-
-
-def test_the_verdict_says_what_to_change_first():
-    assert told(SPOILED["reward_hacking"]) == (
-        "It got worse: accuracy on 100 held-out prompts fell from 0.600 to 0.300; change first "
-        "(reward_hacking): trainer.beta=0.1."
-    )
-    assert "change first (constant_reward): check that the reward" in told(
-        SPOILED["constant_reward"]
-    )
-
-
-def test_a_reward_that_rose_alone_is_told():
-    run = record(evaluation=held_out(0.5, 0.5))
-    assert told(run).startswith("The reward rose, and held-out prompts do not show it: accuracy")
+    verdict = verdict_of(WELL["rising on held-out prompts"])
+    assert verdict.startswith("It learned: accuracy on 100 held-out prompts")
+    alone = record(evaluation=held_out(0.5, 0.5))
+    assert verdict_of(alone).startswith("The reward rose, and held-out prompts do not show it")
+    worse = verdict_of(SPOILED["reward_hacking"])
+    assert worse.startswith("It got worse: ")
+    assert "(reward_hacking): trainer.beta=0.1" in worse
+    assert verdict_of(WELL["rising"]).startswith("It learned: the reward went from 0.5")
+    assert "in the last 8 steps little was left" in verdict_of(WELL["learned all there is"])
+    assert verdict_of(WELL["not yet rising"]).startswith("It did not learn: accuracy")
 
 
 @pytest.mark.parametrize("num", [0, 1])
-def test_of_a_run_without_two_steps_nothing_else_is_said(num):
+def test_nothing_is_found_in_fewer_than_two_steps(num):
     run = RunRecord(metrics(**all_of(0.0))[:num])
     assert find_in_run(run, notes=True) == []
-    assert told(run).startswith("Nothing can be told: the run recorded")
+    assert "two are needed" in verdict_of(run)
 
 
-def test_accuracy_that_the_run_does_not_pay_and_never_has_says_nothing():
+def test_accuracy_that_is_always_zero_is_ignored():
     own = both(held_out(0.0, 0.0), held_out(0.0, 0.6, "puzzle"))
-    assert told(record(evaluation=own)).startswith("It learned: puzzle on 100 held-out prompts")
+    assert verdict_of(record(evaluation=own)).startswith(
+        "It learned: puzzle on 100 held-out prompts"
+    )
 
 
 # --- damaged folders ------------------------------------------------------------------------------
@@ -518,17 +453,10 @@ def test_a_folder_is_read_as_it_was_written(folder):
 
 
 def test_another_folder_is_refused(tmp_path):
-    with pytest.raises(DataError, match="give the folder that rloo-kit train wrote"):
+    with pytest.raises(DataError, match="rloo-kit train"):
         read_run(tmp_path)
-    with pytest.raises(DataError, match="is no folder of a run"):
+    with pytest.raises(DataError, match="is no run folder"):
         read_run(tmp_path / "not-there")
-
-
-def test_a_line_written_half_is_left_out(folder):
-    path = folder / "metrics.jsonl"
-    whole = read_run(folder).metrics
-    path.write_bytes(path.read_bytes()[:-20])
-    assert read_run(folder).metrics == whole[:-1]
 
 
 def test_metrics_that_hold_no_row_are_refused(folder):
@@ -537,28 +465,28 @@ def test_metrics_that_hold_no_row_are_refused(folder):
         read_run(folder)
 
 
-def test_a_run_that_was_killed_before_its_first_step_is_no_error(folder):
+def test_a_run_killed_before_its_first_step_can_be_read(folder):
     for name in ("metrics.jsonl", "completions.jsonl", "evaluation.json"):
         (folder / name).unlink()
-    assert told(read_run(folder)).startswith("Nothing can be told: the run recorded no step")
+    assert verdict_of(read_run(folder)).startswith("Nothing can be said")
 
 
 @pytest.mark.parametrize("name", ["completions.jsonl", "evaluation.json", "run.yaml"])
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[1]", b'"\\ud800"', b"[" * 100_000])
-def test_what_is_damaged_beside_the_metrics_is_left_out(folder, name, content):
+def test_damaged_files_are_left_out(folder, name, content):
     (folder / name).write_bytes(content)
     run = read_run(folder)
-    assert told(run).endswith(".")
+    assert verdict_of(run).endswith(".")
     assert run.metrics == read_run(folder).metrics
 
 
 @pytest.mark.parametrize("damage", [{"step": [1]}, {"group": {}}])
-def test_a_completion_that_has_no_place_in_the_run_is_left_out(folder, damage):
+def test_a_completion_with_a_damaged_step_is_left_out(folder, damage):
     rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
     write(folder / "completions.jsonl", [{**rows[0], **damage}, *rows])
     run = read_run(folder)
     assert len(run.completions) == len(rows)
-    assert told(run) == told(RunRecord(run.metrics, rows, run.evaluation, run.config))
+    assert verdict_of(run) == verdict_of(RunRecord(run.metrics, rows, run.evaluation, run.config))
 
 
 @given(
@@ -571,15 +499,15 @@ def test_a_completion_that_has_no_place_in_the_run_is_left_out(folder, damage):
     sampled=st.booleans(),
     scored=st.sampled_from([None, held_out(0.6, 0.2), held_out(0.2, 0.6)]),
 )
-@settings(max_examples=150, deadline=None)
-def test_no_metrics_however_odd_are_an_error(broken, worsened, sampled, scored):
+@settings(max_examples=40, deadline=None)
+def test_odd_metrics_raise_no_error(broken, worsened, sampled, scored):
     rows = metrics(**worsened)
     for place, row in enumerate(rows):
         row |= {name: value for name, value in broken.items() if place % 3 or value is None}
         row.setdefault("policy/entropy_avg", 0.5 / (1 + place))
     said = completions() if sampled else []
     run = RunRecord(rows, said, scored, config())
-    assert told(run).endswith(".")
+    assert verdict_of(run).endswith(".")
 
 
 @pytest.mark.parametrize("value", [None, "high", True, float("nan"), 10**400, [], {}])
@@ -589,14 +517,7 @@ def test_values_that_are_no_numbers_are_passed_over(value):
     evaluation = {"before": {"rewards": value, "samples": value}, "after": value}
     run = RunRecord(rows, said, evaluation, config())
     assert find_in_run(run) == []
-    assert told(run).endswith(".")
-
-
-def test_the_middle_of_a_large_file_is_not_kept(folder):
-    rows = [{"step": n, "completion": "x" * 10, "score": 0.0} for n in range(3 * KEPT_ROWS)]
-    write(folder / "completions.jsonl", rows)
-    kept = read_run(folder).completions
-    assert kept == rows[:KEPT_ROWS] + rows[-KEPT_ROWS:]
+    assert verdict_of(run).endswith(".")
 
 
 def test_long_completions_are_kept_up_to_a_size_at_each_end(folder, monkeypatch):
@@ -604,24 +525,6 @@ def test_long_completions_are_kept_up_to_a_size_at_each_end(folder, monkeypatch)
     rows = [{"step": n, "completion": "x" * 950, "score": 0.0} for n in range(100)]
     write(folder / "completions.jsonl", rows)
     assert [row["step"] for row in read_run(folder).completions] == [*range(5), *range(95, 100)]
-
-
-def test_the_last_row_is_kept_however_long_it_is(folder, monkeypatch):
-    monkeypatch.setattr("rloo_kit.diagnosis.record.KEPT_SIZE", 100)
-    write(folder / "completions.jsonl", [{"step": n, "completion": "x" * 200} for n in range(3)])
-    assert [row["step"] for row in read_run(folder).completions] == [2]
-
-
-def test_reading_a_run_loads_nothing_heavy():
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, rloo_kit.diagnosis.run_rules\n"
-        "print(sorted({'torch', 'numpy', 'trl', 'transformers'} & {*sys.modules}))"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
 
 
 # --- runs that a finding ended --------------------------------------------------------------------
@@ -633,17 +536,16 @@ def ended(**end):
     return {"how": "stopped", "finding": finding.as_dict(), **end}
 
 
-def test_what_ended_a_run_stays_its_first_finding_though_the_kept_weights_are_good():
+def test_the_finding_that_stopped_a_run_stays_first():
     run = replace(
         record({"kl": line(0.1, 3.0), "reward": line(0.9, 0.1)}, evaluation=held_out(0.4, 0.7)),
         end=ended(kept_step=7),
     )
     found = find_in_run(run)
     assert found[0].kind == "kl_explosion"
-    assert verdict(run, found).startswith(
-        "It was ended by kl_explosion and keeps its weights after step 7: accuracy on 100 held-out "
-        "prompts rose from 0.400 to 0.700; change first (kl_explosion): trainer.learning_rate="
-    )
+    said = verdict(run, found)
+    assert "stopped by kl_explosion" in said
+    assert "after step 7: accuracy" in said
 
 
 @pytest.mark.parametrize(
@@ -651,13 +553,14 @@ def test_what_ended_a_run_stays_its_first_finding_though_the_kept_weights_are_go
 )
 def test_a_damaged_end_is_no_error(finding):
     run = replace(record(), end={"how": "stopped", "finding": finding, "kept_step": "three"})
-    assert told(run).endswith(".")
+    assert verdict_of(run).endswith(".")
 
 
 # --- small batches --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("prompts", "size"), [(1, 4), (2, 4), (2, 8), (4, 4)])
+@pytest.mark.long
+@pytest.mark.parametrize(("prompts", "size"), [(1, 4), (4, 4)])
 @pytest.mark.parametrize("rates", [(0.15, 0.4), (0.3, 0.6)])
 def test_chance_in_small_batches_is_no_collapse(prompts, size, rates):
     accused = 0

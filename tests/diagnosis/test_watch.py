@@ -1,4 +1,4 @@
-"""The doctor's rules while a run goes: when a finding is told, what ends a run, what is kept."""
+"""Online diagnosis: when a finding is reported, what stops a run, which weights are kept."""
 
 import json
 import time
@@ -10,8 +10,7 @@ import torch
 import rloo_kit as rk
 from rloo_kit.config.run_file import make_run_config
 from rloo_kit.config.settings import STOP_ON
-from rloo_kit.config.trainer_settings import translate_trainer_arguments
-from rloo_kit.diagnosis import watch as room
+from rloo_kit.diagnosis import watch as watch_module
 from rloo_kit.diagnosis.run_rules import KINDS
 from rloo_kit.diagnosis.watch import BestWeights, RunWatch
 from rloo_kit.errors import ConfigError
@@ -71,64 +70,58 @@ def drive(watch, logged, batches=None):
 
 
 def watching(**arguments):
-    told, stops = [], []
+    reported, stops = [], []
     config = make_run_config({"trainer": {"learning_rate": 1e-3, "max_steps": 40}})
     watch = RunWatch(
         config,
-        tell=lambda findings: told.append([f.kind for f in findings]),
+        tell=lambda findings: reported.append([f.kind for f in findings]),
         stop=stops.append,
         **arguments,
     )
-    return watch, told, stops
+    return watch, reported, stops
 
 
-def test_nothing_is_told_of_a_healthy_run():
-    watch, told, stops = watching(stop_on=STOP_ON)
+def test_nothing_is_reported_of_a_healthy_run():
+    watch, reported, stops = watching(stop_on=STOP_ON)
     drive(watch, [row(step) for step in range(1, 25)])
-    assert (told, stops) == ([], [])
+    assert (reported, stops) == ([], [])
 
 
 def test_a_finding_is_told_once_when_three_checks_agree():
-    watch, told, _ = watching()
+    watch, reported, _ = watching()
     drive(watch, [*map(row, range(1, 6)), *map(exploded, range(6, 15))])
-    assert told == [["kl_explosion"]]
+    assert reported == [["kl_explosion"]]
 
 
-def test_a_finding_that_goes_away_is_told_too():
-    watch, told, _ = watching()
+def test_a_finding_that_disappears_is_reported_too():
+    watch, reported, _ = watching()
     rows = [*map(row, range(1, 6)), *map(exploded, range(6, 12)), *map(row, range(12, 60))]
     drive(watch, rows)
-    assert told[0] == ["kl_explosion"]
-    assert told[-1] == []
+    assert reported[0] == ["kl_explosion"]
+    assert reported[-1] == []
 
 
-def test_two_checks_are_not_enough():
-    watch, told, _ = watching()
-    drive(watch, [*map(exploded, range(1, 3))])
-    assert told == []
-
-
-def test_what_is_about_signal_waits_for_ten_steps():
+def test_findings_about_signal_wait_for_ten_steps():
     dull = {"reward": 0.0, "reward_std": 0.0, "signal/groups_without": 1.0}
     rows = [row(step, **dull) for step in range(1, 13)]
     nothing = lambda step: batch(step, lambda group, place: 0.0)  # noqa: E731
-    watch, told, _ = watching()
+    watch, reported, _ = watching()
     drive(watch, rows[:9], nothing)
-    assert told == []
+    assert reported == []
     drive(watch, rows, nothing)
-    assert told == [["cold_start"]]
+    assert reported == [["cold_start"]]
 
 
 def test_only_a_finding_that_was_named_ends_the_run():
     rows = [*map(row, range(1, 6)), *map(exploded, range(6, 15))]
-    watch, told, stops = watching(stop_on=["cold_start"])
+    watch, reported, stops = watching(stop_on=["cold_start"])
     drive(watch, rows)
-    assert told
+    assert reported
     assert stops == []
-    watch, told, stops = watching(stop_on=["kl_explosion"])
+    watch, reported, stops = watching(stop_on=["kl_explosion"])
     drive(watch, rows)
     assert len(stops) == 1
-    assert stops[0].startswith("kl_explosion: the KL from the reference passed 1 nat a token")
+    assert stops[0].startswith("kl_explosion: ")
     assert "trainer.beta=0.1" in stops[0]
 
 
@@ -140,7 +133,7 @@ def test_checks_take_their_share_of_the_time_and_no_more(monkeypatch):
         time.sleep(0.02)
         return []
 
-    monkeypatch.setattr(room, "find_in_run", slow)
+    monkeypatch.setattr(watch_module, "find_in_run", slow)
     watch, _, _ = watching()
     state = SimpleNamespace(global_step=0)
     watch.on_train_begin(None, state, None)
@@ -150,8 +143,8 @@ def test_checks_take_their_share_of_the_time_and_no_more(monkeypatch):
     assert checks == [1], "the next check is due after 0.02 s / TIME_SHARE"
 
 
-def test_long_completions_are_held_of_both_ends_up_to_a_size(monkeypatch):
-    monkeypatch.setattr(room, "KEPT_SIZE", 4000)
+def test_long_completions_of_both_ends_are_kept_up_to_a_size(monkeypatch):
+    monkeypatch.setattr(watch_module, "KEPT_SIZE", 4000)
     watch, _, _ = watching()
     long = {"completion": "x" * 500}
     drive(watch, map(row, range(1, 31)), lambda step: [{**one, **long} for one in batch(step)])
@@ -159,7 +152,7 @@ def test_long_completions_are_held_of_both_ends_up_to_a_size(monkeypatch):
     assert [held[0]["step"], held[-1]["step"], len(held)] == [1, 30, 16]
 
 
-def test_a_second_training_begins_anew():
+def test_a_second_training_begins_with_no_findings():
     watch, _, _ = watching()
     drive(watch, [*map(row, range(1, 6)), *map(exploded, range(6, 15))])
     assert watch.findings
@@ -167,24 +160,24 @@ def test_a_second_training_begins_anew():
     assert watch.findings == []
 
 
-def test_a_rule_with_a_fault_ends_the_looking_and_not_the_run(monkeypatch):
+def test_a_faulty_rule_does_not_end_the_run(monkeypatch):
     def broken(record):
         raise TypeError("no such thing")
 
-    monkeypatch.setattr(room, "find_in_run", broken)
-    watch, told, stops = watching(stop_on=STOP_ON)
-    with pytest.warns(RuntimeWarning, match="the run goes on: TypeError: no such thing"):
+    monkeypatch.setattr(watch_module, "find_in_run", broken)
+    watch, reported, stops = watching(stop_on=STOP_ON)
+    with pytest.warns(RuntimeWarning, match="TypeError: no such thing"):
         drive(watch, [row(step) for step in range(1, 3)])
-    assert (told, stops) == ([], [])
+    assert (reported, stops) == ([], [])
 
 
 def test_a_warning_that_becomes_an_error_is_told_again():
-    watch, told, _ = watching()
+    watch, reported, _ = watching()
     little = {"signal/groups_without": 0.85, "kl/sequence": 1.0}
     none = {"signal/groups_without": 1.0, "kl/sequence": 1.0}
     flat = [row(step, reward=0.5 + 0.02 * (step % 3), **little) for step in range(1, 14)]
     drive(watch, flat + [row(step, reward=0.5, **none) for step in range(14, 120)])
-    assert told.count(["no_signal"]) == 2
+    assert reported.count(["no_signal"]) == 2
 
 
 # --- the best weights ----------------------------------------------------------------------------
@@ -209,7 +202,7 @@ def test_weights_from_before_a_fall_are_kept():
     assert best.step == 3
 
 
-def test_a_lucky_first_batch_does_not_hold_what_is_learnt_later():
+def test_a_lucky_first_batch_does_not_outlast_later_learning():
     best = BestWeights([torch.nn.Parameter(torch.zeros(2))])
     best.see_batch(0, [1.0, 1.0, 0.0, 1.0], healthy=True)
     for step in range(1, 12):
@@ -217,14 +210,7 @@ def test_a_lucky_first_batch_does_not_hold_what_is_learnt_later():
     assert best.step == 11
 
 
-def test_weights_under_suspicion_are_not_kept():
-    best = BestWeights([torch.nn.Parameter(torch.zeros(2))])
-    best.see_batch(0, [0.5] * 4, healthy=True)
-    best.see_batch(1, [2.0] * 4, healthy=False)
-    assert best.step == 0
-
-
-def test_weights_whose_own_batch_is_ruined_are_not_kept_though_the_mean_is_high():
+def test_weights_with_a_ruined_batch_are_not_kept():
     best = BestWeights([torch.nn.Parameter(torch.zeros(2))])
     for step in range(20):
         best.see_batch(step, [1.0, 0.8, 0.9, 1.0, 0.7, 0.9, 1.0, 0.8], healthy=True)
@@ -247,17 +233,13 @@ def test_scores_are_compared_as_the_rewards_gave_them():
     assert watch.best.step < 10
 
 
-def test_nothing_is_put_back_where_nothing_was_kept():
-    assert not BestWeights([torch.nn.Parameter(torch.zeros(2))]).restore()
-
-
 def scores(share, num=64):
     values = [float(place < share * num) for place in range(num)]
     samples = [{"prompt": "p", "completion": "c", "rewards": {"accuracy": v}} for v in values]
     return {"rewards": {"accuracy": share}, "num_prompts": num, "samples": samples}
 
 
-def test_reward_up_and_held_out_down_ends_a_run_at_its_best_held_out_score():
+def test_reward_hacking_stops_a_run_at_its_best_held_out_score():
     weight = torch.nn.Parameter(torch.zeros(1))
     watch, _, stops = watching(stop_on=["reward_hacking"], parameters=lambda: [weight])
     watch.by_held_out = True
@@ -285,32 +267,11 @@ def test_reward_up_and_held_out_down_ends_a_run_at_its_best_held_out_score():
 # --- settings ------------------------------------------------------------------------------------
 
 
-def test_a_run_can_stop_on_all_that_can_make_it_worthless():
-    assert set(KINDS) - set(STOP_ON) == {"slow_reward", "memory_creeping", "loss_near_zero"}
-    assert set(STOP_ON) <= set(KINDS)
+def test_the_run_file_can_stop_on_the_registered_kinds():
+    assert set(STOP_ON) == {name for name, kind in KINDS.items() if kind.stops}
 
 
-@pytest.mark.parametrize(
-    ("value", "remedy"),
-    [
-        (["kl_explosions"], "did you mean 'kl_explosion'"),
-        (["slow_reward"], "among stale_sampler, clip_noise"),
-        ("kl_explosion", "must be a list of texts"),
-        ([3], "must be a list of texts"),
-    ],
-)
-def test_a_wrong_stop_on_says_what_it_may_be(value, remedy):
-    with pytest.raises(ConfigError, match=remedy):
-        translate_trainer_arguments({"stop_on": value})
-
-
-def test_nothing_is_found_by_a_doctor_that_is_switched_off():
-    with pytest.raises(ConfigError, match=r"trainer\.doctor is false: remove one"):
-        translate_trainer_arguments({"stop_on": ["kl_explosion"], "doctor": False})
-    assert not translate_trainer_arguments({"stop_on": [], "doctor": False})["doctor"]
-
-
-def test_reward_hacking_cannot_be_seen_without_held_out_prompts_on_the_way():
+def test_stopping_on_reward_hacking_needs_held_out_every():
     with pytest.raises(ConfigError, match=r"set data\.held_out_every, such as 10"):
         make_run_config({"trainer": {"stop_on": ["reward_hacking"]}})
     with pytest.raises(ConfigError, match=r"set data\.held_out above 0"):
@@ -326,7 +287,8 @@ def digits(completions, **_):
     return [sum(c.isdigit() for c in completion[-1]["content"]) / 20 for completion in completions]
 
 
-def test_a_trainer_stops_on_an_exploding_kl_with_the_weights_from_before_it(tmp_path):
+@pytest.mark.long
+def test_a_trainer_stops_with_the_weights_from_before_an_explosion(tmp_path):
     model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256, load_in_4bit=False)
     model = rk.attach_lora(model, r=4)
     trained = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
@@ -358,7 +320,8 @@ def test_a_trainer_stops_on_an_exploding_kl_with_the_weights_from_before_it(tmp_
             assert torch.equal(parameter, trained[name]), name
 
 
-def test_a_run_that_stops_keeps_its_best_adapter_and_says_how_it_ended(tmp_path):
+@pytest.mark.long
+def test_a_stopped_run_keeps_its_best_adapter(tmp_path):
     config = make_run_config(
         {
             "model": {"name": "tiny-thinker", "max_seq_length": 256},

@@ -11,7 +11,7 @@ from rloo_kit.rewards import RewardModel
 
 from rloo_kit.cli import main
 from rloo_kit.data.tasks import arithmetic_prompt, worked_thought
-from rloo_kit.errors import ConfigError, DataError, ModelError
+from rloo_kit.errors import ConfigError, DataError, MemoryRanOutError, ModelError
 from rloo_kit.reward_lab.training import read_pairs, split_pairs, train_reward_model
 from rloo_kit.scoring.loading import load_rewards
 
@@ -82,13 +82,6 @@ def test_a_conversation_is_read_in_every_form(row):
     assert pair.rejected == ([USER], [BAD])
 
 
-def test_plain_text_stays_plain_without_chat_or_without_a_prompt():
-    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
-    assert read_pairs([row], chat=False)[0].chosen == ("1+1=", "2")
-    whole = {"chosen": "1+1=2", "rejected": "1+1=3"}
-    assert read_pairs([whole])[0].chosen == ("", "1+1=2")
-
-
 def test_pairs_come_from_rows_and_from_files_alike(tmp_path):
     import datasets
 
@@ -123,13 +116,6 @@ def test_a_bad_pair_is_named_with_its_line_and_the_remedy(tmp_path, row, remedy)
         read_pairs([ROWS[0], row])
 
 
-def test_a_line_that_is_no_json_is_named(tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text(json.dumps(ROWS[0]) + "\n{'prompt'\n")
-    with pytest.raises(DataError, match=r"line 2: not valid JSON"):
-        read_pairs(path)
-
-
 def test_no_file_and_no_pairs_are_named(tmp_path):
     with pytest.raises(DataError, match=r"does not exist: give the path of a \.jsonl"):
         read_pairs(tmp_path / "none.jsonl")
@@ -153,11 +139,6 @@ def test_all_pairs_of_a_prompt_are_on_one_side(held_out, expected):
     assert sorted(map(repr, [*train, *held])) == sorted(map(repr, pairs))
     assert split_pairs(pairs, held_out, 42) == (train, held)
     assert split_pairs(pairs, held_out, 43) != (train, held)
-
-
-def test_a_split_that_leaves_nothing_to_train_on_is_refused():
-    with pytest.raises(DataError, match="held_out 80 cannot be kept of 80 pairs with 40 prompts"):
-        split_pairs(read_pairs(ROWS), 80, 42)
 
 
 # --- what training leaves ------------------------------------------------------------------------
@@ -223,6 +204,7 @@ def test_the_folder_is_found_from_the_run_files_place(trained):
     assert table.func(**columns) == [max(-1, min(1, score))]
 
 
+@pytest.mark.long
 def test_float32_learns_as_well_and_overwrites_nothing(trained, recwarn):
     first, _ = trained
     before = {path.name: path.read_bytes() for path in first.folder.iterdir()}
@@ -247,7 +229,7 @@ def test_float32_learns_as_well_and_overwrites_nothing(trained, recwarn):
 @pytest.mark.parametrize(
     ("settings", "remedy"),
     [
-        ({"learning_rat": 1e-3}, r"no setting 'learning_rat' \(did you mean 'learning_rate'\?\)"),
+        ({"learning_rat": 1e-3}, "no setting 'learning_rat'.* did you mean 'learning_rate'"),
         ({"save_strategy": "steps"}, "no setting 'save_strategy'"),
         ({"lr_scheduler_type": "sideways"}, "TRL refuses the settings of the reward model"),
         ({"learning_rate": 0}, "learning_rate is 0: give a number above 0"),
@@ -267,7 +249,10 @@ def test_a_bad_setting_is_refused_with_the_remedy(tmp_path, settings, remedy):
 
 
 def test_a_base_that_is_no_model_is_refused(tmp_path):
-    for model, what in ((tmp_path / "none", "is not there"), (tmp_path, r"holds no config\.json")):
+    for model, what in (
+        (tmp_path / "none", "does not exist"),
+        (tmp_path, r"holds no config\.json"),
+    ):
         with pytest.raises(ModelError, match=rf"{what}: give the folder of a whole model"):
             train_reward_model(ROWS, model, output_dir=tmp_path / "taste")
     file = write_pairs(tmp_path / "model.gguf", [])
@@ -275,6 +260,7 @@ def test_a_base_that_is_no_model_is_refused(tmp_path):
         train_reward_model(ROWS, file, output_dir=tmp_path / "taste")
 
 
+@pytest.mark.long
 def test_pairs_that_differ_in_the_thought_alone_ask_for_it(tmp_path):
     rows = [
         {"prompt": f"{n}?", "chosen": "a\n</think>\n\n1", "rejected": "b\n</think>\n\n1"}
@@ -295,6 +281,7 @@ def stopping(error):
     return say
 
 
+@pytest.mark.long
 def test_after_an_error_nothing_is_left(tmp_path):
     with pytest.raises(RuntimeError, match="the screen is gone"):
         train_reward_model(
@@ -306,7 +293,8 @@ def test_after_an_error_nothing_is_left(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_saves_what_was_learnt(tmp_path):
+@pytest.mark.long
+def test_ctrl_c_saves_what_was_learned(tmp_path):
     def say(line):
         if line.startswith("step"):
             signal.raise_signal(signal.SIGINT)
@@ -317,15 +305,6 @@ def test_ctrl_c_saves_what_was_learnt(tmp_path):
     assert len(RewardModel(str(result.folder))(prompts=["a"], completions=["b"])) == 1
 
 
-def test_ctrl_c_before_the_first_step_writes_nothing(tmp_path):
-    def say(line):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train_reward_model(ROWS, output_dir=tmp_path / "taste", say=say, **SHORT)
-    assert list(tmp_path.iterdir()) == []
-
-
 # --- the command ---------------------------------------------------------------------------------
 
 
@@ -333,6 +312,7 @@ def train_by_command(*arguments):
     return main(["reward-model", "train", *map(str, arguments)])
 
 
+@pytest.mark.long
 def test_the_command_trains(tmp_path, capsys):
     pairs = write_pairs(tmp_path / "pairs.jsonl", ROWS[:12])
     settings = [part for name, value in SHORT.items() for part in ("--set", f"{name}={value}")]
@@ -341,12 +321,16 @@ def test_the_command_trains(tmp_path, capsys):
     assert "held-out pairs: accuracy " in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["none.jsonl"], "data file 'none.jsonl' does not exist"),
-        (["pairs.jsonl", "--model", "./none"], "the base './none' of a reward model is not there"),
-        (["pairs.jsonl", "--set", "max_step=3"], r"no setting 'max_step' \(did you mean"),
+        (
+            ["pairs.jsonl", "--model", "./none"],
+            "the base './none' .* does not exist",
+        ),
+        (["pairs.jsonl", "--set", "max_step=3"], "no setting 'max_step'.* did you mean"),
     ],
 )
 def test_the_command_ends_with_2_and_one_sentence(
@@ -359,3 +343,15 @@ def test_the_command_ends_with_2_and_one_sentence(
     assert line.startswith("rloo-kit: ")
     assert re.search(sentence, line)
     assert [path.name for path in tmp_path.iterdir()] == ["pairs.jsonl"]
+
+
+def test_out_of_memory_is_one_sentence(monkeypatch, tmp_path):
+    import transformers
+
+    def train(self, *args, **kwargs):
+        raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr(transformers.Trainer, "train", train)
+    with pytest.raises(MemoryRanOutError, match="lower per_device_train_batch_size"):
+        train_reward_model(ROWS, output_dir=tmp_path / "taste", say=lambda line: None, **SHORT)
+    assert list(tmp_path.iterdir()) == []

@@ -69,17 +69,6 @@ def test_long_texts_lose_their_left_end(model_folder):
     assert long != pytest.approx(reward(completions=["a b c"], prompts=[""]), abs=1e-5)
 
 
-def test_the_models_own_limit_holds_without_max_length(reward):
-    end = "a b " * 32  # 64 tokens, the model's limit
-    assert reward(completions=[end], prompts=["c " * 500]) == pytest.approx(
-        reward(completions=[end], prompts=[""]), abs=1e-5
-    )
-
-
-def test_an_empty_prompt_and_completion_has_a_score(reward):
-    assert len(reward(completions=[""], prompts=[""])) == 1
-
-
 def test_pickle_holds_the_parameters_and_not_the_model(reward):
     reward(completions=["a"], prompts=["x"])
     data = pickle.dumps(reward)
@@ -90,22 +79,9 @@ def test_pickle_holds_the_parameters_and_not_the_model(reward):
     assert reward.is_loaded
 
 
-def test_release_drops_the_model_and_a_call_loads_it_again(model_folder):
-    reward = RewardModel(str(model_folder), device="cpu")
-    before = reward(completions=["a"], prompts=["x"])
-    reward.release()
-    assert not reward.is_loaded
-    assert reward(completions=["a"], prompts=["x"]) == before
-
-
 def test_a_missing_folder_is_named_with_the_remedy(tmp_path):
     with pytest.raises(ModelError, match=r"give a folder with config\.json"):
         RewardModel(str(tmp_path / "none"))(completions=["a"], prompts=["x"])
-
-
-def test_a_folder_that_is_no_model_is_named_with_the_remedy(tmp_path):
-    with pytest.raises(ModelError, match=r"cannot be loaded .* give a folder with config\.json"):
-        RewardModel(str(tmp_path))(completions=["a"], prompts=["x"])
 
 
 def test_a_model_without_a_trained_head_is_refused(model_folder, tmp_path):
@@ -115,23 +91,6 @@ def test_a_model_without_a_trained_head_is_refused(model_folder, tmp_path):
     LlamaForCausalLM.from_pretrained(model_folder).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"score\.weight; give a sequence classifier"):
         RewardModel(str(tmp_path), device="cpu")(completions=["a"], prompts=["x"])
-
-
-def test_a_tokenizer_with_neither_pad_nor_eos_is_refused(model_folder, tmp_path):
-    from transformers import AutoTokenizer
-
-    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    tokenizer.eos_token = None
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"set pad_token in its tokenizer_config\.json"):
-        RewardModel(str(tmp_path), device="cpu")(completions=["a"], prompts=["x"])
-
-
-@pytest.mark.parametrize("parameter", ["batch_size", "max_length", "tokens_per_batch"])
-def test_sizes_below_one_are_refused(parameter):
-    with pytest.raises(ValueError, match="set it to 1 or more"):
-        RewardModel("anywhere", **{parameter: 0})
 
 
 def test_lone_surrogates_are_read(reward):
@@ -164,15 +123,6 @@ def test_batches_hold_every_row_once_within_the_budget():
     assert batches([], tokens_per_batch=8) == []
 
 
-def test_scores_do_not_depend_on_the_budget(reward, model_folder):
-    expected = reward(completions=TEXTS, prompts=PROMPTS)
-    tight = RewardModel(str(model_folder), tokens_per_batch=1, cache_size=0, device="cpu")
-    assert tight(completions=TEXTS, prompts=PROMPTS) == pytest.approx(expected, abs=1e-5)
-    passes = count_rows(tight)
-    tight(completions=TEXTS, prompts=PROMPTS)
-    assert passes == [1] * len(TEXTS)
-
-
 def test_a_text_is_read_once_in_a_batch_and_not_again_later(model_folder):
     reward = RewardModel(str(model_folder), device="cpu")
     reward(completions=["z"], prompts=["x "])
@@ -200,17 +150,6 @@ def test_the_cache_forgets_what_was_used_longest_ago(model_folder):
     assert len(reward(completions=TEXTS, prompts=PROMPTS)) == len(TEXTS)  # more than it holds
 
 
-def test_without_a_cache_nothing_is_kept(model_folder):
-    reward = RewardModel(str(model_folder), cache_size=0, device="cpu")
-    reward(completions=["a"], prompts=["x "])
-    passes = count_rows(reward)
-    reward(completions=["a", "a"], prompts=["x "] * 2)
-    reward(completions=["a"], prompts=["x "])
-    assert passes == [1, 1]
-    with pytest.raises(ValueError, match="set it to 0 or more"):
-        RewardModel("anywhere", cache_size=-1)
-
-
 # --- calibration ---------------------------------------------------------------------------------
 
 
@@ -230,16 +169,6 @@ def test_a_calibration_in_the_folder_centres_and_scales(reward, calibrated_folde
         assert found(completions=TEXTS, prompts=PROMPTS) == pytest.approx(expected, abs=1e-5)
     off = RewardModel(str(calibrated_folder), device="cpu", calibrated=False)
     assert off(completions=TEXTS, prompts=PROMPTS) == pytest.approx(raw, abs=1e-5)
-
-
-def test_a_calibration_elsewhere_goes_before_that_of_the_folder(
-    reward, calibrated_folder, tmp_path
-):
-    path = tmp_path / "mine.json"
-    path.write_text('{"mean": -1, "std": 4}')
-    found = RewardModel(str(calibrated_folder), device="cpu", calibration=str(path))
-    raw = reward(completions=["a"], prompts=["x "])[0]
-    assert found(completions=["a"], prompts=["x "]) == pytest.approx([(raw + 1) / 4], abs=1e-5)
 
 
 def test_a_calibration_that_was_asked_for_must_be_there(model_folder, tmp_path):
@@ -286,10 +215,17 @@ def test_clip_does_not_hide_a_score_that_is_no_number(model_folder):
     assert math.isnan(reward(completions=["a"], prompts=["x"])[0])
 
 
-@pytest.mark.parametrize("clip", [(1, 1), (2, -2), [1], 3, ("a", "b"), (0, math.inf)])
-def test_bounds_out_of_order_are_refused(clip):
-    with pytest.raises(ValueError, match=r"such as \[-3, 3\]"):
-        RewardModel("anywhere", clip=clip)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"clip": clip} for clip in [(1, 1), (2, -2), [1], 3, ("a", "b"), (0, math.inf)]),
+        *({name: 0} for name in ("batch_size", "max_length", "tokens_per_batch")),
+        {"cache_size": -1},
+    ],
+)
+def test_settings_out_of_range_are_refused(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        RewardModel("anywhere", **settings)
 
 
 # --- 4 bit, and where the weights wait -----------------------------------------------------------
@@ -313,6 +249,7 @@ def wide_folder(model_folder, tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_in_4_bit_the_head_stays_and_scores_stay_close(wide_folder):
     whole = RewardModel(str(wide_folder), device="cpu")
     small = RewardModel(str(wide_folder), device="cpu", load_in_4bit=True, cache_size=0)
@@ -325,13 +262,6 @@ def test_in_4_bit_the_head_stays_and_scores_stay_close(wide_folder):
     assert found != pytest.approx(expected, abs=1e-3)
     alone = [small(completions=[text], prompts=["x "])[0] for text in TEXTS]
     assert found == pytest.approx(alone, abs=1e-4)
-
-
-def test_on_a_cpu_offload_changes_nothing(model_folder, reward):
-    offloaded = RewardModel(str(model_folder), device="cpu", offload=True)
-    expected = reward(completions=TEXTS, prompts=PROMPTS)
-    assert offloaded(completions=TEXTS, prompts=PROMPTS) == pytest.approx(expected, abs=1e-6)
-    assert not offloaded._loaded.offload
 
 
 @pytest.mark.gpu
@@ -454,7 +384,8 @@ def test_without_facts_the_base_is_the_one_that_peft_noted(adapter_folder, base_
     assert one(RewardModel(str(folder), device="cpu")) == pytest.approx(expected, abs=1e-4)
 
 
-def test_an_adapter_reads_as_it_was_trained_unless_told_otherwise(adapter_folder):
+@pytest.mark.long
+def test_an_adapter_reads_as_it_was_trained_by_default(adapter_folder):
     folder, _ = adapter_folder
     facts = json.loads((folder / "reward_model.json").read_text())
     facts |= {"keep_thought": True, "max_length": 7, "load_in_4bit": True}
@@ -537,16 +468,6 @@ def test_code_that_comes_with_a_model_is_not_run(model_folder, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_broken_files_are_one_sentence(model_folder, tmp_path):
-    folder = tmp_path / "cut"
-    shutil.copytree(model_folder, folder)
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
-    with pytest.raises(ModelError, match=r"cannot be loaded .* give a folder") as caught:
-        one(RewardModel(str(folder), device="cpu"))
-    assert "\n" not in str(caught.value)
-
-
 # --- the policy's own tokens ---------------------------------------------------------------------
 
 
@@ -572,7 +493,7 @@ def test_the_policys_tokens_are_read_with_their_eos(model_folder):
 
 def test_tokens_of_another_tokenizer_are_refused(model_folder):
     reward = RewardModel(str(model_folder), policy_tokens=True, device="cpu")
-    with pytest.raises(ModelError, match=r"is not the policy's, .*: set policy_tokens to false"):
+    with pytest.raises(ModelError, match="set policy_tokens to false"):
         reward(completions=["c d"], prompts=["a b"], completion_ids=[[5, 6, 7]])
 
 
