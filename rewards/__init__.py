@@ -1,9 +1,9 @@
 """The reward library: one family per file, each a small callable class that pickles.
 
-Every reward is called by keyword with whole columns of B values and returns B scores (float, or
-None where it does not apply). Importing this package imports nothing heavy: the names below and
-the submodules are loaded when first asked for. A run names a reward by its key in ``BUILTIN``;
-``rloo_kit.scoring.loading`` turns the key into an instance.
+Every reward is called by keyword with whole columns of B values: ``completions`` and ``prompts``
+(plain or conversational), ``completion_ids`` (token ids) and dataset columns. It returns B scores
+(float, or None where it does not apply). Importing this package imports nothing heavy. A run names
+a reward by its key in ``BUILTIN``; it must not know of rloo_kit beyond text, errors and types.
 """
 
 import importlib
@@ -63,29 +63,25 @@ BUILTIN: dict[str, str] = {
 """Name of a built-in reward -> "module:attribute" of the class or factory that makes it."""
 
 _HOMES = {
-    "Accuracy": "accuracy",
-    "ClosedOnce": "thinking",
-    "Code": "code",
-    "Countdown": "countdown",
-    "Coverage": "rouge",
-    "JsonFormat": "format",
-    "Judge": "judge",
-    "Language": "language",
-    "Length": "length",
-    "LengthBand": "length",
-    "Math": "math",
-    "ReasoningGym": "gym",
-    "RegexFormat": "format",
-    "Repetition": "repetition",
-    "RewardModel": "reward_model",
-    "Rouge": "rouge",
-    "SelfQuestions": "thinking",
-    "SoftOverlong": "soft_overlong",
-    "TagFormat": "format",
-    "Thinking": "thinking",
-    "ThinkingBudget": "thinking",
-    "ThinkingFormat": "thinking_format",
-    "end_of_thinking_id": "thinking",
+    name: module
+    for module, names in {
+        "accuracy": "Accuracy",
+        "code": "Code",
+        "countdown": "Countdown",
+        "format": "JsonFormat RegexFormat TagFormat",
+        "gym": "ReasoningGym",
+        "judge": "Judge",
+        "language": "Language",
+        "length": "Length LengthBand",
+        "math": "Math",
+        "repetition": "Repetition",
+        "reward_model": "RewardModel",
+        "rouge": "Coverage Rouge",
+        "soft_overlong": "SoftOverlong",
+        "thinking": "ClosedOnce SelfQuestions Thinking ThinkingBudget end_of_thinking_id",
+        "thinking_format": "ThinkingFormat",
+    }.items()
+    for name in names.split()
 }
 
 __all__ = [

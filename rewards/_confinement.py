@@ -12,7 +12,7 @@ import os
 import struct
 import sys
 
-with contextlib.suppress(ImportError):  # Windows has none
+if sys.platform != "win32":
     import resource
 
 READY, REFUSED = "ready", "refused"

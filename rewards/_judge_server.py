@@ -105,7 +105,7 @@ def _number(text: str) -> float | None:
 # --- one call -------------------------------------------------------------------------------------
 
 
-class _Failure(Exception):  # noqa: N818 - a state of the server, told or raised as a KitError
+class _Failure(Exception):  # noqa: N818 - becomes a KitError or a warning
     """A question without an answer: what happened, and what to do about it."""
 
     def __init__(self, what: str, remedy: str, *, is_down: bool = True) -> None:
@@ -117,7 +117,7 @@ class _Failure(Exception):  # noqa: N818 - a state of the server, told or raised
 
 
 class _Temporary(_Failure):
-    """A failure that another attempt may mend."""
+    """A failure that another attempt may cure."""
 
     wait: float | None = None
     """Seconds the server asks to wait."""
@@ -161,7 +161,7 @@ class Batch:
             await self._ask_all(waiting)
         return self._answers
 
-    def told(self, failure: _Failure) -> str:
+    def sentence(self, failure: _Failure) -> str:
         """Return a failure as one sentence."""
         judge = self._judge
         skip = ", or set on_failure: skip" if judge.on_failure == "stop" else ""
@@ -171,10 +171,10 @@ class Batch:
 
     async def _ask_all(self, waiting: list[str]) -> None:
         judge = self._judge
+        limit = asyncio.timeout(judge.batch_timeout_seconds)
         try:
-            async with asyncio.timeout(judge.batch_timeout_seconds) as limit:
-                async with self._new_client() as self._client:
-                    await self._work(waiting)
+            async with limit, self._new_client() as self._client:
+                await self._work(waiting)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -186,7 +186,7 @@ class Batch:
         except _Failure as failure:
             self.failure = self.failure or failure
         if self.failure is not None and judge.on_failure == "stop":
-            raise RewardContractError(self.told(self.failure)) from None
+            raise RewardContractError(self.sentence(self.failure)) from None
 
     async def _work(self, waiting: list[str]) -> None:
         """Ask with ``max_concurrency`` workers; the first failure that counts ends them all."""

@@ -18,6 +18,7 @@ from typing import IO
 from rloo_kit.errors import BackendError
 
 from . import _confinement
+from ._checks import check_least
 
 _START_SECONDS = 30.0
 """A worker that says nothing for so long has failed; a loaded machine starts one in a second."""
@@ -43,9 +44,7 @@ class Limits:
         """Refuse a limit that no program could keep."""
         least = {"timeout_seconds": 0.1, "memory_mib": 64, "output_kib": 1, "max_threads": 1}
         for name, value in {**least, "disk_mib": 1}.items():
-            given = getattr(self, name)
-            if not value <= given < 2**31:
-                raise ValueError(f"{name} is {given!r}; set it to {value} or more")
+            check_least(name, getattr(self, name), value, 2**31)
 
 
 @dataclass(frozen=True)
@@ -85,15 +84,12 @@ def run_python(
             f"the code sandbox needs Linux, and this is {sys.platform}; use WSL or a container"
         )
     program = source.encode("utf-8", "surrogatepass")  # no Python, and its compiler says so
-    for _ in range(2):
-        process, header, output, reason = _run(
-            program, stdin.encode("utf-8", "surrogatepass"), limits, allow_weak=allow_weak
-        )
-        # A batch system asks every process of a job to end, and a terminal's Ctrl-C reaches one
-        # that has no session of its own yet; the parent finishes its step first, and no program
-        # shall be judged by that.
-        if process.returncode not in (-signal.SIGTERM, -signal.SIGINT):
-            break
+    given = program, stdin.encode("utf-8", "surrogatepass"), limits
+    process, header, output, reason = _run(*given, allow_weak=allow_weak)
+    # A batch system's SIGTERM and a terminal's Ctrl-C may reach the child too, while the parent
+    # finishes its step: that says nothing about the program.
+    if process.returncode in (-signal.SIGTERM, -signal.SIGINT):
+        process, header, output, reason = _run(*given, allow_weak=allow_weak)
     word, *rest = header.split() or [""]
     if word != _confinement.READY:
         raise BackendError(_refusal(word, rest))
@@ -187,7 +183,7 @@ def _watch(process: subprocess.Popen, limits: Limits) -> tuple[str, bytes, str]:
                 return header, bytes(output[: limits.output_kib << 10]), "output"
             if not chunk:
                 break
-    try:  # it may have closed its output and go on
+    try:  # it may have closed its output and still run
         process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         return header, bytes(output), "timeout"

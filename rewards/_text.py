@@ -2,13 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
+from rloo_kit.text.thoughts import THOUGHT_ENDS
 from rloo_kit.types import Completion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 THINK_OPEN = "<think>"
-THINK_CLOSE = "</think>"
+THINK_CLOSE = THOUGHT_ENDS
 
 
 def completion_text(completion: Completion) -> str:
@@ -57,10 +58,10 @@ def template_opens_thought(tokenizer: "PreTrainedTokenizerBase") -> bool:
     if not tokenizer.chat_template:
         return False
     try:
-        rendered = tokenizer.apply_chat_template(
+        rendered: Any = tokenizer.apply_chat_template(
             [{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=True
         )
-    except Exception:  # a broken template is told where the prompts are rendered
+    except Exception:  # a broken template is reported where the prompts are rendered
         return False
     return rendered.rstrip().endswith(THINK_OPEN)
 

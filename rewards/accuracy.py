@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal, get_args
 from rloo_kit.types import Completion, Score
 
 from ._answer import column_of
-from ._text import completion_text, is_unclosed, text_after_thought
+from ._checks import check_choice
+from ._text import is_unclosed, text_after_thought
 from .thinking import TemplateAware
 
 Answer = str | int | float | None
@@ -181,11 +182,7 @@ class Accuracy(TemplateAware):
 
     def __post_init__(self) -> None:
         """Refuse another way to compare, and a tolerance that would not be used or is below 0."""
-        if self.match not in get_args(Match):
-            raise ValueError(
-                f"match is {self.match!r}, which is no way to compare; give one of: "
-                f"{', '.join(get_args(Match))}"
-            )
+        check_choice("match", self.match, get_args(Match))
         if not (self.tolerance >= 0 and math.isfinite(self.tolerance)):
             raise ValueError(f"tolerance is {self.tolerance!r}; give a finite number of 0 or more")
         if self.tolerance and self.match != "number":
@@ -202,20 +199,12 @@ class Accuracy(TemplateAware):
     ) -> list[Score]:
         """Return one score per completion, in {0.0, 1.0}, or None without an expected answer.
 
-        Args:
-            completions: B completions, conversational or plain.
-            prompts: B prompts, conversational or plain.
-            **columns: Other columns of B values; the one named ``column`` holds the answers.
-
         Raises:
             RewardContractError: The answer column is not there.
         """
         answers = column_of(columns, self.column, self.__name__)
-        asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
-        return [
-            self._score(completion_text(completion), prompt, answer)
-            for completion, prompt, answer in zip(completions, asked, answers, strict=True)
-        ]
+        rows = self.rows(completions, prompts)
+        return [self._score(*row, answer) for row, answer in zip(rows, answers, strict=True)]
 
     def answer_key(self, text: str) -> str | None:
         """Return what answers that mean the same have in common, for a vote; None: no answer.
@@ -233,11 +222,10 @@ class Accuracy(TemplateAware):
             return format(number.normalize(), "f")
         return given or None if self.match != "number" else None
 
-    def _score(self, text: str, prompt: Completion, answer: Answer) -> Score:
+    def _score(self, text: str, opened: bool, answer: Answer) -> Score:
         expected = self._expected(answer)
         if expected is None:
             return None
-        opened = self.is_opened(prompt)
         if self.require_closed_thought and is_unclosed(text, opened=opened):
             return 0.0
         return 1.0 if self._is_right(text_after_thought(text).strip(), expected) else 0.0

@@ -18,7 +18,7 @@ from rloo_kit.types import Completion, Score
 from . import _code_harness
 from ._answer import column_of
 from ._sandbox import Limits, run_python
-from ._text import completion_text, is_unclosed, text_after_thought
+from ._text import is_unclosed, text_after_thought
 from .thinking import TemplateAware
 
 T = TypeVar("T")
@@ -150,22 +150,13 @@ class Code(TemplateAware):
     ) -> list[Score]:
         """Return one score per completion, or None without tests.
 
-        Args:
-            completions: B completions, conversational or plain.
-            prompts: B prompts, conversational or plain.
-            **columns: Other columns of B values; the one named ``column`` holds the tests.
-
         Raises:
             RewardContractError: The column is not there, or holds something else than tests.
             BackendError: Programs cannot be confined on this machine.
         """
         column = column_of(columns, self.column, self.__name__)
-        asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
         tests = [_read_tests(value, self.column) for value in column]
-        programs = [
-            self._program(completion_text(completion), prompt)
-            for completion, prompt in zip(completions, asked, strict=True)
-        ]
+        programs = [self._program(*row) for row in self.rows(completions, prompts)]
         rows = [
             (row, program, tests[row])
             for row, program in enumerate(programs)
@@ -178,8 +169,8 @@ class Code(TemplateAware):
             scores[row] = score
         return scores
 
-    def _program(self, text: str, prompt: Completion) -> str | None:
-        if self.require_closed_thought and is_unclosed(text, opened=self.is_opened(prompt)):
+    def _program(self, text: str, opened: bool) -> str | None:
+        if self.require_closed_thought and is_unclosed(text, opened=opened):
             return None
         answer = text_after_thought(text)
         program = fenced_code(answer)
@@ -288,8 +279,9 @@ def _names_made(statement: str) -> set[str] | None:
             return {name}
         case ast.Import(names) | ast.ImportFrom(names=names):
             return {(name.asname or name.name).partition(".")[0] for name in names} - {"*"} or None
-        case ast.Assign(targets) if all(isinstance(target, ast.Name) for target in targets):
-            return {target.id for target in targets}
+        case ast.Assign(targets):
+            made = {target.id for target in targets if isinstance(target, ast.Name)}
+            return made if all(isinstance(target, ast.Name) for target in targets) else None
         case ast.AnnAssign(target=ast.Name(name)):
             return {name}
     return None
@@ -323,10 +315,11 @@ def _read_tests(value: Any, column: str) -> _Tests:
 def _as_rows(table: dict[str, Any]) -> Any:
     """Return {"inputs": [...], "outputs": [...]} as a list of objects; anything else as it is."""
     for given, wanted in (("inputs", "outputs"), ("input", "output")):
-        columns = table.get(given), table.get(wanted)
-        is_pair = all(isinstance(column, list) for column in columns)
-        if is_pair and len(columns[0]) == len(columns[1]) and "fn_name" not in table:
-            return [{"input": i, "output": o} for i, o in zip(*columns, strict=True)]
+        i, o = table.get(given), table.get(wanted)
+        if not (isinstance(i, list) and isinstance(o, list)) or "fn_name" in table:
+            continue
+        if len(i) == len(o):
+            return [{"input": one, "output": other} for one, other in zip(i, o, strict=True)]
     return table
 
 
@@ -385,9 +378,10 @@ def _unfolded(body: list[ast.stmt]) -> list[ast.stmt]:
             case _:
                 unfolded.append(node)
     # What was unfolded holds the expected values; it stays only where something still calls it.
-    others = [node for node in unfolded if node not in checks.values()]
+    functions = {id(node): name for name, node in checks.items()}
+    others = [node for node in unfolded if id(node) not in functions]
     called = {name.id for node in others for name in ast.walk(node) if isinstance(name, ast.Name)}
-    return [node for node in unfolded if node in others or node.name in called]
+    return [n for n in unfolded if id(n) not in functions or functions[id(n)] in called]
 
 
 def _always_holds(node: ast.stmt) -> bool:

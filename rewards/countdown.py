@@ -12,7 +12,7 @@ from rloo_kit.errors import RewardContractError
 from rloo_kit.types import Completion, Score
 
 from ._answer import parsed_expression, tagged_answer
-from ._text import completion_text, is_unclosed
+from ._text import is_unclosed
 from .thinking import TemplateAware
 
 MAX_CHARACTERS = 200
@@ -59,10 +59,9 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
         return Fraction(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand, used)
-    operation = _OPERATIONS.get(type(getattr(node, "op", None)))
-    if operation is None:
-        raise ValueError(type(node).__name__)
-    return operation(_value(node.left, used), _value(node.right, used))
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_value(node.left, used), _value(node.right, used))
+    raise ValueError(type(node).__name__)
 
 
 @dataclass(frozen=True)
@@ -113,21 +112,13 @@ class Countdown(TemplateAware):
     ) -> list[Score]:
         """Return one score per completion, or None without numbers and target.
 
-        Args:
-            completions: B completions, conversational or plain.
-            numbers: B lists of whole numbers.
-            target: B numbers.
-            prompts: B prompts, conversational or plain.
-
         Raises:
             RewardContractError: A row holds something else than whole numbers and a number.
         """
-        asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
+        rows = self.rows(completions, prompts)
         return [
-            self._score(completion_text(completion), self.is_opened(prompt), given, wanted)
-            for completion, prompt, given, wanted in zip(
-                completions, asked, numbers, target, strict=True
-            )
+            self._score(*row, given, wanted)
+            for row, given, wanted in zip(rows, numbers, target, strict=True)
         ]
 
     def _score(self, text: str, opened: bool, numbers: Any, target: Any) -> Score:

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Literal, get_args
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.types import Completion, Score
 
-from ._text import THINK_OPEN, completion_text
+from ._checks import check_choice
+from ._text import THINK_OPEN
 from .thinking import TemplateAware, part_text
 
 Part = Literal["completion", "answer"]
@@ -34,18 +35,9 @@ class _Format(TemplateAware):
         prompts: list[Completion] | None = None,
         **_: object,
     ) -> list[Score]:
-        """Return one score per completion, in {0.0, 1.0}.
-
-        Args:
-            completions: B completions, conversational or plain.
-            prompts: B prompts, conversational or plain; they say whether an answer is one yet.
-        """
-        asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
+        """Return one score per completion, in {0.0, 1.0}."""
         fits = self._test()
-        return [
-            1.0 if fits(completion_text(completion), self.is_opened(prompt)) else 0.0
-            for completion, prompt in zip(completions, asked, strict=True)
-        ]
+        return [float(fits(text, opened)) for text, opened in self.rows(completions, prompts)]
 
     def _test(self) -> Callable[[str, bool], bool]:
         """Return what says of a text, and of who opened its thought, whether it fits."""
@@ -91,7 +83,7 @@ class RegexFormat(_Format):
                 f"pattern {self.pattern!r} is no regular expression ({exc}); correct it, and mind "
                 "that YAML keeps backslashes in single quotes"
             ) from exc
-        _check_part(self.part)
+        check_choice("part", self.part, get_args(Part))
         if not (self.timeout > 0 and math.isfinite(self.timeout)):
             raise ValueError(
                 f"timeout is {self.timeout!r}; give a finite number of seconds above 0"
@@ -149,7 +141,7 @@ class TagFormat(_Format):
                 )
         if len(set(names)) < len(names):
             raise ValueError(f"tags {given!r} names one twice; each stands once, so name it once")
-        _check_part(self.part)
+        check_choice("part", self.part, get_args(Part))
         object.__setattr__(self, "tags", tuple(names))
 
     def _test(self) -> Callable[[str, bool], bool]:
@@ -265,13 +257,6 @@ def make_format(
     return kind(**{given[0]: value}, **settings)
 
 
-def _check_part(part: object) -> None:
-    if part not in get_args(Part):
-        raise ValueError(
-            f"part is {part!r}, which has no format; give one of: {', '.join(get_args(Part))}"
-        )
-
-
 # --- regular expressions -----------------------------------------------------------------------
 
 
@@ -316,6 +301,7 @@ def _validator(schema: str) -> Any:
     """
     try:
         import jsonschema
+        import jsonschema.validators
         import referencing.jsonschema
     except ImportError as exc:
         raise RewardLoadError(

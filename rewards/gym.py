@@ -16,7 +16,7 @@ from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.types import Completion, Score
 
 from ._answer import parsed_expression, tagged_answer
-from ._text import completion_text, is_unclosed
+from ._text import is_unclosed
 from .thinking import TemplateAware
 
 MAX_CHARACTERS = 20_000
@@ -58,21 +58,15 @@ class ReasoningGym(TemplateAware):
     ) -> list[Score]:
         """Return one score per completion, or None for a row of another source.
 
-        Args:
-            completions: B completions, conversational or plain.
-            entry: B entries as JSON.
-            prompts: B prompts, conversational or plain.
-
         Raises:
             RewardContractError: An entry is none that ``load_prompts`` writes.
             RewardLoadError: reasoning-gym is not installed.
         """
-        asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of answers that are read as Python
             return [
-                self._score(completion_text(completion), self.is_opened(prompt), one)
-                for completion, prompt, one in zip(completions, asked, entry, strict=True)
+                self._score(*row, one)
+                for row, one in zip(self.rows(completions, prompts), entry, strict=True)
             ]
 
     def _score(self, text: str, opened: bool, entry: str | None) -> Score:

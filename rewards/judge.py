@@ -17,6 +17,8 @@ from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.text.redaction import remember_secret
 from rloo_kit.types import Completion, Score
 
+from ._answer import column_of
+from ._checks import check_choice, check_least
 from ._judge_server import MODES, Batch, Cache, State
 from ._text import completion_text, content_text, is_unclosed, text_after_thought
 from .thinking import TemplateAware
@@ -165,17 +167,11 @@ class Judge(TemplateAware):
     ) -> list[Score]:
         """Return one score per completion, in [0, 1], or None.
 
-        Args:
-            completions: B completions, conversational or plain.
-            prompts: B prompts, conversational or plain; None: the judge sees no question.
-            log_metric: Where given, counts go there under ``rewards/judge/``.
-            **columns: Other columns of B values; the one named ``column`` holds the references.
-
         Raises:
             RewardContractError: The column of the references is not there, or, with
                 ``on_failure="stop"``, a completion could not be scored.
         """
-        asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
+        asked = [""] * len(completions) if prompts is None else prompts
         rows = [
             self._questions(prompt, completion, reference)
             for prompt, completion, reference in zip(
@@ -189,7 +185,7 @@ class Judge(TemplateAware):
         unscored = sum(bool(row) and score is None for row, score in zip(rows, scores, strict=True))
         if batch.failure is not None:
             warnings.warn(
-                f"{unscored} completions count as unscorable: {batch.told(batch.failure)}",
+                f"{unscored} completions count as unscorable: {batch.sentence(batch.failure)}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -202,12 +198,7 @@ class Judge(TemplateAware):
     def _references(self, count: int, columns: dict[str, Any]) -> list[Any]:
         if self.mode == "rubric":
             return [None] * count
-        if self.column not in columns:
-            raise RewardContractError(
-                f"reward {self.__name__!r} compares with the dataset column {self.column!r}, which "
-                "is not there; add it, or name another one with the parameter 'column'"
-            )
-        return columns[self.column]
+        return column_of(columns, self.column, self.__name__)
 
     def _questions(
         self, prompt: Completion, completion: Completion, reference: Any
@@ -396,12 +387,14 @@ def _check_address(url: str) -> None:
 
 
 def _check_choices(judge: Judge) -> None:
-    for name, known in (("mode", tuple(MODES)), ("on_failure", ("stop", "skip"))):
-        if getattr(judge, name) not in known:
+    check_choice("mode", judge.mode, tuple(MODES))
+    check_choice("on_failure", judge.on_failure, ("stop", "skip"))
+    for name in MODES[judge.mode][1]:
+        if judge.template is not None and f"{{{name}}}" not in judge.template:
             raise ValueError(
-                f"{name} is {getattr(judge, name)!r}; set it to {' or '.join(map(repr, known))}"
+                f"template lacks {{{name}}}, so the judge would not see the answer; put it where "
+                "the answer belongs"
             )
-    _check_template(judge)
     for name in ("model", "rubric", "column"):
         if not isinstance(getattr(judge, name), str) or not getattr(judge, name).strip():
             raise ValueError(f"{name} is {getattr(judge, name)!r}; give a text")
@@ -409,15 +402,6 @@ def _check_choices(judge: Judge) -> None:
     for name in _FIXED_FIELDS:
         if name in judge.extra_body:
             raise ValueError(f"extra_body sets {name!r}, which the reward sets; remove it")
-
-
-def _check_template(judge: Judge) -> None:
-    for name in MODES[judge.mode][1]:
-        if judge.template is not None and f"{{{name}}}" not in judge.template:
-            raise ValueError(
-                f"template lacks {{{name}}}, so the judge would not see the answer; put it where "
-                "the answer belongs"
-            )
 
 
 def _check_file(path: str | None) -> None:
@@ -443,8 +427,7 @@ def _check_numbers(judge: Judge) -> None:
         ("cache_size", 0),
         ("backoff_seconds", 0),
     ):
-        if not least <= getattr(judge, name) < math.inf:
-            raise ValueError(f"{name} is {getattr(judge, name)!r}; set it to {least} or more")
+        check_least(name, getattr(judge, name), least)
     for name in ("timeout_seconds", "batch_timeout_seconds", "requests_per_minute"):
         value = getattr(judge, name)
         if name == "requests_per_minute" and value is None:

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.types import Completion, Score
 
-from ._text import THINK_OPEN, completion_text, is_unclosed
+from ._checks import check_choice, check_least
+from ._text import THINK_OPEN, is_unclosed
 from .thinking import PARTS, Part, TemplateAware, part_text
 
 # Keys are the first words of the letters' Unicode names.
@@ -70,13 +71,13 @@ class Language(TemplateAware):
     is judged like a finished one. Digits, punctuation, code, LaTeX, addresses, tags and single
     letters (variables) do not count. Source: the language consistency reward of DeepSeek-R1 (arXiv
     2501.12948, section 2.3.2), the proportion of words in the target language; departure: letters
-    are counted, since words are not told apart in every script.
+    are counted, since not every script separates words.
 
     How it is decided, and what that cannot tell:
 
     - A letter of another script than the language's is foreign, always.
-    - A language that has its script to itself, such as Greek, Korean or Thai, is told by the script
-      alone. So a rarer language in the same script passes for it.
+    - A language that has its script to itself, such as Greek, Korean or Thai, is recognised by the
+      script alone. So a rarer language in the same script passes for it.
     - Chinese and Japanese share characters: a sentence with kana in it is Japanese, and one without
       is Chinese. So a Japanese sentence without kana, such as a title, counts as Chinese.
     - Languages that share a script (Latin, Cyrillic, Arabic, Devanagari, Bengali) are guessed by
@@ -105,7 +106,7 @@ class Language(TemplateAware):
     """Fewest letters that are judged."""
 
     def __post_init__(self) -> None:
-        """Refuse a language that cannot be told, another part, and too low a number of letters.
+        """Refuse an unknown language or part, and ``min_letters`` below 1.
 
         Raises:
             ValueError: A parameter is wrong.
@@ -113,22 +114,14 @@ class Language(TemplateAware):
         """
         if self.language not in _SCRIPT_OF:
             raise ValueError(
-                f"language is {self.language!r}, which is not told apart; give one of: "
+                f"language is {self.language!r}, which cannot be recognised; give one of: "
                 f"{', '.join(sorted(_SCRIPT_OF))} (in YAML quote 'no')"
             )
-        if self.part not in PARTS:
-            raise ValueError(
-                f"part is {self.part!r}, which a completion has not; give one of: "
-                f"{', '.join(PARTS)}"
-            )
-        if self.min_letters < 1:
-            raise ValueError(
-                f"min_letters is {self.min_letters!r}, and no letter has no language; set it to 1 "
-                "or more"
-            )
+        check_choice("part", self.part, PARTS)
+        check_least("min_letters", self.min_letters, 1)
         if self.language not in _OWN_SCRIPTS and importlib.util.find_spec("py3langid") is None:
             raise RewardLoadError(
-                f"reward {self.__name__!r} tells {self.language!r} from its neighbours with "
+                f"reward {self.__name__!r} recognises {self.language!r} with "
                 'py3langid, which is not installed; pip install "rloo-kit[rewards]"'
             )
 
@@ -138,17 +131,8 @@ class Language(TemplateAware):
         prompts: list[Completion] | None = None,
         **_: object,
     ) -> list[Score]:
-        """Return one score per completion.
-
-        Args:
-            completions: B completions, conversational or plain.
-            prompts: B prompts, conversational or plain; they say who opened the thought.
-        """
-        asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
-        return [
-            self._score(completion_text(completion), self.is_opened(prompt))
-            for completion, prompt in zip(completions, asked, strict=True)
-        ]
+        """Return one score per completion."""
+        return [self._score(*row) for row in self.rows(completions, prompts)]
 
     def _score(self, text: str, opened: bool) -> Score:
         part = part_text(text, self.part, opened=opened)

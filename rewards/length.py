@@ -1,11 +1,12 @@
 """Length: a medium number of words, ended by a full stop; or a band of any unit, of any part."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self, get_args
 
 from rloo_kit.errors import RewardContractError
 from rloo_kit.types import Completion, Score
 
+from ._checks import check_choice, check_least
 from ._text import completion_text
 from .thinking import PARTS, Part, TemplateAware, ThoughtTokens, part_text
 
@@ -51,11 +52,7 @@ class Length:
             )
 
     def __call__(self, completions: list[Completion], **_: object) -> list[Score]:
-        """Return one score per completion.
-
-        Args:
-            completions: B completions, conversational or plain.
-        """
+        """Return one score per completion."""
         return [self._score(completion_text(completion)) for completion in completions]
 
     def _score(self, text: str) -> float:
@@ -75,7 +72,7 @@ class LengthBand(ThoughtTokens, TemplateAware):
     Range: [0.0, 1.0], higher is better. Outside the band the score falls on a line and is 0.0
     ``falloff`` units away from it. The thought is what stands before the first ``</think>``, a
     leading ``<think>`` aside; the answer is what follows the last one. A thought or an answer that
-    is not there, for the thought is not closed, scores 0.0. Tokens of both are told apart by the id
+    is not there, for the thought is not closed, scores 0.0. Tokens of both are separated by the id
     of ``</think>``, words and characters by the decoded text, which must hold it (it does unless
     the tokenizer calls it special; Qwen3's does not).
 
@@ -107,18 +104,9 @@ class LengthBand(ThoughtTokens, TemplateAware):
             raise ValueError(
                 f"low {self.low!r} and high {self.high!r} leave no length; set 0 <= low <= high"
             )
-        if not self.falloff >= 0:
-            raise ValueError(f"falloff is {self.falloff!r}, below 0; set it to 0 or more")
-        if self.unit not in get_args(Unit):
-            raise ValueError(
-                f"unit is {self.unit!r}, which is not counted; give one of: "
-                f"{', '.join(get_args(Unit))}"
-            )
-        if self.part not in PARTS:
-            raise ValueError(
-                f"part is {self.part!r}, which a completion has not; give one of: "
-                f"{', '.join(PARTS)}"
-            )
+        check_least("falloff", self.falloff, 0)
+        check_choice("unit", self.unit, get_args(Unit))
+        check_choice("part", self.part, PARTS)
 
     def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
         """Return this reward with what its part needs of a tokenizer; what is given is kept.
@@ -129,8 +117,8 @@ class LengthBand(ThoughtTokens, TemplateAware):
         """
         if self.part == "completion":
             return self
-        bound = ThoughtTokens.bind(self, tokenizer) if self.unit == "tokens" else self
-        return TemplateAware.bind(bound, tokenizer)
+        bound = super().bind(tokenizer) if self.unit == "tokens" else self
+        return replace(bound, thought_opened=self.opened_by(tokenizer))
 
     def __call__(
         self,
@@ -141,43 +129,37 @@ class LengthBand(ThoughtTokens, TemplateAware):
     ) -> list[Score]:
         """Return one score per completion.
 
-        Args:
-            completions: B completions, conversational or plain.
-            completion_ids: B lists of the completion's own T token ids; needed for ``tokens``.
-            prompts: B prompts, conversational or plain; they say whether an answer is one yet.
-
         Raises:
             RewardContractError: Tokens are to be counted, and there are none.
         """
-        asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
         if self.unit != "tokens":
             return [
-                self._score(self._length_of_text(completion_text(completion), prompt))
-                for completion, prompt in zip(completions, asked, strict=True)
+                self._score(self._length_of_text(*row)) for row in self.rows(completions, prompts)
             ]
         if completion_ids is None:
             raise RewardContractError(
                 f"reward {self.__name__!r} counts tokens, and completion_ids is not there; pass "
                 "it, or set unit to 'words' or 'characters'"
             )
+        opened = self.opened(completions, prompts)
         return [
-            self._score(self._length_of_ids(ids, prompt))
-            for ids, prompt in zip(completion_ids, asked, strict=True)
+            self._score(self._length_of_ids(*row))
+            for row in zip(completion_ids, opened, strict=True)
         ]
 
-    def _length_of_text(self, text: str, prompt: Completion) -> int | None:
-        part = part_text(text, self.part, opened=self.is_opened(prompt))
+    def _length_of_text(self, text: str, opened: bool) -> int | None:
+        part = part_text(text, self.part, opened=opened)
         if part is None:
             return None
         return len(part.split()) if self.unit == "words" else len(part)
 
-    def _length_of_ids(self, ids: list[int], prompt: Completion) -> int | None:
+    def _length_of_ids(self, ids: list[int], opened: bool) -> int | None:
         if self.part == "completion":
             return len(ids)
         if self.part == "thought":
             part = self.thought_ids(ids)
         else:
-            part = self.answer_ids(ids, opened=self.is_opened(prompt))
+            part = self.answer_ids(ids, opened=opened)
         return None if part is None else len(part)
 
     def _score(self, size: int | None) -> float:

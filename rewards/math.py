@@ -16,7 +16,8 @@ from rloo_kit.errors import RewardLoadError
 from rloo_kit.types import Completion, Score
 
 from ._answer import column_of
-from ._text import completion_text, is_unclosed, text_after_thought
+from ._checks import check_least
+from ._text import is_unclosed, text_after_thought
 from .thinking import TemplateAware
 
 _START_SECONDS = 120.0
@@ -177,8 +178,7 @@ class Math(TemplateAware):
     def __post_init__(self) -> None:
         """Refuse limits that nothing could keep."""
         for name, least in (("timeout_seconds", 0.1), ("memory_mib", 256)):
-            if not least <= getattr(self, name) < 2**31:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; set it to {least} or more")
+            check_least(name, getattr(self, name), least, 2**31)
 
     def __call__(
         self,
@@ -188,16 +188,10 @@ class Math(TemplateAware):
     ) -> list[Score]:
         """Return one score per completion, in {0.0, 1.0}, or None without an expected answer.
 
-        Args:
-            completions: B completions, conversational or plain.
-            prompts: B prompts, conversational or plain.
-            **columns: Other columns of B values; the one named ``column`` holds the answers.
-
         Raises:
             RewardContractError: The answer column is not there.
             RewardLoadError: math-verify is not installed, or its process does not start.
         """
-        asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
         golds = [_expected(value) for value in column_of(columns, self.column, self.__name__)]
         known = {gold: self._ask({"gold": gold}) for gold in dict.fromkeys(golds) if gold}
         unread = sum(gold is not None and not known[gold] for gold in golds)
@@ -205,11 +199,11 @@ class Math(TemplateAware):
             columns["log_metric"](f"rewards/{self.__name__}/gold_not_parsed", float(unread))
         scored: dict[tuple[str, str], Score] = {}
         scores: list[Score] = []
-        for completion, prompt, gold in zip(completions, asked, golds, strict=True):
+        for row, gold in zip(self.rows(completions, prompts), golds, strict=True):
             if gold is None or not known[gold]:
                 scores.append(None)
                 continue
-            pair = gold, self._answer(completion_text(completion), prompt)
+            pair = gold, self._answer(*row)
             if pair not in scored:
                 equal = bool(pair[1]) and self._ask({"gold": gold, "answer": pair[1]})
                 scored[pair] = 1.0 if equal else 0.0
@@ -224,8 +218,9 @@ class Math(TemplateAware):
         True
         >>> reward.release()
         """
-        answer = self._answer(text, "")
-        return (answer and self._ask({"vote": answer})) or None
+        answer = self._answer(text, self.is_opened(""))
+        key = self._ask({"vote": answer}) if answer else None
+        return key if isinstance(key, str) else None
 
     def release(self) -> None:
         """End the process that compares; the next call starts one again."""
@@ -234,9 +229,9 @@ class Math(TemplateAware):
     def _ask(self, request: dict[str, str]) -> bool | str | None:
         return self._worker.ask(request, self.timeout_seconds, self.memory_mib)
 
-    def _answer(self, text: str, prompt: Completion) -> str:
+    def _answer(self, text: str, opened: bool) -> str:
         """Return what is compared; "" for what is wrong without a look at it."""
-        if self.require_closed_thought and is_unclosed(text, opened=self.is_opened(prompt)):
+        if self.require_closed_thought and is_unclosed(text, opened=opened):
             return ""
         answer = text_after_thought(text).strip()
         return last_boxed(answer) if self.require_boxed else answer[-_MAX_CHARACTERS:]

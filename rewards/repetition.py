@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, get_args
 from rloo_kit.errors import RewardContractError
 from rloo_kit.types import Completion, Score
 
+from ._checks import check_choice, check_least
 from ._text import completion_text
 
 Unit = Literal["tokens", "words"]
@@ -43,20 +44,12 @@ class Repetition:
 
     def __post_init__(self) -> None:
         """Refuse empty n-grams, a positive penalty and another unit."""
-        if self.ngram_size < 1:
-            raise ValueError(
-                f"ngram_size is {self.ngram_size!r}, and an n-gram has one unit at least; set it "
-                "to 1 or more"
-            )
+        check_least("ngram_size", self.ngram_size, 1)
         if not (self.max_penalty <= 0 and math.isfinite(self.max_penalty)):
             raise ValueError(
-                f"max_penalty is {self.max_penalty!r}, and a penalty is not above 0; give a finite "
-                "number of 0 or less"
+                f"max_penalty is {self.max_penalty!r}; give a finite number of 0 or less"
             )
-        if self.unit not in get_args(Unit):
-            raise ValueError(
-                f"unit is {self.unit!r}, which is not counted; give 'tokens' or 'words'"
-            )
+        check_choice("unit", self.unit, get_args(Unit))
 
     def __call__(
         self,
@@ -65,10 +58,6 @@ class Repetition:
         **_: object,
     ) -> list[Score]:
         """Return one score per completion.
-
-        Args:
-            completions: B completions, conversational or plain.
-            completion_ids: B lists of the completion's own T token ids; needed for ``tokens``.
 
         Raises:
             RewardContractError: Tokens are to be counted, and there are none.

@@ -9,7 +9,8 @@ from typing import ClassVar, Literal, get_args
 from rloo_kit.types import Completion, Score
 
 from ._answer import column_of
-from ._text import completion_text, content_text
+from ._checks import check_choice
+from ._text import content_text
 from .thinking import TemplateAware, part_text
 
 Kind = Literal["L", "1", "2"]
@@ -48,31 +49,20 @@ class Rouge(TemplateAware):
     def __post_init__(self) -> None:
         """Refuse another kind and another measure."""
         object.__setattr__(self, "kind", str(self.kind))  # YAML reads 1 as a number
-        for name, options in (("kind", get_args(Kind)), ("measure", get_args(Measure))):
-            if getattr(self, name) not in options:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}, which is not counted; give one of: "
-                    f"{', '.join(options)}"
-                )
+        check_choice("kind", self.kind, get_args(Kind))
+        check_choice("measure", self.measure, get_args(Measure))
 
     def __call__(
         self, completions: list[Completion], prompts: list[Completion], **columns: object
     ) -> list[Score]:
         """Return one score per completion.
 
-        Args:
-            completions: B completions, conversational or plain.
-            prompts: B prompts, conversational or plain; they say whether an answer is one yet.
-            **columns: Dataset columns of B values, ``self.column`` among them.
-
         Raises:
             RewardContractError: There is no such column.
         """
         references = column_of(columns, self.column, self.__name__)
-        return [
-            self._score(completion_text(completion), self.is_opened(prompt), reference)
-            for completion, prompt, reference in zip(completions, prompts, references, strict=True)
-        ]
+        rows = self.rows(completions, prompts)
+        return [self._score(*row, text) for row, text in zip(rows, references, strict=True)]
 
     def _score(self, text: str, opened: bool, reference: object) -> Score:
         wanted = _words(reference) if isinstance(reference, str) else []
@@ -117,11 +107,6 @@ class Coverage(TemplateAware):
         self, completions: list[Completion], prompts: list[Completion], **columns: object
     ) -> list[Score]:
         """Return one score per completion.
-
-        Args:
-            completions: B completions, conversational or plain.
-            prompts: B prompts, conversational or plain.
-            **columns: Dataset columns of B values, ``self.column`` among them.
 
         Raises:
             RewardContractError: There is no such column.

@@ -42,12 +42,7 @@ class SoftOverlong:
     def __call__(
         self, completions: list[Completion], completion_ids: list[list[int]], **_: object
     ) -> list[Score]:
-        """Return one score per completion.
-
-        Args:
-            completions: B completions; only their number is used.
-            completion_ids: B lists of the completion's own T token ids; T differs by row.
-        """
+        """Return one score per completion."""
         return [
             self._score(len(ids)) for _text, ids in zip(completions, completion_ids, strict=True)
         ]

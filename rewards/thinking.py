@@ -4,12 +4,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.text.thoughts import token_id
 from rloo_kit.types import Completion, Score
 
+from ._checks import check_least
 from ._text import (
     THINK_CLOSE,
     THINK_OPEN,
@@ -69,13 +70,30 @@ class TemplateAware:
 
     def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
         """Return this reward knowing whether the tokenizer's chat template opens the thought."""
+        return replace(self, thought_opened=self.opened_by(tokenizer))
+
+    def opened_by(self, tokenizer: "PreTrainedTokenizerBase") -> bool:
+        """Return ``thought_opened`` where it is set, else what the tokenizer's template does."""
         if self.thought_opened is not None:
-            return self
-        return replace(self, thought_opened=template_opens_thought(tokenizer))
+            return self.thought_opened
+        return template_opens_thought(tokenizer)
 
     def is_opened(self, prompt: Completion) -> bool:
         """Return whether the thought was opened in the prompt."""
         return is_opened_in_prompt(prompt, self.thought_opened)
+
+    def opened(self, completions: list[Any], prompts: list[Completion] | None) -> list[bool]:
+        """Return B times whether the thought was opened in the prompt; without prompts, False."""
+        if prompts is None:
+            return [self.is_opened("")] * len(completions)
+        return [self.is_opened(prompt) for prompt in prompts]
+
+    def rows(
+        self, completions: list[Completion], prompts: list[Completion] | None
+    ) -> list[tuple[str, bool]]:
+        """Return B pairs: the completion's text, and whether the prompt opened its thought."""
+        opened = self.opened(completions, prompts)
+        return list(zip(map(completion_text, completions), opened, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,12 +216,7 @@ class Thinking(ThoughtTokens):
     def __call__(
         self, completions: list[Completion], completion_ids: list[list[int]], **_: object
     ) -> list[Score]:
-        """Return one score per completion.
-
-        Args:
-            completions: B completions, conversational or plain.
-            completion_ids: B lists of the completion's own T token ids; T differs by row.
-        """
+        """Return one score per completion."""
         return [
             self._score(completion_text(completion), ids)
             for completion, ids in zip(completions, completion_ids, strict=True)
@@ -249,7 +262,7 @@ class ClosedOnce(ThoughtTokens, TemplateAware):
         Raises:
             RewardLoadError: The tokenizer has no single token for ``</think>``.
         """
-        return TemplateAware.bind(ThoughtTokens.bind(self, tokenizer), tokenizer)
+        return replace(super().bind(tokenizer), thought_opened=self.opened_by(tokenizer))
 
     def __call__(
         self,
@@ -258,17 +271,10 @@ class ClosedOnce(ThoughtTokens, TemplateAware):
         prompts: list[Completion] | None = None,
         **_: object,
     ) -> list[Score]:
-        """Return one score per completion, in {0.0, 1.0}.
-
-        Args:
-            completions: B completions; only their number is used.
-            completion_ids: B lists of the completion's own T token ids; T differs by row.
-            prompts: B prompts, conversational or plain.
-        """
-        asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
+        """Return one score per completion, in {0.0, 1.0}."""
+        opened = self.opened(completions, prompts)
         return [
-            1.0 if self._is_closed_once(ids, self.is_opened(prompt)) else 0.0
-            for ids, prompt in zip(completion_ids, asked, strict=True)
+            float(self._is_closed_once(*row)) for row in zip(completion_ids, opened, strict=True)
         ]
 
     def _is_closed_once(self, ids: Sequence[int], opened: bool) -> bool:
@@ -322,12 +328,7 @@ class ThinkingBudget(ThoughtTokens):
     def __call__(
         self, completions: list[Completion], completion_ids: list[list[int]], **_: object
     ) -> list[Score]:
-        """Return one score per completion.
-
-        Args:
-            completions: B completions; only their number is used.
-            completion_ids: B lists of the completion's own T token ids; T differs by row.
-        """
+        """Return one score per completion."""
         return [
             self._score(self.thought_ids(ids))
             for _text, ids in zip(completions, completion_ids, strict=True)
@@ -373,8 +374,7 @@ class SelfQuestions(ThoughtTokens):
 
     def __post_init__(self) -> None:
         """Refuse a number of questions below one."""
-        if self.most < 1:
-            raise ValueError(f"most is {self.most!r}, below one question; set it to 1 or more")
+        check_least("most", self.most, 1)
 
     def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
         """Return this reward with the token ids of a tokenizer; ids given by hand are kept.
@@ -387,12 +387,7 @@ class SelfQuestions(ThoughtTokens):
     def __call__(
         self, completions: list[Completion], completion_ids: list[list[int]], **_: object
     ) -> list[Score]:
-        """Return one score per completion.
-
-        Args:
-            completions: B completions, conversational or plain.
-            completion_ids: B lists of the completion's own T token ids; T differs by row.
-        """
+        """Return one score per completion."""
         return [
             min(self._count(completion_text(completion), ids), self.most) / self.most
             for completion, ids in zip(completions, completion_ids, strict=True)

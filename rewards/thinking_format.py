@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.types import Completion, Score
 
-from ._text import THINK_CLOSE, THINK_OPEN, completion_text
+from ._text import THINK_CLOSE, THINK_OPEN
 from .thinking import TemplateAware, end_of_thinking_id
 
 if TYPE_CHECKING:
@@ -63,17 +63,8 @@ class ThinkingFormat(TemplateAware):
         prompts: list[Completion] | None = None,
         **_: object,
     ) -> list[Score]:
-        """Return one score per completion, in [0.0, 1.0].
-
-        Args:
-            completions: B completions, conversational or plain.
-            prompts: B prompts, conversational or plain.
-        """
-        asked: list[Completion] = [""] * len(completions) if prompts is None else prompts
-        return [
-            self._score(completion_text(completion), self.is_opened(prompt))
-            for completion, prompt in zip(completions, asked, strict=True)
-        ]
+        """Return one score per completion, in [0.0, 1.0]."""
+        return [self._score(*row) for row in self.rows(completions, prompts)]
 
     def _score(self, text: str, opened_before: bool) -> float:
         head, close, tail = text.partition(THINK_CLOSE)

@@ -1,13 +1,10 @@
 """The accuracy reward: text, numbers, letters, missing answers, unclosed thoughts."""
 
-import pickle
 from decimal import Decimal
 
 import pytest
 from rloo_kit.rewards import Accuracy
 from rloo_kit.rewards.accuracy import accuracy, chosen_letter, last_number
-
-from rloo_kit.errors import RewardContractError
 
 
 def score(text, answer, prompt="?", reward=accuracy):
@@ -78,16 +75,6 @@ def test_an_unclosed_thought_is_wrong(prompt, text):
     assert score(text, "85", prompt) == 0.0
 
 
-def test_an_unclosed_thought_may_be_allowed():
-    reward = Accuracy(require_closed_thought=False)
-    assert score("85", "85", "Q\n<think>\n", reward) == 1.0
-
-
-@pytest.mark.parametrize("prompt", ["Q <think>\n\n</think>\n\n", "Use <think> tags. Q"])
-def test_a_prompt_that_does_not_end_with_an_opened_thought_asks_for_no_close(prompt):
-    assert score("85", "85", prompt) == 1.0
-
-
 def test_bind_reads_from_the_chat_template_whether_the_thought_is_opened(qwen3_tokenizer):
     body = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     prompt = [{"role": "user", "content": "Q"}]
@@ -101,15 +88,6 @@ def test_bind_reads_from_the_chat_template_whether_the_thought_is_opened(qwen3_t
     qwen3_tokenizer.chat_template = None
     assert accuracy.bind(qwen3_tokenizer).thought_opened is False
     assert score(completion, "85", prompt) == 1.0
-
-
-def test_the_column_is_a_parameter():
-    assert Accuracy(column="gold")(completions=["4"], prompts=["Q"], gold=[4]) == [1.0]
-
-
-def test_a_missing_column_is_named_with_the_remedy():
-    with pytest.raises(RewardContractError, match=r"'gold'.* add it, or name another one"):
-        Accuracy(column="gold")(completions=["4"], prompts=["Q"], answer=[4])
 
 
 # --- other ways to compare ------------------------------------------------------------------------
@@ -231,13 +209,6 @@ def test_a_row_whose_answer_is_of_another_kind_does_not_count(match, answer):
     assert score("so</think>4 (B)", answer, reward=Accuracy(match=match)) is None
 
 
-@pytest.mark.parametrize("match", ["exact", "number", "choice"])
-def test_an_unclosed_thought_is_wrong_in_every_way(match):
-    answer = "B" if match == "choice" else "4"
-    assert score(answer, answer, "Q<think>", Accuracy(match=match)) == 0.0
-    assert score(answer, answer, "Q", Accuracy(match=match)) == 1.0
-
-
 @pytest.mark.parametrize(
     ("parameters", "remedy"),
     [
@@ -250,15 +221,6 @@ def test_an_unclosed_thought_is_wrong_in_every_way(match):
 def test_parameters_that_cannot_be_are_refused(parameters, remedy):
     with pytest.raises(ValueError, match=remedy):
         Accuracy(**parameters)
-
-
-@pytest.mark.parametrize("match", ["auto", "exact", "number", "choice"])
-def test_it_pickles_and_takes_any_text(match):
-    reward = Accuracy(match=match)
-    assert pickle.loads(pickle.dumps(reward)) == reward
-    answer = "B" if match == "choice" else "4"
-    for text in ("\ud800" * 100_000, "1" * 100_000, "1,111" * 20_000, "\\boxed{" * 20_000):
-        assert score(text, answer, reward=reward) == 0.0
 
 
 @pytest.mark.parametrize(

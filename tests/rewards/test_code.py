@@ -77,12 +77,14 @@ def test_without_a_block_nothing_runs():
     assert Code()(completions=[ADD, ""], tests=[TESTS] * 2) == [0.0, 0.0]
 
 
+@pytest.mark.long
 @strong
 def test_without_a_block_the_answer_can_be_the_program():
     reward = Code(require_fence=False)
     assert reward(completions=[f"hm</think>{ADD}", "no"], tests=[TESTS] * 2) == [1.0, 0.0]
 
 
+@pytest.mark.long
 @strong
 def test_a_block_in_the_thought_does_not_count():
     thought = f"<think>```python\n{ADD}\n```"
@@ -97,6 +99,7 @@ def test_a_block_in_the_thought_does_not_count():
     assert Code(thought_opened=False)(**chat, tests=[TESTS]) == [1.0]
 
 
+@pytest.mark.long
 @strong
 def test_messages_are_scored():
     chat = [{"role": "assistant", "content": fenced(ADD)}]
@@ -129,6 +132,7 @@ def test_tests_in_python(tests, wanted):
     assert score(ADD, tests) == pytest.approx(wanted)
 
 
+@pytest.mark.long
 @strong
 @pytest.mark.parametrize(
     ("tests", "wanted"),
@@ -159,11 +163,7 @@ def test_what_is_no_test_is_named(tests):
         Code()(completions=["x"], tests=[tests])
 
 
-def test_a_test_that_is_no_python_is_named():
-    with pytest.raises(RewardContractError, match=r"'assert add\(1' ?, which is no Python"):
-        Code()(completions=["x"], tests=[["assert add(1"]])
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(
     "test",
     ["", "import math", "x = 1", "def test_add():\n    assert add(1, 2) == 4", "def f(): 0\n'f'"],
@@ -173,6 +173,7 @@ def test_a_test_that_every_program_passes_is_refused(test):
         Code()(completions=["x"], tests=[[test]])
 
 
+@pytest.mark.long
 @strong
 def test_all_or_nothing():
     tests = [*TESTS, "assert add(1, 1) == 3"]
@@ -182,19 +183,14 @@ def test_all_or_nothing():
     assert score("print('a b')", [*ECHO, {"input": "a", "output": "a"}], all_or_nothing=True) == 0.0
 
 
+@pytest.mark.long
 def test_the_column_is_a_parameter_and_a_missing_one_is_named():
     assert Code(column="cases")(completions=["x"], cases=[TESTS]) == [0.0]
     with pytest.raises(RewardContractError, match=r"'cases'.* add it, or name another one"):
         Code(column="cases")(completions=["x"], tests=[TESTS])
 
 
-def test_limits_are_checked_at_once():
-    with pytest.raises(ValueError, match="max_workers is 0; set it to 1 or more"):
-        Code(max_workers=0)
-    with pytest.raises(ValueError, match="timeout_seconds is 0; set it to"):
-        Code(timeout_seconds=0)
-
-
+@pytest.mark.long
 @strong
 def test_it_pickles_and_runs_from_a_thread_and_after_a_fork():
     reward = pickle.loads(pickle.dumps(Code(timeout_seconds=4)))
@@ -207,6 +203,7 @@ def test_it_pickles_and_runs_from_a_thread_and_after_a_fork():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
+@pytest.mark.long
 @strong
 def test_a_main_block_runs_with_input_and_not_with_asserts():
     program = f"{ADD}\nif __name__ == '__main__':\n    print(input())"
@@ -244,6 +241,7 @@ def test_a_verdict_cannot_be_forged(program):
     assert score(program, tests, timeout_seconds=2) == 0.0
 
 
+@pytest.mark.long
 @strong
 @pytest.mark.parametrize("name", [name for name in FORGED if "equal" not in name])
 def test_nor_that_of_a_test_judged_where_the_program_runs(name):
@@ -260,6 +258,7 @@ def add(a, b):
 """
 
 
+@pytest.mark.long
 @strong
 def test_the_expected_value_is_not_in_the_memory_of_the_program():
     assert score(SEARCH, ["assert add(271828, 543656) == 815484"]) == 0.0
@@ -267,6 +266,7 @@ def test_the_expected_value_is_not_in_the_memory_of_the_program():
     assert score(SEARCH, ["assert add(271828, 543656) in [815484]"]) == 1.0
 
 
+@pytest.mark.long
 @strong
 def test_nor_with_input_and_output():
     programs = ["import sys; sys.exit(0)", "print('passed')", "import sys; sys.stderr.write('a b')"]
@@ -274,12 +274,14 @@ def test_nor_with_input_and_output():
     assert Code()(completions=completions, tests=[ECHO] * 4) == [0.0] * 4
 
 
+@pytest.mark.long
 @strong
 def test_a_test_that_ends_the_process_costs_no_test_before_it():
     program = "import os\ndef add(a, b): return a + b if a == 1 else os._exit(0)"
     assert score(program, TESTS) == 0.5
 
 
+@pytest.mark.long
 @strong
 def test_threads_that_are_left_do_not_hold_up_the_score():
     program = (
@@ -350,6 +352,7 @@ def surroundings(tmp_path, monkeypatch):
         yield fill, server
 
 
+@pytest.mark.long
 @strong
 def test_attacks_in_one_batch_cost_their_own_rewards_and_nothing_else(surroundings, tmp_path):
     """What an attack is after is what its test expects: it scores if it succeeds."""
@@ -378,6 +381,7 @@ def test_attacks_in_one_batch_cost_their_own_rewards_and_nothing_else(surroundin
         server.accept()
 
 
+@pytest.mark.long
 def test_the_attacks_on_files_keys_and_network_succeed_without_a_sandbox(surroundings, tmp_path):
     fill, server = surroundings
     thread = threading.Thread(target=lambda: server.accept()[0].sendall(b"done"))
@@ -420,6 +424,7 @@ CHECK = (
 )
 
 
+@pytest.mark.long
 @strong
 @pytest.mark.parametrize(
     ("program", "test", "share"),
@@ -445,12 +450,14 @@ def test_the_program_gets_no_more_of_the_set_up_than_is_asked_of_it(program, tes
     assert Code()(completions=[completion], tests=[[test]]) == [share]
 
 
+@pytest.mark.long
 @strong
 def test_exit_ends_a_program_as_in_any_other():
     completion = "```python\nprint(2 * int(input()))\nexit()\n```"
     assert Code()(completions=[completion], tests=[[{"input": "3", "output": "6"}]]) == [1.0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text",
     [
@@ -463,8 +470,3 @@ def test_exit_ends_a_program_as_in_any_other():
 )
 def test_a_fence_may_be_written_in_any_way(text):
     assert fenced_code(text) == "x = 1\n"
-
-
-def test_a_table_of_unequal_lists_is_named():
-    with pytest.raises(RewardContractError, match="are no tests; give a list of asserts"):
-        Code()(completions=["x"], tests=[{"inputs": ["1"], "outputs": ["2", "3"]}])

@@ -1,6 +1,5 @@
 """Countdown: exact over what is allowed, and nothing else is computed."""
 
-import itertools
 import random
 import time
 from fractions import Fraction
@@ -9,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rloo_kit.rewards import Countdown
-from rloo_kit.rewards.countdown import MAX_CHARACTERS, evaluate_expression
+from rloo_kit.rewards.countdown import evaluate_expression
 
 from rloo_kit.data.prompts import load_prompts
 from rloo_kit.data.tasks import countdown_problem
@@ -82,11 +81,6 @@ def test_a_fraction_on_the_way_is_exact():
     assert score("8 / (3 - 8 / 3)", (8, 3, 8, 3), 24) == 1.0
     assert score("1 / 3 * 3", (1, 3, 3), 1) == 1.0
     assert score("1 / 3", (1, 3), 0.3333333333333333) == 0.0
-
-
-def test_a_number_may_be_used_as_often_as_it_is_there():
-    assert score("5 + 5", (5, 5), 10) == 1.0
-    assert score("5 + 5", (5, 4), 10) == 0.0
 
 
 def test_every_number_has_to_be_used_if_that_is_asked_for():
@@ -219,19 +213,3 @@ def test_nothing_is_run_and_nothing_takes_long(text):
     start = time.monotonic()
     assert score(text) == 0.0
     assert time.monotonic() - start < 10
-
-
-def test_the_longest_expression_is_bounded():
-    fits = "1" + "+1" * ((MAX_CHARACTERS - 1) // 2)
-    assert evaluate_expression(fits)[0] == 100
-    assert evaluate_expression(fits + "+1") is None
-
-
-def test_a_score_does_not_depend_on_the_other_rows():
-    texts = ["3*5+7", "22", "7 - 3", "<think>"]
-    rows = [(text, [3, 5, 7], 22) for text in texts]
-    expected = dict(zip(texts, [1.0, 0.0, 0.0, 0.0], strict=True))
-    for order in itertools.permutations(rows):
-        completions, numbers, targets = map(list, zip(*order, strict=True))
-        found = Countdown()(completions=completions, numbers=numbers, target=targets)
-        assert found == [expected[text] for text in completions]

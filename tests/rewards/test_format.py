@@ -128,11 +128,6 @@ def test_tags_of_the_answer_leave_the_thought_alone():
     assert score(reward, "<answer>4</answer>", "Q<think>") == 0.0
 
 
-def test_tags_are_kept_as_a_tuple():
-    assert TagFormat(tags=["a", "b"]) == TagFormat(tags=("a", "b"))
-    assert TagFormat(tags="answer").tags == ("answer",)
-
-
 @pytest.mark.parametrize(
     ("tags", "remedy"),
     [
@@ -193,15 +188,6 @@ def test_what_no_reader_can_hold_is_no_json(answer):
     assert score(JsonFormat(schema=True), '[1.5e3, null, "\\ud800"]') == 1.0
 
 
-def test_an_answer_that_has_not_begun_is_no_json():
-    assert score(JsonFormat(schema={}), "4", "Q<think>") == 0.0
-    assert score(JsonFormat(schema={}), "<think>4") == 0.0
-
-
-def test_numbers_beyond_any_float_are_checked():
-    assert score(JsonFormat(schema={"multipleOf": 0.1}), "1" + "0" * 400) == 0.0
-
-
 def test_a_pattern_in_a_schema_has_a_time_limit():
     pattern, text = ENDLESS
     assert score(JsonFormat(schema={"pattern": pattern}), f'"{text}"') == 0.0
@@ -221,13 +207,6 @@ def test_a_schema_is_read_in_the_draft_it_names():
 def test_a_bad_schema_is_refused(schema):
     with pytest.raises(ValueError, match=r"is no JSON schema .* give a table such as"):
         JsonFormat(schema=schema)
-
-
-def test_a_schema_that_is_changed_later_does_not_matter():
-    schema = {"type": "object"}
-    reward = JsonFormat(schema=schema)
-    schema["type"] = "array"
-    assert score(reward, "{}") == 1.0
 
 
 def test_a_missing_jsonschema_is_named_with_the_remedy():

@@ -49,6 +49,7 @@ def score(task, answer, **parameters):
 # --- every task -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task", TASKS)
 def test_the_right_answer_scores_one_after_the_entry_was_text(task):
     answer = row_of(task)["answer"]
@@ -56,6 +57,7 @@ def test_the_right_answer_scores_one_after_the_entry_was_text(task):
     assert score(task, f"<think>hm</think>\n\n<answer>{answer}</answer>") == 1.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task", sorted({*TASKS, *WITHOUT_AN_ANSWER}))
 def test_an_entry_is_the_same_after_it_was_text(task):
     with contextlib.redirect_stdout(io.StringIO()):
@@ -66,10 +68,7 @@ def test_an_entry_is_the_same_after_it_was_text(task):
     assert read == entry
 
 
-def test_most_tasks_of_the_package_are_tried():
-    assert len(TASKS) >= 95
-
-
+@pytest.mark.long
 @pytest.mark.parametrize("task", sorted({*TASKS, *WITHOUT_AN_ANSWER}))
 def test_junk_is_scored_low_and_never_raises(task):
     junk = ["", "well", "nan", "nan+nanj", "-inf", "[" * 300, "1/0", "null",
@@ -92,6 +91,7 @@ def test_a_partial_score_is_the_verifiers_own():
 # --- the answer part ------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_only_what_follows_the_thought_counts():
     answer = row_of("chain_sum")["answer"]
     assert score("chain_sum", f"{answer}</think>0") < 1
@@ -101,6 +101,7 @@ def test_only_what_follows_the_thought_counts():
     assert score("chain_sum", f"<answer>{answer}</answer> or <answer>0</answer>") < 1
 
 
+@pytest.mark.long
 def test_a_thought_that_the_prompt_opened_has_to_be_closed():
     row = row_of("chain_sum")
     columns = {"completions": [row["answer"]], "entry": [row["entry"]], "prompts": ["Q <think>"]}
@@ -108,6 +109,7 @@ def test_a_thought_that_the_prompt_opened_has_to_be_closed():
     assert ReasoningGym(require_closed_thought=False)(**columns) == [1.0]
 
 
+@pytest.mark.long
 def test_chat_completions_and_columns_of_a_dataset():
     dataset = load_prompts("reasoning_gym:chain_sum", num_prompts=4)
     columns = {name: dataset[name][:] for name in dataset.column_names if name != "prompt"}
@@ -119,6 +121,7 @@ def test_chat_completions_and_columns_of_a_dataset():
     assert found == [1.0] * 4
 
 
+@pytest.mark.long
 def test_rows_of_other_sources_are_not_scored_and_tasks_may_be_mixed():
     tasks = ["chain_sum", "basic_arithmetic", "rush_hour", "spell_backward"]
     rows = [row_of(task) for task in tasks]
@@ -136,6 +139,7 @@ def test_rows_of_other_sources_are_not_scored_and_tasks_may_be_mixed():
 # --- settings and entries -------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_verifier_has_the_settings_of_the_task():
     strict = make_gym_rows("reasoning_gym:puzzle24", 1, settings={"max_value": 6})[0]
     values = json.loads(strict["entry"])["metadata"]["numbers"]
@@ -146,6 +150,7 @@ def test_the_verifier_has_the_settings_of_the_task():
     assert _verifier("puzzle24", '{"max_value": 6}') is _verifier("puzzle24", '{"max_value": 6}')
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "entry", ["", "nothing", "{}", '{"metadata": {}, "settings": {}}', "[1]", 3]
 )
@@ -181,18 +186,21 @@ def test_an_entry_of_a_file_cannot_have_its_verifier_run_code(task, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task", RUN_AS_PYTHON)
 def test_every_entry_that_a_task_makes_is_let_through(task):
     for row in make_gym_rows(f"reasoning_gym:{task}", 8):
         _check_what_is_run(task, json.loads(row["entry"]))
 
 
+@pytest.mark.long
 def test_an_entry_of_entries_is_refused():
     entry = '{"settings": {}, "metadata": {"source_dataset": "composite"}}'
     with pytest.raises(RewardContractError, match="trust no other entries"):
         ReasoningGym()(completions=["4"], entry=[entry])
 
 
+@pytest.mark.long
 def test_a_task_or_setting_that_the_installed_version_lacks_is_refused():
     lost = '{"settings": {"lost": 1}, "metadata": {"source_dataset": "chain_sum"}}'
     with pytest.raises(RewardContractError, match="make the prompts with the version"):
@@ -206,12 +214,14 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
         score("chain_sum", "4")
 
 
+@pytest.mark.long
 def test_tuples_and_keys_that_are_no_text_come_back():
     metadata = {"t": ((1, [2.5, None]), ()), "k": {(1, 2): 3, 4: {"a": True}}}
     entry = {"question": "?", "answer": "4", "metadata": {"source_dataset": "x", **metadata}}
     assert _read_entry(_as_json(entry, {}, "x")) == ("x", "{}", entry)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", [Decimal(1), datetime.date(2026, 1, 1), {1, 2}])
 def test_a_value_that_text_cannot_hold_is_refused_when_prompts_are_made(value):
     entry = {"question": "?", "answer": "4", "metadata": {"a": value}}
@@ -235,6 +245,7 @@ def calls_in(source):
     return names
 
 
+@pytest.mark.long
 def test_every_verifier_that_runs_answers_is_guarded():
     running = {
         "eval",
@@ -267,6 +278,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task", sorted(_GUARDS))
 def test_an_answer_is_never_run(task, tmp_path):
     path = str(tmp_path / "made")
@@ -277,6 +289,7 @@ def test_an_answer_is_never_run(task, tmp_path):
         assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.long
 def test_the_verifiers_alone_would_run_it(tmp_path):
     """The guard is not there for nothing."""
     task, settings, entry = _read_entry(row_of("string_insertion")["entry"])
@@ -285,6 +298,7 @@ def test_the_verifiers_alone_would_run_it(tmp_path):
     assert (tmp_path / "made").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task", sorted(_GUARDS))
 @pytest.mark.parametrize(
     "text",
@@ -300,6 +314,7 @@ def test_numbers_of_many_digits_take_no_time(task, text):
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task", sorted(_GUARDS))
 def test_right_answers_pass_the_guard(task):
     rows = make_gym_rows(f"reasoning_gym:{task}", 12)
@@ -308,11 +323,13 @@ def test_right_answers_pass_the_guard(task):
     assert [text for text in answers if not _GUARDS[task](text) and "Integral(" not in text] == []
 
 
+@pytest.mark.long
 def test_a_list_that_a_verifier_takes_for_part_of_the_score_still_counts():
     answer = row_of("spiral_matrix")["answer"]
     assert score("spiral_matrix", str([int(digit) for digit in answer.split()])) == 0.1
 
 
+@pytest.mark.long
 def test_where_the_verifier_takes_every_text_the_answer_is_compared():
     answer = row_of("game_of_life_halting")["answer"]
     assert score("game_of_life_halting", answer.lower()) == 1.0
@@ -320,16 +337,14 @@ def test_where_the_verifier_takes_every_text_the_answer_is_compared():
     assert reasoning_gym.get_score_answer_fn("game_of_life_halting")("well", {"answer": "x"}) == 1
 
 
+@pytest.mark.long
 def test_an_integral_left_as_it_is_earns_nothing():
     integrand = json.loads(row_of("simple_integration")["entry"])["metadata"]
     text = f"Integral({integrand['integrand']}, {integrand['variable']}) + C"
     assert score("simple_integration", text) == 0.0
 
 
-def test_an_enormous_answer_is_scored_as_an_empty_one():
-    assert score("countdown", "1 + " * 300_000) == score("countdown", "")
-
-
+@pytest.mark.long
 def test_a_probability_is_right_or_wrong():
     (row,) = load_prompts("reasoning_gym:coin_flip", num_prompts=1, chat=False)
     answers = ["0", "0.", row["answer"][:4] + "9", row["answer"], "1e9999", "a/0"]

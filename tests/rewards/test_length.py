@@ -1,7 +1,5 @@
 """The length rewards: words and the full stop; the band, its units and its parts."""
 
-import pickle
-
 import pytest
 from rloo_kit.rewards import Length, LengthBand
 from rloo_kit.rewards.length import length
@@ -29,11 +27,6 @@ def test_conversational_completion_is_scored_by_its_last_assistant_message():
         {"role": "assistant", "content": "short"},
     ]
     assert length(completions=[messages]) == [-0.5]
-
-
-def test_parameters_replace_the_defaults():
-    reward = Length(min_words=1, max_words=2, medium=2.0, too_short=-2.0, full_stop=0.25)
-    assert reward(completions=["", "one two.", "one two three"]) == [-2.0, 2.25, 0.0]
 
 
 def test_an_empty_range_is_refused():
@@ -148,9 +141,3 @@ def test_tokens_that_are_not_there_are_named_with_the_remedy():
 def test_a_band_that_cannot_be_is_refused(parameters, remedy):
     with pytest.raises(ValueError, match=remedy):
         LengthBand(**parameters)
-
-
-def test_a_band_pickles_and_takes_any_text():
-    reward = LengthBand(low=1, high=1e9, part="answer")
-    assert pickle.loads(pickle.dumps(reward)) == reward
-    assert score(reward, "<think></think>" + "\ud800 " * 1_000_000) == 1.0

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -71,6 +70,7 @@ def test_without_an_expected_answer_there_is_no_score(reward):
     assert said == []
 
 
+@pytest.mark.long
 def test_an_expected_answer_that_cannot_be_read_is_no_score_and_is_counted(reward):
     said = []
     columns = {"log_metric": lambda name, value: said.append((name, value))}
@@ -79,6 +79,7 @@ def test_an_expected_answer_that_cannot_be_read_is_no_score_and_is_counted(rewar
     assert said == [("rewards/math/gold_not_parsed", 3.0)]
 
 
+@pytest.mark.long
 def test_the_thought_does_not_count(reward):
     texts = ["<think>4", "<think>5</think>4", "4<think>", "4"]
     assert reward(completions=texts, answer=["4"] * 4) == [0.0, 1.0, 0.0, 1.0]
@@ -88,6 +89,7 @@ def test_the_thought_does_not_count(reward):
     assert Math(thought_opened=True)(**chat, answer=[None]) == [None]
 
 
+@pytest.mark.long
 def test_a_box_can_be_asked_for():
     boxed = Math(require_boxed=True)
     texts = ["4", r"\boxed{4}", r"\boxed{4} or \boxed{5}", r"\boxed{5}. The final answer is $4$.",
@@ -116,6 +118,7 @@ def test_a_row_that_takes_too_long_or_too_much_costs_itself_alone():
         reward.release()
 
 
+@pytest.mark.long
 def test_release_ends_the_process_and_the_next_call_starts_one():
     reward = Math()
     assert score(reward, "1", "1") == 1.0
@@ -130,6 +133,7 @@ def test_release_ends_the_process_and_the_next_call_starts_one():
     assert second.poll() is not None
 
 
+@pytest.mark.long
 def test_a_copy_by_pickle_has_a_process_of_its_own(reward):
     assert score(reward, "1", "1") == 1.0
     copy = pickle.loads(pickle.dumps(reward))
@@ -138,12 +142,7 @@ def test_a_copy_by_pickle_has_a_process_of_its_own(reward):
     assert process_of(reward).poll() is None
 
 
-def test_threads_share_the_process(reward):
-    with ThreadPoolExecutor(8) as pool:
-        given = list(pool.map(lambda n: score(reward, str(n), str(n // 2 * 2)), range(64)))
-    assert given == [1.0, 0.0] * 32
-
-
+@pytest.mark.long
 def test_a_fork_does_not_take_the_process_of_its_parent(reward):
     assert score(reward, "1", "1") == 1.0
     pid = process_of(reward).pid
@@ -157,6 +156,7 @@ def test_a_fork_does_not_take_the_process_of_its_parent(reward):
     assert score(reward, "3", "3") == 1.0
 
 
+@pytest.mark.long
 def test_the_alarm_of_the_trainer_stays_and_a_late_reply_is_not_the_next_ones(reward):
     assert score(reward, "1", "1") == 1.0
     with pytest.raises(OverdueError):
@@ -167,6 +167,7 @@ def test_the_alarm_of_the_trainer_stays_and_a_late_reply_is_not_the_next_ones(re
     assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
 
 
+@pytest.mark.long
 def test_it_works_from_a_thread_and_prints_nothing():
     code = (
         "import threading\nfrom rloo_kit.rewards import Math\n"
@@ -180,6 +181,7 @@ def test_it_works_from_a_thread_and_prints_nothing():
     assert done.stderr == ""
 
 
+@pytest.mark.long
 def test_the_process_ends_with_its_parent():
     code = (
         "import time\nfrom rloo_kit.rewards import Math\nr = Math()\n"
@@ -211,17 +213,11 @@ def test_a_missing_column_and_a_missing_library_are_named(monkeypatch):
         Math()(completions=["1"], answer=["1"])
 
 
+@pytest.mark.long
 def test_a_process_that_does_not_start_is_an_error_and_not_a_score(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RewardLoadError, match=r"did not start: .*raise memory_mib"):
         Math()(completions=["1"], answer=["1"])
-
-
-def test_limits_are_checked_at_once():
-    with pytest.raises(ValueError, match=r"timeout_seconds is 0; set it to 0\.1 or more"):
-        Math(timeout_seconds=0)
-    with pytest.raises(ValueError, match="memory_mib is 1; set it to 256 or more"):
-        Math(memory_mib=1)
 
 
 PIECES = ["\\boxed{", "}", "{", "$", "\\frac", "\\(", "\\]", "^", "_", "(", "[", ",", "=", "<", "%",
@@ -230,6 +226,7 @@ PIECES = ["\\boxed{", "}", "{", "$", "\\frac", "\\(", "\\]", "^", "_", "(", "[",
           "\\begin{matrix}", "&", "\\\\", "!", "|", "#"]  # fmt: skip
 
 
+@pytest.mark.long
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -239,6 +236,7 @@ def test_junk_is_scored(reward, text, answer):
     assert given is None or given in (0.0, 1.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text", ["85 " * 100_000, "x" * 10**6, "$" * 10**5, "{" * 10**5, "(" * 4000, "answer: " * 10**4,
              "\\boxed{" * 10**4, "\\frac{1}{" * 300 + "1" + "}" * 300, "1+" * 2000 + "1"],
@@ -250,6 +248,7 @@ def test_an_enormous_answer_is_quick(reward, text):
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.long
 def test_numbers_are_compared_by_the_thousand(reward):
     assert score(reward, "1", "1") == 1.0
     texts = [rf"So \boxed{{{n}}}." for n in range(256)]
@@ -259,6 +258,7 @@ def test_numbers_are_compared_by_the_thousand(reward):
     assert threading.active_count() < 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("gold", "right", "wrong"),
     [
@@ -296,6 +296,7 @@ ALIKE = [
 ]
 
 
+@pytest.mark.long
 def test_equal_answers_vote_together_and_others_apart(reward):
     keys = [{reward.answer_key(f"hm</think>{text}") for text in texts} for texts in ALIKE]
     assert all(len(one) == 1 for one in keys), keys
@@ -303,21 +304,10 @@ def test_equal_answers_vote_together_and_others_apart(reward):
     assert None not in set.union(*keys)
 
 
+@pytest.mark.long
 def test_the_key_finds_equal_what_the_reward_does(reward):
     texts = [texts[0] for texts in ALIKE] + [texts[-1] for texts in ALIKE]
     for first in texts:
         for second in texts:
             same = reward.answer_key(first) == reward.answer_key(second)
             assert same == (score(reward, second, first) == 1.0), (first, second)
-
-
-@pytest.mark.parametrize("text", ["", "hm</think>", "hm</think>  ", "$9^{9^{9^{9^{9}}}}$"])
-def test_no_answer_has_no_vote(reward, text):
-    assert reward.answer_key(text) is None
-
-
-def test_without_a_box_nothing_is_voted_for_where_one_is_needed():
-    boxed = Math(require_boxed=True)
-    assert boxed.answer_key("it is 5") is None
-    assert boxed.answer_key(r"it is \boxed{5}") == boxed.answer_key(r"\boxed{5.0}")
-    boxed.release()

@@ -56,6 +56,7 @@ def test_a_program_reads_its_input_and_prints():
     assert set(outcome.layers) == {name for name, holds in HELD.items() if holds}
 
 
+@pytest.mark.long
 @strong
 def test_it_has_the_standard_library_threads_and_event_loops_and_nothing_else():
     program = """
@@ -70,6 +71,7 @@ except ImportError: print("no pytest")
     assert outcome.stdout.split() == ["thread", "7", "__main__", "True", "no", "pytest"]
 
 
+@pytest.mark.long
 @strong
 def test_its_folder_is_empty_its_own_and_small():
     program = """
@@ -91,6 +93,7 @@ print(written < 5)
         assert not outcome.ok
 
 
+@pytest.mark.long
 @strong
 @pytest.mark.parametrize(
     ("program", "reason"),
@@ -113,6 +116,7 @@ def test_the_reason_says_how_it_ended(program, reason):
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.long
 @strong
 def test_many_programs_run_at_the_same_time():
     with ThreadPoolExecutor(16) as pool:
@@ -120,6 +124,7 @@ def test_many_programs_run_at_the_same_time():
         assert [outcome.stdout for outcome in outcomes] == [f"{n}\n" for n in range(32)]
 
 
+@pytest.mark.long
 @strong
 def test_a_parent_with_thousands_of_open_files_can_run_programs(tmp_path):
     import resource
@@ -186,6 +191,7 @@ print("end")
     assert outcome.stdout == "end\n"
 
 
+@pytest.mark.long
 @strong
 def test_the_same_is_reached_without_a_sandbox():
     """The tries above succeed where they may, so that what refused them was the sandbox."""
@@ -195,12 +201,14 @@ def test_the_same_is_reached_without_a_sandbox():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.long
 @strong
 def test_a_link_in_its_folder_leads_nowhere():
     outcome = run_python("import os\nos.symlink('/etc/passwd', 'a')\nopen('a').read()")
     assert outcome.reason == "exit"
 
 
+@pytest.mark.long
 @strong
 def test_a_server_of_this_machine_is_out_of_reach():
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -212,6 +220,7 @@ def test_a_server_of_this_machine_is_out_of_reach():
         assert outside.stdout == b"there\n"
 
 
+@pytest.mark.long
 @strong
 def test_threads_are_counted():
     program = """
@@ -225,6 +234,7 @@ except RuntimeError: print(n < 60)
     assert run_python(program).stdout == "True\n"
 
 
+@pytest.mark.long
 @strong
 def test_a_program_ends_with_its_parent(place):
     code = (
@@ -241,6 +251,7 @@ def test_a_program_ends_with_its_parent(place):
         folder.rmdir()
 
 
+@pytest.mark.long
 @strong
 def test_ctrl_c_ends_the_program(place):
     def press():
@@ -285,6 +296,7 @@ print([name for name, holds in _sandbox.protections().items() if not holds])
 """The kernel without one system call, or without it for one first argument."""
 
 
+@pytest.mark.long
 @strong
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of x86_64")
 @pytest.mark.parametrize(
@@ -315,11 +327,13 @@ def test_a_limit_that_nothing_could_keep_is_refused():
         Limits(timeout_seconds=float("nan"))
 
 
+@pytest.mark.long
 @strong
 def test_the_least_memory_runs_a_program():
     assert run_python("print(1)", limits=Limits(memory_mib=64)).ok
 
 
+@pytest.mark.long
 @strong
 def test_an_interpreter_that_does_not_start_is_an_error_and_not_a_score(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")

@@ -1,7 +1,5 @@
 """The soft overlong punishment: DAPO's equation 13, point by point."""
 
-import pickle
-
 import pytest
 from rloo_kit.rewards import SoftOverlong
 
@@ -38,8 +36,3 @@ def test_a_cache_of_the_whole_length_begins_at_the_first_token():
 def test_a_cache_that_does_not_fit_is_refused(longest, cache):
     with pytest.raises(ValueError, match="set 0 <= soft_punish_cache <= max_completion_length"):
         SoftOverlong(longest, cache)
-
-
-def test_it_pickles():
-    reward = SoftOverlong(max_completion_length=100, soft_punish_cache=20)
-    assert pickle.loads(pickle.dumps(reward)) == reward

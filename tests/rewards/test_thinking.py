@@ -1,7 +1,6 @@
 """The thinking rewards: tokens of the thought, who opened it, closes, questions, the ids."""
 
 import math
-import pickle
 from typing import NamedTuple
 
 import pytest
@@ -34,10 +33,6 @@ def test_score_follows_the_number_of_thinking_tokens(num_tokens, expected):
 
 def test_a_thought_that_is_not_closed_costs_a_point():
     assert score(thinking, "hm? hm?", [7] * 40) == -1.0
-
-
-def test_an_empty_completion_is_not_closed():
-    assert score(thinking, "", []) == -1.0
 
 
 @pytest.mark.parametrize(("num_tokens", "expected"), [(9, 0.3), (10, 0.7), (29, 0.7), (30, 1.0)])
@@ -152,11 +147,6 @@ def test_budget_falls_along_half_a_cosine(num_tokens, expected):
         assert score(reward, "", ids) == pytest.approx(expected, abs=1e-6)
 
 
-def test_budget_of_an_unclosed_thought_is_a_parameter():
-    assert score(ThinkingBudget(), "hm", [7]) == 0.0
-    assert score(ThinkingBudget(unclosed_score=-1.0), "hm", [7]) == -1.0
-
-
 @pytest.mark.parametrize(
     ("parameters", "remedy"),
     [
@@ -203,11 +193,6 @@ def test_a_lost_close_leaves_the_questions_to_the_ids_of_a_bound_reward(qwen3_to
     bound = SelfQuestions(most=4).bind(qwen3_tokenizer)
     assert score(bound, "why? well why? why?", [1, 2, 1, CLOSE, 1]) == 0.5
     assert score(SelfQuestions(most=4), "why? why?", [1, 2, 1, CLOSE]) == 0.0
-
-
-def test_no_question_to_count_is_refused():
-    with pytest.raises(ValueError, match="set it to 1 or more"):
-        SelfQuestions(most=0)
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -321,18 +306,3 @@ def counted_as(tokens):
 
 def wanted_budget(case):
     return 0.0 if case.thought is None else (1 + math.cos(math.pi * case.thought / 100)) / 2
-
-
-@pytest.mark.parametrize("reward", [ClosedOnce(), ThinkingBudget(), SelfQuestions()])
-def test_bound_rewards_pickle_and_take_any_text(reward, other_tokenizer):
-    bound = reward.bind(other_tokenizer)
-    assert pickle.loads(pickle.dumps(bound)) == bound
-    assert hash(bound) == hash(reward.bind(other_tokenizer))
-    row = {"completions": ["\ud800?" * 100_000], "completion_ids": [[2] * 100_000]}
-    assert bound(**row) == [0.0]
-
-
-@pytest.mark.parametrize("reward", [ClosedOnce(), ThinkingBudget(), SelfQuestions()])
-def test_bind_of_the_others_refuses_a_tokenizer_without_the_token(reward, plain_tokenizer):
-    with pytest.raises(RewardLoadError, match="use a thinking model, or give end_token_id"):
-        reward.bind(plain_tokenizer)

@@ -1,7 +1,5 @@
 """The thinking format: who opened the thought, one close, an answer."""
 
-import pickle
-
 import pytest
 from rloo_kit.rewards import ThinkingFormat
 from rloo_kit.rewards.thinking_format import thinking_format
@@ -85,8 +83,3 @@ def test_bind_refuses_a_tokenizer_that_drops_the_close(special_tokenizer, plain_
     with pytest.raises(RewardLoadError, match="use 'thinking_closed_once'"):
         thinking_format.bind(special_tokenizer)
     assert thinking_format.bind(plain_tokenizer).thought_opened is False
-
-
-def test_it_pickles_and_takes_any_text():
-    assert pickle.loads(pickle.dumps(thinking_format)) == thinking_format
-    assert score("<think>" + "\ud800" * 1_000_000 + "</think>4") == 1.0
