@@ -779,7 +779,7 @@ def test_a_key_no_header_can_carry_is_refused_without_showing_it(serve, monkeypa
         ({"base_url": f"https://me:{SECRET}@host/v1"}, "leave out user, password"),
         ({"base_url": f"https://host/v1?key={SECRET}"}, "leave out user, password"),
         ({"base_url": f"https://me:{SECRET}@[host/v1"}, "leave out user, password"),
-        ({"api_key": SECRET}, "no parameter 'api_key' .did you mean 'api_key_env'"),
+        ({"api_key": SECRET}, "no parameter 'api_key'; did you mean 'api_key_env'"),
     ],
 )
 def test_a_key_in_the_run_file_is_refused_without_showing_it(parameters, message):

@@ -48,7 +48,7 @@ def test_tokens_that_are_not_there_are_named_with_the_remedy():
         ({"max_penalty": 0.1}, "number of 0 or less"),
         ({"max_penalty": float("-inf")}, "number of 0 or less"),
         ({"max_penalty": float("nan")}, "number of 0 or less"),
-        ({"unit": "lines"}, "give 'tokens' or 'words'"),
+        ({"unit": "lines"}, "give one of: tokens, words"),
     ],
 )
 def test_a_penalty_that_cannot_be_is_refused(parameters, remedy):
