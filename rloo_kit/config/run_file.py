@@ -423,7 +423,7 @@ def _make_section(name: str, value: object, errors: list[str]) -> Any:
     if not is_table(value, name, errors):
         return section()
     hints = typing.get_type_hints(section)
-    errors += check_keys(name, value, hints)
+    errors += check_keys(name, value, (one.name for one in dataclasses.fields(section)))
     good = {}
     for one in dataclasses.fields(section):
         if one.name in value:

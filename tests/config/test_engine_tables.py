@@ -113,6 +113,7 @@ def test_a_keyword_is_one_of_the_installed_unsloth(name):
     assert (name in shared_engine_names()) == (name == "max_num_batched_tokens")
 
 
+@pytest.mark.long
 def test_what_the_shared_engine_is_given_binds_to_the_installed_unsloth():
     engine = EngineSettings(1024, False, 16, 8, in_fp8=True, float8_cache=True)
     engine = replace(engine, extra={"conservativeness": 0.5, "max_num_batched_tokens": 2048})
@@ -141,6 +142,7 @@ def test_the_shared_engine_refuses_settings_of_another():
         load_shared(None, "tiny-thinker", engine, False)
 
 
+@pytest.mark.long
 def test_a_table_reaches_unsloth(tmp_path, monkeypatch):
     from unsloth import FastLanguageModel
 
@@ -160,6 +162,7 @@ FP8 = {"name": "tiny-thinker", "load_in_fp8": True, "load_in_4bit": False}
 QUICK = {"max_steps": 1, "max_completion_length": 16, "per_device_train_batch_size": 8}
 
 
+@pytest.mark.long
 def test_fp8_on_a_cpu_is_one_sentence(tmp_path, capsys):
     text = refused(tmp_path, capsys, {"model": FP8, "trainer": QUICK})
     assert text.endswith(
@@ -170,6 +173,7 @@ def test_fp8_on_a_cpu_is_one_sentence(tmp_path, capsys):
     assert "model.fp8_kv_cache needs a GPU of compute capability 8.0 or more" in text
 
 
+@pytest.mark.long
 def test_fp8_on_an_older_card_is_one_sentence(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     text = refused(tmp_path, capsys, {"model": FP8, "trainer": QUICK})
@@ -178,6 +182,7 @@ def test_fp8_on_an_older_card_is_one_sentence(tmp_path, capsys, monkeypatch):
     assert "capability 8.0 or more, and this one has 7.5: set it to false" in text
 
 
+@pytest.mark.long
 def test_fp8_without_the_shared_engine_is_one_sentence(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     text = refused(tmp_path, capsys, {"model": FP8, "trainer": QUICK})
@@ -193,6 +198,7 @@ def test_fp8_and_4_bit_contradict_each_other(tmp_path, capsys):
         rk.load_model("tiny-thinker", load_in_fp8=True)
 
 
+@pytest.mark.long
 def test_an_engine_that_does_not_sample_takes_no_settings(tmp_path, capsys, fake_vllm):
     text = refused(tmp_path, capsys, {"vllm": {"enforce_eager": True}, "trainer": QUICK})
     assert "vllm.enforce_eager is for vLLM in this process, and transformers samples" in text
@@ -274,6 +280,7 @@ def test_every_card_of_the_table_has_a_capability():
 # --- run.yaml -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_tables_are_kept_for_a_resume_and_hide_secrets(tmp_path):
     secret = "hf_" + "aBcD1234" * 4
     content = {
@@ -288,5 +295,5 @@ def test_tables_are_kept_for_a_resume_and_hide_secrets(tmp_path):
     kept, _ = read_config(tmp_path / "run", [])
     assert kept.unsloth == {"offload_embedding": False}
     check_same_settings(tmp_path / "run", kept)
-    with pytest.raises(ConfigError, match=r"^unsloth is .* put it back to resume"):
+    with pytest.raises(ConfigError, match=r"^unsloth is .* set it back to resume"):
         check_same_settings(tmp_path / "run", replace(kept, unsloth={"offload_embedding": True}))
