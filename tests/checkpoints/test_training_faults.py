@@ -142,7 +142,7 @@ def test_a_step_with_a_nan_gradient_moves_nothing(training, value):
 
     with (
         training.spoiling_gradients(spoil),
-        pytest.warns(RuntimeWarning, match=r"step 2 is skipped, no weight moves: .* 1 of"),
+        pytest.warns(RuntimeWarning, match=r"step 2 is skipped because of NaN or Inf .* 1 of"),
     ):
         trainer.train()
     assert trainer.state.global_step == 3
@@ -163,7 +163,7 @@ def test_a_nan_loss_is_logged_as_null(training):
         if torch.is_grad_enabled() and trainer.state.global_step == 1:
             output["log_probs"] = output["log_probs"] * math.nan
 
-    with training.watching(spoil), pytest.warns(RuntimeWarning, match="the loss is nan"):
+    with training.watching(spoil), pytest.warns(RuntimeWarning, match="loss nan"):
         trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert losses[1] is None

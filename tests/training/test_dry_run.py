@@ -71,7 +71,7 @@ def trainer(made):
     yield made
     vars(made.args).update(settings)
     made.train_dataset, made.reward_funcs, made.engine = dataset, rewards, None
-    made._learner, made._sampling.size = None, None
+    made.steps.learner, made.sampler.pieces.size = None, None
     while HOOKS:
         HOOKS.pop().remove()
 
@@ -536,6 +536,6 @@ def test_a_stream_without_limit_gets_none_by_default_on_a_gpu(made, monkeypatch)
 
 def test_trls_path_makes_none_and_says_so(trainer, monkeypatch):
     trainer.args.dry_run, said = True, []
-    monkeypatch.setattr(trainer, "_use_trl_path", "prompts with images")
+    monkeypatch.setattr(trainer, "why_trl_path", "prompts with images")
     assert dry_run_if_wanted(trainer, said.append) is None
     assert "prompts with images" in said[0]
