@@ -583,7 +583,9 @@ def _drop_old_reference(model: Any) -> None:
 
 
 def _follow_model(args: LeaveOneOutConfig, model: Any) -> None:
-    """Let an unset ``gradient_checkpointing`` follow what ``attach_lora`` was told."""
+    """Let an unset ``gradient_checkpointing`` follow the choice of ``attach_lora``."""
+    if isinstance(model, str):  # TRL loads it
+        return
     choice = notes_of(model).gradient_checkpointing
     if choice is not None and getattr(args, "follows_model", False):
         args.gradient_checkpointing = bool(choice)
