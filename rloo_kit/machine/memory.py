@@ -204,8 +204,9 @@ def _is_engine(thing: Any) -> bool:
 def _release_one(thing: Any) -> None:
     if hasattr(thing, "release"):
         thing.release()
-    elif hasattr(thing, "reward_funcs"):
-        _release_trainer(thing)
+    elif hasattr(thing, "accelerator"):  # a trainer of TRL's or transformers' own
+        empty_model(thing.model)
+        thing.accelerator.free_memory()
     elif hasattr(thing, "parameters"):
         empty_model(thing)
     elif _is_engine(thing):
@@ -373,35 +374,6 @@ def _clear_notebook() -> None:
         shell = get_ipython()
         if shell is not None:
             shell.displayhook.flush()
-
-
-def _release_trainer(trainer: Any) -> None:
-    # Weights that are shared with vLLM go before the engine: see VllmEngine.close.
-    for model in (trainer.model, getattr(trainer, "ref_model", None)):
-        if model is not None:
-            empty_model(model)
-    for reward in trainer.reward_funcs:
-        if hasattr(reward, "release"):
-            reward.release()
-        elif hasattr(reward, "parameters"):
-            empty_model(reward)
-    if getattr(trainer, "engine", None) is not None:
-        trainer.engine.close()
-    if trainer.optimizer is not None:
-        inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        inner.state.clear()
-        inner.param_groups.clear()
-    loop = "model optimizer lr_scheduler model_wrapped ref_model"
-    kept = "_buffered_inputs _learner _window _canary _at_boundary _state_read"
-    _forget(trainer, f"{loop} {kept} engine")
-    _forget(trainer.callback_handler, f"{loop} train_dataloader eval_dataloader")
-    trainer.accelerator.free_memory()
-
-
-def _forget(owner: Any, names: str) -> None:
-    for name in names.split():
-        if hasattr(owner, name):
-            setattr(owner, name, None)
 
 
 def empty_model(model: Any) -> None:
