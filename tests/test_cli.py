@@ -94,4 +94,4 @@ def test_doctor_reports_whether_a_run_learned(tmp_path, capsys, rewards, code, l
 
 def test_the_doctor_refuses_a_folder_of_something_else(tmp_path, capsys):
     assert main(["doctor", str(tmp_path)]) == 2
-    assert "is no folder of a run" in capsys.readouterr().err
+    assert "is no run folder" in capsys.readouterr().err

@@ -140,7 +140,8 @@ def translate_trainer_arguments(
         elif name in RENAMED:
             _rename(name, value, values, arguments, errors)
         elif name != "total_episodes":
-            hint = did_you_mean(str(name), known | set(RENAMED))
+            hint = did_you_mean(name, known | set(RENAMED))
+            hint = hint or "; docs/reference/run_file.md lists them"
             errors.append(f"unknown trainer setting {format_value(name)}{hint}")
     errors += check_values(values, all_types=all_types)
     errors = errors or check_batch(values, num_processes)

@@ -82,12 +82,14 @@ def format_errors(errors: Iterable[str]) -> str:
     return text
 
 
-def nearest(word: str, candidates: Iterable[str]) -> str | None:
+def nearest(word: object, candidates: Iterable[str]) -> str | None:
     """Return the candidate most like a misspelt word; None where none is like it."""
+    if not isinstance(word, str):  # a key of YAML may be a number
+        return None
     return next(iter(difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)), None)
 
 
-def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+def did_you_mean(word: object, candidates: Iterable[str]) -> str:
     """Return the end of a message about an unknown word; "" without a near candidate.
 
     >>> did_you_mean("num_generation", ["beta", "num_generations"])

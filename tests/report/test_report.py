@@ -432,7 +432,7 @@ def test_command_prints_verdict_and_path(run, capsys):
 
 def test_command_refuses_other_folders(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
-    assert "is no folder of a run" in capsys.readouterr().err
+    assert "is no run folder" in capsys.readouterr().err
 
 
 def test_resumed_steps_are_shown(run):

@@ -208,6 +208,7 @@ def test_a_task_or_setting_that_the_installed_version_lacks_is_refused():
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
+    row_of("chain_sum")  # made while the package is there
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     _verifier.cache_clear()
     with pytest.raises(RewardLoadError, match=re.escape('pip install "rloo-kit[gym]"')):

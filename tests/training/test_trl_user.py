@@ -84,7 +84,7 @@ def test_flags_arrive(flags, name, value):
 
 
 def test_a_wrong_flag_is_the_kits_sentence():
-    with pytest.raises(rk.ConfigError, match="normalize_reward is 'bath', must be one of"):
+    with pytest.raises(rk.ConfigError, match="normalize_reward is 'bath', must be "):
         parse("--normalize_reward", "bath")
 
 
