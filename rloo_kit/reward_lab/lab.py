@@ -227,7 +227,7 @@ def _read(
     if not rows:
         raise DataError("there are no completions: give rows with `prompt` and `completion`")
     names = dict.fromkeys(name for row in rows for name in row if name not in RESERVED)
-    columns = {name: [row.get(name) for row in rows] for name in names if name != "completion"}
+    columns: dict[str, Any] = {n: [row.get(n) for row in rows] for n in names if n != "completion"}
     columns |= {
         "prompts": [row["prompt"] for row in rows],
         "completions": [row["completion"] for row in rows],
@@ -243,7 +243,9 @@ def _read(
         given = {**UNSET, **config.trainer}
         settings = _settings(lambda name, default=None: given.get(name, default), config)
         timeout = given.get("reward_timeout_seconds")
-    told = {name: columns[name][0] for name in TOLD_BY_TOKENIZER if _is_one(columns.get(name))}
+    told: dict[str, Any] = {
+        name: columns[name][0] for name in TOLD_BY_TOKENIZER if _is_one(columns.get(name))
+    }
     rewards = [replace(reward, func=_with_told(reward.func, told)) for reward in rewards]
     think_ids = {name: value for name, value in told.items() if name != "thought_opened"}
     batch = _batch_of(rows, columns, settings)
