@@ -36,12 +36,12 @@ from gpu_report import markdown
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 GIB = 2**30
+# Without these the kit trains nothing
 KIT = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "dotenv", "yaml", "rich")
-"""Without these the kit trains nothing."""
+# A part is not begun with less time left
 LEAST_SECONDS = 20
-"""A part is not begun with less time left."""
+# Times the seconds of a part, where a CPU of any kind computes it
 TOY_PATIENCE = 6
-"""Times the seconds of a part, where a CPU of any kind computes it."""
 NO_GPU = "no GPU here (torch.cuda.is_available() is false)"
 
 

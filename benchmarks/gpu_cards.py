@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 GIB = 2**30
+# Share of a card's memory that torch reports (23.65 of 24 GiB).
 REPORTED = 0.98
-"""Share of a card's memory that torch reports (23.65 of 24 GiB)."""
+# Variables of torch.distributed that a training must leave as they were.
 SETTLED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-"""Variables of torch.distributed that a training must leave as they were."""
 
 
 class Usage:

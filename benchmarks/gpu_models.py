@@ -18,14 +18,14 @@ PUBLISHED = {
     "qwen3-8b": (4096, 12288, 36, 32, 8, False),
     "qwen3-14b": (5120, 17408, 40, 40, 8, False),
 }
+# What is trained in the place of all of them to try the suite itself on a CPU
 TOY = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
     "tie_word_embeddings": True,
 }  # fmt: skip
-"""What is trained in the place of all of them to try the suite itself on a CPU."""
+# Standard deviation of the weights: Qwen3's `initializer_range`
 SPREAD = 0.02
-"""Standard deviation of the weights: Qwen3's ``initializer_range``."""
 
 
 def geometry_of(name: str) -> dict[str, object]:

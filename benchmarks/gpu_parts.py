@@ -27,11 +27,11 @@ import gpu_cards
 import gpu_models
 
 GIB = 2**30
+# Shown beside those of the tested set
 PACKAGES = (
     "numpy", "triton", "xformers", "flash-attn", "torchao", "vllm-bnb-plugin", "flashinfer-python",
     "deepspeed", "pytest",
 )  # fmt: skip
-"""Shown beside those of the tested set."""
 REWARD = '''"""Scores that differ in every group, of whatever text."""
 
 import zlib

@@ -50,8 +50,8 @@ from rloo_kit.models.loading import TINY_THINKER
 
 RESULTS = Path(__file__).parent / "results"
 GENERATIONS, PROMPTS = 4, 4
+# Rows of a micro-batch in the stock arm: per_device_train_batch_size
 MICRO_BATCH = 4
-"""Rows of a micro-batch in the stock arm: per_device_train_batch_size."""
 
 GEOMETRIES = {
     # 12 million parameters in the proportions of Qwen3-4B: the head is a tenth of the weights

@@ -16,8 +16,8 @@ from matplotlib import pyplot
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TABLE, LONG = RESULTS / "learn_step_cpu.json", RESULTS / "learn_step_cpu_long.json"
+# One pair of every cell with two iterations, gradients of both steps
 SECOND = RESULTS / "learn_step_cpu_second_step.json"
-"""One pair of every cell with two iterations, gradients of both steps."""
 PICTURE = ROOT / "docs" / "pictures" / "learn_step.svg"
 
 

@@ -459,6 +459,7 @@ def fits(arms: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     return found
 
 
+# Panel -> (arm, words, value, style) of each curve
 CURVES = {
     "seconds of the passes": [
         ("full", "full attention", passes_of, "-"),
@@ -476,7 +477,6 @@ CURVES = {
         ("embedded", "passes", passes_of, ":"),
     ],
 }
-"""Panel -> (arm, words, value, style) of each curve."""
 COLOURS = {
     "full": "#3b6ea5",
     "window": "#2a9d8f",

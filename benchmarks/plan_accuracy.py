@@ -42,6 +42,7 @@ SMOLLM2 = {
     "head_dim": 64,
     "vocab_size": 49_152,
 }
+# SmolLM2-135M's, the same with six layers, and a small Qwen3; embeddings tied
 GEOMETRIES = {
     "135M": ("llama", {**SMOLLM2, "num_hidden_layers": 30}),
     "50M": ("llama", {**SMOLLM2, "num_hidden_layers": 6}),
@@ -58,7 +59,6 @@ GEOMETRIES = {
         },
     ),
 }
-"""SmolLM2-135M's, the same with six layers, and a small Qwen3; embeddings tied."""
 
 
 def settings(model, bits, rows, length, *others):
@@ -76,6 +76,7 @@ def settings(model, bits, rows, length, *others):
     ]
 
 
+# Name -> settings over examples/quickstart.yaml.
 RUNS = {
     "tiny-4bit": settings("tiny-thinker", 4, 64, 48),
     "tiny-4bit-long": settings("tiny-thinker", 4, 128, 128),
@@ -96,7 +97,7 @@ RUNS = {
     "50M-4bit-batch": settings("50M", 4, 16, 96, "tokens_per_micro_batch=4096"),
     "50M-bf16-checkpointing": settings("50M", 16, 16, 96, "gradient_checkpointing=true"),
 }
-"""Name -> settings over examples/quickstart.yaml."""
+# Measured after the constants of memory_plan had been set; none was changed for them
 SEEN_LAST = (
     "tiny-4bit-transformers",
     "35M-bf16-checkpointing",
@@ -105,7 +106,6 @@ SEEN_LAST = (
     "50M-4bit-batch",
     "50M-bf16-checkpointing",
 )
-"""Measured after the constants of memory_plan had been set; none was changed for them."""
 
 
 def make_model(geometry, folder):

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from .thinking_format import ThinkingFormat
 
+# Name of a built-in reward -> "module:attribute" of the class or factory that makes it
 BUILTIN: dict[str, str] = {
     "accuracy": "rloo_kit.rewards.accuracy:Accuracy",
     "code": "rloo_kit.rewards.code:Code",
@@ -60,7 +61,6 @@ BUILTIN: dict[str, str] = {
     "thinking_format": "rloo_kit.rewards.thinking_format:ThinkingFormat",
     "thinking_questions": "rloo_kit.rewards.thinking:SelfQuestions",
 }
-"""Name of a built-in reward -> "module:attribute" of the class or factory that makes it."""
 
 _HOMES = {
     name: module

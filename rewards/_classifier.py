@@ -17,16 +17,16 @@ from rloo_kit.types import Completion
 
 from ._text import THINK_CLOSE, THINK_OPEN, completion_text, content_text, text_after_thought
 
+# Name of the model that is part of the kit; it can be the base of an adapter
 EMBEDDED = "tiny-thinker"
-"""Name of the model that is part of the kit; it can be the base of an adapter."""
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# File of `rloo-kit reward-model train`: the base, and how texts are read
 FACTS = "reward_model.json"
-"""File of ``rloo-kit reward-model train``: the base, and how texts are read."""
+# File with the mean and the standard deviation of the model's scores
 CALIBRATION = "calibration.json"
-"""File with the mean and the standard deviation of the model's scores."""
+# Layers that stay as they are in 4 bit: one output is too few to quantise
 HEADS = ("score", "classifier", "v_head", "lm_head", ".*pooler.*")
-"""Layers that stay as they are in 4 bit: one output is too few to quantise."""
 WHAT_TO_GIVE = "give a folder with config.json, weights and tokenizer, or a hub name"
 FINGERPRINT_BYTES = 65536
 

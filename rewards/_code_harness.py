@@ -8,8 +8,8 @@ import os
 import sys
 from typing import Any
 
+# The length of the job, as text, before it; after it follows the secret
 HEADER_BYTES = 16
-"""The length of the job, as text, before it; after it follows the secret."""
 SECRET_BYTES = 32
 
 

@@ -17,8 +17,8 @@ if sys.platform != "win32":
 
 READY, REFUSED = "ready", "refused"
 LAYERS = ("landlock", "seccomp", "namespaces", "tmpfs", "other_user", "rlimits")
+# Without one of these a program can reach files, the network or other processes
 NEEDED = ("landlock", "seccomp")
-"""Without one of these a program can reach files, the network or other processes."""
 
 # System calls that end with EPERM: name, number on x86_64, number on aarch64 (- where it has none).
 _DENIED = """

@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
     from .judge import Judge
 
+# Mode -> key of the judge's JSON, and what a template must hold
 MODES = {"rubric": ("score", ("completion",)), "pairwise": ("winner", ("first", "second"))}
-"""Mode -> key of the judge's JSON, and what a template must hold."""
 _RETRIED = frozenset({408, 409, 429})
+# Statuses that blame one request (its length, say) and not the server
 _ROW_FAULTS = frozenset({400, 413, 422})
-"""Statuses that blame one request (its length, say) and not the server."""
+# Seconds; a server that asks for a longer pause counts as failed
 _LONGEST_WAIT = 60.0
-"""Seconds; a server that asks for a longer pause counts as failed."""
 _LONGEST_BACKOFF = 30.0
 _CONNECT_SECONDS = 5.0
 _MAX_ANSWER_BYTES = 4 * 2**20
+# The verdict is looked for in so many last characters of what the judge wrote
 _MAX_VERDICT_CHARACTERS = 20_000
-"""The verdict is looked for in so many last characters of what the judge wrote."""
 _VERDICT_LINE = r"(?i)[ \t>*_#-]*{key}[*_]*\s*[:=][\s*_]*([^\s*_]+)[\s*_]*"
 _JITTER = random.Random()  # of its own: the run's seeded random state is left alone
 

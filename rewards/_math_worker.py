@@ -15,15 +15,15 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 _DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed|\\begin\{(?:equation|align)")
+# From here on a float holds no six decimals
 _LARGE = 10**15
-"""From here on a float holds no six decimals."""
+# Characters of a line that may be bare mathematics; a loop of 4,000 takes seconds to read
 _MAX_LINE = 200
-"""Characters of a line that may be bare mathematics; a loop of 4,000 takes seconds to read."""
 _WRAPPED = re.compile(r"\\text\{[^{}]*\}")
 _COMMAND = re.compile(r"\\(?:begin|end)\{[A-Za-z*]+\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
+# What stands right before letters that are a product; @ is a command
 _STUCK = re.compile(r"(?:[0-9)\]}^_*=(+-]|@\s*)$")
-"""What stands right before letters that are a product; @ is a command."""
 _PLAIN_NAME = re.compile(r"(?<![\\A-Za-z])(pi|sin|cos|tan|log|ln|exp)(?![A-Za-z])")
 _NO_PROSE = {"or", "and", "pi", "sin", "cos", "tan", "log", "ln", "exp", "sqrt"}
 _UNITS = frozenset(

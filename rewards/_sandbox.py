@@ -20,8 +20,8 @@ from rloo_kit.errors import BackendError
 from . import _confinement
 from ._checks import check_least
 
+# A worker that says nothing for so long has failed; a loaded machine starts one in a second
 _START_SECONDS = 30.0
-"""A worker that says nothing for so long has failed; a loaded machine starts one in a second."""
 _CHUNK = 1 << 16
 
 

@@ -43,8 +43,8 @@ _NUMBER_INSIDE = re.compile(
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
     r"(?:[eE][+-]?[0-9]{1,3})?"
 )
+# What LaTeX writes between thousands: 72{,}000 and 72\,000 and 72,\!000
 _LATEX_GROUP = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,!]|,\\ )(?=[0-9]{3}(?![0-9]))")
-"""What LaTeX writes between thousands: 72{,}000 and 72\\,000 and 72,\\!000."""
 _DIGITS = "0123456789"
 _OF_A_NUMBER = _DIGITS + "+-.,eE"
 _MINUS = str.maketrans("\u2212\u2013\uff0d", "---")
@@ -88,12 +88,12 @@ _STATED = re.compile(
     rf"|\\boxed\{{){_LETTER}",
     re.MULTILINE,
 )
+# What `_STATED` begins with, the surer words first, since options are also talked about. Plain
+# searches for these are ten times faster than the pattern.
 _STATING = [
     [form for word in words for form in {word, word.capitalize(), word.upper()}]
     for words in (("answer", "\\boxed{"), ("option", "choice", "choose", "pick", "select"))
 ]
-"""What ``_STATED`` begins with, the surer words first, since options are also talked about. Plain
-searches for these are ten times faster than the pattern."""
 # "(B)", "**B**", "**B. Paris**", and "B", "B.", "B) Paris" at the beginning of a line.
 _MARKED = re.compile(
     r"[(\[{]\s{0,4}\*{0,2}([A-Z])\*{0,2}\s{0,4}[)\]}]|\*\*\(?([A-Z])(?:\)|\*\*|[.:])"
@@ -261,5 +261,5 @@ def _is_same_number(given: str, expected: str) -> bool:
     return number is not None and parse_number(given) == number
 
 
+# The reward with its defaults
 accuracy = Accuracy()
-"""The reward with its defaults."""

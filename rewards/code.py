@@ -24,8 +24,8 @@ from .thinking import TemplateAware
 T = TypeVar("T")
 R = TypeVar("R")
 
+# For what the dataset alone decides: a loaded machine must not make a test weaker
 _PATIENCE_SECONDS = 30.0
-"""For what the dataset alone decides: a loaded machine must not make a test weaker."""
 _PYTHON_TAGS = {"python", "python3", "py"}
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`{]*)[^`\n]*\n?")
 

@@ -15,8 +15,8 @@ from ._answer import parsed_expression, tagged_answer
 from ._text import is_unclosed
 from .thinking import TemplateAware
 
+# A longer answer is no expression: six numbers need about fifty
 MAX_CHARACTERS = 200
-"""A longer answer is no expression: six numbers need about fifty."""
 
 _EXPRESSION = re.compile(r"[0-9+\-*/() \t\n]+")
 _SIGNS = str.maketrans("\u00d7\u00f7\u2212", "*/-")
@@ -168,5 +168,5 @@ def _fraction(target: Any) -> Fraction:
         ) from exc
 
 
+# The reward with its defaults
 countdown = Countdown()
-"""The reward with its defaults."""

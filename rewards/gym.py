@@ -19,8 +19,8 @@ from ._answer import parsed_expression, tagged_answer
 from ._text import is_unclosed
 from .thinking import TemplateAware
 
+# A longer answer is scored as an empty one: the slowest verifiers compare trees
 MAX_CHARACTERS = 20_000
-"""A longer answer is scored as an empty one: the slowest verifiers compare trees."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ def _restored(value: dict[str, Any]) -> Any:
     return value
 
 
+# Task -> the place in its entry that its verifier runs as Python
 _RUN_BY_VERIFIER = {
     "bitwise_arithmetic": ("metadata", "problem"),
     "intermediate_integration": ("metadata", "integrand"),
@@ -119,7 +120,6 @@ _RUN_BY_VERIFIER = {
     "polynomial_multiplication": ("answer",),
     "simple_integration": ("metadata", "integrand"),
 }
-"""Task -> the place in its entry that its verifier runs as Python."""
 
 
 def _check_what_is_run(task: str, entry: dict[str, Any]) -> None:
@@ -172,8 +172,8 @@ def _is_the_probability(answer: str, entry: dict[str, Any]) -> float:
     return float(abs(given - expected) <= 1e-4)
 
 
+# Tasks whose verifier gives itself away: one takes any text, one "0" for every "0.…".
 _MENDED = {"coin_flip": _is_the_probability, "game_of_life_halting": _is_the_answer}
-"""Tasks whose verifier gives itself away: one takes any text, one "0" for every "0.…"."""
 
 
 # --- answers that a verifier must not get --------------------------------------------------------
@@ -275,6 +275,7 @@ def _is_no_nan(text: str) -> bool:
     return "nan" not in text.lower()
 
 
+# Task whose verifier cannot be given everything -> whether an answer may reach it
 _GUARDS: dict[str, Callable[[str], bool]] = {
     **dict.fromkeys(
         ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), _is_literal
@@ -293,7 +294,6 @@ _GUARDS: dict[str, Callable[[str], bool]] = {
     "coin_flip": _has_no_long_number,
     "rush_hour": _has_no_long_number,
 }
-"""Task whose verifier cannot be given everything -> whether an answer may reach it."""
 
+# The reward with its defaults
 reasoning_gym = ReasoningGym()
-"""The reward with its defaults."""

@@ -41,13 +41,13 @@ _NAMED_OTHERWISE = {
     "HIRAGANA": "KANA", "KATAKANA": "KANA", "KATAKANA-HIRAGANA": "KANA",
     "IDEOGRAPHIC": "CJK", "BOPOMOFO": "CJK",
 }  # fmt: skip
+# Languages that no short text tells apart; each passes for the other
 _RELATIVES = [{"bs", "hr"}, {"id", "ms"}, {"nn", "no"}]
-"""Languages that no short text tells apart; each passes for the other."""
 
+# Shorter sentences are joined to the next one before their language is guessed: of 60 English
+# fragments ("Units digit", "Tens digit plus carry") 15 passed for another language, none of them
+# longer than 18 letters
 _PASSAGE_LETTERS = 20
-"""Shorter sentences are joined to the next one before their language is guessed: of 60 English
-fragments ("Units digit", "Tens digit plus carry") 15 passed for another language, none of them
-longer than 18 letters."""
 
 # Counts are bounded, or a long run of opening marks would be searched from each of them.
 _NOT_LANGUAGE = re.compile(
@@ -216,5 +216,5 @@ def _is_in(text: str, language: str) -> bool:
     return 2 * best >= max(likely.values())
 
 
+# The reward with its defaults
 language = Language()
-"""The reward with its defaults."""

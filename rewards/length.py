@@ -171,5 +171,5 @@ class LengthBand(ThoughtTokens, TemplateAware):
         return 1.0 - outside / self.falloff if outside < self.falloff else 0.0
 
 
+# The reward with its defaults
 length = Length()
-"""The reward with its defaults."""

@@ -20,10 +20,10 @@ from ._checks import check_least
 from ._text import is_unclosed, text_after_thought
 from .thinking import TemplateAware
 
+# Importing sympy takes two seconds; on a loaded machine, many
 _START_SECONDS = 120.0
-"""Importing sympy takes two seconds; on a loaded machine, many."""
+# Only the end of an answer is read: math-verify's patterns are slow in long texts
 _MAX_CHARACTERS = 4000
-"""Only the end of an answer is read: math-verify's patterns are slow in long texts."""
 
 
 class _Worker:
@@ -259,5 +259,5 @@ def _expected(answer: Any) -> str | None:
     return str(answer).strip() or None
 
 
+# The reward with its defaults
 math = Math()
-"""The reward with its defaults."""

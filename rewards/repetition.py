@@ -80,5 +80,5 @@ class Repetition:
         return self.max_penalty * (total - distinct) / total if distinct < total else 0.0
 
 
+# The reward with its defaults
 repetition = Repetition()
-"""The reward with its defaults."""

@@ -413,5 +413,5 @@ def _questions(text: str) -> set[str]:
     }
 
 
+# The reward with its defaults
 thinking = Thinking()
-"""The reward with its defaults."""

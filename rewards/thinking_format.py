@@ -77,5 +77,5 @@ class ThinkingFormat(TemplateAware):
         return held / 3 if self.partial else float(held == 3)
 
 
+# The reward with its defaults
 thinking_format = ThinkingFormat()
-"""The reward with its defaults."""

@@ -17,16 +17,16 @@ from rloo_kit.errors import ConfigError, KitError, ProcessLostError
 
 T = TypeVar("T")
 
+# Exit code of a process that stops because another one has ended
 LOST = 3
-"""Exit code of a process that stops because another one has ended."""
+# Numbers that are summed in one message
 BUCKET = 2**24
-"""Numbers that are summed in one message."""
+# Variables by which `accelerate launch` asks for sharded weights
 SHARDING = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
 }
-"""Variables by which ``accelerate launch`` asks for sharded weights."""
 LOST_PEER = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
 
 

@@ -7,14 +7,14 @@ T completion tokens.
 from typing import Any, Protocol, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
+# One completion: a string, or a list of chat messages whose last one is the assistant's
 Completion: TypeAlias = str | list[Message]
-"""One completion: a string, or a list of chat messages whose last one is the assistant's."""
 
+# One row of a dataset: `prompt` and whatever columns the rewards ask for
 Row: TypeAlias = dict[str, Any]
-"""One row of a dataset: ``prompt`` and whatever columns the rewards ask for."""
 
+# One reward; None means the function does not apply to the row (it leaves the baseline alone)
 Score: TypeAlias = float | None
-"""One reward; None means the function does not apply to the row (it leaves the baseline alone)."""
 
 
 class RewardFunc(Protocol):

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+# Of the whole audit
 SECONDS = 35.0
-"""Of the whole audit."""
 SECONDS_PER_ANSWER = 5
+# Said too where it took longer than `SECONDS`
 UNREACHABLE = (
     "dependencies were not audited: the database of advisories cannot be reached from here"
 )
-"""Said too where it took longer than ``SECONDS``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

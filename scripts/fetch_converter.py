@@ -23,8 +23,8 @@ from rloo_kit.machine.environment import cache_folder
 
 PACKAGE = "llama-cpp-python"
 VERSION = "0.3.36"
+# Below `vendor/llama.cpp` of the archive.
 KEPT = (SCRIPT, "conversion", "gguf-py/gguf", "LICENSE")
-"""Below ``vendor/llama.cpp`` of the archive."""
 
 
 def unpack(archive: Path, folder: Path) -> None:

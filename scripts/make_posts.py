@@ -15,8 +15,8 @@ import random
 from pathlib import Path
 
 OUT = Path(__file__).resolve().parents[1] / "examples" / "posts.jsonl"
+# The last of `SITUATIONS`
 HELD_OUT_SITUATIONS = 12
-"""The last of ``SITUATIONS``."""
 TRAIN_POSTS, HELD_OUT_POSTS = 8, 4
 """Of every situation."""
 QUESTION = "Sum up this post in one short sentence, in the first person."

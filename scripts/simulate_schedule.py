@@ -21,12 +21,12 @@ from pathlib import Path
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PICTURE = DOCS / "explanation" / "scale.md", DOCS / "pictures" / "scale.svg"
 CARDS_OF_NODE = 8
+# Per weight: four bits, one byte for each 64 of them, and four bytes for each 256 of those
 NF4_BYTES = 0.5 + (1 + 4 / 256) / 64
-"""Per weight: four bits, one byte for each 64 of them, and four bytes for each 256 of those."""
+# Per token sent to the other processes: id, log-probability and text, pickled
 GATHERED_BYTES = 16
-"""Per token sent to the other processes: id, log-probability and text, pickled."""
+# Simulated steps that a line of the schedule is the mean of
 STEPS = 12
-"""Simulated steps that a line of the schedule is the mean of."""
 
 
 @dataclass(frozen=True)

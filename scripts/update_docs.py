@@ -28,6 +28,7 @@ from rloo_kit.machine.hardware import TESTED
 from rloo_kit.scoring.catalogue import Parameter, describe_rewards
 
 ROOT = Path(__file__).resolve().parents[1]
+# Command -> pages about it
 MORE = {
     "train": "explanation/trainer how-to/resume how-to/processes how-to/watch",
     "doctor": "how-to/doctor how-to/troubleshooting",
@@ -43,11 +44,10 @@ MORE = {
     "export": "how-to/export",
     "legacy": "how-to/legacy",
 }
-"""Command -> pages about it."""
+# Parameters that the page explains once
 COMMON = ("thought_opened", "start_token_id", "end_token_id", "require_closed_thought")
-"""Parameters that the page explains once."""
+# Of a reward's docstring, after its first line
 SENTENCES = 1
-"""Of a reward's docstring, after its first line."""
 
 
 def commands() -> str:
@@ -234,6 +234,7 @@ def public_names() -> str:
     )
 
 
+# Test file of tests/faults -> heading
 SECTIONS = {
     "test_reward_faults": "Rewards",
     "test_server_faults": "Servers",
@@ -243,7 +244,6 @@ SECTIONS = {
     "test_data_faults": "Prompts",
     "test_signal_faults": "Signals, clocks, two runs in one folder",
 }
-"""Test file of tests/faults -> heading."""
 
 
 def faults() -> str:
@@ -283,6 +283,7 @@ def tested() -> str:
     return ", ".join(f"{name} {version}" for name, version in TESTED.items()) + ".\n"
 
 
+# Marker -> the text between its pair
 PARTS = {
     "commands": commands,
     "reward_reference": rewards,
@@ -295,7 +296,7 @@ PARTS = {
     "faults": faults,
     "kills": kills,
 }
-"""Marker -> the text between its pair."""
+# Marker -> page, where it is not reference/MARKER
 HOLDS = {
     "older_names": "reference/run_file",
     "reward_reference": "reference/rewards",
@@ -305,7 +306,6 @@ HOLDS = {
     "overrides": "explanation/architecture",
     "tested": "../README",
 }
-"""Marker -> page, where it is not reference/MARKER."""
 
 
 def page_of(name: str) -> Path:

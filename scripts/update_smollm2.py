@@ -22,8 +22,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "smollm2_cpu.json"
 PAGE = ROOT / "docs" / "tutorials" / "smollm2.md"
 POSTS = ROOT / "examples" / "posts.jsonl"
 JUDGE = "rouge"
+# Posts whose completions are shown: evenly spread over the held-out ones, as they come
 SHOWN = 1
-"""Posts whose completions are shown: evenly spread over the held-out ones, as they come."""
 
 
 def kept(run: Path) -> dict:

@@ -23,7 +23,7 @@ def start(code, *arguments):
 
 
 def lines_of(children):
-    """Let every child go on at the same moment; return what each of them says."""
+    """Start every subprocess at the same moment; return what each prints."""
     for child in children:
         assert child.stdout.readline() == "ready\n"
     for child in children:

@@ -54,14 +54,13 @@ from rloo_kit.output_folder import one_at_a_time
 from rloo_kit.processes import Team, check_resumable, raise_if_peer_lost
 from rloo_kit.rloo.guards import check_finite
 
+# Settings that decide what is sampled and learned: another value would be another run.
+# `rows_per_step` is what an optimizer step learns from: how it is divided into
+# `per_device_train_batch_size`, `gradient_accumulation_steps` and processes may change.
 MUST_STAY = sorted([*on_resume("must"), "rows_per_step"])
-"""Settings that decide what is sampled and learned: another value would be another run.
-
-``rows_per_step`` is what an optimizer step learns from: how it is divided into
-``per_device_train_batch_size``, ``gradient_accumulation_steps`` and processes may change.
-"""
+# Settings whose new value is used from the next step on, and reported
 MAY_CHANGE = on_resume("may")
-"""Settings whose new value is used from the next step on, and reported."""
+# Of those, the ones that make the learning rate of a step
 OF_SCHEDULE = (
     "learning_rate",
     "lr_scheduler_type",
@@ -69,11 +68,10 @@ OF_SCHEDULE = (
     "num_train_epochs",
     "warmup_steps",
 )
-"""Of those, the ones that make the learning rate of a step."""
+# Fields of transformers' state that change within a step
 LOOP_FIELDS = ("epoch", "global_step", "num_input_tokens_seen", "total_flos")
-"""Fields of transformers' state that change within a step."""
+# Steps whose mean reward is the score of a checkpoint without held-out prompts
 SCORED_STEPS = 4
-"""Steps whose mean reward is the score of a checkpoint without held-out prompts."""
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 
 

@@ -14,11 +14,11 @@ from types import FrameType
 from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# What a person calls them
 NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
-"""What a person calls them."""
+# Seconds. Signals that are closer together are one request: `timeout` and torchrun send SIGTERM to
+# a process and then to its whole group.
 APART = 0.2
-"""Seconds. Signals that are closer together are one request: ``timeout`` and torchrun send SIGTERM
-to a process and then to its whole group."""
 
 
 class Terminated(KeyboardInterrupt):

@@ -30,13 +30,13 @@ from rloo_kit.text.wording import format_name, format_value
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+# Kept free in addition to a tenth more than a checkpoint is expected to take
 SPARE_BYTES = 2**20
-"""Kept free in addition to a tenth more than a checkpoint is expected to take."""
 TREE, TENSORS = "state.json", "state.safetensors"
+# Rows of a data set that its sum looks at, evenly spaced
 SAMPLED_ROWS = 512
-"""Rows of a data set that its sum looks at, evenly spaced."""
+# Values of each frozen weight that their sum looks at
 SAMPLED_VALUES = 64
-"""Values of each frozen weight that their sum looks at."""
 
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 _HIDDEN = re.compile(r"\.checkpoint-[0-9]+\.(part|old|gone)")

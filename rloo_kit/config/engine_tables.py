@@ -20,6 +20,7 @@ LOADERS = (
 SHARED_ENGINE = ("unsloth_zoo", "vllm_utils.py", "load_vllm")
 ENGINE_FIELDS = ("vllm", "engine/arg_utils.py", "EngineArgs")
 
+# Names that another key of the run file sets
 SET_ELSEWHERE: dict[str, dict[str, str]] = {
     "unsloth": {
         "fast_inference": "trainer.generation",
@@ -53,7 +54,7 @@ SET_ELSEWHERE: dict[str, dict[str, str]] = {
         "trust_remote_code": "model.trust_remote_code",
     },
 }
-"""Names that another key of the run file sets."""
+# Names that the kit sets itself, whatever the run file says
 FIXED: dict[str, frozenset[str]] = {
     "unsloth": frozenset(
         {
@@ -69,7 +70,6 @@ FIXED: dict[str, frozenset[str]] = {
         }
     ),
 }  # fmt: skip
-"""Names that the kit sets itself, whatever the run file says."""
 
 
 def check_table(table: str, names: Iterable[object]) -> list[str]:

@@ -43,13 +43,13 @@ DEFAULTS: dict[str, Any] = _FLAGS["defaults"]
 COUNTS: list[str] = _FLAGS["counts"].split()
 MOVED: dict[str, str] = _FLAGS["moved"]
 SAME: dict[str, str] = _FLAGS["same"]
+# Flags that change nothing here, and why
 NEEDLESS = {flag: why for why, flags in _FLAGS["needless"].items() for flag in flags.split()}
-"""Flags that change nothing here, and why."""
+# Flags that would mean something else here, and what to do instead
 REFUSED = {flag: why for why, flags in _FLAGS["refused"].items() for flag in flags.split()}
-"""Flags that would mean something else here, and what to do instead."""
 HARMLESS: dict[str, str] = _FLAGS["harmless"]
+# Linear layers of GPT-NeoX, of which the older examples' Pythia models are made
 NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
-"""Linear layers of GPT-NeoX, of which the older examples' Pythia models are made."""
 LAUNCHERS = frozenset({"python", "python3", "accelerate", "launch", "torchrun", "-i", "-u"})
 TLDR = "rloo_tldr.py"
 

@@ -192,10 +192,10 @@ if not EXAMPLES.is_dir():  # an editable install: the folder lies next to the pa
 
 # --- reading -------------------------------------------------------------------------------------
 
+# Bytes of a run file
 LARGEST_FILE = 1 << 18
-"""Bytes of a run file."""
+# Characters of its content with every alias (`*NAME`) written out
 LARGEST_CONTENT = 1 << 20
-"""Characters of its content with every alias (``*NAME``) written out."""
 
 
 def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -46,6 +46,7 @@ def setting(default: Any = MISSING, help: str = "", **rule: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
+# Findings of the doctor that can make a run worthless
 STOP_ON = (
     "stale_sampler",
     "clip_noise",
@@ -64,7 +65,6 @@ STOP_ON = (
     "learning_rate_too_low",
     "high_variance",
 )
-"""Findings of the doctor that can make a run worthless."""
 
 
 @dataclass(repr=False, eq=False)
@@ -211,6 +211,7 @@ class KitSettings:
 _MUST = Rule(resume="must")
 _MAY = Rule(resume="may")
 _BY_DEVICE = Rule(by_device=True)
+# Fields of TRL and transformers that the kit has a rule for; their types are TRL's
 TRL_RULES: dict[str, Rule] = {
     "adam_beta1": _MUST,
     "adam_beta2": _MUST,
@@ -266,19 +267,18 @@ TRL_RULES: dict[str, Rule] = {
     "warmup_steps": _MAY,
     "weight_decay": _MUST,
 }
-"""Fields of TRL and transformers that the kit has a rule for; their types are TRL's."""
 
 OWN_FIELDS = dataclasses.fields(KitSettings)
 RULES: dict[str, Rule] = {
     **{field.name: field.metadata["rule"] for field in OWN_FIELDS},
     **TRL_RULES,
 }
+# What the kit sets in place of TRL's defaults, or repeats so that it can be read without TRL
 TRL_DEFAULTS: dict[str, Any] = {
     name: rule.default for name, rule in TRL_RULES.items() if rule.default is not None
 }
-"""What the kit sets in place of TRL's defaults, or repeats so that it can be read without TRL."""
+# Trainer settings where the run file says nothing
 DEFAULTS: dict[str, Any] = {**{field.name: field.default for field in OWN_FIELDS}, **TRL_DEFAULTS}
-"""Trainer settings where the run file says nothing."""
 BY_DEVICE = frozenset(name for name, rule in TRL_RULES.items() if rule.by_device)
 KIT_ONLY = tuple(name for name, rule in RULES.items() if rule.kit_only)
 OF_MEMORY = tuple(sorted(name for name, rule in RULES.items() if rule.memory))

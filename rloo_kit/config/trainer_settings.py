@@ -22,6 +22,7 @@ from rloo_kit.config.values import NO_RULE, check_value
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.wording import did_you_mean, format_errors, format_value
 
+# Names of TRL before 0.22 on the left; `total_episodes` is computed instead.
 RENAMED = {
     "kl_coef": "beta",
     "kl_coeff": "beta",
@@ -31,13 +32,13 @@ RENAMED = {
     "num_mini_batches": "steps_per_generation",
     "response_length": "max_completion_length",
 }
-"""Names of TRL before 0.22 on the left; ``total_episodes`` is computed instead."""
+# Package, file and class that define TRL's fields
 SOURCES = (
     ("trl", "trainer/rloo_config.py", "RLOOConfig"),
     ("trl", "trainer/base_config.py", "_BaseConfig"),
     ("transformers", "training_args.py", "TrainingArguments"),
 )
-"""Package, file and class that define TRL's fields."""
+# Types in TRL's source that a value can be checked against; others are left to TRL
 TYPE_NAMES = {
     "bool": bool,
     "dict": dict,
@@ -51,7 +52,6 @@ TYPE_NAMES = {
     "str": str,
     "tuple[float, float]": tuple[float, float],
 }
-"""Types in TRL's source that a value can be checked against; others are left to TRL."""
 KIT_TYPES = typing.get_type_hints(KitSettings)
 
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 FILE_TYPES = (".jsonl", ".csv", ".parquet")
+# Characters of a path that an error shows before the line's number
 MAX_PATH_SHOWN = 200
-"""Characters of a path that an error shows before the line's number."""
+# A row's file and line, as errors show it, and the row
 PlacedRow = tuple[str, Row]
-"""A row's file and line, as errors show it, and the row."""
 
 
 def read_source(

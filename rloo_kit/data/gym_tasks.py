@@ -16,8 +16,8 @@ from rloo_kit.types import Row
 PREFIX = "reasoning_gym:"
 HELD_OUT_ONE_IN = 4
 _CHUNK = 256
+# Tasks, or settings, that an error lists
 MAX_NAMES_SHOWN = 20
-"""Tasks, or settings, that an error lists."""
 
 
 def make_gym_rows(

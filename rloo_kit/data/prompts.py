@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 BUILTIN = tuple(TASKS)
 NUM_BUILTIN_PROMPTS = 1024
 MAX_HELD_OUT = 256
+# Problems of a task; making more takes longer than training on them
 MAX_MADE = 1_000_000
-"""Problems of a task; making more takes longer than training on them."""
 
 
 def load_prompts(  # noqa: PLR0913
@@ -46,8 +46,8 @@ def load_prompts(  # noqa: PLR0913
     """Return prompts as a Dataset with a ``prompt`` column and whatever else the source has.
 
     Args:
-        name: A built-in task (``arithmetic``, ``countdown``, ``letter_count``, ``sort``),
-            ``reasoning_gym:TASK``, a .jsonl, .csv or .parquet file, or a hub dataset.
+        name: A built-in task, ``reasoning_gym:TASK``, a .jsonl, .csv or .parquet file, or a hub
+            dataset.
         split: Of a hub dataset; ``train`` or ``held_out`` of a task.
         num_prompts: Keep the first so many (a task makes 1,024 when None).
         system: A system message put before every prompt.
@@ -56,8 +56,7 @@ def load_prompts(  # noqa: PLR0913
         columns: Names in the kit -> names in the file or hub dataset, such as
             ``{"prompt": "question", "answer": "solution"}``; other columns keep their names.
         level: Difficulty of a built-in task, one or several in equal parts; None: its first.
-        curriculum: Order the rows by the column ``level``, easiest first. The trainer needs
-            ``shuffle_dataset=False`` to keep that order; a run file sets it.
+        curriculum: Order rows by the column ``level``; the trainer needs ``shuffle_dataset=False``.
         settings: Of a reasoning-gym task, under its own names.
         tokenizer: Counts for ``max_prompt_tokens``.
         max_prompt_tokens: Leave out longer prompts, of those that ``num_prompts`` kept.

@@ -42,11 +42,11 @@ teapot temple tennis thimble thunder tiger timber tomato tortoise towel tractor 
 trumpet tulip tunnel turtle umbrella valley vanilla velvet village vinegar violin volcano
 waffle wagon walnut water wheel whistle window winter wolf wool yogurt zebra zipper
 """
+# Common nouns, in lower case
 WORDS = tuple(_WORDS.split())
-"""Common nouns, in lower case."""
 
+# Takes a level, counted from 1; returns the columns of one problem, and whether it is held out
 Maker = Callable[[random.Random, int], tuple[Row, bool]]
-"""Takes a level, counted from 1; returns the columns of one problem, and whether it is held out."""
 
 
 class Task(NamedTuple):
@@ -175,8 +175,8 @@ def worked_thought(a: int, b: int, forgets: Callable[[], bool] = lambda: False) 
 
 # --- countdown -----------------------------------------------------------------------------------
 
+# Level -> how many numbers, the largest, the operators of the solution that it is made from
 _COUNTDOWN = {1: (3, 10, "+-"), 2: (3, 20, "+-*"), 3: (4, 50, "+-*/"), 4: (5, 99, "+-*/")}
-"""Level -> how many numbers, the largest, the operators of the solution that it is made from."""
 _LARGE = (25, 50, 75, 100)
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
@@ -259,10 +259,10 @@ def _sort(rng: random.Random, level: int) -> tuple[Row, bool]:
     return row, _is_kept("sort", sorted(items))
 
 
+# Name -> built-in task
 TASKS = {
     "arithmetic": Task(_arithmetic, 5),
     "countdown": Task(_countdown, 5),
     "letter_count": Task(_letter_count, 4),
     "sort": Task(_sort, 4),
 }
-"""Name -> built-in task."""

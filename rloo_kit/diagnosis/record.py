@@ -16,14 +16,14 @@ from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.errors import ConfigError, DataError
 
+# Completions read from each end of a large file
 KEPT_ROWS = 4000
-"""Completions read from each end of a large file."""
+# Bytes of completions read from each end of a large file
 KEPT_SIZE = 1 << 25
-"""Bytes of completions read from each end of a large file."""
+# Most steps that count as the beginning, or the end, of a run; a quarter of a short run
 WINDOW = 20
-"""Most steps that count as the beginning, or the end, of a run; a quarter of a short run."""
+# Standard errors from which a change is not chance
 SIGNIFICANT = 3.0
-"""Standard errors from which a change is not chance."""
 
 
 # --- the folder ----------------------------------------------------------------------------------

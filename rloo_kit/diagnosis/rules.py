@@ -12,10 +12,10 @@ P = ParamSpec("P")
 
 LITTLE_SIGNAL, ALMOST_NONE = 0.25, 0.05
 """Share of groups with differing scores: below the first most compute is wasted."""
+# Share of the completions, or groups, that makes one fault the fault of the run
 MOSTLY = 0.9
-"""Share of the completions, or groups, that makes one fault the fault of the run."""
+# Share of the time of a step that rewards may take
 SLOW_SHARE = 1 / 3
-"""Share of the time of a step that rewards may take."""
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ from rloo_kit.models.adapters import base_name
 
 LOWEST_RATE, USUAL_RATE, TINY_RATE = 1e-6, 1e-5, 1e-3
 """Learning rates with LoRA: too low below the first; usual; of the embedded model."""
+# Mean number of different texts in a group below which the sampler repeats itself
 REPEATED = 1.5
-"""Mean number of different texts in a group below which the sampler repeats itself."""
 TRUNCATED = ("completions/truncated", "completions/clipped_ratio")
 
 RULES = Rules(stops=True)

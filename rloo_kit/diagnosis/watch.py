@@ -19,17 +19,17 @@ from rloo_kit.diagnosis.record import KEPT_SIZE, BothEnds, RunRecord, finite_num
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.diagnosis.run_rules import KINDS, find_in_run
 
+# Checks that must agree before a finding is reported
 CHECKS_IN_A_ROW = 3
-"""Checks that must agree before a finding is reported."""
 FIRST_STEPS, FIRST_STEPS_OF_SIGNAL = 5, 10
 """Steps before the first finding; before one about scores that do not differ."""
 BY_HELD_OUT = frozenset({"reward_hacking"})
+# Share of the run's time that checks may take
 TIME_SHARE = 0.005
-"""Share of the run's time that checks may take."""
+# Completions of the beginning that the rules see, and as many of the end
 KEPT_ROWS = 1000
-"""Completions of the beginning that the rules see, and as many of the end."""
+# Batches whose mean reward says how good the weights are
 BEST_OVER = 4
-"""Batches whose mean reward says how good the weights are."""
 
 
 class BestWeights:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rloo_kit.sampling.engine import Engine
     from rloo_kit.scoring.loading import LoadedReward
 
+# Arguments of a reward that the kit fills itself; a column of that name is not passed
 RESERVED = ("prompt", "prompts", "completions", "completion_ids")
-"""Arguments of a reward that the kit fills itself; a column of that name is not passed."""
 REMEDY = "lower max_completion_length, use a smaller model, or set model.load_in_4bit"
 
 

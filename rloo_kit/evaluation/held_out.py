@@ -25,11 +25,11 @@ from rloo_kit.text.wording import format_value
 from rloo_kit.training.preparation import held_out_judges, make_trainer_args, read_prompts
 
 Say = Callable[[str], None]
+# On a CPU, of the prompts and completions that are drawn together; on a GPU the run's batch is
+# what is known to fit
 BATCH_TOKENS = 1 << 16
-"""On a CPU, of the prompts and completions that are drawn together; on a GPU the run's batch is
-what is known to fit."""
+# That vLLM completes at one time
 NUM_SEQUENCES = 256
-"""That vLLM completes at one time."""
 NUM_PROBES, PROBE_TOKENS = 8, 64
 """Prompts of the canary, the shortest ones, and the tokens of each completion."""
 

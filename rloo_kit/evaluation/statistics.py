@@ -14,8 +14,8 @@ from typing import Any
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
+# Subsets of the completions of one prompt that maj@k looks at; of more, so many random ones
 MOST_SUBSETS = 2000
-"""Subsets of the completions of one prompt that maj@k looks at; of more, so many random ones."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

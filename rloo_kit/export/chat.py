@@ -19,8 +19,8 @@ from rloo_kit.text.wording import printable
 from rloo_kit.training.preparation import template_settings
 
 HELP = "an empty line or Ctrl-D ends the conversation, Ctrl-C stops an answer"
+# Of an answer, where no run sets it
 DEFAULT_MAX_TOKENS = 512
-"""Of an answer, where no run sets it."""
 
 Turns = list[dict[str, str]]
 

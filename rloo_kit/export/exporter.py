@@ -32,23 +32,23 @@ from rloo_kit.training.preparation import read_prompts, template_settings
 Say = Callable[[str], None]
 
 KINDS = ("adapter", "merged", "gguf", "ollama", "hub")
+# `--base`: the 4-bit base that the run trained on, its weights written out in 16 bit
 DEQUANTIZED = "dequantized"
-"""``--base``: the 4-bit base that the run trained on, its weights written out in 16 bit."""
+# Largest mean difference of a token's log-probability, in nats, in float32 on a CPU
 TOLERANCES = {"adapter": 0.001, "bf16": 0.03, "f16": 0.03, "q8_0": 0.06}
-"""Largest mean difference of a token's log-probability, in nats, in float32 on a CPU."""
+# Added on a GPU, where models stay in 16 bit, which rounds every layer's output
 GPU_TOLERANCE = 0.03
-"""Added on a GPU, where models stay in 16 bit, which rounds every layer's output."""
+# Of an answer that is compared
 MAX_TOKENS = 48
-"""Of an answer that is compared."""
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "merges.txt", "spiece.model")  # fmt: skip
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "*.index.json",
                "*.gguf")  # fmt: skip
+# Nothing else of a folder is sent to the hub
 UPLOADED = (*TOKENIZER_FILES, *ADAPTER_FILES, *MODEL_FILES, "README.md", "Modelfile")
-"""Nothing else of a folder is sent to the hub."""
+# Files that could name a folder of this machine or hold a secret
 TEXT_FILES = ("README.md", "*config.json", "Modelfile")
-"""Files that could name a folder of this machine or hold a secret."""
 
 
 @dataclass(frozen=True)
@@ -84,19 +84,17 @@ def export_model(  # noqa: PLR0913
     """Write a trained model in the form that something else takes, with a model card.
 
     Args:
-        run: The folder of a run, a checkpoint of one, or an adapter; for ``hub`` also a folder that
-            was exported.
+        run: A run, a checkpoint or an adapter; for ``hub`` also an exported folder.
         to: ``adapter`` (PEFT), ``merged`` (16-bit safetensors), ``gguf`` (llama.cpp), ``ollama``
             (GGUF and a Modelfile) or ``hub``.
-        output: The new folder; None: ``export-TO`` next to the adapter. A number is added when it
-            exists.
+        output: The new folder, numbered if it exists; None: ``export-TO`` next to the adapter.
         dtype: Of a GGUF file: ``bf16``, ``f16`` or ``q8_0``.
         base: What the adapter is merged into, a 16-bit name or folder, or ``dequantized``: the
             4-bit base of the run, written out. Of an adapter: the name that it gives its base.
         converter: llama.cpp's folder, or its ``convert_hf_to_gguf.py``.
         repo: ``OWNER/NAME`` on the hub.
         public: Let everybody see it there.
-        yes: Send it; without, what would be sent is listed.
+        yes: Send it; False lists what would be sent.
         check: Load what was written and compare its answers.
         num_prompts: That are compared.
         say: Called with each line for the user.

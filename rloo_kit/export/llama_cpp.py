@@ -16,8 +16,8 @@ from rloo_kit.text.wording import first_line, format_value, printable
 
 SCRIPT = "convert_hf_to_gguf.py"
 DTYPES = ("bf16", "f16", "q8_0")
+# ChatML: Qwen, SmolLM2, tiny-thinker and many more
 TURN = "<|im_start|>{role}\n{content}<|im_end|>\n"
-"""ChatML: Qwen, SmolLM2, tiny-thinker and many more."""
 
 
 def find_converter(given: str | Path | None = None) -> list[str]:

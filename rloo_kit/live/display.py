@@ -10,8 +10,8 @@ from rloo_kit.live.notebook import NotebookFigure
 from rloo_kit.live.terminal import TerminalPanel, size_of
 from rloo_kit.live.view import LiveView, finding_line
 
+# Environment variable that chooses the view
 VARIABLE = "RLOO_KIT_LIVE"
-"""Environment variable that chooses the view."""
 CHOICES = ("auto", "panel", "notebook", "plain", "off")
 MIN_COLUMNS = 60
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from rloo_kit.live.view import REFRESH_SECONDS, LiveView, Progress, finding_line, thinned
 
+# Of the run's time, at most, that goes into the drawings of a notebook
 DRAWING_SHARE = 0.02
-"""Of the run's time, at most, that goes into the drawings of a notebook."""
+# Points of a curve, at most; of a longer run each is the mean of several steps
 CHART_POINTS = 400
-"""Points of a curve, at most; of a longer run each is the mean of several steps."""
 
 
 class NotebookFigure(LiveView):

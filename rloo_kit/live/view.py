@@ -16,14 +16,15 @@ from rloo_kit.diagnosis.record import trend as trend_in_errors
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.text.wording import format_duration, printable
 
+# Steps whose median gives the time that is left
 PACE_STEPS = 20
-"""Steps whose median gives the time that is left."""
 TREND_STEPS = 20
+# Standard errors of its slope from which a series moves
 SIGNIFICANT = 2.0
-"""Standard errors of its slope from which a series moves."""
+# Least time between two drawings
 REFRESH_SECONDS = 0.25
-"""Least time between two drawings."""
 BLOCKS = "▁▂▃▄▅▆▇█"
+# Name of a series -> its metrics, newest name first; the first one that a run has is shown
 METRICS: dict[str, tuple[str, ...]] = {
     "reward": ("reward",),
     "spread": ("score/raw_group_std", "score/group_std", "reward_std"),
@@ -37,7 +38,6 @@ METRICS: dict[str, tuple[str, ...]] = {
     "learning": ("speed/learning_tokens_per_second",),
     "memory": ("memory/peak_gib",),
 }
-"""Name of a series -> its metrics, newest name first; the first one that a run has is shown."""
 
 
 class Progress:

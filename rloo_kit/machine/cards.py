@@ -14,13 +14,13 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.machine.hardware import GIB
 from rloo_kit.text.wording import format_value
 
+# Share of a card's memory that its driver leaves: torch says 23.65 of 24 GiB, 11.76 of 12.
 USABLE = 0.98
-"""Share of a card's memory that its driver leaves: torch says 23.65 of 24 GiB, 11.76 of 12."""
+# Compute capability by the start of a card's name; the first that fits
 CAPABILITIES = {
     "RTX 20": (7, 5), "RTX 30": (8, 6), "RTX 40": (8, 9), "RTX 50": (12, 0), "T4": (7, 5),
     "L4": (8, 9), "A100": (8, 0), "A10": (8, 6), "RTX A": (8, 6), "H100": (9, 0), "H200": (9, 0),
 }  # fmt: skip
-"""Compute capability by the start of a card's name; the first that fits."""
 SMALLEST, LARGEST = 1, 1024
 """GiB that a card of no name may have."""
 
@@ -47,6 +47,7 @@ class Card:
         return int(self.memory * USABLE)
 
 
+# Name, GiB, GB/s, dense 16-bit TFLOP/s
 _DATA_SHEETS = (
     ("RTX 2060", 6, 336, 25.8), ("RTX 2070", 8, 448, 29.9), ("RTX 2080", 8, 448, 40.3),
     ("RTX 2080 Ti", 11, 616, 53.8), ("RTX 3050", 8, 224, 18.2), ("RTX 3060", 12, 360, 25.5),
@@ -64,7 +65,6 @@ _DATA_SHEETS = (
     ("L40S", 48, 864, 362.0), ("A10", 24, 600, 125.0), ("A100 40GB", 40, 1555, 312.0),
     ("A100 80GB", 80, 2039, 312.0), ("H100", 80, 3350, 989.0), ("H200", 141, 4800, 989.0),
 )  # fmt: skip
-"""Name, GiB, GB/s, dense 16-bit TFLOP/s."""
 CARDS = tuple(
     Card(name, gib * GIB, speed * 1e9, tera * 1e12, bf16=not name.startswith(("RTX 20", "T4")))
     for name, gib, speed, tera in _DATA_SHEETS

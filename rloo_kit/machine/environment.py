@@ -23,8 +23,9 @@ from rloo_kit.errors import BackendError, ImportOrderError
 from rloo_kit.machine.hardware import Hardware, detect_hardware, installed_version, why_not_unsloth
 from rloo_kit.text.redaction import remember_settings
 
+# Less fragmentation; CUDA under WSL and older vLLM's sleep fail with it
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""Less fragmentation; CUDA under WSL and older vLLM's sleep fail with it."""
+# Variables that must be set before vLLM or Unsloth is imported
 VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, not in a child
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -37,14 +38,13 @@ VLLM = {
     "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE": "1",
     "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "1",  # that share includes the CUDA graphs
 }
-"""Variables that must be set before vLLM or Unsloth is imported."""
 BACKENDS = ("auto", "unsloth", "transformers")
 PATCHED_BY_UNSLOTH = ("trl", "transformers", "peft")
+# Modules that a bare `import trl` loads
 SHELL = {"trl", "trl._compat", "trl._lazy_module", "trl.import_utils"}
-"""Modules that a bare ``import trl`` loads."""
+# Not needed to train on text. Installed for another build of torch they fail at import, and with
+# them transformers.AutoProcessor and TRL.
 OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
-"""Not needed to train on text. Installed for another build of torch they fail at import, and with
-them transformers.AutoProcessor and TRL."""
 
 
 @dataclass(frozen=True)

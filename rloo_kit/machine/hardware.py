@@ -11,6 +11,7 @@ from rloo_kit.errors import ConfigError
 GIB = 1024**3
 SHARED_MEMORY = Path("/dev/shm")  # where Linux keeps files in memory
 
+# The set of versions that was tested together (requirements/requirements.lock pins all of it).
 TESTED = {
     "torch": "2.13.0",
     "unsloth": "2026.10.9",
@@ -23,7 +24,6 @@ TESTED = {
     "datasets": "4.8.5",
     "vllm": "0.31.0",
 }
-"""The set of versions that was tested together (requirements/requirements.lock pins all of it)."""
 
 FP8_WEIGHTS, FP8_WEIGHTS_MADE, FP8_CACHE = (8, 9), (9, 0), (8, 0)
 """Compute capability that Unsloth 2026.10 and vLLM 0.31 ask for: FP8 weights that the hub holds,

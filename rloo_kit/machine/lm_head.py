@@ -11,10 +11,10 @@ import torch
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+# Most tokens whose logits exist at a time ...
 CHUNK_TOKENS = 256
-"""Most tokens whose logits exist at a time ..."""
+# ... and most logits: 64 MiB in float32, of which backward needs a handful.
 CHUNK_LOGITS = 2**24
-"""... and most logits: 64 MiB in float32, of which backward needs a handful."""
 
 
 def token_log_probs(

@@ -88,6 +88,7 @@ class Released:
         return "; ".join([text, *map(str, self.held)])
 
 
+# Lower-case parts of the messages of libraries that raise a plain RuntimeError for it
 OUT_OF_MEMORY = (
     "out of memory",
     "can't allocate memory",
@@ -96,7 +97,6 @@ OUT_OF_MEMORY = (
     "cudnn_status_alloc_failed",
     "cudaerrormemoryallocation",
 )
-"""Lower-case parts of the messages of libraries that raise a plain RuntimeError for it."""
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
@@ -262,8 +262,8 @@ def remove_from_session(thing: Any) -> None:
         opened.things[:] = [one for one in opened.things if one is not thing]
 
 
+# What the kit made in this process: models, trainers, engines, rewards
 _made: list[weakref.ref[Any]] = []
-"""What the kit made in this process: models, trainers, engines, rewards."""
 
 
 def held_tensors(smallest: int = SMALLEST_HELD) -> list[Held]:

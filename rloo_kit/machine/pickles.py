@@ -11,8 +11,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib")
+# Pickles of a trainer's state start so; nobody opens them
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "random_states")
-"""Pickles of a trainer's state start so; nobody opens them."""
 INDEX = ".safetensors.index.json"
 WHY = "a pickle, which can run any code when it is opened"
 CAUSAL_LM = "AutoModelForCausalLM"

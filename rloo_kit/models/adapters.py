@@ -9,8 +9,8 @@ from rloo_kit.errors import ConfigError, ModelError
 from rloo_kit.text.wording import first_line, format_value
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# End of the embedded model's path, wherever the kit is installed
 EMBEDDED = ("rloo_kit", "assets", "tiny-thinker")
-"""End of the embedded model's path, wherever the kit is installed."""
 
 
 def adapter_in(name: str | Path) -> Path | None:

@@ -12,18 +12,18 @@ from rloo_kit.machine.hardware import GIB
 from rloo_kit.models.shape import ModelShape, weight_bytes
 
 MIB = 1024**2
+# Ranks that vLLM reserves buffers for
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM reserves buffers for."""
+# Completions that vLLM samples at a time, at most. Unsloth takes exactly 256 for "not given".
 MAX_SEQUENCES = 255
-"""Completions that vLLM samples at a time, at most. Unsloth takes exactly 256 for "not given"."""
+# Prompt tokens that vLLM reads in one pass; longer prompts are read in several
 BATCHED_TOKENS = 4096
-"""Prompt tokens that vLLM reads in one pass; longer prompts are read in several."""
 SMALLEST_CACHE = 64 * MIB
+# What vLLM counts as its own and no formula here names: its process group, small buffers
 UNMEASURED = 128 * MIB
-"""What vLLM counts as its own and no formula here names: its process group, small buffers."""
+# With less not even a tiny model starts: kernels that are loaded count, and every CUDA graph takes
+# a block of 2 MiB at least. Seen on an H100.
 SMALLEST_TOTAL = GIB
-"""With less not even a tiny model starts: kernels that are loaded count, and every CUDA graph takes
-a block of 2 MiB at least. Seen on an H100."""
 
 
 @dataclass(frozen=True)

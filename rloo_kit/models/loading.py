@@ -38,15 +38,15 @@ from rloo_kit.text.chat_templates import end_of_turn_id
 from rloo_kit.text.wording import first_line, format_value
 
 PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
+# Limit of rendering a chat template once; usual ones take milliseconds
 TEMPLATE_SECONDS = 5.0
-"""Limit of rendering a chat template once; usual ones take milliseconds."""
+# Fields of an adapter's config that are no settings of the adapter
 NO_SETTINGS = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode",
 }  # fmt: skip
-"""Fields of an adapter's config that are no settings of the adapter."""
+# Bytes of NF4 weights with double quantisation over bytes of the bf16 ones, embeddings apart
 NF4_SHARE = 0.32
-"""Bytes of NF4 weights with double quantisation over bytes of the bf16 ones, embeddings apart."""
 
 
 def load_model(

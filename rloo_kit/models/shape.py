@@ -21,11 +21,13 @@ from rloo_kit.models.adapters import base_of
 from rloo_kit.text.wording import first_line, format_value
 
 TINY_THINKER = Path(__file__).parents[1] / "assets" / "tiny-thinker"
+# Estimated share of the linear layers' weights that Unsloth's "dynamic" 4-bit models keep in 16
+# bit, where their config is not available: which layers stay differs by model
 DYNAMIC_SHARE = 0.1
-"""Estimated share of the linear layers' weights that Unsloth's "dynamic" 4-bit models keep in 16
-bit, where their config is not available: which layers stay differs by model."""
 
 _QWEN3 = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# Of the config.json that Qwen publishes with each model: the four numbers above, and whether the
+# LM head is the embedding. All have 8 heads of keys and values, heads of 128 and 151,936 tokens.
 PUBLISHED = {
     "qwen3-0.6b": (1024, 3072, 28, 16, True),
     "qwen3-1.7b": (2048, 6144, 28, 16, True),
@@ -33,8 +35,6 @@ PUBLISHED = {
     "qwen3-8b": (4096, 12288, 36, 32, False),
     "qwen3-14b": (5120, 17408, 40, 40, False),
 }
-"""Of the config.json that Qwen publishes with each model: the four numbers above, and whether the
-LM head is the embedding. All have 8 heads of keys and values, heads of 128 and 151,936 tokens."""
 
 
 @dataclass(frozen=True)

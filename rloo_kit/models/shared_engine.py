@@ -18,18 +18,18 @@ from rloo_kit.models.engine_memory import BATCHED_TOKENS, MAX_SEQUENCES, engine_
 from rloo_kit.models.shape import ModelShape, read_shape
 from rloo_kit.text.wording import first_line
 
+# Whether Unsloth's engine computes the logits in float32
 FP32_HEAD = "UNSLOTH_VLLM_FP32_LM_HEAD"
-"""Whether Unsloth's engine computes the logits in float32."""
+# Whether Unsloth's engine can sleep. Its default in the kit is 1 (`environment`).
 STANDBY = "UNSLOTH_VLLM_STANDBY"
-"""Whether Unsloth's engine can sleep. Its default in the kit is 1 (``environment``)."""
 SPLIT = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+# Linear layers of the models whose weights Unsloth can read out of vLLM
 JOINED = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
-"""Linear layers of the models whose weights Unsloth can read out of vLLM."""
 NO_ENGINE = "Unsloth loaded the model without vLLM on this machine"
+# What Unsloth raises for what it cannot do
 REFUSALS = (
     NotImplementedError, RuntimeError, MemoryError, ValueError, AssertionError, ImportError
 )  # fmt: skip
-"""What Unsloth raises for what it cannot do."""
 
 
 @dataclass

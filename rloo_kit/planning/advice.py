@@ -15,13 +15,13 @@ from rloo_kit.models.engine_memory import MIB
 from rloo_kit.planning.job import Facts, make_job
 from rloo_kit.planning.memory import Job, plan_memory, planned_engine
 
+# A change that saves less is not worth its line
 MIN_SAVING = 16 * MIB
-"""A change that saves less is not worth its line."""
 MAX_ROWS, MAX_POSITIONS = 64, 16_384
 """Largest step, in completions, and largest pass, in positions, that fill a card."""
 
+# Settings that are changed together: `section.key` and value.
 Option = dict[str, Any]
-"""Settings that are changed together: ``section.key`` and value."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from rloo_kit.planning.memory import Job, Judge
 from rloo_kit.rewards.reward_model import TOKENS_PER_BATCH
 from rloo_kit.training.preparation import beside, read_prompts, template_settings
 
+# The setting of `unsloth:` and `vllm:` that a plan counts
 BATCHED = "max_num_batched_tokens"
-"""The setting of ``unsloth:`` and ``vllm:`` that a plan counts."""
 
 
 @dataclass(frozen=True)

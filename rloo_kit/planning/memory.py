@@ -26,6 +26,7 @@ from rloo_kit.models.shape import Linear, ModelShape, weight_bytes
 
 PHASES: tuple[str, ...] = ("load", "sample", "reward", "score", "learn")
 LOAD, SAMPLE, REWARD, SCORE, LEARN = PHASES
+# What happens in a phase, in words
 DOING = {
     LOAD: "the model is loaded",
     SAMPLE: "completions are sampled",
@@ -33,28 +34,27 @@ DOING = {
     SCORE: "log-probabilities are computed",
     LEARN: "it learns",
 }
-"""What happens in a phase, in words."""
 
+# Resident memory of a CPU process that has trained, without its tensors: Python, torch, TRL and
+# the backend (benchmarks/plan_accuracy.py --libraries).
 LIBRARIES = 1010 * MIB
-"""Resident memory of a CPU process that has trained, without its tensors: Python, torch, TRL and
-the backend (benchmarks/plan_accuracy.py --libraries)."""
+# On a GPU, outside of torch's allocator: the CUDA context, cuBLAS and Triton's kernels. It differs
+# by card and driver; an estimate.
 CONTEXT = 600 * MIB
-"""On a GPU, outside of torch's allocator: the CUDA context, cuBLAS and Triton's kernels. It differs
-by card and driver; an estimate."""
+# Share of temporary memory on a GPU that is lost between blocks, with expandable segments; an
+# estimate
 FRAGMENTATION = 0.06
-"""Share of temporary memory on a GPU that is lost between blocks, with expandable segments; an
-estimate."""
+# On a CPU, heap over activations: the allocator keeps freed blocks, with holes between them
 HEAP = 1.45
-"""On a CPU, heap over activations: the allocator keeps freed blocks, with holes between them."""
+# The same with gradient checkpointing, over the activations without it: gradients that stay split
+# the memory that it frees
 CHECKPOINTED_HEAP = 0.6
-"""The same with gradient checkpointing, over the activations without it: gradients that stay split
-the memory that it frees."""
+# Bytes for each packed weight that a 4-bit load on a CPU takes while it packs
 LOADING = 3.5
-"""Bytes for each packed weight that a 4-bit load on a CPU takes while it packs."""
 TRITON_TOKENS, TRITON_LOGITS = 4096, 32768
 """Tile of TRL 1.15's kernel on a GPU: tokens, and logits of each (kernels/chunked_logprob.py)."""
+# Smallest state, in elements, that a paged optimizer keeps in main memory (bitsandbytes 0.50).
 PAGED_FROM = 100_000
-"""Smallest state, in elements, that a paged optimizer keeps in main memory (bitsandbytes 0.50)."""
 EIGHT_BIT_FROM, EIGHT_BIT_BLOCK = 4096, 256
 """Smallest state, in elements, that is kept in 8 bit, and elements that share a statistic."""
 

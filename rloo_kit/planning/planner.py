@@ -43,14 +43,14 @@ from rloo_kit.text.redaction import redact_tree, without_hidden
 from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.training.preparation import beside, read_config, with_whole_paths
 
+# Of a bar: eighths of a column
 BLOCKS = " ▏▎▍▌▋▊▉█"
-"""Of a bar: eighths of a column."""
 BAR, NAME = 26, 33
 """Columns of the longest bar, and of a part's name: 80 with the number."""
+# Share of the peak from which on a part has a bar of its own
 SMALLEST_PART = 0.01
-"""Share of the peak from which on a part has a bar of its own."""
+# Share of the memory that `tune` fills
 FULL = 0.9
-"""Share of the memory that ``tune`` fills."""
 
 
 @dataclass(frozen=True, repr=False)

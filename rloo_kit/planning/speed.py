@@ -13,10 +13,10 @@ from rloo_kit.planning.memory import Job
 
 BANDWIDTH_REACHED = (0.3, 0.7)
 ARITHMETIC_REACHED = (0.12, 0.45)
+# That transformers takes to start one layer for one token, with an adapter
 LAYER_SECONDS = (1.5e-3, 4e-4)
-"""That transformers takes to start one layer for one token, with an adapter."""
+# Mean completion over the longest one
 LENGTH_REACHED = (1.0, 0.4)
-"""Mean completion over the longest one."""
 
 
 @dataclass(frozen=True)

@@ -25,18 +25,18 @@ from rloo_kit.report.groups import kept_groups, place_of_row
 from rloo_kit.report.texts import completion_parts, messages_of, page_json
 from rloo_kit.text.redaction import redact_tree
 
+# Of all runs together, about; 1.5 MiB.
 GROUP_BYTES = 3 << 19
-"""Of all runs together, about; 1.5 MiB."""
+# Of held-out prompts with two completions each, all runs together; 384 KiB
 SAMPLE_BYTES = 3 << 17
-"""Of held-out prompts with two completions each, all runs together; 384 KiB."""
+# Characters of a prompt, or a completion, of those
 SAMPLE_LENGTH = 4000
-"""Characters of a prompt, or a completion, of those."""
+# Of a table of scored models, of their comparisons, and of win rates
 MAX_ROWS = 24
-"""Of a table of scored models, of their comparisons, and of win rates."""
+# Of the planned memory
 MAX_PARTS = 40
-"""Of the planned memory."""
+# In place of a default that the kit does not set itself
 UNKNOWN = "not known here"
-"""In place of a default that the kit does not set itself."""
 
 
 def run_content(

@@ -7,8 +7,8 @@ from typing import Any
 from rloo_kit.diagnosis.record import RunRecord, finite_number, finite_numbers, mean_or_none
 from rloo_kit.live.view import METRICS
 
+# Of a curve; of a longer run each is the mean of neighbouring steps
 MAX_POINTS = 500
-"""Of a curve; of a longer run each is the mean of neighbouring steps."""
 MAX_OTHER_METRICS = 100
 NO_METRICS = {"step", "time", "epoch"}
 
@@ -44,6 +44,7 @@ class Chart:
 
 
 _SPREAD, _LENGTHS = ("score/raw_group_std",), ("completions/min_length", "completions/max_length")
+# In the order of the page; the charts of the single rewards come after the first
 CHARTS = (
     Chart("reward", "Reward", "mean score of a step", (Line("reward", METRICS["reward"], _SPREAD),),
           band_note="band: one standard deviation within a group"),
@@ -70,7 +71,6 @@ CHARTS = (
           (Line("sampling", METRICS["sampling"]), Line("learning", METRICS["learning"]))),
     Chart("memory", "Peak memory", "GiB", (Line("peak", METRICS["memory"]),)),
 )  # fmt: skip
-"""In the order of the page; the charts of the single rewards come after the first."""
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from rloo_kit.report.texts import completion_parts, messages_of, page_json
 
 LONGEST, SHORTEST = 6000, 300
 """Characters of a completion that are kept: of a usual group, and at least of a huge one."""
+# So many groups fit into the budget, if need be with their texts cut shorter
 MIN_GROUPS = 24
-"""So many groups fit into the budget, if need be with their texts cut shorter."""
 MAX_GROUPS = 800
+# Groups of the first step, and of the last, that come before all others
 AT_THE_ENDS = 4
-"""Groups of the first step, and of the last, that come before all others."""
 NUMBERS = ("score", "kl", "baseline", "advantage", "tokens", "thought_tokens")
 
 

@@ -27,11 +27,11 @@ from rloo_kit.text.wording import printable
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "report"
 STYLES = ("uPlot.min.css", "report.css")
 LIBRARY = "uPlot.iife.min.js"
+# One script in the page: the later use what the earlier define
 SCRIPTS = ("parts.js", "curves.js", "groups.js", "report.js")
-"""One script in the page: the later use what the earlier define."""
 NAME, NAME_OF_SEVERAL = "report.html", "comparison.html"
+# In page.html; filled in one pass, so that inserted data is not searched.
 PLACE = re.compile(r"\{\{(\w+)\}\}")
-"""In page.html; filled in one pass, so that inserted data is not searched."""
 
 
 def write_report(

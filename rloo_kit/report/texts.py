@@ -8,8 +8,8 @@ from rloo_kit.output_folder import without_nan
 from rloo_kit.text.thoughts import THOUGHT_ENDS
 
 THOUGHT_BEGINS = "<think>"
+# Characters that could end a script or open a tag; in JSON they occur only inside texts
 ESCAPED = "<>&\u2028\u2029"
-"""Characters that could end a script or open a tag; in JSON they occur only inside texts."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 Shortened = str | list[str | int]

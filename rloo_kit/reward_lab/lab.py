@@ -48,13 +48,13 @@ from rloo_kit.training.preparation import (
 from rloo_kit.types import Row, Score
 
 Say = Callable[[str], None]
+# What a run file that is silent means; read where `LeaveOneOutConfig` would import torch
 UNSET: dict[str, Any] = {
     "beta": 0.05,
     "max_completion_length": 512,
     "num_generations": 4,
     "temperature": 1.0,
 }
-"""What a run file that is silent means; read where ``LeaveOneOutConfig`` would import torch."""
 
 
 @dataclass(frozen=True)
@@ -243,13 +243,13 @@ def _read(
         given = {**UNSET, **config.trainer}
         settings = _settings(lambda name, default=None: given.get(name, default), config)
         timeout = given.get("reward_timeout_seconds")
-    told: dict[str, Any] = {
+    known_ids: dict[str, Any] = {
         name: columns[name][0] for name in TOLD_BY_TOKENIZER if _is_one(columns.get(name))
     }
-    rewards = [replace(reward, func=_with_told(reward.func, told)) for reward in rewards]
-    think_ids = {name: value for name, value in told.items() if name != "thought_opened"}
+    rewards = [replace(reward, func=_with_ids(reward.func, known_ids)) for reward in rewards]
+    think_ids = {name: value for name, value in known_ids.items() if name != "thought_opened"}
     batch = _batch_of(rows, columns, settings)
-    bound = len(told) == len(TOLD_BY_TOKENIZER)
+    bound = len(known_ids) == len(TOLD_BY_TOKENIZER)
     return _Material(columns, batch, rewards, settings, timeout, think_ids, bound)
 
 
@@ -258,14 +258,14 @@ def _is_one(values: list[Any] | None) -> bool:
     return bool(values) and values[0] is not None and all(value == values[0] for value in values)
 
 
-def _with_told(reward: Any, told: dict[str, Any]) -> Any:
+def _with_ids(reward: Any, known_ids: dict[str, Any]) -> Any:
     """Return a reward, and those within it, with what the file says of the tokenizer."""
     if not is_dataclass(reward) or isinstance(reward, type):
         return reward
     changed = {}
     for item in (item for item in fields(reward) if item.init):
         value = getattr(reward, item.name)
-        new = told.get(item.name) if value is None else _with_told(value, told)
+        new = known_ids.get(item.name) if value is None else _with_ids(value, known_ids)
         if new is not value:
             changed[item.name] = new
     return replace(reward, **changed) if changed else reward

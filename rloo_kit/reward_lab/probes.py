@@ -21,18 +21,18 @@ from rloo_kit.scoring.loading import LoadedReward
 from rloo_kit.text.wording import printable
 from rloo_kit.types import Completion, Score
 
+# A probe is called with as many rows as take about so long, at least with `FEWEST_ROWS`
 PROBE_SECONDS = 0.5
-"""A probe is called with as many rows as take about so long, at least with ``FEWEST_ROWS``."""
 FEWEST_ROWS, ROWS_ALONE = 4, 8
 ENDLESS_SECONDS = 5.0
+# Probes that alter no completion
 CALLS = ("first", "again", "permuted", "alone")
-"""Probes that alter no completion."""
+# Scores beyond it count as it: their squares would be no numbers
 LARGEST_SCORE = 1e100
-"""Scores beyond it count as it: their squares would be no numbers."""
+# What rewards learn from a tokenizer; the lab writes it beside a completion, with ...
 TOLD_BY_TOKENIZER = ("thought_opened", "start_token_id", "end_token_id")
-"""What rewards learn from a tokenizer; the lab writes it beside a completion, with ..."""
+# ... what else it knows of it. These columns are not the dataset's.
 ABOUT_ROWS = ("group", "truncated", "generation_seconds", *TOLD_BY_TOKENIZER)
-"""... what else it knows of it. These columns are not the dataset's."""
 
 
 def probe(
@@ -217,6 +217,7 @@ def _same(ids: list[int]) -> list[int]:
     return ids
 
 
+# Probe -> (the text, the token ids) as it makes them; see `wanted_probes`
 _ALTERED: dict[str, tuple[Callable[[str], str], Callable[[list[int]], list[int]]]] = {
     "opened": (_prefixed("<think>"), _same),
     "tagged": (_prefixed("<notes>"), _same),
@@ -237,7 +238,6 @@ _ALTERED: dict[str, tuple[Callable[[str], str], Callable[[list[int]], list[int]]
         lambda ids: ids[: len(ids) // 2],
     ),
 }
-"""Probe -> (the text, the token ids) as it makes them; see ``wanted_probes``."""
 
 
 def _altered(name: str, columns: dict[str, Any]) -> dict[str, Any]:

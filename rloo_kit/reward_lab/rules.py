@@ -34,8 +34,8 @@ from rloo_kit.types import Score
 NEVER, ALWAYS = 0.01, 0.99
 """A reward that fires in less, or more, of the completions tells them apart too rarely."""
 LENGTH_CORRELATION = 0.9
+# Spread within groups, relative to the largest reward's, below which a reward has no say
 DROWNED = 0.02
-"""Spread within groups, relative to the largest reward's, below which a reward has no say."""
 
 _MEANS_LENGTH = re.compile(r"len|brev|brief|concis|short|long|word|token|budget", re.I)
 _MEANS_FORM = re.compile(r"think|thought|reason|reflect|repeti", re.I)

@@ -87,7 +87,7 @@ class Probed:
     probe_errors: dict[str, str] = field(default_factory=dict)
     """What the reward raised on altered completions."""
     unbound: frozenset[str] = frozenset()
-    """What only a tokenizer would have told it, of ``end_token_id`` and ``thought_opened``."""
+    """What only a tokenizer gives it, of ``end_token_id`` and ``thought_opened``."""
     blank_columns: dict[str, float] = field(default_factory=dict)
     """Share of blank values in the dataset columns it reads."""
 

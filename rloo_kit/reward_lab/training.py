@@ -32,19 +32,19 @@ from rloo_kit.text.wording import did_you_mean, first_line, format_value
 from rloo_kit.types import Completion, Row
 
 Say = Callable[[str], None]
+# A prompt and a completion, as a reward is given them
 Text = tuple[Completion, Completion]
-"""A prompt and a completion, as a reward is given them."""
+# Tokens of the chosen and of the rejected text of one pair
 Ids = tuple[list[int], list[int]]
-"""Tokens of the chosen and of the rejected text of one pair."""
 
 PROGRESS_LINES = 10
+# Fields of TRL's `RewardConfig` that the kit sets; also `output_dir` and `use_cpu`
 FIXED = {
     "max_length": None,  # the texts are cut before
     "save_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,  # a notebook's bar as well
 }
-"""Fields of TRL's ``RewardConfig`` that the kit sets; also ``output_dir`` and ``use_cpu``."""
 
 
 @dataclass(frozen=True)

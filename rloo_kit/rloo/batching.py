@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+# Label of a position whose token is not scored
 IGNORED = -100
-"""Label of a position whose token is not scored."""
 
 
 @dataclass(frozen=True)

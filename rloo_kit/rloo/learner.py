@@ -20,8 +20,8 @@ from rloo_kit.rloo.metrics import Tally
 from rloo_kit.rloo.objective import Surrogate, rollout_weights, surrogate
 from rloo_kit.rloo.rollout import Rollout
 
+# A pass without gradient keeps no activations, so its micro-batches may be this much larger
 NO_GRAD_FACTOR = 4
-"""A pass without gradient keeps no activations, so its micro-batches may be this much larger."""
 
 
 @dataclass

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+# Beyond it a ratio has no gradient; an overflow would make the gradient of the step NaN
 MAX_LOG_RATIO = 20.0
-"""Beyond it a ratio has no gradient; an overflow would make the gradient of the step NaN."""
+# Added to standard deviations, as TRL does
 EPSILON = 1e-4
-"""Added to standard deviations, as TRL does."""
 
 
 @dataclass

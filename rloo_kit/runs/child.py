@@ -31,8 +31,8 @@ from rloo_kit.checkpoints.stopping import (
 )
 from rloo_kit.errors import KitError, SetupError
 
+# From a second signal until the subprocess is killed
 GRACE_SECONDS = 10.0
-"""From a second signal until the subprocess is killed."""
 
 
 def call_in_child(

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from rloo_kit.runs.recorder import RunRecorder
 
 RUN_FILE = "run.yaml"
+# Settings outside of `trainer:` that may differ when a run resumes
 MAY_CHANGE = {
     "model": ("name", "backend"),  # a folder may have moved: the weights themselves are compared
     "data": ("held_out_every", "prompts"),
     "lora": (),
 }
-"""Settings outside of ``trainer:`` that may differ when a run resumes."""
 RECORD = ("metrics.jsonl", "completions.jsonl", "evaluation.json", "end.json", "report.html")
 
 

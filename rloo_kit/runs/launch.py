@@ -21,11 +21,11 @@ from rloo_kit.checkpoints.stopping import SIGNALS, exit_code
 from rloo_kit.errors import ConfigError
 from rloo_kit.processes import LOST
 
+# For the others to save after one has failed; then they are killed
 GRACE_SECONDS = 20.0
-"""For the others to save after one has failed; then they are killed."""
 POLL_SECONDS = 0.1
+# Shown of a process that failed without a message of the kit
 LAST_LINES = 20
-"""Shown of a process that failed without a message of the kit."""
 
 
 @dataclass

@@ -24,11 +24,11 @@ from rloo_kit.output_folder import without_nan, write_json
 from rloo_kit.report.page import write_report
 from rloo_kit.text.redaction import redact_tree
 
+# Fields of an evaluation during training that are kept
 KEPT_DURING_TRAINING = ("rewards", "num_prompts", "mean_length")
-"""Fields of an evaluation during training that are kept."""
 ROW_FILES = ("metrics.jsonl", "completions.jsonl")
+# Largest share of the run's time spent on writing the report during training
 REPORT_SHARE = 0.012
-"""Largest share of the run's time spent on writing the report during training."""
 
 
 class RunRecorder(TrainerCallback):

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
+# Held-out prompts whose completions before and after are printed
 SAMPLES_SHOWN = 2
-"""Held-out prompts whose completions before and after are printed."""
 
 
 def introduce(say: Say, config: RunConfig, environment: Environment) -> None:

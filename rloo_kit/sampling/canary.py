@@ -42,11 +42,11 @@ HISTORY_ERRORS = 8.0
 # than the floor (nats): where nearly every token is certain, rounding moves nothing in most
 # batches and one undecided token by a third of a nat in another.
 NOISE_FACTOR, NOISE_FLOOR = 4.0, 0.01
+# Relative error of the temperature that is reported, up to twice or half
 TEMPERATURE_TOLERANCE = 0.05
-"""Relative error of the temperature that is reported, up to twice or half."""
 
+# `(N, C)` log-probabilities and entropies of the completion tokens, without gradient
 Score = Callable[[MicroBatch], tuple[torch.Tensor, torch.Tensor]]
-"""``(N, C)`` log-probabilities and entropies of the completion tokens, without gradient."""
 
 
 class Cause(Enum):

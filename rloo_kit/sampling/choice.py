@@ -29,6 +29,8 @@ _NO_REGEX = (
 _NO_GROUP = "leave it out: only the adapter moves, and that through a folder"
 _NO_OBJECT = "write its values into generation_kwargs"  # of Unsloth's patched class
 _SERVER_FLAG = "leave it out, and start the server with --{}"
+# TRL's settings of who samples, and what to do where an engine does not obey one: vLLM in this
+# process, a vLLM server, transformers. TRL's own client obeys all of them.
 SETTINGS: dict[str, tuple[str, str, str]] = {
     **dict.fromkeys(
         ("use_vllm", "vllm_mode", "vllm_enable_sleep_mode", "vllm_max_model_length"),
@@ -63,21 +65,19 @@ SETTINGS: dict[str, tuple[str, str, str]] = {
         OBEYED,
     ),
 }
-"""TRL's settings of who samples, and what to do where an engine does not obey one: vLLM in this
-process, a vLLM server, transformers. TRL's own client obeys all of them."""
 ENGINES = {
     "vllm": "vLLM in this process",
     "server": "the vLLM server",
     "transformers": "transformers",
 }
+# What `generation_kwargs` may hold for vLLM: it needs no tokenizer, and leaves the number of
+# completions, their length, their ends and the log-probabilities to the kit
 TOKEN_SAMPLING = {
     "allowed_token_ids", "frequency_penalty", "ignore_eos", "logit_bias", "min_p", "min_tokens",
     "presence_penalty", "repetition_penalty", "temperature", "top_k", "top_p",
 }  # fmt: skip
-"""What ``generation_kwargs`` may hold for vLLM: it needs no tokenizer, and leaves the number of
-completions, their length, their ends and the log-probabilities to the kit."""
+# Parameters of transformers' `generate` that TRL and the kit set
 FIXED = frozenset({"disable_compile", "num_return_sequences", "return_dict_in_generate"})
-"""Parameters of transformers' ``generate`` that TRL and the kit set."""
 
 
 def start_engine(

@@ -82,11 +82,11 @@ class Engine(Protocol):
         """Give everything back. Safe to call twice."""
 
 
+# Settings of PEFT's LoraConfig that vLLM cannot load, beyond DoRA and biases
 NOT_TAKEN = (
     "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "trainable_token_indices",
     "target_parameters",
 )  # fmt: skip
-"""Settings of PEFT's LoraConfig that vLLM cannot load, beyond DoRA and biases."""
 
 
 def why_no_hot_swap(model: Any) -> str | None:

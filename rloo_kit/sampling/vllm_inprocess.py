@@ -41,8 +41,8 @@ from rloo_kit.sampling.engine import (
 from rloo_kit.text.wording import first_line
 
 ADAPTER_NAME = "rloo-kit"
+# Offset of the kit's request ids on a shared engine: Unsloth counts its own from 1
 LIVE_IDS = 1_000_000
-"""Offset of the kit's request ids on a shared engine: Unsloth counts its own from 1."""
 
 
 class VllmEngine:

@@ -12,8 +12,8 @@ from typing import Any
 
 from rloo_kit.scoring.loading import named_rewards, plug_ins, reward_behind
 
+# Arguments that the trainer fills
 COLUMNS = frozenset({"completions", "prompts", "completion_ids", "trainer_state"})
-"""Arguments that the trainer fills."""
 
 
 @dataclass(frozen=True)

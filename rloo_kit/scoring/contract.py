@@ -23,10 +23,10 @@ from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Completion, Score
 
 T = TypeVar("T")
+# The largest float32: scores are stored as float32
 MAX_SCORE = 3.4028234663852886e38
-"""The largest float32: scores are stored as float32."""
+# Largest batch that is called again row by row to name the row at which a reward raised
 MAX_ROWS_TRIED = 1024
-"""Largest batch that is called again row by row to name the row at which a reward raised."""
 
 
 @dataclass(frozen=True)
@@ -331,8 +331,8 @@ class _Alarm(BaseException):
     """Raised inside a call by its alarm; no ``except Exception`` in the call catches it."""
 
 
+# Passes through a reward unchanged: not the reward's own, unlike SystemExit
 _PASSED_ON = (KeyboardInterrupt, GeneratorExit, _Alarm)
-"""Passes through a reward unchanged: not the reward's own, unlike SystemExit."""
 
 
 def within(seconds: float | None, call: Callable[[], T]) -> T:

@@ -42,10 +42,10 @@ Say: TypeAlias = Callable[[str], None]
 RewardSpec: TypeAlias = "str | Mapping[str, Any] | Callable[..., Any] | LoadedReward"
 Weight: TypeAlias = float | WeightSchedule
 
+# Keys of a table that say how its reward counts; they are no parameters of the reward
 COMPOSING = ("only_if", "only_for", "scaled_by", "clipped_to")
-"""Keys of a table that say how its reward counts; they are no parameters of the reward."""
+# Entry-point group of packages that bring rewards
 PLUG_IN_GROUP = "rloo_kit.rewards"
-"""Entry-point group of packages that bring rewards."""
 _TABLE_HINT = "write it as a table, {name: ..., weight: ..., parameter: ...}"
 _MODEL_FILES = ("config.json", "adapter_config.json")
 

@@ -20,31 +20,31 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus, unquote
 
+# Characters from which a value is searched for in other texts
 MIN_LENGTH = 8
-"""Characters from which a value is searched for in other texts."""
 HIDDEN = re.compile(r"\[hidden(?:: [\w.-]{1,64})?\]")
 
 # --- which names and values are those of secrets -------------------------------------------------
 
+# Of a name in lower case with `_` between its words: any value is a secret
 ALWAYS_SECRET = re.compile(
     r"passw(or)?d|passphrase|secret|credential|api_?keys?(?![a-z])"
     r"|(access|api|auth|hf|hub)token(?![a-z])"
     r"|(access|private|auth|account|encryption|signing|master|session)_(key|token)(?![a-z])"
     r"|(hub|hf|bot|refresh|bearer|push_to_hub)_token(?![a-z])"
 )
-"""Of a name in lower case with ``_`` between its words: any value is a secret."""
+# A word of a name: the value is a secret unless it is plain (see `is_plain`)
 OFTEN_SECRET = re.compile("auth|authorization|bearer|cookie|jwt|key|pass|pat|pwd|token")
-"""A word of a name: the value is a secret unless it is plain (see ``is_plain``)."""
+# A last word that makes the value a fact about a secret
 NOT_THE_VALUE = re.compile(
     "column|dir|endpoint|env|field|file|format|header|length|limit|name|path|public|size|sock"
     "|timeout|type|url"
 )
-"""A last word that makes the value a fact about a secret."""
+# A word before `token` that makes it one of a vocabulary
 OF_A_TOKENIZER = re.compile(
     "additional|audio|boi|bos|cls|decoder|end|eoi|eos|forced|image|mask|pad|per|prefix|sep|special"
     "|start|stop|think|tool|unk|video|vision"
 )
-"""A word before ``token`` that makes it one of a vocabulary."""
 PLAIN = re.compile(
     r"""[0-9]{1,11}|(?=.{1,30}$)[-+0-9]+([-.,:/eE_ ][-+0-9]+)+        # a number, a date
     |(?=.{1,40}$)([a-z]+(_[a-z]+)+|[A-Z]+(_[A-Z]+)+)                  # a name in code
@@ -102,8 +102,8 @@ def is_plain(value: str) -> bool:
 # --- known values --------------------------------------------------------------------------------
 
 _known: set[str] = set()
+# (beginning to search for first, pattern, replacement), longest first
 _forms: list[tuple[str, re.Pattern[str], str]] = []
-"""(beginning to search for first, pattern, replacement), longest first."""
 _seen_variables: set[tuple[str, str]] = set()
 _lock = threading.Lock()
 
@@ -208,6 +208,7 @@ IN_AN_ADDRESS = re.compile(
 _VALUE = r"(?P<value>[^\s\"'\\<>&,;(){}\[\]]{8,})"
 _BEGINS = r"(?:(?<![A-Za-z0-9-])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2}))"  # not so "task-"
 _ASSIGNED = r"[\"'\\]{0,4}\s{0,3}[:=]\s{0,3}[\"'\\]{0,4}"
+# (lower-case texts of which one is in every such text, pattern); `value` is what is masked
 SHAPES = [(triggers, re.compile(pattern, re.ASCII)) for triggers, pattern in (
     (("private key-----",),
      r"-----BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY-----"
@@ -236,7 +237,6 @@ SHAPES = [(triggers, re.compile(pattern, re.ASCII)) for triggers, pattern in (
      r"\b(?:[A-Z][A-Z0-9_]{0,60}?(?:_KEY|_TOKEN|_SECRET|PASSWORD)|api_key|hub_token"
      rf"|(?:access|auth|secret)_(?:key|token)){_ASSIGNED}(?=\S*[0-9]){_VALUE}"),
 )]  # fmt: skip
-"""(lower-case texts of which one is in every such text, pattern); ``value`` is what is masked."""
 
 
 def _mask_shape(match: re.Match[str]) -> str:

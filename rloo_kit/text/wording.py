@@ -9,12 +9,12 @@ from collections.abc import Iterable
 
 from rloo_kit.text.redaction import redact
 
+# Characters of a value
 LONGEST_VALUE = 100
-"""Characters of a value."""
+# Characters of another library's error
 LONGEST_REASON = 160
-"""Characters of another library's error."""
+# Characters of several errors together; the first is always shown
 LONGEST_MESSAGE = 600
-"""Characters of several errors together; the first is always shown."""
 
 
 class _Short(reprlib.Repr):

@@ -93,8 +93,8 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
 
 
 _TRL_FIELDS = {field.name: field for field in dataclasses.fields(RLOOConfig) if field.init}
+# Settings that Unsloth's patched class adds to TRL's
 _OF_UNSLOTH = set(_TRL_FIELDS) - known_trainer_fields()
-"""Settings that Unsloth's patched class adds to TRL's."""
 
 
 def _show_parsers_the_defaults() -> None:

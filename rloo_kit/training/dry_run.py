@@ -29,11 +29,11 @@ from rloo_kit.rloo.metrics import Tally
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch
 from rloo_kit.sampling.choice import blame_generation_kwargs, make_sampling
 
+# Tokens that an engine samples, whose cache of keys and values is reserved anyway
 ENGINE_TOKENS = 8
-"""Tokens that an engine samples, whose cache of keys and values is reserved anyway."""
+# Optimizers, by parts of their names, that make no step: the first keep their states in main
+# memory and never give them back, the others hook into the backward pass
 NOT_STEPPED = ("paged", "layerwise", "lomo")
-"""Optimizers, by parts of their names, that make no step: the first keep their states in main
-memory and never give them back, the others hook into the backward pass."""
 
 
 @dataclass(frozen=True)

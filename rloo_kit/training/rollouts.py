@@ -30,15 +30,15 @@ from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.contract import AsyncCheckedReward
 from rloo_kit.training.metrics import StepLog
 
+# Generation batches that `max_no_signal_fraction` looks back on
 NO_SIGNAL_BATCHES = 10
-"""Generation batches that ``max_no_signal_fraction`` looks back on."""
+# For a single completion that does not fit into memory
 SAMPLING_REMEDY = (
     "lower trainer.max_completion_length, take a smaller model, or set model.load_in_4bit"
 )
-"""For a single completion that does not fit into memory."""
 
+# A row of the training set, with `prompt`
 Row = Mapping[str, Any]
-"""A row of the training set, with ``prompt``."""
 
 
 @dataclass(eq=False)

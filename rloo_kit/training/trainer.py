@@ -47,13 +47,13 @@ from rloo_kit.training.metrics import StepLog
 from rloo_kit.training.rollouts import Policy, RewardCalls, RolloutMaker, Sampler
 from rloo_kit.training.steps import OptimizerSteps
 
+# Older names of the trainer's arguments; `ref_policy` has no successor (adapter off)
 RENAMED_PARTS = {
     "reward_model": "reward_funcs",
     "config": "args",
     "policy": "model",
     "tokenizer": "processing_class",
 }
-"""Older names of the trainer's arguments; ``ref_policy`` has no successor (adapter off)."""
 
 
 class LeaveOneOutTrainer(RLOOTrainer):
@@ -130,6 +130,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
             args.use_vllm = False  # the kit samples; TRL need not start an engine of its own
         _drop_old_reference(parts["model"])
         adapter = _adapter_values(parts["model"])
+        views = self._views(args, parts["model"]) if self.team.is_first else ()
         with precision_as_asked(args), _without_engine(parts["model"]):
             super().__init__(
                 reward_funcs=[
@@ -137,11 +138,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
                     for reward in rewards
                 ],
                 args=args,
-                callbacks=[
-                    Boundary(self.resume),
-                    *(callbacks or []),
-                    *(self._views(args, parts["model"]) if self.team.is_first else ()),
-                ],
+                callbacks=[Boundary(self.resume), *(callbacks or []), *views],
                 **parts,
                 **others,
             )

@@ -113,9 +113,9 @@ def test_the_total_is_weighted_and_none_does_not_count():
 
 
 def test_the_total_is_shaped_as_the_trainer_does():
-    told = Settings(missing_eos_penalty=1.0, reward_clip_range=(-0.5, 0.8))
+    given = Settings(missing_eos_penalty=1.0, reward_clip_range=(-0.5, 0.8))
     group = batch(1, 3, truncated=[True, False, False])
-    assert total_scores([probed([0.0, 0.0, 1.0])], group, told) == [-0.5, 0.0, 0.8]
+    assert total_scores([probed([0.0, 0.0, 1.0])], group, given) == [-0.5, 0.0, 0.8]
 
 
 def test_signal_is_the_trainers():
@@ -173,8 +173,8 @@ def test_the_forecast_is_right_about_drawn_groups():
 # --- findings and verdict ------------------------------------------------------------------------
 
 
-def find(rewards, group, **told):
-    shaped = Settings(**told)
+def find(rewards, group, **given):
+    shaped = Settings(**given)
     found = signal_of(total_scores(rewards, group, shaped), group, shaped)
     findings = find_all(rewards, group, shaped, found)
     return findings, verdict(found, findings)
@@ -219,13 +219,13 @@ def test_too_cold_too_hard_and_too_easy_have_remedies_of_their_own():
 
 def test_cut_off_completions_excuse_dull_rewards_only_where_nothing_is_learned():
     cut = batch(4, 4, truncated=[True] * 16)
-    told = {"max_completion_length": 48, "max_seq_length": 64}
+    given = {"max_completion_length": 48, "max_seq_length": 64}
     zero = probed([0.0] * 16, probes={"first_words": [1.0] * 16})
-    (finding,), text = find([zero], cut, **told)
+    (finding,), text = find([zero], cut, **given)
     assert (finding.kind, finding.level) == ("truncated", "error")
     assert finding.setting == "trainer.max_completion_length=192, model.max_seq_length=208"
     assert "cannot learn" in text
-    (finding,), _ = find([probed([0, 1] * 8)], cut, **told)
+    (finding,), _ = find([probed([0, 1] * 8)], cut, **given)
     assert (finding.kind, finding.level) == ("truncated", "warning")
 
 

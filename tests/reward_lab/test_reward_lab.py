@@ -340,10 +340,10 @@ def test_a_file_is_checked_without_torch_and_a_run_file_gives_the_rewards(tmp_pa
 def test_what_is_written_can_be_checked_again(tmp_path):
     first = check(["accuracy", "thinking:0.1"], output_dir=tmp_path / "out")
     folder = tmp_path / "out"
-    told = json.loads((folder / "rewards_check.json").read_text())
-    assert told["verdict"] == first.verdict
-    assert told["table"][0]["mean"] == first.table[0].mean
-    assert len(told["samples"]) == 128
+    found_again = json.loads((folder / "rewards_check.json").read_text())
+    assert found_again["verdict"] == first.verdict
+    assert found_again["table"][0]["mean"] == first.table[0].mean
+    assert len(found_again["samples"]) == 128
     assert (folder / "rewards_check.png").read_bytes()[:4] == b"\x89PNG"
     again = check(["accuracy", "thinking:0.1"], folder / "completions.jsonl", output_dir=folder)
     assert again.samples == first.samples
@@ -459,16 +459,16 @@ def test_the_embedded_model_can_be_sampled_and_its_reward_is_good(tmp_path, caps
         output_dir=tmp_path / "out",
         overrides=["data.held_out=0"],
     )
-    told = [(finding.kind, finding.reward) for finding in found.findings]
+    found_again = [(finding.kind, finding.reward) for finding in found.findings]
     # Its thoughts are all of the same band, so that the second reward says nothing yet.
-    assert told == [("blind_to_thought", "tags"), ("constant", "thinking")]
+    assert found_again == [("blind_to_thought", "tags"), ("constant", "thinking")]
     accuracy = found.table[0]
     assert accuracy.num_scored == 64
     assert 0.3 < accuracy.mean < 0.8
     printed = capsys.readouterr().out
     assert "sampling 8 prompts x 8 completions of tiny-thinker, temperature 1" in printed
     assert "released" in printed
-    # The file tells the rewards what the tokenizer told them.
+    # The file gives the rewards what the tokenizer gave.
     specs = ["accuracy", "thinking:0.1", tags]
     again = check(specs, tmp_path / "out" / "completions.jsonl", source="quickstart")
     assert [f.as_dict() for f in again.findings] == [f.as_dict() for f in found.findings]

@@ -62,7 +62,7 @@ def in_child(one, data):
 
 def tried(target, number, start, keep):
     """Try so many inputs; return a line of the table and the number of failures."""
-    found, told, slowest, counted = [], Counter(), 0.0, Counter()
+    found, details, slowest, counted = [], Counter(), 0.0, Counter()
     call = in_child if target.isolated else judged
 
     @seed(start)
@@ -84,7 +84,7 @@ def tried(target, number, start, keep):
         if verdict.outcome == FAILED:
             found.append((verdict.detail, data))
         elif verdict.outcome == REFUSED:
-            told[verdict.detail[:180]] += 1
+            details[verdict.detail[:180]] += 1
 
     every()
     for place, (detail, data) in enumerate(found):
@@ -92,7 +92,7 @@ def tried(target, number, start, keep):
         stem = f"{target.name.replace(' ', '-')}-{place}"
         (keep / f"{stem}.pickle").write_bytes(pickle.dumps((target.name, data)))
         (keep / f"{stem}.txt").write_text(f"{detail}\n\n{data!r}\n"[:20_000], errors="replace")
-    return counted, slowest, found, told
+    return counted, slowest, found, details
 
 
 def kinds_of(found):
@@ -123,7 +123,7 @@ def table(chosen, args):
     for target in chosen:
         began = time.monotonic()
         number = min(target.most, max(1, round(args.inputs * target.share / parts)))
-        counted, slowest, found, told = tried(target, number, args.seed, args.keep)
+        counted, slowest, found, details = tried(target, number, args.seed, args.keep)
         total += counted
         row = "".join(f"{counted[outcome]:>8}" for outcome in (RIGHT, REFUSED, FAILED))
         spent = time.monotonic() - began
@@ -131,7 +131,9 @@ def table(chosen, args):
             f"{target.name:<16}{counted.total():>8}{row}{slowest:>8.2f} s{spent:>7.0f} s",
             flush=True,
         )
-        said = kinds_of(found).most_common(12) + (told.most_common(args.show) if args.show else [])
+        said = kinds_of(found).most_common(12) + (
+            details.most_common(args.show) if args.show else []
+        )
         for text, times in said:
             print(f"    {times} x {text}")
     print(f"{total.total()} inputs, {total[FAILED]} failures", flush=True)

@@ -252,7 +252,7 @@ class Count:
     while_ending: int = 0
     """The adapter was written."""
     resumed_from: list[int] = field(default_factory=list)
-    """Steps; 0: it began anew."""
+    """Steps; 0: from the start."""
     lost: int = 0
     """Runs that could not be resumed."""
     different: list[str] = field(default_factory=list)
