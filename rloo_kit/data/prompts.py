@@ -62,8 +62,7 @@ def load_prompts(  # noqa: PLR0913
         max_prompt_tokens: Leave out longer prompts, of those that ``num_prompts`` kept.
 
     Raises:
-        DataError: No such source, no ``prompt`` column, no rows, a bad line, with its number, or an
-            argument that this source has no use for.
+        DataError: No such source, no ``prompt``, no rows, a bad line, or a needless argument.
     """
     name = str(name)
     _check_arguments(name, columns, level, settings)

@@ -91,7 +91,7 @@ def export_model(  # noqa: PLR0913
         dtype: Of a GGUF file: ``bf16``, ``f16`` or ``q8_0``.
         base: What the adapter is merged into, a 16-bit name or folder, or ``dequantized``: the
             4-bit base of the run, written out. Of an adapter: the name that it gives its base.
-        converter: llama.cpp's folder, or its ``convert_hf_to_gguf.py``.
+        converter: llama.cpp's folder or its ``convert_hf_to_gguf.py``.
         repo: ``OWNER/NAME`` on the hub.
         public: Let everybody see it there.
         yes: Send it; False lists what would be sent.
@@ -101,8 +101,7 @@ def export_model(  # noqa: PLR0913
 
     Raises:
         ConfigError: The arguments do not fit, or there is no converter.
-        ModelError: It cannot be loaded, merged, converted or sent, or does not answer as before;
-            nothing of it is left.
+        ModelError: It cannot be loaded, merged, converted or sent, or answers otherwise.
     """
     say = redacting(say)
     _check_arguments(to, dtype, repo, num_prompts)

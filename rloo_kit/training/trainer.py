@@ -130,7 +130,6 @@ class LeaveOneOutTrainer(RLOOTrainer):
             args.use_vllm = False  # the kit samples; TRL need not start an engine of its own
         _drop_old_reference(parts["model"])
         adapter = _adapter_values(parts["model"])
-        views = self._views(args, parts["model"]) if self.team.is_first else ()
         with precision_as_asked(args), _without_engine(parts["model"]):
             super().__init__(
                 reward_funcs=[
@@ -138,7 +137,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
                     for reward in rewards
                 ],
                 args=args,
-                callbacks=[Boundary(self.resume), *(callbacks or []), *views],
+                callbacks=[Boundary(self.resume), *(callbacks or []), *self._views(args, parts)],
                 **parts,
                 **others,
             )
@@ -211,12 +210,14 @@ class LeaveOneOutTrainer(RLOOTrainer):
             stop=self.stop,
         )
 
-    def _views(self, args: LeaveOneOutConfig, model: Any) -> list[Any]:
+    def _views(self, args: LeaveOneOutConfig, parts: dict[str, Any]) -> list[Any]:
         """Return what shows the training: on rank 0 alone."""
+        if not self.team.is_first:
+            return []
         if not args.doctor:
             return [live_progress()]
         self.watch = RunWatch(
-            _config_of(args, model),
+            _config_of(args, parts["model"]),
             tell=lambda findings: self.notify("on_findings", findings=findings),
             stop=self.stop,
             stop_on=args.stop_on or (),
