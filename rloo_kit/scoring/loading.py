@@ -416,8 +416,8 @@ def _load_file(path: Path) -> ModuleType:
             raise
         raise RewardLoadError(
             f"reward file {format_value(str(path))} raised {type(exc).__name__} while it was "
-            f"loaded ({first_line(exc)}); correct it, and keep helpers in the same file (its "
-            "folder is not on sys.path)"
+            f"loaded ({first_line(exc)}); correct it, install what it imports, and keep helpers in "
+            "the same file (its folder is not on sys.path)"
         ) from exc
     return module
 

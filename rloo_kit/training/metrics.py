@@ -70,9 +70,8 @@ class StepLog:
 
     def note_rollout(self, rollout: Rollout, step: int) -> list[dict[str, Any]]:
         """Log a rollout whose advantages are final; return a record of every completion."""
-        self.note_all(rollout_metrics(rollout, self.names))
-        if self.legacy:
-            self.note_all(legacy_rollout_metrics(rollout))
+        older = legacy_rollout_metrics(rollout) if self.legacy else {}
+        self.note_all(rollout_metrics(rollout, self.names) | older)  # the older sign wins
         of_step, first = self.groups_of_step
         first = first if of_step == step else 0  # a step may learn from several rollouts
         self.groups_of_step = (step, first + len(rollout) // rollout.num_generations)

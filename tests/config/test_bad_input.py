@@ -120,7 +120,7 @@ REWARDS = {
     "missing file": ("mine.py:good", None, "does not exist"),
     "missing function": ("mine.py:good", "def better(completions, **_): ...", "better"),
     "syntax error": ("mine.py:good", "def good(:\n", "line 1"),
-    "failing import": ("mine.py:good", "import no_such_package", "install it"),
+    "failing import": ("mine.py:good", "import no_such_package", "install"),
     "bad weight": ("accuracy:heavy", None, "finite number"),
     "raises": ("mine.py:good", "def good(completions, **_): return 1 / 0", "ZeroDivisionError"),
     "wrong length": (
