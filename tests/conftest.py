@@ -52,6 +52,13 @@ def pytest_collectstart(collector):
             start_libraries()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Long tests train, in pure packages too."""
+    if item.get_closest_marker("long"):
+        start_libraries()
+
+
 def pytest_collection_modifyitems(items):
     def place(item):
         name = item.path.stem
