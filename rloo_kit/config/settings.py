@@ -31,8 +31,6 @@ class Rule:
     resume: Resume = "free"
     """``must``: it decides what is sampled and learned, so a resumed run keeps it. ``may``: a new
     value is used from the next step and reported. ``free``: it may change without notice."""
-    memory: bool = False
-    """It changes how much memory a step takes, so a dry run repeats."""
     kit_only: bool = False
     """TRL's own training path (images, sharded weights) cannot serve it."""
 
@@ -77,13 +75,11 @@ class KitSettings:
         "speed and memory, not the gradient. `per_device_train_batch_size` keeps its meaning.",
         minimum=1,
         resume="may",
-        memory=True,
     )
     skip_old_pass: bool = setting(
         True,
         "Take old log-probabilities from the training forward where that is exact.",
         resume="must",
-        memory=True,
     )
     skip_no_signal: bool = setting(
         True,
@@ -156,7 +152,6 @@ class KitSettings:
         "Who samples: `vllm` (in this process), `server` (vLLM's own, at `vllm_server_base_url`), "
         "`transformers`, or `auto`: vLLM on a GPU where it can.",
         resume="may",
-        memory=True,
     )
     canary: bool = setting(
         True, "Prove on every batch that vLLM samples from the policy that trains; stop where not."
@@ -216,8 +211,8 @@ TRL_RULES: dict[str, Rule] = {
     "adam_beta1": _MUST,
     "adam_beta2": _MUST,
     "adam_epsilon": _MUST,
-    "beta": Rule(default=0.05, minimum=0, maximum=100, resume="must", memory=True),
-    "bf16": Rule(by_device=True, resume="must", memory=True),
+    "beta": Rule(default=0.05, minimum=0, maximum=100, resume="must"),
+    "bf16": Rule(by_device=True, resume="must"),
     "chat_template_kwargs": _MUST,
     "dataloader_pin_memory": _BY_DEVICE,
     "ddp_backend": _BY_DEVICE,
@@ -225,45 +220,41 @@ TRL_RULES: dict[str, Rule] = {
     "enable_jit_checkpoint": Rule(choices=(False,)),
     "epsilon": Rule(minimum=0, resume="must"),
     "epsilon_high": _MUST,
-    "fp16": Rule(by_device=True, resume="must", memory=True),
-    "generation_batch_size": Rule(minimum=1, resume="must", memory=True),
-    "generation_kwargs": Rule(resume="must", memory=True),
-    "gradient_accumulation_steps": Rule(default=1, minimum=1, memory=True),
-    "gradient_checkpointing": Rule(by_device=True, resume="may", memory=True),
-    "gradient_checkpointing_kwargs": Rule(memory=True),
+    "fp16": Rule(by_device=True, resume="must"),
+    "generation_batch_size": Rule(minimum=1, resume="must"),
+    "generation_kwargs": Rule(resume="must"),
+    "gradient_accumulation_steps": Rule(default=1, minimum=1),
+    "gradient_checkpointing": Rule(by_device=True, resume="may"),
     "learning_rate": Rule(default=1e-5, above=0, maximum=1, resume="may"),
     "logging_steps": Rule(default=1),
     "lr_scheduler_type": _MAY,
     "mask_truncated_completions": _MUST,
-    "max_completion_length": Rule(
-        default=512, minimum=1, maximum=1_000_000, resume="must", memory=True
-    ),
+    "max_completion_length": Rule(default=512, minimum=1, maximum=1_000_000, resume="must"),
     "max_grad_norm": Rule(default=1.0, minimum=0, resume="may"),
     "max_steps": Rule(minimum=-1, maximum=1_000_000_000, resume="may"),
     "min_p": _MUST,
-    "normalize_advantages": Rule(resume="must", memory=True),
+    "normalize_advantages": Rule(resume="must"),
     "num_completions_to_print": Rule(default=0),
     # leave-one-out compares a completion with its siblings
-    "num_generations": Rule(default=4, minimum=2, resume="must", memory=True),
+    "num_generations": Rule(default=4, minimum=2, resume="must"),
     "num_iterations": Rule(default=1, minimum=1, maximum=1000, resume="must"),
     "num_train_epochs": _MAY,
-    "optim": Rule(resume="must", memory=True),
-    "optim_args": Rule(resume="must", memory=True),
-    "per_device_train_batch_size": Rule(default=8, minimum=1, memory=True),
+    "optim": Rule(resume="must"),
+    "optim_args": Rule(resume="must"),
+    "per_device_train_batch_size": Rule(default=8, minimum=1),
     "repetition_penalty": _MUST,
     "report_to": Rule(default="none"),
     "reward_clip_range": _MUST,
     "save_steps": Rule(default=10),
     "seed": _MUST,
     "shuffle_dataset": _MUST,
-    "steps_per_generation": Rule(minimum=1, memory=True),
+    "steps_per_generation": Rule(minimum=1),
     "temperature": Rule(default=1.0, minimum=1e-3, maximum=10, resume="must"),
     "top_k": _MUST,
     "top_p": Rule(above=0, maximum=1, resume="must"),
     "use_cpu": _BY_DEVICE,
-    "vllm_enable_sleep_mode": Rule(by_device=True, memory=True),
-    "vllm_gpu_memory_utilization": Rule(by_device=True, memory=True),
-    "vllm_max_model_length": Rule(memory=True),
+    "vllm_enable_sleep_mode": Rule(by_device=True),
+    "vllm_gpu_memory_utilization": Rule(by_device=True),
     "warmup_steps": _MAY,
     "weight_decay": _MUST,
 }
@@ -281,7 +272,6 @@ TRL_DEFAULTS: dict[str, Any] = {
 DEFAULTS: dict[str, Any] = {**{field.name: field.default for field in OWN_FIELDS}, **TRL_DEFAULTS}
 BY_DEVICE = frozenset(name for name, rule in TRL_RULES.items() if rule.by_device)
 KIT_ONLY = tuple(name for name, rule in RULES.items() if rule.kit_only)
-OF_MEMORY = tuple(sorted(name for name, rule in RULES.items() if rule.memory))
 
 
 def on_resume(rule: Resume) -> list[str]:

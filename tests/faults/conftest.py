@@ -1,10 +1,5 @@
-"""A row for every fault, promised and seen: the source of docs/reference/reliability.md.
+"""Faults made on purpose; docs/reference/reliability.md lists the marks ``fault``."""
 
-The rows go to the folder that RLOO_KIT_FAULTS names, else to pytest's cache.
-"""
-
-import json
-import os
 import sys
 from pathlib import Path
 
@@ -21,32 +16,8 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if HERE in item.path.parents and item.path.stem != "test_page":
+        if HERE in item.path.parents:
             item.add_marker(pytest.mark.faults)
-
-
-@pytest.fixture(scope="session")
-def rows(pytestconfig):
-    """The folder of the rows."""
-    named = os.environ.get("RLOO_KIT_FAULTS")
-    folder = Path(named) if named else pytestconfig.cache.mkdir("faults")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-@pytest.fixture
-def seen(request, rows):
-    """Call it with what was seen, at the end of a test marked ``fault``: that makes its row."""
-    mark = request.node.get_closest_marker("fault")
-    file = rows / f"{request.node.path.stem}.{request.node.name}.json"
-    file.unlink(missing_ok=True)
-
-    def note(text, tries=1, lost=0):
-        name, promise = mark.args
-        row = {"fault": name, "promise": promise, "seen": text, "tries": tries, "lost": lost}
-        file.write_text(json.dumps(row, indent=1) + "\n")
-
-    return note
 
 
 @pytest.fixture(scope="session")

@@ -61,18 +61,16 @@ def flip(folder):
     "a checkpoint is truncated",
     "it is passed over with a warning, and the one before it is used",
 )
-def test_a_truncated_checkpoint(copy, seen):
-    tries = spoil_each(copy, truncate)
-    seen("every file cut in half, one at a time; resumed from the one before", tries=tries)
+def test_a_truncated_checkpoint(copy):
+    assert spoil_each(copy, truncate) > 0
 
 
 @pytest.mark.fault(
     "a bit of a checkpoint flips",
     "it is passed over with a warning, and the one before it is used",
 )
-def test_a_flipped_bit(copy, seen):
-    tries = spoil_each(copy, flip)
-    seen("a bit of every file, one at a time; resumed from the one before", tries=tries)
+def test_a_flipped_bit(copy):
+    assert spoil_each(copy, flip) > 0
 
 
 def spoil_each(one, faults):
@@ -101,21 +99,20 @@ def spoil_each(one, faults):
     "no checkpoint is whole",
     "each is named with its fault, and the run starts from the beginning",
 )
-def test_no_whole_checkpoint(copy, seen):
+def test_no_whole_checkpoint(copy):
     for folder in copy.run.glob("checkpoint-*"):
         os.truncate(folder / "adapter_model.safetensors", 100)
     resumed = copy.resume()
     assert "no valid one is left" in resumed.text
     assert f"step 1/{STEPS}" in resumed.text
     assert copy.differs() == []
-    seen("both named; started again, the run is the uninterrupted one")
 
 
 @pytest.mark.fault(
     "a checkpoint of another version of the kit",
     "it is refused or passed over, with the version that wrote it; none is misread",
 )
-def test_a_checkpoint_of_another_version(copy, seen):
+def test_a_checkpoint_of_another_version(copy):
     for folder in copy.run.glob("checkpoint-*"):
         manifest = json.loads((folder / "manifest.json").read_text())
         manifest |= {"format": 99, "version": "9.9.9"}
@@ -125,7 +122,6 @@ def test_a_checkpoint_of_another_version(copy, seen):
     assert "written by rloo-kit 9.9.9" in life.text
     assert "Traceback" not in life.text
     assert life.code == 2 or copy.differs() == []
-    seen("named with its version" + ("; nothing was begun" if life.code else "; started again"))
 
 
 OTHERS = {
@@ -149,7 +145,7 @@ def contents(run):
     "a resume with another model, other prompts, rewards or settings",
     "it is refused and says what differs; checkpoints and records stay as they are",
 )
-def test_a_checkpoint_of_another_run(copy, seen):
+def test_a_checkpoint_of_another_run(copy):
     before = contents(copy.run)
     for setting, value in OTHERS.items():
         refused = copy.fail("--resume", "--set", f"{setting}={value}")
@@ -160,14 +156,13 @@ def test_a_checkpoint_of_another_run(copy, seen):
         assert contents(copy.run) == before
     copy.resume()
     assert copy.differs() == []
-    seen("all named, the folder untouched; then resumed with the right settings", tries=len(OTHERS))
 
 
 @pytest.mark.fault(
     "the base model's weights change under their name",
     "the resume is refused; nothing is written",
 )
-def test_other_weights_of_the_same_name(tmp_path, seen):
+def test_other_weights_of_the_same_name(tmp_path):
     from safetensors.torch import load_file, save_file
 
     import rloo_kit
@@ -187,14 +182,13 @@ def test_other_weights_of_the_same_name(tmp_path, seen):
     assert "another model" in refused.text
     file.write_bytes(content)
     one.resume()
-    seen("refused; resumed with the weights as they were", tries=1)
 
 
 @pytest.mark.fault(
     "the end of metrics.jsonl and completions.jsonl is lost in a power cut, or all of it",
     "the run continues; what is left of them, and what comes, are whole lines",
 )
-def test_a_lost_record(killed, tmp_path, seen):
+def test_a_lost_record(killed, tmp_path):
     def cut(file):
         os.truncate(file, file.stat().st_size - 500)
 
@@ -207,14 +201,13 @@ def test_a_lost_record(killed, tmp_path, seen):
         for name in ("metrics.jsonl", "completions.jsonl"):
             lines = (one.run / name).read_text().splitlines()
             assert [json.loads(line)["step"] for line in lines][-1] == STEPS
-    seen("the adapter is the uninterrupted run's, and all lines are whole", tries=2)
 
 
 @pytest.mark.fault(
     "the power goes while a checkpoint is written",
     "its half is removed, the one before it is used",
 )
-def test_half_a_checkpoint(copy, seen):
+def test_half_a_checkpoint(copy):
     newest = whole(copy)
     half = copy.run / ".checkpoint-2.part"
     os.rename(newest, half)
@@ -227,4 +220,3 @@ def test_half_a_checkpoint(copy, seen):
     assert not half.exists()
     copy.resume()
     assert copy.differs() == []
-    seen("resumed from the one before; the run is the uninterrupted one")

@@ -11,25 +11,23 @@ from trials import FAULT_AT
     "a reward raises",
     "the run stops and names reward, row and remedy; the last finished step is saved",
 )
-def test_a_reward_raises(trial, seen):
+def test_a_reward_raises(trial):
     life = trial.fail(FAULT="raises")
     assert "reward 'right'" in life.text
     assert "no answer to divide by" in life.text
     assert trial.ended["how"] == "failed"
     trial.keeps_all()
-    seen("exit code 2; resumed, the run is the uninterrupted one, bit for bit")
 
 
 @pytest.mark.fault(
     "a reward raises, `on_reward_error: skip`",
     "what it cannot score counts as unscorable, and the run continues",
 )
-def test_a_reward_raises_and_is_skipped(trial, seen):
+def test_a_reward_raises_and_is_skipped(trial):
     life = trial.begin("--set", "trainer.on_reward_error=skip", FAULT="raises")
     assert life.finish() == 0, life.text
     assert metrics(trial.run)[FAULT_AT]["rewards/right/errors"] == 8
     assert trial.ended["how"] == "finished"
-    seen("the step trained nothing, the others did; the run finished")
 
 
 @pytest.mark.fault(
@@ -37,12 +35,11 @@ def test_a_reward_raises_and_is_skipped(trial, seen):
     "`reward_timeout_seconds` ends it and names the line it hung in; the last finished step is "
     "saved",
 )
-def test_a_reward_hangs(trial, seen):
+def test_a_reward_hangs(trial):
     life = trial.fail("--set", "trainer.reward_timeout_seconds=0.3", FAULT="hangs")
     assert "took more than 0.3 s" in life.text
     assert "reward.py:" in life.text
     trial.keeps_all()
-    seen("ended after 0.3 s; resumed, the run is the uninterrupted one, bit for bit")
 
 
 RUBBISH = {
@@ -59,23 +56,19 @@ RUBBISH = {
     "a reward returns rubbish: text, NaN, infinity, too few scores, nothing, lists",
     "the run stops and says what came and what to return; nothing is trained on it",
 )
-def test_a_reward_returns_rubbish(trial, seen):
+def test_a_reward_returns_rubbish(trial):
     for fault, words in RUBBISH.items():
         life = trial.fail(*(["--resume"] if trial.lives else []), FAULT=fault)
         assert words in life.text.replace("[1.0]", "[0.0]"), life.text
         assert trial.saved == FAULT_AT
     trial.keeps_all()
-    seen(
-        "each of the six named; resumed after all of them, the run is the uninterrupted one",
-        tries=len(RUBBISH),
-    )
 
 
 @pytest.mark.fault(
     "a reward eats the memory",
     "the system's refusal is reported as the reward's; the last finished step is saved",
 )
-def test_a_reward_leaks_memory(trial, seen):
+def test_a_reward_leaks_memory(trial):
     def limit():
         pages = int(open("/proc/self/statm").read().split()[0])  # noqa: SIM115
         most = pages * resource.getpagesize() + 2**30
@@ -85,15 +78,13 @@ def test_a_reward_leaks_memory(trial, seen):
     assert "reward 'right'" in life.text
     assert "MemoryError" in life.text
     trial.keeps_all()
-    seen("MemoryError, attributed to the reward; resumed, bit for bit the uninterrupted run")
 
 
 @pytest.mark.fault(
     "a reward ends the process (`sys.exit`)",
     "the last finished step is saved",
 )
-def test_a_reward_ends_the_process(trial, seen):
+def test_a_reward_ends_the_process(trial):
     life = trial.begin(FAULT="ends")
     assert life.finish() != 0, life.text
     trial.keeps_all()
-    seen("ended; resumed, the run is the uninterrupted one, bit for bit")

@@ -58,6 +58,7 @@ def test_setup_fills_in_variables_and_imports_unsloth_first(tmp_path):
     assert found["dotenv"] == str(tmp_path / ".env")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "module",
     [

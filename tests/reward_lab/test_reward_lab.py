@@ -287,6 +287,7 @@ NUMBER = {"name": "format", "pattern": "[0-9]+", "part": "answer"}
 OVERLONG = {"name": "soft_overlong", "max_completion_length": 48, "soft_punish_cache": 16}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "rewards",
     [

@@ -182,6 +182,7 @@ def test_async_rewards_run_while_the_reference_pass_computes(policy, tmp_path, m
     assert order.count("reward starts") == 1, "it was started ahead, and called again"
 
 
+@pytest.mark.long
 def test_dynamic_sampling_fills_the_batch_with_signal(policy, tmp_path):
     recorded = []
     settings = {"max_steps": 2, "beta": 0.0}
