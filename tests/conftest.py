@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections import Counter
 from functools import cache
 
 import pytest
@@ -21,17 +22,6 @@ PURE = {
     "test_output_folder.py",
 }
 """Packages and files whose tests import none of the heavy libraries: they start in a second."""
-
-LONGEST = (
-    "test_run",
-    "test_parity",
-    "test_readme",
-    "test_docs",
-    "test_environment",
-    "test_gradients",
-    "test_cli",
-)
-"""Files that take longest start first, so that no worker ends with one of them alone."""
 
 
 @cache
@@ -59,12 +49,11 @@ def pytest_runtest_setup(item):
         start_libraries()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    def place(item):
-        name = item.path.stem
-        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
-
-    items.sort(key=place)
+    # Files with many long tests start first, so that no worker ends with one of them alone.
+    num_long = Counter(item.path for item in items if item.get_closest_marker("long"))
+    items.sort(key=lambda item: -num_long[item.path])
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu or os.environ.get("RLOO_KIT_GPU_TESTS_ON_CPU") == "1":
         return

@@ -18,6 +18,7 @@ KINDS = {
     "gguf": "A GGUF file: a LoRA adapter merged into",
     "ollama": "A GGUF file: a LoRA adapter merged into",
 }
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 DATA_SUFFIXES = (".jsonl", ".csv", ".parquet", ".gguf")
 
 
@@ -123,7 +124,7 @@ def _training(facts: CardFacts) -> list[str]:
         settings = [
             f"{name} {given[name]}"
             for name, rule in RULES.items()
-            if given.get(name) is not None and (rule.resume != "free" or rule.memory)
+            if given.get(name) is not None and (rule.resume != "free" or name in BATCH)
         ]
         lines.append("Settings: " + ", ".join(settings))
     if machine := (facts.environment.get("hardware") or {}).get("name"):
