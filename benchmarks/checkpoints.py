@@ -45,7 +45,7 @@ def share(runs: int) -> dict:
         setattr(ExactResume, name, call)
 
     timed("take_snapshot", "copied")
-    timed("_write_or_rescue", "written")
+    timed("_write", "written")
     found = []
     with tempfile.TemporaryDirectory() as place:
         for number in range(runs):

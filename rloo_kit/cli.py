@@ -330,7 +330,7 @@ def _launch(args: argparse.Namespace) -> int:
 def _code_of(result: Any) -> int:
     if result.interrupted:
         return exit_code(Terminated() if result.terminated else KeyboardInterrupt())
-    return 2 if getattr(result, "rescued", False) else 0
+    return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:

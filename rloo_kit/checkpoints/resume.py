@@ -21,8 +21,6 @@ import copy
 import importlib.metadata
 import math
 import shutil
-import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +47,7 @@ from rloo_kit.checkpoints.store import (
 )
 from rloo_kit.config.settings import on_resume
 from rloo_kit.diagnosis.record import finite_numbers
-from rloo_kit.errors import CheckpointError, DiskError, KitError, ProcessLostError
+from rloo_kit.errors import CheckpointError, KitError, ProcessLostError
 from rloo_kit.output_folder import one_at_a_time
 from rloo_kit.processes import Team, check_resumable, raise_if_peer_lost
 from rloo_kit.rloo.guards import check_finite
@@ -131,8 +129,6 @@ class ExactResume:
     def __init__(self, trainer: Resumable) -> None:
         self.trainer = trainer
         self.stop_reason: str | None = None
-        self.rescued: Path | None = None
-        """The folder a checkpoint went to because the disk of ``output_dir`` refused it."""
         self.resumed_from: Checkpoint | None = None
         self.state_read: dict[str, Any] | None = None
         """The checkpoint's state, from reading it until the first step."""
@@ -158,7 +154,7 @@ class ExactResume:
             CheckpointError: There is none, it is broken, or of another run.
         """
         trainer = self.trainer
-        self._snapshot = self.rescued = self.state_read = self.stop_reason = None
+        self._snapshot = self.state_read = self.stop_reason = None
         self._received, self.saved_at = None, -1
         self.resumed_from = self._checkpoint_at(resume_from)
         self._facts = facts_of(trainer)
@@ -263,7 +259,7 @@ class ExactResume:
         """Write the checkpoint of the step that has just ended: transformers asks for it."""
         self.take_snapshot()
         if self.trainer.team.is_first:
-            self._write_or_rescue()
+            self._write(Path(self.trainer.args.output_dir))
 
     def check_weights(self) -> None:
         """Raise DivergedError where trained weights hold NaN or Inf."""
@@ -289,32 +285,11 @@ class ExactResume:
         try:
             with one_at_a_time(run) if trainer.team.size > 1 else contextlib.nullcontext():
                 if not (run / f"checkpoint-{step}").exists():
-                    self._write_or_rescue()
+                    self._write(run)
         except KitError as exc:  # the first error is the one to raise
             warnings.warn(f"step {step} was not saved: {exc}", RuntimeWarning, stacklevel=2)
             return None
         return step
-
-    def _write_or_rescue(self) -> None:
-        trainer, run = self.trainer, Path(self.trainer.args.output_dir)
-        try:
-            self._write(run)
-        except DiskError as exc:
-            rescue = trainer.args.rescue_dir or Path(tempfile.gettempdir()) / "rloo-kit-rescue"
-            place = Path(rescue) / f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-            try:
-                place.mkdir(parents=True, exist_ok=True)
-                self._write(place)
-            except (DiskError, OSError):
-                shutil.rmtree(place, ignore_errors=True)
-                raise exc from None
-            self.rescued = place
-            trainer.notify("on_rescue", folder=place)
-            self.stop(
-                f"{exc}; step {trainer.state.global_step} is saved in {str(place)!r} instead: "
-                f"resume with rloo-kit train {place} --resume"
-            )
-            trainer.control.should_training_stop = True
 
     def _write(self, run: Path) -> Checkpoint:
         trainer, snapshot = self.trainer, self._snapshot

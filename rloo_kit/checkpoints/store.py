@@ -135,8 +135,7 @@ def _disk_errors(run: Path, step: int) -> Iterator[None]:
         remedy = "free some space" if code in _FULL else "make the folder writable"
         raise DiskError(
             f"checkpoint {step} could not be written to {str(run)!r} ({os.strerror(code)}{space}): "
-            f"{remedy} and resume with --resume, or set trainer.rescue_dir to a folder on another "
-            f"disk"
+            f"{remedy} and resume with --resume"
         ) from exc
 
 
@@ -157,8 +156,7 @@ def _check_space(run: Path, step: int, expected_bytes: int) -> None:
     if free is not None and free < needed:
         raise DiskError(
             f"checkpoint {step} needs {_size(needed)} in {str(run)!r}, where {_size(free)} are "
-            f"free: free some space and resume with --resume, or set trainer.rescue_dir to a "
-            f"folder on another disk"
+            f"free: free some space and resume with --resume"
         )
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import typing
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import yaml
 
 from rloo_kit.config.engine_tables import TABLES, check_table
-from rloo_kit.config.settings import DEFAULTS, setting
+from rloo_kit.config.settings import DEFAULTS, REMOVED, setting
 from rloo_kit.config.trainer_settings import translate_trainer_arguments
 from rloo_kit.config.values import check_keys, check_value, is_table, suggest
 from rloo_kit.errors import ConfigError
@@ -391,7 +392,7 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
             f"from examples/quickstart.yaml"
         )
     _check_size(content)
-    content = {str(key): value for key, value in content.items()}
+    content = _without_removed({str(key): value for key, value in content.items()})
     errors = [error for override in overrides for error in _apply_override(content, override)]
     remember_settings(content)
     known = {one.name: one for one in dataclasses.fields(RunConfig)}
@@ -416,6 +417,22 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
         if not errors:
             return config
     raise ConfigError(format_errors(errors))
+
+
+def _without_removed(content: dict[str, Any]) -> dict[str, Any]:
+    """Leave out settings that older versions had; warn once."""
+    kept, gone = {}, []
+    for key, value in content.items():
+        if key in REMOVED:
+            gone.append(key)
+        elif isinstance(value, Mapping):
+            kept[key] = {name: one for name, one in value.items() if f"{key}.{name}" not in REMOVED}
+            gone += [f"{key}.{name}" for name in value if f"{key}.{name}" in REMOVED]
+        else:
+            kept[key] = value
+    if gone:
+        warnings.warn(f"settings of an older rloo-kit are ignored: {', '.join(gone)}", stacklevel=3)
+    return kept
 
 
 def _make_section(name: str, value: object, errors: list[str]) -> Any:

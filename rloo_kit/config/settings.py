@@ -179,11 +179,6 @@ class KitSettings:
     keep_best: int = setting(
         1, "Checkpoints kept in addition because they scored highest; 0: none.", minimum=0
     )
-    rescue_dir: str | None = setting(
-        None,
-        "Where a checkpoint goes when the disk of `output_dir` is full; null: the system's folder "
-        "for temporary files.",
-    )
     max_hours: float | None = setting(
         None, "Save and stop after the step in which the training has taken so long.", above=0
     )
@@ -258,6 +253,14 @@ TRL_RULES: dict[str, Rule] = {
     "warmup_steps": _MAY,
     "weight_decay": _MUST,
 }
+
+# Settings of older versions, as `section.key` or a top-level key. A saved run.yaml may hold them,
+# so reading one ignores them with a warning.
+REMOVED: frozenset[str] = frozenset(
+    {
+        "trainer.rescue_dir",
+    }
+)
 
 OWN_FIELDS = dataclasses.fields(KitSettings)
 RULES: dict[str, Rule] = {

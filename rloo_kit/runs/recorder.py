@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import os
-import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -136,14 +135,6 @@ class RunRecorder(TrainerCallback):
         for name in ROW_FILES:
             with contextlib.suppress(OSError), (self.folder / name).open("rb") as file:
                 os.fsync(file.fileno())
-
-    def on_rescue(self, args: Any, state: Any, control: Any, folder: Path, **_: Any) -> None:
-        """Copy the record to the folder that the rescued checkpoint went to."""
-        for path in self.folder.iterdir():
-            if path.is_file() and path.suffix in (".yaml", ".json", ".jsonl"):
-                shutil.copy(path, folder / path.name)
-        self.folder = folder
-        self.write_waiting()
 
     # --- files -----------------------------------------------------------------------------------
 

@@ -78,8 +78,6 @@ class RunResult:
     """By Ctrl-C or SIGTERM."""
     terminated: bool = False
     """By SIGTERM."""
-    rescued: bool = False
-    """The disk was full: ``folder`` is the rescue folder."""
     released: Released | None = None
 
 
@@ -287,10 +285,9 @@ def _train_and_score(
         if recorder is not None:
             save_adapter(made.model, made.tokenizer, recorder.folder / "adapter", weights)
         after, by = _score_again(score, by)
-        steps, rescued = trainer.state.global_step, trainer.rescued is not None
+        steps = trainer.state.global_step
         if recorder is not None:
             _finish(trainer, recorder, after, seconds, by)
-            folder = recorder.folder  # another one if the disk was full
     summary.compare(say, before, after)
     return RunResult(
         folder,
@@ -301,7 +298,6 @@ def _train_and_score(
         seconds,
         interrupted=bool(by),
         terminated=by == "SIGTERM",
-        rescued=rescued,
     )
 
 
@@ -451,7 +447,6 @@ def _finish(
     if after is not None:
         recorder.write_evaluation(after)
     how = "interrupted" if by else "stopped" if trainer.stop_reason else "finished"
-    how = "failed" if trainer.rescued else how
     reason = f"by {by}" if by else trainer.stop_reason or ""
     recorder.write_end(how, reason, trainer.state.global_step, seconds, trainer.watch)
     recorder.write_report()

@@ -236,7 +236,6 @@ class LeaveOneOutTrainer(RLOOTrainer):
           a callback puts into the dict is saved.
         - ``on_checkpoint(args, state, control)``: right before a checkpoint is written.
         - ``on_resume(args, state, control, held)``: that dict, when a training resumes.
-        - ``on_rescue(args, state, control, folder)``: a checkpoint had to go to another folder.
         """
         for callback in self.callback_handler.callbacks:
             method = getattr(callback, event, None)
@@ -258,11 +257,6 @@ class LeaveOneOutTrainer(RLOOTrainer):
     def stop_reason(self) -> str | None:
         """Why the training ended before its last step."""
         return self.resume.stop_reason
-
-    @property
-    def rescued(self) -> Path | None:
-        """The folder a checkpoint went to because the disk of ``output_dir`` refused it."""
-        return self.resume.rescued
 
     @property
     def resumed_from(self) -> Checkpoint | None:

@@ -230,7 +230,7 @@ def test_a_refusing_disk_keeps_the_older_ones(tmp_path, monkeypatch, number, rem
 
     if call != "fill":
         monkeypatch.setattr(os, call, refuse)
-    with pytest.raises(DiskError, match=f"free there.: {remedy}.*trainer.rescue_dir") as caught:
+    with pytest.raises(DiskError, match=f"free there.: {remedy}") as caught:
         write_checkpoint(tmp_path, 30, refuse if call == "fill" else fill)
     assert os.strerror(number) in str(caught.value)
     assert contents(tmp_path) == before
@@ -295,7 +295,7 @@ def test_a_disk_that_became_read_only_keeps_what_it_has(disk):
 
 def test_a_run_inside_a_file_is_a_disk_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DiskError, match=r"Not a directory.*set trainer.rescue_dir"):
+    with pytest.raises(DiskError, match=r"Not a directory"):
         write(tmp_path / "file" / "run", 10)
 
 

@@ -86,7 +86,6 @@ OWN = {  # right values, then wrong ones
         ("kl_explosion", ["kl"], ["slow_reward"], [1], True, {"kl_explosion": 1}),
     ),
     "vllm_adapter_dir": ((None, "shared/adapters"), (1, True, ["a"])),
-    "rescue_dir": ((None, "/other/disk"), (1, True, ["a"])),
     "keep_last": ((1, 2, 100), (0, -1, 1.5, None, True, "2")),
     "keep_best": ((0, 1, 5), (-1, 0.5, None, True, "1")),
     "max_hours": ((None, 0.5, 8), (0, -1, "8h", True, math.inf)),
