@@ -9,7 +9,7 @@ that a process has ended; gradients by the backend of the device.
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -127,11 +127,13 @@ def join_team(*, on_cpu: bool) -> Team:
     are read here. Each process takes the GPU of its local rank.
 
     Raises:
-        ConfigError: There are fewer GPUs than processes, or FSDP is asked for on a CPU.
+        ConfigError: There are fewer GPUs than processes, or the weights would be sharded.
     """
     if launched_size() < 2:
         return ALONE
-    _check_devices(on_cpu=on_cpu)
+    _refuse_sharding()
+    if not on_cpu:
+        _check_devices()
     import torch.distributed as dist
     from accelerate import PartialState
 
@@ -151,6 +153,7 @@ def current_team() -> Team:
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return ALONE
+    _refuse_sharding()
     if _team is None:
         group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         _team = Team(dist.get_rank(), dist.get_world_size(), group)
@@ -162,31 +165,14 @@ def launched_rank() -> int:
     return _number("RANK") if launched_size() > 1 else 0
 
 
-def why_sharded() -> str | None:
-    """Return what shards the weights (FSDP, DeepSpeed, Megatron-LM), or None."""
-    on = ("1", "true", "yes", "on", "y", "t")
-    return next((n for key, n in SHARDING.items() if os.environ.get(key, "").lower() in on), None)
-
-
-def check_resumable() -> None:
-    """Raise ConfigError where FSDP or DeepSpeed trains, whose checkpoints are transformers' own."""
-    if launched_size() > 1 and (name := why_sharded()):
-        raise ConfigError(
-            f"a run whose weights {name} shards cannot be resumed: begin a new run, or train with "
-            f"--processes"
-        )
-
-
-@contextlib.contextmanager
-def gathered(parameters: Iterable[Any]) -> Iterator[None]:
-    """Gather parameters that DeepSpeed's ZeRO-3 shards; all processes enter it together."""
-    if why_sharded() != "DeepSpeed":
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(list(parameters)):
-        yield
+def _refuse_sharding() -> None:
+    """Raise ConfigError where accelerate would shard the weights."""
+    for variable, name in SHARDING.items():
+        if os.environ.get(variable, "").lower() in ("1", "true", "yes", "on", "y", "t"):
+            raise ConfigError(
+                f"{name} shards the weights, which the kit does not train: start with "
+                f"rloo-kit train --processes, where each process holds the whole model"
+            )
 
 
 @contextlib.contextmanager
@@ -225,13 +211,7 @@ def _number(name: str, default: int = 0) -> int:
         ) from None
 
 
-def _check_devices(*, on_cpu: bool) -> None:
-    if on_cpu:
-        if why_sharded() == "FSDP":  # accelerate 1.15 would train with DDP, without a word
-            raise ConfigError(
-                "FSDP needs GPUs, since accelerate shards nothing on a CPU: start with --processes"
-            )
-        return
+def _check_devices() -> None:
     import torch
 
     here, there = _number("LOCAL_RANK"), torch.cuda.device_count()

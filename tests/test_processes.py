@@ -12,7 +12,6 @@ from rloo_kit.errors import ConfigError, ProcessLostError, RewardError
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.processes import (
     ALONE,
-    check_resumable,
     is_lost_peer,
     join_team,
     launched_rank,
@@ -89,20 +88,11 @@ def test_a_world_size_that_is_no_number_is_refused(monkeypatch):
         launched_size()
 
 
-def test_fsdp_on_a_cpu_is_refused(monkeypatch):
+def test_sharded_weights_are_refused(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"FSDP needs GPUs.*: start with --processes"):
+    with pytest.raises(ConfigError, match=r"FSDP shards the weights.*--processes"):
         join_team(on_cpu=True)
-
-
-def test_divided_weights_are_not_resumed(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    check_resumable()  # one process divides nothing
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="weights DeepSpeed shards cannot be resumed: begin"):
-        check_resumable()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ next optimizer step the weights and the optimizer still belong to it. So an erro
 reward or in a pass loses nothing: the checkpoint of the last finished step is written then.
 
 Several processes hold the same state, so any of them can write it, and any number of processes can
-resume from it. Weights that FSDP or DeepSpeed divides are left to transformers' own checkpoints.
+resume from it.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ from rloo_kit.config.settings import on_resume
 from rloo_kit.diagnosis.record import finite_numbers
 from rloo_kit.errors import CheckpointError, KitError, ProcessLostError
 from rloo_kit.output_folder import one_at_a_time
-from rloo_kit.processes import Team, check_resumable, raise_if_peer_lost
+from rloo_kit.processes import Team, raise_if_peer_lost
 from rloo_kit.rloo.guards import check_finite
 
 # Settings that decide what is sampled and learned: another value would be another run.
@@ -92,8 +92,6 @@ class Resumable(Protocol):
     reward_func_names: list[str]
     train_dataset: Any
     team: Team
-    is_sharded: bool
-    """Whether FSDP or DeepSpeed divides the weights."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the trainer's own state, in copies."""
@@ -277,7 +275,7 @@ class ExactResume:
     def _save_last_step(self) -> int | None:
         """Write the checkpoint of the last finished step unless it is there; return its number."""
         trainer = self.trainer
-        if self._snapshot is None or trainer.args.save_strategy == "no" or trainer.is_sharded:
+        if self._snapshot is None or trainer.args.save_strategy == "no":
             return None
         step, run = self._snapshot["step"], Path(trainer.args.output_dir)
         if not step:
@@ -335,7 +333,6 @@ class ExactResume:
     def _checkpoint_at(self, wanted: str | Path | bool | None) -> Checkpoint | None:
         if wanted is None or wanted is False:
             return None
-        check_resumable()
         place = Path(self.trainer.args.output_dir if wanted is True else wanted)
         if place.name.startswith("checkpoint-") or (place / TRAINER_STATE_NAME).exists():
             return read_checkpoint(place)

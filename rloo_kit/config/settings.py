@@ -32,7 +32,7 @@ class Rule:
     """``must``: it decides what is sampled and learned, so a resumed run keeps it. ``may``: a new
     value is used from the next step and reported. ``free``: it may change without notice."""
     kit_only: bool = False
-    """TRL's own training path (images, sharded weights) cannot serve it."""
+    """TRL's own training path (images) cannot serve it."""
 
 
 def setting(default: Any = MISSING, help: str = "", **rule: Any) -> Any:

@@ -312,9 +312,7 @@ def _with_adapter(model: Any, folder: Path) -> Any:
     return peft_model
 
 
-def save_adapter(
-    model: Any, tokenizer: Any, folder: str | Path, weights: dict[str, Any] | None = None
-) -> Path:
+def save_adapter(model: Any, tokenizer: Any, folder: str | Path) -> Path:
     """Write the trained adapter and the tokenizer as PEFT reads them; the write is atomic.
 
     TRL's frozen copy of the adapter (``ref``) is left out.
@@ -323,7 +321,6 @@ def save_adapter(
         model: With its adapter.
         tokenizer: Written to the same folder.
         folder: Of an adapter, or one that does not exist yet.
-        weights: The model's, gathered, where they are sharded between processes.
 
     Raises:
         ModelError: The disk refused, or the folder holds something else than an adapter.
@@ -337,7 +334,7 @@ def save_adapter(
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        model.save_pretrained(str(partial), selected_adapters=["default"], state_dict=weights)
+        model.save_pretrained(str(partial), selected_adapters=["default"])
         tokenizer.save_pretrained(str(partial))
         if folder.exists():
             shutil.rmtree(folder)
@@ -527,14 +524,8 @@ def _as_model_error(name: str, exc: Exception) -> ModelError:
 def _load_unsloth(
     source: str, max_seq_length: int, load_in_4bit: bool, **kwargs: Any
 ) -> tuple[Any, Any]:
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from unsloth import FastLanguageModel
 
-    if is_deepspeed_zero3_enabled():
-        raise ConfigError(
-            "Unsloth cannot load weights that DeepSpeed's ZeRO-3 shards: set model.backend to "
-            "transformers"
-        )
     return FastLanguageModel.from_pretrained(
         source, max_seq_length=max_seq_length, load_in_4bit=load_in_4bit, **kwargs
     )
@@ -545,7 +536,6 @@ def _load_transformers(
 ) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     hardware = setup().hardware
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
@@ -559,8 +549,7 @@ def _load_transformers(
             bnb_4bit_compute_dtype=dtype,
         )
     tokenizer_name = kwargs.pop("tokenizer_name", source)
-    # ZeRO-3 shards the weights while they are read, and transformers refuses a device then.
-    place = None if is_deepspeed_zero3_enabled() else {"": hardware.device}
+    place = {"": hardware.device}
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=place, **kwargs)
     model.config.use_cache = False  # training forwards keep no KV cache; generate asks for its own
     tokenizer = AutoTokenizer.from_pretrained(

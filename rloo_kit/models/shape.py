@@ -246,14 +246,13 @@ def _on_meta(config: Any, trust_remote_code: bool, classifier: bool) -> Any:
     """Return the model without any memory."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-    from transformers.modeling_utils import set_zero3_state
 
     kind = AutoModelForCausalLM
     if classifier:
         kind, config.num_labels = AutoModelForSequenceClassification, 1
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # as the layers are before they are packed
-    with torch.device("meta"), set_zero3_state():  # else ZeRO-3 would wait for the other processes
+    with torch.device("meta"):
         model = kind.from_config(config, trust_remote_code=trust_remote_code)
     model.tie_weights()
     return model

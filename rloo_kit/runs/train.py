@@ -24,12 +24,10 @@ from rloo_kit.planning.planner import remedy, room_here, write_plan
 from rloo_kit.processes import (
     ALONE,
     Team,
-    check_resumable,
     current_team,
     join_team,
     launched_rank,
     launched_size,
-    why_sharded,
 )
 from rloo_kit.runs import summary
 from rloo_kit.runs.folder import (
@@ -125,7 +123,6 @@ def train(
             past = folder_to_resume(source, config, resume)
             if past is None:
                 return None, False
-            check_resumable()
             held.enter_context(lock_folder(past))
             check_same_settings(past, absolute)
             return past, has_finished(past, config.trainer.get("max_steps") or 0)
@@ -248,8 +245,7 @@ def _scorer(
     if held_out is None:
         return lambda: None
     team = current_team()
-    # Sharded weights need every process in every pass, so there each scores all prompts.
-    if team.size == 1 or why_sharded() is not None or len(held_out) < team.size:
+    if team.size == 1 or len(held_out) < team.size:
         return lambda: evaluate(model, tokenizer, held_out, judges, **how)
     own = held_out.shard(team.size, team.rank, contiguous=True)
     return lambda: Evaluation.joined(team.gather(evaluate(model, tokenizer, own, judges, **how)))
@@ -272,7 +268,7 @@ def _train_and_score(
         folder = team.broadcast(recorder.folder if recorder is not None else made.folder)
         made.args.output_dir = str(folder)
         trainer = _make_trainer(made, recorder)
-        score = trainer.whole_weights()(made.score)
+        score = made.score
         if checkpoint is None:
             _dry_run(trainer, made, say)
         if before is None:
@@ -281,9 +277,8 @@ def _train_and_score(
             say(f"before: {summary.means(before)}")
         _follow_scores(trainer, recorder, made, score, before, resumed=checkpoint is not None)
         seconds, by = _train(trainer, recorder, checkpoint, say)
-        weights = trainer.gathered_weights()
         if recorder is not None:
-            save_adapter(made.model, made.tokenizer, recorder.folder / "adapter", weights)
+            save_adapter(made.model, made.tokenizer, recorder.folder / "adapter")
         after, by = _score_again(score, by)
         steps = trainer.state.global_step
         if recorder is not None:
@@ -416,8 +411,6 @@ def _save_after_error(trainer: Any, recorder: "RunRecorder | None", say: Say) ->
     if recorder is None or not step:
         return
     try:
-        if trainer.weights_are_divided:  # other processes may be gone and cannot send their part
-            raise ConfigError(f"{why_sharded()} divides the weights")
         trainer.check_weights()
         adapter = save_adapter(trainer.model, trainer.processing_class, recorder.folder / "adapter")
     except KitError as exc:  # the first error is the one to raise

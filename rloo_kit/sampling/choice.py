@@ -12,7 +12,7 @@ from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
 from rloo_kit.machine.memory import add_to_session
 from rloo_kit.models.engine_memory import MAX_SEQUENCES
 from rloo_kit.models.shared_engine import EngineSettings, notes_of
-from rloo_kit.processes import Team, current_team, gathered
+from rloo_kit.processes import Team, current_team
 from rloo_kit.sampling.engine import Choice, Engine, Generations, Sampling, choose, why_no_hot_swap
 from rloo_kit.text.wording import did_you_mean, first_line, format_value
 
@@ -88,7 +88,7 @@ def start_engine(
     Args:
         model: As ``attach_lora`` returned it.
         args: A ``LeaveOneOutConfig``.
-        why_not: Why only TRL's own path can sample here (images, sharded weights), or None.
+        why_not: Why only TRL's own path can sample here (images), or None.
         trains: Whether a training samples, and not an evaluation, which draws otherwise.
 
     Returns:
@@ -243,8 +243,7 @@ class SharedEngine:
             engine.sync(model)
             return engine.sync_seconds
 
-        with gathered(p for p in model.parameters() if p.requires_grad):
-            self.sync_seconds = self._on_first(send)
+        self.sync_seconds = self._on_first(send)
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
         """Complete this process's prompts, and the others', in one call."""

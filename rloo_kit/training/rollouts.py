@@ -6,7 +6,6 @@ Shapes: B completions of all processes, b of this one, T tokens, F reward functi
 import asyncio
 import contextlib
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -18,7 +17,7 @@ from trl.data_utils import apply_chat_template, is_conversational
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
-from rloo_kit.processes import Team, why_sharded
+from rloo_kit.processes import Team
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
 from rloo_kit.rloo.guards import Pieces, check_finite, finite_logits
 from rloo_kit.rloo.learner import Learner, Scored
@@ -181,16 +180,6 @@ class Sampler:
         self.note("sampling/sync_seconds", engine.sync_seconds)
         if self.canary is not None:
             self.canary.sent(engine.adapter_dtype)
-
-    def turn_canary_off(self) -> None:
-        """Turn the canary off where processes divide the weights: it needs whole ones."""
-        if self.args.canary:
-            self.args.canary = False  # its passes differ in number between processes
-            warnings.warn(
-                f"canary is off: it needs whole weights, and {why_sharded()} divides them",
-                UserWarning,
-                stacklevel=2,
-            )
 
     def _make_canary(self) -> Canary:
         model = self.policy.accelerator.unwrap_model(self.policy.model)

@@ -19,7 +19,6 @@ import torch
 from transformers import PrinterCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from trl import RLOOConfig, RLOOTrainer  # pyright: ignore[reportPrivateImportUsage] # patched
-from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 
 from rloo_kit.checkpoints.resume import Boundary, ExactResume, NothingLeftError, Resumable
 from rloo_kit.checkpoints.store import Checkpoint
@@ -31,7 +30,7 @@ from rloo_kit.live.display import live_progress
 from rloo_kit.machine.environment import precision_as_asked
 from rloo_kit.machine.memory import add_to_session, empty_model
 from rloo_kit.models.shared_engine import notes_of
-from rloo_kit.processes import current_team, gathered, why_sharded
+from rloo_kit.processes import current_team
 from rloo_kit.rloo.learner import Learner
 from rloo_kit.rloo.objective import RunningMoments
 from rloo_kit.sampling.choice import check_engine, requested_engine, start_engine
@@ -60,8 +59,8 @@ class LeaveOneOutTrainer(RLOOTrainer):
     """TRL's ``RLOOTrainer``: same gradient, fewer passes, checked scores, honest metrics.
 
     In several processes the batch is divided between them, and the step is the one that one process
-    would make (docs/how-to/processes.md). Prompts with images, and weights that FSDP or DeepSpeed
-    divides, are trained by TRL's own code; there the kit's own settings must keep their defaults.
+    would make (docs/how-to/processes.md). Prompts with images are trained by TRL's own code; there
+    the kit's own settings must keep their defaults.
 
     Args:
         model: As ``attach_lora`` returned it; anything TRL takes works too.
@@ -285,47 +284,6 @@ class LeaveOneOutTrainer(RLOOTrainer):
         model = self.accelerator.unwrap_model(self.model)
         return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether FSDP or DeepSpeed divides the weights."""
-        return self.team.size > 1 and why_sharded() is not None
-
-    @property
-    def weights_are_divided(self) -> bool:
-        """Whether a process holds a part of the weights: under FSDP and ZeRO-3, not ZeRO-2."""
-        return self.is_sharded and (why_sharded() != "DeepSpeed" or self._dist.is_zero3)
-
-    def gathered_weights(self) -> dict[str, Any] | None:
-        """Return whole weights where they are divided, else None; all processes call it."""
-        if not self.is_sharded:
-            return None
-        if why_sharded() == "DeepSpeed":  # accelerate would gather the base, too, in rank 0
-            trained = self.trained_parameters()
-            with gathered(trained.values()):
-                return {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
-        return self.accelerator.get_state_dict(self.model_wrapped)
-
-    @contextlib.contextmanager
-    def whole_weights(self) -> Iterator[None]:
-        """Gather the weights that ZeRO-3 divides, to sample outside of a step; in all processes.
-
-        Where an engine samples, nothing is gathered.
-        """
-        if self.engine is not None or not self.is_sharded:
-            yield
-            return
-        args = self.args
-        begun = self.model_wrapped is not self.model  # until then only gathering brings weights
-        with (
-            disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs),
-            unwrap_model_for_generation(
-                self.model_wrapped,
-                self.accelerator,
-                gather_deepspeed3_params=args.ds3_gather_for_generation or not begun,
-            ),
-        ):
-            yield
-
     def release(self) -> None:
         """Give back all memory: of models, rewards, engine and optimizer. Safe to call twice."""
         # Weights that are shared with vLLM go before the engine: see VllmEngine.close.
@@ -359,8 +317,6 @@ class LeaveOneOutTrainer(RLOOTrainer):
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any
     ) -> list[list[int]]:
         """Sample for TRL's own code: evaluation, and what it trains itself."""
-        if self.engine is not None and self.weights_are_divided:
-            self.sampler.turn_canary_off()
         return self.sampler.draw(prompt_ids, self.state, images, multimodal_fields)[0]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
@@ -460,9 +416,6 @@ class LeaveOneOutTrainer(RLOOTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.resume.saved_at = self.state.global_step
-        if self.is_sharded:
-            super()._save_checkpoint(model, trial)
-            return
         self.store_flos()
         self.resume.save_now()
 
@@ -627,7 +580,7 @@ def _starts_at_base(adapter: dict[str, torch.Tensor]) -> bool:
 
 
 def why_trl_path(trainer: LeaveOneOutTrainer) -> str | None:
-    """Return why TRL's own code must train (images, divided weights, a router's loss), or None.
+    """Return why TRL's own code must train (images, a router's loss), or None.
 
     Raises:
         ConfigError: It must, and a setting is given that only the kit's path has.
@@ -637,8 +590,8 @@ def why_trl_path(trainer: LeaveOneOutTrainer) -> str | None:
     is_stream = not hasattr(trainer.train_dataset, "__len__")
     if columns & {"image", "images"}:
         reason = "prompts with images"
-    elif trainer.accelerator.num_processes > 1 and (why_sharded() or is_stream):
-        reason = f"several processes with {why_sharded() or 'a stream of prompts'}"
+    elif trainer.accelerator.num_processes > 1 and is_stream:
+        reason = "several processes with a stream of prompts"
     elif trainer.aux_loss_enabled:
         reason = "a mixture of experts with a router loss (router_aux_loss_coef 0 turns it off)"
     given = [name for name in KIT_ONLY if getattr(trainer.args, name) != DEFAULTS[name]]
