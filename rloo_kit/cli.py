@@ -123,9 +123,6 @@ def _add_plan(commands: Any) -> None:
         metavar="GPU",
         help="memory (12GB), a name (rtx4070), or this machine's (default)",
     )
-    plan.add_argument(
-        "--tune", metavar="FILE.yaml", help="write a run file whose batch and passes fill the card"
-    )
     _add_set(plan)
 
 
@@ -377,16 +374,12 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from rloo_kit.planning.planner import make_plan, tune
+    from rloo_kit.planning.planner import make_plan
     from rloo_kit.training.preparation import read_config
 
     config, base = read_config(args.run_file, args.set)
     plan = make_plan(config, args.gpu, base=base)
-    if args.tune is not None:
-        plan = tune(plan, args.tune, base=base)
     print(plan)
-    if args.tune is not None:
-        print(f"\nwritten to {args.tune}: rloo-kit train {args.tune}")
     return 0 if plan.fits else 1
 
 

@@ -1,10 +1,4 @@
-"""Graphics cards by name, as their makers describe them: memory, bandwidth, arithmetic.
-
-Memory and bandwidth are those of the data sheets. The arithmetic is dense, in bf16 with sums in
-float32. NVIDIA's architecture papers (GA102, AD102, RTX Blackwell) give it for GeForce cards as
-twice the rate of float32, and the data sheets of the others name it. The RTX 20 cards and the T4
-compute in fp16 in its place.
-"""
+"""Graphics cards by name: their memory, and their CUDA compute capability."""
 
 import difflib
 import re
@@ -21,8 +15,19 @@ CAPABILITIES = {
     "RTX 20": (7, 5), "RTX 30": (8, 6), "RTX 40": (8, 9), "RTX 50": (12, 0), "T4": (7, 5),
     "L4": (8, 9), "A100": (8, 0), "A10": (8, 6), "RTX A": (8, 6), "H100": (9, 0), "H200": (9, 0),
 }  # fmt: skip
+MEMORY = {
+    "RTX 2060": 6, "RTX 2070": 8, "RTX 2080": 8, "RTX 2080 Ti": 11, "RTX 3050": 8, "RTX 3060": 12,
+    "RTX 3060 Ti": 8, "RTX 3070": 8, "RTX 3070 Ti": 8, "RTX 3080": 10, "RTX 3080 Ti": 12,
+    "RTX 3090": 24, "RTX 3090 Ti": 24, "RTX 4060": 8, "RTX 4060 Ti": 8, "RTX 4060 Ti 16GB": 16,
+    "RTX 4070": 12, "RTX 4070 Super": 12, "RTX 4070 Ti": 12, "RTX 4070 Ti Super": 16,
+    "RTX 4080": 16, "RTX 4080 Super": 16, "RTX 4090": 24, "RTX 5060": 8, "RTX 5060 Ti": 8,
+    "RTX 5060 Ti 16GB": 16, "RTX 5070": 12, "RTX 5070 Ti": 16, "RTX 5080": 16, "RTX 5090": 32,
+    "T4": 16, "L4": 24, "RTX A4000": 16, "RTX A5000": 24, "RTX A6000": 48, "L40S": 48, "A10": 24,
+    "A100 40GB": 40, "A100 80GB": 80, "H100": 80, "H200": 141,
+}  # fmt: skip
+"""GiB of each card, by its data sheet."""
 SMALLEST, LARGEST = 1, 1024
-"""GiB that a card of no name may have."""
+"""GiB that a card without a name may have."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,6 @@ class Card:
 
     name: str
     memory: int  # bytes, as on the box
-    bandwidth: float | None = None  # bytes per second
-    operations: float | None = None  # dense, in 16 bit, per second
     bf16: bool = True  # whether it computes bfloat16 natively
 
     @property
@@ -47,27 +50,9 @@ class Card:
         return int(self.memory * USABLE)
 
 
-# Name, GiB, GB/s, dense 16-bit TFLOP/s
-_DATA_SHEETS = (
-    ("RTX 2060", 6, 336, 25.8), ("RTX 2070", 8, 448, 29.9), ("RTX 2080", 8, 448, 40.3),
-    ("RTX 2080 Ti", 11, 616, 53.8), ("RTX 3050", 8, 224, 18.2), ("RTX 3060", 12, 360, 25.5),
-    ("RTX 3060 Ti", 8, 448, 32.4), ("RTX 3070", 8, 448, 40.6), ("RTX 3070 Ti", 8, 608, 43.5),
-    ("RTX 3080", 10, 760, 59.5), ("RTX 3080 Ti", 12, 912, 68.2), ("RTX 3090", 24, 936, 71.2),
-    ("RTX 3090 Ti", 24, 1008, 80.0), ("RTX 4060", 8, 272, 30.2), ("RTX 4060 Ti", 8, 288, 44.1),
-    ("RTX 4060 Ti 16GB", 16, 288, 44.1), ("RTX 4070", 12, 504, 58.3),
-    ("RTX 4070 Super", 12, 504, 71.0), ("RTX 4070 Ti", 12, 504, 80.2),
-    ("RTX 4070 Ti Super", 16, 672, 88.2), ("RTX 4080", 16, 717, 97.5),
-    ("RTX 4080 Super", 16, 736, 104.4), ("RTX 4090", 24, 1008, 165.2), ("RTX 5060", 8, 448, 38.4),
-    ("RTX 5060 Ti", 8, 448, 47.4), ("RTX 5060 Ti 16GB", 16, 448, 47.4),
-    ("RTX 5070", 12, 672, 61.7), ("RTX 5070 Ti", 16, 896, 87.9), ("RTX 5080", 16, 960, 112.6),
-    ("RTX 5090", 32, 1792, 209.5), ("T4", 16, 320, 65.0), ("L4", 24, 300, 121.0),
-    ("RTX A4000", 16, 448, 76.7), ("RTX A5000", 24, 768, 111.1), ("RTX A6000", 48, 768, 154.8),
-    ("L40S", 48, 864, 362.0), ("A10", 24, 600, 125.0), ("A100 40GB", 40, 1555, 312.0),
-    ("A100 80GB", 80, 2039, 312.0), ("H100", 80, 3350, 989.0), ("H200", 141, 4800, 989.0),
-)  # fmt: skip
 CARDS = tuple(
-    Card(name, gib * GIB, speed * 1e9, tera * 1e12, bf16=not name.startswith(("RTX 20", "T4")))
-    for name, gib, speed, tera in _DATA_SHEETS
+    Card(name, gib * GIB, bf16=not name.startswith(("RTX 20", "T4")))
+    for name, gib in MEMORY.items()
 )
 
 
@@ -76,8 +61,6 @@ def find_card(text: str) -> Card:
 
     >>> find_card("rtx4070").name, find_card("NVIDIA GeForce RTX 4070").memory == 12 * GIB
     ('RTX 4070', True)
-    >>> find_card("12GB").bandwidth is None
-    True
 
     Raises:
         ConfigError: The card is unknown.

@@ -1,8 +1,4 @@
-"""What to change so that a run fits, the least harmful first; and what fills a card.
-
-A search takes the mildest option that makes the run fit, family after family, and leaves out what
-turns out not to be needed.
-"""
+"""What to change so that a run fits, the least harmful first."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +7,8 @@ from typing import Any
 import yaml
 
 from rloo_kit.config.run_file import RunConfig
-from rloo_kit.models.engine_memory import MIB
 from rloo_kit.planning.job import Facts, make_job
-from rloo_kit.planning.memory import Job, plan_memory, planned_engine
-
-# A change that saves less is not worth its line
-MIN_SAVING = 16 * MIB
-MAX_ROWS, MAX_POSITIONS = 64, 16_384
-"""Largest step, in completions, and largest pass, in positions, that fill a card."""
+from rloo_kit.planning.memory import Job, plan_memory
 
 # Settings that are changed together: `section.key` and value.
 Option = dict[str, Any]
@@ -81,7 +71,7 @@ def find_changes(config: RunConfig, facts: Facts, room: int) -> list[Change]:
         options = _families(apply(config, found), facts)[family]
         fitting = next((one for one in options if peak([*found, one]) <= room), None)
         chosen = fitting or (options[-1] if options else None)
-        if chosen and peak(found) - peak([*found, chosen]) >= MIN_SAVING:
+        if chosen and peak([*found, chosen]) < peak(found):
             found.append(chosen)
     if peak(found) > room:
         return []
@@ -101,10 +91,8 @@ def find_changes(config: RunConfig, facts: Facts, room: int) -> list[Change]:
 def _families(config: RunConfig, facts: Facts) -> list[list[Option]]:
     """Return the options of each family, the mildest first; families in the order of harm."""
     job = make_job(config, facts)
-    by_vllm = facts.on_gpu and job.engine in ("vllm", "shared")
-    packed = {"model.load_in_4bit": True, "model.load_in_fp8": False}
-    if not config.model.load_in_fp8:
-        del packed["model.load_in_fp8"]
+    # FP8 and 4 bit exclude each other
+    packed = {"model.load_in_4bit": True} | ({"model.load_in_fp8": False} if job.in_fp8 else {})
     return [
         [
             {"trainer.optim": name}
@@ -113,13 +101,12 @@ def _families(config: RunConfig, facts: Facts) -> list[list[Option]]:
         ],
         [{"trainer.gradient_checkpointing": True}] if job.checkpointing == "none" else [],
         [] if job.in_4bit else [packed],
-        [{"trainer.vllm_enable_sleep_mode": True}] if by_vllm and not job.sleeps else [],
         # smaller passes, down to a single row: slower, and the same gradient
         [
             {"trainer.tokens_per_micro_batch": budget}
             for budget in _halves(plan_memory(job).budget, job.width)
         ],
-        _less_for_vllm(job) if by_vllm else [],
+        [{"trainer.generation": "transformers"}] if job.engine in ("vllm", "shared") else [],
         # fewer completions at once for the same step: more accumulation
         [
             _batch(rows, job.step_rows // rows)
@@ -138,16 +125,6 @@ def _halves(value: int, lowest: int) -> Iterator[int]:
         yield value
 
 
-def _less_for_vllm(job: Job) -> list[Option]:
-    given = job.share or planned_engine(job).share(job.card or job.room)
-    shares: list[Option] = [
-        {"trainer.vllm_gpu_memory_utilization": share}
-        for share in (0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-        if share < given and planned_engine(replace(job, share=share)).refusal is None
-    ]
-    return [*shares, {"trainer.generation": "transformers"}]
-
-
 def _batch(rows: int, accumulation: int) -> Option:
     return {
         "trainer.per_device_train_batch_size": rows,
@@ -163,29 +140,3 @@ def _shorter_completions(config: RunConfig, job: Job) -> list[Option]:
         longest = config.model.max_seq_length - job.completion + length
         options.append({"trainer.max_completion_length": length, "model.max_seq_length": longest})
     return options
-
-
-# --- filling a card ------------------------------------------------------------------------------
-
-
-def fill(config: RunConfig, facts: Facts, room: int) -> RunConfig:
-    """Return the settings with as many completions at once, and passes as large, as fit.
-
-    The completions of a step are sampled together where they fit, and the step grows to 64 of them.
-    """
-    job = make_job(config, facts)
-    one_row: Option = {"trainer.tokens_per_micro_batch": job.width}
-    batches = [
-        _batch(rows, max(1, job.step_rows // rows))
-        for rows in range(job.group, max(MAX_ROWS, job.step_rows) + 1, job.group)
-        if rows >= job.step_rows or job.step_rows % rows == 0
-    ]
-    fitting = [batch for batch in batches if peak_with(config, facts, [batch, one_row]) <= room]
-    if fitting and not config.trainer.get("generation_batch_size"):
-        config = apply(config, [fitting[-1]])
-    for positions in range(job.width, MAX_POSITIONS + 1, max(64, job.width // 4)):
-        larger: Option = {"trainer.tokens_per_micro_batch": positions}
-        if peak_with(config, facts, [larger]) > room:
-            break
-        one_row = larger
-    return apply(config, [one_row])

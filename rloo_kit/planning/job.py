@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import DEFAULTS
@@ -19,12 +18,8 @@ from rloo_kit.models.adapters import adapter_in
 from rloo_kit.models.engine_memory import BATCHED_TOKENS
 from rloo_kit.models.shape import TINY_THINKER, ModelShape, read_shape
 from rloo_kit.models.shared_engine import why_not_shared
-from rloo_kit.planning.memory import Job, Judge
-from rloo_kit.rewards.reward_model import TOKENS_PER_BATCH
+from rloo_kit.planning.memory import Job
 from rloo_kit.training.preparation import beside, read_prompts, template_settings
-
-# The setting of `unsloth:` and `vllm:` that a plan counts
-BATCHED = "max_num_batched_tokens"
 
 
 @dataclass(frozen=True)
@@ -32,22 +27,17 @@ class Facts:
     """What a plan needs in addition to the settings."""
 
     shape: ModelShape
-    judges: tuple[Judge, ...]
-    longest: int | None
-    """Tokens of the longest prompt; None where prompts or tokenizer are not on this machine."""
+    longest: int | None  # tokens of the longest prompt; None where it is not on this machine
     card: Card
-    room: int
-    """Bytes that this process may take."""
+    room: int  # bytes that this process may take
     on_gpu: bool
     backend: str
-    vllm: bool
-    """Whether it is installed."""
-    continues: bool
-    """Whether the run trains an adapter further, whose rank stays."""
+    vllm: bool  # whether it is installed
+    continues: bool  # whether the run trains an adapter further, whose rank stays
 
 
 def read_facts(config: RunConfig, base: Path, card: Card, room: int, *, on_gpu: bool) -> Facts:
-    """Return what a plan needs in addition to the settings.
+    """Return what a plan of a run needs to know of its model, its prompts and this machine.
 
     Args:
         config: Of the run.
@@ -64,7 +54,6 @@ def read_facts(config: RunConfig, base: Path, card: Card, room: int, *, on_gpu: 
     unsloth = tried and not why_not_unsloth("cuda" if on_gpu else "cpu")
     return Facts(
         shape=_shape(name, config.model.trust_remote_code),
-        judges=tuple(_judges(config, base, on_gpu=on_gpu)),
         longest=_longest_prompt(config, name, base),
         card=card,
         room=room,
@@ -112,18 +101,14 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
         sleeps=bool(trainer.get("vllm_enable_sleep_mode", facts.on_gpu)),
         share=trainer.get("vllm_gpu_memory_utilization"),
         cache_bytes=1 if config.model.fp8_kv_cache else 2,
-        batched_tokens=_engine_tables(config).get(BATCHED, BATCHED_TOKENS),
-        judges=facts.judges,
+        batched_tokens={**config.vllm, **config.unsloth}.get(
+            "max_num_batched_tokens", BATCHED_TOKENS
+        ),
     )
 
 
 def assumptions(config: RunConfig, facts: Facts, job: Job) -> Iterator[str]:
-    """Yield what a plan assumes or leaves out, a sentence each."""
-    if facts.shape.in_16bit:
-        yield (
-            f"an estimate of {facts.shape.in_16bit:.0%} of the layers stays in 16 bit in "
-            f"{config.model.name}: its own config is not on this machine"
-        )
+    """Yield what a plan assumes, a sentence each."""
     if facts.longest is None and config.data.max_prompt_tokens is None:
         yield (
             f"prompts are assumed to have {job.prompt:,} tokens, all that model.max_seq_length "
@@ -131,10 +116,8 @@ def assumptions(config: RunConfig, facts: Facts, job: Job) -> Iterator[str]:
         )
     if job.on_gpu and not facts.vllm and config.trainer.get("generation", "auto") == "auto":
         yield "transformers samples, since vLLM is not installed here"
-    if others := sorted(set(_engine_tables(config)) - {BATCHED}):
-        yield f"these settings of `unsloth:` and `vllm:` are not counted: {', '.join(others)}"
-    if (config.model.load_in_fp8 or config.model.fp8_kv_cache) and not facts.card.capability:
-        yield "FP8 needs a card that has it (model.load_in_fp8: RTX 40 and newer)"
+    if any(isinstance(one, dict) and one.get("name") == "reward_model" for one in config.rewards):
+        yield "the memory of reward models is not counted"
     if not job.on_gpu and job.engine in ("vllm", "shared"):
         yield "vLLM's own memory on a CPU is not counted"
 
@@ -146,20 +129,8 @@ def _checkpointing(config: RunConfig, facts: Facts) -> str:
 
 
 @lru_cache(maxsize=16)
-def _shape(name: str, trust_remote_code: bool, classifier: bool = False) -> ModelShape:
-    return read_shape(name, trust_remote_code=trust_remote_code, classifier=classifier)
-
-
-def _judges(config: RunConfig, base: Path, *, on_gpu: bool) -> Iterator[Judge]:
-    for reward in config.rewards:
-        if isinstance(reward, dict) and reward.get("name") == "reward_model":
-            yield Judge(
-                shape=_shape(beside(str(reward.get("model") or ""), base), False, True),
-                in_4bit=bool(reward.get("load_in_4bit")),
-                on_gpu=on_gpu and reward.get("device") != "cpu",
-                offloads=reward.get("offload") is not False,
-                tokens=int(reward.get("tokens_per_batch") or TOKENS_PER_BATCH),
-            )
+def _shape(name: str, trust_remote_code: bool) -> ModelShape:
+    return read_shape(name, trust_remote_code=trust_remote_code)
 
 
 def _longest_prompt(config: RunConfig, name: str, base: Path) -> int | None:
@@ -180,10 +151,6 @@ def _longest_prompt(config: RunConfig, name: str, base: Path) -> int | None:
         return None
     limit = config.data.max_prompt_tokens
     return max((n for n in lengths if limit is None or n <= limit), default=None)
-
-
-def _engine_tables(config: RunConfig) -> dict[str, Any]:
-    return {**config.vllm, **config.unsloth}
 
 
 def _engine(config: RunConfig, facts: Facts) -> str:

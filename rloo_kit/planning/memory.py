@@ -1,15 +1,11 @@
 """Bytes of each part of a training run, and the phase of a step in which most of them are held.
 
-Arithmetic only: no tensor is made. A step has phases (load, sample, reward, score, learn), and each
-part is held in some of them. The peak is the largest phase, not the sum of all parts.
-
-Sources: weights and optimizer states are what bitsandbytes and torch store. Activations were
-counted with torch's profiler on a CPU, for Llama and Qwen3 layers with LoRA under autocast
-(docs/how-to/plan.md); the fused kernels of a GPU keep less, so there they are an upper bound.
-Memory outside of tensors is a constant with its reason.
+Arithmetic only. The peak is the largest phase of a step, not the sum of all parts. Weights and
+optimizer states are what bitsandbytes and torch store; activations were counted with torch's
+profiler on a CPU (docs/how-to/plan.md), an upper bound for a GPU's fused kernels.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rloo_kit.errors import GenerationError
@@ -24,13 +20,12 @@ from rloo_kit.models.engine_memory import (
 )
 from rloo_kit.models.shape import Linear, ModelShape, weight_bytes
 
-PHASES: tuple[str, ...] = ("load", "sample", "reward", "score", "learn")
-LOAD, SAMPLE, REWARD, SCORE, LEARN = PHASES
+PHASES: tuple[str, ...] = ("load", "sample", "score", "learn")
+LOAD, SAMPLE, SCORE, LEARN = PHASES
 # What happens in a phase, in words
 DOING = {
     LOAD: "the model is loaded",
     SAMPLE: "completions are sampled",
-    REWARD: "a reward model scores",
     SCORE: "log-probabilities are computed",
     LEARN: "it learns",
 }
@@ -60,50 +55,29 @@ EIGHT_BIT_FROM, EIGHT_BIT_BLOCK = 4096, 256
 
 
 @dataclass(frozen=True)
-class Judge:
-    """A reward model, as far as memory goes."""
-
-    shape: ModelShape
-    in_4bit: bool
-    on_gpu: bool
-    offloads: bool
-    """Whether its weights are in main memory while it does not score."""
-    tokens: int
-    """Of a forward pass."""
-
-
-@dataclass(frozen=True)
 class Job:
     """A training run as far as memory goes; lengths in tokens, memory in bytes."""
 
     shape: ModelShape
     on_gpu: bool
-    room: int
-    """What this process may take of the card, or what is free on a CPU."""
-    card: int = 0
-    """Memory of the whole card, as torch reports it; 0: the room."""
+    room: int  # what this process may take of the card, or what is free on a CPU
+    card: int = 0  # memory of the whole card, as torch reports it; 0: the room
     backend: str = "unsloth"
     in_4bit: bool = True
     in_fp8: bool = False
-    value_bytes: int = 2
-    """Of an activation: 2 in 16 bit, 4 in float32."""
+    value_bytes: int = 2  # of an activation: 2 in 16 bit, 4 in float32
     rank: int = 16
-    targets: tuple[str, ...] = ()
-    """Names of the linear layers with an adapter."""
-    optimizer: str = "adamw_torch"
-    """TRL's ``optim``."""
+    targets: tuple[str, ...] = ()  # names of the linear layers with an adapter
+    optimizer: str = "adamw_torch"  # TRL's `optim`
     checkpointing: str = "none"
     """``none``, ``plain``, or ``unsloth``, which keeps the inputs of layers in main memory."""
-    rows: int = 8
-    """Completions that are sampled at once; ``step_rows`` are those of an optimizer step."""
-    step_rows: int = 8
+    rows: int = 8  # completions that are sampled at once
+    step_rows: int = 8  # completions of an optimizer step
     group: int = 4
-    prompt: int = 512
-    """Of the longest; ``completion`` too, and ``max_length`` is the most of both together."""
+    prompt: int = 512  # of the longest one
     completion: int = 512
-    max_length: int = 1024
-    budget: int | None = None
-    """``tokens_per_micro_batch``; None: from the memory that is free."""
+    max_length: int = 1024  # most of both together
+    budget: int | None = None  # `tokens_per_micro_batch`; None: from the memory that is free
     scores: bool = True
     """Whether passes without gradient are made: a reference, or old log-probabilities."""
     keeps_graphs: bool = True
@@ -111,13 +85,9 @@ class Job:
     engine: str = "transformers"
     """``transformers``, ``vllm``, ``shared`` (vLLM on Unsloth's weights) or ``server``."""
     sleeps: bool = True
-    share: float | None = None
-    """Of the GPU, for vLLM; None: computed (``engine_memory``)."""
-    cache_bytes: float = 2
-    """Of a key or value in vLLM's cache: 2 in 16 bit, 1 in FP8."""
-    batched_tokens: int = BATCHED_TOKENS
-    """Prompt tokens that vLLM reads in one pass."""
-    judges: tuple[Judge, ...] = ()
+    share: float | None = None  # of the GPU, for vLLM; None: computed (`engine_memory`)
+    cache_bytes: float = 2  # of a key or value in vLLM's cache: 2 in 16 bit, 1 in FP8
+    batched_tokens: int = BATCHED_TOKENS  # prompt tokens that vLLM reads in one pass
 
     @property
     def width(self) -> int:
@@ -125,26 +95,15 @@ class Job:
         return min(self.prompt + self.completion, self.max_length)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Something that takes memory, and when; bytes by phase."""
-
-    name: str
-    bytes: dict[str, int]
-    in_main_memory: bool = False
-    """Of a machine with a GPU: it does not count towards the card."""
-
-    @property
-    def most(self) -> int:
-        """Bytes in its largest phase."""
-        return max(self.bytes.values(), default=0)
+# Bytes of a part in each phase that holds it
+Held = dict[str, int]
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """What a training run holds, part by part and phase by phase."""
 
-    parts: tuple[Part, ...]
+    parts: dict[str, Held]
     budget: int
     """Positions of a training pass (rows times width)."""
     phases: dict[str, int]
@@ -160,90 +119,64 @@ class MemoryPlan:
         """On the device, or of the process on a CPU."""
         return self.phases[self.phase]
 
-    @property
-    def main_memory(self) -> int:
-        """Bytes of the machine's memory, in addition to a GPU's, in the largest phase."""
-        held = [part for part in self.parts if part.in_main_memory]
-        return max(sum(part.bytes.get(phase, 0) for part in held) for phase in PHASES)
-
     def at(self, phase: str) -> list[tuple[str, int]]:
         """Return (name, bytes) of what is held in one of ``PHASES``, in the order of the parts."""
-        return [
-            (part.name, part.bytes[phase])
-            for part in self.parts
-            if not part.in_main_memory and part.bytes.get(phase)
-        ]
+        return [(name, held[phase]) for name, held in self.parts.items() if held.get(phase)]
 
 
 def plan_memory(job: Job) -> MemoryPlan:
     """Return what a training run will hold."""
     sizes = adapter_sizes(job)
     trained = 4 * sum(sizes)
-    here, paged = optimizer_bytes(job.optimizer, sizes, on_gpu=job.on_gpu)
-    held = [*_weights(job), _since(SAMPLE, "LoRA adapter, float32", trained), *_sampling(job)]
-    budget = _budget(job, job.room - _total(held, LEARN))
-    parts = [
-        *held,
-        _since(SAMPLE, f"optimizer states, {job.optimizer}", here),
-        _since(SAMPLE, "optimizer states, paged", paged, in_main_memory=True),
-        *_judges(job),
-        *_passes(job, budget, trained),
-    ]
+    parts = {**_weights(job), "LoRA adapter, float32": _since(SAMPLE, trained), **_sampling(job)}
+    budget = _budget(job, job.room - _total(parts, LEARN))
+    states = optimizer_bytes(job.optimizer, sizes, on_gpu=job.on_gpu)
+    parts[f"optimizer states, {job.optimizer}"] = _since(SAMPLE, states)
+    parts |= _passes(job, budget, trained)
     if job.on_gpu:
-        parts.append(_between_blocks(parts))
+        # what is held all the time is allocated once and leaves no holes
+        brief = {name: held for name, held in parts.items() if len(held) < len(PHASES)}
+        parts["between blocks"] = {p: int(FRAGMENTATION * _total(brief, p)) for p in PHASES}
     else:
-        parts.append(_since(SAMPLE, "best weights so far", trained))
-    left_out = {REWARD: not job.judges, SCORE: not job.scores}
-    phases = {phase: _total(parts, phase) for phase in PHASES if not left_out.get(phase)}
-    return MemoryPlan(tuple(part for part in parts if part.most), budget, phases)
+        parts["best weights so far"] = _since(SAMPLE, trained)
+    phases = {p: _total(parts, p) for p in PHASES if p != SCORE or job.scores}
+    return MemoryPlan(parts, budget, phases)
 
 
-def _since(first: str, name: str, size: float, *, in_main_memory: bool = False) -> Part:
-    """Return a part that is held from one phase on."""
-    return Part(name, dict.fromkeys(PHASES[PHASES.index(first) :], int(size)), in_main_memory)
+def _since(first: str, size: float) -> Held:
+    """Return what is held from one phase on."""
+    return dict.fromkeys(PHASES[PHASES.index(first) :], int(size))
 
 
-def _total(parts: Iterable[Part], phase: str) -> int:
-    """Return the bytes on the device in a phase."""
-    return sum(part.bytes.get(phase, 0) for part in parts if not part.in_main_memory)
-
-
-def _between_blocks(parts: Iterable[Part]) -> Part:
-    temporary = [part for part in parts if len(part.bytes) < len(PHASES)]
-    lost = {phase: int(FRAGMENTATION * _total(temporary, phase)) for phase in PHASES}
-    return Part("between blocks", lost)
+def _total(parts: dict[str, Held], phase: str) -> int:
+    return sum(held.get(phase, 0) for held in parts.values())
 
 
 # --- weights, adapter, optimizer -----------------------------------------------------------------
 
 
-def _weights(job: Job) -> list[Part]:
+def _weights(job: Job) -> dict[str, Held]:
     shape, wide = job.shape, job.value_bytes
     packs = not shape.packed and (job.in_4bit or job.in_fp8)
     total = weight_bytes(shape, in_4bit=job.in_4bit, value_bytes=wide, in_fp8=job.in_fp8)
     if job.on_gpu:
         largest = 2 * max(linear.size for linear in shape.linears) if packs else 0
-        return [
-            _since(LOAD, "CUDA context", CONTEXT),
-            _since(LOAD, f"weights, {_precision(job)}", total),
-            Part("largest layer, before it is packed", {LOAD: largest}),
-        ]
+        return {
+            "CUDA context": _since(LOAD, CONTEXT),
+            "weights": _since(LOAD, total),
+            "largest layer, before it is packed": {LOAD: largest},
+        }
     # 16-bit weights are mapped from their file, and a 4-bit load reads all of that file
     mapped = weight_bytes(shape, in_4bit=shape.packed) if wide == 2 else 0
     copied = total if wide == 4 else 0
     if wide == 2 and job.in_4bit and packs:
         copied = total - wide * (shape.num_parameters - shape.num_quantised)
-    return [
-        _since(LOAD, "Python and libraries", LIBRARIES),
-        _since(LOAD, "weights, mapped from their file", mapped),
-        _since(LOAD, f"weights, {_precision(job)}", copied),
-        Part("packing", {LOAD: int(LOADING * shape.num_quantised) if packs else 0}),
-    ]
-
-
-def _precision(job: Job) -> str:
-    plain = "FP8" if job.in_fp8 else f"{8 * job.value_bytes} bit"
-    return "4 bit (NF4)" if job.in_4bit else plain
+    return {
+        "Python and libraries": _since(LOAD, LIBRARIES),
+        "weights, mapped from their file": _since(LOAD, mapped),
+        "weights": _since(LOAD, copied),
+        "packing": {LOAD: int(LOADING * shape.num_quantised) if packs else 0},
+    }
 
 
 def adapter_sizes(job: Job) -> list[int]:
@@ -260,8 +193,8 @@ def _adapted(job: Job) -> list[Linear]:
     return [linear for linear in job.shape.linears if linear.name in job.targets]
 
 
-def optimizer_bytes(name: str, sizes: Sequence[int], *, on_gpu: bool = True) -> tuple[int, int]:
-    """Return the bytes of an optimizer's states: on the device, and in main memory.
+def optimizer_bytes(name: str, sizes: Sequence[int], *, on_gpu: bool = True) -> int:
+    """Return the bytes of an optimizer's states on the device.
 
     On a CPU, 8-bit and paged optimizers are replaced by AdamW in float32.
 
@@ -273,39 +206,32 @@ def optimizer_bytes(name: str, sizes: Sequence[int], *, on_gpu: bool = True) -> 
     # bitsandbytes keeps small tensors in 32 bit, and pages only large ones
     states = 0 if name == "sgd" else 1 if "lion" in name or "rmsprop" in name else 2
     eight_bit, paged = ("8bit" in name and on_gpu), ("paged" in name and on_gpu)
-    here = elsewhere = 0
+    here = 0
     for size in sizes:
-        each = 4 * size
-        if eight_bit and size >= EIGHT_BIT_FROM:
-            each = size + 4 * -(-size // EIGHT_BIT_BLOCK)
-        if paged and size >= PAGED_FROM:
-            elsewhere += states * each
-        else:
-            here += states * each
-    return here, elsewhere
+        packed = eight_bit and size >= EIGHT_BIT_FROM
+        each = size + 4 * -(-size // EIGHT_BIT_BLOCK) if packed else 4 * size
+        here += 0 if paged and size >= PAGED_FROM else states * each
+    return here
 
 
 # --- sampling ------------------------------------------------------------------------------------
 
 
-def _sampling(job: Job) -> list[Part]:
+def _sampling(job: Job) -> dict[str, Held]:
     if job.engine == "transformers":
         return _by_transformers(job)
     if job.engine == "server" or not job.on_gpu:  # vLLM on a CPU is not counted
-        return []
+        return {}
     awake = (SAMPLE,) if job.sleeps else PHASES[1:]
     engine = planned_engine(job)
     copy = 0 if job.engine == "shared" else engine.size.weights
-    parts = [
-        Part("vLLM weights", dict.fromkeys(awake, copy)),
-        Part("vLLM keys and values", dict.fromkeys(awake, engine.cache)),
-        Part("vLLM activations", {SAMPLE: engine.size.working}),
-        _since(SAMPLE, "vLLM CUDA graphs", engine.size.graphs + UNMEASURED),
-    ]
-    if job.sleeps:
-        asleep = dict.fromkeys(PHASES[2:], copy)
-        parts.append(Part("vLLM weights, asleep", asleep, in_main_memory=True))
-    return parts
+    return {
+        "vLLM weights": dict.fromkeys(awake, copy),
+        "vLLM keys and values": dict.fromkeys(awake, engine.cache),
+        "vLLM activations": {SAMPLE: engine.size.working},
+        # they stay while it sleeps
+        "vLLM CUDA graphs": _since(SAMPLE, engine.size.graphs + UNMEASURED),
+    }
 
 
 def planned_engine(job: Job) -> EngineMemory:
@@ -334,7 +260,7 @@ def planned_engine(job: Job) -> EngineMemory:
         return EngineMemory(size, size.full_cache, str(exc))
 
 
-def _by_transformers(job: Job) -> list[Part]:
+def _by_transformers(job: Job) -> dict[str, Held]:
     shape, wide = job.shape, job.value_bytes
     cache = 2 * shape.num_layers * shape.kv_size * wide * job.rows * job.width
     prompts = job.rows * min(job.prompt, job.width) * _forward_bytes(job.shape, wide)
@@ -342,32 +268,11 @@ def _by_transformers(job: Job) -> list[Part]:
     logits = job.rows * shape.vocab_size * (wide + 12)
     if not job.on_gpu and wide == 2:  # bmm of oneDNN copies the LM head for every row
         logits = wide * job.rows * shape.vocab_size * shape.hidden_size
-    return [
-        Part("keys and values", {SAMPLE: cache + cache // max(1, shape.num_layers)}),
-        Part("prompts, read at once", {SAMPLE: prompts}),
-        Part("logits of the next token", {SAMPLE: logits}),
-    ]
-
-
-# --- reward models -------------------------------------------------------------------------------
-
-
-def _judges(job: Job) -> list[Part]:
-    """Return the reward models' weights and activations."""
-    parts = []
-    for number, judge in enumerate(job.judges, 1):
-        name = "reward model" if len(job.judges) == 1 else f"reward model {number}"
-        weights = weight_bytes(judge.shape, in_4bit=judge.in_4bit)
-        waits = judge.on_gpu and judge.offloads
-        if judge.on_gpu:
-            phases = (REWARD,) if waits else PHASES[1:]
-            parts.append(Part(name, dict.fromkeys(phases, weights)))
-        if waits or not judge.on_gpu:
-            parts.append(_since(SAMPLE, f"{name}, waiting", weights, in_main_memory=job.on_gpu))
-        working = {REWARD: judge.tokens * _forward_bytes(judge.shape, 2)}
-        elsewhere = job.on_gpu and not judge.on_gpu
-        parts.append(Part(f"{name}, at work", working, in_main_memory=elsewhere))
-    return parts
+    return {
+        "keys and values": {SAMPLE: cache + cache // max(1, shape.num_layers)},
+        "prompts, read at once": {SAMPLE: prompts},
+        "logits of the next token": {SAMPLE: logits},
+    }
 
 
 # --- passes with and without gradient ------------------------------------------------------------
@@ -414,7 +319,7 @@ def _budget(job: Job, free: int) -> int:
     )
 
 
-def _passes(job: Job, budget: int, trained: int) -> list[Part]:
+def _passes(job: Job, budget: int, trained: int) -> dict[str, Held]:
     from rloo_kit.rloo.learner import NO_GRAD_FACTOR
 
     width, wide = job.width, job.value_bytes
@@ -424,40 +329,37 @@ def _passes(job: Job, budget: int, trained: int) -> list[Part]:
         rows = max(budget // (job.group * width) * job.group, rows)
     rows = min(rows, job.step_rows)
     gradients = (2 if rows < job.step_rows else 1) * trained  # of former passes, and of this one
-    kept, offloaded = _activations(job, rows * width)
     copied = trained * wide // 4 if wide == 2 else 0
     learn = (LEARN,) if job.on_gpu else PHASES[1:]  # a CPU's allocator keeps what a pass held
-    parts = [
-        Part("gradients, float32", {LEARN: gradients}),
-        Part("activations", dict.fromkeys(learn, kept)),
-        Part("log-prob chunk", {LEARN: _log_prob_chunk(job, rows * width, gradient=True)}),
-        Part("activations, offloaded", {LEARN: offloaded}, in_main_memory=True),
-        Part("LoRA adapter, 16 bit", {SCORE: copied, LEARN: copied}),
-    ]
+    parts: dict[str, Held] = {
+        "gradients, float32": {LEARN: gradients},
+        "activations": dict.fromkeys(learn, _activations(job, rows * width)),
+        "log-prob chunk": {LEARN: _log_prob_chunk(job, rows * width, gradient=True)},
+        "LoRA adapter, 16 bit": {SCORE: copied, LEARN: copied},
+    }
     if job.scores:
         rows = max(1, NO_GRAD_FACTOR * budget // width)
         scored = min(rows, max(job.rows, job.step_rows)) * width
         chunk = _log_prob_chunk(job, scored, gradient=False)
-        passing = scored * _forward_bytes(job.shape, wide)
-        parts.append(Part("activations of one layer", {SCORE: passing}))
-        parts.append(Part("log-prob chunk, no gradient", {SCORE: chunk}))
+        parts["activations of one layer"] = {SCORE: scored * _forward_bytes(job.shape, wide)}
+        parts["log-prob chunk, no gradient"] = {SCORE: chunk}
     return parts
 
 
-def _activations(job: Job, positions: int) -> tuple[int, int]:
-    """Return the bytes kept for backward of so many positions: on the device, in main memory."""
+def _activations(job: Job, positions: int) -> int:
+    """Return the bytes on the device that are kept for backward of so many positions."""
     layers, hidden, wide = job.shape.num_layers, job.shape.hidden_size, job.value_bytes
     head = 2 * wide * hidden
     whole = positions * (layers * layer_bytes(job) + head)
     if job.checkpointing == "none":
-        return (whole if job.on_gpu else int(HEAP * whole)), 0
+        return whole if job.on_gpu else int(HEAP * whole)
     # one layer at a time is computed again; backward takes more than it kept
     backward = int(wide * (2 * job.shape.intermediate_size + 3.5 * hidden))
-    inputs, one = layers * hidden * wide, layer_bytes(job) + backward + head
-    if job.checkpointing == "unsloth":  # two layers' inputs are on the card at a time
-        return positions * (2 * hidden * wide + one), positions * inputs
-    kept = positions * (inputs + one)
-    return (kept if job.on_gpu else int(max(kept, CHECKPOINTED_HEAP * whole))), 0
+    one = layer_bytes(job) + backward + head
+    # Unsloth keeps the layers' inputs in main memory, and two of them on the card at a time
+    inputs = 2 if job.checkpointing == "unsloth" else layers
+    kept = positions * (inputs * hidden * wide + one)
+    return kept if job.on_gpu else int(max(kept, CHECKPOINTED_HEAP * whole))
 
 
 def _log_prob_chunk(job: Job, positions: int, *, gradient: bool) -> int:

@@ -6,17 +6,14 @@ read. ``benchmarks/plan_accuracy.py`` compares it with real runs.
 
 import contextlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from rloo_kit.config.run_file import EXAMPLES, RunConfig
-from rloo_kit.errors import ConfigError, KitError
+from rloo_kit.config.run_file import RunConfig
+from rloo_kit.errors import KitError
 from rloo_kit.machine.cards import USABLE, Card, card_of, find_card
 from rloo_kit.machine.environment import quiet, setup
 from rloo_kit.machine.hardware import (
@@ -27,8 +24,7 @@ from rloo_kit.machine.hardware import (
     detect_hardware,
 )
 from rloo_kit.models.engine_memory import MIB
-from rloo_kit.models.shape import ModelShape
-from rloo_kit.planning.advice import Change, apply, fill, find_changes, peak_with
+from rloo_kit.planning.advice import Change, find_changes, peak_with
 from rloo_kit.planning.job import Facts, assumptions, make_job, read_facts
 from rloo_kit.planning.memory import (
     CONTEXT,
@@ -38,19 +34,12 @@ from rloo_kit.planning.memory import (
     plan_memory,
     planned_engine,
 )
-from rloo_kit.planning.speed import Speed, estimate_speed
-from rloo_kit.text.redaction import redact_tree, without_hidden
-from rloo_kit.text.wording import first_line, format_value
-from rloo_kit.training.preparation import beside, read_config, with_whole_paths
+from rloo_kit.training.preparation import beside, read_config
 
-# Of a bar: eighths of a column
-BLOCKS = " ▏▎▍▌▋▊▉█"
+# Columns of the longest bar and of a part's name: 80 with the number
 BAR, NAME = 26, 33
-"""Columns of the longest bar, and of a part's name: 80 with the number."""
 # Share of the peak from which on a part has a bar of its own
 SMALLEST_PART = 0.01
-# Share of the memory that `tune` fills
-FULL = 0.9
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,16 +50,6 @@ class Plan:
     facts: Facts
     changes: tuple[Change, ...] = ()
     """What makes it fit, the least harmful first; empty where it fits, or where nothing helps."""
-
-    @property
-    def shape(self) -> ModelShape:
-        """Of the model."""
-        return self.facts.shape
-
-    @property
-    def card(self) -> Card:
-        """What is planned for; of a CPU its name and memory."""
-        return self.facts.card
 
     @property
     def room(self) -> int:
@@ -110,19 +89,14 @@ class Plan:
         return None if self.vllm_share is None else planned_engine(self.job).refusal
 
     @property
-    def speed(self) -> Speed | None:
-        """An estimate; None where the card's data sheet is not known."""
-        return estimate_speed(self.job, self.card, max(0, self.config.trainer.get("max_steps", 0)))
-
-    @property
     def notes(self) -> list[str]:
-        """What is assumed or left out."""
+        """What is assumed."""
         return list(assumptions(self.config, self.facts, self.job))
 
     @property
     def verdict(self) -> str:
         """In one line."""
-        what = f"{self.config.model.name} on {self.card.name}"
+        what = f"{self.config.model.name} on {self.facts.card.name}"
         left = self.room - self.peak_bytes
         if left < 0:
             return f"{what}: does not fit, {_gib(-left)} are missing of {_gib(self.peak_bytes)}"
@@ -136,7 +110,7 @@ class Plan:
         phase = self.memory.phase
         return {
             "verdict": self.verdict,
-            "card": self.card.name,
+            "card": self.facts.card.name,
             "room": self.room,
             "peak": self.peak_bytes,
             "fits": self.fits,
@@ -144,7 +118,6 @@ class Plan:
             "doing": DOING[phase],
             "phases": self.memory.phases,
             "parts": [{"name": name, "bytes": size} for name, size in self.memory.at(phase)],
-            "main_memory": self.memory.main_memory,
             "budget": self.memory.budget,
             "vllm_share": self.vllm_share,
             "changes": [line for change in self.changes for line in change.lines],
@@ -171,10 +144,6 @@ def plan(
         gpu: The card: its memory (``12GB``), its name (``rtx4070``), or ``this`` (None too): the
             one in this machine, else its CPU.
         overrides: ``section.key=value``, as after ``--set``.
-
-    Returns:
-        Its text is the picture; ``fits``, ``peak_bytes``, ``memory``, ``changes`` and ``speed`` are
-        the numbers.
 
     Raises:
         ConfigError: The run file or the card is wrong.
@@ -247,42 +216,6 @@ def remedy(config: RunConfig, room: int, *, base: Path = Path()) -> str:
     return ", and ".join(map(str, find_changes(config, facts, less)))
 
 
-def tune(made: Plan, path: str | Path, *, base: Path = Path()) -> Plan:
-    """Write a run file that fills the card: it fits, with the largest batch and passes that do.
-
-    Returns:
-        The plan of what was written.
-
-    Raises:
-        ConfigError: The file exists, cannot be written, or nothing makes the run fit.
-    """
-    # a tenth stays free: the plan is an estimate
-    room, config = int(FULL * made.room), made.config
-    if peak_with(config, made.facts, ()) > room:
-        changes = find_changes(config, made.facts, room)
-        if not changes:
-            raise ConfigError(
-                f"nothing makes {config.model.name} fit into {room / GIB:.1f} GiB, nine tenths of "
-                f"{made.card.name}: use a smaller model"
-            )
-        config = apply(config, [change.settings for change in changes])
-    config = fill(config, made.facts, room)
-    tuned = Plan(config, made.facts)
-    whole = with_whole_paths(config, base, Path() if base == EXAMPLES else base)
-    content = without_hidden(redact_tree(whole.as_short_dict()))[0]
-    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-    head = f"# Filled by rloo-kit plan --tune, an estimate: {tuned.verdict}\n"
-    try:
-        with open(path, "x", encoding="utf-8") as file:
-            file.write(head + text)
-    except OSError as exc:
-        raise ConfigError(
-            f"--tune {format_value(os.fspath(path))} cannot be written ({first_line(exc)}): give "
-            f"another path"
-        ) from exc
-    return tuned
-
-
 def write_plan(config: RunConfig, folder: Path, *, base: Path = Path()) -> None:
     """Write plan.json for this machine into the folder of a run, for its report.
 
@@ -293,33 +226,27 @@ def write_plan(config: RunConfig, folder: Path, *, base: Path = Path()) -> None:
         (folder / "plan.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-# --- the picture ---------------------------------------------------------------------------------
-
-
 def _picture(made: Plan) -> list[str]:
     """Return the lines of a plan, at most 80 columns where names are short."""
-    memory, shape = made.memory, made.shape
+    memory, shape = made.memory, made.facts.shape
+    parts = memory.at(memory.phase)
+    longest = max(size for _, size in parts)
+    large = [part for part in parts if part[1] >= SMALLEST_PART * memory.peak_bytes]
+    rest = memory.peak_bytes - sum(size for _, size in large)
+    phases = ", ".join(f"{phase} {_gib(size)}" for phase, size in memory.phases.items())
     lines = [
         made.verdict,
         f"{_count(shape.num_parameters)} parameters, by {shape.source}; "
         f"{made.job.rows} completions at once, rows up to {made.job.width:,} tokens",
         "",
         f"the peak, {_gib(memory.peak_bytes)}, is where {DOING[memory.phase]}:",
+        *(_bar(name, size, size / longest) for name, size in [*large, ("all else", rest)]),
+        "",
+        f"phases: {phases}",
+        f"a pass with gradient has {memory.budget:,} positions (tokens_per_micro_batch)",
     ]
-    parts = memory.at(memory.phase)
-    longest = max(size for _, size in parts)
-    large = [part for part in parts if part[1] >= SMALLEST_PART * memory.peak_bytes]
-    rest = memory.peak_bytes - sum(size for _, size in large)
-    lines += [_bar(name, size, size / longest) for name, size in large]
-    lines += [_bar("all else", rest, rest / longest)] if rest else []
-    phases = ", ".join(f"{phase} {_gib(size)}" for phase, size in memory.phases.items())
-    lines += [_bar("available", made.room, 0), "", f"phases: {phases}"]
-    if memory.main_memory:
-        lines.append(f"main memory: {_gib(memory.main_memory)} in addition")
-    lines.append(f"a pass with gradient has {memory.budget:,} positions (tokens_per_micro_batch)")
     if made.vllm_share is not None:
         lines.append(f"vLLM gets {made.vllm_share:.3f} of the card (vllm_gpu_memory_utilization)")
-    lines += [str(made.speed)] if made.speed else []
     lines += [f"note: {note}" for note in made.notes]
     if made.changes:
         lines += ["", "to make it fit:"]
@@ -332,9 +259,7 @@ def _picture(made: Plan) -> list[str]:
 
 
 def _bar(name: str, size: int, share: float) -> str:
-    eighths = round(8 * BAR * share)
-    bar = "█" * (eighths // 8) + BLOCKS[eighths % 8].strip()
-    return f"  {name[:NAME]:<{NAME}} {bar:<{BAR}} {_gib(size):>10}"
+    return f"  {name[:NAME]:<{NAME}} {'█' * round(BAR * share):<{BAR}} {_gib(size):>10}"
 
 
 def _count(number: int) -> str:

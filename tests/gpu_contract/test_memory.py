@@ -70,7 +70,7 @@ def test_the_plan_unsloth_and_vllm_agree_for_every_run_file(
             tmp_path,
             here,
             settings,
-            made.shape,
+            made.facts.shape,
             monkeypatch,
         )
     except GenerationError:

@@ -92,7 +92,7 @@ def test_the_plan_and_the_load_ask_for_the_same_share(name, card, monkeypatch):
     total = made.card.usable
     free = total - 600 * MIB  # a CUDA context
     try:
-        arguments = settings.arguments(made.shape, free, total)
+        arguments = settings.arguments(made.facts.shape, free, total)
     except GenerationError:
         assert not made.fits
         return
