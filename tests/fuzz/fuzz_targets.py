@@ -863,11 +863,10 @@ def model_files():
 
 TEMPLATES = [
     b"{% for m in messages %}", b"{{ messages[99].content }}", b"{{ 1 / 0 }}", b"{{ x.y.z }}",
-    b"{% set a = range(10**9) %}{{ a | list }}", b"{{ messages.__class__.__mro__ }}",
+    b"{{ messages.__class__.__mro__ }}",
     b"{{ 'a' * 10**9 }}", b"{{ raise_exception('no') }}",
     b"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     b"{{ messages[0].content + 1 }}", b"{{ none.x }}", b"{% include 'x' %}", b"", b"\xff",
-    b"{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}",
 ]  # fmt: skip
 
 
@@ -966,92 +965,6 @@ def adapters(data):
     must(sum(p.numel() for p in model.parameters()) > 0, "no weights")
 
 
-# --- .gguf ---------------------------------------------------------------------------------------
-
-
-@cache
-def gguf_file():
-    """A llama of one layer over raw bytes, as llama.cpp's tools write it."""
-    import gguf
-    import numpy as np
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    path = work() / "made.gguf"
-    tokens = ["<|endoftext|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "Ġt", "Ġs"]
-    writer = gguf.GGUFWriter(path, "llama")
-    sizes = {
-        "context_length": 64, "embedding_length": 16, "block_count": 1, "feed_forward_length": 32,
-        "attention.head_count": 2, "attention.head_count_kv": 1, "rope.dimension_count": 8,
-    }  # fmt: skip
-    for key, value in sizes.items():
-        writer.add_uint32(f"llama.{key}", value)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3] + [1] * (len(tokens) - 2))
-    writer.add_token_merges(["Ġ t", "Ġ s"])
-    writer.add_eos_token_id(1)
-    writer.add_bos_token_id(0)
-    shapes = {
-        "token_embd.weight": (len(tokens), 16), "output_norm.weight": (16,),
-        "blk.0.attn_norm.weight": (16,), "blk.0.ffn_norm.weight": (16,),
-        "blk.0.attn_q.weight": (16, 16), "blk.0.attn_k.weight": (8, 16),
-        "blk.0.attn_v.weight": (8, 16), "blk.0.attn_output.weight": (16, 16),
-        "blk.0.ffn_gate.weight": (32, 16), "blk.0.ffn_up.weight": (32, 16),
-        "blk.0.ffn_down.weight": (16, 32),
-    }  # fmt: skip
-    for name, shape in shapes.items():
-        writer.add_tensor(name, np.ones(shape, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path.read_bytes()
-
-
-def gguf_inputs():
-    size = gguf_file().rindex(b"blk.0") + 64
-    piece = st.one_of(
-        st.binary(min_size=1, max_size=8),
-        st.sampled_from([b"\xff" * 8, b"\x00" * 8, b"\x01", b"\x7f"]),
-    )
-    overwrite = st.tuples(st.integers(0, size), piece)
-    return st.tuples(
-        st.lists(overwrite, max_size=4), st.one_of(st.just([]), st.just([]), changes(1))
-    ).map(written_over)
-
-
-def written_over(several):
-    data = gguf_file()
-    for at, piece in several[0]:
-        data = data[:at] + piece + data[at + len(piece) :]
-    return changed(data, several[1])
-
-
-def gguf_files(data):
-    """Convert a file, and load nothing but its tokenizer again."""
-    from rloo_kit.models.gguf import convert
-
-    path = work() / "fuzzed.gguf"
-    path.write_bytes(data)
-    cache_dir = work() / "converted"
-    shutil.rmtree(cache_dir, ignore_errors=True)
-    folder = convert(path, cache_dir)
-    must((folder / "config.json").is_file(), "no config.json")
-    must([entry.name for entry in cache_dir.iterdir()] == [folder.name], "something else is left")
-
-
-def gguf_heads(data):
-    """Read the index alone, as convert does first."""
-    from rloo_kit.models.gguf import _check_content, _check_magic
-
-    path = work() / "head.gguf"
-    path.write_bytes(data)
-    _check_magic(path)
-    must(_check_content(path), "no architecture")
-
-
 # --- all -----------------------------------------------------------------------------------------
 
 TARGETS = (
@@ -1064,7 +977,6 @@ TARGETS = (
     Target("pairs", pairs_inputs, pairs, 15, good=lambda: (".jsonl", as_jsonl(PAIRS))),
     Target("run folders", run_folder_inputs, run_folder, 12, good=list),
     Target("checkpoints", checkpoint_inputs, checkpoints, 10, good=list),
-    Target("gguf heads", gguf_inputs, gguf_heads, 10, seeds=lambda: [gguf_file()[:8000]]),
     Target("trainer", trainer_inputs, trainer_settings, 8, heavy=True, good=dict),
     Target(
         "prompts",
@@ -1084,7 +996,6 @@ TARGETS = (
         isolated=True,
         good=lambda: (".parquet", as_parquet(ROWS), {}),
     ),
-    Target("gguf", gguf_inputs, gguf_files, 4, most=250, heavy=True, isolated=True, good=gguf_file),
     Target("model names", model_name_inputs, model_names, 4, heavy=True),
     Target("models", model_inputs, models, 4, most=250, heavy=True, isolated=True, good=tuple),
     Target(

@@ -19,7 +19,6 @@ NAMES_EOS = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}"
     "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
 )
-LEAVES_OPEN = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
 LLAMA = {
     "context_length": 128,
     "embedding_length": 64,
@@ -49,9 +48,7 @@ def byte_alphabet() -> list[str]:
     return sorted(ByteLevel.alphabet())
 
 
-def write_gguf(
-    path, *, architecture="llama", template=CHATML, eos=2, tied=True, without=(), parts=1
-):
+def write_gguf(path, *, architecture="llama", template=CHATML, eos=2, tied=True, without=()):
     """Write a llama of one layer with random weights over raw bytes and three special tokens."""
     gguf = pytest.importorskip("gguf")
     numpy = pytest.importorskip("numpy")
@@ -70,8 +67,6 @@ def write_gguf(
     writer.add_eos_token_id(eos)
     writer.add_pad_token_id(eos)
     writer.add_chat_template(template)
-    if parts > 1:
-        writer.add_uint16("split.count", parts)
     shapes = {"token_embd.weight": (len(tokens), 64), **SHAPES}
     if not tied:
         shapes["output.weight"] = (len(tokens), 64)
@@ -104,31 +99,19 @@ def test_bad_magic_asks_for_a_gguf_file(tmp_path):
 def test_missing_package_names_the_extra(tmp_path, monkeypatch):
     path = tmp_path / "any.gguf"
     path.write_bytes(b"GGUF" + bytes(20))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("rloo_kit.models.gguf.installed_version", lambda name: None)
     with pytest.raises(ModelError, match=r'pip install "rloo-kit\[gguf\]"'):
         convert(path, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("share", [0.0005, 0.1, 0.99])
+@pytest.mark.parametrize("share", [0.1, 0.99])
 def test_truncated_file_asks_for_another_download(tmp_path, share):
     path = write_gguf(tmp_path / "tiny.gguf")
     content = path.read_bytes()
-    path.write_bytes(content[: max(4, int(len(content) * share))])
-    with pytest.raises(ModelError, match=r"truncated or damaged.*download it again"):
+    path.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(ModelError, match=r"is damaged, .*download it again"):
         convert(path, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
-
-
-def test_unreadable_architecture_is_named(tmp_path):
-    path = write_gguf(tmp_path / "tiny.gguf", architecture="nonesuch")
-    with pytest.raises(ModelError, match=r"architecture 'nonesuch'.*use the model's Hugging Face"):
-        convert(path, tmp_path / "cache")
-
-
-def test_one_part_of_several_is_refused(tmp_path):
-    path = write_gguf(tmp_path / "tiny.gguf", parts=3)
-    with pytest.raises(ModelError, match="llama-gguf-split --merge"):
-        convert(path, tmp_path / "cache")
 
 
 def test_missing_weights_are_refused(tmp_path):
@@ -166,11 +149,8 @@ def test_folder_holds_the_weights_in_bf16_and_the_tie(tmp_path, tied):
 @pytest.mark.parametrize(
     ("template", "file_eos", "end", "ends"),
     [
-        (CHATML, 2, "<|im_end|>", [2]),
         (CHATML, 0, "<|im_end|>", [2, 0]),
-        (NAMES_EOS, 2, "<|im_end|>", [2]),
         (NAMES_EOS, 0, "<|endoftext|>", [0]),
-        (LEAVES_OPEN, 2, "<|im_end|>", [2]),
     ],
 )
 def test_answers_end_with_the_token_of_the_template(tmp_path, template, file_eos, end, ends):
@@ -179,7 +159,6 @@ def test_answers_end_with_the_token_of_the_template(tmp_path, template, file_eos
     assert tokenizer.eos_token == end
     assert tokenizer.bos_token == "<|im_start|>"
     assert tokenizer.chat_template == template
-    assert tokenizer.padding_side == "left"
     assert model.config.eos_token_id == ends[0]
     assert model.generation_config.eos_token_id == ends
     assert model.config.pad_token_id == tokenizer.pad_token_id
@@ -196,20 +175,6 @@ def test_the_folder_is_reused_until_the_file_changes(tmp_path):
     os.utime(path, (1, 1))
     assert convert(path, cache) != first
     assert not list(cache.glob(".*"))
-
-
-@pytest.mark.long
-def test_interrupted_conversion_leaves_nothing(tmp_path, monkeypatch):
-    from transformers import PreTrainedTokenizerBase
-
-    def interrupt(*_args, **_options):
-        raise KeyboardInterrupt
-
-    path, cache = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "cache"
-    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        convert(path, cache)
-    assert not list(cache.iterdir())
 
 
 @pytest.mark.slow
