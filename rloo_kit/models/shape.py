@@ -8,22 +8,17 @@ models in examples/ are in a table here, so that a plan of them needs no network
 import contextlib
 import copy
 import json
-import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import ModelError
-from rloo_kit.models.adapters import base_of
+from rloo_kit.models.adapters import adapter_in, base_of
 from rloo_kit.text.wording import first_line, format_value
 
 TINY_THINKER = Path(__file__).parents[1] / "assets" / "tiny-thinker"
-# Estimated share of the linear layers' weights that Unsloth's "dynamic" 4-bit models keep in 16
-# bit, where their config is not available: which layers stay differs by model
-DYNAMIC_SHARE = 0.1
 
 _QWEN3 = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Of the config.json that Qwen publishes with each model: the four numbers above, and whether the
@@ -70,7 +65,6 @@ class ModelShape:
     others: int  # parameters of embeddings, norms, biases, experts; what is tied counts once
     qk_norm: bool = False  # whether queries and keys are normalised
     packed: bool = False  # whether the checkpoint holds 4-bit weights already
-    in_16bit: float = 0.0  # share of the quantised layers' weights that stays in 16 bit
 
     @property
     def num_parameters(self) -> int:
@@ -110,37 +104,22 @@ def read_shape(
         ModelError: There is no config, or transformers knows no such model.
     """
     found = _base_of_adapter(name)
+    if not Path(found).expanduser().exists() and (found[:1] in "./~" or found.count("/") > 1):
+        raise ModelError(
+            f"model {format_value(name)} does not exist: give a model's folder, a .gguf file or a "
+            "hub name"
+        )
     try:
-        with _quiet():
-            config, source = _read_config(found, trust_remote_code)
-            return _shape_of(name, source, config, trust_remote_code, classifier)
-    except ModelError:
-        raise
+        config, source = _read_config(found, trust_remote_code)
+        return shape_of_config(
+            config, name, source, trust_remote_code=trust_remote_code, classifier=classifier
+        )
     except Exception as exc:  # what is raised differs by library, version and network
         raise ModelError(
             f"the config of model {format_value(name)} cannot be read ({type(exc).__name__}: "
             f"{first_line(exc)}): check the name and the network, or give a folder that holds its "
             "config.json"
         ) from exc
-
-
-def shape_of_config(config: Any, name: str) -> ModelShape:
-    """Return the shape of a loaded model from its transformers config, which is not changed.
-
-    Raises:
-        ModelError: transformers cannot build it.
-    """
-    try:
-        with _quiet():
-            return _shape_of(name, "its config", copy.deepcopy(config), False, False)
-    except Exception as exc:  # what is raised differs by model
-        raise ModelError(
-            f"the layers of model {format_value(name)} cannot be counted ({type(exc).__name__}: "
-            f"{first_line(exc)}): set trainer.generation: transformers"
-        ) from exc
-
-
-# --- the config ----------------------------------------------------------------------------------
 
 
 def _read_config(name: str, trust_remote_code: bool) -> tuple[Any, str]:
@@ -153,17 +132,7 @@ def _read_config(name: str, trust_remote_code: bool) -> tuple[Any, str]:
         where = {"gguf_file": path.name}
         return AutoConfig.from_pretrained(path.parent, **where, **options), "its GGUF file"
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(
-                f"folder {format_value(name)} holds no config.json, so it is not a model: give the "
-                "folder that save_pretrained wrote"
-            )
         return AutoConfig.from_pretrained(path, **options), "its config.json"
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelError(
-            f"model {format_value(name)} is no folder of a model here: give a model's folder, a "
-            ".gguf file or a hub name"
-        )
     with contextlib.suppress(OSError, ValueError):
         return AutoConfig.from_pretrained(name, local_files_only=True, **options), "the hub's copy"
     published = _published(name)
@@ -176,6 +145,7 @@ def _published(name: str) -> Any:
     """Return the config of a Qwen3 model in the kit's table, by a part of its name, or None."""
     from transformers import Qwen3Config
 
+    # not Qwen3-30B-A3B, a mixture of experts
     match = re.search(r"qwen3-\d+(?:\.\d+)?b(?![a-z0-9])(?!-a\d)", name.lower())
     values = PUBLISHED.get(match[0]) if match else None
     if values is None:
@@ -194,25 +164,26 @@ def _published(name: str) -> Any:
 
 def _base_of_adapter(name: str) -> str:
     """Return the base of the adapter in a folder; any other name as it is."""
-    folder = Path(name).expanduser()
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-            facts = folder / "reward_model.json"
-            noted = json.loads(facts.read_bytes()) if facts.is_file() else {}
-            base = noted.get("base") or base_of(folder)
-            relative = noted.get("base_folder")
-            if relative and (folder / relative).is_dir():
-                return str(folder / relative)
-            return str(base)
-    return name
+    folder = adapter_in(name)
+    if folder is None:
+        return name
+    with contextlib.suppress(OSError, ValueError, TypeError):  # a reward model, which may move
+        facts = json.loads((folder / "reward_model.json").read_bytes())
+        if "base_folder" in facts and (folder / facts["base_folder"]).is_dir():
+            return str(folder / facts["base_folder"])
+    return base_of(folder)
 
 
-# --- the layers ----------------------------------------------------------------------------------
-
-
-def _shape_of(
-    name: str, source: str, config: Any, trust_remote_code: bool, classifier: bool
+def shape_of_config(
+    config: Any,
+    name: str,
+    source: str = "its config",
+    *,
+    trust_remote_code: bool = False,
+    classifier: bool = False,
 ) -> ModelShape:
+    """Return the shape of the model that transformers makes of a config, which is not changed."""
+    config = copy.deepcopy(config)
     text = config.get_text_config()
     quantised = getattr(config, "quantization_config", None)
     settings = quantised if isinstance(quantised, dict) else getattr(quantised, "__dict__", {})
@@ -236,10 +207,7 @@ def _shape_of(
         packed=bool(settings.get("load_in_4bit") or settings.get("_load_in_4bit")),
     )
     everything = sum(parameter.numel() for parameter in model.parameters())
-    shape = replace(shape, others=everything - shape.num_parameters)
-    if "unsloth-bnb-4bit" in name.lower() and not skipped:
-        return replace(shape, in_16bit=DYNAMIC_SHARE)
-    return shape
+    return replace(shape, others=everything - shape.num_parameters)
 
 
 def _on_meta(config: Any, trust_remote_code: bool, classifier: bool) -> Any:
@@ -283,22 +251,8 @@ def _intermediate(text: Any) -> int:
     """Return the width of what a token's MLP computes."""
     dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     expert = getattr(text, "moe_intermediate_size", None)
-    if not expert:
-        return dense
     chosen = getattr(text, "num_experts_per_tok", None) or 1
-    return chosen * expert + (getattr(text, "shared_expert_intermediate_size", None) or 0)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' notes on configs of other versions."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    return chosen * expert if expert else dense
 
 
 def weight_bytes(
@@ -309,25 +263,21 @@ def weight_bytes(
     ``in_4bit`` is NF4 with double quantisation, embeddings, norms and LM head excepted; ``in_fp8``
     one byte for each weight of a linear layer and a float32 scale for each row.
     """
-    total = float(shape.others * value_bytes)
+    total = shape.others * value_bytes
     for linear in shape.linears:
-        plain = linear.size * linear.count * value_bytes
         if in_4bit and linear.quantised:
-            packed = nf4_bytes(linear.rows, linear.columns) * linear.count
-            total += packed * (1 - shape.in_16bit) + plain * shape.in_16bit
+            total += nf4_bytes(linear.rows, linear.columns) * linear.count
         elif in_fp8:
             total += (linear.size + 4 * linear.rows) * linear.count
         else:
-            total += plain
-    return int(total)
+            total += linear.size * linear.count * value_bytes
+    return total
 
 
 def nf4_bytes(rows: int, columns: int) -> int:
-    """Return what bitsandbytes 0.50 stores for a packed layer, double quantisation included.
-
-    Two weights in a byte; of 64 weights the largest in 8 bit; of 256 of those the largest in
-    float32; their mean, and two code tables (functional.py: ``quantize_4bit``).
-    """
+    """Return what bitsandbytes 0.50 stores for a packed layer, double quantisation included."""
+    # two weights in a byte; of 64 weights the largest in 8 bit; of 256 of those the largest in
+    # float32; their mean, and two code tables (functional.py: quantize_4bit)
     weights = rows * columns
     blocks = -(-weights // 64)
     return -(-weights // 2) + blocks + 4 * -(-blocks // 256) + 4 * (16 + 256 + 1)
