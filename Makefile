@@ -15,15 +15,16 @@ UV := $(shell command -v uv || echo .cache/uv/bin/uv)
 quickstart: setup
 	.venv/bin/rloo-kit quickstart
 
-# Behaviour, in minutes: what to run while working. `make test-all` runs the rest of it too.
-OTHERS := slow or gpu or vllm or notebook or tracker or browser or faults or gpu_contract
+# Behaviour, in minutes: what to run while working. `make test-all` runs all that needs .venv alone: also
+# faults on purpose and the notebooks.
+ELSEWHERE := slow or gpu or vllm or browser or gpu_contract
 test: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-	  -m "not long and not ($(OTHERS))"
+	  -m "not (long or faults or notebook or tracker or $(ELSEWHERE))"
 
 test-all: setup setup-gym
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-	  -m "not ($(OTHERS))"
+	  --durations=12 -m "not ($(ELSEWHERE))"
 
 # Faults on purpose: signals, kills, full disks, broken checkpoints (docs/reference/reliability.md lists them); and
 # several processes, whose tests fork and kill in the same way; and trainings at the limit of memory.

@@ -23,6 +23,9 @@ PURE = {
 }
 """Packages and files whose tests import none of the heavy libraries: they start in a second."""
 
+SECONDS = {"notebook": 100, "faults": 4, "tracker": 4, "long": 2}
+"""What a test of this marker takes, roughly."""
+
 
 @cache
 def start_libraries():
@@ -51,9 +54,13 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    # Files with many long tests start first, so that no worker ends with one of them alone.
-    num_long = Counter(item.path for item in items if item.get_closest_marker("long"))
-    items.sort(key=lambda item: -num_long[item.path])
+    # Files that take long start first, so that no worker ends with one of them alone.
+    seconds: Counter = Counter()
+    for item in items:
+        seconds[item.path] += max(
+            (cost for name, cost in SECONDS.items() if item.get_closest_marker(name)), default=0
+        )
+    items.sort(key=lambda item: -seconds[item.path])
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu or os.environ.get("RLOO_KIT_GPU_TESTS_ON_CPU") == "1":
         return
