@@ -2,14 +2,12 @@
 
 import asyncio
 import inspect
-import math
 import random
 import re
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rloo_kit.errors import RewardContractError
@@ -24,24 +22,14 @@ from rloo_kit.types import Completion, Score
 # A probe is called with as many rows as take about so long, at least with `FEWEST_ROWS`
 PROBE_SECONDS = 0.5
 FEWEST_ROWS, ROWS_ALONE = 4, 8
-ENDLESS_SECONDS = 5.0
-# Probes that alter no completion
-CALLS = ("first", "again", "permuted", "alone")
-# Scores beyond it count as it: their squares would be no numbers
+# Longest call with a very long completion: a reward may need quadratic time for it
+REPEATED_SECONDS = 5.0
+# Scores beyond it count as it: their squares would be infinite
 LARGEST_SCORE = 1e100
-# What rewards learn from a tokenizer; the lab writes it beside a completion, with ...
-TOLD_BY_TOKENIZER = ("thought_opened", "start_token_id", "end_token_id")
-# ... what else it knows of it. These columns are not the dataset's.
-ABOUT_ROWS = ("group", "truncated", "generation_seconds", *TOLD_BY_TOKENIZER)
 
 
 def probe(
-    reward: LoadedReward,
-    columns: dict[str, Any],
-    batch: Batch,
-    *,
-    timeout: float | None = None,
-    bound: bool = True,
+    reward: LoadedReward, columns: dict[str, Any], batch: Batch, timeout: float | None = None
 ) -> Probed:
     """Return what a reward answers to completions and, where it can be called, to altered ones.
 
@@ -50,17 +38,9 @@ def probe(
         columns: What the trainer would call it with; B rows.
         batch: The same completions, and what is known of them.
         timeout: Seconds a call may take; None: no limit.
-        bound: Whether the reward knows all that the tokenizer could tell it.
     """
-    func = guarded(reward.func, timeout, "stop")
-    count = len(batch.texts)
-    bare = Probed(
-        reward.name,
-        reward.weight_at(0.0),
-        [None] * count,
-        unbound=frozenset() if bound else frozenset(_unbound(func)),
-        blank_columns=_blank_columns(func, columns),
-    )
+    func, count = guarded(reward.func, timeout, "stop"), len(batch.texts)
+    bare = Probed(reward.name, reward.weight_at(0.0), [None] * count)
     started = time.perf_counter()
     try:
         scores = _call(func, columns)
@@ -68,9 +48,8 @@ def probe(
         return replace(bare, fault=_fault(func, columns, exc))
     seconds = (time.perf_counter() - started) / count
     num = min(count, max(FEWEST_ROWS, int(PROBE_SECONDS / max(seconds, 1e-9))))
-    first = replace(
-        bare, scores=scores, seconds=seconds, rows=[row * count // num for row in range(num)]
-    )
+    rows = [row * count // num for row in range(num)]
+    first = replace(bare, scores=scores, seconds=seconds, rows=rows)
     return _with_probes(first, func, columns, batch)
 
 
@@ -83,13 +62,13 @@ class _Answers:
     errors: dict[str, str] = field(default_factory=dict)
 
     def ask(self, name: str, columns: dict[str, Any]) -> None:
-        """Call the reward; of ``endless`` no more than one row, and not for long."""
+        """Call the reward; with very long texts for one row only, and not for long."""
         func = self.func
-        if name == "endless":
-            limit = min(func.timeout or ENDLESS_SECONDS, ENDLESS_SECONDS)
+        if name == "repeated":
+            limit = min(func.timeout or REPEATED_SECONDS, REPEATED_SECONDS)
             func, columns = guarded(func, limit, "stop"), _take(columns, [0])
         try:
-            self.scores[name] = _call(func, columns if name in CALLS else _altered(name, columns))
+            self.scores[name] = _call(func, _altered(name, columns))
         except RewardContractError as exc:
             cause = exc.__cause__
             self.errors[name] = printable(f"{type(cause).__name__}: {cause}" if cause else str(exc))
@@ -105,7 +84,8 @@ def _with_probes(
         answers.ask("first", own)
     started = time.perf_counter()
     answers.ask("again", own)
-    seconds = (time.perf_counter() - started) / count
+    # The first call also paid for what the reward imports.
+    seconds = min(probed.seconds, (time.perf_counter() - started) / count)
     order = random.Random(0).sample(range(count), count)
     answers.ask("permuted", _take(own, order))
     if "permuted" in answers.scores:
@@ -118,8 +98,6 @@ def _with_probes(
     answers.scores["alone"] = [] if "alone" in answers.errors else alone
     for name in wanted_probes(batch, probed):
         answers.ask(name, own)
-    # The second call is without what the first one imports.
-    seconds = min(seconds, probed.seconds)
     return replace(probed, probes=answers.scores, probe_errors=answers.errors, seconds=seconds)
 
 
@@ -135,64 +113,14 @@ def _call(func: CheckedReward, columns: dict[str, Any]) -> list[Score]:
 
 def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractError) -> Fault:
     """Return which part of the contract a reward broke."""
-    text = printable(str(exc))
-    asked = getattr(func.reward, "column", None)
-    missing = [name for name in func.required if name not in columns]
-    if missing == ["completion_ids"]:
-        return Fault("missing_ids", text)
-    if missing or (isinstance(asked, str) and asked not in columns):
-        return Fault("missing_column", text)
-    if isinstance(exc.__cause__, OverdueError):
-        return Fault("timeout", text)
-    if exc.__cause__ is not None:
-        return Fault("raises", text)
-    num_bad: list[float] = []
-    counting = {**columns, "log_metric": lambda name, value: num_bad.append(value)}
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        try:
-            _call(replace(func, on_error="skip"), counting)
-        except RewardContractError:  # of a reward within this one
-            return Fault("raises", text)
-    if any(issubclass(warning.category, RuntimeWarning) for warning in said):
-        return Fault("wrong_output", text)
-    count = len(columns["completions"])
-    return Fault("not_finite", f"{max(num_bad):.0f} of {count} scores are no finite number; {text}")
-
-
-def _unbound(reward: Any) -> Iterator[str]:
-    """Yield what a reward, or one within it, has not learned from a tokenizer."""
-    if not is_dataclass(reward) or isinstance(reward, type):
-        return
-    for item in fields(reward):
-        value = getattr(reward, item.name)
-        if item.name in ("end_token_id", "thought_opened") and value is None:
-            yield item.name
-        else:
-            yield from _unbound(value)
-
-
-def _blank_columns(func: CheckedReward, columns: dict[str, Any]) -> dict[str, float]:
-    """Return the share of blank values in each dataset column that the reward may read."""
-    given = ("prompts", "completions", "completion_ids", *ABOUT_ROWS)
-    names = [name for name, value in columns.items() if isinstance(value, list)]
-    asked = getattr(func.reward, "column", None)
-    if isinstance(asked, str):
-        names = [asked] if asked in names else []
-    elif func.accepted is not None:
-        names = [name for name in names if name in func.accepted]
-    shares = {
-        name: sum(map(_is_blank, columns[name])) / len(columns[name])
-        for name in names
-        if name not in given
-    }
-    return {name: share for name, share in shares.items() if share}
-
-
-def _is_blank(value: Any) -> bool:
-    if isinstance(value, str):
-        return not value.strip()
-    return value is None or (isinstance(value, float) and math.isnan(value))
+    # A built-in reward names the column it reads in a setting, not as a parameter.
+    asked = [*func.required, getattr(func.reward, "column", None)]
+    kind = "wrong_output"
+    if any(isinstance(name, str) and name not in columns for name in asked):
+        kind = "missing_column"
+    elif exc.__cause__ is not None:
+        kind = "timeout" if isinstance(exc.__cause__, OverdueError) else "raises"
+    return Fault(kind, printable(str(exc)))
 
 
 # --- altered completions -------------------------------------------------------------------------
@@ -222,14 +150,9 @@ _ALTERED: dict[str, tuple[Callable[[str], str], Callable[[list[int]], list[int]]
     "opened": (_prefixed("<think>"), _same),
     "tagged": (_prefixed("<notes>"), _same),
     "masked": (lambda text: re.sub(r"\S", "x", text), lambda ids: [0] * len(ids)),
-    "answerless": (lambda text: "".join(text.rpartition("</think>")[:2]) or text, _same),
-    "repeated": (
-        lambda text: text[: len(text) // 4 + 1][:2000] * 20 + text,
-        lambda ids: ids[: len(ids) // 4 + 1][:500] * 20 + ids,
-    ),
-    "endless": (
-        lambda text: f"{text or 'x'} " * (100_000 // (len(text) + 1) + 1),
-        lambda ids: (ids or [0]) * (40_000 // (len(ids) or 1) + 1),
+    "repeated": (  # the beginning, so that the thought is long and still closed
+        lambda text: text[: len(text) // 4 + 1][:500] * 200 + text,
+        lambda ids: ids[: len(ids) // 4 + 1][:100] * 200 + ids,
     ),
     "first_words": (lambda text: f"{' '.join(text.split()[:20])}.", lambda ids: ids[:20]),
     "empty": (lambda text: "", lambda ids: []),
@@ -241,14 +164,14 @@ _ALTERED: dict[str, tuple[Callable[[str], str], Callable[[list[int]], list[int]]
 
 
 def _altered(name: str, columns: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns with every completion altered."""
+    """Return the columns with every completion altered; as they are for a name without a change."""
     completions, ids = columns["completions"], columns.get("completion_ids")
     if name == "swapped":
         num = len(completions)
         rows = [(row + num // 2) % num for row in range(num)]
         completions = [completions[row] for row in rows]
         ids = ids and [ids[row] for row in rows]
-    else:
+    elif name in _ALTERED:
         new_text, new_ids = _ALTERED[name]
         completions = [_with_text(one, new_text(text_of(one))) for one in completions]
         ids = ids and [new_ids(row) for row in ids]

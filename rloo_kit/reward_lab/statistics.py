@@ -10,12 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev, stdev
 
+import numpy as np
+
 from rloo_kit.types import Score
-
-NUM_BINS = 8
-
-
-# --- what is looked at ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -23,15 +20,8 @@ class Settings:
     """Settings of the run that findings depend on; None where they are not known."""
 
     temperature: float | None = None
-    beta: float | None = None
     max_completion_length: int | None = None
     max_seq_length: int | None = None
-    num_generations: int | None = None
-    missing_eos_penalty: float | None = None
-    reward_clip_range: tuple[float, float] | None = None
-    mask_truncated_completions: bool = False
-    normalized: bool = False
-    """Whether scores or advantages are divided by their spread."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +34,13 @@ class Batch:
     num_tokens: list[int] | None = None
     truncated: list[bool] | None = None
     """Whether the completion ended because it reached the limit."""
-    thought_opened: list[bool] | None = None
-    """Whether the prompt ends with an opened ``<think>``."""
     generation_seconds: float | None = None
     """Of one completion."""
 
     @property
-    def lengths(self) -> dict[str, list[int]]:
-        """Length of each completion, by unit."""
-        found = {} if self.num_tokens is None else {"tokens": self.num_tokens}
-        return found | {
-            "characters": [len(text) for text in self.texts],
-            "words": [len(text.split()) for text in self.texts],
-        }
+    def lengths(self) -> list[int]:
+        """Tokens of each completion where they are known, else characters."""
+        return self.num_tokens or [len(text) for text in self.texts]
 
 
 @dataclass(frozen=True)
@@ -64,8 +48,7 @@ class Fault:
     """Why a reward gave no usable scores."""
 
     kind: str
-    """``raises``, ``timeout``, ``missing_column``, ``wrong_output``, ``not_finite``; or
-    ``missing_ids``, where a file holds no ``completion_ids``."""
+    """``raises``, ``timeout``, ``missing_column`` or ``wrong_output``."""
     text: str
 
 
@@ -86,10 +69,6 @@ class Probed:
     """Scores of those rows by probe; see ``wanted_probes``."""
     probe_errors: dict[str, str] = field(default_factory=dict)
     """What the reward raised on altered completions."""
-    unbound: frozenset[str] = frozenset()
-    """What only a tokenizer gives it, of ``end_token_id`` and ``thought_opened``."""
-    blank_columns: dict[str, float] = field(default_factory=dict)
-    """Share of blank values in the dataset columns it reads."""
 
     @property
     def counts(self) -> bool:
@@ -121,8 +100,6 @@ class RewardStats:
     """Of one completion."""
     length_correlation: float | None
     """Spearman's rank correlation with the length, in tokens where they are known."""
-    histogram: list[int]
-    """Scores in equal bins from ``low`` to ``high``."""
     fault: str | None
 
 
@@ -141,8 +118,6 @@ class Signal:
     """... and the highest."""
     distinct: float | None
     """Different texts in a group, as a share of its completions."""
-    forecast: dict[int, float]
-    """Number of generations -> expected share of groups with signal; for scores of two values."""
 
     @property
     def share(self) -> float:
@@ -171,29 +146,16 @@ def is_same(one: Score, other: Score) -> bool:
     return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
 
 
-def ranks(values: Sequence[float]) -> list[float]:
+def both_scored(ones: Sequence[Score], others: Sequence[Score]) -> tuple[list[float], list[float]]:
+    """Return both columns without the rows in which one of them is None."""
+    pairs = [(a, b) for a, b in zip(ones, others, strict=True) if a is not None and b is not None]
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def ranks(values: Sequence[float]) -> np.ndarray:
     """Return the rank of each value from 0 on; equal values share their mean rank."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    found = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
-            end += 1
-        for place in range(start, end + 1):
-            found[order[place]] = (start + end) / 2
-        start = end + 1
-    return found
-
-
-def correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """Return Pearson's correlation; None where one side does not vary."""
-    if len(xs) < 2:
-        return None
-    mean_x, mean_y = fmean(xs), fmean(ys)
-    products = math.fsum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
-    squares = math.fsum((x - mean_x) ** 2 for x in xs) * math.fsum((y - mean_y) ** 2 for y in ys)
-    return max(-1.0, min(1.0, products / math.sqrt(squares))) if squares > 0 else None
+    _, place, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts + 1) / 2)[place]
 
 
 def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
@@ -202,7 +164,9 @@ def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
     >>> rank_correlation([1, 2, 3], [10, 30, 20])
     0.5
     """
-    return correlation(ranks(xs), ranks(ys))
+    if len(set(xs)) < 2 or len(set(ys)) < 2:
+        return None
+    return round(float(np.corrcoef(ranks(xs), ranks(ys))[0, 1]), 9)
 
 
 def relative_rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
@@ -217,17 +181,19 @@ def relative_rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float
     found = rank_correlation(xs, ys)
     if found is None:
         return None
-    ordered = sorted(ranks(ys), reverse=found < 0)
-    best = correlation(sorted(ranks(xs)), ordered)
-    return None if not best else round(found / abs(best), 9)
+    best = rank_correlation(sorted(xs), sorted(ys, reverse=found < 0))
+    return round(found / abs(best), 6) if best else None
+
+
+def group_spreads(scores: Sequence[Score], batch: Batch) -> list[float]:
+    """Return the standard deviation within each group of two scores or more."""
+    groups = [known(scores[row] for row in rows) for rows in batch.groups]
+    return [stdev(group) for group in groups if len(group) > 1]
 
 
 def statistics_of(probed: Probed, batch: Batch) -> RewardStats:
     """Return the row of the table."""
-    values = known(probed.scores)
-    groups = [known(probed.scores[row] for row in rows) for rows in batch.groups]
-    spreads = [stdev(group) for group in groups if len(group) > 1]
-    unit = next(iter(batch.lengths))
+    values, spreads = known(probed.scores), group_spreads(probed.scores, batch)
     return RewardStats(
         name=probed.name,
         weight=probed.weight,
@@ -240,98 +206,32 @@ def statistics_of(probed: Probed, batch: Batch) -> RewardStats:
         high=max(values, default=None),
         fires=sum(value > 0 for value in values) / len(values) if values else None,
         milliseconds=probed.seconds * 1000,
-        length_correlation=rank_correlation(*both_scored(batch.lengths[unit], probed.scores)),
-        histogram=histogram(values),
+        length_correlation=rank_correlation(*both_scored(batch.lengths, probed.scores)),
         fault=probed.fault.text if probed.fault else None,
     )
 
 
-def both_scored(ones: Sequence[Score], others: Sequence[Score]) -> tuple[list[float], list[float]]:
-    """Return both columns without the rows in which one of them is None."""
-    pairs = [(a, b) for a, b in zip(ones, others, strict=True) if a is not None and b is not None]
-    return [a for a, _ in pairs], [b for _, b in pairs]
-
-
-def histogram(values: Sequence[float], num_bins: int = NUM_BINS) -> list[int]:
-    """Return how many values lie in each of ``num_bins`` equal bins from lowest to highest."""
-    counts = [0] * num_bins
-    if not values:
-        return counts
-    low, high = min(values), max(values)
-    for value in values:
-        # halved, so that the width of two huge numbers of opposite signs stays finite
-        share = (value / 2 - low / 2) / (high / 2 - low / 2) if high / 2 > low / 2 else 0.5
-        counts[min(num_bins - 1, int(share * num_bins))] += 1
-    return counts
-
-
-def total_scores(rewards: Sequence[Probed], batch: Batch, settings: Settings) -> list[Score]:
-    """Return the score each completion would train with, before any KL; None: unscorable."""
+def total_scores(rewards: Sequence[Probed], batch: Batch) -> list[Score]:
+    """Return the weighted sum of each completion, before any KL; None: no reward scored it."""
     totals: list[Score] = []
     for row in range(len(batch.texts)):
         parts = [r.weight * s for r in rewards if (s := r.scores[row]) is not None]
-        if not parts:
-            totals.append(None)
-            continue
-        total = math.fsum(parts)
-        if settings.missing_eos_penalty and batch.truncated and batch.truncated[row]:
-            total -= settings.missing_eos_penalty
-        if settings.reward_clip_range:
-            low, high = settings.reward_clip_range
-            total = min(max(total, low), high)
-        totals.append(total)
+        totals.append(math.fsum(parts) if parts else None)
     return totals
 
 
-def signal_of(totals: Sequence[Score], batch: Batch, settings: Settings) -> Signal:
+def signal_of(totals: Sequence[Score], batch: Batch) -> Signal:
     """Return how many groups have scores that differ, and by how much."""
-    values = known(totals)
     groups = [(rows, known(totals[row] for row in rows)) for rows in batch.groups]
     groups = [(rows, scores) for rows, scores in groups if len(scores) > 1]
-    lowest, highest = min(values, default=0.0), max(values, default=0.0)
+    values, spreads = known(totals), group_spreads(totals, batch)
     equal = [scores[0] for _, scores in groups if is_constant(scores)]
-    usable = sum(_trains(rows, totals, batch, settings) for rows, _ in groups)
     distinct = [len({batch.texts[row] for row in rows}) / len(rows) for rows, _ in groups]
     return Signal(
         num_groups=len(groups),
-        num_with_signal=usable,
-        group_std=fmean(stdev(scores) for _, scores in groups) if groups else None,
-        all_lowest=sum(is_same(score, lowest) for score in equal),
-        all_highest=sum(is_same(score, highest) for score in equal),
+        num_with_signal=len(groups) - len(equal),
+        group_std=fmean(spreads) if groups else None,
+        all_lowest=sum(is_same(score, min(values)) for score in equal),
+        all_highest=sum(is_same(score, max(values)) for score in equal),
         distinct=fmean(distinct) if distinct else None,
-        forecast=_forecast([scores for _, scores in groups], lowest, highest),
     )
-
-
-def _trains(rows: list[int], totals: Sequence[Score], batch: Batch, settings: Settings) -> bool:
-    """Return whether a group's scores differ and a row of it may train."""
-    if is_constant(totals[row] for row in rows):
-        return False
-    if settings.mask_truncated_completions and batch.truncated:
-        return not all(batch.truncated[row] for row in rows)
-    return True
-
-
-def _forecast(groups: list[list[float]], lowest: float, highest: float) -> dict[int, float]:
-    """Return the expected share of groups with signal for other numbers of generations.
-
-    A beta distribution of the pass rates, fitted by moments: prompts that were never or always
-    solved stay mostly so.
-    """
-    two_valued = all(is_same(s, lowest) or is_same(s, highest) for scores in groups for s in scores)
-    if len(groups) < 4 or not two_valued:
-        return {}
-    size = round(fmean(len(scores) for scores in groups))
-    rates = [fmean(is_same(s, highest) for s in scores) for scores in groups]
-    mean = fmean(rates)
-    if not 0 < mean < 1:
-        return {}
-    overlap = (pstdev(rates) ** 2 / (mean * (1 - mean)) - 1 / size) / (1 - 1 / size)
-    concentration = 1 / min(max(overlap, 0.001), 0.999) - 1
-    a, b = mean * concentration, (1 - mean) * concentration
-
-    def all_alike(one: float, num: int) -> float:
-        ratio = math.lgamma(one + num) - math.lgamma(one)
-        return math.exp(ratio + math.lgamma(a + b) - math.lgamma(a + b + num))
-
-    return {num: 1 - all_alike(a, num) - all_alike(b, num) for num in (size, size * 2, size * 4)}

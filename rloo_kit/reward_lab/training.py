@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import importlib
 import json
-import math
 import os
 import random
 import shutil
@@ -20,6 +19,8 @@ from typing import Any
 
 from rloo_kit.checkpoints.stopping import StopSignals
 from rloo_kit.config.run_file import PROJECTIONS
+from rloo_kit.config.settings import Rule
+from rloo_kit.config.values import check_value
 from rloo_kit.data.files import check_messages, local_path, read_rows
 from rloo_kit.errors import ConfigError, DataError, MemoryRanOutError, ModelError
 from rloo_kit.machine.environment import precision_as_asked, quiet, setup
@@ -45,6 +46,8 @@ FIXED = {
     "report_to": "none",
     "disable_tqdm": True,  # a notebook's bar as well
 }
+# What no library checks before the model is loaded
+ABOVE_0 = ("r", "lora_alpha", "max_length", "learning_rate", "held_out")
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,11 @@ class RewardModelResult:
 
     folder: Path
     """Adapter, score head, tokenizer, ``calibration.json`` and ``reward_model.json``."""
-    accuracy: float | None
-    """Share of pairs whose chosen text scores higher; None after a second Ctrl-C."""
+    accuracy: float
+    """Share of pairs whose chosen text scores higher."""
     accuracy_before: float
     """The same before the first step, with an untrained score head."""
-    margin: float | None
+    margin: float
     """Mean score of the chosen minus that of the rejected, in the model's own units."""
     num_pairs: int
     """Trained on."""
@@ -82,19 +85,22 @@ class Pair:
 
 @dataclass(frozen=True)
 class _Job:
-    """The checked arguments of ``train_reward_model``."""
+    """The arguments of ``train_reward_model`` that are not TRL's."""
 
     model: str
-    place: str
-    output_dir: Path
     load_in_4bit: bool
     r: int
     lora_alpha: int
     max_length: int
     keep_thought: bool
     seed: int
-    pairs_name: str
     settings: dict[str, Any]
+    """Of TRL's ``RewardConfig``."""
+
+    @property
+    def place(self) -> str:
+        """The folder or hub name of the base."""
+        return str(TINY_THINKER) if self.model == "tiny-thinker" else self.model
 
 
 def train_reward_model(  # noqa: PLR0913
@@ -106,9 +112,6 @@ def train_reward_model(  # noqa: PLR0913
     r: int = 16,
     lora_alpha: int = 16,
     learning_rate: float = 1e-4,
-    num_train_epochs: float = 1.0,
-    max_steps: int | None = None,
-    per_device_train_batch_size: int = 8,
     max_length: int = 1024,
     held_out: float = 0.1,
     keep_thought: bool = False,
@@ -128,16 +131,14 @@ def train_reward_model(  # noqa: PLR0913
         r: Rank of the adapter.
         lora_alpha: The adapter's output is scaled by ``lora_alpha / r``.
         learning_rate: Peak; it falls linearly.
-        num_train_epochs: Passes over the pairs.
-        max_steps: Optimizer steps, instead of epochs.
-        per_device_train_batch_size: Pairs per pass.
         max_length: Most tokens of prompt and completion; the left is cut off.
         held_out: Share of the pairs (below 1) or their number; all pairs of a prompt together.
         keep_thought: Whether the model reads thoughts; else only what follows ``</think>``.
         chat: Make a plain prompt with plain answers a conversation, as ``load_prompts`` does.
         seed: Of the split, the score head and the order.
         say: Called with each line for the user.
-        **settings: Every other field of TRL's ``RewardConfig``.
+        **settings: Every other field of TRL's ``RewardConfig``; an epoch of 8 pairs a pass by
+            default.
 
     Returns:
         The folder and how good it is. Ctrl-C during training saves what was learned.
@@ -146,30 +147,14 @@ def train_reward_model(  # noqa: PLR0913
         KitError: The pairs, a setting or the base is wrong, or a training pass does not fit.
     """
     read = read_pairs(pairs, chat=chat)
-    settings = {
-        "learning_rate": learning_rate,
-        "num_train_epochs": num_train_epochs,
-        "max_steps": -1 if max_steps is None else max_steps,
-        "per_device_train_batch_size": per_device_train_batch_size,
-        **settings,
-    }
     job = _Job(
-        str(model),
-        _place(str(model)),
-        Path(output_dir),
-        load_in_4bit,
-        r,
-        lora_alpha,
-        max_length,
-        keep_thought,
-        seed,
-        Path(pairs).name if isinstance(pairs, str | Path) else "rows",
-        settings,
-    )
-    _check({**vars(job), **settings, "held_out": held_out, "chat": chat})
+        os.path.expanduser(model), load_in_4bit, r, lora_alpha, max_length, keep_thought, seed,
+        {"num_train_epochs": 1.0, "learning_rate": learning_rate, **settings},
+    )  # fmt: skip
+    _check({**vars(job), "learning_rate": learning_rate, "held_out": held_out})
     train, held = split_pairs(read, held_out, seed)
     with session():
-        return _train_and_save(job, train, held, say)
+        return _train_and_save(job, train, held, Path(output_dir), say)
 
 
 # --- pairs ---------------------------------------------------------------------------------------
@@ -196,17 +181,10 @@ def read_pairs(source: str | Path | Iterable[Row], *, chat: bool = True) -> list
 
 
 def _pair(row: Any, place: str, *, chat: bool) -> Pair:
-    if not isinstance(row, Mapping):
-        raise DataError(
-            f"{place}: holds a {type(row).__name__}, must be an object with chosen and rejected"
-        )
+    if not isinstance(row, Mapping) or row.get("chosen") is None or row.get("rejected") is None:
+        raise DataError(f"{place}: is {format_value(row)}, must have `chosen` and `rejected`")
     for name in ("chosen", "rejected", "prompt"):
         value = row.get(name)
-        if value is None and name != "prompt":
-            raise DataError(
-                f"{place}: has no `{name}`, only {format_value(sorted(map(str, row)))}: every pair "
-                "needs chosen and rejected"
-            )
         if value is not None and not isinstance(value, str):
             if not isinstance(value, list) or not value:
                 raise DataError(
@@ -226,17 +204,14 @@ def _pair(row: Any, place: str, *, chat: bool) -> Pair:
 
 def _text(prompt: Any, answer: Any, place: str, *, chat: bool) -> Text:
     """Return (prompt, completion) of one side, in each of the forms that TRL knows."""
+    if isinstance(prompt, str) and (chat or not isinstance(answer, str)):
+        prompt = [{"role": "user", "content": prompt}]
     if isinstance(answer, str):
-        if isinstance(prompt, str) and chat:
-            prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, list):
             return prompt, [{"role": "assistant", "content": answer}]
         return prompt or "", answer
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-    has_prompt = isinstance(prompt, str) and answer[0]["role"] != "assistant"
-    if has_prompt or answer[: len(before)] == before:
-        before = []  # the conversation begins with its prompt
-    whole = [*before, *answer]
+    # A conversation that the assistant does not begin holds its prompt already.
+    whole = [*(prompt or []), *answer] if answer[0]["role"] == "assistant" else answer
     if len(whole) < 2 or whole[-1]["role"] != "assistant":
         raise DataError(
             f"{place} must be a conversation that ends with the assistant, with the prompt before "
@@ -275,92 +250,66 @@ def split_pairs(pairs: list[Pair], held_out: float, seed: int) -> tuple[list[Pai
     return train, held
 
 
-# --- arguments -----------------------------------------------------------------------------------
-
-
-def _place(model: str) -> str:
-    """Return the folder or hub name of the base.
-
-    Raises:
-        ModelError: It is a file, an adapter, or a folder that is missing or holds no model.
-    """
-    path = TINY_THINKER if model == "tiny-thinker" else Path(model).expanduser()
-    if (path / "config.json").is_file():
-        return str(path)
-    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or path.suffix == ".gguf"
-    if path.exists() or is_path:
-        fault = "is a file" if path.is_file() else "holds no config.json"
-        raise ModelError(
-            f"the base {model!r} of a reward model {fault if path.exists() else 'does not exist'}: "
-            "give the folder of a whole model as save_pretrained wrote it, or a hub name"
-        )
-    return model
-
-
-def _check(given: dict[str, Any]) -> None:
-    """Raise ConfigError for numbers out of range, before anything heavy is loaded."""
-    counts = ("r", "lora_alpha", "max_length", "per_device_train_batch_size", "max_steps")
-    for name in (*counts, "learning_rate", "num_train_epochs", "held_out"):
-        value, kinds = given[name], int if name in counts else int | float
-        if name == "max_steps" and value == -1:  # TRL: by epochs
-            continue
-        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-            what = "a whole number" if name in counts else "a number"
-            raise ConfigError(f"{name} is {value!r}: give {what} above 0")
-    if given["held_out"] > 1 and given["held_out"] % 1:
-        raise ConfigError(
-            f"held_out is {given['held_out']!r}: give a share below 1 or a whole number"
-        )
-    for name in ("load_in_4bit", "keep_thought", "chat"):
-        if not isinstance(given[name], bool):
-            raise ConfigError(f"{name} is {given[name]!r}: give true or false")
-    if type(given["seed"]) is not int or given["seed"] < 0:
-        raise ConfigError(f"seed is {given['seed']!r}: give a whole number, 0 or more")
-
-
 # --- training ------------------------------------------------------------------------------------
 
 
-def _train_and_save(job: _Job, train: list[Pair], held: list[Pair], say: Say) -> RewardModelResult:
+def _check(given: dict[str, Any]) -> None:
+    """Raise an error for a wrong argument, before anything heavy is loaded."""
+    floats = {"learning_rate", "held_out"}
+    errors = [
+        error
+        for name in ABOVE_0
+        for error in check_value(name, given[name], float if name in floats else int, Rule(above=0))
+    ]
+    for name in ("load_in_4bit", "keep_thought"):
+        errors += check_value(name, given[name], bool)
+    errors += check_value("seed", given["seed"], int, Rule(minimum=0))
+    if errors:
+        raise ConfigError("; ".join(errors))
+    model = given["model"]
+    is_path = model.startswith((".", "/")) or model.count("/") > 1 or Path(model).exists()
+    if is_path and not (Path(model) / "config.json").is_file():
+        raise ModelError(
+            f"the base {model!r} of a reward model is no folder with a config.json: give the "
+            "folder of a whole model as save_pretrained wrote it, or a hub name"
+        )
+
+
+def _train_and_save(
+    job: _Job, train: list[Pair], held: list[Pair], output_dir: Path, say: Say
+) -> RewardModelResult:
     """Load, train, score and save; what is loaded here belongs to the open session."""
     hardware = setup().hardware
-    folder = free_folder(job.output_dir)
+    folder = free_folder(output_dir)
     with tempfile.TemporaryDirectory() as scratch:
         arguments = _arguments(job, scratch, hardware)
         model, tokenizer = _load(job, hardware)
-        train_ids, num_equal = _read(tokenizer, train, job)
-        held_ids, _ = _read(tokenizer, held, job)
+        train_ids, held_ids = _read(tokenizer, train, job), _read(tokenizer, held, job)
         bits = "4-bit NF4" if job.load_in_4bit else f"{32 if hardware.device == 'cpu' else 16}-bit"
         say(
             f"reward model on {job.model}, {bits}, LoRA r={job.r} and a score head, {hardware.name}"
         )
         say(f"{len(train_ids):,} pairs to train on, {len(held_ids):,} held out")
-        if num_equal:
-            say(f"{num_equal:,} pairs left out: both texts read the same to the model")
         trainer = _make_trainer(arguments, model, tokenizer, train_ids, say)
-        before = _Scores.of(trainer, held_ids)
+        before = _scores(trainer, held_ids)
         seconds, received = _train(trainer, say)
-        after = None
-        with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: saved without a score
-            after = _Scores.of(trainer, held_ids)
+        after = _scores(trainer, held_ids)
     result = RewardModelResult(
         folder=folder,
-        accuracy=after.accuracy if after else None,
-        accuracy_before=before.accuracy,
-        margin=after.margin if after else None,
+        accuracy=after["accuracy"],
+        accuracy_before=before["accuracy"],
+        margin=after["margin"],
         num_pairs=len(train_ids),
         num_held_out=len(held_ids),
-        seconds=seconds,
-        interrupted=received is not None or after is None,
+        seconds=round(seconds, 1),
+        interrupted=received is not None,
         terminated=received == signal.SIGTERM,
     )
-    _save(job, trainer, result, after.calibration if after else None)
-    if after:
-        mean, std = after.calibration["mean"], after.calibration["std"]
-        say(
-            f"held-out pairs: accuracy {after.accuracy:.3f} (before {result.accuracy_before:.3f}), "
-            f"margin {after.margin:.2f}; scores {mean:.2f} ± {std:.2f}"
-        )
+    _save(job, trainer, result, after)
+    say(
+        f"held-out pairs: accuracy {result.accuracy:.3f} (before {result.accuracy_before:.3f}), "
+        f"margin {result.margin:.2f}; scores {after['mean']:.2f} ± {after['std']:.2f}"
+    )
     say(f"{result.seconds:.0f} s; reward model in {result.folder}")
     say(f"next: in a run file, rewards: [{{name: reward_model, model: {result.folder}}}]")
     return result
@@ -382,8 +331,7 @@ def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
 
     reader = _reader()
     set_seed(job.seed)
-    what = f"the base {job.model!r} of a reward model"
-    with quiet(), reader.loading(what, job.place):
+    with quiet(), reader.loading(f"the base {job.model!r} of a reward model", job.place):
         model, missing = reader.load_base(
             job.place, load_in_4bit=job.load_in_4bit, device=hardware.device
         )
@@ -402,17 +350,14 @@ def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
     return get_peft_model(model, lora), tokenizer
 
 
-def _read(tokenizer: Any, pairs: list[Pair], job: _Job) -> tuple[list[Ids], int]:
-    """Return the tokens of each pair as the reward will read it, and how many were equal.
+def _read(tokenizer: Any, pairs: list[Pair], job: _Job) -> list[Ids]:
+    """Return the tokens of each pair as the reward will read it, without those that read the same.
 
     Raises:
         DataError: No pair is left.
     """
-    token_ids = _reader().token_ids
-    how = {
-        "keep_thought": job.keep_thought,
-        "max_length": min(job.max_length, tokenizer.model_max_length),
-    }
+    token_ids, limit = _reader().token_ids, min(job.max_length, tokenizer.model_max_length)
+    how = {"keep_thought": job.keep_thought, "max_length": limit}
     found = [
         (token_ids(tokenizer, *pair.chosen, **how), token_ids(tokenizer, *pair.rejected, **how))
         for pair in pairs
@@ -420,11 +365,11 @@ def _read(tokenizer: Any, pairs: list[Pair], job: _Job) -> tuple[list[Ids], int]
     different = [ids for ids in found if ids[0] != ids[1]]
     if not different:
         raise DataError(
-            f"none of {len(pairs)} pairs differs in what the model reads (the last "
-            f"{job.max_length} tokens{'' if job.keep_thought else ', without the thought'}): raise "
-            "max_length, or set keep_thought if the thoughts are what differs"
+            f"none of {len(pairs)} pairs differs in what the model reads (the last {limit} tokens"
+            f"{'' if job.keep_thought else ', without the thought'}): raise max_length, or set "
+            "keep_thought if the thoughts are what differs"
         )
-    return different, len(found) - len(different)
+    return different
 
 
 def _arguments(job: _Job, folder: str, hardware: Hardware) -> Any:
@@ -496,11 +441,7 @@ def _progress(say: Say) -> Any:
     class Progress(TrainerCallback):
         """Prints about ten lines per training, and ends it after the step of a signal."""
 
-        start = 0.0
         stop: StopSignals | None = None
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.start = time.monotonic()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if self.stop and self.stop.received is not None:
@@ -511,11 +452,8 @@ def _progress(say: Say) -> Any:
         ) -> None:
             step, total = state.global_step, state.max_steps
             if "loss" in logs and (step % max(1, total // PROGRESS_LINES) == 0 or step == total):
-                left = (time.monotonic() - self.start) / step * (total - step)
-                say(
-                    f"step {step:>{len(str(total))}}/{total}  loss {float(logs['loss']):.3f}  "
-                    f"accuracy {logs['accuracy']:.2f}  {left:.0f} s left"
-                )
+                loss, accuracy = float(logs["loss"]), logs["accuracy"]
+                say(f"step {step}/{total}  loss {loss:.3f}  accuracy {accuracy:.2f}")
             self.on_step_end(args, state, control)  # a signal may have come meanwhile
 
     return Progress()
@@ -545,55 +483,32 @@ def _train(trainer: Any, say: Say) -> tuple[float, int | None]:
     return time.monotonic() - start, received
 
 
-@dataclass(frozen=True)
-class _Scores:
-    """Scores of held-out pairs."""
+def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:
+    """Score held-out pairs with the model as it is now: accuracy, margin, mean and std."""
+    import torch
 
-    chosen: list[float]
-    rejected: list[float]
-
-    @classmethod
-    def of(cls, trainer: Any, ids: Sequence[Ids]) -> "_Scores":
-        """Score pairs with the trainer's model as it is now."""
-        import torch
-
-        model, args = trainer.accelerator.unwrap_model(trainer.model), trainer.args
-        dtype = torch.bfloat16 if args.bf16 else torch.float16
-        rows = [side for pair in ids for side in pair]
-        budget = 2 * args.per_device_train_batch_size * max(map(len, rows))  # as a training pass
-        model.eval()
-        with torch.autocast(args.device.type, dtype=dtype, enabled=args.bf16 or args.fp16):
-            pad = trainer.processing_class.pad_token_id
-            scores = _reader().logits(model, pad, rows, budget)
-        model.train()
-        return cls(scores[0::2], scores[1::2])
-
-    @property
-    def accuracy(self) -> float:
-        right = sum(c > r for c, r in zip(self.chosen, self.rejected, strict=True))
-        return right / len(self.chosen)
-
-    @property
-    def margin(self) -> float:
-        return statistics.fmean(self.chosen) - statistics.fmean(self.rejected)
-
-    @property
-    def calibration(self) -> dict[str, Any]:
-        both = [*self.chosen, *self.rejected]
-        return {
-            "mean": statistics.fmean(both),
-            "std": statistics.pstdev(both),
-            "num_scores": len(both),
-            "of": "held-out chosen and rejected texts",
-        }
+    model, args = trainer.accelerator.unwrap_model(trainer.model), trainer.args
+    dtype = torch.bfloat16 if args.bf16 else torch.float16
+    rows = [side for pair in ids for side in pair]
+    budget = 2 * args.per_device_train_batch_size * max(map(len, rows))  # as a training pass
+    model.eval()
+    with torch.autocast(args.device.type, dtype=dtype, enabled=args.bf16 or args.fp16):
+        scores = _reader().logits(model, trainer.processing_class.pad_token_id, rows, budget)
+    model.train()
+    chosen, rejected = scores[0::2], scores[1::2]
+    right = sum(c > r for c, r in zip(chosen, rejected, strict=True))
+    return {
+        "accuracy": right / len(chosen),
+        "margin": statistics.fmean(chosen) - statistics.fmean(rejected),
+        "mean": statistics.fmean(scores),
+        "std": statistics.pstdev(scores),
+    }
 
 
 # --- the folder ----------------------------------------------------------------------------------
 
 
-def _save(
-    job: _Job, trainer: Any, result: RewardModelResult, calibration: dict[str, Any] | None
-) -> None:
+def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, float]) -> None:
     """Write the folder under another name and rename it, so that it is whole or absent.
 
     Raises:
@@ -607,7 +522,8 @@ def _save(
         model.save_pretrained(str(partial), save_embedding_layers=False)
         trainer.processing_class.save_pretrained(str(partial))
         (partial / "README.md").unlink(missing_ok=True)  # a card of placeholders
-        if calibration and calibration["std"] > 0:
+        if scores["std"] > 0:
+            calibration = {name: scores[name] for name in ("mean", "std")}
             write_json(partial / "calibration.json", calibration, indent=2)
         write_json(partial / "reward_model.json", redact_tree(facts), indent=2)
         partial.rename(result.folder)
@@ -629,16 +545,10 @@ def _facts(job: _Job, result: RewardModelResult, steps: int) -> dict[str, Any]:
             place, folder = Path(job.place).resolve(), result.folder.resolve()
             with contextlib.suppress(ValueError):  # another drive
                 facts["base_folder"] = Path(os.path.relpath(place, folder)).as_posix()
-    copied = ("num_pairs", "num_held_out", "accuracy_before", "accuracy", "margin", "interrupted")
+    kept = {k: v for k, v in vars(result).items() if k not in ("folder", "terminated")}
     return facts | {
-        "load_in_4bit": job.load_in_4bit,
-        "keep_thought": job.keep_thought,
-        "max_length": job.max_length,
-        "pairs": job.pairs_name,
-        **{name: getattr(result, name) for name in copied},
+        **{k: v for k, v in vars(job).items() if k != "model"},
+        **kept,
         "steps": steps,
-        "seconds": round(result.seconds, 1),
-        "seed": job.seed,
-        "settings": {"r": job.r, "lora_alpha": job.lora_alpha, **job.settings},
         "versions": {name: installed_version(name) for name in ("rloo_kit", *TESTED)},
     }

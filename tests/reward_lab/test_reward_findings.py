@@ -14,8 +14,6 @@ from rloo_kit.reward_lab.statistics import (
     Batch,
     Probed,
     Settings,
-    correlation,
-    histogram,
     is_constant,
     rank_correlation,
     ranks,
@@ -39,15 +37,15 @@ def probed(scores, weight=1.0, name="mine", **fields):
     return Probed(name, weight, list(scores), rows=list(range(len(scores))), **fields)
 
 
-def signal(scores, size, **fields):
-    return signal_of(scores, batch(len(scores) // size, size), Settings(**fields))
+def signal(scores, size):
+    return signal_of(scores, batch(len(scores) // size, size))
 
 
 # --- statistics ----------------------------------------------------------------------------------
 
 
 def test_equal_values_share_their_rank():
-    assert ranks([3, 1, 3, 2]) == [2.5, 0.0, 2.5, 1.0]
+    assert ranks([3, 1, 3, 2]).tolist() == [2.5, 0.0, 2.5, 1.0]
 
 
 @settings(deadline=None, max_examples=60)
@@ -61,7 +59,7 @@ def test_rank_correlation_is_the_correlation_of_mean_ranks(pairs):
     if len(set(xs)) < 2 or len(set(ys)) < 2:
         assert found is None
     else:
-        assert found == pytest.approx(statistics.correlation(places(xs), places(ys)), abs=1e-12)
+        assert found == pytest.approx(statistics.correlation(places(xs), places(ys)), abs=1e-8)
 
 
 def test_two_values_parted_by_a_length_correlate_fully():
@@ -73,16 +71,9 @@ def test_two_values_parted_by_a_length_correlate_fully():
 
 
 def test_what_does_not_vary_correlates_with_nothing():
-    assert correlation([1, 2], [3, 3]) is None
-    assert correlation([], []) is None
+    assert rank_correlation([1, 2], [3, 3]) is None
+    assert rank_correlation([], []) is None
     assert relative_rank_correlation([1, 1], [0, 1]) is None
-
-
-def test_a_histogram_holds_every_value():
-    assert histogram([0, 0, 1], 4) == [2, 0, 0, 1]
-    assert histogram([7.0, 7.0], 4) == [0, 0, 2, 0]
-    assert histogram([], 4) == [0, 0, 0, 0]
-    assert sum(histogram([-1e308, 0, 1e308], 8)) == 3
 
 
 def test_the_table_leaves_none_out():
@@ -109,13 +100,7 @@ def test_constant_means_equal_up_to_rounding():
 
 def test_the_total_is_weighted_and_none_does_not_count():
     rewards = [probed([1.0, None, None]), probed([2.0, 2.0, None], weight=0.5)]
-    assert total_scores(rewards, batch(1, 3), Settings()) == [2.0, 1.0, None]
-
-
-def test_the_total_is_shaped_as_the_trainer_does():
-    given = Settings(missing_eos_penalty=1.0, reward_clip_range=(-0.5, 0.8))
-    group = batch(1, 3, truncated=[True, False, False])
-    assert total_scores([probed([0.0, 0.0, 1.0])], group, given) == [-0.5, 0.0, 0.8]
+    assert total_scores(rewards, batch(1, 3)) == [2.0, 1.0, None]
 
 
 def test_signal_is_the_trainers():
@@ -141,48 +126,18 @@ def test_signal_counts_groups_at_either_end():
     assert found.group_std == pytest.approx(stdev([1, 0]) / 4)
 
 
-def test_a_group_that_is_masked_as_a_whole_trains_nothing():
-    group = batch(1, 2, truncated=[True, True])
-    assert signal_of([0.0, 1.0], group, Settings()).num_with_signal == 1
-    masking = Settings(mask_truncated_completions=True)
-    assert signal_of([0.0, 1.0], group, masking).num_with_signal == 0
-
-
-def test_more_generations_promise_more_signal_unless_prompts_are_hopeless():
-    mixed = signal(([1] + [0] * 7) * 4 + [0] * 32, 8).forecast
-    assert mixed[8] == pytest.approx(0.5, abs=0.15)
-    assert mixed[8] < mixed[16] < mixed[32] <= 1
-    split = signal([1] * 32 + [0] * 32, 8).forecast
-    assert split[32] < 0.05
-    assert signal([0.1, 0.2, 0.3, 0.4] * 8, 4).forecast == {}
-
-
-def test_the_forecast_is_right_about_drawn_groups():
-    import random
-
-    rng = random.Random(0)
-    rates = [rng.betavariate(0.5, 2.0) for _ in range(4000)]
-
-    def draw(size):
-        return [float(rng.random() < rate) for rate in rates for _ in range(size)]
-
-    promised = signal(draw(8), 8).forecast[16]
-    assert signal(draw(16), 16).share == pytest.approx(promised, abs=0.02)
-
-
 # --- findings and verdict ------------------------------------------------------------------------
 
 
 def find(rewards, group, **given):
-    shaped = Settings(**given)
-    found = signal_of(total_scores(rewards, group, shaped), group, shaped)
-    findings = find_all(rewards, group, shaped, found)
+    found = signal_of(total_scores(rewards, group), group)
+    findings = find_all(rewards, group, Settings(**given), found)
     return findings, verdict(found, findings)
 
 
 def test_a_mix_with_a_small_weight_is_no_fault():
     rewards = [probed([0, 1] * 8, name="right"), probed([0, 0.3] * 8, 0.1, name="neat")]
-    findings, text = find(rewards, batch(4, 4), beta=0.05)
+    findings, text = find(rewards, batch(4, 4))
     assert findings == []
     assert text.startswith("RLOO will learn: scores differ in 4 of 4 groups (100%), the spread ")
 
@@ -211,7 +166,7 @@ def test_too_cold_too_hard_and_too_easy_have_remedies_of_their_own():
     settled = [float(row // 8 % 2) for row in range(64)]
     cold, _ = find([probed(settled)], batch(16, 4, texts=["one text"] * 64), temperature=0.1)
     assert "temperature" in cold[0].setting
-    hard, _ = find([probed([1] + [0] * 63)], batch(16, 4), num_generations=4)
+    hard, _ = find([probed([1] + [0] * 63)], batch(16, 4))
     assert "easier prompts" in hard[0].remedy
     easy, _ = find([probed([0] + [1] * 63)], batch(16, 4))
     assert "harder prompts" in easy[0].remedy
@@ -243,6 +198,14 @@ def test_errors_come_before_warnings_and_worse_ones_first():
     ]
     findings, _ = find(rewards, batch(4, 4))
     assert [f.kind for f in findings] == ["order_dependent", "all_zero", "saturated"]
+
+
+def test_a_slow_reward_is_named_with_and_without_the_time_of_sampling():
+    for seconds, sampling in ((0.2, None), (0.02, 0.01)):
+        group = batch(4, 4, generation_seconds=sampling)
+        (finding,), _ = find([probed([0, 1] * 8, seconds=seconds)], group)
+        assert finding.kind == "slow"
+    assert find([probed([0, 1] * 8, seconds=0.02)], batch(4, 4))[0] == []
 
 
 def test_the_docs_explain_every_kind():
