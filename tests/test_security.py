@@ -17,12 +17,9 @@ import pytest
 
 import rloo_kit as rk
 from rloo_kit.data.files import read_source
-from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.machine.pickles import is_pickle, pickled_weights, why_not_opened
 from rloo_kit.models.loading import find_model
-from rloo_kit.report.content import run_content
-from rloo_kit.report.curves import charts_of
 from rloo_kit.report.page import write_report
 from rloo_kit.scoring.loading import load_rewards, plug_ins
 
@@ -184,14 +181,6 @@ def test_trusted_code_is_off_by_default():
         rk.read_run_file("quickstart", ["trainer.trust_remote_code=true"])
 
 
-def test_the_report_names_trusted_code(tmp_path):
-    (tmp_path / "run.yaml").write_text("model: {trust_remote_code: true}\n")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
-    record = read_run(tmp_path)
-    (notice,) = run_content(record, "a", charts_of([record]))["notices"]
-    assert notice.startswith("model.trust_remote_code = true: code that comes with the model")
-
-
 # --- code that a run file names ------------------------------------------------------------------
 
 
@@ -308,9 +297,6 @@ def test_report_writes_one_file_and_follows_no_link(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
     assert (outside / "page.html").read_text() == "mine"
     assert not (run / "report.html").is_symlink()
-    record = read_run(run)
-    names = [file for file, _ in run_content(record, "a", charts_of([record]))["files"]]
-    assert names == ["completions.jsonl", "metrics.jsonl", "report.html"]
 
 
 # --- the source ----------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from statistics import correlation, fmean, stdev
-from typing import Any
+from typing import Any, TypeVar
 
 from rloo_kit.config.run_file import RunConfig, read_run_file
 from rloo_kit.config.settings import DEFAULTS
@@ -16,10 +17,10 @@ from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.errors import ConfigError, DataError
 
-# Completions read from each end of a large file
-KEPT_ROWS = 4000
-# Bytes of completions read from each end of a large file
-KEPT_SIZE = 1 << 25
+T = TypeVar("T")
+
+# Completions read from each end of a large file: the rules compare its beginning with its end
+KEPT_ROWS = 2000
 # Most steps that count as the beginning, or the end, of a run; a quarter of a short run
 WINDOW = 20
 # Standard errors from which a change is not chance
@@ -36,7 +37,7 @@ class RunRecord:
     metrics: list[dict[str, Any]]
     """One row per step, as in metrics.jsonl."""
     completions: list[dict[str, Any]] = field(default_factory=list)
-    """One row per completion; of a large file the first and the last ones (``BothEnds``)."""
+    """One row per completion; of a large file the first and the last ones."""
     evaluation: dict[str, Any] | None = None
     """``before`` and ``after`` on held-out prompts; None without an evaluation."""
     config: RunConfig | None = None
@@ -52,9 +53,8 @@ class RunRecord:
         found = self.end.get("finding")
         if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
             return None
-        texts = {name: "" if value is None else str(value) for name, value in found.items()}
         try:
-            return Finding(**{**texts, "reward": texts.get("reward") or None})  # pyright: ignore[reportArgumentType]  # checked by the constructor
+            return Finding(**found)
         except TypeError:  # of another version: other fields
             return None
 
@@ -73,18 +73,18 @@ def read_run(folder: str | Path) -> RunRecord:
             "folder that rloo-kit train wrote"
         )
     try:
-        rows = _read_rows(metrics, BothEnds())
-        completions = _read_rows(place / "completions.jsonl", BothEnds(KEPT_ROWS, KEPT_SIZE))
-        if not rows and metrics.is_file() and metrics.stat().st_size:
-            raise DataError(
-                f"{str(metrics)!r} holds no line of JSON: it is damaged, or no run wrote it; give "
-                "another folder"
-            )
+        rows = _read_rows(metrics)
+        completions = _read_rows(place / "completions.jsonl", KEPT_ROWS)
     except OSError as exc:
         raise DataError(f"run folder {str(folder)!r} cannot be read: {exc}") from exc
+    if not rows and metrics.is_file() and metrics.stat().st_size:
+        raise DataError(
+            f"{str(metrics)!r} holds no line of JSON: it is damaged, or no run wrote it; give "
+            "another folder"
+        )
     return RunRecord(
         rows,
-        [row for row in completions if _is_hashable(row.get("step"), row.get("group"))],
+        completions,
         read_json(place / "evaluation.json"),
         _read_config(place / "run.yaml"),
         read_json(place / "end.json") or {},
@@ -92,48 +92,19 @@ def read_run(folder: str | Path) -> RunRecord:
     )
 
 
-class BothEnds:
-    """The first and the last of many rows, without the middle.
-
-    Args:
-        rows: Most rows kept of each end.
-        size: Their total size at each end; the very last row is always kept.
-    """
-
-    def __init__(self, rows: float = math.inf, size: float = math.inf) -> None:
-        self._max_rows, self._max_size = rows, size
-        self._first: list[Any] = []
-        self._last: deque[tuple[Any, int]] = deque()
-        self._first_size = self._last_size = 0
-
-    def add(self, row: Any, size: int) -> None:
-        """Add the next row, of so many bytes or characters."""
-        fits = self._first_size + size <= self._max_size
-        if not self._last and len(self._first) < self._max_rows and fits:
-            self._first.append(row)
-            self._first_size += size
-            return
-        self._last.append((row, size))
-        self._last_size += size
-        while len(self._last) > self._max_rows or (
-            self._last_size > self._max_size and len(self._last) > 1
-        ):
-            self._last_size -= self._last.popleft()[1]
-
-    @property
-    def rows(self) -> list[Any]:
-        """All kept rows, in order."""
-        return [*self._first, *(row for row, _ in self._last)]
+def both_ends(rows: Iterable[T], num: int | None) -> list[T]:
+    """Return the first and the last ``num`` rows, without the middle; all of them for None."""
+    rows = iter(rows)
+    return [*islice(rows, num), *deque(rows, maxlen=num)]
 
 
-def _read_rows(path: Path, ends: BothEnds) -> list[dict[str, Any]]:
+def _read_rows(path: Path, num: int | None = None) -> list[dict[str, Any]]:
     """Return the objects of a JSONL file, bad lines left out; [] if the file is missing."""
     if not path.is_file():
         return []
     with path.open("rb") as lines:
-        for line in lines:
-            ends.add(line, len(line))
-    return [row for line in ends.rows if (row := _read_object(line)) is not None]
+        kept = both_ends(lines, num)
+    return [row for line in kept if (row := _read_object(line)) is not None]
 
 
 def _read_object(text: bytes) -> dict[str, Any] | None:
@@ -142,10 +113,6 @@ def _read_object(text: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
-
-
-def _is_hashable(*values: Any) -> bool:
-    return not any(isinstance(value, list | dict) for value in values)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -292,20 +259,16 @@ class RunStatistics:
         if not self.rows:
             return []
         num = min(self.window, self.num_steps)
-        bound = self.step(-num if at_end else num - 1)
-        steps = [finite_number(row.get("step")) or 0 for row in self.record.completions]
-        rows = zip(steps, self.record.completions, strict=True)
-        return [row for step, row in rows if (step >= bound if at_end else step <= bound)]
-
-    def scores(self) -> list[float]:
-        """Return the kept scores."""
-        return finite_numbers(row.get("score") for row in self.record.completions)
+        first, last = (self.step(-num), math.inf) if at_end else (0, self.step(num - 1))
+        rows = self.record.completions
+        return [row for row in rows if first <= (finite_number(row.get("step")) or 0) <= last]
 
     def num_texts(self, *, at_end: bool) -> float:
         """Return the mean number of different texts in a group; NaN without completions."""
         groups: dict[tuple[Any, Any], set[str]] = {}
         for row in self.completions(at_end=at_end):
-            groups.setdefault((row.get("step"), row.get("group")), set()).add(text_of_row(row))
+            key = (finite_number(row.get("step")), finite_number(row.get("group")))
+            groups.setdefault(key, set()).add(text_of_row(row))
         return mean([len(texts) for texts in groups.values()])
 
     @cached_property

@@ -24,8 +24,7 @@ class Finding:
 
     kind: str
     level: str
-    """``error``: the run cannot learn from this; ``warning``: it can, and something is off;
-    ``note``: normal, though it looks odd."""
+    """``error``: the run cannot learn from this; ``warning``: it can, and something is off."""
     reward: str | None
     """None: it concerns all of them."""
     evidence: str
@@ -60,7 +59,7 @@ class Kind:
     why: str
     remedy: str
     stops: bool
-    """Of a run: ``trainer.stop_on`` may name it. Of a reward: the run stops at its first step."""
+    """Of a reward: a run with it stops at its first step."""
     about_signal: bool
     """It says, or explains, that the scores of a group do not differ."""
     explains: frozenset[str]
@@ -70,8 +69,7 @@ class Kind:
 class Rules:
     """A registry of rules and of their kinds of findings, the most harmful first."""
 
-    def __init__(self, *, stops: bool = False) -> None:
-        self._stops = stops
+    def __init__(self) -> None:
         self.kinds: dict[str, Kind] = {}
         self.checks: list[Callable[..., list[Finding]]] = []
 
@@ -81,7 +79,7 @@ class Rules:
         why: str,
         remedy: str,
         *,
-        stops: bool | None = None,
+        stops: bool = False,
         about_signal: bool = False,
         explains: str = "",
     ) -> Callable[[Callable[P, Iterator[Seen]]], Callable[P, list[Finding]]]:
@@ -91,11 +89,10 @@ class Rules:
             kind: Its name, as users know it; rules may also yield other registered kinds.
             why: Why it matters.
             remedy: What to change, unless the rule knows something better.
-            stops: As in ``Kind``; None: the registry's default.
+            stops: As in ``Kind``.
             about_signal: As in ``Kind``.
             explains: As in ``Kind``, separated by spaces.
         """
-        stops = self._stops if stops is None else stops
         self.kinds[kind] = Kind(why, remedy, stops, about_signal, frozenset(explains.split()))
 
         def decorate(rule: Callable[P, Iterator[Seen]]) -> Callable[P, list[Finding]]:

@@ -7,10 +7,8 @@ does not have is NaN, for which no comparison holds.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median, stdev
-from typing import Any
+from statistics import fmean
 
 from rloo_kit.config.run_file import make_run_config
 from rloo_kit.config.settings import DEFAULTS
@@ -27,7 +25,6 @@ from rloo_kit.diagnosis.rules import (
     ALMOST_NONE,
     LITTLE_SIGNAL,
     MOSTLY,
-    SLOW_SHARE,
     Finding,
     Rules,
     Seen,
@@ -42,7 +39,7 @@ LOWEST_RATE, USUAL_RATE, TINY_RATE = 1e-6, 1e-5, 1e-3
 REPEATED = 1.5
 TRUNCATED = ("completions/truncated", "completions/clipped_ratio")
 
-RULES = Rules(stops=True)
+RULES = Rules()
 KINDS = RULES.kinds
 _ALL_ALIKE = "no_signal high_variance entropy_collapse"
 
@@ -67,7 +64,7 @@ def _rate(run: RunStatistics) -> float:
     given = finite_number(run.setting("learning_rate")) or DEFAULTS["learning_rate"]
     logged = run.series("learning_rate", "lr")
     # During a warm-up the given rate is still to come.
-    return max([*logged, *([given] if run.record.config or not logged else [])])
+    return max([given, *logged])
 
 
 def _usual_rate(run: RunStatistics) -> float:
@@ -89,18 +86,12 @@ def _calmer(run: RunStatistics) -> str:
     return f"{_lower_rate(run)}, {_higher_beta(run)}"
 
 
-def _hotter(run: RunStatistics, factor: float) -> str:
-    temperature = finite_number(run.setting("temperature")) or 1.0
-    return f"trainer.temperature={max(1.0, factor * temperature):g}"
-
-
-def _more_generations(run: RunStatistics) -> list[str]:
-    """Return settings with more completions per prompt, in the same batch and in a larger one."""
-    size = run.setting("num_generations")
-    if size >= 16:
-        return []
-    more = f"trainer.num_generations={8 if size < 8 else 16}"
-    return [more, f"{more}, trainer.per_device_train_batch_size={8 if size < 8 else 16}"]
+def _more_generations(run: RunStatistics) -> str:
+    """Return the setting with more completions per prompt, in a batch that holds them."""
+    size = 8 if run.setting("num_generations") < 8 else 16
+    more = f"trainer.num_generations={size}"
+    larger = f"{more}, trainer.per_device_train_batch_size={size}"
+    return _valid(run, more, larger) if run.setting("num_generations") < 16 else ""
 
 
 def four_times_longer(limit: int, max_seq_length: int | None) -> str:
@@ -135,14 +126,9 @@ def _stale_sampler(run: RunStatistics) -> Iterator[Seen]:
         for name, what in (("adapter_reached", "its base"), ("step_reached", "itself a step ago"))
         if (share := run.last(f"sampling/{name}")) < 0.5
     ]
-    probe, noise = run.last("sampling/probe_difference"), run.last("sampling/rounding_noise")
-    apart = run.last("sampling/logp_difference_mean")
-    if probe > 0.01 and probe > 4 * noise:
-        seen.append(
-            f"log-probs differ by {probe:.3g} nats per token; rounding explains {noise:.2g}"
-        )
-    elif not run.series("sampling/probe_difference") and apart > 0.1:
-        seen.append(f"log-probs of sampler and trainer differ by {apart:.3g} nats per token")
+    apart, noise = run.last("sampling/probe_difference"), run.last("sampling/rounding_noise")
+    if apart > max(0.01, 4 * noise):
+        seen.append(f"log-probs differ by {apart:.3g} nats per token; rounding by {noise:.2g}")
     if seen:
         yield Seen("; ".join(seen), setting=_valid(run, "trainer.generation=transformers"))
 
@@ -155,29 +141,14 @@ def _stale_sampler(run: RunStatistics) -> Iterator[Seen]:
     f"reward_hacking {_ALL_ALIKE}",
 )
 def _clip_noise(run: RunStatistics) -> Iterator[Seen]:
-    iterations = run.setting("num_iterations")
-    accumulation = run.setting("gradient_accumulation_steps")
-    slices = run.setting("steps_per_generation") or accumulation
     clipped = sorted(run.series("policy/clipfrac_avg", "clip_ratio/region_mean"))
-    worst = mean(clipped[-max(1, len(clipped) // 4) :])  # quarter of the steps
-    off = max((abs(ratio - 1) for ratio in run.series("val/ratio")), default=0.0)
-    if iterations == 1 and slices <= accumulation:
-        if off > 0.01 or worst > 0.01:
-            yield Seen(
-                f"every batch is trained once, but the ratio is up to {off:.3g} away from 1 and "
-                f"{worst:.1%} of the tokens are clipped",
-                "warning",
-                remedy="leave skip_old_pass on, and check that the engine samples the policy",
-                setting=_valid(run, "trainer.skip_old_pass=true"),
-            )
-    elif worst >= 0.2 and not run.better:
-        unused = max(run.series("clip_ratio/nulled_rows"), default=0.0)
-        once = "trainer.num_iterations=1" if iterations > 1 else "trainer.steps_per_generation=1"
+    # The quarter of the steps with the most: the first pass over a batch clips nothing.
+    worst = mean(clipped[-max(1, len(clipped) // 4) :])
+    if worst >= 0.2 and not run.better:
         yield Seen(
-            f"each batch is trained {iterations * max(1, slices // accumulation)} times at "
-            f"learning rate {_rate(run):.1g}; in the worst quarter of the steps {worst:.0%} is "
-            f"clipped, and up to {unused:.0f} completions train nothing",
-            setting=_valid(run, once),
+            f"in the worst quarter of the steps {worst:.0%} of the tokens are clipped, at "
+            f"num_iterations {run.setting('num_iterations')} and learning rate {_rate(run):.1g}",
+            setting=_valid(run, "trainer.num_iterations=1"),
         )
 
 
@@ -192,15 +163,10 @@ def _negative_kl(run: RunStatistics) -> Iterator[Seen]:
     values = run.series("kl/token", "kl")
     half = values[len(values) // 2 :]
     below = sum(value < 0 for value in half)
-    # The k3 estimator cannot be negative.
-    if len(half) < 2 or run.setting("kl_estimator") == "k3" or below < MOSTLY * len(half):
-        return
-    if fmean(half) <= -0.02:
-        engine = any(name.startswith("sampling/") for row in run.rows for name in row)
+    if len(half) >= 2 and below >= MOSTLY * len(half) and fmean(half) <= -0.02:
         yield Seen(
             f"the KL from the reference is {fmean(half):.3g} nats per token over the last "
-            f"{len(half)} steps, and below 0 in {below} of them",
-            setting=_valid(run, "trainer.generation=transformers") if engine else "",
+            f"{len(half)} steps, and below 0 in {below} of them"
         )
 
 
@@ -218,13 +184,11 @@ def _kl_explosion(run: RunStatistics) -> Iterator[Seen]:
     if not end > limit or run.better:
         return
     since = next(place for place, value in enumerate(values) if value > limit)
-    norm = finite_number(run.setting("max_grad_norm"))
-    clip = "" if norm is not None and 0 < norm <= 0.5 else ", trainer.max_grad_norm=0.5"
     yield Seen(
         f"the KL from the reference passed {limit:g} nat per token at step {run.step(since)} and "
         f"is {end:.3g} at the end, at learning rate {_rate(run):.1g} and beta "
         f"{run.setting('beta'):g}; {_moved(run)}",
-        setting=_valid(run, _calmer(run) + clip, _calmer(run), _lower_rate(run)),
+        setting=_valid(run, f"{_calmer(run)}, trainer.max_grad_norm=0.5", _lower_rate(run)),
     )
 
 
@@ -238,14 +202,12 @@ def _kl_explosion(run: RunStatistics) -> Iterator[Seen]:
     explains=f"constant_reward saturated_reward cold_start {_ALL_ALIKE}",
 )
 def _all_truncated(run: RunStatistics) -> Iterator[Seen]:
-    begin, end = run.first(*TRUNCATED), run.last(*TRUNCATED)
-    little = not mean(run.signal) >= LITTLE_SIGNAL
-    if min(begin, end) >= MOSTLY or (min(begin, end) > 0.5 and little):
+    cut_off = min(run.first(*TRUNCATED), run.last(*TRUNCATED))
+    if cut_off >= MOSTLY or (cut_off > 0.5 and not mean(run.signal) >= LITTLE_SIGNAL):
         config, limit = run.record.config, run.setting("max_completion_length")
         longer = four_times_longer(limit, config.model.max_seq_length if config else None)
         yield Seen(
-            f"{begin:.0%} of the first completions and {end:.0%} of the last reached the limit of "
-            f"{limit} tokens",
+            f"{cut_off:.0%} of the completions, or more, reached the limit of {limit} tokens",
             "warning" if run.learned else "error",
             setting=_valid(run, longer),
         )
@@ -259,13 +221,11 @@ def _all_truncated(run: RunStatistics) -> Iterator[Seen]:
     explains=f"reward_collapse reward_hacking {_ALL_ALIKE}",
 )
 def _empty_output(run: RunStatistics) -> Iterator[Seen]:
-    begin, end = run.first("completions/mean_length"), run.last("completions/mean_length")
     rows = run.completions(at_end=True)
     blank = sum(not text_of_row(row).strip() for row in rows)
-    if not run.better and (end <= 3.0 < begin / 3 or blank > len(rows) / 2):
+    if blank > len(rows) / 2 and not run.better:
         yield Seen(
-            f"{blank} of the last {len(rows)} completions hold no text; the mean length went from "
-            f"{begin:.1f} to {end:.1f} tokens; {_moved(run)}",
+            f"{blank} of the last {len(rows)} completions hold no text; {_moved(run)}",
             setting=_valid(run, _calmer(run)),
         )
 
@@ -278,13 +238,12 @@ def _empty_output(run: RunStatistics) -> Iterator[Seen]:
 )
 def _length_explosion(run: RunStatistics) -> Iterator[Seen]:
     begin, end = run.first("completions/mean_length"), run.last("completions/mean_length")
-    cut = mean(run.series(*TRUNCATED)[-run.window :] or [0.0])
-    harmful = cut > 0.5 or run.worse or end > 3 * begin
+    cut_off = run.last(*TRUNCATED)
+    harmful = cut_off > 0.5 or run.worse or end > 3 * begin
     if begin and end >= 1.5 * begin and harmful and not run.better:
-        limit = run.setting("max_completion_length")
         yield Seen(
-            f"the mean length went from {begin:.0f} to {end:.0f} tokens, and {cut:.0%} of the last "
-            f"completions reached the limit of {limit}; {_moved(run)}",
+            f"the mean length went from {begin:.0f} to {end:.0f} tokens, and {cut_off:.0%} of the "
+            f"last completions were cut off; {_moved(run)}",
             setting=_valid(run, _higher_beta(run)),
         )
 
@@ -302,16 +261,15 @@ def _length_explosion(run: RunStatistics) -> Iterator[Seen]:
 def _constant(run: RunStatistics) -> Iterator[Seen]:
     """Find that all scores of the run are the same, or that one reward of several never paid."""
     spreads, means, unpaid = run.series("reward_std"), run.series("reward"), _never_paid(run)
-    steps = run.num_steps
     if not means or not spreads:
         return
     if max(spreads) > 1e-8 or max(means) - min(means) > 1e-6 * abs(max(means)):
         if unpaid and any(means):
-            yield Seen(f"it gave 0 to every completion of {steps} steps", "warning", unpaid)
+            yield Seen(f"it gave 0 to every completion of {run.num_steps} steps", "warning", unpaid)
         return
-    seen = f"every completion of {steps} steps got {means[0]:.3g}"
-    if means[0] <= 0 or unpaid:
-        yield _cold(run, seen, reward=unpaid)
+    seen = f"every completion of {run.num_steps} steps got {means[0]:.3g}"
+    if means[0] <= 0:
+        yield _cold(run, seen, unpaid)
     else:
         yield Seen(seen, kind="saturated_reward" if means[0] >= 1 else "constant_reward")
 
@@ -319,45 +277,27 @@ def _constant(run: RunStatistics) -> Iterator[Seen]:
 def _never_paid(run: RunStatistics) -> str | None:
     """Return the name of a reward that gave 0 to every completion of the run."""
     for key in run.rows[0]:
-        name = key.removesuffix("/mean")
-        if key.startswith("rewards/") and name != key:
-            means = run.series(key)
-            if means and not any(means) and not any(run.series(f"{name}/std")):
+        if key.startswith("rewards/") and key.endswith("/mean"):
+            name = key.removesuffix("/mean")
+            if not any(run.series(key)) and not any(run.series(f"{name}/std")):
                 return name.removeprefix("rewards/")
     return None
 
 
-def _cold(run: RunStatistics, seen: str, level: str = "error", reward: str | None = None) -> Seen:
+def _cold(run: RunStatistics, seen: str, reward: str | None = None) -> Seen:
     now = run.record.config.data.level if run.record.config else None
-    easier = [f"data.level={now - 1}"] if isinstance(now, int) and now > 1 else []
-    setting = _valid(run, *easier, *_more_generations(run))
-    return Seen(seen, level, reward, setting=setting, kind="cold_start")
+    easier = _valid(run, f"data.level={now - 1}") if isinstance(now, int) and now > 1 else ""
+    return Seen(seen, reward=reward, setting=easier or _more_generations(run), kind="cold_start")
 
 
-@RULES.rule(
+RULES.rule(
     "saturated_reward",
     "the model earned it nearly always from the first step on: nothing is left to learn",
     "take harder prompts, ask for more, or check that the reward looks at the completion",
     about_signal=True,
     explains=_ALL_ALIKE,
 )
-def _saturated_or_cold(run: RunStatistics) -> Iterator[Seen]:
-    """Find that from the first step nearly all earned the most, or the least."""
-    begin, throughout, scores = mean(run.signal[: run.window]), mean(run.signal), run.scores()
-    if not scores or run.learned or not max(begin, throughout) < LITTLE_SIGNAL:
-        return
-    top, low, count = max(scores), min(scores), len(scores)
-    rest = f"; scores differ in {throughout:.0%} of the groups"
-    if top == low:
-        return
-    if (share := scores.count(top) / count) > 0.95:
-        yield Seen(f"{share:.1%} of {count} completions got the highest score of {top:.3g}{rest}")
-    elif (share := scores.count(low) / count) > 0.98 and begin < ALMOST_NONE:
-        seen = f"{share:.1%} of {count} completions got the lowest score of {low:.3g}{rest}"
-        yield _cold(run, seen)
-
-
-@RULES.rule(
+RULES.rule(
     "cold_start",
     "a reward that is never earned teaches nothing: the base must sometimes succeed",
     "rule out a fault of the reward with rloo-kit rewards check; then take easier prompts, give "
@@ -365,12 +305,6 @@ def _saturated_or_cold(run: RunStatistics) -> Iterator[Seen]:
     about_signal=True,
     explains=_ALL_ALIKE,
 )
-def _late_start(run: RunStatistics) -> Iterator[Seen]:
-    """Find that a run which learned in the end had nothing to learn from for long."""
-    cold = next((n for n, share in enumerate(run.signal) if share > ALMOST_NONE), run.num_steps)
-    if run.learned and cold >= max(5, run.num_steps // 5):
-        step = run.step(min(cold, run.num_steps - 1))
-        yield _cold(run, f"scores did not differ in any group before step {step}", "warning")
 
 
 @RULES.rule(
@@ -392,16 +326,13 @@ def _reward_collapse(run: RunStatistics) -> Iterator[Seen]:
     chance = (1 - mean(alive)) ** (dead * run.groups_per_step)
     if not alive or max(alive) < LITTLE_SIGNAL or chance > 1e-3:
         return
-    end, before = fmean(rewards[-dead:]), rewards[: len(alive)]
-    firsts = range(max(1, len(before) - run.window + 1))
-    best = max(fmean(before[n : n + run.window]) for n in firsts)
-    if end < best - 0.02 * max(abs(best), 1e-6):
-        repeats = not run.num_texts(at_end=True) >= REPEATED
+    # The reward just before must be higher: a run that earns all there is has no signal, too.
+    before, end = fmean(rewards[: len(alive)][-run.window :]), fmean(rewards[-dead:])
+    if end < before - 0.02 * max(abs(before), 1e-6):
         yield Seen(
             f"scores differed in {fmean(alive):.0%} of the groups up to step "
             f"{run.step(len(alive) - 1)}, and in none of the {dead} steps since; the reward went "
-            f"from {fmean(before[-run.window :]):.3g} to {end:.3g}",
-            setting=_valid(run, _hotter(run, 1.25)) if repeats else "",
+            f"from {before:.3g} to {end:.3g}"
         )
 
 
@@ -412,13 +343,12 @@ def _reward_collapse(run: RunStatistics) -> Iterator[Seen]:
     explains=_ALL_ALIKE,
 )
 def _reward_hacking(run: RunStatistics) -> Iterator[Seen]:
-    # Another reward may have risen on the held-out prompts while the main one fell.
-    seen = [str(one) for one in run.scored_twice[1:] if one.change > 2]
-    if run.rose:
-        seen = [f"the reward rose from {run.first('reward'):.3g} to {run.last('reward'):.3g}"]
-    if run.worse and seen:
-        setting = _valid(run, _higher_beta(run))
-        yield Seen(f"{seen[0]}, while {run.held_out}", setting=setting)
+    if run.worse and run.rose:
+        yield Seen(
+            f"the reward rose from {run.first('reward'):.3g} to {run.last('reward'):.3g}, while "
+            f"{run.held_out}",
+            setting=_valid(run, _higher_beta(run)),
+        )
 
 
 @RULES.rule(
@@ -436,7 +366,8 @@ def _entropy_collapse(run: RunStatistics) -> Iterator[Seen]:
     before, after = run.num_texts(at_end=False), run.num_texts(at_end=True)
     left = end / begin if begin > 0 else 1.0
     texts = (after - 1) / (before - 1) if before > 1 else 1.0
-    if left < 0.1 or texts < 0.3 or (left < 0.25 and texts < 0.6):
+    # Sampled texts repeat before the entropy of their tokens is gone.
+    if min(left, texts / 3) < 0.1:
         counted = f"; different texts per group {before:.2g} -> {after:.2g}" if before > 0 else ""
         yield Seen(
             f"the entropy went from {begin:.3g} to {end:.3g} nats per token{counted}; "
@@ -460,14 +391,14 @@ def _no_signal(run: RunStatistics) -> Iterator[Seen]:
     share = mean(half)
     if run.learned or not share < LITTLE_SIGNAL:
         return
-    num_texts = run.num_texts(at_end=False)
-    seen, remedy = f"scores differ in {share:.0%} of the groups of the first {len(half)} steps", ""
-    setting = _valid(run, *_more_generations(run))
+    num_texts, setting = run.num_texts(at_end=False), _more_generations(run)
+    seen = f"scores differ in {share:.0%} of the groups of the first {len(half)} steps"
+    remedy = ""
     if num_texts < REPEATED:
-        temperature = finite_number(run.setting("temperature")) or 1.0
-        seen += f"; a group has {num_texts:.2g} different texts at temperature {temperature:g}"
+        seen += f"; a group has {num_texts:.2g} different texts"
         remedy = "sample more varied texts: raise the temperature"
-        setting = _valid(run, _hotter(run, 1.5))
+        temperature = finite_number(run.setting("temperature")) or 1.0
+        setting = _valid(run, f"trainer.temperature={max(1.0, 1.5 * temperature):g}")
     yield Seen(seen, "error" if share < ALMOST_NONE else "warning", None, remedy, setting)
 
 
@@ -487,10 +418,9 @@ def _learning_rate_too_low(run: RunStatistics) -> Iterator[Seen]:
         return
     still = not kl or abs(mean(kl[-run.window :])) < 0.01  # nats per completion
     if still and (rate < LOWEST_RATE or (kl and run.num_steps >= 8)):
-        far = f", the KL of a completion at {mean(kl[-run.window :]):.2g} nats" if kl else ""
         yield Seen(
             f"scores differ in {share:.0%} of the groups, the reward stays at "
-            f"{run.last('reward'):.3g}{far}; the highest learning rate was {rate:.1g}",
+            f"{run.last('reward'):.3g}; the highest learning rate was {rate:.1g}",
             "error" if rate < LOWEST_RATE else "warning",
             setting=_valid(run, f"trainer.learning_rate={usual if rate < usual else 3 * rate:.1g}"),
         )
@@ -503,119 +433,26 @@ def _learning_rate_too_low(run: RunStatistics) -> Iterator[Seen]:
     "rate, raise beta, or take more prompts per step",
 )
 def _high_variance(run: RunStatistics) -> Iterator[Seen]:
-    num_sets, unequal = _equal_texts(run)
-    noisy = num_sets >= 10 and unequal > 0.1 * num_sets
-    size, lost, rewards = (
-        run.setting("num_generations"),
-        run.worse or run.fell,
-        run.series("reward"),
-    )
-    if not mean(run.signal) >= LITTLE_SIGNAL or len(rewards) < 8 or (run.learned and not noisy):
+    size, lost = run.setting("num_generations"), run.worse or run.fell
+    if run.learned or run.num_steps < 8 or not mean(run.signal) >= LITTLE_SIGNAL:
         return
-    seen = [f"{size} completions per prompt"] if size < 4 else []
-    if noisy:
-        seen.append(f"{unequal} of {num_sets} sets of equal completions got unequal scores")
-    if lost:
-        seen.append(f"{_moved(run)}, at learning rate {_rate(run):.1g}")
-    if seen:
-        choices = _more_generations(run) if size < 8 else [_lower_rate(run)]
+    if lost or size < 4:
         yield Seen(
-            f"{'; '.join(seen)}; the reward is {fmean(rewards):.3g} with a standard deviation of "
-            f"{stdev(rewards):.2g} over the steps",
-            "error" if lost or (noisy and not run.learned) else "warning",
-            setting=_valid(run, *choices),
+            f"{size} completions per prompt at learning rate {_rate(run):.1g}; {_moved(run)}",
+            "error" if lost else "warning",
+            setting=_more_generations(run) if size < 8 else _valid(run, _lower_rate(run)),
         )
-
-
-def _equal_texts(run: RunStatistics) -> tuple[int, int]:
-    """Return how many sets of equal completions there are, and how many with unequal scores."""
-    found: dict[tuple[Any, Any, str], list[float]] = {}
-    for row in run.record.completions:
-        score = finite_number(row.get("score"))
-        if score is not None and not row.get("truncated"):
-            key = (row.get("step"), row.get("group"), text_of_row(row))
-            found.setdefault(key, []).append(score)
-    several = [scores for scores in found.values() if len(scores) > 1]
-    return len(several), sum(max(scores) - min(scores) > 1e-6 for scores in several)
-
-
-# --- time, memory, loss --------------------------------------------------------------------------
-
-
-@RULES.rule(
-    "slow_reward",
-    "the model waits while the reward computes",
-    "batch its work, cache repeated texts, or make it async, so that several run at once",
-    stops=False,
-)
-def _slow_reward(run: RunStatistics) -> Iterator[Seen]:
-    if run.setting("dynamic_sampling") or run.record.config is None:
-        return
-    num = run.groups_per_step * run.setting("num_generations")
-    names = ("step_time", "completions/mean_length", "speed/generation_tokens_per_second",
-             "speed/learning_tokens_per_second")  # fmt: skip
-    waits, total, tokens = [], 0.0, 0.0
-    for row in run.rows:
-        now = finite_number(row.get("num_tokens")) or tokens
-        drawn, tokens = now - tokens, now
-        seconds, length, speed, learning = (finite_number(row.get(name)) for name in names)
-        if seconds and length and speed and learning:
-            total += seconds
-            waits.append(seconds - num * length / speed - drawn / learning)
-    if sum(waits) >= SLOW_SHARE * total and mean(waits) >= 0.1:  # seconds
-        yield Seen(
-            f"{fmean(waits):.2g} s of the {total / len(waits):.2g} s of a step are neither "
-            f"sampling nor learning: {sum(waits) / total:.0%}",
-            "warning",
-        )
-
-
-@RULES.rule(
-    "memory_creeping",
-    "memory that grows with every step runs out sooner or later",
-    "look for a list that keeps completions or tensors, in a reward or a callback",
-    stops=False,
-)
-def _memory_creeping(run: RunStatistics) -> Iterator[Seen]:
-    values = run.series("memory/peak_gib")
-    half = values[len(values) // 2 :]
-    if len(half) < 6:
-        return
-    steps = [b - a for a, b in pairwise(half)]
-    rises = sum(step > 0 for step in steps) / len(steps)
-    # A high-water mark rises in jumps: its median rise is far below the mean one.
-    steady = rises >= 0.8 and median(steps) >= 0.6 * fmean(steps)
-    if steady and sum(steps) >= max(0.1, 0.4 * values[0]):
-        yield Seen(
-            f"the peak memory rose from {half[0]:.2f} to {half[-1]:.2f} GiB over the last "
-            f"{len(half)} steps, {1024 * fmean(steps):.0f} MiB per step",
-            "warning",
-        )
-
-
-@RULES.rule(
-    "loss_near_zero",
-    "advantages sum to 0 within a group: the loss is about 0, and says nothing about learning",
-    "look at the reward and at the held-out prompts instead",
-    stops=False,
-)
-def _loss_near_zero(run: RunStatistics) -> Iterator[Seen]:
-    losses = run.series("loss")
-    if abs(mean(losses)) <= 0.05:
-        largest = max(losses, key=abs)
-        yield Seen(f"the mean loss is {fmean(losses):.2g}, the largest {largest:.2g}", "note")
 
 
 # --- all findings, and the verdict ---------------------------------------------------------------
 
 
-def find_in_run(record: RunRecord, *, notes: bool = False) -> list[Finding]:
+def find_in_run(record: RunRecord) -> list[Finding]:
     """Return every finding, the most harmful first; a cause replaces what it explains.
 
     Args:
         record: As ``read_run`` returns it; nothing is found in less than two steps. A finding that
             stopped the run comes first.
-        notes: If nothing else was found, also explain what looks odd and is no fault.
     """
     ended_by = record.ended_by if record.ended_by and record.ended_by.kind in KINDS else None
     if ended_by:  # the evaluation is of the restored weights, not of the run's last ones
@@ -624,12 +461,10 @@ def find_in_run(record: RunRecord, *, notes: bool = False) -> list[Finding]:
     if run.num_steps < 2:
         return []
     found = [finding for check in RULES.checks for finding in check(run)]
-    if ended_by:
-        others = [f for f in found if f.kind != ended_by.kind]
-        ordered = RULES.ordered([ended_by, *others])
-        return [ended_by, *(f for f in ordered if f is not ended_by and f.level != "note")]
-    faults = [finding for finding in found if finding.level != "note"]
-    return RULES.ordered(faults) if faults or not notes else found
+    if ended_by is None:
+        return RULES.ordered(found)
+    others = RULES.ordered([ended_by, *found])
+    return [ended_by, *(finding for finding in others if finding.kind != ended_by.kind)]
 
 
 def verdict(record: RunRecord, findings: Sequence[Finding]) -> str:
@@ -649,13 +484,9 @@ def verdict(record: RunRecord, findings: Sequence[Finding]) -> str:
         text = f"It was stopped by {record.ended_by.kind}"
         text += "" if kept is None else f" and keeps its weights after step {kept}"
     text = f"{text}: {_moved(run)}"
-    serious = [finding for finding in findings if finding.level != "note"]
-    if serious:
-        what = serious[0].setting or serious[0].remedy.partition(";")[0]
-        return f"{text}; change first ({serious[0].kind}): {what}."
-    spent = next((n for n, share in enumerate(reversed(run.signal)) if share > 0.2), run.num_steps)
-    if run.learned and spent >= 3:
-        text += f"; in the last {spent} steps little was left to learn: take harder prompts next"
+    if findings:
+        what = findings[0].setting or findings[0].remedy.partition(";")[0]
+        return f"{text}; change first ({findings[0].kind}): {what}."
     return f"{text}."
 
 

@@ -8,14 +8,14 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, variance
 from typing import Any
 
 from transformers import TrainerCallback
 
 from rloo_kit.config.run_file import RunConfig
-from rloo_kit.diagnosis.record import KEPT_SIZE, BothEnds, RunRecord, finite_numbers, text_of_row
+from rloo_kit.diagnosis.record import RunRecord, finite_numbers
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.diagnosis.run_rules import KINDS, find_in_run
 
@@ -65,13 +65,11 @@ class BestWeights:
         self._batches.append(group_means)
         means = [mean for batch in self._batches for mean in batch]
         spread = variance(means) if len(means) > 1 else 0.0
-        if self._kept and not healthy:
-            return
         # The batch alone must be good, too: the mean of those before it would vouch for weights
         # that were just ruined.
         top, top_error = self._top
         alone = fmean(group_means) >= top - math.sqrt(spread / len(group_means) + top_error)
-        if alone or not self._kept:
+        if not self._kept or (healthy and alone):
             self._see(step, fmean(means), spread / len(means))
 
     def see_held_out(self, step: int, scores: list[float]) -> None:
@@ -149,7 +147,8 @@ class RunWatch(TrainerCallback):
         self.stopped_on: Finding | None = None
         self.best: BestWeights | None = None
         self._metrics: list[dict[str, Any]] = []
-        self._completions = BothEnds(KEPT_ROWS, KEPT_SIZE)
+        self._first: list[dict[str, Any]] = []
+        self._last: deque[dict[str, Any]] = deque(maxlen=KEPT_ROWS)
         self._evaluation: dict[str, Any] = {}
         self._num_checks = self._num_evaluations = 0
         self._since: dict[str, tuple[int, int]] = {}
@@ -178,7 +177,7 @@ class RunWatch(TrainerCallback):
         done = state.global_step
         self._metrics = [row for row in state.log_history if row.get("step", 0) <= done]
         if self.past is not None:
-            self._keep(row for row in self.past.completions if (row.get("step") or 0) <= done)
+            self._keep([row for row in self.past.completions if (row.get("step") or 0) <= done])
         if self.best is not None and "best_weights" in held:
             self.best.load_state_dict(held["best_weights"])
 
@@ -199,9 +198,10 @@ class RunWatch(TrainerCallback):
             healthy = not self.stop_on & self._suspected
             self.best.see_batch(state.global_step, means, healthy=healthy)
 
-    def _keep(self, records: Iterable[dict[str, Any]]) -> None:
-        for record in records:
-            self._completions.add(record, len(text_of_row(record)))
+    def _keep(self, records: list[dict[str, Any]]) -> None:
+        room = KEPT_ROWS - len(self._first)
+        self._first += records[:room]
+        self._last += records[room:]
 
     def see_held_out(self, step: int, evaluation: dict[str, Any]) -> None:
         """Take scores on held-out prompts into account.
@@ -255,9 +255,8 @@ class RunWatch(TrainerCallback):
             self.best.release()
 
     def _check(self, step: int) -> None:
-        record = RunRecord(
-            self._metrics, self._completions.rows, self._evaluation or None, self.config
-        )
+        rows = [*self._first, *self._last]
+        record = RunRecord(self._metrics, rows, self._evaluation or None, self.config)
         found = find_in_run(record)
         self._num_checks += 1
         now = (self._num_checks, self._num_evaluations)

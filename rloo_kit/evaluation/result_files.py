@@ -10,7 +10,6 @@ from typing import Any
 from rloo_kit.diagnosis.record import read_json
 from rloo_kit.errors import ConfigError
 from rloo_kit.output_folder import write_atomically, write_json
-from rloo_kit.report.page import write_report
 from rloo_kit.text.redaction import redact_tree
 
 
@@ -28,7 +27,7 @@ def check_writable(folder: Path) -> None:
 def write_results(
     path: Path, name: str, result: dict[str, Any], samples: Path, rows: list[dict[str, Any]]
 ) -> str | None:
-    """Add a result to ``{name: [result, ...]}``, replace its samples, write a run's report again.
+    """Add a result to ``{name: [result, ...]}`` and replace its samples.
 
     A file that cannot be read is kept under another name. Returns a line for people, None where the
     folder is not that of a run.
@@ -47,7 +46,7 @@ def write_results(
         write_atomically(samples, lines.encode())
     if not (path.parent / "run.yaml").is_file():
         return None
-    return f"written to {path} and {write_report([path.parent])}"
+    return f"written to {path}"
 
 
 @contextlib.contextmanager

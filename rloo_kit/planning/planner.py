@@ -4,8 +4,6 @@ A plan is arithmetic on what the run file, the model's config and the card say; 
 read. ``benchmarks/plan_accuracy.py`` compares it with real runs.
 """
 
-import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -106,7 +104,7 @@ class Plan:
         return f"{what}: fits{tight}, {_gib(left)} of {_gib(self.room)} stay free"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for plan.json, which the report draws."""
+        """Return plain values for JSON."""
         phase = self.memory.phase
         return {
             "verdict": self.verdict,
@@ -214,16 +212,6 @@ def remedy(config: RunConfig, room: int, *, base: Path = Path()) -> str:
         return ""
     less = min(room, int(0.9 * peak_with(config, facts, ())))
     return ", and ".join(map(str, find_changes(config, facts, less)))
-
-
-def write_plan(config: RunConfig, folder: Path, *, base: Path = Path()) -> None:
-    """Write plan.json for this machine into the folder of a run, for its report.
-
-    Nothing is written where no plan can be made: that must not end the run.
-    """
-    with contextlib.suppress(KitError, OSError):
-        content = make_plan(config, base=base).as_dict()
-        (folder / "plan.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _picture(made: Plan) -> list[str]:

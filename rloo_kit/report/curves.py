@@ -9,7 +9,6 @@ from rloo_kit.live.view import METRICS
 
 # Of a curve; of a longer run each is the mean of neighbouring steps
 MAX_POINTS = 500
-MAX_OTHER_METRICS = 100
 NO_METRICS = {"step", "time", "epoch"}
 
 
@@ -146,27 +145,32 @@ def held_out_points(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
     """
     found = record.evaluation or {}
     during = found.get("during")
-    rows = [row for row in during if isinstance(row, dict)] if isinstance(during, list) else []
-    kept = finite_number(record.end.get("kept_step"))
-    last = max(rows_of(record).steps, default=0) if kept is None else int(kept)
-    parts = [(int(finite_number(row.get("step")) or 0), row) for row in rows]
-    parts = [(0, found.get("before")), *parts, (last, found.get("after"))]
+    last = finite_number(record.end.get("kept_step"))
+    last = max(rows_of(record).steps, default=0) if last is None else last
+    parts = [
+        {"step": 0, **_dict(found.get("before"))},
+        *map(_dict, during if isinstance(during, list) else []),
+        {"step": last, **_dict(found.get("after"))},
+    ]
     points: dict[str, list[tuple[int, float]]] = {}
-    for step, part in parts:
-        rewards = part.get("rewards") if isinstance(part, dict) else None
-        for name, value in rewards.items() if isinstance(rewards, dict) else ():
+    for part in parts:
+        for name, value in _dict(part.get("rewards")).items():
             if (number := finite_number(value)) is not None:
+                step = int(finite_number(part.get("step")) or 0)
                 points.setdefault(name, []).append((step, number))
     return points
 
 
-def curves_of(record: RunRecord, charts: Sequence[Chart], share: int = 1) -> dict[str, Any]:
+def _dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def curves_of(record: RunRecord, charts: Sequence[Chart]) -> dict[str, Any]:
     """Return the points of every chart, at most ``MAX_POINTS`` a curve.
 
     Args:
         record: The run.
         charts: As ``charts_of`` returns them.
-        share: Runs on the page, which divide the points there are.
 
     Returns:
         ``from`` and ``to``, first and last step of each point; ``lines``, by ``ID/NUMBER`` of the
@@ -175,42 +179,34 @@ def curves_of(record: RunRecord, charts: Sequence[Chart], share: int = 1) -> dic
     """
     run = rows_of(record)
     # Steps for each point, rounded up.
-    width = max(1, -(-len(run.steps) * share // MAX_POINTS))
+    width = max(1, -(-len(run.steps) // MAX_POINTS))
     cuts = [slice(at, at + width) for at in range(0, len(run.steps), width)]
-    others = _other_metrics(run, charts)[: max(1, MAX_OTHER_METRICS // share)]
     lines = {}
     for chart in charts:
         for place, line in enumerate(chart.lines):
             if values := run.values(line.metrics):
-                lines[f"{chart.id}/{place}"] = _points(_banded(run, line, values), cuts)
+                lines[f"{chart.id}/{place}"] = _points(run, line, values, cuts)
     return {
         "from": [run.steps[cut][0] for cut in cuts],
         "to": [run.steps[cut][-1] for cut in cuts],
         "lines": lines,
-        "more": {name: _means(run.values((name,)), cuts) for name in others},
+        "more": {name: _means(run.values((name,)), cuts) for name in _other_metrics(run, charts)},
     }
 
 
-def _banded(
-    run: Rows, line: Line, values: list[float | None]
-) -> tuple[list[float | None], list[float | None], list[float | None]]:
-    """Return the values with the lower and the upper edge of their band."""
+def _points(
+    run: Rows, line: Line, values: list[float | None], cuts: list[slice]
+) -> dict[str, list[float | None]]:
+    """Return the values and the edges of their band, each point the mean of its steps."""
     if line.from_one:
         values = [None if value is None else 1.0 - value for value in values]
-    edges = [run.values((name,)) or values for name in line.band]
-    if len(edges) == 2:
-        return values, edges[0], edges[1]
-    if len(edges) == 1 and edges[0] is not values:
+    edges = [run.values((name,)) for name in line.band]
+    low = high = values
+    if len(edges) == 1 and edges[0]:
         pairs = [(v, s or 0.0) for v, s in zip(values, edges[0], strict=True)]
         low, high = ([None if v is None else v + sign * s for v, s in pairs] for sign in (-1, 1))
-        return values, low, high
-    return values, values, values
-
-
-def _points(
-    banded: tuple[list[float | None], list[float | None], list[float | None]], cuts: list[slice]
-) -> dict[str, list[float | None]]:
-    values, low, high = banded
+    elif len(edges) == 2 and all(edges):
+        low, high = edges
     found = {"y": _means(values, cuts)}
     if low is not values or len(cuts) < len(values):
         found["lo"] = [_rounded(min(finite_numbers(low[cut]), default=None)) for cut in cuts]

@@ -7,21 +7,22 @@ else, and the page's policy forbids it.
 import base64
 import hashlib
 import html
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from rloo_kit.diagnosis.record import RunRecord, read_run
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
 from rloo_kit.errors import DataError
 from rloo_kit.machine.hardware import installed_version
-from rloo_kit.output_folder import write_atomically
+from rloo_kit.output_folder import without_nan, write_atomically
 from rloo_kit.report.content import run_content
 from rloo_kit.report.curves import charts_of
-from rloo_kit.report.texts import page_json
 from rloo_kit.text.wording import printable
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "report"
@@ -32,6 +33,9 @@ SCRIPTS = ("parts.js", "curves.js", "groups.js", "report.js")
 NAME, NAME_OF_SEVERAL = "report.html", "comparison.html"
 # In page.html; filled in one pass, so that inserted data is not searched.
 PLACE = re.compile(r"\{\{(\w+)\}\}")
+# Characters that could end a script or open a tag; in JSON they occur only inside texts
+ESCAPED = "<>&\u2028\u2029"
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def write_report(
@@ -89,6 +93,19 @@ def report_html(records: Sequence[RunRecord]) -> str:
         "data": page_json(content),
     }
     return PLACE.sub(lambda match: parts[match[1]], parts.pop("page"))
+
+
+def page_json(value: Any) -> str:
+    """Return JSON for the inside of a ``<script type="application/json">``.
+
+    NaN and infinities become null, a lone surrogate U+FFFD, other types their text.
+    """
+    text = json.dumps(
+        without_nan(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str
+    )
+    for character in ESCAPED:
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return SURROGATE.sub("\ufffd", text)
 
 
 def names_of(records: Sequence[RunRecord]) -> list[str]:

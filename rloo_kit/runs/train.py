@@ -20,7 +20,7 @@ from rloo_kit.machine.environment import Environment, setup
 from rloo_kit.machine.memory import Released, add_to_session, session
 from rloo_kit.models.loading import save_adapter
 from rloo_kit.output_folder import free_folder, lock_folder
-from rloo_kit.planning.planner import remedy, room_here, write_plan
+from rloo_kit.planning.planner import remedy, room_here
 from rloo_kit.processes import (
     ALONE,
     Team,
@@ -326,11 +326,9 @@ def _make_trainer(made: _Prepared, recorder: "RunRecorder | None") -> "LeaveOneO
 
 
 def _dry_run(trainer: Any, made: _Prepared, say: Say) -> None:
-    """Write the plan for the report, and try the longest step before the first."""
+    """Try the longest step before the first."""
     from rloo_kit.training.dry_run import dry_run_if_wanted
 
-    if trainer.team.is_first:
-        write_plan(made.config, Path(made.args.output_dir), base=made.base)
     dry_run_if_wanted(
         trainer,
         say,

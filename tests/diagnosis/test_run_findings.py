@@ -51,9 +51,7 @@ def line(begin, end, noise=0.0):
 HEALTHY = {
     "reward": line(0.5, 0.95, 0.03),
     "reward_std": line(0.5, 0.2),
-    "loss": line(0.0, 0.0, 1e-8),
     "learning_rate": line(1e-3, 0.0),
-    "num_tokens": line(3000, 3000 * STEPS),
     "completions/mean_length": line(28, 29, 1.0),
     "completions/truncated": line(0.0, 0.0),
     "signal/groups_without": line(0.4, 0.8, 0.1),
@@ -61,12 +59,6 @@ HEALTHY = {
     "kl/sequence": line(0.0, 1.2, 0.05),
     "policy/entropy_avg": line(0.03, 0.01, 0.002),
     "policy/clipfrac_avg": line(0.0, 0.0),
-    "val/ratio": line(1.0, 1.0),
-    "clip_ratio/nulled_rows": line(0.0, 0.0),
-    "step_time": line(1.0, 1.0, 0.05),
-    "speed/generation_tokens_per_second": line(3600, 3600),
-    "speed/learning_tokens_per_second": line(8000, 8000),
-    "memory/peak_gib": line(1.2, 1.35, 0.02),
     "passes/trained": line(1.0, 1.0),
     "rewards/accuracy/mean": line(0.5, 0.95, 0.03),
     "rewards/accuracy/std": line(0.5, 0.2),
@@ -153,26 +145,18 @@ SPOILED = {
             "sampling/rounding_noise": line(0.002, 0.002),
         }
     ),
-    "stale_sampler, without the canary": record(
-        {"sampling/logp_difference_mean": line(0.4, 0.4, 0.05)}
-    ),
     "clip_noise": record(
         {**FLAT, "policy/clipfrac_avg": [0.0, 0.5, 0.6, 0.7] * (STEPS // 4), "kl": line(0, 3)},
         run_config=config(num_iterations=4, learning_rate=1e-2),
     ),
-    "clip_noise, on the policy": record({"val/ratio": line(1.05, 1.05, 0.01)}),
     "negative_kl": record({"kl": line(-0.3, -0.3, 0.05)}),
     "kl_explosion": record({**FLAT, "kl": GONE}, evaluation=held_out(0.5, 0.0)),
-    "kl_explosion, at an even reward": record({**FLAT, "kl": GONE}),
     "kl_explosion, less far": record(
         {"reward": line(0.6, 0.1, 0.03), "kl": line(0.0, 0.6)}, evaluation=held_out(0.5, 0.2)
     ),
     "all_truncated": record({**all_of(0.0), "completions/truncated": line(1.0, 1.0)}),
-    "all_truncated, mostly": record(
-        {**FLAT, **DULL, "completions/truncated": line(0.7, 0.7)},
-    ),
     "empty_output": record(
-        {"completions/mean_length": line(28, 1), "step_time": line(1.0, 0.45)},
+        {"completions/mean_length": line(28, 1)},
         said=completions(late(of_row, always(" "))),
         evaluation=held_out(0.5, 0.0),
     ),
@@ -182,24 +166,7 @@ SPOILED = {
     ),
     "constant_reward": record(all_of(0.5), said=completions(score=always(0.5))),
     "saturated_reward": record(all_of(1.0), said=completions(score=always(1.0))),
-    "saturated_reward, nearly": record(
-        {"reward": line(0.99, 0.99, 0.01), "signal/groups_without": line(0.95, 0.95, 0.03)},
-        said=completions(score=lambda step, group, row: float(bool(step % 6 or group or row))),
-    ),
     "cold_start": record(all_of(0.0), said=completions(score=always(0.0))),
-    "cold_start, nearly": record(
-        {
-            "reward": [0.0] * 10 + [0.01] + [0.0] * 13,
-            "signal/groups_without": [1.0] * 10 + [0.9] + [1.0] * 13,
-        },
-        said=completions(score=lambda step, group, row: float(step == 11 and not group + row)),
-    ),
-    "cold_start, for long": record(
-        {
-            "reward": [0.0] * 10 + line(0.1, 0.9)[10:],
-            "signal/groups_without": [1.0] * 10 + [0.4] * 14,
-        }
-    ),
     "reward_collapse": record(
         {
             "reward": line(0.5, 0.8)[:16] + [0.0] * 8,
@@ -207,16 +174,10 @@ SPOILED = {
         }
     ),
     "reward_hacking": record(evaluation=held_out(0.6, 0.3)),
-    "reward_hacking, seen on held-out prompts alone": record(
-        FLAT, evaluation=both(held_out(0.3, 0.7, "polite"), held_out(0.6, 0.3))
-    ),
     "entropy_collapse": record(
         {**FLAT, "policy/entropy_avg": line(2.0, 0.01)},
         said=completions(late(of_row, always("same")), always(0.5)),
         evaluation=held_out(0.5, 0.5),
-    ),
-    "entropy_collapse, of long texts": record(
-        {**FLAT, "policy/entropy_avg": [0.5] * 12 + [0.02] * 12}, evaluation=held_out(0.5, 0.5)
     ),
     "no_signal": record({**FLAT, "signal/groups_without": line(0.97, 0.97, 0.02)}),
     "no_signal, at little temperature": record(
@@ -228,20 +189,10 @@ SPOILED = {
         {**FLAT, "kl": line(0, 0), "kl/sequence": line(0, 0), "learning_rate": line(1e-9, 1e-9)},
         run_config=config(learning_rate=1e-9),
     ),
-    "learning_rate_too_low, without beta": record(
-        {**FLAT, "kl": [], "kl/sequence": [], "learning_rate": line(1e-8, 1e-8)},
-        run_config=config(learning_rate=1e-8, beta=0.0),
-    ),
-    "high_variance": record(
-        FLAT,
-        said=completions(always("same"), lambda step, group, row: wobble(step * group + row)),
-    ),
-    "high_variance, of few": record(FLAT, run_config=config(num_generations=2)),
+    "high_variance": record(FLAT, run_config=config(num_generations=2)),
     "high_variance, worse": record(
         {**FLAT, "reward": line(0.6, 0.2, 0.05)}, run_config=config(beta=0.0)
     ),
-    "slow_reward": record({"step_time": line(3.0, 3.0, 0.05)}),
-    "memory_creeping": record({"memory/peak_gib": line(1.2, 2.6, 0.001)}),
 }
 WELL = {
     "rising": record(),
@@ -269,26 +220,15 @@ WELL = {
         evaluation=held_out(0.3, 0.9),
     ),
     "small negative KL": record({"kl": line(-0.005, -0.005, 0.002)}),
-    "negative by an estimator's noise": record({"kl": line(0.0, 0.01, 0.2)}),
     "clipped by several iterations": record(
         {"policy/clipfrac_avg": [0.0, 0.05, 0.1, 0.1] * (STEPS // 4)},
         run_config=config(num_iterations=4),
-    ),
-    "memory in jumps": record({"memory/peak_gib": [1.2] * 14 + [1.6] * 6 + [2.0] * 4}),
-    "memory in steps of all sizes": record(
-        {"memory/peak_gib": [1.2 + 0.01 * n + 0.4 * (n > 15) + 0.4 * (n > 20) for n in range(24)]}
     ),
     "a sampler within rounding": record(
         {
             "sampling/adapter_reached": line(1.0, 1.0, 0.1),
             "sampling/probe_difference": line(0.005, 0.005),
             "sampling/rounding_noise": line(0.004, 0.004),
-        }
-    ),
-    "cold for two steps": record(
-        {
-            "reward": [0.0, 0.0, *line(0.1, 0.9)[2:]],
-            "signal/groups_without": [1.0, 1.0, *line(0.5, 0.5)[2:]],
         }
     ),
 }
@@ -300,7 +240,7 @@ def test_each_fault_is_found_alone(name):
 
 
 def test_every_kind_has_a_record_that_shows_it():
-    assert {name.partition(",")[0] for name in SPOILED} == {*KINDS} - {"loss_near_zero"}
+    assert {name.partition(",")[0] for name in SPOILED} == {*KINDS}
     assert {effect for kind in KINDS.values() for effect in kind.explains} <= {*KINDS}
 
 
@@ -318,12 +258,6 @@ def test_a_setting_is_a_line_of_this_run_file(name, tmp_path):
     (finding,) = find_in_run(run)
     changed = read_run_file(tmp_path / "run.yaml", finding.setting.split(", "))
     assert changed != run.config
-
-
-def test_more_generations_also_enlarge_a_batch_they_do_not_fit():
-    few = config(num_generations=2, per_device_train_batch_size=6)
-    (finding,) = find_in_run(record({**FLAT, "step_time": line(0.45, 0.45)}, run_config=few))
-    assert finding.setting == "trainer.num_generations=8, trainer.per_device_train_batch_size=8"
 
 
 def test_an_easier_level_comes_before_more_generations():
@@ -344,17 +278,6 @@ def test_the_learning_rate_is_that_of_the_model():
     (other,) = find_in_run(record(rows, run_config=config("some/model", learning_rate=1e-8)))
     assert tiny.setting == "trainer.learning_rate=0.001"
     assert other.setting == "trainer.learning_rate=1e-05"
-
-
-def test_further_passes_over_a_batch_are_rows_without_a_reward():
-    sampled = metrics(**FLAT)
-    passes = [{"step": 0, "policy/clipfrac_avg": 0.5, "clip_ratio/nulled_rows": 30.0}] * 3
-    rows = [{**row, "learning_rate": 0.01} for one in sampled for row in (one, *passes)]
-    run = RunRecord(rows, completions(), None, config(num_iterations=4, learning_rate=1e-2))
-    (finding,) = find_in_run(run)
-    assert (finding.kind, finding.setting) == ("clip_noise", "trainer.num_iterations=1")
-    assert "4 times" in finding.evidence
-    assert "30 completions" in finding.evidence
 
 
 # --- cause and effect -----------------------------------------------------------------------------
@@ -380,14 +303,6 @@ def test_one_reward_of_several_that_never_paid_is_named():
     assert (finding.kind, finding.level, finding.reward) == ("constant_reward", "warning", "format")
 
 
-def test_a_loss_near_zero_is_explained_when_asked_and_only_then():
-    (note,) = find_in_run(WELL["rising"], notes=True)
-    assert (note.kind, note.level) == ("loss_near_zero", "note")
-    kinds = [f.kind for f in find_in_run(SPOILED["reward_hacking"], notes=True)]
-    assert kinds == ["reward_hacking"]
-    assert find_in_run(record({"loss": line(3.0, 1.0)}), notes=True) == []
-
-
 # --- the verdict ----------------------------------------------------------------------------------
 
 
@@ -408,14 +323,13 @@ def test_the_verdict_says_whether_it_learned():
     assert worse.startswith("It got worse: ")
     assert "(reward_hacking): trainer.beta=0.1" in worse
     assert verdict_of(WELL["rising"]).startswith("It learned: the reward went from 0.5")
-    assert "in the last 8 steps little was left" in verdict_of(WELL["learned all there is"])
     assert verdict_of(WELL["not yet rising"]).startswith("It did not learn: accuracy")
 
 
 @pytest.mark.parametrize("num", [0, 1])
 def test_nothing_is_found_in_fewer_than_two_steps(num):
     run = RunRecord(metrics(**all_of(0.0))[:num])
-    assert find_in_run(run, notes=True) == []
+    assert find_in_run(run) == []
     assert "two are needed" in verdict_of(run)
 
 
@@ -480,18 +394,9 @@ def test_damaged_files_are_left_out(folder, name, content):
     assert run.metrics == read_run(folder).metrics
 
 
-@pytest.mark.parametrize("damage", [{"step": [1]}, {"group": {}}])
-def test_a_completion_with_a_damaged_step_is_left_out(folder, damage):
-    rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
-    write(folder / "completions.jsonl", [{**rows[0], **damage}, *rows])
-    run = read_run(folder)
-    assert len(run.completions) == len(rows)
-    assert verdict_of(run) == verdict_of(RunRecord(run.metrics, rows, run.evaluation, run.config))
-
-
 @given(
     broken=st.dictionaries(
-        st.sampled_from(sorted({*HEALTHY, "entropy", "policy/entropy_avg", "kl", "val/ratio"})),
+        st.sampled_from(sorted({*HEALTHY, "entropy", "policy/entropy_avg", "kl"})),
         st.sampled_from([None, math.nan, math.inf, 0.0, -1.0, 1e9, "high"]),
         max_size=6,
     ),
@@ -520,10 +425,9 @@ def test_values_that_are_no_numbers_are_passed_over(value):
     assert verdict_of(run).endswith(".")
 
 
-def test_long_completions_are_kept_up_to_a_size_at_each_end(folder, monkeypatch):
-    monkeypatch.setattr("rloo_kit.diagnosis.record.KEPT_SIZE", 5000)
-    rows = [{"step": n, "completion": "x" * 950, "score": 0.0} for n in range(100)]
-    write(folder / "completions.jsonl", rows)
+def test_the_middle_of_many_completions_is_left_out(folder, monkeypatch):
+    monkeypatch.setattr("rloo_kit.diagnosis.record.KEPT_ROWS", 5)
+    write(folder / "completions.jsonl", [{"step": n, "score": 0.0} for n in range(100)])
     assert [row["step"] for row in read_run(folder).completions] == [*range(5), *range(95, 100)]
 
 
@@ -559,29 +463,23 @@ def test_a_damaged_end_is_no_error(finding):
 # --- small batches --------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("prompts", "size"), [(1, 4), (4, 4)])
-@pytest.mark.parametrize("rates", [(0.15, 0.4), (0.3, 0.6)])
-def test_chance_in_small_batches_is_no_collapse(prompts, size, rates):
-    accused = 0
-    for seed in range(40):
-        draw = random.Random(seed)
-        rows = []
-        for step in range(60):
-            rate = rates[0] + (rates[1] - rates[0]) * step / 60
-            groups = [[draw.random() < rate for _ in range(size)] for _ in range(prompts)]
-            right = [float(one) for group in groups for one in group]
-            without = sum(len(set(group)) == 1 for group in groups) / prompts
-            rows.append(
-                {"step": step + 1, "reward": fmean(right), "signal/groups_without": without}
-            )
-        settings_of_it = config(num_generations=size, per_device_train_batch_size=prompts * size)
-        for num in range(10, 61, 2):
-            found = find_in_run(RunRecord(rows[:num], config=settings_of_it))
-            if any(finding.kind == "reward_collapse" for finding in found):
-                accused += 1
-                break
-    assert accused <= 1
+def a_learning_run(seed, num_steps=60, size=4):
+    """One group a step, whose completions are right more and more often."""
+    draw = random.Random(seed)
+    for step in range(num_steps):
+        right = [float(draw.random() < 0.15 + 0.25 * step / num_steps) for _ in range(size)]
+        without = float(len(set(right)) == 1)
+        yield {"step": step + 1, "reward": fmean(right), "signal/groups_without": without}
+
+
+def test_chance_in_small_batches_is_no_collapse():
+    small, accused = config(num_generations=4, per_device_train_batch_size=4), set()
+    for seed in range(12):
+        rows = list(a_learning_run(seed))
+        for num in range(10, 61, 5):
+            if "reward_collapse" in kinds(RunRecord(rows[:num], config=small)):
+                accused.add(seed)
+    assert len(accused) <= 1
 
 
 def test_a_learning_rate_that_is_still_warmed_up_is_not_too_low():
@@ -590,13 +488,3 @@ def test_a_learning_rate_that_is_still_warmed_up_is_not_too_low():
         run_config=config("a-model", learning_rate=1e-4),
     )
     assert "learning_rate_too_low" not in kinds(rising)
-
-
-def test_a_step_of_several_batches_waits_for_no_reward():
-    """Four batches of 16: what sampled them is four times what one would have taken."""
-    slow = {"step_time": line(4.2, 4.2), "speed/generation_tokens_per_second": line(450, 450),
-            "speed/learning_tokens_per_second": line(8000, 8000)}  # fmt: skip
-    several = config(
-        per_device_train_batch_size=16, gradient_accumulation_steps=4, steps_per_generation=1
-    )
-    assert "slow_reward" not in kinds(record(slow, run_config=several))

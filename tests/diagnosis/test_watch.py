@@ -143,23 +143,6 @@ def test_checks_take_their_share_of_the_time_and_no_more(monkeypatch):
     assert checks == [1], "the next check is due after 0.02 s / TIME_SHARE"
 
 
-def test_long_completions_of_both_ends_are_kept_up_to_a_size(monkeypatch):
-    monkeypatch.setattr(watch_module, "KEPT_SIZE", 4000)
-    watch, _, _ = watching()
-    long = {"completion": "x" * 500}
-    drive(watch, map(row, range(1, 31)), lambda step: [{**one, **long} for one in batch(step)])
-    held = watch._completions.rows
-    assert [held[0]["step"], held[-1]["step"], len(held)] == [1, 30, 16]
-
-
-def test_a_second_training_begins_with_no_findings():
-    watch, _, _ = watching()
-    drive(watch, [*map(row, range(1, 6)), *map(exploded, range(6, 15))])
-    assert watch.findings
-    drive(watch, [row(step) for step in range(1, 12)])
-    assert watch.findings == []
-
-
 def test_a_faulty_rule_does_not_end_the_run(monkeypatch):
     def broken(record):
         raise TypeError("no such thing")
@@ -169,15 +152,6 @@ def test_a_faulty_rule_does_not_end_the_run(monkeypatch):
     with pytest.warns(RuntimeWarning, match="TypeError: no such thing"):
         drive(watch, [row(step) for step in range(1, 3)])
     assert (reported, stops) == ([], [])
-
-
-def test_a_warning_that_becomes_an_error_is_told_again():
-    watch, reported, _ = watching()
-    little = {"signal/groups_without": 0.85, "kl/sequence": 1.0}
-    none = {"signal/groups_without": 1.0, "kl/sequence": 1.0}
-    flat = [row(step, reward=0.5 + 0.02 * (step % 3), **little) for step in range(1, 14)]
-    drive(watch, flat + [row(step, reward=0.5, **none) for step in range(14, 120)])
-    assert reported.count(["no_signal"]) == 2
 
 
 # --- the best weights ----------------------------------------------------------------------------
@@ -193,13 +167,6 @@ def test_the_latest_weights_are_kept_while_the_reward_rises():
     assert best.restore()
     assert best.step == 9
     assert weight.tolist() == [9.0, 9.0]
-
-
-def test_weights_from_before_a_fall_are_kept():
-    best = BestWeights([torch.nn.Parameter(torch.zeros(2))])
-    for step, reward in enumerate([0.5, 0.6, 0.7, 0.8, 0.0, 0.0, 0.0, 0.0, 0.0]):
-        best.see_batch(step, [reward] * 8, healthy=True)
-    assert best.step == 3
 
 
 def test_a_lucky_first_batch_does_not_outlast_later_learning():
@@ -268,7 +235,7 @@ def test_reward_hacking_stops_a_run_at_its_best_held_out_score():
 
 
 def test_the_run_file_can_stop_on_the_registered_kinds():
-    assert set(STOP_ON) == {name for name, kind in KINDS.items() if kind.stops}
+    assert set(STOP_ON) == set(KINDS)
 
 
 def test_stopping_on_reward_hacking_needs_held_out_every():
@@ -280,44 +247,7 @@ def test_stopping_on_reward_hacking_needs_held_out_every():
     assert make_run_config(stops).data.held_out_every == 5
 
 
-# --- real runs -----------------------------------------------------------------------------------
-
-
-def digits(completions, **_):
-    return [sum(c.isdigit() for c in completion[-1]["content"]) / 20 for completion in completions]
-
-
-@pytest.mark.long
-def test_a_trainer_stops_with_the_weights_from_before_an_explosion(tmp_path):
-    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256, load_in_4bit=False)
-    model = rk.attach_lora(model, r=4)
-    trained = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-    settings = {
-        "max_steps": 12,
-        "per_device_train_batch_size": 16,
-        "num_generations": 4,
-        "max_completion_length": 24,
-        "learning_rate": 1.0,
-        "max_grad_norm": 0.0,
-        "beta": 0.01,
-        "save_strategy": "no",
-        "stop_on": ["kl_explosion"],
-    }
-    trainer = rk.LeaveOneOutTrainer(
-        model=model,
-        reward_funcs=[digits],
-        args=rk.LeaveOneOutConfig(str(tmp_path), **settings),
-        train_dataset=rk.load_prompts("arithmetic", num_prompts=64),
-        processing_class=tokenizer,
-    )
-    with pytest.warns(RuntimeWarning, match="training stops: kl_explosion"):
-        trainer.train()
-    assert trainer.state.global_step < 12
-    assert trainer.stop_reason.startswith("kl_explosion")
-    assert trainer.watch.best.step == 0, "the first update already ruined it"
-    for name, parameter in trainer.model.named_parameters():
-        if name in trained:
-            assert torch.equal(parameter, trained[name]), name
+# --- a real run ----------------------------------------------------------------------------------
 
 
 @pytest.mark.long

@@ -31,7 +31,6 @@ from rloo_kit.evaluation.models import find_trained, load_base
 from rloo_kit.evaluation.result_files import write_results
 from rloo_kit.evaluation.table import Row, compare, judge_alike
 from rloo_kit.evaluation.win_rate import Side, verdicts
-from rloo_kit.report.content import run_content
 from rloo_kit.sampling.choice import requested_engine
 from rloo_kit.sampling.engine import Generations, active_adapter
 from rloo_kit.training.preparation import held_out_judges
@@ -153,11 +152,6 @@ def test_table_is_in_the_folder_and_the_report(run, table):
     assert [row["model"] for row in written[-1]["rows"]] == [row.model for row in table.rows]
     samples = (run / "eval_samples.jsonl").read_text().splitlines()
     assert len(samples) == 2 * PROMPTS * 5
-    content = run_content(read_run(run), "run", [])
-    assert content["scored"]["head"][:3] == ["model", "completions", "accuracy"]
-    assert len(content["scored"]["rows"]) == 4
-    assert "may be chance" in " ".join(content["scored"]["compared"])
-    assert "Models on the same prompts" in (run / "report.html").read_text()
 
 
 @pytest.mark.long
@@ -508,8 +502,6 @@ def test_a_rule_judges(run):
     assert found.ties == PROMPTS - found.wins - found.losses
     assert found.rate == pytest.approx((found.wins + found.ties / 2) / PROMPTS)
     assert not found.paid
-    (line,) = run_content(read_run(run), "run", [])["judged"][-1:]
-    assert "taste.py:long" in line
 
 
 def test_pairwise_judge_reads_both_sides_alike(run):

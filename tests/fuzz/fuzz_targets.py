@@ -780,7 +780,7 @@ def run_folder(data):
     diagnose(folder, said.append)
     must(said and said[0].strip(), "nothing was said")
     record = read_run(folder)
-    must(verdict(record, find_in_run(record, notes=True)).endswith("."), "no sentence")
+    must(verdict(record, find_in_run(record)).endswith("."), "no sentence")
     page = write_report(folder, work() / "page.html").read_text("utf-8")
     start = page.index('type="application/json"')
     text = page[page.index(">", start) + 1 : page.index("</script>", start)]

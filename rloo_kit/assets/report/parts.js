@@ -110,12 +110,6 @@ function duration(seconds) {
   return minutes ? `${minutes} min ${rest} s` : `${rest} s`;
 }
 
-function bytes(size) {
-  if (size < 1024) return `${size} B`;
-  const [unit, name] = size < 1 << 20 ? [1 << 10, "KiB"] : [1 << 20, "MiB"];
-  return `${(size / unit).toLocaleString("en", { maximumFractionDigits: 1 })} ${name}`;
-}
-
 const instant = (time) => new Date(1000 * time).toISOString().slice(0, 16).replace("T", " ") + " UTC";
 
 /* --- small parts --- */

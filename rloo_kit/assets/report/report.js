@@ -50,7 +50,7 @@ const NOTHING_KNOWN = "Nothing can be told of less than two steps.";
 function showFindings() {
   runs.forEach((run, place) => {
     const parts = run.findings.map((finding) => findingOf(finding, several ? "h4" : "h3"));
-    const calm = run.findings.every((finding) => finding.level === "note");
+    const calm = !run.findings.length;
     const early = ["failed", "stopped"].includes(run.end.how);
     const said = run.end.rows < 2 ? NOTHING_KNOWN : early ? NOTHING_SEEN : NOTHING_WRONG;
     byId("finding-list").append(make("div", {}, several ? make("h3", {}, runName(place)) : null,
@@ -148,23 +148,10 @@ function showSamples() {
   byId("samples").replaceChildren(make("div", { class: "pairs" }, shown));
 }
 
-/** What was found after the run: models in one table, and whom a judge prefers. */
-function foundLater(run) {
-  const { scored, judged } = run;
-  const lines = (texts) => make("ul", { class: "hint" }, texts.map((text) => make("li", {}, text)));
-  const title = (text) => make("h3", {}, several ? `${text}, ${run.name}` : text);
-  return [
-    scored && [title("Models on the same prompts"), table(scored.caption, scored.head, scored.rows),
-      lines(scored.compared)],
-    judged.length ? [title("Win rate"), lines(judged)] : null,
-  ].flat();
-}
-
 function showHeldOut() {
   const scored = runs.some((run) => run.held_out.rewards.length);
   const parts = several ? comparedTable() : heldOutTable(runs[0]);
   byId("held-out-table").append(scored ? parts : make("p", { class: "calm" }, NOT_SCORED));
-  for (const run of runs) put(byId("held-out-table"), foundLater(run));
   const withSamples = runs.map((run, place) => [place, run.name])
     .filter(([place]) => runs[place].samples.pairs.length);
   byId("samples-part").hidden = !withSamples.length;
@@ -203,33 +190,16 @@ function configOf(run) {
 }
 
 function madeWith(run) {
-  const files = run.files.map(([name, size]) => [name, { number: bytes(size) }]);
   return make("div", { class: "made-with" },
-    settingsTable("Hardware and versions", ["what", "value"], run.environment),
-    settingsTable("Files in the run's folder", ["file", "size"], files));
-}
-
-/** The parts of the peak as bars; the last row is the room there was. */
-function plannedMemory(run) {
-  if (!run.plan) return null;
-  const { verdict, doing, peak, room, parts } = run.plan;
-  const gib = (size) => ({ number: size == null ? "\u2013" : `${fixed(size / 2 ** 30)} GiB` });
-  const bar = (size) => draw("svg", { class: "part", viewBox: "0 0 200 12", "aria-hidden": "true" },
-    draw("rect", { width: (200 * size) / (peak || 1), height: 12, rx: 2, fill: "currentColor" }));
-  const rows = parts.map(([name, size]) => [name, gib(size), bar(size)]);
-  rows.push([`peak, where ${doing}`, gib(peak), ""], ["room", gib(room), ""]);
-  return make("details", {}, make("summary", {}, "The memory as it was planned"),
-    make("p", { class: "hint" }, verdict), table("Planned memory at the peak", ["part", "memory", ""], rows));
+    settingsTable("Hardware and versions", ["what", "value"], run.environment));
 }
 
 function settingsOf(run) {
   const parts = [
     make("p", { class: "hint" }, "The same settings and seed, in a new folder:"),
     copyable(run.command),
-    run.notices.map((notice) => make("p", { class: "notice" }, notice)),
     make("div", { class: "setting-columns" }, configOf(run), madeWith(run)),
-    plannedMemory(run),
-  ].flat();
+  ];
   return several ? make("details", {}, make("summary", {}, run.name), parts) : make("div", {}, parts);
 }
 
