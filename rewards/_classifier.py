@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import KitError, ModelError
-from rloo_kit.machine.pickles import CLASSIFIER, no_safetensors, why_not_opened
+from rloo_kit.machine.pickles import REMEDY, why_not_opened
 from rloo_kit.text.wording import first_line
 from rloo_kit.types import Completion
 
@@ -223,7 +223,7 @@ def loading(what: str, place: str) -> Iterator[None]:
                 "architecture that transformers has"
             )
         elif "use_safetensors=True" in str(exc):
-            fault = f"it {no_safetensors(place, load_with=CLASSIFIER)}"
+            fault = f"it has no safetensors: {REMEDY}"
         else:
             fault = f"{first_line(exc)}: {WHAT_TO_GIVE} while online"
         raise ModelError(f"{what} cannot be loaded: {fault}") from exc
@@ -265,7 +265,7 @@ def load_base(place: str, *, load_in_4bit: bool, device: str) -> tuple[Any, set[
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification, BitsAndBytesConfig
 
-    if reason := why_not_opened(Path(place), CLASSIFIER):
+    if reason := why_not_opened(Path(place)):
         raise ModelError(f"model {place!r} cannot be loaded: it {reason}")
     settings: dict[str, Any] = {"dtype": torch.float32 if device == "cpu" else "auto"}
     config = AutoConfig.from_pretrained(place, trust_remote_code=False)

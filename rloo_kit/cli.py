@@ -121,7 +121,7 @@ def _add_plan(commands: Any) -> None:
         "--gpu",
         default="this",
         metavar="GPU",
-        help="memory (12GB), a name (rtx4070), or this machine's (default)",
+        help="memory of a card (12GB), or this machine's (default)",
     )
     _add_set(plan)
 

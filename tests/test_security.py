@@ -7,7 +7,6 @@ import importlib.util
 import json
 import pickle
 import re
-import shlex
 import sys
 import threading
 from pathlib import Path
@@ -16,7 +15,6 @@ import huggingface_hub
 import pytest
 
 import rloo_kit as rk
-from rloo_kit.data.files import read_source
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.machine.pickles import is_pickle, pickled_weights, why_not_opened
 from rloo_kit.models.loading import find_model
@@ -68,19 +66,14 @@ def test_index_names_only_safetensors_of_its_folder(shard, tmp_path):
     assert "no safetensors file of its own folder" in why_not_opened(tmp_path)
 
 
-def test_pickled_prompts_are_refused_and_the_remedy_works(tmp_path, ran):
+def test_pickled_prompts_are_refused(tmp_path, ran):
     path = tmp_path / "prompts.pkl"
     path.write_bytes(pickle.dumps(Trap(ran)))
-    with pytest.raises(rk.DataError, match=r"is a pickle, which can run any code") as caught:
+    with pytest.raises(rk.DataError, match=r"is a pickle, which can run any code"):
         rk.load_prompts(str(path))
     assert not ran.exists()
     pickle.loads(path.read_bytes())
     assert ran.exists()  # the trap works
-    path.write_bytes(pickle.dumps([{"prompt": "What is 1 + 2?", "answer": "3"}]))
-    words = shlex.split(str(caught.value).partition(".jsonl with ")[2])
-    assert words[:2] == ["python", "-c"]
-    exec(words[2], {})
-    assert read_source(str(tmp_path / "prompts.jsonl"), "train")[0]["answer"] == "3"
 
 
 def test_a_loading_script_of_a_dataset_is_not_run(tmp_path, ran):
@@ -134,10 +127,9 @@ def hub(monkeypatch):
 
 def test_pickle_on_the_hub_is_refused_before_download(hub):
     assert find_model("them/safe") == "them/safe"
-    remedy = r"hf download them/pickled --local-dir pickled\), where you trust it, .*'pickled'"
-    with pytest.raises(rk.ModelError, match=f"pytorch_model.bin, a pickle, .*{remedy}"):
+    with pytest.raises(rk.ModelError, match=r"pytorch_model.bin, a pickle, .*save_pretrained"):
         find_model("them/pickled")
-    with pytest.raises(rk.ModelError, match=r"safe\.save_file"):
+    with pytest.raises(rk.ModelError, match=r"adapter_model\.bin, a pickle"):
         find_model("them/adapter")
 
 

@@ -3,7 +3,6 @@
 Only ``setup()`` reads ``.env``, sets environment variables or hides a package.
 """
 
-import ast
 import contextlib
 import importlib
 import logging
@@ -13,10 +12,9 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from rloo_kit.errors import BackendError, ImportOrderError
@@ -54,7 +52,6 @@ class Environment:
     backend: str  # "unsloth" or "transformers"
     why_not_unsloth: str | None
     hardware: Hardware
-    hidden: dict[str, str] = field(default_factory=dict)  # packages that fail at import, and why
     dotenv: str | None = None  # the file that was read
 
 
@@ -90,7 +87,7 @@ def setup(backend: str = "auto") -> Environment:
         reason = "backend: transformers was asked for"
     elif reason is None:
         check_import_order()
-    hidden = _hide_broken_packages()
+    _hide_broken_packages()
     with quiet():
         reason = reason or _import_unsloth()
         if reason and backend == "unsloth":
@@ -100,7 +97,7 @@ def setup(backend: str = "auto") -> Environment:
 
         route_trl_lm_head()
     chosen = "transformers" if reason else "unsloth"
-    _environment = Environment(chosen, reason, hardware, hidden, dotenv)
+    _environment = Environment(chosen, reason, hardware, dotenv)
     return _environment
 
 
@@ -111,10 +108,8 @@ def check_import_order() -> None:
     early = [name for name in PATCHED_BY_UNSLOTH if _is_loaded(name)]
     if not early:
         return
-    places = [place for place in (_where_imported(name) for name in early) if place]
-    where = f" (by {places[0]})" if places else ""
     raise ImportOrderError(
-        f"{early[0]} was imported before unsloth{where}, so Unsloth cannot patch it: restart the "
+        f"{early[0]} was imported before unsloth, so Unsloth cannot patch it: restart the "
         f"kernel and put `import rloo_kit as rk; rk.setup()` before every other import"
     )
 
@@ -171,20 +166,17 @@ def cache_folder() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "rloo-kit"
 
 
-def _hide_broken_packages() -> dict[str, str]:
+def _hide_broken_packages() -> None:
     """Make ``find_spec`` answer None for optional packages that fail at import."""
-    hidden = {}
     for name in OPTIONAL_PACKAGES:
         if name in sys.modules or find_spec(name) is None:
             continue
         try:
             importlib.import_module(name)
-        except Exception as exc:
+        except Exception:  # such as an operator that this build of torch lacks
             for loaded in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
                 del sys.modules[loaded]
             sys.modules[name] = None  # type: ignore[assignment]  # import machinery: "not there"
-            hidden[name] = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
-    return hidden
 
 
 def _import_unsloth() -> str | None:
@@ -234,49 +226,3 @@ def precision_as_asked(args: Any) -> Iterator[None]:
         os.environ.pop(name, None)
         if before is not None:
             os.environ[name] = before
-
-
-def _where_imported(name: str) -> str | None:
-    """Return ``file:line`` (or a notebook cell) of the user's code that imports ``name``."""
-    main = sys.modules.get("__main__")
-    for number, cell in enumerate(getattr(main, "In", None) or []):
-        line = _import_line(cell, name)
-        if line:
-            return f"cell In[{number}], line {line}"
-    for module in list(sys.modules.values()):
-        path = _users_file(module)
-        if path is None:
-            continue
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            line = _import_line(path.read_text(), name)
-            if line:
-                return f"{path}:{line}"
-    return None
-
-
-def _users_file(module: ModuleType | None) -> Path | None:
-    """Return the source file of a module that is neither installed nor the kit's own."""
-    path = getattr(module, "__file__", None)
-    if not path or not path.endswith(".py"):
-        return None
-    installed = ("site-packages", "dist-packages", str(Path(os.__file__).parent))
-    own = str(Path(__file__).parents[1])
-    return None if any(part in path for part in (*installed, own)) else Path(path)
-
-
-def _import_line(source: str, name: str) -> int | None:
-    """Return the line on which ``source`` imports ``name`` or one of its submodules."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # a cell with %magics
-        return None
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            modules = [node.module or ""]
-        else:
-            continue
-        if any(module.split(".")[0] == name for module in modules):
-            return node.lineno
-    return None

@@ -1,14 +1,18 @@
 """Hardware of this machine: device, memory, precision, and which backends can start on it."""
 
 import os
+import re
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from rloo_kit.errors import ConfigError
+from rloo_kit.text.wording import format_value
 
 GIB = 1024**3
+# Share of a card's memory that its driver leaves: torch says 23.65 of 24 GiB, 11.76 of 12.
+USABLE = 0.98
 SHARED_MEMORY = Path("/dev/shm")  # where Linux keeps files in memory
 
 # The set of versions that was tested together (requirements/requirements.lock pins all of it).
@@ -29,8 +33,6 @@ FP8_WEIGHTS, FP8_WEIGHTS_MADE, FP8_CACHE = (8, 9), (9, 0), (8, 0)
 """Compute capability that Unsloth 2026.10 and vLLM 0.31 ask for: FP8 weights that the hub holds,
 FP8 weights that are made while a model loads, keys and values in FP8."""
 
-FIRST_CPU_UNSLOTH = (2026, 10, 8)
-
 
 @dataclass(frozen=True)
 class Hardware:
@@ -49,6 +51,35 @@ class Hardware:
         if self.bf16:
             return "bf16"
         return "no" if self.device == "cpu" else "fp16"
+
+
+@dataclass(frozen=True)
+class Card:
+    """What limits a training on one card, or on a CPU."""
+
+    name: str
+    memory: int  # bytes, as on the box
+    bf16: bool = True  # whether it computes bfloat16 natively
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a process can have when nothing else runs on the card."""
+        return int(self.memory * USABLE)
+
+
+def find_card(text: str) -> Card:
+    """Return a card of a size.
+
+    >>> find_card("12GB").memory == 12 * GIB
+    True
+
+    Raises:
+        ConfigError: It is no size.
+    """
+    size = re.fullmatch(r"\s*([0-9]{1,4}(?:\.[0-9]+)?)\s*Gi?B?\s*", text, re.IGNORECASE)
+    if size and 1 <= float(size[1]) <= 1024:
+        return Card(f"a card of {float(size[1]):g} GB", int(float(size[1]) * GIB))
+    raise ConfigError(f"--gpu {format_value(text)} is no size of a card: give one such as 12GB")
 
 
 def detect_hardware() -> Hardware:
@@ -124,13 +155,10 @@ def installed_version(package: str) -> str | None:
 
 def why_not_unsloth(device: str) -> str | None:
     """Return why Unsloth cannot start on ``device``, or None when it can."""
-    found = installed_version("unsloth")
-    if found is None or find_spec("unsloth") is None:
+    if installed_version("unsloth") is None or find_spec("unsloth") is None:
         return 'Unsloth is not installed (pip install "rloo-kit[unsloth]")'
     if device == "cpu" and os.environ.get("UNSLOTH_DISABLE_CPU_FALLBACK") == "1":
         return "UNSLOTH_DISABLE_CPU_FALLBACK=1 forbids Unsloth to run without a GPU"
-    if device == "cpu" and _as_numbers(found) < FIRST_CPU_UNSLOTH:
-        return f"Unsloth {found} needs a GPU; 2026.10.8 and later also train on a CPU"
     return None
 
 
@@ -138,10 +166,6 @@ def why_not_vllm() -> str | None:
     """Return why vLLM cannot start, or None when it is installed."""
     missing = 'vLLM is not installed (pip install "rloo-kit[vllm]")'
     return None if installed_version("vllm") else missing
-
-
-def _as_numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("+")[0].split(".") if part.isdigit())
 
 
 def _cpu_capabilities() -> dict[str, object]:

@@ -1,25 +1,18 @@
-"""Release of models, engines and trainers; sessions; what is measured and what is left, by name."""
+"""Release of models, engines and trainers; sessions; the memory that a process holds."""
 
 import contextlib
 import ctypes
 import gc
-import os
 import sys
 import threading
-import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from rloo_kit.errors import KitError
-from rloo_kit.machine.hardware import SHARED_MEMORY
 
 MIB = 1024**2
-SMALLEST_HELD, SMALLEST_COUNTED = 4 * MIB, 64 * 1024
-"""Bytes of a holder that is named, and of a tensor that is counted."""
 
 
 @dataclass(frozen=True)
@@ -30,21 +23,7 @@ class MemoryUse:
     gpu_allocated: int = 0  # by tensors
     gpu_reserved: int = 0  # by torch's allocator, tensors included
     gpu_other: int = 0  # of the device, outside of torch: CUDA contexts, graphs, other programs
-    threads: tuple[str, ...] = ()  # names of live Python threads besides the main one
     children: tuple[str, ...] = ()  # number and name of each child process
-    shared_files: tuple[str, ...] = ()  # files of this process in shared memory
-
-
-@dataclass(frozen=True)
-class Held:
-    """Tensors that are still in memory, and what holds them."""
-
-    bytes: int
-    num_tensors: int
-    holder: str
-
-    def __str__(self) -> str:
-        return f"{self.bytes / MIB:,.0f} MiB in {self.num_tensors} tensors held by {self.holder}"
 
 
 @dataclass(frozen=True)
@@ -53,7 +32,6 @@ class Released:
 
     before: MemoryUse
     after: MemoryUse
-    held: tuple[Held, ...] = ()  # by something else than what was released, largest first
 
     @property
     def freed_resident(self) -> int:
@@ -77,15 +55,9 @@ class Released:
                 f"{self.after.gpu_reserved / MIB:,.0f} MiB left, of which tensors hold "
                 f"{self.after.gpu_allocated / MIB:,.0f} MiB"
             )
-        new_threads = Counter(self.after.threads) - Counter(self.before.threads)
-        for what, names in (
-            ("child processes", self.after.children),
-            ("shared-memory files", self.after.shared_files),
-            ("new threads", tuple(new_threads)),
-        ):
-            if names:
-                text += f"; {what} left: {', '.join(names)}"
-        return "; ".join([text, *map(str, self.held)])
+        if self.after.children:
+            text += f"; child processes left: {', '.join(self.after.children)}"
+        return text
 
 
 # Lower-case parts of the messages of libraries that raise a plain RuntimeError for it
@@ -119,7 +91,6 @@ def measure() -> MemoryUse:
     import psutil
 
     process = psutil.Process()
-    main = threading.main_thread()
     torch = sys.modules.get("torch")
     gpu = {}
     if torch is not None and torch.cuda.is_available():
@@ -127,13 +98,11 @@ def measure() -> MemoryUse:
         reserved = torch.cuda.memory_reserved()
         gpu["gpu_allocated"] = torch.cuda.memory_allocated()
         gpu |= {"gpu_reserved": reserved, "gpu_other": total - free - reserved}
-    return MemoryUse(
-        resident=process.memory_info().rss,
-        threads=tuple(sorted(t.name for t in threading.enumerate() if t is not main)),
-        children=tuple(f"{child.pid} {_name(child)}" for child in process.children(True)),
-        shared_files=_shared_files(process),
-        **gpu,
-    )
+    children = []
+    for child in process.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            children.append(f"{child.pid} {child.name()}")
+    return MemoryUse(process.memory_info().rss, children=tuple(children), **gpu)
 
 
 def take_peak() -> int:
@@ -170,7 +139,7 @@ def release(*things: Any, clear_notebook: bool = False) -> Released:
             the variables of its frames.
 
     Returns:
-        What was given back, and what is left with its holder.
+        What was given back, and what is left.
     """
     released, errors = _release_all(things, clear_notebook=clear_notebook)
     if errors:
@@ -191,10 +160,7 @@ def _release_all(
     if clear_notebook:
         _clear_notebook()
     return_to_system()
-    held: list[Held] = []
-    with contextlib.suppress(MemoryError):  # to name them takes some, and none may be left
-        held = held_tensors()
-    return Released(before, measure(), tuple(held)), errors
+    return Released(before, measure()), errors
 
 
 def _is_engine(thing: Any) -> bool:
@@ -249,66 +215,15 @@ def session(*, clear_notebook: bool = False) -> Iterator[Session]:
 
 
 def add_to_session(thing: Any) -> None:
-    """Let the innermost open session release ``thing`` at its end; remember it by name."""
+    """Let the innermost open session release ``thing`` at its end."""
     if _sessions:
         _sessions[-1].things.append(thing)
-    with contextlib.suppress(TypeError):  # what takes no weak reference is not named
-        _made.append(weakref.ref(thing, _made.remove))
 
 
 def remove_from_session(thing: Any) -> None:
     """Let no session release ``thing``."""
     for opened in _sessions:
         opened.things[:] = [one for one in opened.things if one is not thing]
-
-
-# What the kit made in this process: models, trainers, engines, rewards
-_made: list[weakref.ref[Any]] = []
-
-
-def held_tensors(smallest: int = SMALLEST_HELD) -> list[Held]:
-    """Return the live tensors by what holds them, largest first; holders of less are left out.
-
-    A holder is something that the kit made, or a variable of the notebook or script.
-    """
-    if "torch" not in sys.modules:
-        return []
-    made = [(f"{type(thing).__name__}", thing) for ref in _made if (thing := ref()) is not None]
-    variables = [
-        (f"the variable {name}", value)
-        for name, value in list(vars(sys.modules["__main__"]).items())
-        if not name.startswith("__") and not isinstance(value, type | ModuleType)
-    ]
-    names: dict[int, str] = {}
-    for name, thing in (*made, *variables):
-        for tensor in _tensors_of(thing):
-            with contextlib.suppress(RuntimeError):  # subclasses without a storage
-                names.setdefault(tensor.untyped_storage().data_ptr(), name)
-    sizes: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in live_tensors()}
-    for place, storage in storages.items():
-        if storage.nbytes() >= SMALLEST_COUNTED:
-            holder = names.get(place, "other objects")
-            sizes[holder] += storage.nbytes()
-            counts[holder] += 1
-    found = [Held(size, counts[holder], holder) for holder, size in sizes.most_common()]
-    return [held for held in found if held.bytes >= smallest]
-
-
-def _tensors_of(thing: Any, depth: int = 3) -> Iterator[Any]:
-    """Yield the tensors of a model, a container or an object's attributes, a few levels deep."""
-    torch = sys.modules["torch"]
-    if isinstance(thing, torch.Tensor):
-        if not thing.is_meta:
-            yield thing
-    elif isinstance(thing, torch.nn.Module):
-        yield from (*thing.parameters(), *thing.buffers())
-    elif depth:
-        container = isinstance(thing, list | tuple | set | dict)
-        inner = thing if container else getattr(thing, "__dict__", ())
-        for value in list(inner.values() if isinstance(inner, dict) else inner):
-            yield from _tensors_of(value, depth - 1)
 
 
 def live_tensors() -> Iterator[Any]:
@@ -337,31 +252,6 @@ def shutdown_kernel() -> None:
         return
     print("shutting down the kernel: all memory returns to the system")  # noqa: T201
     kernel.do_shutdown(restart=False)
-
-
-def _name(process: Any) -> str:
-    import psutil
-
-    try:
-        return process.name()
-    except psutil.Error:
-        return "ended"
-
-
-def _shared_files(process: Any) -> tuple[str, ...]:
-    """Return files in shared memory that carry this process's number or are mapped into it."""
-    if not SHARED_MEMORY.is_dir():
-        return ()
-    mine = f"-{os.getpid()}-"
-    found = {file.name for file in SHARED_MEMORY.iterdir() if mine in file.name}
-    with contextlib.suppress(Exception):  # not every system shows its maps
-        prefix = f"{SHARED_MEMORY}/"
-        found |= {
-            part.path.removeprefix(prefix)
-            for part in process.memory_maps()
-            if part.path.startswith(prefix) and Path(part.path).exists()  # not a lock's, unnamed
-        }
-    return tuple(sorted(found))
 
 
 def _clear_notebook() -> None:

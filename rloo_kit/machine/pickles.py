@@ -1,13 +1,12 @@
-"""Pickles are not opened: the scan of a folder or hub listing before a load, and the remedies.
+"""Pickles are not opened: the look at a folder's or a hub model's files before weights are loaded.
 
-A pickle is a program that runs when it is opened. Whoever loads weights scans first and passes
+A pickle is a program that runs when it is opened. Whoever loads weights looks first and passes
 ``use_safetensors=True``.
 """
 
 import json
-import shlex
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib")
@@ -15,8 +14,7 @@ ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib")
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "random_states")
 INDEX = ".safetensors.index.json"
 WHY = "a pickle, which can run any code when it is opened"
-CAUSAL_LM = "AutoModelForCausalLM"
-CLASSIFIER = "AutoModelForSequenceClassification"
+REMEDY = "where you trust it, load it with transformers and save_pretrained it as safetensors"
 
 
 def is_pickle(name: str | Path) -> bool:
@@ -35,26 +33,28 @@ def pickled_weights(files: Iterable[str]) -> str | None:
     'pytorch_model.bin'
     >>> pickled_weights(["model.safetensors", "pytorch_model.bin"])
     """
-    names = sorted(files)
+    names = sorted(name for name in files if "/" not in name)
     if any(name.endswith(".safetensors") for name in names):
         return None
-    weights = [name for name in names if is_pickle(name) and not name.startswith(NO_WEIGHTS)]
-    return next(iter(weights), None)
+    weights = (name for name in names if is_pickle(name) and not name.startswith(NO_WEIGHTS))
+    return next(weights, None)
 
 
-def why_not_opened(folder: Path, load_with: str = CAUSAL_LM) -> str | None:
-    """Return why the weights of a folder are not read, with the remedy; None where they are.
+def why_not_opened(files: Path | Iterable[str]) -> str | None:
+    """Return why weights are not read, with the remedy; None where they are.
 
     Args:
-        folder: A model's or an adapter's.
-        load_with: The class of transformers that the remedy loads a whole model with.
+        files: A model's or an adapter's folder, or the names of a hub model's files.
     """
+    folder = files if isinstance(files, Path) else None
     try:
-        names = [entry.name for entry in folder.iterdir() if entry.is_file()]
+        names = [one.name for one in files.iterdir()] if isinstance(files, Path) else list(files)
     except OSError:
         return None  # reading it fails with a better message
     if pickle := pickled_weights(names):
-        return f"has its weights in {pickle}, {WHY}: {_convert(folder, names, load_with)}"
+        return f"has its weights in {pickle}, {WHY}: {REMEDY}"
+    if folder is None:
+        return None
     # transformers also takes names of weights from its config and from an index of shards
     named = [("config.json", _read(folder / "config.json").get("transformers_weights"))]
     for index in (name for name in names if name.endswith(INDEX)):
@@ -76,53 +76,3 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def why_not_downloaded(name: str, files: Iterable[str], load_with: str = CAUSAL_LM) -> str | None:
-    """Return why the weights of a hub model with these files are not read; None where they are."""
-    names = list(files)
-    pickle = pickled_weights(name for name in names if "/" not in name)
-    return pickle and no_safetensors(name, pickle, names, load_with)
-
-
-def no_safetensors(
-    name: str, pickle: str = "", files: Iterable[str] = (), load_with: str = CAUSAL_LM
-) -> str:
-    """Return why a hub model without safetensors is not read, with the remedy."""
-    folder = Path(PurePosixPath(name).name)
-    held = f"in {pickle}, {WHY}" if pickle else "in no safetensors file but in pickles"
-    return (
-        f"has its weights {held}: download it (hf download {shlex.quote(name)} --local-dir "
-        f"{shlex.quote(str(folder))}), {_convert(folder, list(files), load_with)}, and give "
-        f"{str(folder)!r} as the model"
-    )
-
-
-def as_json_lines(path: Path) -> str:
-    """Return the command that writes a pickled table as .jsonl in the same folder."""
-    old, new = (_quoted(place) for place in (path, path.with_suffix(".jsonl")))
-    code = (
-        f"import pandas; pandas.DataFrame(pandas.read_pickle({old}))"
-        f'.to_json({new}, orient="records", lines=True)'
-    )
-    return f"python -c {shlex.quote(code)}"
-
-
-def _quoted(path: Path) -> str:
-    return json.dumps(str(path), ensure_ascii=False)
-
-
-def _convert(folder: Path, names: list[str], load_with: str) -> str:
-    """Return the command that writes a pickle's weights as safetensors in the same folder."""
-    if "adapter_model.bin" in names and "config.json" not in names:
-        old, new = (_quoted(folder / f"adapter_model{end}") for end in (".bin", ".safetensors"))
-        code = (
-            "import torch, safetensors.torch as safe; "
-            f'safe.save_file(torch.load({old}, map_location="cpu", weights_only=True), {new})'
-        )
-    else:
-        code = (
-            f"from transformers import {load_with} as Model; "
-            f"Model.from_pretrained({_quoted(folder)}).save_pretrained({_quoted(folder)})"
-        )
-    return f"where you trust it, write them as safetensors with python -c {shlex.quote(code)}"

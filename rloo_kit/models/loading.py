@@ -22,13 +22,7 @@ from rloo_kit.machine.hardware import (
     why_not_vllm,
 )
 from rloo_kit.machine.memory import add_to_session, is_out_of_memory
-from rloo_kit.machine.pickles import (
-    WHY,
-    is_pickle,
-    no_safetensors,
-    why_not_downloaded,
-    why_not_opened,
-)
+from rloo_kit.machine.pickles import REMEDY, WHY, is_pickle, why_not_opened
 from rloo_kit.models.adapters import WEIGHTS, adapter_in, base_of, lora_settings
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.shape import TINY_THINKER
@@ -425,7 +419,7 @@ def _ask_hub(name: str) -> None:
             files = [file.rfilename for file in found.siblings or []]
     except Exception as exc:  # HTTP clients differ by version; _as_model_error tells them apart
         raise _as_model_error(name, exc) from exc
-    if reason := why_not_downloaded(name, files):
+    if reason := why_not_opened(files):
         raise ModelError(f"model {name!r} {reason}")
 
 
@@ -485,7 +479,7 @@ def _as_model_error(name: str, exc: Exception) -> ModelError:
             f"load_in_4bit: true"
         )
     elif any("use_safetensors=True" in str(e) for e in chain):
-        message = f"model {name!r} {no_safetensors(name)}"
+        message = f"model {name!r} has no safetensors: {REMEDY}"
     elif caused_by(hub.GatedRepoError):
         message = (
             f"model {name!r} is gated: accept its licence on its page and put HF_TOKEN into .env"

@@ -12,8 +12,7 @@ from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.errors import KitError
-from rloo_kit.machine.cards import Card
-from rloo_kit.machine.hardware import installed_version, why_not_unsloth
+from rloo_kit.machine.hardware import Card, installed_version, why_not_unsloth
 from rloo_kit.models.adapters import adapter_in
 from rloo_kit.models.engine_memory import BATCHED_TOKENS
 from rloo_kit.models.shape import TINY_THINKER, ModelShape, read_shape

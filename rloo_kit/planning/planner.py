@@ -12,14 +12,15 @@ from typing import Any
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.errors import KitError
-from rloo_kit.machine.cards import USABLE, Card, card_of, find_card
 from rloo_kit.machine.environment import quiet, setup
 from rloo_kit.machine.hardware import (
     GIB,
-    Hardware,
+    USABLE,
+    Card,
     check_fp8,
     compute_capability,
     detect_hardware,
+    find_card,
 )
 from rloo_kit.models.engine_memory import MIB
 from rloo_kit.planning.advice import Change, find_changes, peak_with
@@ -139,8 +140,8 @@ def plan(
     Args:
         source: A run file, the name of one that ships with the kit, the folder of a run, or a
             ``RunConfig``.
-        gpu: The card: its memory (``12GB``), its name (``rtx4070``), or ``this`` (None too): the
-            one in this machine, else its CPU.
+        gpu: The memory of a card (``12GB``), or ``this`` (None too): the one in this machine, else
+            its CPU.
         overrides: ``section.key=value``, as after ``--set``.
 
     Raises:
@@ -161,16 +162,12 @@ def make_plan(config: RunConfig, gpu: str | None = None, *, base: Path = Path())
         base: Folder that the paths of model and prompts start from, here and below.
     """
     if gpu is None or gpu.strip().lower() == "this":
-        hardware = detect_hardware()
-        card, room, on_gpu = _this_card(hardware), room_here(), hardware.device != "cpu"
-        capability = compute_capability()
-    else:
-        hardware, card, on_gpu = None, find_card(gpu), True
-        room, capability = card.usable, card.capability
-    # a card of a size alone may have FP8 or not: only known ones are refused
-    if capability or hardware:
+        card, room, on_gpu = _this_card(), room_here(), detect_hardware().device != "cpu"
         weights_of = beside(config.model.name, base) if config.model.load_in_fp8 else None
-        check_fp8(capability, weights_of=weights_of, cache=config.model.fp8_kv_cache)
+        check_fp8(compute_capability(), weights_of=weights_of, cache=config.model.fp8_kv_cache)
+    else:
+        card, on_gpu = find_card(gpu), True
+        room = card.usable
     with quiet():  # transformers is imported here
         facts = read_facts(config, base, card, room, on_gpu=on_gpu)
     made = Plan(config, facts)
@@ -179,10 +176,9 @@ def make_plan(config: RunConfig, gpu: str | None = None, *, base: Path = Path())
     return replace(made, changes=tuple(find_changes(config, facts, room)))
 
 
-def _this_card(hardware: Hardware) -> Card:
-    known = card_of(hardware.name)
-    card = known or Card(hardware.name, hardware.total_memory)
-    return replace(card, name=hardware.name, bf16=hardware.bf16)
+def _this_card() -> Card:
+    hardware = detect_hardware()
+    return Card(hardware.name, hardware.total_memory, hardware.bf16)
 
 
 def room_here() -> int:
@@ -204,10 +200,9 @@ def remedy(config: RunConfig, room: int, *, base: Path = Path()) -> str:
 
     Where the plan fits into ``room`` bytes all the same, the changes save a tenth of its peak.
     """
-    hardware = detect_hardware()
-    on_gpu = hardware.device != "cpu"
+    on_gpu = detect_hardware().device != "cpu"
     try:
-        facts = read_facts(config, base, _this_card(hardware), room, on_gpu=on_gpu)
+        facts = read_facts(config, base, _this_card(), room, on_gpu=on_gpu)
     except KitError:
         return ""
     less = min(room, int(0.9 * peak_with(config, facts, ())))

@@ -60,7 +60,7 @@ def test_the_plan_unsloth_and_vllm_agree_for_every_run_file(
     made = plan(name, gpu=f"{gib}GB")
     job = made.job
     here = card(gib, used_gib=CONTEXT / 2**30)
-    here.total = made.card.usable
+    here.total = made.facts.card.usable
     settings = EngineSettings(
         job.max_length, job.in_4bit, reserved_rank(job.rank), job.rows, sleeps=job.sleeps
     )

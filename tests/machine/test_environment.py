@@ -59,20 +59,11 @@ def test_setup_fills_in_variables_and_imports_unsloth_first(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "module",
-    [
-        "peft",
-        *(pytest.param(m, marks=pytest.mark.long) for m in ("trl.trainer.utils", "transformers")),
-    ],
-)
-def test_an_early_import_is_refused_with_its_place(tmp_path, module):
-    (tmp_path / "mine.py").write_text(f"import os\n\nimport {module}\n")
+@pytest.mark.parametrize("module", ["peft", "trl.trainer.utils"])
+def test_an_early_import_is_refused(tmp_path, module):
     done = python(
-        """
-        import sys
-        sys.path.insert(0, ".")
-        import mine
+        f"""
+        import {module}
         import rloo_kit as rk
         try:
             rk.LeaveOneOutTrainer
@@ -83,7 +74,6 @@ def test_an_early_import_is_refused_with_its_place(tmp_path, module):
     )
     assert done.stdout.startswith("ImportOrderError "), done.stderr[-2000:]
     assert "was imported before unsloth" in done.stdout
-    assert "mine.py:3" in done.stdout
     assert "restart the kernel" in done.stdout
 
 
@@ -98,24 +88,6 @@ def test_a_bare_import_of_trl_may_come_first(tmp_path):
         tmp_path,
     )
     assert done.stdout.split() == ["trl.trainer.rloo_trainer", "True"], done.stderr[-2000:]
-
-
-@pytest.mark.long
-def test_in_a_notebook_the_cell_is_named(tmp_path):
-    done = python(
-        """
-        In = ["", "import os", "# first\\nfrom peft import LoraConfig"]
-        import peft
-        import rloo_kit as rk
-        try:
-            rk.setup()
-        except rk.KitError as exc:
-            print(exc)
-        """,
-        tmp_path,
-    )
-    assert "peft was imported before unsloth" in done.stdout or "transformers" in done.stdout
-    assert "cell In[2], line 2" in done.stdout
 
 
 @pytest.mark.long
@@ -138,7 +110,7 @@ def test_a_process_keeps_its_backend(tmp_path):
 
 
 @pytest.mark.long
-def test_broken_packages_are_hidden_and_named(tmp_path):
+def test_broken_packages_are_hidden(tmp_path):
     """torchvision as it is beside a CPU build of torch, and an Unsloth that fails at import."""
     path = tmp_path / "path"
     for name in ("torchvision", "unsloth"):
@@ -154,7 +126,7 @@ def test_broken_packages_are_hidden_and_named(tmp_path):
         import rloo_kit as rk
         found = rk.setup()
         from trl import RLOOTrainer
-        print(found.backend, "|", found.why_not_unsloth, "|", found.hidden)
+        print(found.backend, "|", found.why_not_unsloth)
         print([name for name in sys.modules if name.startswith("torchvision.")])
         """,
         tmp_path,
@@ -162,5 +134,4 @@ def test_broken_packages_are_hidden_and_named(tmp_path):
     )
     assert done.stdout.startswith("transformers | Unsloth"), done.stderr[-2000:]
     assert "needs a newer driver" in done.stdout
-    assert "{'torchvision': 'operator torchvision::nms does not exist'}" in done.stdout
     assert done.stdout.endswith("[]\n")

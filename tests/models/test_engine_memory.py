@@ -89,7 +89,7 @@ def test_the_plan_and_the_load_ask_for_the_same_share(name, card, monkeypatch):
     settings = EngineSettings(
         job.max_length, job.in_4bit, 16 if job.rank <= 16 else 32, job.rows, sleeps=job.sleeps
     )
-    total = made.card.usable
+    total = made.facts.card.usable
     free = total - 600 * MIB  # a CUDA context
     try:
         arguments = settings.arguments(made.facts.shape, free, total)

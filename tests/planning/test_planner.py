@@ -11,8 +11,7 @@ import rloo_kit
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import EXAMPLES, read_run_file
 from rloo_kit.errors import ConfigError
-from rloo_kit.machine.cards import find_card
-from rloo_kit.machine.hardware import GIB
+from rloo_kit.machine.hardware import GIB, find_card
 from rloo_kit.planning.advice import find_changes, peak_with
 from rloo_kit.planning.job import make_job, read_facts
 from rloo_kit.planning.memory import plan_memory
@@ -29,20 +28,15 @@ def plan_of(name, gpu, *overrides):
     return make_plan(read_run_file(name, overrides), gpu, base=EXAMPLES)
 
 
-@pytest.mark.parametrize(
-    ("text", "gib"),
-    [("12GB", 12), ("11.5 GiB", 11.5), ("rtx4070", 12), ("NVIDIA GeForce RTX 4090", 24),
-     ("4060 Ti 16GB", 16), ("T4", 16)],
-)  # fmt: skip
-def test_card_is_found_in_any_spelling(text, gib):
-    assert find_card(text).memory == gib * GIB
+@pytest.mark.parametrize("text", ["12GB", " 12 GiB", "12.0g"])
+def test_card_is_given_by_its_size(text):
+    assert find_card(text).memory == 12 * GIB
 
 
-def test_unknown_card_is_refused_with_the_nearest_names():
-    with pytest.raises(ConfigError, match=r"'rtx4075'.* 12GB, .*RTX 4070"):
-        find_card("rtx4075")
-    with pytest.raises(ConfigError, match="1024GB"):
-        find_card("9999GB")
+@pytest.mark.parametrize("text", ["rtx4070", "9999GB", "0GB"])
+def test_unknown_card_is_refused_with_an_example(text):
+    with pytest.raises(ConfigError, match=rf"{text}.* 12GB"):
+        find_card(text)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -106,7 +100,7 @@ def test_memory_that_ran_out_has_a_remedy_though_the_plan_fits():
 
 
 def test_picture_fits_80_columns():
-    made = plan_of("qwen3-8b-16gb", "rtx4080")
+    made = plan_of("qwen3-8b-16gb", "16GB")
     lines = str(made).splitlines()
     assert lines[0] == made.verdict
     bars = [line for line in lines if "█" in line]

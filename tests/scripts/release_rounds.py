@@ -52,7 +52,7 @@ def train():
 
 for number in range(rounds):
     try:
-        with rk.session() as session:
+        with rk.session():
             train()
     except (Stop, rk.RewardError, KeyboardInterrupt) as exc:
         ended = type(exc).__name__
@@ -64,7 +64,6 @@ for number in range(rounds):
                 "round": number + 1,
                 "ended": ended,
                 **asdict(measure()),
-                "held": [str(held) for held in session.released.held],
             }
         ),
         flush=True,

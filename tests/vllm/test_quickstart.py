@@ -19,7 +19,6 @@ def test_the_quickstart_reaches_the_same_with_vllm(tmp_path):
     assert result.before.rewards["accuracy"] < 0.7
     assert result.after.rewards["accuracy"] >= 0.95
     assert result.released.after.children == ()
-    assert result.released.after.shared_files == ()
 
 
 def test_the_notebook_runs_from_top_to_bottom(tmp_path):
