@@ -42,7 +42,7 @@ from transformers.utils import logging
 from trl import RLOOConfig, RLOOTrainer
 
 from rloo_kit.config.run_file import PROJECTIONS
-from rloo_kit.live.display import LiveView
+from rloo_kit.live.view import LiveView
 from rloo_kit.machine.hardware import installed_version
 from rloo_kit.machine.lm_head import route_trl_lm_head
 from rloo_kit.machine.memory import take_peak

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.diagnosis.record import RunRecord, RunStatistics, read_run
-from rloo_kit.live.display import TerminalPanel
+from rloo_kit.live.terminal import panel_of
+from rloo_kit.live.view import Progress
 from rloo_kit.report.page import write_report
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
@@ -27,15 +28,14 @@ def panel_svg(record: RunRecord, step: int) -> str:
     """Return the panel as it stood after a step, the clock of the run replayed."""
     from rich.console import Console
 
-    panel = TerminalPanel(io.StringIO())
     rows = [row for row in record.metrics if "reward" in row and row["step"] <= step]
     total = record.config.trainer["max_steps"]
-    panel.progress = type(panel.progress)(0, total, rows[0]["time"] - rows[0]["step_time"])
+    progress = Progress(0, total, rows[0]["time"] - rows[0]["step_time"])
     for row in rows:
-        panel.progress.add(row["step"], total, row, row["time"])
-    panel.progress.completions = [row for row in record.completions if row["step"] == step]
+        progress.add(row["step"], total, row, row["time"])
+    progress.completions = [row for row in record.completions if row["step"] == step]
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
-    console.print(panel._panel())
+    console.print(panel_of(progress, COLUMNS))
     return console.export_svg(title="rloo-kit quickstart")
 
 

@@ -5,16 +5,13 @@ import html
 import io
 import math
 import time
-from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from rloo_kit.live.view import REFRESH_SECONDS, LiveView, Progress, finding_line, thinned
+from rloo_kit.live.view import REFRESH_SECONDS, LiveView, Progress, finding_line
 
 # Of the run's time, at most, that goes into the drawings of a notebook
 DRAWING_SHARE = 0.02
-# Points of a curve, at most; of a longer run each is the mean of several steps
-CHART_POINTS = 400
 
 
 class NotebookFigure(LiveView):
@@ -27,29 +24,16 @@ class NotebookFigure(LiveView):
     def __init__(self) -> None:
         super().__init__()
         self._handle: Any = None
-        self._spent = self._cost = self._started = self._updated = 0.0
-        self._can_draw = False
-        self.num_drawings = 0
-        """Since the run began."""
+        self._due = 0.0
 
     def _begin(self) -> None:
         from IPython.display import display
 
-        self._can_draw = find_spec("matplotlib") is not None
-        if self._can_draw:  # its import is no part of a drawing's cost
-            import matplotlib.backends.backend_agg
-            import matplotlib.figure
-            import matplotlib.style  # noqa: F401
-        self._spent = self._cost = 0.0
-        self.num_drawings = 0
         self._handle = display(self._content(b""), raw=True, display_id=True)
-        self._started = self._updated = time.monotonic()
+        self._due = time.monotonic()
 
     def _show_step(self) -> None:
-        now = time.monotonic()
-        # The next drawing is expected to cost as much as the last one.
-        affordable = self._spent + self._cost <= DRAWING_SHARE * (now - self._started)
-        if len(self.progress.steps) == 1 or (affordable and now - self._updated >= REFRESH_SECONDS):
+        if time.monotonic() >= self._due:
             self._update()
 
     def _end(self) -> None:
@@ -58,13 +42,12 @@ class NotebookFigure(LiveView):
             self._handle = None
 
     def _update(self) -> None:
-        start = time.monotonic()
-        picture = _figure_png(self.progress) if self._can_draw and self.progress.steps else b""
-        self._handle.update(self._content(picture), raw=True)
-        self.num_drawings += bool(picture)
-        self._updated = time.monotonic()
-        self._cost = self._updated - start
-        self._spent += self._cost
+        started = time.monotonic()
+        can_draw = self.progress.steps and find_spec("matplotlib") is not None
+        self._handle.update(self._content(figure_png(self.progress) if can_draw else b""), raw=True)
+        now = time.monotonic()
+        # The next drawing is expected to cost as much as this one.
+        self._due = now + max(REFRESH_SECONDS, (now - started) / DRAWING_SHARE)
 
     def _content(self, picture: bytes) -> dict[str, str]:
         """Return the output as HTML and as plain text."""
@@ -75,16 +58,11 @@ class NotebookFigure(LiveView):
         page = f'<pre style="white-space: pre-wrap; margin: 0 0 4px">{html.escape(text)}</pre>'
         if picture:
             source = f"data:image/png;base64,{base64.b64encode(picture).decode('ascii')}"
-            page += f'<img alt="{html.escape(line)}" width="{FIGURE_WIDTH}" src="{source}">'
+            page += f'<img alt="{html.escape(line)}" width="900" src="{source}">'
         return {"text/plain": text, "text/html": page}
 
 
-FIGURE_WIDTH, FIGURE_HEIGHT = 900, 400
-"""Pixels of a page; the picture has half as many again, for sharp screens."""
-COLOURS = ("#1f5fa8", "#c4571b", "#2b7a3d", "#8a3a8f", "#7a6a1f", "#555555")
-
-
-def _figure_png(progress: Progress) -> bytes:
+def figure_png(progress: Progress) -> bytes:
     """Return the curves of a run as a PNG; pyplot and its settings are not touched."""
     from matplotlib import style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -100,47 +78,27 @@ def _figure_png(progress: Progress) -> bytes:
         ("share of groups with signal", {"": progress.with_signal}),
     ]
     with style.context("default"):
-        size = (FIGURE_WIDTH / 100, FIGURE_HEIGHT / 100)
-        figure = Figure(figsize=size, dpi=150, facecolor="white")
-        canvas = FigureCanvasAgg(figure)
+        # Half as many pixels again as the page shows, for sharp screens.
+        figure = Figure(figsize=(9, 4), dpi=150)
         figure.subplots_adjust(0.05, 0.07, 0.99, 0.93, wspace=0.18, hspace=0.35)
+        canvas = FigureCanvasAgg(figure)
         axes = figure.subplots(2, 3).flat
         for axis, (title, curves) in zip(axes, charts, strict=True):
-            _chart(axis, title, progress.steps, curves)
-            if title.startswith("share"):
-                axis.set_ylim(-0.03, 1.03)
-            if curves.get("") is series["reward"]:
-                _band(axis, progress.steps, series["reward"], series["spread"])
+            axis.set_title(title, fontsize=8, loc="left")
+            axis.tick_params(labelsize=7)
+            for name, values in curves.items():
+                label = name.encode("ascii", "backslashreplace").decode("ascii")  # font's letters
+                points = [math.nan if value is None else value for value in values]
+                axis.plot(
+                    progress.steps, points, linewidth=1.2, marker=".", markersize=2, label=label
+                )
+            if any(curves):
+                for text in axis.legend(fontsize=6, framealpha=0.6).get_texts():
+                    text.set_parse_math(False)
+        pairs = zip(series["reward"], series["spread"], strict=True)
+        known = [(math.nan, 0.0) if m is None or s is None else (m, s) for m, s in pairs]
+        low, high = ([mean + sign * spread for mean, spread in known] for sign in (-1, 1))
+        figure.axes[0].fill_between(progress.steps, low, high, alpha=0.15, linewidth=0)
         picture = io.BytesIO()
         canvas.print_png(picture)
     return picture.getvalue()
-
-
-def _chart(
-    axis: Any, title: str, steps: Sequence[int], curves: dict[str, list[float | None]]
-) -> None:
-    """Draw curves over steps; names are shown where there are several."""
-    axis.set_title(title, fontsize=8, loc="left")
-    axis.tick_params(labelsize=7)
-    axis.grid(visible=True, color="#dddddd", linewidth=0.5)
-    points_at = thinned(steps, CHART_POINTS)
-    for number, (name, values) in enumerate(curves.items()):
-        points = [math.nan if y is None else y for y in thinned(values, CHART_POINTS)]
-        colour = COLOURS[number % len(COLOURS)]
-        mark = "." if len(points) < 3 else None
-        label = name.encode("ascii", "backslashreplace").decode("ascii")  # the font's letters
-        axis.plot(points_at, points, color=colour, linewidth=1.2, marker=mark, label=label)
-    if any(curves):
-        for text in axis.legend(fontsize=6, loc="best", framealpha=0.6).get_texts():
-            text.set_parse_math(False)
-
-
-def _band(
-    axis: Any, steps: Sequence[int], values: Sequence[float | None], spread: Sequence[float | None]
-) -> None:
-    """Shade one standard deviation within a group to both sides of the reward."""
-    places, means, widths = (thinned(part, CHART_POINTS) for part in (steps, values, spread))
-    pairs = zip(means, widths, strict=True)
-    known = [(math.nan, 0.0) if m is None or w is None else (m, w) for m, w in pairs]
-    low, high = ([mean + sign * wide for mean, wide in known] for sign in (-1, 1))
-    axis.fill_between(places, low, high, color=COLOURS[0], alpha=0.15, linewidth=0)

@@ -1,21 +1,28 @@
-"""Progress of a run from its trainer's events, and the base class of the views that show it.
+"""Progress of a run from its trainer's events, the choice of the view, and views as plain lines.
 
 An error in a view closes the view and never ends the run.
 """
 
 import contextlib
+import os
+import sys
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TextIO
 
-from rloo_kit.diagnosis.record import finite_number, finite_numbers, mean_or_none
+from rloo_kit.diagnosis.record import finite_number, finite_numbers
 from rloo_kit.diagnosis.record import trend as trend_in_errors
 from rloo_kit.diagnosis.rules import Finding
+from rloo_kit.errors import ConfigError
 from rloo_kit.text.wording import format_duration, printable
 
+# Environment variable that chooses the view
+VARIABLE = "RLOO_KIT_LIVE"
+CHOICES = ("auto", "panel", "notebook", "plain", "off")
+MIN_COLUMNS = 60
 # Steps whose median gives the time that is left
 PACE_STEPS = 20
 TREND_STEPS = 20
@@ -23,7 +30,6 @@ TREND_STEPS = 20
 SIGNIFICANT = 2.0
 # Least time between two drawings
 REFRESH_SECONDS = 0.25
-BLOCKS = "▁▂▃▄▅▆▇█"
 # Name of a series -> its metrics, newest name first; the first one that a run has is shown
 METRICS: dict[str, tuple[str, ...]] = {
     "reward": ("reward",),
@@ -103,10 +109,13 @@ class Progress:
         numbers = [("reward", "reward", 3)]
         if len(names) > 1:
             numbers += [(printable(name), f"rewards/{name}/mean", 3) for name in names]
-        shown = (("kl", "kl", 4), ("length", "completions/mean_length", 1))
-        numbers += [number for number in shown if number[1] in logs]
+        numbers += [("kl", "kl", 4), ("length", "completions/mean_length", 1)]
         parts = [f"step {self.step:>{len(str(self.total))}}/{self.total}"]
-        parts += [f"{name} {number_text(logs.get(key), digits)}" for name, key, digits in numbers]
+        parts += [
+            f"{name} {number_text(logs[key], digits)}"
+            for name, key, digits in numbers
+            if key in logs
+        ]
         for name, key in (("no signal", "without_signal"), ("cut off", "truncated")):
             if share := self.last(key):
                 parts.append(f"{name} {share:.0%}")
@@ -140,28 +149,6 @@ def trend(values: Sequence[float | None]) -> str:
     return f"{'up' if moved > 0 else 'down'} {abs(moved):.2g}"
 
 
-def sparkline(values: Sequence[float | None], width: int) -> str:
-    """Return a series as at most ``width`` blocks, from its lowest to its highest value."""
-    points = thinned(values, width)
-    known = finite_numbers(points)
-    if not known:
-        return ""
-    low, high = min(known), max(known)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    base = 0 if scale else len(BLOCKS) // 2  # a constant series is a line at half height
-    return "".join(" " if v is None else BLOCKS[base + round((v - low) * scale)] for v in points)
-
-
-def thinned(values: Sequence[float | None], most: int) -> list[float | None]:
-    """Return at most so many values, each the mean of its neighbours."""
-    count = len(values)
-    if count <= most:
-        return list(values)
-    edges = [place * count // most for place in range(most + 1)]
-    parts = (values[edges[place] : edges[place + 1]] for place in range(most))
-    return [mean_or_none(finite_numbers(part)) for part in parts]
-
-
 def number_text(value: object, digits: int) -> str:
     """Return a number with so many digits; ``none`` for anything but a finite number."""
     number = finite_number(value)
@@ -183,7 +170,7 @@ class LiveView:
         """Ignore the trainer's other events."""
         if name.startswith("on_"):
             return lambda *_, **__: None
-        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+        raise AttributeError(name)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the clock; only rank 0 shows anything."""
@@ -203,7 +190,8 @@ class LiveView:
     ) -> None:
         """Replace the findings by those of now."""
         self.progress.findings = list(findings or ())
-        self._safely(self._show_findings)
+        if self.progress.steps:
+            self._safely(self._show_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Show a step; a further pass over a batch, and the summary, have no reward."""
@@ -230,9 +218,6 @@ class LiveView:
     def _show_step(self) -> None:
         """Show the newest step of ``self.progress``."""
 
-    def _show_findings(self) -> None:
-        """Show findings that are new, or gone."""
-
     def _end(self) -> None:
         """Finish."""
 
@@ -252,3 +237,70 @@ class LiveView:
                     RuntimeWarning,
                     stacklevel=2,
                 )
+
+
+class PlainLines(LiveView):
+    """One line a step, and one for each finding when it first appears."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__()
+        self.stream = stream or sys.stdout
+        self._shown: set[str] = set()
+
+    def _begin(self) -> None:
+        self._shown.clear()
+
+    def _show_step(self) -> None:
+        # The line of a step is new, findings are lines that were not shown before.
+        for line in (self.progress.line, *map(finding_line, self.progress.findings)):
+            if line not in self._shown:
+                self._shown.add(line)
+                encoding = self.stream.encoding or "utf-8"
+                text = line.encode(encoding, "backslashreplace").decode(encoding)
+                self.stream.write(f"{text}\n")
+        self.stream.flush()
+
+
+def live_progress(stream: TextIO | None = None) -> LiveView:
+    """Return the view that fits the output, or the one that RLOO_KIT_LIVE names.
+
+    Args:
+        stream: Where it is written; None: stdout, and in a notebook its output.
+
+    Raises:
+        ConfigError: RLOO_KIT_LIVE has another value, or is ``notebook`` outside of one.
+    """
+    choice = os.environ.get(VARIABLE) or "auto"
+    if choice not in CHOICES:
+        raise ConfigError(f"{VARIABLE} is {choice!r}, must be one of {', '.join(CHOICES)}")
+    in_notebook = stream is None and _in_notebook()
+    if choice == "notebook" and not in_notebook:
+        raise ConfigError(
+            f"{VARIABLE} is 'notebook', and this process is no notebook kernel: set it to auto"
+        )
+    target = stream or sys.stdout
+    if choice == "auto":
+        choice = "notebook" if in_notebook else "panel" if _can_redraw(target) else "plain"
+    if choice == "notebook":
+        from rloo_kit.live.notebook import NotebookFigure
+
+        return NotebookFigure()
+    if choice == "panel":
+        from rloo_kit.live.terminal import TerminalPanel
+
+        return TerminalPanel(target)
+    return LiveView() if choice == "off" else PlainLines(target)
+
+
+def _in_notebook() -> bool:
+    """Return whether this process is a kernel; IPython in a terminal is none."""
+    ipython = sys.modules.get("IPython")
+    return hasattr(ipython.get_ipython(), "kernel") if ipython else False
+
+
+def _can_redraw(stream: TextIO) -> bool:
+    """Return whether the stream is a terminal that can hold the panel and move its cursor."""
+    if os.environ.get("TERM", "") in ("", "dumb") or not stream.isatty():
+        return False
+    is_utf = (stream.encoding or "").lower().startswith("utf")
+    return is_utf and os.get_terminal_size(stream.fileno()).columns >= MIN_COLUMNS

@@ -15,7 +15,7 @@ from rloo_kit.config.run_file import EXAMPLES, RunConfig
 from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import ConfigError, DataError, KitError
 from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
-from rloo_kit.live.display import live_progress
+from rloo_kit.live.view import live_progress
 from rloo_kit.machine.environment import Environment, setup
 from rloo_kit.machine.memory import Released, add_to_session, session
 from rloo_kit.models.loading import save_adapter
