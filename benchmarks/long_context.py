@@ -116,7 +116,7 @@ def watched() -> Clock:
     from rloo_kit.rloo.learner import Learner
     from rloo_kit.runs.recorder import RunRecorder
     from rloo_kit.training.metrics import StepLog
-    from rloo_kit.training.rollouts import Policy, RewardCalls, Sampler
+    from rloo_kit.training.rollouts import Policy, RolloutMaker, Sampler
 
     clock = Clock()
     for owner, name, phase in (
@@ -124,7 +124,7 @@ def watched() -> Clock:
         (Policy, "reference_log_probs", "reference pass"),
         (Learner, "fill_old", "old pass"),
         (Learner, "learn", "learning"),
-        (RewardCalls, "finish", "rewards"),
+        (RolloutMaker, "finish_rewards", "rewards"),
         (StepLog, "note_rollout", "records"),
         (RunRecorder, "write_report", "report"),
     ):

@@ -274,7 +274,7 @@ def _trainer(given: dict[str, Any], lines: list[str]) -> dict[str, Any]:
         f"an update: {size} completions, {old['rloo_k']} of each of {size // old['rloo_k']} "
         f"prompts; optimizer steps: {per_update}; metrics have the older names too"
     )
-    return values | {"max_grad_norm": 0.0, "logging_steps": per_update, "legacy_metrics": True}
+    return values | {"max_grad_norm": 0.0, "logging_steps": per_update}
 
 
 def _clip_lines(clip: Any, size: int, is_normalised: bool) -> list[str]:

@@ -76,22 +76,6 @@ class KitSettings:
         minimum=1,
         resume="may",
     )
-    skip_old_pass: bool = setting(
-        True,
-        "Take old log-probabilities from the training forward where that is exact.",
-        resume="must",
-    )
-    skip_no_signal: bool = setting(
-        True,
-        "Run no pass for completions whose advantage is exactly 0 (at beta 0).",
-        resume="must",
-    )
-    gate_on_score: bool = setting(
-        False,
-        "Run no pass for groups of equal scores at beta > 0 too. Not exact: their KL is ignored.",
-        resume="must",
-        kit_only=True,
-    )
     token_level_kl: bool = setting(
         False,
         "Penalise each token by the KL from itself on, instead of the completion by its sum.",
@@ -115,12 +99,6 @@ class KitSettings:
         resume="must",
         kit_only=True,
     )
-    truncated_in_baseline: bool = setting(
-        True,
-        "With `mask_truncated_completions`: whether masked rows still count in the baseline.",
-        resume="must",
-        kit_only=True,
-    )
     on_reward_error: Literal["stop", "skip"] = setting(
         "stop", "`stop`, or `skip`: what a reward cannot score counts as unscorable and is logged."
     )
@@ -139,13 +117,6 @@ class KitSettings:
         minimum=1,
         maximum=100,
         resume="must",
-    )
-    max_no_signal_fraction: float | None = setting(
-        None,
-        "Stop when more of the groups of the last ten batches have equal scores.",
-        minimum=0,
-        maximum=1,
-        kit_only=True,
     )
     generation: Literal["auto", "vllm", "transformers", "server"] = setting(
         "auto",
@@ -186,11 +157,6 @@ class KitSettings:
         3,
         "Stop when so many optimizer steps in a row were skipped because of NaN/Inf gradients.",
         minimum=1,
-    )
-    legacy_metrics: bool = setting(
-        False,
-        "Give the older TRL's metrics as its source computed them, including their sign.",
-        kit_only=True,
     )
     dry_run: bool | None = setting(
         None,
@@ -258,7 +224,13 @@ TRL_RULES: dict[str, Rule] = {
 # so reading one ignores them with a warning.
 REMOVED: frozenset[str] = frozenset(
     {
+        "trainer.gate_on_score",
+        "trainer.legacy_metrics",
+        "trainer.max_no_signal_fraction",
         "trainer.rescue_dir",
+        "trainer.skip_no_signal",
+        "trainer.skip_old_pass",
+        "trainer.truncated_in_baseline",
     }
 )
 

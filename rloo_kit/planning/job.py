@@ -72,7 +72,7 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
     beta = trainer.get("beta", DEFAULTS["beta"])
     passes = trainer.get("num_iterations", 1) > 1 or batch.steps_per_generation > accumulation
     # an old-log-prob pass is needed once an optimizer step comes between sampling and learning
-    on_policy = not passes and trainer.get("skip_old_pass", True)
+    on_policy = not passes
     left = max(1, config.model.max_seq_length - completion)
     return Job(
         shape=facts.shape,

@@ -118,24 +118,16 @@ class TokenRows:
             room -= tokens
         return bundles, [rows for tokens, rows in sized if tokens > budget]
 
-    def deal(self, units: Sequence[Sequence[int]], num_shares: int) -> list[list[list[int]]]:
-        """Deal units of rows into shares of like many tokens: the longest first, to the least.
+    def deal(self, rows: Sequence[int], num_shares: int) -> list[list[int]]:
+        """Deal rows into shares of like many tokens: the longest first, to the least.
 
         (Longest processing time first: Graham 1969, at most 4/3 of the best possible.)
-
-        Args:
-            units: Rows that stay together.
-            num_shares: How many.
-
-        Returns:
-            The units of each share; all of them once.
         """
-        shares: list[list[list[int]]] = [[] for _ in range(num_shares)]
+        shares: list[list[int]] = [[] for _ in range(num_shares)]
         loads = [0] * num_shares
-        sized = sorted(((self.num_tokens(rows), list(rows)) for rows in units), reverse=True)
-        for tokens, rows in sized:
+        for tokens, row in sorted(((self.num_tokens([row]), row) for row in rows), reverse=True):
             least = loads.index(min(loads))
-            shares[least].append(rows)
+            shares[least].append(row)
             loads[least] += tokens
         return shares
 
@@ -192,40 +184,22 @@ def default_token_budget(  # noqa: PLR0913
     checkpointing: bool,
     on_cpu: bool,
 ) -> int:
-    """Return how many positions a training pass may have, from what its activations cost.
+    """Return how many positions a training pass may have: between 512 and 16,384.
 
-    Half of the free memory is given to activations, on a CPU at most 512 MiB: more makes nothing
-    faster there. A decoder layer keeps about ``12 * hidden + 5 * intermediate`` values a position
-    (inputs of its matrices, norms, attention and the gated MLP); with gradient checkpointing one
-    layer does so at a time, and each layer keeps its input. The result is between 512 and 16,384.
-
-    Args:
-        free_memory: Bytes, once the model is loaded.
-        hidden_size: Of the model.
-        num_layers: Of the model.
-        intermediate_size: Of the MLP.
-        bytes_per_value: 2 under bf16 or fp16, else 4.
-        checkpointing: Whether gradient checkpointing is on.
-        on_cpu: Whether the model computes on a CPU.
+    Half of the free memory (bytes, once the model is loaded) is for activations, on a CPU at most
+    512 MiB: more makes nothing faster there.
     """
+    # values that a layer keeps of a position: inputs of its matrices, norms, attention, gated MLP
     layer = 12 * hidden_size + 5 * intermediate_size
+    # with gradient checkpointing one layer does so at a time, and each keeps its input
     values = layer + num_layers * hidden_size if checkpointing else num_layers * layer
     room = min(free_memory // 2, 512 * MIB) if on_cpu else free_memory // 2
     return max(512, min(room // (values * bytes_per_value), 16_384))
 
 
 def pass_overhead(num_layers: int, num_parameters: int, *, on_cpu: bool) -> int:
-    """Return what a training pass costs besides its positions, in positions.
-
-    Starting the operations of a layer, forward and backward, takes about 5 ms of a CPU's time
-    and 1.5 ms of a GPU's; a position takes about 4 operations a parameter, of which such a machine
-    does 150 and 30,000 thousand million a second. Constants and not measured at run time, so that
-    the same run is cut in the same way again.
-
-    Args:
-        num_layers: Of the model.
-        num_parameters: Of the model.
-        on_cpu: Whether the model computes on a CPU.
-    """
+    """Return what a training pass costs besides its positions, in positions."""
+    # Seconds to start a layer's operations, and operations a second; a position takes about 4 per
+    # parameter. Constants, not measured here: the same run is cut in the same way again.
     seconds, operations = (5e-3, 1.5e11) if on_cpu else (1.5e-3, 3e13)
     return round(num_layers * seconds * operations / (4 * num_parameters))

@@ -143,13 +143,28 @@ def _drop(parameters: Sequence[Any], scaler: Any) -> None:
 
 
 def free_memory() -> None:
-    """Return PyTorch's unused GPU blocks to the driver, for libraries that allocate themselves.
-
-    Call it outside of the ``except``: there the error still holds the tensors of its frames.
-    """
+    """Return PyTorch's unused GPU blocks to the driver, for libraries that allocate themselves."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def retry_smaller(attempt: Callable[[], None], halve: Callable[[Exception], None]) -> None:
+    """Call ``attempt`` until memory suffices, ``halve`` after each time that it does not.
+
+    Args:
+        attempt: Makes what is not made yet.
+        halve: Makes the next attempt smaller; raises MemoryRanOutError where it cannot.
+    """
+    while True:
+        try:
+            return attempt()
+        except Exception as exc:
+            if not is_out_of_memory(exc):
+                raise
+            halve(exc)
+        # only here: inside of `except` the error still holds the tensors of its frames
+        free_memory()
 
 
 class Pieces:
@@ -183,20 +198,17 @@ class Pieces:
             MemoryRanOutError: A single row does not fit.
         """
         found: list[Found] = []
-        while len(found) < len(rows):
-            size = min(at_most, self.size or at_most)
-            piece = rows[len(found) : len(found) + size]
-            try:
-                found += call(piece)
-                continue
-            except Exception as exc:
-                if not is_out_of_memory(exc):
-                    raise
-                self._halve(exc, len(piece))
-            free_memory()
+
+        def attempt() -> None:
+            while len(found) < len(rows):
+                size = min(at_most, self.size or at_most)
+                found.extend(call(rows[len(found) : len(found) + size]))
+
+        retry_smaller(attempt, lambda exc: self._halve(exc, min(at_most, len(rows) - len(found))))
         return found
 
     def _halve(self, exc: Exception, tried: int) -> None:
+        tried = min(tried, self.size or tried)
         if tried < 2:
             raise MemoryRanOutError(
                 f"memory ran out while {self.what} a single completion: {self.remedy}"

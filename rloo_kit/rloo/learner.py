@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from rloo_kit.errors import MemoryRanOutError
-from rloo_kit.machine.memory import is_out_of_memory
 from rloo_kit.processes import ALONE, Team
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
-from rloo_kit.rloo.guards import free_memory
+from rloo_kit.rloo.guards import retry_smaller
 from rloo_kit.rloo.metrics import Tally
 from rloo_kit.rloo.objective import Surrogate, rollout_weights, surrogate
 from rloo_kit.rloo.rollout import Rollout
@@ -77,10 +76,6 @@ class Learner:
     device: torch.device
     epsilon: tuple[float, float]
     """The two clipping ranges, low and high."""
-    reuse: bool = True
-    """Take old log-probabilities from the training forward where that is exact."""
-    token_ratios: bool = False
-    """Count the ratios of single tokens too."""
     correction: tuple[str, float] | None = None
     """(level, cap) of the importance weights against the sampler's log-probabilities."""
     pad_to_multiple_of: int | None = None
@@ -109,28 +104,27 @@ class Learner:
         """
         if self.team.size == 1:
             return self._log_probs_here(tokens, rows, forward)
-        mine = tokens.deal([[row] for row in rows], self.team.size)[self.team.rank]
-        found = self._log_probs_here(tokens, sorted(row for [row] in mine), forward)
+        mine = tokens.deal(rows, self.team.size)[self.team.rank]
+        found = self._log_probs_here(tokens, sorted(mine), forward)
         self.team.all_reduce([found])
         return found
 
     def _log_probs_here(self, tokens: TokenRows, rows: list[int], forward: Forward) -> torch.Tensor:
         longest = max(map(len, tokens.completion_ids))
-        found = torch.zeros(len(tokens), longest, device=self.device)
+        found = torch.zeros(len(tokens), longest, device=self.device)  # (B, T)
         left = set(rows)
         piece: list[int] = []
-        while left:
-            try:
-                with self.no_grad():
-                    for piece in self._cut(tokens, left, NO_GRAD_FACTOR):
-                        batch = self._pad(tokens, piece)
-                        _write(found, batch.rows, forward(batch).log_probs)
-                        self._count_positions(batch)
-                        left.difference_update(piece)
-            except Exception as exc:
-                self._lower_budget(exc, tokens, [piece])
-            if left:
-                free_memory()
+
+        def attempt() -> None:
+            nonlocal piece
+            with self.no_grad():
+                for piece in self._cut(tokens, left, NO_GRAD_FACTOR):
+                    batch = self._pad(tokens, piece)
+                    _write(found, batch.rows, forward(batch).log_probs)
+                    self._count_positions(batch)
+                    left.difference_update(piece)
+
+        retry_smaller(attempt, lambda exc: self._lower_budget(exc, tokens, [piece]))
         return found
 
     def learn(self, rollout: Rollout, weights: torch.Tensor) -> None:
@@ -148,46 +142,31 @@ class Learner:
         if self.team.size == 1:
             self._learn_here(rollout, left, weights)
             return
-        mine = self._share_of(rollout, left)
-        settled = rollout.settled.clone()
+        tokens, rows = rollout.sampled.tokens, sorted(left)
+        if not all(rollout.settled[row // rollout.num_generations] for row in rows):
+            # rows are dealt one by one, so the KL of a group has to be known before
+            self.fill_old(rollout, rows)
+            rollout.compute_advantages()
+        mine = tokens.deal(rows, self.team.size)[self.team.rank]
         self._learn_here(rollout, set(mine), weights)
         if rollout.on_policy:
-            rollout.merge_across_processes(sorted(mine), settled, self.team.all_reduce)
-
-    def _share_of(self, rollout: Rollout, rows: set[int]) -> set[int]:
-        """Return the rows that this process learns from.
-
-        Groups whose advantages wait for their log-probabilities stay together. Where that would
-        leave some process with too much, an old-log-prob pass is run for all of them first: it
-        costs a third of what learning does.
-        """
-        tokens, size = rollout.sampled.tokens, self.team.size
-        groups = [[row for row in group if row in rows] for group in rollout.groups]
-        waits = not all(rollout.settled[number] for number, group in enumerate(groups) if group)
-        units = [group for group in groups if group]
-        if waits and units:
-            shares = tokens.deal(units, size)
-            loads = [sum(map(tokens.num_tokens, share)) for share in shares]
-            if 3 * max(loads) > 4 * sum(loads) / size:
-                self.fill_old(rollout, sorted(rows))
-                rollout.compute_advantages()
-                waits = False
-        if not waits:
-            units = [[row] for row in sorted(rows)]
-        return {row for unit in tokens.deal(units, size)[self.team.rank] for row in unit}
+            found = torch.zeros_like(rollout.old_log_probs)  # (B, T)
+            found[mine] = rollout.old_log_probs[mine]
+            self.team.all_reduce([found])
+            rollout.old_log_probs[rows] = found[rows]
 
     def _learn_here(self, rollout: Rollout, left: set[int], weights: torch.Tensor) -> None:
         self.tally.trained += len(left)
         pieces: list[list[int]] = []
-        while left:
-            try:
-                for pieces in self._plan(rollout, left):
-                    self._learn_together(rollout, pieces, weights)
-                    left.difference_update(row for piece in pieces for row in piece)
-            except Exception as exc:
-                self._lower_budget(exc, rollout.sampled.tokens, pieces)
-            if left:
-                free_memory()
+
+        def attempt() -> None:
+            nonlocal pieces
+            for pieces in self._plan(rollout, left):
+                self._learn_together(rollout, pieces, weights)
+                left.difference_update(row for piece in pieces for row in piece)
+
+        tokens = rollout.sampled.tokens
+        retry_smaller(attempt, lambda exc: self._lower_budget(exc, tokens, pieces))
 
     def _plan(self, rollout: Rollout, left: set[int]) -> Iterator[list[list[int]]]:
         """Yield micro-batches; those in one list need each other's log-probabilities."""
@@ -233,7 +212,7 @@ class Learner:
     def _forward(self, rollout: Rollout, piece: list[int]) -> tuple[MicroBatch, Scored]:
         batch = self._pad(rollout.sampled.tokens, piece)
         scored = self.forward(batch)
-        if self.reuse and rollout.on_policy:
+        if rollout.on_policy:
             _write(rollout.old_log_probs, batch.rows, scored.log_probs)
         return batch, scored
 
@@ -249,10 +228,9 @@ class Learner:
     ) -> tuple[torch.Tensor, Surrogate]:
         rows, width = batch.rows, batch.completion_mask.size(1)
         mask = batch.completion_mask
-        if self.reuse and rollout.on_policy:
-            old = scored.log_probs.detach()
-        else:
-            old = rollout.old_log_probs[rows, :width]
+        # before any optimizer step the old policy is the one that trains: a ratio of exactly 1
+        stored = rollout.old_log_probs[rows, :width]  # (N, C)
+        old = scored.log_probs.detach() if rollout.on_policy else stored
         advantages = rollout.advantages[rows]
         if advantages.ndim == 2:
             advantages = advantages[:, :width]
@@ -290,13 +268,9 @@ class Learner:
         tally.completion_tokens += int(mask.sum())
         if scored.entropies is not None:
             tally.entropy += float((scored.entropies * mask).sum())
-        if not (self.reuse and rollout.on_policy):
-            moved = scored.log_probs - rollout.old_log_probs[batch.rows, : mask.size(1)]
+        if not rollout.on_policy:
+            moved = scored.log_probs - rollout.old_log_probs[batch.rows, : mask.size(1)]  # (N, C)
             tally.squared_log_ratio += float((moved.square() * mask).sum())
-            if self.token_ratios:
-                tally.token_ratio += float((moved.exp() * mask).sum())
-        elif self.token_ratios:
-            tally.token_ratio += int(mask.sum())
         tally.ratios.append(objective.ratios.cpu())
         tally.clipped_low.append(objective.clipped_low.cpu())
         tally.clipped_high.append(objective.clipped_high.cpu())
@@ -312,13 +286,7 @@ class Learner:
         self.tally.positions += batch.num_positions
 
     def _lower_budget(self, exc: Exception, tokens: TokenRows, pieces: list[list[int]]) -> None:
-        """Halve the budget after out of memory in ``pieces``; raise any other error again.
-
-        Raises:
-            MemoryRanOutError: A single row does not fit.
-        """
-        if not is_out_of_memory(exc):
-            raise exc
+        """Halve the budget after out of memory in ``pieces``; raise where a single row is one."""
         if sum(map(len, pieces)) < 2:
             raise MemoryRanOutError(
                 "memory ran out on a single completion: lower trainer.max_completion_length or "

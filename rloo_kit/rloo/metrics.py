@@ -1,7 +1,6 @@
 """Metrics of a rollout and of an optimizer step, under TRL's names, the older TRL's, and the kit's.
 
-The older names are those of TRL v0.21.0, ``RLOOTrainer.train``; ``legacy_...`` functions compute
-them as its source did, where that differs.
+The older names are those of TRL v0.21.0, ``RLOOTrainer.train``.
 """
 
 from dataclasses import dataclass, field, replace
@@ -45,26 +44,6 @@ def rollout_metrics(rollout: Rollout, names: list[str]) -> dict[str, float]:
     if beta and rollout.learnable.any():
         found |= _kl_metrics(rollout)
     return found | _sampler_metrics(rollout)
-
-
-def legacy_rollout_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return the older TRL's own values, with their sign, over the learnable rows.
-
-    Scores are those after the missing-EOS penalty and normalisation, the entropy is estimated by
-    ``-log pi`` of the sampled tokens, and
-    ``objective/rlhf_reward = objective/scores + objective/non_score_reward``.
-    """
-    rows, scores = rollout.learnable, _mean(rollout.scores)
-    if not rows.any():
-        return {"objective/scores": scores}
-    penalty = rollout.shaping.beta * _mean(rollout.kl[rows])
-    taken = rollout.old_log_probs * rollout.completion_mask  # (B, T)
-    return {
-        "objective/entropy": -_mean(taken[rows].sum(1)),
-        "objective/scores": scores,
-        "objective/non_score_reward": 0.0 - penalty,
-        "objective/rlhf_reward": scores - penalty,
-    }
 
 
 def completion_metrics(lengths: list[int], ended: list[bool]) -> dict[str, float]:
@@ -193,8 +172,6 @@ class Tally:
     reference_rows: int = 0
     entropy: float = 0.0
     squared_log_ratio: float = 0.0
-    token_ratio: float = 0.0
-    """Sum of the probability ratios of single tokens, where ``Learner`` counts them."""
     corrections: int = 0
     """Importance weights against the sampler: how many, their sum, and how many were capped."""
     correction: float = 0.0
@@ -250,17 +227,4 @@ class Tally:
             "passes/trained": self.trained / rows,
             "passes/old": self.old_rows / rows,
             "passes/reference": self.reference_rows / rows,
-        }
-
-    def legacy_metrics(self) -> dict[str, float]:
-        """Return the older TRL's own values, where ``Learner`` counted token ratios.
-
-        ``policy/approxkl_avg`` is half of the squared log ratio of whole completions, ``val/ratio``
-        a mean over tokens, and ``val/clipfrac_avg`` belongs to a value function there is none of.
-        """
-        ratios = torch.cat(self.ratios or [torch.ones(1)])
-        return {
-            "policy/approxkl_avg": float(ratios.log().square().mean()) / 2,
-            "val/clipfrac_avg": 0.0,
-            "val/ratio": self.token_ratio / max(1, self.completion_tokens) if self.trained else 1.0,
         }

@@ -7,7 +7,7 @@ Shapes: P prompts, G generations per prompt, B = P*G completions, T the longest 
 functions.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
@@ -37,15 +37,6 @@ class Shaping:
     token_level_kl: bool = False
     kl_estimator: str = "k1"
     mask_truncated_completions: bool = False
-    truncated_in_baseline: bool = True
-    skip_no_signal: bool = True
-    gate_on_score: bool = False
-
-    def with_plain_scores(self) -> "Shaping":
-        """Return the same without penalty, clip and normalisation of the scores."""
-        return replace(
-            self, missing_eos_penalty=None, reward_clip_range=None, normalize_reward=None
-        )
 
 
 @dataclass(frozen=True)
@@ -70,11 +61,7 @@ class ScoredBatch:
         scores = penalise_missing_eos(self.scores, ended, shaping.missing_eos_penalty)
         if shaping.reward_clip_range:
             scores = scores.clamp(*shaping.reward_clip_range)
-        if not shaping.mask_truncated_completions:
-            return scores, torch.zeros_like(ended)
-        if not shaping.truncated_in_baseline:
-            scores = scores.masked_fill(~ended, torch.nan)
-        return scores, ~ended
+        return scores, ~ended & shaping.mask_truncated_completions
 
     def has_signal(self, shaping: Shaping, num_generations: int) -> torch.Tensor:
         """Return ``(P,)`` bool: whether the scores of a group differ at all, before any KL."""
@@ -212,7 +199,8 @@ class Rollout:
             num_generations=num_generations,
             shaping=shaping,
             scores=scores,
-            learnable=_learnable(comparable & ~masked, score_advantages, num_generations, shaping),
+            # at beta 0 the gradient of a row is its advantage times that of its log-probability
+            learnable=comparable & ~masked & ((score_advantages != 0) | (shaping.beta != 0)),
             completion_mask=mask,
             old_log_probs=empty.clone(),
             reference_log_probs=empty.clone(),
@@ -241,15 +229,13 @@ class Rollout:
         sampled = dict(state["sampled"])
         sampled["tokens"] = TokenRows(**sampled["tokens"])
         values = state | {"sampled": ScoredBatch(**_on(device, sampled))}
-        return cls(**_on(device, values | {"shaping": Shaping(**state["shaping"])}))
+        # a checkpoint of an older version may hold settings that are gone
+        known = {field.name for field in fields(Shaping)}
+        shaping = {name: value for name, value in state["shaping"].items() if name in known}
+        return cls(**_on(device, values | {"shaping": Shaping(**shaping)}))
 
     def __len__(self) -> int:
         return len(self.sampled.tokens)
-
-    @property
-    def needs_whole_batch(self) -> bool:
-        """Whether advantages of one group depend on the KL of the others."""
-        return bool(self.shaping.beta) and self.shaping.normalize_advantages
 
     @property
     def learnable_rows(self) -> list[int]:
@@ -310,36 +296,8 @@ class Rollout:
             counts = self.completion_mask[rows] & counts.unsqueeze(1)
         return normalise(advantages.masked_fill(~counts, torch.nan)).nan_to_num(nan=0.0)
 
-    def merge_across_processes(
-        self, rows: list[int], settled_before: torch.Tensor, add_up: Callable[[list[Any]], None]
-    ) -> None:
-        """Make the rollouts of several processes equal after each has learned from some rows.
 
-        Args:
-            rows: Those that this process learned from; of a group that was not settled, all
-                learnable ones or none.
-            settled_before: ``(P,)`` what was settled before.
-            add_up: Sums tensors over the processes, in place.
-        """
-        mine = torch.zeros(len(self), device=self.scores.device)  # (B,)
-        mine[rows] = 1.0
-        groups = mine.view(-1, self.num_generations).amax(dim=1) * ~settled_before  # (P,)
-        found = groups.repeat_interleave(self.num_generations)  # (B,)
-        owner = {"old_log_probs": mine, "kl": found, "token_kl": found, "advantages": found}
-        parts = {}
-        for name, mask in owner.items():
-            values = getattr(self, name)  # (B,) or (B, T)
-            others = (mask == 0).view(-1, *[1] * (values.ndim - 1))
-            parts[name] = values.masked_fill(others, 0.0)
-        learned = [mine.clone(), found.clone(), groups.clone()]
-        add_up([*learned, *parts.values()])
-        for name in owner:
-            there = learned[0 if name == "old_log_probs" else 1] > 0
-            getattr(self, name)[there] = parts[name][there]
-        self.settled |= learned[2] > 0
-
-
-def rows_needing_old_pass(rollout: Rollout, first_step: set[int], *, reuse: bool) -> list[int]:
+def rows_needing_old_pass(rollout: Rollout, first_step: set[int]) -> list[int]:
     """Return the rows whose old log-probabilities need a pass of their own.
 
     The training forward gives them where the row is trained before any optimizer step and, at beta
@@ -348,32 +306,18 @@ def rows_needing_old_pass(rollout: Rollout, first_step: set[int], *, reuse: bool
     Args:
         rollout: The batch.
         first_step: Rows that are trained in the next optimizer step.
-        reuse: Whether the training forward may be used (``skip_old_pass``).
     """
     rows = rollout.learnable_rows
-    if not reuse:
-        return rows
     if not rollout.shaping.beta:
         return [row for row in rows if row not in first_step]
-    one_step = len(first_step) == len(rollout)
-    return [] if one_step and not rollout.needs_whole_batch else rows
+    # normalised advantages of one group depend on the KL of the others
+    alone = len(first_step) == len(rollout) and not rollout.shaping.normalize_advantages
+    return [] if alone else rows
 
 
 def is_token_level(shaping: Shaping) -> bool:
     """Return whether each token has an advantage of its own."""
     return shaping.token_level_kl and shaping.beta != 0
-
-
-def _learnable(
-    trainable: torch.Tensor, advantages: torch.Tensor, num_generations: int, shaping: Shaping
-) -> torch.Tensor:
-    """Return ``(B,)`` bool: trainable rows, less those whose advantage must be 0."""
-    if shaping.beta == 0 and shaping.skip_no_signal:
-        return trainable & (advantages != 0)
-    if shaping.gate_on_score:
-        signal = (advantages.view(-1, num_generations) != 0).any(dim=1)  # (P,)
-        return trainable & signal.repeat_interleave(num_generations)
-    return trainable
 
 
 def _values_of(of: Any) -> dict[str, Any]:

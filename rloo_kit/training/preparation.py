@@ -90,9 +90,8 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
         model = replace(model, name=str(Path(name).resolve()))
     if Path(prompts).exists() and not is_task(prompts):
         data = replace(data, prompts=str(Path(prompts).resolve()))
-    rewards = [_with_whole_paths(reward, rewards_base) for reward in config.rewards]
-    judges = [_with_whole_paths(judge, rewards_base) for judge in data.held_out_rewards]
-    data = replace(data, held_out_rewards=judges)
+    data = replace(data, held_out_rewards=_with_whole_paths(data.held_out_rewards, rewards_base))
+    rewards = _with_whole_paths(config.rewards, rewards_base)
     return replace(config, model=model, data=data, rewards=rewards)
 
 
@@ -111,10 +110,7 @@ def _with_whole_paths(reward: Any, base: Path) -> Any:
 
 
 def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
-    """Return the prompts to train on, and those held out or None.
-
-    With ``data.curriculum`` the former are in the order that they are trained in.
-    """
+    """Return the prompts to train on, in their order, and those held out or None."""
     train, held_out = _both_splits(config, base)
     return (order_by_level(train, config.seed) if config.data.curriculum else train), held_out
 
@@ -149,11 +145,15 @@ def make_trainer_args(config: RunConfig, folder: Path, processes: int = 1) -> An
         processes: That divide the batch of the run file between them.
 
     Raises:
-        ConfigError: The two contradict each other, or the batch cannot be divided.
+        ConfigError: The batch cannot be divided.
     """
     from rloo_kit.training.config import LeaveOneOutConfig
 
-    settings = {**config.trainer, **_from_data(config)}
+    settings = {**config.trainer}
+    if config.data.curriculum:
+        settings["shuffle_dataset"] = False
+    if config.data.enable_thinking is not None:
+        settings["chat_template_kwargs"] = template_settings(config)
     if processes > 1:
         settings |= divided_batch(settings, processes)
     return LeaveOneOutConfig(**settings, output_dir=str(folder), seed=config.seed)
@@ -161,8 +161,6 @@ def make_trainer_args(config: RunConfig, folder: Path, processes: int = 1) -> An
 
 def divided_batch(settings: dict[str, Any], processes: int) -> dict[str, int]:
     """Return what each process does of a run file's batch: the step stays what it is.
-
-    Accumulation is divided first, which leaves the rows of a pass as they are, then the rows.
 
     Args:
         settings: ``trainer:`` of the run file.
@@ -173,94 +171,35 @@ def divided_batch(settings: dict[str, Any], processes: int) -> dict[str, int]:
     """
     rows = settings.get("per_device_train_batch_size", DEFAULTS["per_device_train_batch_size"])
     slices = settings.get("gradient_accumulation_steps", 1)
+    per_generation = settings.get("steps_per_generation") or slices
+    # accumulation is divided first, which leaves the rows of a pass as they are, then the rows
     common = math.gcd(slices, processes)
     rest = processes // common
-    if rows % rest:
-        fitting = [n for n in range(1, rows * slices + 1) if rows % (n // math.gcd(slices, n)) == 0]
+    if rows % rest or per_generation % common:
         raise ConfigError(
-            f"{processes} processes cannot divide a batch of {rows} x {slices} rows "
-            f"(per_device_train_batch_size x gradient_accumulation_steps): start "
-            f"{' or '.join(str(n) for n in fitting if n > 1) or 1}"
+            f"{processes} processes cannot divide a batch of {rows} x {slices} rows: set "
+            f"trainer.per_device_train_batch_size to a multiple of {rest} and "
+            f"trainer.steps_per_generation to one of {common}"
         )
     divided = {
         "per_device_train_batch_size": rows // rest,
         "gradient_accumulation_steps": slices // common,
     }
-    per_generation = settings.get("steps_per_generation")
-    if per_generation:
-        if per_generation % common:
-            raise ConfigError(
-                f"{processes} processes cannot divide trainer.steps_per_generation "
-                f"{per_generation}: set it to a multiple of gradient_accumulation_steps {slices}"
-            )
+    if settings.get("steps_per_generation"):
         divided["steps_per_generation"] = per_generation // common
     return divided
 
 
 def template_settings(config: RunConfig) -> dict[str, Any]:
-    """Return what a run gives the chat template.
-
-    Raises:
-        ConfigError: Two settings contradict each other.
-    """
-    given = _template_settings(config.trainer.get("chat_template_kwargs"))
-    return _from_data(config).get("chat_template_kwargs", given)
-
-
-def _from_data(config: RunConfig) -> dict[str, Any]:
-    """Return the trainer settings that ``data.curriculum`` and ``data.enable_thinking`` make."""
-    settings: dict[str, Any] = {}
-    if config.data.curriculum:
-        if config.trainer.get("shuffle_dataset"):
-            raise ConfigError(
-                "data.curriculum is true, and trainer.shuffle_dataset true would undo its order: "
-                "remove one of them"
-            )
-        settings["shuffle_dataset"] = False
+    """Return what a run gives the chat template; ``data.enable_thinking`` wins."""
+    given = config.trainer.get("chat_template_kwargs") or {}
+    given = json.loads(given) if isinstance(given, str) else given  # TRL takes JSON text too
     wanted = config.data.enable_thinking
-    if wanted is not None:
-        given = _template_settings(config.trainer.get("chat_template_kwargs"))
-        if given.get("enable_thinking", wanted) != wanted:
-            raise ConfigError(
-                f"data.enable_thinking is {wanted}, and trainer.chat_template_kwargs says "
-                f"{given['enable_thinking']}: remove one of them"
-            )
-        settings["chat_template_kwargs"] = {**given, "enable_thinking": wanted}
-    return settings
-
-
-def _template_settings(value: Any) -> dict[str, Any]:
-    """Return ``trainer.chat_template_kwargs`` as a dict; TRL takes JSON text too."""
-    try:
-        found = json.loads(value) if isinstance(value, str) else value or {}
-    except ValueError:
-        found = None
-    if isinstance(found, dict):
-        return found
-    raise ConfigError(
-        f"trainer.chat_template_kwargs is {value!r}, must be names and values, as in "
-        "{enable_thinking: false}"
-    )
+    return given if wanted is None else {**given, "enable_thinking": wanted}
 
 
 def load_policy(config: RunConfig, base: Path, args: Any) -> tuple[Any, Any]:
-    """Return the model with its adapter, and the tokenizer."""
-    model, tokenizer = load_model(
-        beside(config.model.name, base),
-        max_seq_length=config.model.max_seq_length,
-        load_in_4bit=config.model.load_in_4bit,
-        backend=config.model.backend,
-        trust_remote_code=config.model.trust_remote_code,
-        max_lora_rank=reserved_rank(config.lora.r),
-        vllm=config.vllm,
-        **_engine_arguments(args),
-        **_unsloth_arguments(config),
-    )
-    return attach_lora(model, **asdict(config.lora), seed=config.seed), tokenizer
-
-
-def _unsloth_arguments(config: RunConfig) -> dict[str, Any]:
-    """Return ``unsloth:`` and what ``model:`` says to vLLM, as ``load_model`` takes them.
+    """Return the model with its adapter, and the tokenizer.
 
     Raises:
         ConfigError: ``unsloth:`` is given, and transformers loads the model.
@@ -271,12 +210,24 @@ def _unsloth_arguments(config: RunConfig) -> dict[str, Any]:
             f"unsloth.{next(iter(config.unsloth))} is for Unsloth, and transformers loads the "
             f"model ({environment.why_not_unsloth}): leave it out"
         )
-    wanted = {
+    for_vllm = {
         "load_in_fp8": model.load_in_fp8,
         "float8_kv_cache": model.fp8_kv_cache,
         "fp32_lm_head": model.fp32_lm_head,
     }
-    return {**config.unsloth, **{name: True for name, asked in wanted.items() if asked}}
+    loaded, tokenizer = load_model(
+        beside(model.name, base),
+        max_seq_length=model.max_seq_length,
+        load_in_4bit=model.load_in_4bit,
+        backend=model.backend,
+        trust_remote_code=model.trust_remote_code,
+        max_lora_rank=reserved_rank(config.lora.r),
+        vllm=config.vllm,
+        **_engine_arguments(args),
+        **config.unsloth,
+        **{name: True for name, asked in for_vllm.items() if asked},
+    )
+    return attach_lora(loaded, **asdict(config.lora), seed=config.seed), tokenizer
 
 
 def _engine_arguments(args: Any) -> dict[str, Any]:
@@ -305,20 +256,23 @@ def fitting_prompts(
     Raises:
         DataError: None is left of a split, or a prompt leaves no room for its completion.
     """
-    limit = config.data.max_prompt_tokens
+    limit, settings = config.data.max_prompt_tokens, args.chat_template_kwargs
     if limit is not None:
-        kept = [prompts, held_out]
-        dropped = 0
-        for place, split in enumerate(kept):
-            if split is not None:
-                kept[place], number = drop_long_prompts(
-                    split, tokenizer, limit, args.chat_template_kwargs
-                )
-                dropped += number
-        prompts, held_out = kept
+        prompts, dropped = drop_long_prompts(prompts, tokenizer, limit, settings)
+        if held_out is not None:
+            held_out, more = drop_long_prompts(held_out, tokenizer, limit, settings)
+            dropped += more
         if dropped:
             say(f"{dropped:,} prompts of more than {limit} tokens left out")
-    _check_room(tokenizer, [*prompts, *(held_out or [])], config, args)
+    room = config.model.max_seq_length - args.max_completion_length
+    for number, row in enumerate([*prompts, *(held_out or [])], 1):
+        length = len(prompt_ids(tokenizer, row["prompt"], settings))
+        if length > room:
+            raise DataError(
+                f"prompt {number} has {length} tokens, and {room} fit before a completion of "
+                f"{args.max_completion_length}: set model.max_seq_length to at least "
+                f"{length + args.max_completion_length}, or shorten the prompt"
+            )
     return prompts, held_out
 
 
@@ -337,28 +291,15 @@ def held_out_judges(
         named: ``data.held_out_rewards``.
     """
     paid = {reward.name: reward for reward in rewards}
-    judges = []
+    found = []
     for judge in load(named):
-        if judge.name in paid and judge.func.reward != paid[judge.name].func.reward:
+        if judge.name not in paid:
+            found.append(judge)
+        elif judge.func.reward != paid[judge.name].func.reward:
             other = f"{judge.name}_held_out"  # the same kind of reward, otherwise made
-            judges.append(replace(judge, name=other, func=replace(judge.func, name=other)))
-        elif judge.name not in paid:
-            judges.append(judge)
-    found = [*judges, *rewards]
+            found.append(replace(judge, name=other, func=replace(judge.func, name=other)))
+    found += rewards
     has_answers = held_out is not None and "answer" in held_out.column_names
     if has_answers and "accuracy" not in {one.name for one in found}:
-        found = [*load(["accuracy"]), *found]
+        found += load(["accuracy"])
     return sorted(found, key=lambda judge: judge.name != "accuracy")
-
-
-def _check_room(tokenizer: Any, rows: list[Any], config: RunConfig, args: Any) -> None:
-    """Refuse a prompt that leaves no room for its completion."""
-    room = config.model.max_seq_length - args.max_completion_length
-    for number, row in enumerate(rows, 1):
-        length = len(prompt_ids(tokenizer, row["prompt"], args.chat_template_kwargs))
-        if length > room:
-            raise DataError(
-                f"prompt {number} has {length} tokens, and {room} fit before a completion of "
-                f"{args.max_completion_length}: set model.max_seq_length to at least "
-                f"{length + args.max_completion_length}, or shorten the prompt"
-            )

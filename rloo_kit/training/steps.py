@@ -3,8 +3,8 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,18 +16,18 @@ from rloo_kit.rloo.metrics import Tally
 from rloo_kit.rloo.rollout import Rollout, rows_needing_old_pass
 from rloo_kit.training.config import LeaveOneOutConfig
 
+if TYPE_CHECKING:
+    from rloo_kit.training.trainer import LeaveOneOutTrainer
+
 
 class OptimizerSteps:
     """Collects the slices of an optimizer step and learns from them with the last one.
 
-    Together they can be sorted and cut by length; every row keeps its weight in the mean.
-
-    Args:
-        trainer: A ``LeaveOneOutTrainer``; TRL's ``_step`` and ``_buffered_inputs`` count and hold
-            the slices.
+    Together they can be sorted and cut by length; every row keeps its weight in the mean. TRL's
+    ``_step`` and ``_buffered_inputs`` count and hold the slices.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: "LeaveOneOutTrainer") -> None:
         self.trainer = trainer
         self.guard = StepGuard(trainer.args.max_skipped_steps)
         self.learner: Learner | None = None
@@ -45,6 +45,16 @@ class OptimizerSteps:
             if is_last:
                 loss = self.learn()
             trainer._step += 1
+        return loss
+
+    def micro_step_by_trl(
+        self, step: Callable[..., torch.Tensor], model: Any, inputs: Any, num_items: Any
+    ) -> torch.Tensor:
+        """Let TRL's own code make a micro-step, with staged weights and the guard of a step."""
+        self._stage_weights()
+        loss = step(model, inputs, num_items)
+        if self.trainer.accelerator.sync_gradients:
+            self._guard_step(float(loss), [p for p in model.parameters() if p.requires_grad])
         return loss
 
     @contextlib.contextmanager
@@ -77,19 +87,27 @@ class OptimizerSteps:
         trainer, slices = self.trainer, self.trainer.args.steps_per_generation
         is_due = trainer._step % (slices * trainer.num_iterations) == 0
         if is_due or trainer._buffered_inputs is None:
-            trainer.stage_weights()
+            self._stage_weights()
             learner = self.make_learner()
-            rollout = trainer.rollouts.make(inputs, learner, trainer.state, trainer._step)
+            rollout = trainer.rollouts.make(inputs, learner)
             order = trainer.team.broadcast(torch.randperm(len(rollout)))  # (B,)
             parts = order.split(len(rollout) // slices)
             coming = trainer.current_gradient_accumulation_steps - len(self._window)
             first_step = {row for rows in parts[:coming] for row in rows.tolist()}
-            rows = rows_needing_old_pass(rollout, first_step, reuse=trainer.args.skip_old_pass)
+            rows = rows_needing_old_pass(rollout, first_step)
             learner.fill_old(rollout, rows)
             if rows and trainer.beta:
                 rollout.compute_advantages()
             trainer._buffered_inputs = [(rollout, rows) for rows in parts]
         return trainer._buffered_inputs[trainer._step % slices]
+
+    def _stage_weights(self) -> None:
+        """Set the reward weights that follow a schedule to what they are at this step."""
+        trainer = self.trainer
+        progress = trainer.state.global_step / max(1, trainer.state.max_steps)
+        for place, reward in trainer.scheduled_rewards.items():
+            trainer.reward_weights[place] = weight = reward.weight_at(progress)
+            trainer.step_log.note(f"rewards/{reward.name}/weight", weight)
 
     def learn(self) -> torch.Tensor:
         """Add the gradient of the collected slices; return their loss.
@@ -121,15 +139,15 @@ class OptimizerSteps:
                 records = trainer.step_log.note_rollout(rollout, trainer.state.global_step + 1)
                 trainer.notify("on_completions", records=records, rollout=rollout)
             rollout.on_policy = False
-        self.guard_step(learner.tally.loss, learner.parameters)
+        self._guard_step(learner.tally.loss, learner.parameters)
         return torch.tensor(learner.tally.loss, device=device)
 
-    def guard_step(self, loss: float, parameters: list[Any]) -> None:
+    def _guard_step(self, loss: float, parameters: list[Any]) -> None:
         """Drop the gradients of a step whose loss or gradients are NaN or Inf."""
-        trainer = self.trainer
-        step, scaler = trainer.state.global_step + 1, trainer.accelerator.scaler
+        step, scaler = self.trainer.state.global_step + 1, self.trainer.accelerator.scaler
         if not self.guard.check(loss, parameters, step, scaler):
-            trainer.step_log.note("grad_norm", math.nan)  # not the 0 of a norm over no gradients
+            # not the 0 of a norm over no gradients
+            self.trainer.step_log.note("grad_norm", math.nan)
 
     def make_learner(self) -> Learner:
         """Return what runs the passes; the first call sets its token budget by the free memory."""
@@ -147,11 +165,9 @@ class OptimizerSteps:
             parameters=[p for p in trainer.model.parameters() if p.requires_grad],
             budget=budget,
             overhead=overhead,
-            pad_token_id=trainer.sampler.pad_token_id,
+            pad_token_id=trainer._tokenizer.pad_token_id,
             device=trainer.accelerator.device,
             epsilon=(trainer.epsilon_low, trainer.epsilon_high),
-            reuse=args.skip_old_pass,
-            token_ratios=args.legacy_metrics,
             correction=(level, cap) if level else None,
             pad_to_multiple_of=trainer.pad_to_multiple_of,
             team=trainer.team,
@@ -165,21 +181,18 @@ class OptimizerSteps:
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept from step to step, in copies."""
         trainer, slices = self.trainer, self.trainer.args.steps_per_generation
+        parts, batch = trainer._buffered_inputs, None
         in_use = trainer._step % (slices * trainer.num_iterations) != 0
+        if in_use and parts and not trainer.why_trl_path:
+            batch = {"rollout": parts[0][0].state_dict(), "order": [rows for _, rows in parts]}
         return {
             "micro_step": trainer._step,
             "slices": slices,
-            "batch": self._batch_in_use() if in_use and trainer._buffered_inputs else None,
+            "batch": batch,
             "budget": None if self.learner is None else self.learner.budget,
             "at_once": trainer.sampler.pieces.size,
             "skipped": (self.guard.skipped, self.guard.in_a_row),
         }
-
-    def _batch_in_use(self) -> dict[str, Any]:
-        parts = self.trainer._buffered_inputs
-        if self.trainer.why_trl_path:
-            return {"inputs": [dict(part) for part in parts]}
-        return {"rollout": parts[0][0].state_dict(), "order": [rows for _, rows in parts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned; the batch may be divided into other slices."""
@@ -190,16 +203,10 @@ class OptimizerSteps:
             learner = self.make_learner()
             if not trainer.args.tokens_per_micro_batch:
                 learner.budget = state["budget"] or learner.budget
-        batch, device = state["batch"], trainer.accelerator.device
-        if batch is not None and "inputs" in batch:
-            trainer._buffered_inputs = [
-                {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in part.items()}
-                for part in batch["inputs"]
-            ]
-        elif batch is not None:
-            rollout = Rollout.from_state_dict(batch["rollout"], device)
-            order = torch.cat(batch["order"]).split(len(rollout) // slices)
-            trainer._buffered_inputs = [(rollout, rows) for rows in order]
+            if batch := state["batch"]:
+                rollout = Rollout.from_state_dict(batch["rollout"], trainer.accelerator.device)
+                order = torch.cat(batch["order"]).split(len(rollout) // slices)
+                trainer._buffered_inputs = [(rollout, rows) for rows in order]
         trainer.sampler.pieces.size = state["at_once"]
         self.guard.skipped, self.guard.in_a_row = state["skipped"]
 

@@ -2,16 +2,14 @@
 
 Loaded after ``setup()`` (the lazy public names see to it), so that ``trl.RLOOTrainer`` is Unsloth's
 patched class wherever Unsloth patches it. This module holds the hooks of TRL and transformers;
-``overrides()`` lists them, and docs/explanation/trainer.md says what they save and why it is exact.
+docs/explanation/trainer.md says what they save and why it is exact.
 """
 
 import contextlib
 import copy
-import inspect
 import time
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +19,6 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from trl import RLOOConfig, RLOOTrainer  # pyright: ignore[reportPrivateImportUsage] # patched
 
 from rloo_kit.checkpoints.resume import Boundary, ExactResume, NothingLeftError, Resumable
-from rloo_kit.checkpoints.store import Checkpoint
 from rloo_kit.config.run_file import ModelSection, RunConfig
 from rloo_kit.config.settings import DEFAULTS, KIT_ONLY
 from rloo_kit.diagnosis.watch import RunWatch
@@ -31,19 +28,16 @@ from rloo_kit.machine.environment import precision_as_asked
 from rloo_kit.machine.memory import add_to_session, empty_model
 from rloo_kit.models.shared_engine import notes_of
 from rloo_kit.processes import current_team
-from rloo_kit.rloo.learner import Learner
-from rloo_kit.rloo.objective import RunningMoments
 from rloo_kit.sampling.choice import check_engine, requested_engine, start_engine
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.composition import WeightSchedule
 from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.loading import LoadedReward, load_rewards, with_tokenizers
-from rloo_kit.text.thoughts import ThoughtFinder
 from rloo_kit.text.wording import format_value
 from rloo_kit.training.config import LeaveOneOutConfig, _own_config
 from rloo_kit.training.dry_run import dry_run_if_wanted
 from rloo_kit.training.metrics import StepLog
-from rloo_kit.training.rollouts import Policy, RewardCalls, RolloutMaker, Sampler
+from rloo_kit.training.rollouts import Policy, RolloutMaker, Sampler
 from rloo_kit.training.steps import OptimizerSteps
 
 # Older names of the trainer's arguments; `ref_policy` has no successor (adapter off)
@@ -93,8 +87,8 @@ class LeaveOneOutTrainer(RLOOTrainer):
     chat_template_kwargs: Any
     _tokenizer: Any
     _buffered_inputs: Any
+    # the doctor's rules on this training; None where `args.doctor` is off
     watch: RunWatch | None = None
-    """The doctor's rules on this training; None where ``args.doctor`` is off."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -136,7 +130,11 @@ class LeaveOneOutTrainer(RLOOTrainer):
                     for reward in rewards
                 ],
                 args=args,
-                callbacks=[Boundary(self.resume), *(callbacks or []), *self._views(args, parts)],
+                callbacks=[
+                    Boundary(self.resume),
+                    *(callbacks or []),
+                    *_views(self, args, parts["model"]),
+                ],
                 **parts,
                 **others,
             )
@@ -156,73 +154,17 @@ class LeaveOneOutTrainer(RLOOTrainer):
 
     def _begin(self, rewards: list[LoadedReward]) -> None:
         """Make the parts of the trainer, and what it keeps from batch to batch."""
-        args, checkpointing = self.args, self.args.gradient_checkpointing_kwargs
-        self.steps = OptimizerSteps(self)
         self.dry_run_done = False
-        self._schedules = {
-            place: reward
-            for place, reward in enumerate(rewards)
+        self.scheduled_rewards = {
+            n: reward
+            for n, reward in enumerate(rewards)
             if isinstance(reward.weight, WeightSchedule)
         }
-        self.policy = Policy(self.model, self.ref_model, self.accelerator, checkpointing)
-        self.step_log = StepLog(
-            metrics=self._metrics["train"],
-            tables=self._logs,
-            extra_columns=self._pending_extra_logs,
-            extra_metrics=self._pending_metrics,
-            names=self.reward_func_names,
-            team=self.team,
-            thoughts=ThoughtFinder(self._tokenizer),
-            legacy=args.legacy_metrics,
-        )
-        self.sampler = Sampler(
-            args=args,
-            policy=self.policy,
-            engine=None,
-            generate=super()._generate_single_turn,
-            pad_token_id=self._tokenizer.pad_token_id,
-            eos_token_ids=self.eos_token_ids,
-            note=self.step_log.note,
-        )
-        self.rollouts = RolloutMaker(
-            args=args,
-            team=self.team,
-            policy=self.policy,
-            sampler=self.sampler,
-            rewards=RewardCalls(
-                functions=self.reward_funcs,
-                tokenizers=self.reward_processing_classes,
-                device=self.accelerator.device,
-                chat_template_kwargs=self.chat_template_kwargs,
-                loop=getattr(self, "async_loop", None),
-            ),
-            weights=self.reward_weights,
-            log=self.step_log,
-            dataset=self.train_dataset,
-            tokenize=self._tokenize_prompts,
-            decode=self.processing_class.batch_decode,
-            helpers=lambda: {
-                "trainer_state": self.state,
-                "log_extra": self._log_completion_extra,
-                "log_metric": self._log_metric,
-            },
-            stop=self.stop,
-        )
-
-    def _views(self, args: LeaveOneOutConfig, parts: dict[str, Any]) -> list[Any]:
-        """Return what shows the training: on rank 0 alone."""
-        if not self.team.is_first:
-            return []
-        if not args.doctor:
-            return [live_progress()]
-        self.watch = RunWatch(
-            _config_of(args, parts["model"]),
-            tell=lambda findings: self.notify("on_findings", findings=findings),
-            stop=self.stop,
-            stop_on=args.stop_on or (),
-            parameters=lambda: list(self.trained_parameters().values()),
-        )
-        return [self.watch, live_progress()]
+        self.policy = Policy(self)
+        self.sampler = Sampler(self, super()._generate_single_turn)
+        self.rollouts = RolloutMaker(self)
+        self.steps = OptimizerSteps(self)
+        self.step_log = StepLog(self)
 
     def notify(self, event: str, **values: Any) -> None:
         """Call the callbacks that have a method for one of the kit's events.
@@ -256,16 +198,6 @@ class LeaveOneOutTrainer(RLOOTrainer):
     def stop_reason(self) -> str | None:
         """Why the training ended before its last step."""
         return self.resume.stop_reason
-
-    @property
-    def resumed_from(self) -> Checkpoint | None:
-        """The checkpoint that the training resumed from."""
-        return self.resume.resumed_from
-
-    @property
-    def reward_moments(self) -> RunningMoments:
-        """Statistics of ``normalize_reward: moving``."""
-        return self.rollouts.moments
 
     def stop(self, reason: str) -> None:
         """End the training after this step, and say why."""
@@ -301,12 +233,11 @@ class LeaveOneOutTrainer(RLOOTrainer):
             inner = getattr(self.optimizer, "optimizer", self.optimizer)
             inner.state.clear()
             inner.param_groups.clear()
-        parts = ("model", "optimizer", "lr_scheduler", "model_wrapped", "ref_model")
-        for name in parts:
-            setattr(self, name, None)
-        for name in (*parts, "train_dataloader", "eval_dataloader"):
-            setattr(self.callback_handler, name, None)
-        self.policy.model = self.policy.ref_model = self.sampler.canary = self.engine = None
+        for holder in (self, self.callback_handler):
+            for name in ("model", "optimizer", "lr_scheduler", "model_wrapped", "ref_model"):
+                setattr(holder, name, None)
+        self.callback_handler.train_dataloader = self.callback_handler.eval_dataloader = None
+        self.sampler.canary = self.engine = None
         self.steps.release()
         self.resume.invalidate_snapshot()
         self.accelerator.free_memory()
@@ -317,36 +248,14 @@ class LeaveOneOutTrainer(RLOOTrainer):
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any
     ) -> list[list[int]]:
         """Sample for TRL's own code: evaluation, and what it trains itself."""
-        return self.sampler.draw(prompt_ids, self.state, images, multimodal_fields)[0]
+        return self.sampler.draw(prompt_ids, images, multimodal_fields)[0]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
-        """Collect a slice of a rollout; with the last one of an optimizer step, learn from all.
-
-        Together they can be sorted and cut by length; every row keeps its weight in the mean.
-        """
+        """Collect a slice of a rollout; with the last one of an optimizer step, learn from all."""
         if self.why_trl_path:
-            return self._trl_step(super().training_step, model, inputs, num_items_in_batch)
+            step = super().training_step
+            return self.steps.micro_step_by_trl(step, model, inputs, num_items_in_batch)
         return self.steps.micro_step(model, inputs)
-
-    def _trl_step(self, step: Any, model: Any, inputs: Any, num_items: Any) -> torch.Tensor:
-        self.stage_weights()
-        loss = step(model, inputs, num_items)
-        if self.accelerator.sync_gradients:
-            trained = [p for p in model.parameters() if p.requires_grad]
-            self.steps.guard_step(float(loss), trained)
-        return loss
-
-    def stage_weights(self) -> None:
-        """Set the reward weights that follow a schedule to what they are at this step."""
-        progress = self.state.global_step / max(1, self.state.max_steps)
-        for place, reward in self._schedules.items():
-            self.reward_weights[place] = reward.weight_at(progress)
-            self.step_log.note(f"rewards/{reward.name}/weight", self.reward_weights[place].item())
-
-    @property
-    def learner(self) -> Learner | None:
-        """What runs the passes; None until the first one."""
-        return self.steps.learner
 
     # --- hooks: checkpoints ----------------------------------------------------------------------
 
@@ -362,20 +271,18 @@ class LeaveOneOutTrainer(RLOOTrainer):
             CheckpointError: There is no checkpoint, it is broken, or of another run.
             MemoryRanOutError: The worst case does not fit (``args.dry_run``).
         """
-        train = partial(super().train, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
-        return self._train(train, resume_from_checkpoint)
+        train = super().train
 
-    def _train(self, train: Any, resume_from: str | Path | bool | None) -> Any:
         def train_from(folder: str | None) -> Any:
             try:
-                return train(folder)
+                return train(folder, trial, ignore_keys_for_eval)
             except NothingLeftError:
                 return self._finalize_training(None, 0, time.time())
 
         try:
-            if not (resume_from or self.dry_run_done):
+            if not (resume_from_checkpoint or self.dry_run_done):
                 dry_run_if_wanted(self, print)
-            output = self.resume.run(train_from, resume_from)
+            output = self.resume.run(train_from, resume_from_checkpoint)
             if not self.why_trl_path:  # rank 0 may have put its best weights back
                 self.team.broadcast_tensors(list(self.trained_parameters().values()))
             return output
@@ -439,24 +346,20 @@ class LeaveOneOutTrainer(RLOOTrainer):
         self.step_log.load_state_dict(held)
 
 
-def overrides() -> dict[str, type]:
-    """Return the methods of TRL and transformers that the trainer overrides, and whose each is.
-
-    Constructors are left out.
-    """
-    upstream = [kind for kind in RLOOTrainer.__mro__ if kind is not object]
-    mine = {
-        name
-        for kind in LeaveOneOutTrainer.__mro__
-        if kind.__module__.startswith("rloo_kit.")
-        for name, value in vars(kind).items()
-        if inspect.isfunction(value) and name != "__init__"
-    }
-    return {
-        name: next(kind for kind in upstream if name in vars(kind))
-        for name in sorted(mine)
-        if hasattr(RLOOTrainer, name)
-    }
+def _views(trainer: LeaveOneOutTrainer, args: LeaveOneOutConfig, model: Any) -> list[Any]:
+    """Return the callbacks that show the training: on rank 0 alone."""
+    if not trainer.team.is_first:
+        return []
+    if not args.doctor:
+        return [live_progress()]
+    trainer.watch = RunWatch(
+        _config_of(args, model),
+        tell=lambda findings: trainer.notify("on_findings", findings=findings),
+        stop=trainer.stop,
+        stop_on=args.stop_on or (),
+        parameters=lambda: list(trainer.trained_parameters().values()),
+    )
+    return [trainer.watch, live_progress()]
 
 
 def _config_of(args: LeaveOneOutConfig, model: Any) -> RunConfig:
@@ -583,15 +486,20 @@ def why_trl_path(trainer: LeaveOneOutTrainer) -> str | None:
     """Return why TRL's own code must train (images, a router's loss), or None.
 
     Raises:
-        ConfigError: It must, and a setting is given that only the kit's path has.
+        ConfigError: It must, and a setting is given that only the kit's path has; or the prompts
+            are a stream, where they cannot be.
     """
     columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
+    if not hasattr(trainer.train_dataset, "__len__") and (
+        trainer.args.dynamic_sampling or trainer.team.size > 1
+    ):
+        raise ConfigError(
+            "dynamic_sampling and several processes need a dataset with random access, not a "
+            "stream: load the prompts without streaming"
+        )
     reason = None
-    is_stream = not hasattr(trainer.train_dataset, "__len__")
     if columns & {"image", "images"}:
         reason = "prompts with images"
-    elif trainer.accelerator.num_processes > 1 and is_stream:
-        reason = "several processes with a stream of prompts"
     elif trainer.aux_loss_enabled:
         reason = "a mixture of experts with a router loss (router_aux_loss_coef 0 turns it off)"
     given = [name for name in KIT_ONLY if getattr(trainer.args, name) != DEFAULTS[name]]
@@ -599,6 +507,4 @@ def why_trl_path(trainer: LeaveOneOutTrainer) -> str | None:
         raise ConfigError(
             f"{reason} cannot be trained with {' and '.join(given)} yet: leave them out"
         )
-    if trainer.args.dynamic_sampling and is_stream:
-        raise ConfigError("dynamic_sampling needs a dataset with random access, not a stream")
     return reason

@@ -143,7 +143,7 @@ def test_resume_is_bit_exact(tmp_path, asked):
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     second.train(resume_from_checkpoint=tmp_path / "whole" / f"checkpoint-{CUT}")
     assert_the_same(whole, second)
-    assert second.resumed_from.step == CUT
+    assert second.resume.resumed_from.step == CUT
 
 
 @pytest.mark.faults

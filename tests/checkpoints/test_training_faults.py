@@ -451,7 +451,7 @@ def test_the_gradient_is_the_same_after_out_of_memory(training, where):
     with one_warning("tokens_per_micro_batch is"):
         found, trainer = step_gradient(training, beta, disturb)
     assert failed
-    assert trainer.learner.budget < 4096
+    assert trainer.steps.learner.budget < 4096
     assert max(grad.abs().max() for grad in expected) > 1e-4
     for grad, other in zip(found, expected, strict=True):
         assert (grad - other).norm() <= 1e-6 * max(1e-3, other.norm())

@@ -82,7 +82,7 @@ def test_the_quick_run_becomes_a_run_file_with_the_older_defaults():
         "steps_per_generation": 1, "num_iterations": 4, "num_generations": 2, "beta": 0.05,
         "epsilon": 0.2, "learning_rate": 3e-6, "max_completion_length": 53, "temperature": 0.7,
         "missing_eos_penalty": 1.0, "max_grad_norm": 0.0, "logging_steps": 4,
-        "legacy_metrics": True, "max_steps": 157 * 4,
+        "max_steps": 157 * 4,
     }  # fmt: skip
     assert found.config.model.name == "EleutherAI/pythia-14m"
     assert not found.config.model.load_in_4bit
@@ -104,7 +104,7 @@ def test_the_benchmark_becomes_the_run_file_that_ships_with_the_kit():
         "steps_per_generation": 32, "num_iterations": 2, "num_generations": 2, "beta": 0.03,
         "epsilon": 0.2, "learning_rate": 3e-6, "max_completion_length": 53, "temperature": 0.7,
         "missing_eos_penalty": 1.0, "max_grad_norm": 0.0, "logging_steps": 4,
-        "legacy_metrics": True, "max_steps": 1954 * 4,  # 512 completions an update
+        "max_steps": 1954 * 4,  # 512 completions an update
     }  # fmt: skip
     assert shipped.trainer == found.trainer
     assert shipped.rewards == found.rewards == [{

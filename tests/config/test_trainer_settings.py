@@ -76,7 +76,6 @@ OWN = {  # right values, then wrong ones
     "on_reward_error": (("stop", "skip"), ("ignore", True, None)),
     "reward_timeout_seconds": ((None, 0.5, 60), (0, -1, "1m", True, math.inf)),
     "dynamic_sampling_rounds": ((1, 4, 100), (0, 101, 1.5, True, None, "4")),
-    "max_no_signal_fraction": ((None, 0, 0.5, 1.0), (-0.1, 1.1, 50, True, "half")),
     "generation": (("auto", "vllm", "transformers", "server"), ("vLLM", True, None, "hf")),
     "rollout_correction": ((None, "sequence", "token"), ("tokens", True, 2)),
     "rollout_correction_cap": ((1, 2.0, 8), (0.5, "2", True, None, math.inf)),

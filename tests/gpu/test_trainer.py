@@ -133,9 +133,9 @@ def test_memory_that_really_runs_out_lowers_the_budget_and_changes_nothing_else(
     tight = make_trainer(model, tokenizer, **settings)
     found, warned = learnt_gradient(tight, cap.in_force)
     record_property("step_mib", round(cap.taken / 2**20))
-    record_property("budget", tight._learner.budget)
+    record_property("budget", tight.steps.learner.budget)
     assert len(warned) == 1
-    assert tight._learner.budget < free._learner.budget == 16_384
+    assert tight.steps.learner.budget < free.steps.learner.budget == 16_384
     difference = float((found - expected).norm() / expected.norm())
     record_property("gradient_difference", f"{difference:.1e}")
     assert difference < 0.05  # bf16, in passes of other shapes
@@ -163,7 +163,7 @@ def test_a_resumed_training_is_the_one_that_was_never_stopped(
     torch.manual_seed(1)
     second.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-2")
     found = trained(model)
-    assert second.resumed_from.step == 2
+    assert second.resume.resumed_from.step == 2
     same = all(found[name].equal(values) for name, values in expected.items())
     moved = max(float((found[n] - v).abs().max()) for n, v in expected.items())
     record_property("bit_for_bit", same)

@@ -98,13 +98,6 @@ def test_bundles_hold_whole_groups_within_the_budget_and_lose_nothing(seed, budg
             assert set(group) <= set(bundle) or not set(group) & set(bundle)
 
 
-def test_groups_are_joined_while_they_fit():
-    tokens = rows_of([10] * 8)
-    bundles, too_long = tokens.bundle([[0, 1], [2, 3], [4, 5], [6, 7]], 60)
-    assert sorted(map(len, bundles)) == [2, 6]
-    assert too_long == []
-
-
 # --- pad ---------------------------------------------------------------------------------------
 
 PROMPTS = [[11, 12, 13], [21], [31, 32, 33, 34, 35], [41, 42]]
@@ -129,20 +122,6 @@ def test_padded_rows_give_their_token_ids_back(rows, multiple_of):
         assert scored.nonzero().flatten().tolist() == list(range(len(PROMPTS[row]), len(ids)))
     assert batch.num_tokens == ROWS.num_tokens(rows)
     assert batch.num_positions == batch.input_ids.numel()
-
-
-@pytest.mark.parametrize(("multiple_of", "width"), [(None, 6), (1, 6), (3, 6), (4, 8), (64, 64)])
-def test_the_width_is_the_longest_row_rounded_up(multiple_of, width):
-    batch = ROWS.pad([0, 1, 2], PAD, multiple_of=multiple_of)
-    assert batch.input_ids.shape == batch.labels.shape == (3, width)
-
-
-def test_a_completion_is_masked_from_the_left():
-    assert ROWS.pad([0, 1, 3], PAD).completion_mask.tolist() == [
-        [True, True, False, False],
-        [True, True, True, True],
-        [False, False, False, False],
-    ]
 
 
 # --- default budget ------------------------------------------------------------------------------
@@ -170,13 +149,6 @@ def test_the_budget_grows_with_memory_between_its_bounds(checkpointing):
     assert found == sorted(found)
     assert (found[0], found[-1]) == (512, 16_384)
     assert len(set(found)) > 3
-
-
-def test_a_cpu_gets_a_lower_bound():
-    keeps = 2 * 28 * (12 * 1024 + 5 * 3072)
-    assert budget(1000, on_cpu=True) == max(512, 512 * 2**20 // keeps)
-    assert budget(1000, on_cpu=True, num_layers=2) == 512 * 2**20 // (keeps // 14)
-    assert budget(0, on_cpu=True) == 512
 
 
 def test_a_pass_costs_more_positions_where_a_position_costs_little():

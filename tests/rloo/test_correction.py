@@ -73,7 +73,7 @@ class Table:
         width = batch.completion_mask.size(1)
         return Scored(self.log_probs[batch.rows, :width] * batch.completion_mask)
 
-    def learner(self, correction, **keywords):
+    def learner(self, correction):
         return Learner(
             forward=self.forward,
             backward=lambda loss: loss.backward(),
@@ -85,7 +85,6 @@ class Table:
             device=torch.device("cpu"),
             epsilon=(0.2, 0.2),
             correction=correction,
-            **keywords,
         )
 
 
@@ -102,22 +101,19 @@ def sampler_of(policy, seed=3):
     return [row[:length].tolist() for row, length in zip(moved, LENGTHS, strict=True)]
 
 
-def gradient(correction, sampler, **keywords):
+def gradient(correction, sampler):
     policy = Table()
-    learner = policy.learner(correction, **keywords)
+    learner = policy.learner(correction)
     rollout = rollout_of(sampler)
-    if not keywords.get("reuse", True):
-        learner.fill_old(rollout, list(range(4)))
     learner.learn(rollout, torch.full((4,), 0.25))
     return policy.log_probs.grad, learner.tally
 
 
-@pytest.mark.parametrize("reuse", [True, False])
 @pytest.mark.parametrize("level", ["sequence", "token"])
-def test_each_row_or_token_is_weighted_by_policy_over_sampler(level, reuse):
+def test_each_row_or_token_is_weighted_by_policy_over_sampler(level):
     policy = Table()
     sampler = sampler_of(policy)
-    found, tally = gradient((level, 1.3), sampler, reuse=reuse)
+    found, tally = gradient((level, 1.3), sampler)
     expected, weights = torch.zeros(4, 3), []
     for row, length in enumerate(LENGTHS):
         advantage = SCORES[row] - (sum(SCORES) - SCORES[row]) / 3
@@ -173,6 +169,3 @@ def test_replaced_groups_bring_their_log_probs():
     mine, coming = replace(mine, sampler_log_probs=None), replace(coming, sampler_log_probs=None)
     found = mine.replace_groups([0], coming, Shaping(), 4)
     assert found.sampler_log_probs is None
-
-
-# --- settings ------------------------------------------------------------------------------------

@@ -82,7 +82,6 @@ SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
         {
             "trainer.dynamic_sampling": True,
             "trainer.normalize_reward": "moving",
-            "trainer.max_no_signal_fraction": 0.99,
             "data.num_prompts": 12,
             "trainer.max_steps": 6,
             "trainer.save_steps": 1,

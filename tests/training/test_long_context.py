@@ -77,13 +77,13 @@ def step(length, folder, attention="sdpa"):
     learn = trainer.steps.learn
 
     def learn_watched():
-        forward = trainer.learner.forward
+        forward = trainer.steps.learner.forward
 
         def counted(batch):
             passes.append(batch.num_positions)
             return forward(batch)
 
-        trainer.learner.forward = counted
+        trainer.steps.learner.forward = counted
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
             loss = learn()
         peaks.append(peak_of(watched.profiler.kineto_results.events()))

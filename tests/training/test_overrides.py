@@ -5,7 +5,7 @@ import inspect
 import pytest
 from trl import RLOOTrainer
 
-from rloo_kit.training.trainer import LeaveOneOutTrainer, overrides
+from rloo_kit.training.trainer import LeaveOneOutTrainer
 
 EXPECTED = {
     "_generate_single_turn": "self, prompt_ids, images, multimodal_fields",
@@ -41,23 +41,16 @@ def written(function):
 
 
 def test_the_overrides_are_these():
-    print(f"{len(overrides())} overrides: {', '.join(overrides())}")  # noqa: T201
-    assert set(overrides()) == set(EXPECTED)
+    own = {name for name, value in vars(LeaveOneOutTrainer).items() if inspect.isfunction(value)}
+    assert own & set(dir(RLOOTrainer)) - {"__init__"} == set(EXPECTED)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_an_override_has_the_signature_of_its_hook(name):
-    hook = getattr(overrides()[name], name)
+    hook = getattr(RLOOTrainer, name)
     assert written(hook) == EXPECTED[name], "moved upstream"
     assert parameters(getattr(LeaveOneOutTrainer, name)) == parameters(hook)
 
 
 def test_every_hook_that_is_called_exists():
     assert not [name for name in CALLED if not callable(getattr(RLOOTrainer, name, None))]
-
-
-def test_overrides_are_short():
-    lengths = {
-        name: len(inspect.getsourcelines(vars(LeaveOneOutTrainer)[name])[0]) for name in EXPECTED
-    }
-    assert max(lengths.values()) <= 22, lengths
