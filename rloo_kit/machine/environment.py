@@ -12,7 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from rloo_kit.errors import BackendError, ImportOrderError
 from rloo_kit.machine.hardware import Hardware, detect_hardware, installed_version, why_not_unsloth
 from rloo_kit.text.redaction import remember_settings
+from rloo_kit.text.wording import first_line
 
 # Less fragmentation; CUDA under WSL and older vLLM's sleep fail with it
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -52,6 +53,7 @@ class Environment:
     backend: str  # "unsloth" or "transformers"
     why_not_unsloth: str | None
     hardware: Hardware
+    hidden: dict[str, str] = field(default_factory=dict)  # packages that fail at import, and why
     dotenv: str | None = None  # the file that was read
 
 
@@ -87,7 +89,7 @@ def setup(backend: str = "auto") -> Environment:
         reason = "backend: transformers was asked for"
     elif reason is None:
         check_import_order()
-    _hide_broken_packages()
+    hidden = _hide_broken_packages()
     with quiet():
         reason = reason or _import_unsloth()
         if reason and backend == "unsloth":
@@ -97,7 +99,7 @@ def setup(backend: str = "auto") -> Environment:
 
         route_trl_lm_head()
     chosen = "transformers" if reason else "unsloth"
-    _environment = Environment(chosen, reason, hardware, dotenv)
+    _environment = Environment(chosen, reason, hardware, hidden, dotenv)
     return _environment
 
 
@@ -166,17 +168,20 @@ def cache_folder() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "rloo-kit"
 
 
-def _hide_broken_packages() -> None:
+def _hide_broken_packages() -> dict[str, str]:
     """Make ``find_spec`` answer None for optional packages that fail at import."""
+    hidden = {}
     for name in OPTIONAL_PACKAGES:
         if name in sys.modules or find_spec(name) is None:
             continue
         try:
             importlib.import_module(name)
-        except Exception:  # such as an operator that this build of torch lacks
+        except Exception as exc:  # such as an operator that this build of torch lacks
             for loaded in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
                 del sys.modules[loaded]
             sys.modules[name] = None  # type: ignore[assignment]  # import machinery: "not there"
+            hidden[name] = first_line(exc)
+    return hidden
 
 
 def _import_unsloth() -> str | None:
