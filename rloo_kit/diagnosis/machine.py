@@ -68,7 +68,4 @@ def _machine(environment: Environment) -> list[str]:
     ]
     if hardware.num_devices > 1:
         lines.append(f"{hardware.num_devices} devices: set CUDA_VISIBLE_DEVICES=0 in .env for one")
-    return lines + [
-        f"{name} is installed but cannot be imported and is hidden ({reason}): pip uninstall {name}"
-        for name, reason in environment.hidden.items()
-    ]
+    return lines

@@ -29,8 +29,6 @@ def introduce(say: Say, config: RunConfig, environment: Environment) -> None:
     )
     if environment.why_not_unsloth and config.model.backend == "auto":
         say(f"without Unsloth: {environment.why_not_unsloth}")
-    for package, reason in environment.hidden.items():
-        say(f"{package} is installed but cannot be imported, so it is hidden: {reason}")
 
 
 def means(evaluation: Evaluation) -> str:

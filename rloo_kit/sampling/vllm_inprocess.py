@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import GenerationError
-from rloo_kit.machine.environment import quiet, setup
+from rloo_kit.machine.environment import quiet
 from rloo_kit.machine.hardware import GIB, detect_hardware
 from rloo_kit.machine.memory import empty_model, empty_tensors, is_out_of_memory, live_tensors
 from rloo_kit.models.engine_memory import (
@@ -409,11 +409,8 @@ def _why(exc: Exception) -> str:
         remedy = "take expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF and restart"
     elif "bitsandbytes" in low or "bnb" in low:
         remedy = "pip install vllm-bnb-plugin (vLLM 0.28 and later need it for 4-bit weights)"
-    elif "failed to be inspected" in low and setup().hidden:
-        remedy = (
-            f"pip uninstall {' '.join(setup().hidden)} (they do not fit this torch, and vLLM's "
-            f"inspection of the model fails on them)"
-        )
+    elif "failed to be inspected" in low:
+        remedy = "pip uninstall torchvision torchaudio, where they do not fit this torch"
     elif is_out_of_memory(exc) or "memory" in low:  # vLLM's own check is a ValueError
         remedy = (
             f"lower model.max_seq_length or trainer.per_device_train_batch_size "
