@@ -70,9 +70,7 @@ def find_source(name: str) -> Source:
         return Source(name, path, read_json(path / FACTS) if (path / FACTS).is_file() else {})
     if _looks_like_path(name):
         raise ModelError(f"reward model {name!r} is not a folder; {WHAT_TO_GIVE}")
-    folder = _adapter_on_hub(name)
-    facts = read_json(folder / FACTS) if folder and (folder / FACTS).is_file() else {}
-    return Source(name, folder, facts)
+    return Source(name)
 
 
 def find_base(source: Source, base: str | None = None) -> str:
@@ -138,22 +136,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _looks_like_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_absolute()
-
-
-def _adapter_on_hub(name: str) -> Path | None:
-    """Return the downloaded folder of a hub name that is an adapter; None of a whole model."""
-    from huggingface_hub import snapshot_download
-    from transformers.utils.hub import cached_file
-
-    def has(file: str) -> bool:
-        try:
-            return cached_file(name, file, _raise_exceptions_for_missing_entries=False) is not None
-        except OSError:  # offline, or no such name: loading says it better
-            return False
-
-    if has("config.json") or not has(ADAPTER_CONFIG):
-        return None
-    return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
 
 
 # --- loading -------------------------------------------------------------------------------------
@@ -448,15 +430,12 @@ def _drops_thoughts(tokenizer: Any) -> bool:
     return thought not in str(tokenizer.apply_chat_template(turn, tokenize=False))
 
 
-def batches(
-    lengths: Sequence[int], tokens_per_batch: int, batch_size: int | None = None
-) -> list[list[int]]:
+def batches(lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
     """Return rows in batches of like length, the longest first.
 
     Args:
         lengths: Tokens of each row.
         tokens_per_batch: Most positions, padding included; a longer row is a batch of its own.
-        batch_size: Most rows; None: no limit.
 
     >>> batches([3, 9, 4, 1], tokens_per_batch=8)
     [[1], [2, 0], [3]]
@@ -465,7 +444,6 @@ def batches(
     found: list[list[int]] = []
     while order:
         rows = max(1, tokens_per_batch // lengths[order[0]])
-        rows = min(rows, batch_size or rows)
         found.append(order[:rows])
         order = order[rows:]
     return found
@@ -476,7 +454,6 @@ def logits(
     pad_token_id: int,
     rows: Sequence[list[int]],
     tokens_per_batch: int,
-    batch_size: int | None = None,
     *,
     at_last_token: bool = False,
 ) -> list[float]:
@@ -490,7 +467,6 @@ def logits(
         pad_token_id: As its configuration has it.
         rows: Token ids, none of them empty.
         tokens_per_batch: Most positions of a forward pass, padding included.
-        batch_size: Most rows of a forward pass.
         at_last_token: Read it at the last token of every row, whatever that is.
     """
     import torch
@@ -499,7 +475,7 @@ def logits(
     device = next(model.parameters()).device
     found = [0.0] * len(rows)
     with torch.inference_mode():
-        for batch in batches(list(map(len, rows)), tokens_per_batch, batch_size):
+        for batch in batches(list(map(len, rows)), tokens_per_batch):
             width = len(rows[batch[0]])
             ends = {rows[row][-1] for row in batch} if at_last_token else set()
             pads = (pad_token_id, *range(len(ends) + 1))

@@ -1,8 +1,9 @@
-"""Run a program against its tests, inside the sandbox; the expected values are not here.
+"""Run a program against its tests, inside the sandbox; it never sees the expected values.
 
 This file is the source of a program that ``code.py`` runs. It imports the standard library alone.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -50,12 +51,36 @@ def _text(value: Any) -> str:
     return json.dumps(canonical(value))
 
 
+def expected_values(cases: list[dict[str, Any]]) -> dict[int, str]:
+    """Evaluate the side of each equation that needs no program, before there is one.
+
+    The other side becomes the ``value`` that the program is asked for. Both sides' texts are
+    removed from the cases, so that the program cannot find them.
+    """
+    found = {}
+    for number, case in enumerate(cases):
+        case["value"] = ""
+        left, right = case.pop("sides") or ("", "")
+        for side, other in ((right, left), (left, right)):
+            names: dict[str, Any] = {}
+            try:
+                for statement in case["setup"]:
+                    with contextlib.suppress(Exception):
+                        exec(statement, names)
+                found[number] = _text(eval(side, names))
+            except BaseException:
+                continue
+            case["value"], case["check"] = other, ""
+            break
+    return found
+
+
 def run(job: dict[str, Any], report: Any) -> None:
     """Run the program, then each case; report a value, or that a check passed.
 
     Args:
         job: ``program``; ``cases`` of ``setup`` (statements), ``value`` (an expression or "") and
-            ``check`` (statements); ``lenient``, whether set-up may fail.
+            ``check`` (statements).
         report: Called with the number of a case and what became of it; not called for a failure.
     """
     module = type(sys)("program")
@@ -69,11 +94,7 @@ def run(job: dict[str, Any], report: Any) -> None:
     for number, case in enumerate(job["cases"]):
         try:
             for statement in case["setup"]:
-                try:
-                    exec(statement, names)
-                except Exception:
-                    if not job["lenient"]:
-                        raise
+                exec(statement, names)
             if case["value"]:
                 answer = text(eval(case["value"], names))
             else:
@@ -84,26 +105,35 @@ def run(job: dict[str, Any], report: Any) -> None:
             continue
 
 
+def _read(size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        data += os.read(0, size - len(data))
+    return data
+
+
 def main() -> None:
     """Take the job from standard input, and the pipes away from the program."""
     begin = os.lseek(0, 0, os.SEEK_CUR) + HEADER_BYTES
-    size = int(os.read(0, HEADER_BYTES))
-    job = b""
-    while len(job) < size:
-        job += os.read(0, size - len(job))
+    size = int(_read(HEADER_BYTES))
+    job = json.loads(_read(size))
     questions, answers, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
     pread, write = os.pread, os.write
 
-    def report(number: int, answer: str) -> None:
-        # Read only now: while the program runs, the secret is not in this process's memory.
-        line = pread(questions, SECRET_BYTES, begin + size) + f" {number} {answer}\n".encode()
+    def send(line: bytes) -> None:
         while line:
             line = line[write(answers, line) :]
 
+    def report(number: int, answer: str) -> None:
+        # Read only now: while the program runs, the secret is not in this process's memory.
+        send(pread(questions, SECRET_BYTES, begin + size) + f" {number} {answer}\n".encode())
+
+    # The first line needs no secret: nothing of the program has run.
+    send(json.dumps(expected_values(job["cases"])).encode() + b"\n")
     end = os._exit  # threads that the program left behind are not waited for
-    run(json.loads(job), report)
+    run(job, report)
     end(0)
 
 

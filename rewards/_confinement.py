@@ -19,6 +19,8 @@ READY, REFUSED = "ready", "refused"
 LAYERS = ("landlock", "seccomp", "namespaces", "tmpfs", "other_user", "rlimits")
 # Without one of these a program can reach files, the network or other processes
 NEEDED = ("landlock", "seccomp")
+# Where the kernel counts them for this program alone
+MAX_THREADS = 32
 
 # System calls that end with EPERM: name, number on x86_64, number on aarch64 (- where it has none).
 _DENIED = """
@@ -76,9 +78,9 @@ _OWN_FOLDER = 0b111_0001_1011_1110  # all but: execute, sockets, pipes, devices
 def main() -> None:
     """Confine this process, say what holds, run the program."""
     folder, *rest = sys.argv[1:]
-    parent, size, seconds, memory, disk, threads, allow_weak = map(int, rest)
+    parent, size, seconds, memory, disk, allow_weak = map(int, rest)
     try:
-        held = confine(folder, parent, (seconds, memory, disk, threads))
+        held = confine(folder, parent, (seconds, memory, disk))
         missing = [] if allow_weak else [name for name in NEEDED if name not in held]
         words = [REFUSED, *missing] if missing else [READY, *held]
     except Exception as exc:
@@ -95,13 +97,13 @@ def main() -> None:
     exec(compile(program, "program.py", "exec", dont_inherit=True), module.__dict__)
 
 
-def confine(folder: str, parent: int, limits: tuple[int, int, int, int]) -> list[str]:
+def confine(folder: str, parent: int, limits: tuple[int, int, int]) -> list[str]:
     """Apply each protection that the kernel allows; return the names of those that hold.
 
     Args:
         folder: The program's own folder, empty.
         parent: Process id of the parent, with which this process ends.
-        limits: CPU seconds, MiB of memory, MiB of files, threads.
+        limits: CPU seconds, MiB of memory, MiB of files.
     """
     held = ["rlimits"]
     os.chmod(folder, 0o755)  # for another user; it is empty
@@ -126,7 +128,7 @@ def confine(folder: str, parent: int, limits: tuple[int, int, int, int]) -> list
     return held
 
 
-def _limit(limits: tuple[int, int, int, int], *, counted: bool, threads: bool) -> None:
+def _limit(limits: tuple[int, int, int], *, counted: bool, threads: bool) -> None:
     """Set the limits of resources.
 
     Args:
@@ -134,7 +136,7 @@ def _limit(limits: tuple[int, int, int, int], *, counted: bool, threads: bool) -
         counted: Whether this process is counted apart from the user's others.
         threads: Whether new processes are refused by other means; else threads are refused too.
     """
-    seconds, memory, disk, max_threads = limits
+    seconds, memory, disk = limits
     wanted = {
         "RLIMIT_CORE": 0,
         "RLIMIT_CPU": seconds,
@@ -143,7 +145,7 @@ def _limit(limits: tuple[int, int, int, int], *, counted: bool, threads: bool) -
         "RLIMIT_NOFILE": 64,
     }
     if counted or not threads:
-        wanted["RLIMIT_NPROC"] = max_threads if threads else 0
+        wanted["RLIMIT_NPROC"] = MAX_THREADS if threads else 0
     for name, value in wanted.items():
         number = getattr(resource, name)
         hard = resource.getrlimit(number)[1]

@@ -37,14 +37,11 @@ class Limits:
     """All files together where the folder is a file system of its own, else each file."""
     output_kib: int = 1024
     """Standard output; a program that prints more is ended."""
-    max_threads: int = 32
-    """Threads, where the kernel counts them for this program alone."""
 
     def __post_init__(self) -> None:
         """Refuse a limit that no program could keep."""
-        least = {"timeout_seconds": 0.1, "memory_mib": 64, "output_kib": 1, "max_threads": 1}
-        for name, value in {**least, "disk_mib": 1}.items():
-            check_least(name, getattr(self, name), value, 2**31)
+        check_least("timeout_seconds", self.timeout_seconds, 0.1, 2**31)
+        check_least("memory_mib", self.memory_mib, 64, 2**31)
 
 
 @dataclass(frozen=True)
@@ -141,7 +138,7 @@ def _start(
 ) -> subprocess.Popen:
     numbers = (
         os.getpid(), size, math.ceil(limits.timeout_seconds) + 1, limits.memory_mib,
-        limits.disk_mib, limits.max_threads, int(allow_weak),
+        limits.disk_mib, int(allow_weak),
     )  # fmt: skip
     # Isolated, without site-packages, writing no bytecode.
     flags = ["-I", "-S", "-B", "-X", "utf8"]

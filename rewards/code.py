@@ -1,14 +1,13 @@
 """Code: the program in the answer passes its tests, run in a sandbox."""
 
 import ast
-import functools
 import json
 import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -24,8 +23,6 @@ from .thinking import TemplateAware
 T = TypeVar("T")
 R = TypeVar("R")
 
-# For what the dataset alone decides: a loaded machine must not make a test weaker
-_PATIENCE_SECONDS = 30.0
 _PYTHON_TAGS = {"python", "python3", "py"}
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`{]*)[^`\n]*\n?")
 
@@ -69,18 +66,8 @@ class _Check:
     """One test in Python: statements, or an assertion that two expressions are equal."""
 
     setup: tuple[str, ...]
-    statements: str
+    check: str
     sides: tuple[str, str] | None = None
-
-
-@dataclass(frozen=True)
-class _Case:
-    """What the process of the program is asked, and the answer that passes."""
-
-    setup: tuple[str, ...]
-    value: str
-    check: str = ""
-    expected: str = "passed"
 
 
 _Tests = tuple[_Exchange, ...] | tuple[_Check, ...]
@@ -121,10 +108,6 @@ class Code(TemplateAware):
     """Wall time of one run: of all tests in Python together, or of one input."""
     memory_mib: int = 512
     """Address space of one run."""
-    disk_mib: int = 16
-    """Files of one run, all together."""
-    output_kib: int = 1024
-    """Output of one run; one that prints more is ended."""
     max_workers: int | None = None
     """Programs run at the same time; None: one per core."""
     allow_weak: bool = False
@@ -140,7 +123,7 @@ class Code(TemplateAware):
 
     @property
     def _limits(self) -> Limits:
-        return Limits(self.timeout_seconds, self.memory_mib, self.disk_mib, self.output_kib)
+        return Limits(self.timeout_seconds, self.memory_mib)
 
     def __call__(
         self,
@@ -163,8 +146,6 @@ class Code(TemplateAware):
             if program is not None and tests[row]
         ]
         scores: list[Score] = [0.0 if row else None for row in tests]
-        # Once for all samples of a prompt, before they ask for it at the same time.
-        self._map(self._prepared, {row[2] for row in rows})
         for (row, *_), score in zip(rows, self._map(self._score, rows), strict=True):
             scores[row] = score
         return scores
@@ -188,7 +169,7 @@ class Code(TemplateAware):
         if isinstance(tests[0], _Exchange):
             passed = self._exchanges_passed(program, tests)
         else:
-            passed = self._checks_passed(program, self._prepared(tests))
+            passed = self._checks_passed(program, tests)
         return float(passed == len(tests)) if self.all_or_nothing else passed / len(tests)
 
     def _exchanges_passed(self, program: str, tests: Sequence[Any]) -> int:
@@ -203,88 +184,16 @@ class Code(TemplateAware):
                 break
         return passed
 
-    def _checks_passed(self, program: str, cases: tuple[_Case, ...]) -> int:
-        answers = _answers(program, cases, self._limits, self.allow_weak)
-        return sum(answers.get(str(i)) == case.expected for i, case in enumerate(cases))
-
-    def _prepared(self, tests: _Tests) -> tuple[_Case, ...]:
-        if isinstance(tests[0], _Exchange):
-            return ()
-        return _with_expected_values(tests, self._limits, self.allow_weak)
-
-
-def _answers(
-    program: str, cases: Iterable[_Case], limits: Limits, allow_weak: bool, *, lenient: bool = False
-) -> dict[str, str]:
-    """Return what a process says of each case, by its number; nothing of those that failed."""
-    job = {
-        "program": program,
-        "cases": [{"setup": c.setup, "value": c.value, "check": c.check} for c in cases],
-        "lenient": lenient,
-    }
-    text, secret = json.dumps(job), secrets.token_hex(_code_harness.SECRET_BYTES // 2)
-    harness = Path(_code_harness.__file__).read_text(encoding="utf-8")
-    stdin = f"{len(text):{_code_harness.HEADER_BYTES}}{text}{secret}"
-    outcome = run_python(harness, stdin=stdin, limits=limits, allow_weak=allow_weak)
-    lines = [line.split(" ", 2) for line in outcome.stdout.split("\n")]
-    return {line[1]: line[2] for line in lines if len(line) == 3 and line[0] == secret}
-
-
-@functools.lru_cache(maxsize=4096)
-def _with_expected_values(
-    checks: tuple[_Check, ...], limits: Limits, allow_weak: bool
-) -> tuple[_Case, ...]:
-    """Find the side of each equation that needs no program, in a process without one.
-
-    That value is expected of the other side, and never seen by the program.
-    """
-    sides = [_Case(check.setup, side) for check in checks for side in check.sides or ()]
-    patient = replace(limits, timeout_seconds=max(_PATIENCE_SECONDS, limits.timeout_seconds))
-    answers = _answers("", sides, patient, allow_weak, lenient=True) if sides else {}
-    cases, asked = [], 0
-    for check in checks:
-        case = _Case(check.setup, "", check.statements)
-        if check.sides is not None:
-            known = answers.get(str(asked + 1)), answers.get(str(asked))
-            asked += 2
-            for side, expected in zip(check.sides, known, strict=True):
-                if expected is not None:
-                    case = _Case(_setup_of(side, check.setup), side, expected=expected)
-                    break
-        cases.append(case)
-    return tuple(cases)
-
-
-def _setup_of(side: str, setup: Sequence[str]) -> tuple[str, ...]:
-    """Return the set-up that an expression needs: the rest may hold the value expected of it."""
-    needed = _names_in(side)
-    kept: list[str] = []
-    for statement in reversed(setup):
-        made = _names_made(statement)
-        if made is None or made & needed:
-            kept.append(statement)
-            needed |= _names_in(statement)
-    return tuple(reversed(kept))
-
-
-def _names_in(source: str) -> set[str]:
-    return {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
-
-
-def _names_made(statement: str) -> set[str] | None:
-    """Return the names that a statement makes; None where it may do something else."""
-    (node,) = ast.parse(statement).body
-    match node:
-        case ast.FunctionDef(name) | ast.ClassDef(name):
-            return {name}
-        case ast.Import(names) | ast.ImportFrom(names=names):
-            return {(name.asname or name.name).partition(".")[0] for name in names} - {"*"} or None
-        case ast.Assign(targets):
-            made = {target.id for target in targets if isinstance(target, ast.Name)}
-            return made if all(isinstance(target, ast.Name) for target in targets) else None
-        case ast.AnnAssign(target=ast.Name(name)):
-            return {name}
-    return None
+    def _checks_passed(self, program: str, tests: Sequence[Any]) -> int:
+        job = {"program": program, "cases": [asdict(test) for test in tests]}
+        text, secret = json.dumps(job), secrets.token_hex(_code_harness.SECRET_BYTES // 2)
+        harness = Path(_code_harness.__file__).read_text(encoding="utf-8")
+        stdin = f"{len(text):{_code_harness.HEADER_BYTES}}{text}{secret}"
+        outcome = run_python(harness, stdin=stdin, limits=self._limits, allow_weak=self.allow_weak)
+        expected, *lines = outcome.stdout.split("\n")
+        right = json.loads(expected or "{}")
+        answers = dict(line.split(" ", 2)[1:] for line in lines if line.startswith(f"{secret} "))
+        return sum(answer == right.get(number, "passed") for number, answer in answers.items())
 
 
 # --- tests as datasets store them -----------------------------------------------------------------
@@ -361,27 +270,22 @@ def _unfolded(body: list[ast.stmt]) -> list[ast.stmt]:
         node.name: node
         for node in body
         if isinstance(node, ast.FunctionDef)
+        and len(node.args.args) == 1
         and all(isinstance(s, ast.Assert) or _is_comment(s) for s in node.body)
     }
-    unfolded: list[ast.stmt] = []
+    found: list[ast.stmt] = []
+    called = []
     for node in body:
         match node:
-            case ast.Expr(ast.Call(ast.Name(name), arguments, [])) if name in checks and len(
-                arguments
-            ) == len(checks[name].args.args):
-                parameters = [ast.Name(a.arg, ast.Store()) for a in checks[name].args.args]
-                unfolded += [
-                    ast.fix_missing_locations(ast.Assign([parameter], argument))
-                    for parameter, argument in zip(parameters, arguments, strict=True)
-                ]
-                unfolded += [s for s in checks[name].body if isinstance(s, ast.Assert)]
+            case ast.Expr(ast.Call(ast.Name(name), [argument], [])) if name in checks:
+                parameter = ast.Name(checks[name].args.args[0].arg, ast.Store())
+                found.append(ast.fix_missing_locations(ast.Assign([parameter], argument)))
+                found += [s for s in checks[name].body if isinstance(s, ast.Assert)]
+                called.append(checks[name])
             case _:
-                unfolded.append(node)
-    # What was unfolded holds the expected values; it stays only where something still calls it.
-    functions = {id(node): name for name, node in checks.items()}
-    others = [node for node in unfolded if id(node) not in functions]
-    called = {name.id for node in others for name in ast.walk(node) if isinstance(name, ast.Name)}
-    return [n for n in unfolded if id(n) not in functions or functions[id(n)] in called]
+                found.append(node)
+    # A function that was called holds the expected values.
+    return [node for node in found if node not in called]
 
 
 def _always_holds(node: ast.stmt) -> bool:

@@ -7,11 +7,8 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.text.redaction import remember_secret
@@ -19,7 +16,7 @@ from rloo_kit.types import Completion, Score
 
 from ._answer import column_of
 from ._checks import check_choice, check_least
-from ._judge_server import MODES, Batch, Cache, State
+from ._judge_server import MODES, Server
 from ._text import completion_text, content_text, is_unclosed, text_after_thought
 from .thinking import TemplateAware
 
@@ -51,6 +48,7 @@ Compare two answers to a question. What counts: {{rubric}}
 the second is better, 0 if they are equally good."""
 
 _PLACEHOLDER = re.compile(r"\{(rubric|low|high|prompt|completion|first|second)\}")
+_ADDRESS = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?(/[!-~]*)?")
 _FIXED_FIELDS = ("messages", "model", "n", "stream")
 
 
@@ -108,27 +106,13 @@ class Judge(TemplateAware):
     """More fields of the request, such as ``response_format`` or ``max_completion_tokens``."""
     max_concurrency: int = 8
     """Most requests under way at the same time."""
-    requests_per_minute: float | None = None
-    """Most requests per minute, evenly spaced; None: no limit."""
     timeout_seconds: float = 60.0
     """Seconds one request may take."""
-    batch_timeout_seconds: float = 600.0
-    """Seconds one call may take; what is not scored by then has failed."""
     max_retries: int = 3
-    """Further attempts after a time-out, a lost connection, 408, 409, 429 or 5xx."""
-    backoff_seconds: float = 0.5
-    """Wait before the first further attempt; doubles, up to 30 s, with jitter. A server's
-    Retry-After counts instead."""
+    """Further attempts after a time-out, a lost connection, 408, 409, 429 or 5xx, with growing
+    waits or the server's Retry-After."""
     on_failure: str = "stop"
     """``stop`` raises where a completion cannot be scored; ``skip`` gives it None."""
-    max_consecutive_failures: int = 5
-    """With ``skip``: completions that failed in a row after which the rest of the call is None
-    without waiting."""
-    cache_size: int = 10_000
-    """Answers kept in memory; 0: none."""
-    cache_file: str | None = None
-    """SQLite file of the answers, for later runs; it holds hashes and numbers, no text."""
-    _state: State = field(default_factory=State, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, without showing anything that may be a key.
@@ -138,25 +122,15 @@ class Judge(TemplateAware):
                 holds more than an address.
             ValueError: Another parameter is out of range.
         """
-        _check_secrets(self)
+        _check_key_name(self.api_key_env)
         _check_address(self.url)
         object.__setattr__(self, "scale", tuple(self.scale))  # a run file gives a list
-        _check_choices(self)
-        _check_numbers(self)
-        _check_file(self.cache_file)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the parameters, without what was learnt from the server."""
-        return {**self.__dict__, "_state": State()}
+        _check_parameters(self)
 
     @property
     def url(self) -> str:
         """The address in use, without a slash at its end."""
         return (self.base_url or os.environ.get("OPENAI_BASE_URL") or "").strip().rstrip("/")
-
-    def release(self) -> None:
-        """Forget the answers in memory; connections end with each call."""
-        object.__setattr__(self, "_state", State())
 
     async def __call__(
         self,
@@ -171,34 +145,35 @@ class Judge(TemplateAware):
             RewardContractError: The column of the references is not there, or, with
                 ``on_failure="stop"``, a completion could not be scored.
         """
-        asked = [""] * len(completions) if prompts is None else prompts
+        references: list[Any] = [None] * len(completions)
+        if self.mode == "pairwise":
+            references = column_of(columns, self.column, self.__name__)
         rows = [
             self._questions(prompt, completion, reference)
             for prompt, completion, reference in zip(
-                asked, completions, self._references(len(completions), columns), strict=True
+                prompts or [""] * len(completions), completions, references, strict=True
             )
         ]
-        with closing(Cache(self._state.scores, self.cache_size, self.cache_file)) as cache:
-            batch = Batch(self, self._state, _key(self), cache)
-            answers = await batch.answers(list(dict.fromkeys(text for row in rows for text in row)))
+        server = Server(self, _key(self.api_key_env))
+        answers = await server.answers(list(dict.fromkeys(text for row in rows for text in row)))
         scores = [self._score(row, answers) for row in rows]
         unscored = sum(bool(row) and score is None for row, score in zip(rows, scores, strict=True))
-        if batch.failure is not None:
+        if server.failure is not None:
             warnings.warn(
-                f"{unscored} completions count as unscorable: {batch.sentence(batch.failure)}",
+                f"{unscored} completions count as unscorable: {server.sentence(server.failure)}",
                 RuntimeWarning,
                 stacklevel=2,
             )
         if log_metric is not None:
-            self._log(log_metric, batch, unscored, sum(map(len, rows)))
+            prefix = f"rewards/{self.__name__}/"
+            log_metric(f"{prefix}unscored", float(unscored))
+            log_metric(f"{prefix}tokens", float(server.tokens))
+            if server.latencies:
+                mean = sum(server.latencies) / len(server.latencies)
+                log_metric(f"{prefix}latency_seconds", mean)
         return scores
 
     # --- questions and scores --------------------------------------------------------------------
-
-    def _references(self, count: int, columns: dict[str, Any]) -> list[Any]:
-        if self.mode == "rubric":
-            return [None] * count
-        return column_of(columns, self.column, self.__name__)
 
     def _questions(
         self, prompt: Completion, completion: Completion, reference: Any
@@ -208,20 +183,17 @@ class Judge(TemplateAware):
         answer = _well_formed(self.answer_text(prompt, completion))
         if self.mode == "rubric":
             mark = _mark(question, answer)
-            completion_block = _block("answer", mark, answer)
-            return (self._filled(prompt=(question, mark), completion=completion_block),)
-        other = _reference_text(reference, keep_thought=self.keep_thought)
-        if not other.strip():
-            return ()
-        other = _well_formed(other)
-        mark = _mark(question, answer, other)
+            blocks = [{"completion": _block("answer", mark, answer)}]
+        else:
+            other = _well_formed(_reference_text(reference, keep_thought=self.keep_thought))
+            mark = _mark(question, answer, other)
+            orders = ((answer, other), (other, answer)) if other.strip() else ()
+            blocks = [
+                {"first": _block("answer-1", mark, one), "second": _block("answer-2", mark, two)}
+                for one, two in orders
+            ]
         return tuple(
-            self._filled(
-                prompt=(question, mark),
-                first=_block("answer-1", mark, first),
-                second=_block("answer-2", mark, second),
-            )
-            for first, second in ((answer, other), (other, answer))
+            self._filled(prompt=_block("question", mark, question), **block) for block in blocks
         )
 
     def answer_text(self, prompt: Completion, completion: Completion) -> str:
@@ -232,17 +204,10 @@ class Judge(TemplateAware):
         opened = self.is_opened(prompt)
         return "" if is_unclosed(text, opened=opened) else text_after_thought(text).strip()
 
-    def _filled(self, *, prompt: tuple[str, str], **blocks: str) -> str:
+    def _filled(self, **blocks: str) -> str:
         """Return the template filled in, once: names in braces inside a value are left alone."""
-        question, mark = prompt
-        low, high = self.scale
-        values = {
-            "rubric": _well_formed(self.rubric),
-            "low": f"{low:g}",
-            "high": f"{high:g}",
-            "prompt": _block("question", mark, question),
-            **blocks,
-        }
+        low, high = (f"{number:g}" for number in self.scale)
+        values = {"rubric": _well_formed(self.rubric), "low": low, "high": high, **blocks}
         default = RUBRIC_TEMPLATE if self.mode == "rubric" else PAIRWISE_TEMPLATE
         template = _well_formed(self.template or default)
         return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), template)
@@ -259,10 +224,8 @@ class Judge(TemplateAware):
             return 1.0
         return 0.0 if ours == 2 and swapped == 1 else 0.5
 
-    def accepts(self, number: Any) -> bool:
+    def accepts(self, number: float) -> bool:
         """Return whether a number is on the scale, or names a winner."""
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            return False
         if self.mode == "pairwise":
             return number in (0, 1, 2)
         low, high = self.scale
@@ -284,27 +247,6 @@ class Judge(TemplateAware):
         }
         kept = {name: value for name, value in content.items() if value is not None}
         return json.dumps(kept).encode()
-
-    def cache_key(self, text: str) -> str:
-        """Return what an answer is kept under: server, scale and request, hashed."""
-        low, high = self.scale
-        known = f"{self.url}\n{self.mode} {low!r} {high!r}\n".encode() + self.body(text)
-        return hashlib.sha256(known).hexdigest()
-
-    def _log(
-        self,
-        log_metric: Callable[[str, float], None],
-        batch: "Batch",
-        unscored: int,
-        questions: int,
-    ) -> None:
-        prefix = f"rewards/{self.__name__}/"
-        log_metric(f"{prefix}unscored", float(unscored))
-        log_metric(f"{prefix}cache_hits", float(questions - batch.asked))
-        log_metric(f"{prefix}tokens", float(batch.tokens))
-        if batch.latencies:
-            mean = sum(batch.latencies) / len(batch.latencies)
-            log_metric(f"{prefix}latency_seconds", mean)
 
 
 # --- what is put into a question ------------------------------------------------------------------
@@ -343,19 +285,11 @@ def _reference_text(reference: Any, *, keep_thought: bool) -> str:
 # --- parameters -----------------------------------------------------------------------------------
 
 
-def _check_secrets(judge: Judge) -> None:
-    if judge.base_url is not None and not isinstance(judge.base_url, str):
-        raise RewardLoadError(
-            "base_url of reward 'judge' is no text; give an address such as "
-            "http://127.0.0.1:8000/v1"
-        )
+def _check_key_name(name: object) -> None:
     # No value is shown, and no ValueError raised: its text would be given with all parameters.
-    if judge.api_key_env is not None and not (
-        isinstance(judge.api_key_env, str)
-        and re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", judge.api_key_env)
-    ):
+    if name is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", str(name)):
         raise RewardLoadError(
-            f"api_key_env of reward {judge.__name__!r} is not the name of an environment variable "
+            "api_key_env of reward 'judge' is not the name of an environment variable "
             "(upper-case letters, digits and underscores); put the key into one, and give its name"
         )
 
@@ -366,27 +300,19 @@ def _check_address(url: str) -> None:
             "reward 'judge' has no address; give base_url, such as http://127.0.0.1:8000/v1, or "
             "set the environment variable OPENAI_BASE_URL"
         )
-    try:
-        parts = urlsplit(url)
-        has_more = "@" in parts.netloc or "?" in url or "#" in url
-        is_plain = url.isascii() and url.isprintable() and " " not in url
-        is_fine = parts.scheme in ("http", "https") and bool(parts.hostname) and is_plain
-        _ = parts.port  # raises where it is no number
-    except ValueError:
-        has_more, is_fine = "@" in url, False
-    if has_more:
+    if set(url) & set("@?#"):
         raise RewardLoadError(
             "the base_url of reward 'judge' holds more than an address; leave out user, password, "
             "'?' and '#', and put the key into the environment variable that api_key_env names"
         )
-    if not is_fine:
+    if not _ADDRESS.fullmatch(url):
         raise RewardLoadError(
             f"base_url {url!r} of reward 'judge' is no address; give one such as "
             "http://127.0.0.1:8000/v1"
         )
 
 
-def _check_choices(judge: Judge) -> None:
+def _check_parameters(judge: Judge) -> None:
     check_choice("mode", judge.mode, tuple(MODES))
     check_choice("on_failure", judge.on_failure, ("stop", "skip"))
     for name in MODES[judge.mode][1]:
@@ -395,54 +321,27 @@ def _check_choices(judge: Judge) -> None:
                 f"template lacks {{{name}}}, so the judge would not see the answer; put it where "
                 "the answer belongs"
             )
-    for name in ("model", "rubric", "column"):
-        if not isinstance(getattr(judge, name), str) or not getattr(judge, name).strip():
-            raise ValueError(f"{name} is {getattr(judge, name)!r}; give a text")
     json.dumps(judge.extra_body)  # a TypeError says what JSON cannot hold
     for name in _FIXED_FIELDS:
         if name in judge.extra_body:
             raise ValueError(f"extra_body sets {name!r}, which the reward sets; remove it")
-
-
-def _check_file(path: str | None) -> None:
-    if path is None:
-        return
-    file = Path(path).expanduser()
-    if file.is_dir() or not file.parent.is_dir():
-        raise ValueError(
-            f"cache_file {path!r} is no file in an existing folder; make the folder, or name "
-            "another file"
-        )
-
-
-def _check_numbers(judge: Judge) -> None:
     if len(judge.scale) != 2 or not 0 < judge.scale[1] - judge.scale[0] < math.inf:
         raise ValueError(
             f"scale {judge.scale!r} is not (lowest, highest); give two numbers such as (0, 10)"
         )
-    for name, least in (
-        ("max_concurrency", 1),
-        ("max_consecutive_failures", 1),
-        ("max_retries", 0),
-        ("cache_size", 0),
-        ("backoff_seconds", 0),
-    ):
-        check_least(name, getattr(judge, name), least)
-    for name in ("timeout_seconds", "batch_timeout_seconds", "requests_per_minute"):
-        value = getattr(judge, name)
-        if name == "requests_per_minute" and value is None:
-            continue
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} is {value!r}; set it above 0")
+    check_least("max_concurrency", judge.max_concurrency, 1)
+    check_least("max_retries", judge.max_retries, 0)
+    if not 0 < judge.timeout_seconds < math.inf:
+        raise ValueError(f"timeout_seconds is {judge.timeout_seconds!r}; set it above 0")
 
 
-def _key(judge: Judge) -> str | None:
+def _key(name: str | None) -> str | None:
     """Return the key of the environment, or None."""
-    key = os.environ.get(judge.api_key_env, "").strip() if judge.api_key_env else ""
-    if not (key.isascii() and key.isprintable()) and key:
+    key = os.environ.get(name, "").strip() if name else ""
+    if key and not (key.isascii() and key.isprintable()):
         raise RewardContractError(  # a client's own message would show it
-            f"the environment variable {judge.api_key_env} holds a key that no header can carry; "
+            f"the environment variable {name} holds a key that no header can carry; "
             "set it again, without line breaks and quotation marks"
         )
-    remember_secret(key, judge.api_key_env or "")
+    remember_secret(key, name or "")
     return key or None

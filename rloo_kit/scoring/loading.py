@@ -26,6 +26,7 @@ import inspect
 import math
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -223,6 +224,7 @@ class _Finder:
                 path = self._path(model)  # a folder, unless it is a hub name
                 parameters["model"] = str(path) if path.is_dir() else model
             target = self.target(target_name)
+            parameters = _without_removed(parameters, target_name)
         reward = _with_parameters(target, parameters, target_name)
         return self._composed(reward, composing, target_name), weight
 
@@ -487,6 +489,19 @@ def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
             f"({first_line(exc)}); {_TABLE_HINT}"
         ) from exc
     return functools.partial(target, **parameters)
+
+
+def _without_removed(parameters: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the parameters without those that a built-in reward no longer has."""
+    removed = importlib.import_module("rloo_kit.rewards").REMOVED.get(name, ())
+    for parameter in sorted(parameters.keys() & set(removed)):
+        warnings.warn(
+            f"reward {name!r} no longer has the parameter {parameter!r}, which is ignored; "
+            "remove it",
+            UserWarning,
+            stacklevel=2,
+        )
+    return {key: value for key, value in parameters.items() if key not in removed}
 
 
 def _is_instance(target: Any) -> bool:

@@ -261,3 +261,9 @@ def test_any_other_name_of_the_package_is_refused():
     spec = importlib.util.spec_from_file_location("rewards", folder / "__init__.py")
     with pytest.raises(ImportError, match=r"write 'import rloo_kit\.rewards' instead"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_a_parameter_of_an_older_version_is_ignored_with_a_warning():
+    table = {"name": "reward_model", "model": "m", "cache_size": 9, "max_length": 5}
+    with pytest.warns(UserWarning, match="no longer has the parameter 'cache_size'"):
+        assert load_reward(table).func.reward.max_length == 5

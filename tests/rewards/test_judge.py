@@ -5,22 +5,16 @@ import contextlib
 import copy
 import itertools
 import json
-import os
 import pickle
 import random
 import re
-import signal
-import sqlite3
-import subprocess
-import sys
 import threading
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
-from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from rloo_kit.rewards import _judge_server
 from rloo_kit.rewards._judge_server import read_verdict
 from rloo_kit.rewards.judge import Judge
 
@@ -29,7 +23,7 @@ from rloo_kit.scoring.contract import AsyncCheckedReward, guarded
 from rloo_kit.scoring.loading import load_reward
 
 SECRET = "sk-" + "planted-0123456789"
-FAST = {"timeout_seconds": 5.0, "backoff_seconds": 0.01, "max_retries": 2}
+FAST = {"timeout_seconds": 5.0, "max_retries": 2}
 WAYS = ["bare", "stop", "skip"]
 """The reward itself, and as the trainer has it with each ``on_reward_error``."""
 
@@ -127,6 +121,7 @@ def serve():
 def _own_environment(monkeypatch):
     for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(_judge_server, "BACKOFF_SECONDS", 0.01)
 
 
 def make(url, way="bare", **parameters):
@@ -167,32 +162,23 @@ def prefers_longer(text, _=None):
 # --- right answers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_number_on_the_scale_is_mapped_to_0_1(serve, way):
+def test_a_number_on_the_scale_is_mapped_to_0_1(serve):
     server = serve(by_digit)
-    reward = make(server.url, way, scale=[1, 5], rubric="is it kind?")
+    reward = make(server.url, scale=[1, 5], rubric="is it kind?")
     assert score(reward, ["1", "3", "so 5", "2"]) == [0.0, 0.5, 1.0, 0.25]
     assert server.headers[0]["path"] == "/v1/chat/completions"
     assert "is it kind?" in server.texts[0]
     assert "from 1 (worst) to 5 (best)" in server.texts[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_pairwise_asks_in_both_orders(serve, way):
+def test_pairwise_asks_in_both_orders(serve):
     server = serve(prefers_longer)
-    reward = make(server.url, way, mode="pairwise")
+    reward = make(server.url, mode="pairwise")
     columns = {"reference": ["four", "four", "four", None, float("nan"), " "]}
     texts = ["longer", "nine", "no", "x", "x", "x"]
     assert score(reward, texts, **columns) == [1.0, 0.5, 0.0, None, None, None]
     firsts = sorted(block("answer-1", text) for text in server.texts)
     assert firsts == ["four", "four", "four", "longer", "nine", "no"]
-
-
-def test_a_judge_biased_by_position_gives_ties_alone(serve):
-    for winner in (1, 2):
-        server = serve(lambda *_, winner=winner: json.dumps({"winner": winner}))
-        reward = make(server.url, mode="pairwise", column="other")
-        assert score(reward, ["a", "b"], other=["x", "y"]) == [0.5, 0.5]
 
 
 def test_the_column_of_the_references_is_asked_for():
@@ -314,19 +300,13 @@ def test_any_text_reaches_the_judge_as_valid_unicode(serve, text):
         ('{"score": "6"}', 6),
         ('<think>{"score": 1}</think>\n{"score": 9}', 9),
         ("Reasoning.\n**Score:** 3\n", 3),
-        ("score = 3.0", 3.0),
         ("Score: 2\nScore: 4.", 4),
         ("Score: 7/10", None),
         ("Score: 7 of 10", None),
-        ("the score: 7", None),
         ("7", None),
         ("", None),
-        ("<think>\nScore: 3", None),
-        ("Score: 3\n</think>\nNo idea.", None),
         ('{"score": true}', None),
         ('{"score": null}\nScore: 7', None),
-        ('{"grade": 7}', None),
-        ('{"score": [7]}', None),
         ('{"score": 7', None),
         ('{"score": "seven"}', None),
         ('{"a":' * 4000, None),
@@ -351,28 +331,11 @@ def trickles(handler):
         handler.wfile.write(b" ")
 
 
-def stops_in_the_middle(handler):
-    handler.send_response(200)
-    handler.send_header("Content-Length", "1000")
-    handler.end_headers()
-    handler.wfile.write(b'{"choices": [{"mess')
-
-
-def endless(handler):
-    handler.send_response(200)
-    handler.end_headers()
-    with contextlib.suppress(OSError):
-        while not handler.server.ending.is_set():
-            handler.wfile.write(b'{"score": 9}' * 10_000)
-
-
 FAILURES = {
     # name: (answer, number of requests for one row, what the error says)
     "slow": (hangs, 3, r"gave no answer in 0\.15 s, 3 times; look at the server's log"),
     "trickling": (trickles, 3, r"gave no answer in 0\.15 s, 3 times"),
     "closed": (None, 3, "broke the connection off .*; start the server, or correct base_url"),
-    "half": (stops_in_the_middle, 3, "broke the connection off"),
-    "gzip": ((200, {"Content-Encoding": "gzip"}, b"no"), 3, "broke the connection off"),
     "429": ((429, {}, b"slow down"), 3, r"answers 429 \('slow down'\), 3 times; lower max_concurr"),
     "500": ((500, {}, b"oops"), 3, r"answers 500 \('oops'\), 3 times; look at the server's log"),
     "pause": ((503, {"Retry-After": "3600"}, b""), 1, "asks for a pause of 3600 s"),
@@ -381,23 +344,12 @@ FAILURES = {
     "404": ((404, {}, b"nothing here"), 1, r"answers 404 \('nothing here'\); check base_url, mod"),
     "redirected": ((307, {"Location": "/v2"}, b""), 1, r"redirects \(307\); give the final addr"),
     "html": ((200, {}, b"<html>"), 2, "gives no chat completion .'<html>'.; check base_url"),
-    "cut": ((200, {}, b'{"choices": [{'), 2, "gives no chat completion"),
     "choiceless": ((200, {}, b'{"error": "busy"}'), 2, 'no chat completion .*"error": "busy"'),
-    "empty choices": ((200, {}, b'{"choices": []}'), 2, "gives no chat completion"),
-    "no object": ((200, {}, b"[1]"), 2, "gives no chat completion"),
-    "text choice": ((200, {}, b'{"choices": ["a"]}'), 2, "gives no chat completion"),
-    "no content": ((200, {}, b'{"choices": [{"message": {}}]}'), 2, "gives no chat completion"),
     "nested": ((200, {}, b"[" * 100_000), 2, "gives no chat completion"),
-    "endless": (endless, 2, "gives no chat completion"),
     "empty": ("", 2, "gave no score .*; ask for JSON with response_format in extra_body"),
-    "null": ((200, {}, chat(None)), 2, "gave no score"),
-    "number as content": ((200, {}, chat(7)), 2, "gave no score"),
     "chatty": ("An excellent answer, 9 of 10!", 2, "gave no score .'An excellent answer, 9 of"),
     "above": ('{"score": 11}', 2, "gave a score that is not asked for"),
-    "below": ('{"score": -1}', 2, "gave a score that is not asked for"),
     "nan": ('{"score": NaN}', 2, "gave a score that is not asked for"),
-    "infinite": ('{"score": Infinity}', 2, "gave a score that is not asked for"),
-    "giant": ('{"score": 1%s}' % ("0" * 400), 2, "gave a score that is not asked for"),
     "cut off": ((200, {}, chat("Score: 1", finish_reason="length")), 2, "off at max_tokens .1024."),
 }
 
@@ -424,13 +376,12 @@ def test_no_failure_is_scored(serve, kind, way):
     assert metrics["rewards/judge/unscored"] == 2.0
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_server_that_is_not_there(serve, way):
+def test_a_server_that_is_not_there(serve):
     server = serve(by_digit)
     server.close()
-    with pytest.raises(RewardContractError, match=r"cannot be reached .*, 3 times; start the serv"):
-        score(make(server.url, way), ["5"])
-    assert skipped(make(server.url, way, on_failure="skip"), ["5"]) == [None]
+    with pytest.raises(RewardContractError, match=r"cannot be reached .*, 3 times; start"):
+        score(make(server.url), ["5"])
+    assert skipped(make(server.url, on_failure="skip"), ["5"]) == [None]
 
 
 def first(count, answer):
@@ -439,12 +390,11 @@ def first(count, answer):
     return lambda text, _: answer if next(number) < count else by_digit(text)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["429", "500", "closed", "half", "html", "empty", "above"])
-def test_a_failure_that_passes_is_asked_again(serve, kind, way):
+@pytest.mark.parametrize("kind", ["429", "closed", "html", "above"])
+def test_a_failure_that_passes_is_asked_again(serve, kind):
     answer, requests, _ = FAILURES[kind]
     server = serve(first(requests - 1, answer))
-    assert score(make(server.url, way), ["5"]) == [0.5]
+    assert score(make(server.url), ["5"]) == [0.5]
     assert len(server.requests) == requests
 
 
@@ -461,24 +411,16 @@ def test_retry_after_is_honoured(serve):
     server = serve(first(1, (429, {"Retry-After": "0.4"}, b"")))
     assert score(make(server.url), ["5"]) == [0.5]
     assert server.times[1] - server.times[0] >= 0.4
-    past = formatdate(time.time() - 60, usegmt=True)
-    server = serve(first(1, (503, {"Retry-After": past}, b"")))
-    assert score(make(server.url, backoff_seconds=9.0), ["5"]) == [0.5]
-    assert server.times[1] - server.times[0] < 2.0
-    future = formatdate(time.time() + 9000, usegmt=True)
-    server = serve(first(1, (503, {"Retry-After": future}, b"")))
-    with pytest.raises(RewardContractError, match="asks for a pause of"):
-        score(make(server.url), ["5"])
     for header in ("soon", "nan", "-5"):
         server = serve(first(1, (429, {"Retry-After": header}, b"")))
         assert score(make(server.url), ["5"]) == [0.5]
 
 
-def test_waits_grow_and_leave_the_random_state_alone(serve):
-    random.seed(1)
+def test_waits_grow_and_leave_the_random_state_alone(serve, monkeypatch):
+    monkeypatch.setattr(_judge_server, "BACKOFF_SECONDS", 0.1)
     before = random.getstate()
-    server = serve(first(3, (500, {}, b"")))
-    assert score(make(server.url, backoff_seconds=0.1, max_retries=3), ["5"]) == [0.5]
+    server = serve(first(2, (500, {}, b"")))
+    assert score(make(server.url), ["5"]) == [0.5]
     waits = [later - sooner for sooner, later in itertools.pairwise(server.times)]
     assert all(wait >= 0.05 * 2**attempt for attempt, wait in enumerate(waits))
     assert random.getstate() == before
@@ -489,59 +431,12 @@ def test_skip_leaves_out_only_the_rows_that_failed(serve, way):
     def answer(text, _):
         return (400, {}, b"") if "long" in text else "hm" if "odd" in text else by_digit(text)
 
-    reward = make(
-        serve(answer).url, way, on_failure="skip", max_consecutive_failures=1, max_concurrency=1
-    )
+    reward = make(serve(answer).url, way, on_failure="skip")
     metrics = {}
     texts = ["1", "long 2", "3", "odd 4", "5"] * 2
     scores = skipped(reward, texts, log_metric=metrics.__setitem__)
     assert scores == [0.1, None, 0.3, None, 0.5] * 2
     assert metrics["rewards/judge/unscored"] == 4.0
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_server_that_goes_in_the_middle_of_a_batch(serve, way):
-    texts = [str(number) for number in range(1, 10)]
-    server = serve(lambda text, _: by_digit(text) if len(server.requests) <= 3 else None)
-    reward = make(server.url, way, on_failure="skip", max_concurrency=1)
-    assert skipped(reward, texts) == [0.1, 0.2, 0.3, *[None] * 6]
-    server.requests.clear()
-    with pytest.raises(RewardContractError, match="broke the connection off"):
-        score(make(server.url, way, max_concurrency=1), texts)
-    assert len(server.requests) == 3 + 3  # three rows, three attempts at the fourth
-
-
-@pytest.mark.long
-def test_a_dead_server_costs_one_request_a_batch_until_it_is_back(serve):
-    alive = False
-    server = serve(lambda text, _: by_digit(text) if alive else None)
-    reward = make(
-        server.url, on_failure="skip", max_concurrency=1, max_retries=1, max_consecutive_failures=3
-    )
-    texts = [f"{number}." for number in range(1, 10)]
-    counts = []
-    for _ in range(3):
-        server.requests.clear()
-        assert skipped(reward, texts) == [None] * 9
-        counts.append(len(server.requests))
-    assert counts == [3 * 2, 1, 1]
-    alive = True
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert score(reward, texts) == [number / 10 for number in range(1, 10)]
-    server.answer = lambda text, _: None if "2" in block("answer", text) else by_digit(text)
-    assert skipped(reward, ["1 new", "2 new", "3 new"]) == [0.1, None, 0.3]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_batch_ends_in_time(serve, way):
-    server = serve(lambda text, _: by_digit(text) if "7" in block("answer", text) else hangs)
-    started = time.monotonic()
-    reward = make(server.url, way, on_failure="skip", batch_timeout_seconds=0.3)
-    assert skipped(reward, ["7", "8", "9"]) == [0.7, None, None]
-    with pytest.raises(RewardContractError, match=r"all questions of a batch in 0\.3 s; raise bat"):
-        score(make(server.url, way, batch_timeout_seconds=0.3), ["7", "8"])
-    assert time.monotonic() - started < 5
 
 
 @pytest.mark.long
@@ -574,21 +469,9 @@ def test_no_more_requests_than_allowed_run_side_by_side(serve):
     assert server.most_busy == 3
 
 
-@pytest.mark.long
-def test_requests_are_spaced_within_a_call_and_between_calls(serve):
-    server = serve(first(2, (500, {}, b"")))  # a retry counts as well
-    reward = make(server.url, requests_per_minute=1200)
-    for batch in range(2):
-        score(reward, [f"1 {batch} {row}" for row in range(3)])
-    gaps = [later - sooner for sooner, later in itertools.pairwise(server.times)]
-    assert len(gaps) == 7
-    # Requests leave 50 ms apart; when one arrives is up to the machine, the sum much less so.
-    assert sum(gaps) >= 7 * 0.05 - 0.03
-
-
 def test_any_event_loop_will_do(serve):
     server = serve(by_digit)
-    reward = make(server.url, cache_size=0)
+    reward = make(server.url)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -606,118 +489,16 @@ def test_any_event_loop_will_do(serve):
 
 
 def test_counts_are_logged(serve):
-    server = serve(by_digit)
-    reward, metrics = make(server.url), {}
+    reward, metrics = make(serve(by_digit).url), {}
     score(reward, ["1", "2", "1"], log_metric=metrics.__setitem__)
     assert metrics.pop("rewards/judge/latency_seconds") > 0
-    assert metrics == {
-        "rewards/judge/unscored": 0.0, "rewards/judge/cache_hits": 1.0,
-        "rewards/judge/tokens": 14.0,
-    }  # fmt: skip
-    score(reward, ["1", "2", "1"], log_metric=metrics.__setitem__)
-    assert metrics == {
-        "rewards/judge/unscored": 0.0, "rewards/judge/cache_hits": 3.0,
-        "rewards/judge/tokens": 0.0,
-    }  # fmt: skip
+    assert metrics == {"rewards/judge/unscored": 0.0, "rewards/judge/tokens": 14.0}
 
 
-def test_a_proxy_for_the_world_is_not_asked_for_a_server_nearby(serve, monkeypatch):
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    assert score(make(serve(by_digit).url, max_retries=0), ["5"]) == [0.5]
-
-
-# --- cache ----------------------------------------------------------------------------------------
-
-
-def test_equal_questions_are_asked_once(serve):
+def test_equal_questions_of_a_call_are_asked_once(serve):
     server = serve(by_digit)
-    reward = make(server.url)
-    assert score(reward, ["1", "1", "2"]) == [0.1, 0.1, 0.2]
-    assert score(reward, ["2", "1"], prompts=["Q", "Q"]) == [0.2, 0.1]
+    assert score(make(server.url), ["1", "1", "2"]) == [0.1, 0.1, 0.2]
     assert len(server.requests) == 2
-    assert score(reward, ["1"], prompts=["another"]) == [0.1]
-    assert len(server.requests) == 3
-    reward.release()
-    assert score(reward, ["1"]) == [0.1]
-    assert len(server.requests) == 4
-
-
-def test_the_memory_of_answers_is_bounded(serve):
-    server = serve(by_digit)
-    reward = make(server.url, cache_size=2, max_concurrency=1)
-    score(reward, ["1", "2", "3"])
-    assert len(reward._state.scores) == 2
-    score(reward, ["3", "2"])
-    assert len(server.requests) == 3
-    score(reward, ["1"])
-    assert len(server.requests) == 4
-
-
-def test_a_file_keeps_answers_for_other_instances_and_settings_apart(serve, tmp_path):
-    server = serve(by_digit)
-    file = str(tmp_path / "answers.sqlite")
-    assert score(make(server.url, cache_file=file), ["1", "2"]) == [0.1, 0.2]
-    assert score(make(server.url, cache_file=file), ["1", "2", "3"]) == [0.1, 0.2, 0.3]
-    assert len(server.requests) == 3
-    others = ({"model": "n"}, {"rubric": "other"}, {"scale": (0, 5)}, {"seed": 2})
-    for number, other in enumerate(others, start=4):
-        score(make(server.url, cache_file=file, **other), ["1"])
-        assert len(server.requests) == number
-    score(make(serve(by_digit).url, cache_file=file), ["1"])  # another server, another judge
-    with sqlite3.connect(file) as database:
-        rows = database.execute("SELECT * FROM answers").fetchall()
-    assert len(rows) == 8
-    assert all(re.fullmatch("[0-9a-f]{64}", key) for key, _ in rows)
-
-
-@pytest.mark.long
-def test_a_process_that_is_killed_loses_no_answer(serve, tmp_path):
-    server = serve(lambda text, _: by_digit(text) if len(server.requests) <= 3 else hangs)
-    file = str(tmp_path / "answers.sqlite")
-    code = (
-        "import asyncio; from rloo_kit.rewards.judge import Judge;"
-        f"judge = Judge(model='m', base_url={server.url!r}, cache_file={file!r}, "
-        "max_concurrency=1);"
-        "asyncio.run(judge(completions=list('12345'), prompts=['Q'] * 5))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code])
-    try:
-        end = time.monotonic() + 20
-        while len(server.requests) < 4 and time.monotonic() < end:
-            time.sleep(0.02)
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(10)
-    assert len(server.requests) == 4
-    server.answer = by_digit
-    assert score(make(server.url, cache_file=file, max_tokens=1024), list("12345")) == [
-        0.1, 0.2, 0.3, 0.4, 0.5,
-    ]  # fmt: skip
-    assert len(server.requests) == 6
-
-
-def test_a_file_of_another_kind_is_refused_before_anything_is_asked(serve, tmp_path):
-    server = serve(by_digit)
-    file = tmp_path / "notes.txt"
-    file.write_text("my notes " * 100)
-    with pytest.raises(RewardContractError, match=r"cannot be used .*; name another file"):
-        score(make(server.url, cache_file=str(file)), ["1"])
-    assert file.read_text().startswith("my notes")
-    assert server.requests == []
-
-
-def test_a_file_that_breaks_in_a_batch_does_not_end_the_run(serve, tmp_path):
-    file = tmp_path / "answers.sqlite"
-
-    def answer(text, _):
-        with sqlite3.connect(file) as database:
-            database.execute("DROP TABLE IF EXISTS answers")
-        return by_digit(text)
-
-    reward = make(serve(answer).url, cache_file=str(file))
-    with pytest.warns(RuntimeWarning, match="is not used for this batch .*no such table"):
-        assert score(reward, ["1", "2"]) == [0.1, 0.2]
 
 
 # --- the key --------------------------------------------------------------------------------------
@@ -798,28 +579,18 @@ def test_a_key_in_the_run_file_is_refused_without_showing_it(parameters, message
     [
         ({"base_url": None}, "give base_url, such as .*, or set the environment variable OPENAI_B"),
         ({"base_url": "127.0.0.1:8000/v1"}, "is no address; give one such as"),
-        ({"base_url": "http://host:port/v1"}, "is no address"),
-        ({"base_url": "http:///v1"}, "is no address"),
         ({"base_url": "http://a b/v1"}, "is no address"),
         ({"base_url": "file:///v1"}, "is no address"),
         ({"mode": "best"}, "mode is 'best'; give one of: rubric, pairwise"),
         ({"on_failure": "zero"}, "on_failure is 'zero'; give one of: stop, skip"),
         ({"scale": [5, 5]}, r"scale \(5, 5\) is not \(lowest, highest\); give two numbers"),
-        ({"scale": [1]}, "give two numbers"),
         ({"scale": [0, float("inf")]}, "give two numbers"),
-        ({"scale": ["a", "b"]}, "unsupported operand"),
-        ({"model": ""}, "model is ''; give a text"),
-        ({"rubric": ["kind"]}, "rubric is .*; give a text"),
         ({"template": "Grade: {answer}"}, "template lacks {completion}"),
         ({"template": "{first}", "mode": "pairwise"}, "template lacks {second}"),
         ({"extra_body": {"stream": True}}, "extra_body sets 'stream'"),
-        ({"extra_body": {"stop": {1}}}, "not JSON serializable"),
         ({"max_concurrency": 0}, "max_concurrency is 0; set it to 1 or more"),
         ({"max_retries": -1}, "max_retries is -1; set it to 0 or more"),
         ({"timeout_seconds": 0}, "timeout_seconds is 0; set it above 0"),
-        ({"batch_timeout_seconds": None}, "not supported"),
-        ({"requests_per_minute": 0}, "requests_per_minute is 0; set it above 0"),
-        ({"cache_file": "no/such/folder/a.sqlite"}, "make the folder, or name another file"),
     ],
 )
 def test_a_parameter_out_of_range_is_refused(parameters, message):
