@@ -1,13 +1,11 @@
 """Format: the completion fits a regular expression, a row of tags, or a JSON schema."""
 
 import functools
-import importlib
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, ClassVar, Literal, get_args
 
 from rloo_kit.errors import RewardLoadError
@@ -19,6 +17,7 @@ from .thinking import TemplateAware, part_text
 
 Part = Literal["completion", "answer"]
 
+_MATCH_SECONDS = 0.2
 _TAG_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _FENCED = re.compile(r"```(?:[jJ][sS][oO][nN])?[ \t]*\n(.*)```", re.DOTALL)
 
@@ -36,11 +35,10 @@ class _Format(TemplateAware):
         **_: object,
     ) -> list[Score]:
         """Return one score per completion, in {0.0, 1.0}."""
-        fits = self._test()
-        return [float(fits(text, opened)) for text, opened in self.rows(completions, prompts)]
+        return [float(self._fits(text, opened)) for text, opened in self.rows(completions, prompts)]
 
-    def _test(self) -> Callable[[str, bool], bool]:
-        """Return what says of a text, and of who opened its thought, whether it fits."""
+    def _fits(self, text: str, opened: bool) -> bool:
+        """Return whether a completion fits, given whether the prompt opened its thought."""
         raise NotImplementedError
 
 
@@ -53,9 +51,7 @@ class RegexFormat(_Format):
     completion; ``part`` "answer" leaves the whole thought out, and a completion whose thought is
     not closed then scores 0.0.
 
-    A pattern that takes longer than ``timeout`` on a completion scores it 0.0, where the package
-    ``regex`` is there to stop it (transformers brings it); without it a pattern that backtracks
-    without end is not stopped.
+    A pattern that takes longer than a fifth of a second on a completion scores it 0.0.
 
     >>> RegexFormat(r"<think>.*</think>\s*\d+")(completions=["<think>a\nb</think>\n4", "4"])
     [1.0, 0.0]
@@ -71,37 +67,23 @@ class RegexFormat(_Format):
     """Whether it must match the whole part, or be found anywhere in it."""
     part: Part = "completion"
     """``completion``, or ``answer``: what follows the last ``</think>``."""
-    timeout: float = 0.2
-    """Seconds of computing that one completion may take."""
 
     def __post_init__(self) -> None:
-        """Refuse a bad pattern, another part, and a time limit that is none."""
+        """Refuse a bad pattern and another part."""
+        import regex
+
         try:
-            _compiled(self.pattern)
-        except (TypeError, _engine().error) as exc:
+            regex.compile(self.pattern)
+        except (TypeError, regex.error) as exc:
             raise ValueError(
                 f"pattern {self.pattern!r} is no regular expression ({exc}); correct it, and mind "
                 "that YAML keeps backslashes in single quotes"
             ) from exc
         check_choice("part", self.part, get_args(Part))
-        if not (self.timeout > 0 and math.isfinite(self.timeout)):
-            raise ValueError(
-                f"timeout is {self.timeout!r}; give a finite number of seconds above 0"
-            )
 
-    def _test(self) -> Callable[[str, bool], bool]:
-        pattern = _compiled(self.pattern)
-        match = pattern.fullmatch if self.full else pattern.search
-        limit = {} if _engine() is re else {"timeout": self.timeout}
-
-        def fits(text: str, opened: bool) -> bool:
-            part = part_text(text, self.part, opened=opened)
-            try:
-                return part is not None and match(part.strip(), **limit) is not None
-            except TimeoutError:
-                return False
-
-        return fits
+    def _fits(self, text: str, opened: bool) -> bool:
+        part = part_text(text, self.part, opened=opened)
+        return part is not None and _matches(self.pattern, part.strip(), full=self.full)
 
 
 @dataclass(frozen=True)
@@ -129,34 +111,34 @@ class TagFormat(_Format):
 
     def __post_init__(self) -> None:
         """Take a list or a single name, and refuse names that are none or come twice."""
-        given: object = self.tags
-        names = (given,) if isinstance(given, str) else given
-        if not isinstance(names, Sequence) or not names:
-            raise ValueError(f"tags is {given!r}, not a list of names; give one name or more")
+        names = (self.tags,) if isinstance(self.tags, str) else tuple(self.tags)
         for name in names:
             if not isinstance(name, str) or not _TAG_NAME.fullmatch(name):
                 raise ValueError(
                     f"{name!r} in tags is no name of a tag; write it without brackets, such as "
                     "'answer'"
                 )
-        if len(set(names)) < len(names):
-            raise ValueError(f"tags {given!r} names one twice; each stands once, so name it once")
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"tags is {self.tags!r}; give one name or more, each of them once")
         check_choice("part", self.part, get_args(Part))
-        object.__setattr__(self, "tags", tuple(names))
+        object.__setattr__(self, "tags", names)
 
-    def _test(self) -> Callable[[str, bool], bool]:
-        marks = [(f"<{name}>", f"</{name}>") for name in self.tags]
-        may_begin_in_prompt = self.part == "completion" and marks[0][0] == THINK_OPEN
-
-        def fits(text: str, opened: bool) -> bool:
-            part = part_text(text, self.part, opened=opened)
-            if part is None:
+    def _fits(self, text: str, opened: bool) -> bool:
+        part = part_text(text, self.part, opened=opened)
+        if part is None:
+            return False
+        if opened and self.part == "completion" and self.tags[0] == "think":
+            part = THINK_OPEN + part
+        end = 0
+        for name in self.tags:
+            opening, closing = f"<{name}>", f"</{name}>"
+            if part.count(opening) != 1 or part.count(closing) != 1:
                 return False
-            return _stand_in_order(
-                THINK_OPEN + part if opened and may_begin_in_prompt else part, marks
-            )
-
-        return fits
+            start, close = part.find(opening), part.find(closing)
+            if not end <= start < close or part[end:start].strip():
+                return False
+            end = close + len(closing)
+        return not part[end:].strip()
 
 
 @dataclass(frozen=True)
@@ -195,23 +177,21 @@ class JsonFormat(_Format):
             ) from exc
         object.__setattr__(self, "schema", json.loads(text))
 
-    def _test(self) -> Callable[[str, bool], bool]:
+    def _fits(self, text: str, opened: bool) -> bool:
+        answer = part_text(text, "answer", opened=opened)
+        if answer is None:
+            return False
+        answer = answer.strip()
+        fenced = _FENCED.fullmatch(answer)
         validator = _validator(json.dumps(self.schema, sort_keys=True))
-
-        def fits(text: str, opened: bool) -> bool:
-            answer = part_text(text, "answer", opened=opened)
-            if answer is None:
-                return False
-            try:
-                value = _read_json(_unfenced(answer.strip()))
-            except (ValueError, RecursionError):  # no JSON, or nested beyond what can be read
-                return False
-            try:
-                return validator.is_valid(value)
-            except (OverflowError, RecursionError):  # numbers or nesting beyond what it can check
-                return False
-
-        return fits
+        try:
+            value = json.loads(
+                fenced[1] if fenced else answer, parse_constant=_refuse, parse_float=_finite
+            )
+            return validator.is_valid(value)
+        # No JSON, or numbers or nesting beyond what can be read or checked.
+        except (ValueError, OverflowError, RecursionError):
+            return False
 
 
 def make_format(
@@ -221,7 +201,6 @@ def make_format(
     schema: dict[str, Any] | bool | None = None,
     full: bool | None = None,
     part: Part | None = None,
-    timeout: float | None = None,
 ) -> RegexFormat | TagFormat | JsonFormat:
     r"""Reward a completion in a given format: a regular expression, a row of tags, or JSON.
 
@@ -238,7 +217,7 @@ def make_format(
         RewardLoadError: The library that checks JSON schemas is not installed.
     """
     kinds: dict[str, tuple[type, Any, tuple[str, ...]]] = {
-        "pattern": (RegexFormat, pattern, ("full", "part", "timeout")),
+        "pattern": (RegexFormat, pattern, ("full", "part")),
         "tags": (TagFormat, tags, ("part",)),
         "schema": (JsonFormat, schema, ()),
     }
@@ -249,7 +228,7 @@ def make_format(
             "pattern, tags and schema"
         )
     kind, value, taken = kinds[given[0]]
-    settings = {"full": full, "part": part, "timeout": timeout}
+    settings = {"full": full, "part": part}
     settings = {name: setting for name, setting in settings.items() if setting is not None}
     for name in settings:
         if name not in taken:
@@ -257,38 +236,16 @@ def make_format(
     return kind(**{given[0]: value}, **settings)
 
 
-# --- regular expressions -----------------------------------------------------------------------
+def _matches(pattern: str, text: str, *, full: bool) -> bool:
+    """Return whether a pattern is the whole text or in it; False where it takes too long."""
+    import regex  # re has no time limit; transformers needs this package too
 
-
-def _engine() -> ModuleType:
-    """Return the package regex, which can be given a time limit, or re where it is not there."""
+    compiled = regex.compile(pattern, regex.DOTALL)
     try:
-        return importlib.import_module("regex")
-    except ImportError:
-        return re
-
-
-def _compiled(pattern: str) -> Any:
-    return _engine().compile(pattern, re.DOTALL)
-
-
-# --- tags --------------------------------------------------------------------------------------
-
-
-def _stand_in_order(text: str, marks: list[tuple[str, str]]) -> bool:
-    """Return whether each pair stands once in the text, one after the other, and nothing else."""
-    end = 0
-    for opening, closing in marks:
-        if text.count(opening) != 1 or text.count(closing) != 1:
-            return False
-        start, close = text.find(opening), text.find(closing)
-        if not end <= start < close or text[end:start].strip():
-            return False
-        end = close + len(closing)
-    return not text[end:].strip()
-
-
-# --- JSON --------------------------------------------------------------------------------------
+        match = compiled.fullmatch if full else compiled.search
+        return match(text, timeout=_MATCH_SECONDS) is not None
+    except TimeoutError:
+        return False
 
 
 @functools.lru_cache(maxsize=16)
@@ -322,20 +279,8 @@ def _check_pattern(_validator: Any, pattern: str, instance: Any, _schema: Any) -
     """Yield the fault of a string that a schema's ``pattern`` is not found in."""
     import jsonschema
 
-    if isinstance(instance, str):
-        fits = RegexFormat(pattern, full=False)._test()
-        if not fits(instance, False):
-            yield jsonschema.ValidationError("the pattern is not found")
-
-
-def _unfenced(text: str) -> str:
-    """Return what stands in a text that is one fence; any other text as it is."""
-    fenced = _FENCED.fullmatch(text)
-    return fenced[1] if fenced else text
-
-
-def _read_json(text: str) -> Any:
-    return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    if isinstance(instance, str) and not _matches(pattern, instance, full=False):
+        yield jsonschema.ValidationError("the pattern is not found")
 
 
 def _refuse(text: str) -> Any:

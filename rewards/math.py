@@ -4,13 +4,13 @@ import contextlib
 import importlib.util
 import json
 import os
-import queue
+import select
 import subprocess
 import sys
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.types import Completion, Score
@@ -31,10 +31,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        # A SimpleQueue waits for ever where a signal is handled at the end of its timeout.
-        self._replies: queue.Queue[bytes] = queue.Queue()
         self._lock = threading.Lock()
-        self._owner = os.getpid()
 
     def __reduce__(self) -> tuple[type["_Worker"], tuple[()]]:
         """Pickle as a worker that has not started."""
@@ -48,35 +45,36 @@ class _Worker:
         Raises:
             RewardLoadError: math-verify is missing, or the process does not start.
         """
-        if self._owner != os.getpid():  # after a fork: the process belongs to the parent
-            self._process, self._lock, self._owner = None, threading.Lock(), os.getpid()
         with self._lock:
+            reply = None
             try:
-                if self._process is None or self._process.poll() is not None:
-                    self._start(timeout_seconds, memory_mib)
-                reply = self._exchange(json.dumps(request), timeout_seconds)
-            except BaseException:  # Ctrl-C: a late reply must not be taken for the next one's
-                self.end()
-                raise
-            if reply is None:
-                self.end()
-                return None
-            return reply["reply"]
+                process = self._process
+                if process is None or process.poll() is not None:
+                    process = self._start(timeout_seconds, memory_mib)
+                assert process.stdin is not None
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.write(json.dumps(request).encode() + b"\n")
+                    process.stdin.flush()
+                reply = _reply(process, timeout_seconds)
+            finally:  # Ctrl-C too: a late reply must not be taken for the next one's
+                if reply is None:
+                    self.end()
+            return reply["reply"] if reply is not None else None
 
     def end(self) -> None:
-        """End the process, if there is one and it is this process's own."""
+        """End the process, if there is one."""
         process, self._process = self._process, None
         if process is not None:
-            _end(process, self._owner)
+            process.kill()
+            with contextlib.suppress(BrokenPipeError):
+                process.communicate()  # closes its pipes
 
-    def _start(self, timeout_seconds: float, memory_mib: int) -> None:
+    def _start(self, timeout_seconds: float, memory_mib: int) -> "subprocess.Popen[bytes]":
         if importlib.util.find_spec("math_verify") is None:
             raise RewardLoadError(
                 "the reward 'math' needs math-verify; pip install \"rloo-kit[rewards]\""
             )
         self.end()
-        paths = os.pathsep.join(map(os.path.abspath, sys.path))
-        kept = {"SYSTEMROOT": os.environ["SYSTEMROOT"]} if "SYSTEMROOT" in os.environ else {}
         self._process = process = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-m", f"{__package__}._math_worker"),
@@ -85,57 +83,27 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={"PYTHONPATH": paths, **kept},
+            env={"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
             start_new_session=True,  # Ctrl-C is for this process
         )
-        weakref.finalize(self, _end, process, self._owner)
-        self._replies = queue.Queue()
-        threading.Thread(
-            target=_read, args=(process.stdout, self._replies), name="rloo-kit math", daemon=True
-        ).start()
-        first = self._reply(_START_SECONDS)
+        weakref.finalize(self, process.kill)
+        first = _reply(process, _START_SECONDS)
         if first is None or "error" in first:
-            self.end()
             raise RewardLoadError(
                 "the process of the reward 'math' did not start: "
                 f"{(first or {}).get('error', 'it ended or took too long')}; "
                 'pip install "rloo-kit[rewards]", or raise memory_mib'
             )
-
-    def _exchange(self, request: str, timeout_seconds: float) -> dict[str, Any] | None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(request.encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError:
-            return None
-        return self._reply(timeout_seconds)
-
-    def _reply(self, seconds: float) -> dict[str, Any] | None:
-        try:
-            return json.loads(self._replies.get(timeout=seconds))
-        except (queue.Empty, ValueError):  # too late; or the process ended
-            return None
+        return process
 
 
-def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
-    """End a process, unless this is a fork of the one that started it."""
-    if os.getpid() != owner or process.returncode is not None:
-        return
-    process.kill()
-    process.wait()
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-
-
-def _read(output: IO[bytes], replies: "queue.Queue[bytes]") -> None:
-    """Pass on the lines of a process, and an empty one at its end."""
-    with output:
-        for line in output:
-            replies.put(line)
-    replies.put(b"")
+def _reply(process: "subprocess.Popen[bytes]", seconds: float) -> dict[str, Any] | None:
+    """Return the next line of a process as an object; None where it ends or takes too long."""
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], seconds)[0]:
+        return None
+    line = process.stdout.readline()
+    return json.loads(line) if line.endswith(b"\n") else None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from rloo_kit.errors import RewardLoadError
@@ -39,10 +39,6 @@ def end_of_thinking_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     family would stand for an ordinary word.
     """
     return token_id(tokenizer, THINK_CLOSE)
-
-
-def _question_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
-    return frozenset(i for token, i in tokenizer.get_vocab().items() if "?" in token)
 
 
 def part_text(text: str, part: Part, *, opened: bool) -> str | None:
@@ -162,10 +158,8 @@ class Thinking(ThoughtTokens):
     prompt (as many chat templates have it) or begins the completion; in the latter case that one
     token is not counted. Range with the defaults: [-1.0, 1.1], higher is better.
 
-    A question in the thought earns a bonus in the two longer bands. It is looked for in the text
-    before ``</think>``. Where the decoded text lost ``</think>`` (a tokenizer that calls it
-    special; Qwen3's does not), the ids of the thought are searched for tokens that hold a "?",
-    which only a bound reward knows; an unbound one then gives no bonus.
+    A "?" in the text before ``</think>`` earns a bonus in the two longer bands, unless the decoded
+    text lost ``</think>`` (a tokenizer that calls it special; Qwen3's does not).
 
     Source: the thinking reward of the notebook this kit grew from; departure: a leading
     ``<think>`` is not counted.
@@ -194,8 +188,6 @@ class Thinking(ThoughtTokens):
     """Score of ``long`` tokens or more."""
     question_bonus: float = 0.1
     """Added to the medium and the long score where the thought holds a "?"."""
-    question_token_ids: frozenset[int] = field(default=frozenset(), repr=False)
-    """Ids of the tokens that hold a "?"; set by ``bind``."""
 
     def __post_init__(self) -> None:
         """Refuse bands in the wrong order."""
@@ -204,14 +196,6 @@ class Thinking(ThoughtTokens):
                 f"short {self.short!r} and long {self.long!r} are not in order; "
                 "set 0 <= short <= long (tokens)"
             )
-
-    def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
-        """Return this reward with the token ids of a tokenizer; ids given by hand are kept.
-
-        Raises:
-            RewardLoadError: The tokenizer has no single token for ``</think>``.
-        """
-        return replace(super().bind(tokenizer), question_token_ids=_question_ids(tokenizer))
 
     def __call__(
         self, completions: list[Completion], completion_ids: list[list[int]], **_: object
@@ -229,13 +213,8 @@ class Thinking(ThoughtTokens):
         if len(thought) < self.short:
             return self.short_score
         score = self.medium_score if len(thought) < self.long else self.long_score
-        return score + self.question_bonus if self._asks(text, thought) else score
-
-    def _asks(self, text: str, thought: Sequence[int]) -> bool:
-        written = thought_text(text)
-        if written is None:
-            return not self.question_token_ids.isdisjoint(thought)
-        return "?" in written
+        asks = "?" in (thought_text(text) or "")
+        return score + self.question_bonus if asks else score
 
 
 @dataclass(frozen=True)
@@ -292,9 +271,8 @@ class ThinkingBudget(ThoughtTokens):
     Range with the defaults: [0.0, 1.0], higher is better. The thought is counted as ``thinking``
     counts it: the tokens before the first ``</think>``, a leading ``<think>`` aside. Between
     ``budget`` and ``limit`` the score follows half a cosine from 1.0 to 0.0. A cosine and not a
-    line, for its slope is 0 at both ends: no edge at the budget sets two nearly equal thoughts of a
-    group apart (a twentieth of the way costs 0.006, on a line 0.05). Yeo et al. 2025 (arXiv
-    2502.03373) scale rewards by length with the same curve.
+    line, so that no edge at the budget sets two nearly equal thoughts of a group apart. Yeo et al.
+    2025 (arXiv 2502.03373) scale rewards by length with the same curve.
 
     >>> reward = ThinkingBudget(budget=2, limit=6, end_token_id=9)
     >>> reward(completions=[""] * 4, completion_ids=[[1] * n + [9] for n in (2, 3, 4, 6)])
@@ -314,15 +292,11 @@ class ThinkingBudget(ThoughtTokens):
     """Score without ``</think>``."""
 
     def __post_init__(self) -> None:
-        """Refuse a limit that is not above the budget, and a score that is not finite."""
+        """Refuse a limit that is not above the budget."""
         if not 0 <= self.budget < self.limit:
             raise ValueError(
                 f"budget {self.budget!r} and limit {self.limit!r} are not in order; "
                 "set 0 <= budget < limit (tokens)"
-            )
-        if not math.isfinite(self.unclosed_score):
-            raise ValueError(
-                f"unclosed_score is {self.unclosed_score!r}, not a finite number; give 0 or less"
             )
 
     def __call__(
@@ -355,9 +329,8 @@ class SelfQuestions(ThoughtTokens):
     question mark and holds a letter; one that is asked again in the same words counts once, so
     that repeating it earns nothing. A thought without ``</think>``, by token id, scores 0.0.
 
-    The questions are looked for in the text before the first ``</think>``. Where the decoded text
-    lost ``</think>`` (a tokenizer that calls it special; Qwen3's does not), the thought's tokens
-    that hold a "?" are counted instead, which only a bound reward knows; an unbound one gives 0.0.
+    The questions are looked for in the text before the first ``</think>``: a tokenizer that calls
+    it special (Qwen3's does not) leaves none to find.
 
     >>> reward = SelfQuestions(most=2, end_token_id=9)
     >>> texts = ["Is it 3.5? Yes.</think>", "Why? Why? How so?</think>", "Hm? Hm??</think>", "Why?"]
@@ -369,20 +342,10 @@ class SelfQuestions(ThoughtTokens):
 
     most: int = 3
     """Questions that earn 1.0; more earn no more."""
-    question_token_ids: frozenset[int] = field(default=frozenset(), repr=False)
-    """Ids of the tokens that hold a "?"; set by ``bind``."""
 
     def __post_init__(self) -> None:
         """Refuse a number of questions below one."""
         check_least("most", self.most, 1)
-
-    def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
-        """Return this reward with the token ids of a tokenizer; ids given by hand are kept.
-
-        Raises:
-            RewardLoadError: The tokenizer has no single token for ``</think>``.
-        """
-        return replace(super().bind(tokenizer), question_token_ids=_question_ids(tokenizer))
 
     def __call__(
         self, completions: list[Completion], completion_ids: list[list[int]], **_: object
@@ -394,13 +357,7 @@ class SelfQuestions(ThoughtTokens):
         ]
 
     def _count(self, text: str, ids: Sequence[int]) -> int:
-        thought = self.thought_ids(ids)
-        if thought is None:
-            return 0
-        written = thought_text(text)
-        if written is None:
-            return sum(token_id in self.question_token_ids for token_id in thought)
-        return len(_questions(written))
+        return 0 if self.thought_ids(ids) is None else len(_questions(thought_text(text) or ""))
 
 
 def _questions(text: str) -> set[str]:

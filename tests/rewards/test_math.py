@@ -130,7 +130,7 @@ def test_release_ends_the_process_and_the_next_call_starts_one():
     assert score(reward, "1", "1") == 1.0
     second = process_of(reward)
     del reward
-    assert second.poll() is not None
+    assert second.wait(5) is not None
 
 
 @pytest.mark.long
@@ -143,20 +143,6 @@ def test_a_copy_by_pickle_has_a_process_of_its_own(reward):
 
 
 @pytest.mark.long
-def test_a_fork_does_not_take_the_process_of_its_parent(reward):
-    assert score(reward, "1", "1") == 1.0
-    pid = process_of(reward).pid
-    child = os.fork()
-    if not child:
-        right = score(reward, "2", "2") == 1.0 and process_of(reward).pid != pid
-        reward.release()
-        os._exit(right)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    assert process_of(reward).pid == pid
-    assert score(reward, "3", "3") == 1.0
-
-
-@pytest.mark.long
 def test_the_alarm_of_the_trainer_stays_and_a_late_reply_is_not_the_next_ones(reward):
     assert score(reward, "1", "1") == 1.0
     with pytest.raises(OverdueError):
@@ -165,20 +151,6 @@ def test_the_alarm_of_the_trainer_stays_and_a_late_reply_is_not_the_next_ones(re
     assert score(reward, "5", "5") == 1.0
     assert within(60, lambda: score(reward, "6", "6")) == 1.0
     assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
-
-
-@pytest.mark.long
-def test_it_works_from_a_thread_and_prints_nothing():
-    code = (
-        "import threading\nfrom rloo_kit.rewards import Math\n"
-        "r = Math(timeout_seconds=0.5)\ngiven = []\n"
-        "def run(): given.extend(r(completions=['1', '$9^{9^{9^9}}$'], answer=['1', '7']))\n"
-        "t = threading.Thread(target=run); t.start(); t.join()\n"
-        "print(given, r._worker._process and r._worker._process.pid)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
-    assert done.stdout.split(" ")[:2] == ["[1.0,", "0.0]"]
-    assert done.stderr == ""
 
 
 @pytest.mark.long
