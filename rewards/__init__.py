@@ -9,12 +9,6 @@ a reward by its key in ``BUILTIN``; it must not know of rloo_kit beyond text, er
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if __name__ != "rloo_kit.rewards":
-    raise ImportError(
-        f"this folder was imported as {__name__!r}; write 'import rloo_kit.rewards' instead "
-        "(it is part of rloo-kit, and the bare name is left to your own rewards.py)"
-    )
-
 if TYPE_CHECKING:
     from .accuracy import Accuracy
     from .code import Code
@@ -75,26 +69,11 @@ REMOVED = {
     "thinking_questions": ("question_token_ids",),
 }
 
+# Public name -> its module
 _HOMES = {
-    name: module
-    for module, names in {
-        "accuracy": "Accuracy",
-        "code": "Code",
-        "countdown": "Countdown",
-        "format": "JsonFormat RegexFormat TagFormat",
-        "gym": "ReasoningGym",
-        "judge": "Judge",
-        "language": "Language",
-        "length": "Length LengthBand",
-        "math": "Math",
-        "repetition": "Repetition",
-        "reward_model": "RewardModel",
-        "rouge": "Coverage Rouge",
-        "soft_overlong": "SoftOverlong",
-        "thinking": "ClosedOnce SelfQuestions Thinking ThinkingBudget end_of_thinking_id",
-        "thinking_format": "ThinkingFormat",
-    }.items()
-    for name in names.split()
+    **{target.split(":")[1]: target.split(":")[0] for target in BUILTIN.values()},
+    **dict.fromkeys(("JsonFormat", "RegexFormat", "TagFormat"), "rloo_kit.rewards.format"),
+    "end_of_thinking_id": "rloo_kit.rewards.thinking",
 }
 
 __all__ = [
@@ -126,18 +105,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name, or a submodule, when it is first asked for.
+    """Load a public name when it is first asked for.
 
     ``rewards.length`` is always the submodule, never the instance ``rewards.length.length``:
     importing a submodule sets that attribute, so any other value would depend on import order.
     """
     if name in _HOMES:
-        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-    if name in _HOMES.values():
-        return importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    """List the lazy names too."""
-    return sorted({*globals(), *_HOMES, *_HOMES.values()})
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        return importlib.import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None

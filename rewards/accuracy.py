@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, ClassVar, Literal, get_args
@@ -75,6 +74,8 @@ def last_number(text: str) -> Decimal | None:
     return Decimal(found.replace(",", ""))
 
 
+# Only the end of an answer is searched for a letter
+_MAX_CHOICE_CHARACTERS = 4000
 # Counts are bounded below, or long runs of the same marks would be tried from each of them.
 _NOT_IN_WORD = r"(?![A-Za-z0-9_'])"
 _LETTER = (
@@ -82,17 +83,14 @@ _LETTER = (
     rf"([A-HJ-Z]|I(?!\s+[a-z])|(?<=\()[a-z](?=\))|(?<=\{{)[a-z](?=\}})"
     rf"|(?<=: )[a-z](?=[.)*]|\s*$)){_NOT_IN_WORD}"
 )
-# "Answer: B", "the answer is **(B)**", "option B", "\boxed{B}".
-_STATED = re.compile(
-    r"(?:\b(?i:answer|option|choice|choose|pick|select)\b(?:\W{0,3}\b(?i:is|would be|to be)\b)?"
-    rf"|\\boxed\{{){_LETTER}",
-    re.MULTILINE,
-)
-# What `_STATED` begins with, the surer words first, since options are also talked about. Plain
-# searches for these are ten times faster than the pattern.
-_STATING = [
-    [form for word in words for form in {word, word.capitalize(), word.upper()}]
-    for words in (("answer", "\\boxed{"), ("option", "choice", "choose", "pick", "select"))
+# "Answer: B", "the answer is **(B)**", "\boxed{B}"; then "option B", "I pick B", which are looser
+# since options are also talked about.
+_STATED = [
+    re.compile(rf"(?:{words}){_LETTER}", re.MULTILINE)
+    for words in (
+        r"\b(?i:answer)\b(?:\W{0,3}\b(?i:is|would be|to be)\b)?|\\boxed\{",
+        r"\b(?i:option|choice|choose|pick|select)\b(?:\W{0,3}\b(?i:is|would be|to be)\b)?",
+    )
 ]
 # "(B)", "**B**", "**B. Paris**", and "B", "B.", "B) Paris" at the beginning of a line.
 _MARKED = re.compile(
@@ -102,7 +100,6 @@ _MARKED = re.compile(
 )
 # A letter on its own; "I" before another word is a word itself, as "A" is that begins a sentence.
 _ALONE = re.compile(rf"(?<![A-Za-z0-9_'.])(?:[B-HJ-Z]|[AI](?!\s+\w)|(?<=[a-z,:] )A){_NOT_IN_WORD}")
-_LONE_CAPITAL = re.compile(rf"[A-Z]{_NOT_IN_WORD}")
 _WHOLE = re.compile(r"[\s*(\[]*([A-Za-z])[\s*)\].:]*")
 
 
@@ -123,26 +120,14 @@ def chosen_letter(text: str) -> str | None:
     whole = _WHOLE.fullmatch(text)
     if whole:
         return whole[1].upper()
-    for words in _STATING:
-        for start in sorted({*_places_of(words, text)}, reverse=True):
-            stated = _STATED.match(text, start)
-            if stated:
-                return stated[1].upper()
-    if not _LONE_CAPITAL.search(text):
-        return None
-    marked = [*_MARKED.finditer(text)]
-    if marked:
+    text = text[-_MAX_CHOICE_CHARACTERS:]
+    for pattern in _STATED:
+        if stated := [*pattern.finditer(text)]:
+            return stated[-1][1].upper()
+    if marked := [*_MARKED.finditer(text)]:
         return next(filter(None, marked[-1].groups()))
     alone = set(_ALONE.findall(text))
     return alone.pop() if len(alone) == 1 else None
-
-
-def _places_of(words: Iterable[str], text: str) -> Iterator[int]:
-    for word in words:
-        place = text.find(word)
-        while place >= 0:
-            yield place
-            place = text.find(word, place + 1)
 
 
 @dataclass(frozen=True)
@@ -245,15 +230,14 @@ class Accuracy(TemplateAware):
     def _is_right(self, given: str, expected: str | Decimal) -> bool:
         if isinstance(expected, Decimal):
             number = last_number(given)
-            return number is not None and _is_near(number, expected, self.tolerance)
+            # A difference is rounded to 28 digits, a comparison is exact.
+            return number is not None and (
+                number == expected
+                or (self.tolerance > 0 and abs(number - expected) <= Decimal(str(self.tolerance)))
+            )
         if self.match == "choice":
             return chosen_letter(given) == expected
         return given == expected or (self.match == "auto" and _is_same_number(given, expected))
-
-
-def _is_near(given: Decimal, expected: Decimal, tolerance: float) -> bool:
-    # A difference is rounded to 28 digits, a comparison is exact.
-    return given == expected or (tolerance > 0 and abs(given - expected) <= Decimal(str(tolerance)))
 
 
 def _is_same_number(given: str, expected: str) -> bool:

@@ -5,11 +5,9 @@ import functools
 import importlib
 import json
 import math
-import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, ClassVar
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
@@ -33,11 +31,10 @@ class ReasoningGym(TemplateAware):
     ``entry``, the column that ``load_prompts("reasoning_gym:TASK")`` makes. 0.0 where the verifier
     raises. Source: ``score_answer`` of the tasks of reasoning-gym 0.1.25.
 
-    Nine verifiers run the answer as Python, two count up to a number in it, one takes ``nan`` for
-    right. There an answer that is more than a literal (four of the nine) or a formula (five), has
-    such a number, or is ``nan``, is scored as an empty one; a run's ``reward_timeout_seconds``
-    limits what is left. The verifier of game_of_life_halting accepts every text, and the one of
-    coin_flip "0" for nearly every probability, so the answer is compared in their place.
+    Nine verifiers run the answer as Python. There an answer that is more than a literal (four of
+    them) or a formula (five) is scored as an empty one; a run's ``reward_timeout_seconds`` limits
+    what is left. Do not train on game_of_life_halting, whose verifier accepts every text, or on
+    coin_flip, whose verifier accepts "0" for nearly every probability.
 
     >>> from rloo_kit.rewards import ReasoningGym
     >>> ReasoningGym()(completions=["4"], entry=[None])
@@ -78,7 +75,8 @@ class ReasoningGym(TemplateAware):
         if self.require_closed_thought and is_unclosed(text, opened=opened):
             return 0.0
         answer = tagged_answer(text)
-        if len(answer) > MAX_CHARACTERS or not _GUARDS.get(task, _accept)(answer):
+        guard = _GUARDS.get(task)
+        if len(answer) > MAX_CHARACTERS or (guard is not None and not guard(answer)):
             answer = ""
         try:
             score = float(verify(answer, content))
@@ -131,8 +129,9 @@ def _check_what_is_run(task: str, entry: dict[str, Any]) -> None:
     text: Any = entry
     for key in _RUN_BY_VERIFIER.get(task, ()):
         text = text.get(key) if isinstance(text, dict) else None
-    is_text = task not in _RUN_BY_VERIFIER or (isinstance(text, str) and _is_arithmetic(text))
-    if task == "composite" or not is_text:
+    tree = parsed_expression(text) if isinstance(text, str) else None
+    is_safe = tree is not None and _consists_of(tree, _ARITHMETIC)
+    if task == "composite" or (task in _RUN_BY_VERIFIER and not is_safe):
         raise RewardContractError(
             f"reward 'reasoning_gym' got an entry of {task!r} whose verifier would run "
             f"{str(text)[:80]!r} as Python; make the prompts with "
@@ -142,8 +141,6 @@ def _check_what_is_run(task: str, entry: dict[str, Any]) -> None:
 
 @functools.lru_cache(maxsize=128)
 def _verifier(task: str, settings: str) -> Callable[[str, dict[str, Any]], float]:
-    if task in _MENDED:
-        return _MENDED[task]
     try:
         package = importlib.import_module("reasoning_gym")
     except ImportError as exc:
@@ -160,30 +157,30 @@ def _verifier(task: str, settings: str) -> Callable[[str, dict[str, Any]], float
         ) from exc
 
 
-def _is_the_answer(answer: str, entry: dict[str, Any]) -> float:
-    return float(answer.lower() == entry["answer"].lower())
-
-
-def _is_the_probability(answer: str, entry: dict[str, Any]) -> float:
-    try:
-        given, expected = (float(Fraction(text)) for text in (answer, entry["answer"]))
-    except (ValueError, ZeroDivisionError, OverflowError):
-        return 0.0
-    return float(abs(given - expected) <= 1e-4)
-
-
-# Tasks whose verifier gives itself away: one takes any text, one "0" for every "0.…".
-_MENDED = {"coin_flip": _is_the_probability, "game_of_life_halting": _is_the_answer}
-
-
 # --- answers that a verifier must not get --------------------------------------------------------
 
-
-def _accept(_: str) -> bool:
-    return True
-
-
 _LITERAL = (ast.List, ast.Tuple, ast.Constant, ast.Name, ast.UnaryOp, ast.USub, ast.Load)
+_FORMULA = (
+    *(ast.BinOp, ast.UnaryOp, ast.Constant, ast.Name, ast.Call, ast.Load),
+    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.USub, ast.UAdd),
+)
+_ARITHMETIC = (*_LITERAL, *_FORMULA, ast.LShift, ast.RShift)
+_FUNCTIONS = (
+    *("sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
+    *("asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "Abs"),
+)
+MAX_FORMULA_CHARACTERS = 300
+MAX_EXPONENT = 30
+
+
+def _consists_of(tree: ast.AST, kinds: tuple[type, ...]) -> bool:
+    """Return whether a tree has these nodes alone; its calls, elementary functions alone."""
+    nodes = list(ast.walk(tree))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    return all(isinstance(node, kinds) for node in nodes) and all(
+        isinstance(call.func, ast.Name) and call.func.id in _FUNCTIONS and not call.keywords
+        for call in calls
+    )
 
 
 def _is_literal(text: str) -> bool:
@@ -194,49 +191,30 @@ def _is_literal(text: str) -> bool:
         return True
     except (RecursionError, MemoryError):
         return False
-    return all(isinstance(node, _LITERAL) for node in ast.walk(tree.body))
-
-
-_FORMULA = (
-    *(ast.BinOp, ast.UnaryOp, ast.Constant, ast.Name, ast.Call, ast.Load),
-    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.USub, ast.UAdd),
-)
-_FUNCTIONS = (
-    *("sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
-    *("asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "Abs"),
-)
-MAX_FORMULA_CHARACTERS = 300
-MAX_EXPONENT = 30
-_DECIMAL = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
+    return _consists_of(tree.body, _LITERAL)
 
 
 def _is_formula(text: str) -> bool:
     """Return whether the text is arithmetic, powers, variables and elementary functions alone."""
     tree = parsed_expression(text) if len(text) <= MAX_FORMULA_CHARACTERS else None
-    if tree is None:
+    if tree is None or not _consists_of(tree, _FORMULA) or _nesting(tree) > 2:
         return False
-    return all(_is_of_a_formula(node, text) for node in ast.walk(tree)) and _nesting(tree) <= 2
-
-
-def _is_of_a_formula(node: ast.AST, text: str) -> bool:
-    if isinstance(node, ast.Constant):
-        return bool(_DECIMAL.fullmatch(ast.get_source_segment(text.strip(), node) or ""))
-    if isinstance(node, ast.Call):
-        named = isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
-        return named and not node.keywords
-    if isinstance(node, ast.Name):
-        return not node.id.startswith("_")
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        return _is_small(node.right)
-    return isinstance(node, _FORMULA)
+    nodes = list(ast.walk(tree))
+    constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    names = [node.id for node in nodes if isinstance(node, ast.Name)]
+    powers = [node.right for node in nodes if isinstance(getattr(node, "op", None), ast.Pow)]
+    return (
+        all(type(value) in (int, float) and value < math.inf for value in constants)
+        and not any(name.startswith("_") for name in names)
+        and all(map(_is_small, powers))
+    )
 
 
 def _is_small(exponent: ast.AST) -> bool:
     """Return whether an exponent has no power in it, and at most two numbers, both small."""
-    nodes = list(ast.walk(exponent))
-    values = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    values = [node.value for node in ast.walk(exponent) if isinstance(node, ast.Constant)]
     return (
-        not any(isinstance(node, ast.Pow) for node in nodes)
+        not _nesting(exponent)
         and len(values) <= 2
         and all(isinstance(value, int | float) and value <= MAX_EXPONENT for value in values)
     )
@@ -245,54 +223,21 @@ def _is_small(exponent: ast.AST) -> bool:
 def _nesting(node: ast.AST) -> int:
     """Return how many powers stand in one another."""
     inside = max(map(_nesting, ast.iter_child_nodes(node)), default=0)
-    return inside + (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow))
-
-
-_ARITHMETIC = (*_LITERAL, *_FORMULA, ast.LShift, ast.RShift)
-
-
-def _is_arithmetic(text: str) -> bool:
-    """Return whether an expression has no more in it than values and elementary functions."""
-    tree = parsed_expression(text)
-    if tree is None:
-        return False
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return all(isinstance(node, _ARITHMETIC) for node in ast.walk(tree)) and all(
-        isinstance(call.func, ast.Name) and call.func.id in _FUNCTIONS and not call.keywords
-        for call in calls
-    )
-
-
-_LONG = re.compile(r"[eE+-][0-9]{4}")
-
-
-def _has_no_long_number(text: str) -> bool:
-    """Return whether no exponent and no signed number has four digits or more."""
-    return not _LONG.search(text)
-
-
-def _is_no_nan(text: str) -> bool:
-    return "nan" not in text.lower()
+    return inside + isinstance(getattr(node, "op", None), ast.Pow)
 
 
 # Task whose verifier cannot be given everything -> whether an answer may reach it
 _GUARDS: dict[str, Callable[[str], bool]] = {
-    **dict.fromkeys(
-        ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), _is_literal
-    ),
-    **dict.fromkeys(
-        (
-            "countdown",
-            "intermediate_integration",
-            "polynomial_multiplication",
-            "puzzle24",
-            "simple_integration",
-        ),
-        _is_formula,
-    ),
-    "complex_arithmetic": _is_no_nan,
-    "coin_flip": _has_no_long_number,
-    "rush_hour": _has_no_long_number,
+    "binary_matrix": _is_literal,
+    "n_queens": _is_literal,
+    "spiral_matrix": _is_literal,
+    "string_insertion": _is_literal,
+    "countdown": _is_formula,
+    "intermediate_integration": _is_formula,
+    "polynomial_multiplication": _is_formula,
+    "puzzle24": _is_formula,
+    "simple_integration": _is_formula,
+    "complex_arithmetic": lambda text: "nan" not in text.lower(),  # which it takes for right
 }
 
 # The reward with its defaults

@@ -208,13 +208,6 @@ def test_the_check_for_loaded_packages_sees_one():
     assert loaded_by("import yaml", {"yaml", "torch"}) == {"yaml"}
 
 
-def test_the_folder_of_rewards_is_not_importable_by_its_bare_name():
-    result = run_python("import rewards", cwd=ROOT)
-    assert result.returncode != 0
-    assert "ImportError: this folder was imported as 'rewards'" in result.stderr
-    assert "write 'import rloo_kit.rewards' instead" in result.stderr
-
-
 # --- public names ---------------------------------------------------------------------------------
 
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 import rloo_kit.rewards
@@ -201,23 +200,13 @@ ROWS = st.lists(
 )
 
 
-def tried(times):
-    """Return the decorator that tries so many cases, without a limit on one case's time."""
-    quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-    cases = given(rows=ROWS, conversational=st.booleans(), rng=st.randoms(use_true_random=False))
-    limits = settings(max_examples=times, deadline=None, suppress_health_check=quiet)
-    return lambda test: limits(cases(test))
-
-
-@tried(100)
+@settings(
+    max_examples=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(rows=ROWS, conversational=st.booleans(), rng=st.randoms(use_true_random=False))
 def test_contract_holds_for_whatever_a_model_writes(reward, rows, conversational, rng):
-    texts, ids = [text for text, _ in rows], [ids for _, ids in rows]
-    assert_contract(reward, columns_of(texts, ids, conversational=conversational), rng)
-
-
-@pytest.mark.slow
-@tried(1000)
-def test_contract_holds_in_a_thousand_cases(reward, rows, conversational, rng):
     texts, ids = [text for text, _ in rows], [ids for _, ids in rows]
     assert_contract(reward, columns_of(texts, ids, conversational=conversational), rng)
 
@@ -239,7 +228,7 @@ def test_docstring_examples_run(module):
 def test_importing_every_reward_loads_nothing_heavy():
     code = (
         "import sys, rloo_kit.rewards as r, rloo_kit.scoring.loading;"
-        "[getattr(r, name) for name in dir(r)];"
+        "[getattr(r, name) for name in r.__all__];"
         "print(*sorted({'torch', 'transformers', 'trl', 'numpy', 'httpx', 'sympy', 'math_verify',"
         " 'reasoning_gym'} & set(sys.modules)))"
     )
@@ -254,13 +243,6 @@ def test_public_names_and_submodules_do_not_depend_on_import_order():
     assert rewards.length.length == rewards.Length()
     with pytest.raises(AttributeError, match="has no attribute 'lenght'"):
         _ = rewards.lenght
-
-
-def test_any_other_name_of_the_package_is_refused():
-    folder = Path(rloo_kit.rewards.__file__).parent
-    spec = importlib.util.spec_from_file_location("rewards", folder / "__init__.py")
-    with pytest.raises(ImportError, match=r"write 'import rloo_kit\.rewards' instead"):
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def test_a_parameter_of_an_older_version_is_ignored_with_a_warning():
