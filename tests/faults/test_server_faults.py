@@ -33,7 +33,7 @@ def uninterrupted(folder, settings):
 def judged_by(server, **more):
     reward = {"name": "judge", "model": "m", "base_url": f"{server.url}/v1", "max_retries": 2}
     return {
-        "rewards": ["reward.py:right", {**reward, "backoff_seconds": 0.05, **more}],
+        "rewards": ["reward.py:right", {**reward, **more}],
         "trainer.save_steps": 1,
     }
 
@@ -62,7 +62,7 @@ def test_the_judge_dies(judge, tmp_path):
     "its requests are tried again, and the run continues",
 )
 def test_the_judge_comes_back(judge, tmp_path):
-    settings = judged_by(judge, max_retries=30, backoff_seconds=0.1)
+    settings = judged_by(judge, max_retries=5)
     one = Trial(tmp_path / "trial", uninterrupted(tmp_path / "first", settings), settings)
     life = one.begin(FAULT="waits", FAULT_FILE=str(tmp_path / "gone"))
     assert life.wait_for_text(f"step {FAULT_AT}/"), life.text

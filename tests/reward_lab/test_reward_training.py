@@ -188,7 +188,7 @@ def test_calibrated_scores_have_mean_0_and_standard_deviation_1(trained):
 
 def test_the_folder_is_found_from_the_run_files_place(trained):
     result, _ = trained
-    specs = ["taste:0.5", {"name": "reward_model", "model": "taste", "clip": [-1, 1]}]
+    specs = ["taste:0.5", {"name": "reward_model", "model": "taste", "clipped_to": [-1, 1]}]
     short, table = load_rewards(specs, base_dir=result.folder.parent)
     assert short.weight == 0.5
     columns = {"prompts": ["What is 1 + 2?"], "completions": ["1+2=3"]}

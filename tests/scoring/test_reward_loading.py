@@ -108,12 +108,12 @@ def test_same_file_name_in_two_folders_gives_two_rewards(folder):
 def test_folder_of_a_model_becomes_a_reward_model(tmp_path):
     (tmp_path / "taste").mkdir()
     (tmp_path / "taste" / "config.json").write_text("{}")
-    table = {"name": "reward_model", "model": "taste", "batch_size": 2}
+    table = {"name": "reward_model", "model": "taste", "max_length": 2}
     bare, weighted, tabled = load_rewards(["taste", "taste:0.5", table], base_dir=tmp_path)
     assert bare.func.reward.model == str(tmp_path / "taste")
     assert weighted.weight == 0.5
     assert tabled.func.reward.model == str(tmp_path / "taste")
-    assert tabled.func.reward.batch_size == 2
+    assert tabled.func.reward.max_length == 2
     assert tabled.name == "reward_model_3"
 
 
