@@ -28,8 +28,6 @@ def gated(
 ) -> "Gated":
     """Return the reward, called only for the rows that another reward lets through.
 
-    The share of rows that passed is logged as ``rewards/NAME/gate_open``.
-
     Args:
         reward: Called where the gate is open; the result has its name.
         by: The gate. None from it closes it.
@@ -64,14 +62,12 @@ def rescaled(
     """Return the reward times ``scale``, then cut to the range ``clip`` (low, high)."""
     if not math.isfinite(scale):
         raise ValueError(f"scale is {format_value(scale)}; give a finite number")
-    if clip is not None:
-        low, high = clip
-        if not low < high:
-            raise ValueError(
-                f"clip {format_value(clip)} is not (low, high); give the lower number first"
-            )
-        clip = (float(low), float(high))
-    return Rescaled(checked(reward), float(scale), clip)
+    low, high = clip or (-math.inf, math.inf)
+    if not low < high:
+        raise ValueError(
+            f"clip {format_value(clip)} is not (low, high); give the lower number first"
+        )
+    return Rescaled(checked(reward), float(scale), float(low), float(high))
 
 
 @dataclass(frozen=True)
@@ -164,13 +160,9 @@ class Composed:
         self, rows: list[int], columns: dict[str, Any], other: Score
     ) -> list[Score]:
         """Call the reward for some rows; the others get the score ``other``."""
-        scores = [other] * len(columns["completions"])
-        if rows:
-            for row, score in zip(
-                rows, await _call(self.reward, _only(columns, rows)), strict=True
-            ):
-                scores[row] = score
-        return scores
+        found = await _call(self.reward, _only(columns, rows)) if rows else []
+        by_row = dict(zip(rows, found, strict=True))
+        return [by_row.get(row, other) for row in range(len(columns["completions"]))]
 
     def _parts(self) -> dict[str, CheckedReward]:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -219,12 +211,12 @@ class Rescaled(Composed):
     """What ``rescaled`` returns."""
 
     scale: float
-    clip: tuple[float, float] | None
+    low: float
+    high: float
 
     async def scores(self, columns: dict[str, Any]) -> list[Score]:
         """Scale and clip the scores of the reward."""
-        low, high = self.clip or (-math.inf, math.inf)
-        scores = await _call(self.reward, columns)
+        low, high, scores = self.low, self.high, await _call(self.reward, columns)
         return [None if s is None else min(max(s * self.scale, low), high) for s in scores]
 
 

@@ -1,24 +1,18 @@
 """Checked reward: called with the keywords it takes, under a time limit, its scores verified."""
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import math
-import os
 import signal
-import sys
-import sysconfig
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, TypeVar
 
 from rloo_kit.errors import KitError, RewardContractError
-from rloo_kit.text.redaction import redact
 from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Completion, Score
 
@@ -54,15 +48,12 @@ class CheckedReward:
     def __call__(self, **columns: Any) -> list[Score]:
         """Return B scores, each a finite float or None.
 
-        The reward gets its own copies of lists and dicts. The working directory and a seeded
-        torch are restored afterwards.
-
         Raises:
             RewardContractError: The reward raised, took too long, lacks a column, or broke the
                 contract.
         """
         try:
-            output = self._limited_call(columns)
+            output = within(self.timeout, lambda: self.reward(**self._select(columns)))
         except (KitError, *_PASSED_ON):  # a KitError already says what to change
             raise
         except OverdueError as exc:
@@ -82,10 +73,6 @@ class CheckedReward:
             return self
         return replace(self, reward=self.reward.bind(tokenizer))
 
-    def _limited_call(self, columns: dict[str, Any]) -> Any:
-        with _process_state_kept():
-            return within(self.timeout, lambda: self.reward(**self._select(columns)))
-
     def _select(self, columns: dict[str, Any]) -> dict[str, Any]:
         missing = [name for name in self.required if name not in columns]
         if missing:
@@ -94,11 +81,9 @@ class CheckedReward:
                 "dataset lacks; add the column, or give the parameter a default "
                 f"(there are: {', '.join(sorted(columns))})"
             )
-        return {
-            name: _metric_logger(value) if name == "log_metric" else _copied(value)
-            for name, value in columns.items()
-            if self.accepted is None or name in self.accepted
-        }
+        if self.accepted is None:
+            return columns
+        return {name: value for name, value in columns.items() if name in self.accepted}
 
     def _failed(
         self, fault: str, columns: dict[str, Any], cause: BaseException | None = None
@@ -119,15 +104,13 @@ class CheckedReward:
     def _failing_row(self, columns: dict[str, Any], kind: type[BaseException]) -> str:
         """Return the first row on which alone the reward raises the same error, as text."""
         count = len(columns.get("completions", ()))
-        if self.on_error != "stop" or count > MAX_ROWS_TRIED:
-            return ""
-        for row in range(count):
+        for row in range(count if self.on_error == "stop" and count <= MAX_ROWS_TRIED else 0):
             one = {
                 name: [value[row]] if isinstance(value, list) and len(value) == count else value
                 for name, value in columns.items()
             }
             try:
-                self._limited_call(one)
+                within(self.timeout, lambda: self.reward(**self._select(one)))  # noqa: B023
             except _PASSED_ON:
                 raise
             except kind:
@@ -153,7 +136,7 @@ class CheckedReward:
 
     def _scores(self, output: Any, columns: dict[str, Any]) -> list[Score]:
         completions, got = columns["completions"], ""
-        values = _as_list(output)
+        values = output.tolist() if hasattr(output, "tolist") else output  # a tensor or an array
         if not isinstance(values, list | tuple):
             got = f"a {type(output).__name__}"
         elif len(values) != len(completions):
@@ -265,43 +248,6 @@ def _innermost(func: Any) -> Any:
     return func
 
 
-# --- what a reward is given, and what it returns -------------------------------------------------
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of nested lists and dicts; other objects in them are shared."""
-    if type(value) is list:
-        if not {list, dict} & set(map(type, value)):
-            return value[:]
-        return [_copied(item) for item in value]
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    return value
-
-
-def _metric_logger(log: Any) -> Any:
-    """Return ``log_metric`` that takes numbers only: the trainer averages them later."""
-    if not callable(log):  # a dataset column of that name
-        return log
-
-    def log_metric(name: str, value: Any) -> None:
-        try:
-            number = float(value)
-        except Exception as exc:  # float() runs code of the value's own class
-            raise TypeError(f"log_metric wants a number, not {format_value(value)}") from exc
-        log(redact(str(name)), number)
-
-    return log_metric
-
-
-def _as_list(output: Any) -> Any:
-    """Return a tensor or an array as a list; anything else unchanged."""
-    try:
-        return output.tolist() if hasattr(output, "tolist") else output
-    except Exception:  # a tensor on the meta device, for one
-        return output
-
-
 def _number(value: Any) -> Score:
     """Return a score as a finite float in float32's range, or None; NaN for anything else."""
     if value is None:
@@ -309,7 +255,7 @@ def _number(value: Any) -> Score:
     try:
         number = value.item() if getattr(value, "ndim", None) == 0 else value
         score = float(number) if isinstance(number, int | float) else math.nan  # a bool is 0 or 1
-    except Exception:  # an int too large for a float, or a class whose __float__ raises
+    except OverflowError:  # a whole number too large for a float
         return math.nan
     return score if abs(score) <= MAX_SCORE else math.nan
 
@@ -320,7 +266,7 @@ def _excerpt(completion: Completion) -> str:
     return format_value(completion)
 
 
-# --- time limit and process state ----------------------------------------------------------------
+# --- time limit ----------------------------------------------------------------------------------
 
 
 class OverdueError(TimeoutError):
@@ -338,25 +284,22 @@ _PASSED_ON = (KeyboardInterrupt, GeneratorExit, _Alarm)
 def within(seconds: float | None, call: Callable[[], T]) -> T:
     """Return ``call()``, or raise OverdueError if it takes longer than ``seconds``.
 
-    On the main thread of a Unix system SIGALRM interrupts it, even in a regular expression that
-    backtracks. C code that never looks at signals, such as ``sum(range(10**12))``, and a call that
-    catches BaseException are reported when they return. Elsewhere the call runs in a thread of its
-    own, which cannot be ended and is left behind.
+    SIGALRM interrupts it, even in a regular expression that backtracks. C code that never looks at
+    signals, such as ``sum(range(10**12))``, and a call that catches BaseException are reported when
+    they return. Outside of the main thread and of Unix there is no limit.
 
     Raises:
-        OverdueError: With the file and line it was at, where that is known.
+        OverdueError: With the file and line it was at.
     """
-    if seconds is None:
-        return call()
     on_main = threading.current_thread() is threading.main_thread()
-    if not (on_main and hasattr(signal, "setitimer")):
-        return _within_thread(seconds, call)
+    if seconds is None or not on_main or not hasattr(signal, "setitimer"):
+        return call()
     place, has_ended = "", False
 
     def ring(_number: int, frame: FrameType | None) -> None:
         nonlocal place
         if not has_ended:  # a late alarm must not leave this function
-            place = _place(frame)
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown line"
             raise _Alarm
 
     handler = signal.signal(signal.SIGALRM, ring)
@@ -377,58 +320,3 @@ def within(seconds: float | None, call: Callable[[], T]) -> T:
     if place:
         raise OverdueError(f"it swallowed its time limit at {place}")
     return result
-
-
-def _place(frame: FrameType | None) -> str:
-    """Return the innermost file and line outside of Python's standard library."""
-    library, own = sysconfig.get_paths()["stdlib"], frame
-    while own is not None and own.f_code.co_filename.startswith((library, "<frozen")):
-        own = own.f_back
-    own = own or frame
-    return f"{own.f_code.co_filename}:{own.f_lineno}" if own is not None else "an unknown line"
-
-
-def _within_thread(seconds: float, call: Callable[[], T]) -> T:
-    future: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as exc:  # handed to the caller
-            future.set_exception(exc)
-
-    # A daemon, so that a call that never ends does not keep the process alive.
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise OverdueError
-    return future.result()
-
-
-@contextlib.contextmanager
-def _process_state_kept() -> Iterator[None]:
-    """Restore the working directory and, if the body seeded torch, the random states.
-
-    Otherwise every batch would sample from the same numbers. Numbers that are only drawn stay
-    drawn.
-    """
-    try:
-        folder = os.getcwd()
-    except OSError:  # it was removed
-        folder = None
-    torch = sys.modules.get("torch")
-    torch = torch if hasattr(torch, "get_rng_state") else None  # else it is still being imported
-    seed, state, on_gpu = torch and torch.initial_seed(), torch and torch.get_rng_state(), []
-    if torch is not None and torch.cuda.is_initialized():
-        on_gpu = torch.cuda.get_rng_state_all()
-    try:
-        yield
-    finally:
-        if folder is not None:
-            with contextlib.suppress(OSError):  # the body removed it
-                os.chdir(folder)
-        if torch is not None and torch.initial_seed() != seed:
-            torch.set_rng_state(state)
-            if on_gpu:
-                torch.cuda.set_rng_state_all(on_gpu)

@@ -137,8 +137,7 @@ def with_tokenizers(rewards: list[LoadedReward], given: Any) -> list[LoadedRewar
         )
     return [
         replace(r, func=replace(r.func, reward=replace(r.func.reward, tokenizer=tokenizer)))
-        if tokenizer is not None
-        and getattr(getattr(r.func, "reward", None), "__name__", None) == "reward_model"
+        if tokenizer is not None and r.name.startswith("reward_model")
         else r
         for r, tokenizer in zip(rewards, listed, strict=True)
     ]
@@ -206,19 +205,11 @@ class _Finder:
                 f"the reward table {format_value(dict(table))} has no name; add 'name', such as "
                 "name: thinking"
             )
-        given = parameters.pop("weight", None)
         composing = {key: parameters.pop(key) for key in COMPOSING if key in parameters}
-        weight: Weight = 1.0 if given is None else _checked_weight(given, name)
+        given, weight = parameters.pop("weight", None), 1.0
         target, target_name = name, name_of(name)
         if isinstance(name, str):
-            target_name, weight_in_name = self._split_weight(name)
-            if given is None:
-                weight = weight_in_name
-            elif target_name != name:
-                raise RewardLoadError(
-                    f"the reward table {format_value(dict(table))} gives two weights; remove "
-                    f"':{weight_in_name:g}' from its name"
-                )
+            target_name, weight = self._split_weight(name)
             model = parameters.get("model")
             if target_name == "reward_model" and isinstance(model, str):
                 path = self._path(model)  # a folder, unless it is a hub name
@@ -226,20 +217,23 @@ class _Finder:
             target = self.target(target_name)
             parameters = _without_removed(parameters, target_name)
         reward = _with_parameters(target, parameters, target_name)
-        return self._composed(reward, composing, target_name), weight
+        reward = self._composed(reward, composing, target_name) if composing else reward
+        return reward, weight if given is None else _checked_weight(given, name)
 
     def _composed(self, reward: Any, keys: dict[str, Any], name: str) -> Any:
         """Return a reward as the composing keys of its table say."""
-        if not keys:
-            return reward
         _refuse_non_reward(reward, name)
         try:
             if "scaled_by" in keys or "clipped_to" in keys:
-                clip = keys.get("clipped_to")
-                clip = None if clip is None else tuple(clip)
+                clip = tuple(keys["clipped_to"]) if "clipped_to" in keys else None
                 reward = rescaled(reward, scale=keys.get("scaled_by", 1.0), clip=clip)
             if "only_if" in keys:
-                reward = self._gated(reward, keys["only_if"])
+                gate, limits = keys["only_if"], {}
+                if isinstance(gate, Mapping):
+                    limits = {key: gate[key] for key in ("at_least", "otherwise") if key in gate}
+                    gate = {key: value for key, value in gate.items() if key not in limits}
+                by = load_reward(gate, base_dir=self.base, say=self.say).func
+                reward = gated(reward, by, **limits)
             if "only_for" in keys:
                 reward = routed(reward, **keys["only_for"])
         except (TypeError, ValueError, OverflowError) as exc:
@@ -250,35 +244,14 @@ class _Finder:
             ) from exc
         return reward
 
-    def _gated(self, reward: Any, gate: Any) -> Any:
-        limits = {}
-        if isinstance(gate, Mapping):
-            limits = {key: gate[key] for key in ("at_least", "otherwise") if key in gate}
-            gate = {key: value for key, value in gate.items() if key not in limits}
-        for key, value in limits.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (is_number and math.isfinite(value)):
-                raise ValueError(f"{key} is {format_value(value)}, not a finite number")
-        loaded = load_reward(gate, base_dir=self.base, say=self.say)
-        if loaded.weight != 1.0:
-            raise ValueError("a gate has no weight")
-        return gated(reward, loaded.func, **limits)
-
     def _split_weight(self, spec: str) -> tuple[str, float]:
-        """Return (spec without its weight, weight); 1.0 where there is no weight.
-
-        A last part that is a number is a weight. Another last part is a wrong weight only where
-        the text before it names a reward in full.
-        """
+        """Return (spec without its weight, weight); 1.0 where the last part is no number."""
         head, colon, tail = spec.rpartition(":")
-        if not colon:
+        try:
+            float(tail)
+        except ValueError:
             return spec, 1.0
-        is_path_alone = head.endswith(".py")  # in "my.py:polite"
-        is_complete = (
-            head in _targets() or (":" in head and not is_path_alone) or self._is_model(head)
-        )
-        is_weight = is_complete or re.fullmatch(r"[+-]?(\d|\.\d)[\d.]*(e[+-]?\d+)?", tail, re.I)
-        return (head, _finite(tail, head)) if is_weight else (spec, 1.0)
+        return (head, _finite(tail, head)) if colon else (spec, 1.0)
 
     # --- where a reward is -----------------------------------------------------------------------
 
@@ -290,9 +263,10 @@ class _Finder:
             name = value if ":" in value else f"{value}:"
         elif self._is_model(name):
             return _reward_model(str(self._path(name)))
-        elif self._is_hub_name(name):
-            _check_on_hub(name)
-            return _reward_model(name)
+        elif re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) and not (
+            name.endswith(".py") or self._path(name).exists()
+        ):
+            return _reward_model(name)  # a name on the hub
         home, colon, attribute = name.rpartition(":")
         if name.endswith(".py"):
             home, attribute = name, ""
@@ -332,11 +306,6 @@ class _Finder:
     def _is_model(self, text: str) -> bool:
         return bool(text) and any((self._path(text) / file).is_file() for file in _MODEL_FILES)
 
-    def _is_hub_name(self, text: str) -> bool:
-        """Return whether a text is ``org/name``, and neither a file nor a folder."""
-        is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text)
-        return bool(is_name) and not text.endswith(".py") and not self._path(text).exists()
-
 
 def _checked_weight(value: Any, name: Any) -> Weight:
     """Return a weight as a finite float, or as a schedule."""
@@ -364,29 +333,6 @@ def _finite(value: Any, name: Any) -> float:
 
 def _reward_model(model: str) -> Any:
     return importlib.import_module("rloo_kit.rewards.reward_model").RewardModel(model)
-
-
-def _check_on_hub(name: str) -> None:
-    """Fetch a reward model's config, so that a wrong name fails before any model is loaded.
-
-    Raises:
-        RewardLoadError: It is neither on the hub nor in the cache.
-    """
-    from huggingface_hub import hf_hub_download
-
-    reasons = []
-    for file in _MODEL_FILES:
-        try:
-            hf_hub_download(name, file)
-        except Exception as exc:  # its type depends on the network
-            reasons.append(first_line(exc))
-        else:
-            return
-    raise RewardLoadError(
-        f"reward {format_value(name)} is no file or folder here, and the hub gives no reward model "
-        f"of that name ({reasons[0]}); correct it, go online, or give 'file.py:function' or a "
-        "folder"
-    )
 
 
 # --- modules and what is in them ---------------------------------------------------------------
@@ -439,13 +385,8 @@ def _attribute(module: ModuleType, attribute: str, spec: str) -> Any:
     """Return a module's attribute, or list the ones it has."""
     if attribute and hasattr(module, attribute):
         return getattr(module, attribute)
-    names = [
-        name
-        for name, value in vars(module).items()
-        if callable(value)
-        and not name.startswith("_")
-        and getattr(value, "__module__", None) == module.__name__
-    ]
+    own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
+    names = [name for name, value in own.items() if callable(value) and not name.startswith("_")]
     wrong = f"there is no {format_value(attribute)} in it" if attribute else "it names no function"
     raise RewardLoadError(
         f"reward {format_value(spec)} cannot be found: {wrong}{did_you_mean(attribute, names)}; "
@@ -467,7 +408,8 @@ def _unknown(name: str) -> str:
 def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
     """Return a reward: a class or built-in factory called, an instance or function filled in."""
     known, takes_any, _ = keywords_of(target)
-    if is_instance := _is_instance(target):
+    is_instance = is_dataclass(target) and not inspect.isclass(target)
+    if is_instance:
         known, takes_any = [field.name for field in fields(target) if field.init], False
     for parameter in parameters:
         if parameter not in known and not (takes_any and inspect.isclass(target)):
@@ -479,8 +421,6 @@ def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
     try:
         if inspect.isclass(target) or name in _builtin():
             return target(**parameters)
-        if not parameters:
-            return target
         if is_instance:
             return replace(target, **parameters)
     except (TypeError, ValueError) as exc:
@@ -488,7 +428,7 @@ def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
             f"reward {format_value(name)} cannot be made from {format_value(parameters)} "
             f"({first_line(exc)}); {_TABLE_HINT}"
         ) from exc
-    return functools.partial(target, **parameters)
+    return functools.partial(target, **parameters) if parameters else target
 
 
 def _without_removed(parameters: dict[str, Any], name: str) -> dict[str, Any]:
@@ -502,10 +442,6 @@ def _without_removed(parameters: dict[str, Any], name: str) -> dict[str, Any]:
             stacklevel=2,
         )
     return {key: value for key, value in parameters.items() if key not in removed}
-
-
-def _is_instance(target: Any) -> bool:
-    return is_dataclass(target) and not inspect.isclass(target)
 
 
 def _refuse_non_reward(func: Any, spec: object) -> None:

@@ -5,20 +5,17 @@ of the environment and of ``.env``, settings whose names say so), and texts with
 (``hf_...``, ``Bearer ...``, a password in a URL).
 """
 
-import base64
 import contextlib
-import html
 import json
 import logging
 import os
 import re
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, quote_plus, unquote
+from urllib.parse import quote, unquote
 
 # Characters from which a value is searched for in other texts
 MIN_LENGTH = 8
@@ -29,22 +26,17 @@ HIDDEN = re.compile(r"\[hidden(?:: [\w.-]{1,64})?\]")
 # Of a name in lower case with `_` between its words: any value is a secret
 ALWAYS_SECRET = re.compile(
     r"passw(or)?d|passphrase|secret|credential|api_?keys?(?![a-z])"
-    r"|(access|api|auth|hf|hub)token(?![a-z])"
-    r"|(access|private|auth|account|encryption|signing|master|session)_(key|token)(?![a-z])"
-    r"|(hub|hf|bot|refresh|bearer|push_to_hub)_token(?![a-z])"
+    r"|(access|api|auth|hf|hub|bot|refresh|bearer|session)_?token(?![a-z])"
+    r"|(access|private|auth|account|encryption|signing|master)_key(?![a-z])"
 )
 # A word of a name: the value is a secret unless it is plain (see `is_plain`)
 OFTEN_SECRET = re.compile("auth|authorization|bearer|cookie|jwt|key|pass|pat|pwd|token")
 # A last word that makes the value a fact about a secret
 NOT_THE_VALUE = re.compile(
-    "column|dir|endpoint|env|field|file|format|header|length|limit|name|path|public|size|sock"
-    "|timeout|type|url"
+    "column|dir|endpoint|env|field|file|format|length|limit|name|path|size|sock|timeout|type|url"
 )
 # A word before `token` that makes it one of a vocabulary
-OF_A_TOKENIZER = re.compile(
-    "additional|audio|boi|bos|cls|decoder|end|eoi|eos|forced|image|mask|pad|per|prefix|sep|special"
-    "|start|stop|think|tool|unk|video|vision"
-)
+OF_A_TOKENIZER = re.compile("bos|cls|end|eos|image|mask|pad|per|sep|special|start|stop|think|unk")
 PLAIN = re.compile(
     r"""[0-9]{1,11}|(?=.{1,30}$)[-+0-9]+([-.,:/eE_ ][-+0-9]+)+        # a number, a date
     |(?=.{1,40}$)([a-z]+(_[a-z]+)+|[A-Z]+(_[A-Z]+)+)                  # a name in code
@@ -93,10 +85,9 @@ def is_plain(value: str) -> bool:
         return True
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
         return not any(_passwords_in(text))
-    parts = re.split(r"[\\/]", text)
-    mixed = r"(?=.*[a-z])(?=.*[A-Z])(?=.*[0-9]).{12,}"  # of a key in base64 that begins with /
-    is_path = re.match(r"~?/|\.{1,2}/|[A-Za-z]:[\\/]", text) and len(parts) > 2
-    return bool(is_path) and not any(re.fullmatch(mixed, part) for part in parts)
+    # A key in base64 may begin with / too, and holds a long part of mixed letters and digits.
+    mixed = r"(?=[^/]*[a-z])(?=[^/]*[A-Z])(?=[^/]*[0-9])[^/]{12,}"
+    return bool(re.match(r"[~.]{0,2}/.*[/.]", text)) and not re.search(mixed, text)
 
 
 # --- known values --------------------------------------------------------------------------------
@@ -105,7 +96,6 @@ _known: set[str] = set()
 # (beginning to search for first, pattern, replacement), longest first
 _forms: list[tuple[str, re.Pattern[str], str]] = []
 _seen_variables: set[tuple[str, str]] = set()
-_lock = threading.Lock()
 
 
 def remember_secret(value: object, name: str = "") -> None:
@@ -116,9 +106,7 @@ def remember_secret(value: object, name: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return
     text = str(value).strip()
-    if text in _known or is_plain(text):
-        return
-    with _lock:
+    if text not in _known and not is_plain(text):
         new = [(*_search(form), _label(name)) for form in _written_forms(text)]
         _forms[:] = sorted([*_forms, *new], key=lambda form: -len(form[1].pattern))
         _known.add(text)
@@ -128,7 +116,7 @@ def remember_settings(settings: object, name: str = "") -> None:
     """Remember every value in nested dicts and lists whose name says that it is a secret."""
     if isinstance(settings, Mapping):
         for key, value in settings.items():
-            remember_settings(value, _inner_name(key, name))
+            remember_settings(value, str(key))
     elif isinstance(settings, list | tuple):
         for value in settings:
             remember_settings(value, name)
@@ -159,12 +147,6 @@ def _label(name: str) -> str:
     return f"[hidden: {known}]" if known else "[hidden]"
 
 
-def _inner_name(key: object, name: str) -> str:
-    """Return the name that counts for a value: its own, or that of a table of secrets."""
-    own = str(key)
-    return name if not is_secret_name(own) and _how_secret(name) == "always" else own
-
-
 def _passwords_in(text: str) -> Iterator[str]:
     """Yield the passwords of addresses in a text, as written and decoded."""
     for match in IN_AN_ADDRESS.finditer(text) if "@" in text else ():
@@ -181,23 +163,16 @@ def _search(form: str) -> tuple[str, re.Pattern[str]]:
 
 
 def _written_forms(value: str) -> set[str]:
-    """Return a secret as text, JSON, HTML, an address and base64 write it."""
+    """Return a secret as text, JSON and an address write it; of a key file also each long line."""
     lines = [line.strip() for line in value.splitlines()]
     plain = {value, *(line for line in lines if len(line) >= 16 and not line.startswith("-----"))}
-    found = set(plain)
-    for text in plain:
-        escaped = {json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
-        found |= escaped | {json.dumps(form)[1:-1] for form in escaped}
-        found |= {repr(text)[1:-1], *(html.escape(form) for form in (text, *escaped))}
-        for encoded in (quote(text, safe=""), quote(text), quote_plus(text)):
-            found |= {encoded, re.sub("%..", lambda match: match[0].lower(), encoded)}
-    content = value.encode("utf-8", "surrogatepass")
-    for offset in range(3) if len(content) >= 12 else ():
-        # Base64 of a text that holds the value has these characters in common, by its place in it.
-        text = base64.b64encode(b"\0" * offset + content).decode()
-        text = text[-(-offset * 8 // 6) : (offset + len(content)) * 8 // 6]
-        found |= {text, text.replace("+", "-").replace("/", "_")}
-    return found
+    return plain.union(
+        *(
+            {json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
+            | {repr(text)[1:-1], quote(text), quote(text, safe="")}
+            for text in plain
+        )
+    )
 
 
 # --- shapes --------------------------------------------------------------------------------------
@@ -206,7 +181,6 @@ IN_AN_ADDRESS = re.compile(
     r"(?<=:/)/?[^\s/:@\"'<>\\]*:(?P<value>[^\s/@\"'<>\\]+)(?=@)"  # pathlib leaves one slash
 )
 _VALUE = r"(?P<value>[^\s\"'\\<>&,;(){}\[\]]{8,})"
-_BEGINS = r"(?:(?<![A-Za-z0-9-])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2}))"  # not so "task-"
 _ASSIGNED = r"[\"'\\]{0,4}\s{0,3}[:=]\s{0,3}[\"'\\]{0,4}"
 # (lower-case texts of which one is in every such text, pattern); `value` is what is masked
 SHAPES = [(triggers, re.compile(pattern, re.ASCII)) for triggers, pattern in (
@@ -214,25 +188,19 @@ SHAPES = [(triggers, re.compile(pattern, re.ASCII)) for triggers, pattern in (
      r"-----BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY-----"
      r"(?:(?:[A-Za-z0-9+/=\s\\:,]++|-(?!-))*+-----END [A-Z0-9 ]{0,30}PRIVATE KEY-----"
      r"|(?:\\[nr]|[A-Za-z0-9+/=\r\n])*)"),
-    (("hf_", "api_org_"), r"(?:hf|api_org)_[A-Za-z0-9]{20,}"),
-    (("sk-",), rf"{_BEGINS}sk-(?=[\w-]{{0,64}}[0-9])[\w-]{{16,}}"),
-    (("k_live_",), r"[rs]k_live_[A-Za-z0-9]{16,}"),
-    (("gsk_", "npm_", "gh"), r"(?:gsk|npm|gh[opurs])_[A-Za-z0-9]{30,}"),
-    (("github_pat_",), r"github_pat_\w{22,}"),
-    (("glpat-", "nvapi-"), r"(?:glpat|nvapi)-[\w.-]{20,}"),
-    (("xox",), r"xox[abeoprs]-[A-Za-z0-9-]{10,}"),
-    (("akia", "asia", "aiza"), r"A[KS]IA[A-Z0-9]{16}(?![A-Za-z0-9])|AIza[\w-]{30,}"),
+    (("hf_", "gh", "github_", "glpat-", "xox", "akia", "aiza"),
+     r"hf_[A-Za-z0-9]{20,}|gh[opurs]_[A-Za-z0-9]{30,}|github_pat_\w{22,}|glpat-[\w.-]{20,}"
+     r"|xox[abeoprs]-[A-Za-z0-9-]{10,}|AKIA[A-Z0-9]{16}(?![A-Za-z0-9])|AIza[\w-]{30,}"),
+    (("sk-",),  # not so in "task-"
+     r"(?:(?<![A-Za-z0-9-])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2}))sk-(?=[\w-]{0,64}[0-9])[\w-]{16,}"),
     (("eyj",), r"eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,}"),
-    (("hooks",), r"(?:hooks\.slack\.com/services|/api/webhooks)/(?P<value>[\w/-]{20,})"),
     ((":/",), IN_AN_ADDRESS.pattern),
     ((":/",), r"(?<=:/)/?(?P<value>[^\s/:@\"'<>\\]{16,})(?=@)"),
-    (("=",),
-     r"(?i)[?&;](?:[\w.-]{0,40}(?:token|api[_-]?key|secret|passw(?:or)?d|signature|credential)"
+    (("=",), r"(?i)[?&;](?:[\w.-]{0,40}(?:token|api[_-]?key|secret|passw(?:or)?d|signature)"
      rf"|access[_-]?key|auth|key|pwd|sig)={_VALUE}"),
-    (("authorization", "api-key", "-token"),
-     r"(?i)(?:authorization|x-api-key|api-key|x-auth-token|private-token)"
-     rf"{_ASSIGNED}(?:(?:basic|bearer|digest|token)\s{{1,3}})?{_VALUE}"),
-    (("bearer",), rf"(?i)\bbearer\s{{1,3}}(?=\S*[0-9]){_VALUE}"),
+    (("authorization", "api-key", "bearer"),
+     rf"(?i)(?:(?:authorization|api-key){_ASSIGNED}(?:(?:basic|bearer|token)\s{{1,3}})?"
+     rf"|\bbearer\s{{1,3}}(?=\S*[0-9])){_VALUE}"),
     (("_key", "_token", "_secret", "password"),
      r"\b(?:[A-Z][A-Z0-9_]{0,60}?(?:_KEY|_TOKEN|_SECRET|PASSWORD)|api_key|hub_token"
      rf"|(?:access|auth|secret)_(?:key|token)){_ASSIGNED}(?=\S*[0-9]){_VALUE}"),
@@ -255,8 +223,8 @@ def _mask_shape(match: re.Match[str]) -> str:
 def redact(text: str) -> str:
     """Return a text with every secret in it replaced by ``[hidden: NAME]`` or ``[hidden]``.
 
-    Known values are found also as JSON, HTML, a percent-encoded address or base64 write them, and
-    a long one where its end was cut off. JSON stays valid JSON.
+    Known values are found also as JSON or a percent-encoded address writes them, and a long one
+    where its end was cut off. JSON stays valid JSON.
 
     >>> redact("git clone https://me:hunter2@example.org/x")
     'git clone https://me:[hidden]@example.org/x'
@@ -293,7 +261,7 @@ def redact_tree(value: Any, name: str = "") -> Any:
 
 def _redact_tree(value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
-        items = [(key, _redact_tree(item, _inner_name(key, name))) for key, item in value.items()]
+        items = [(key, _redact_tree(item, str(key))) for key, item in value.items()]
         return {_redact(key) if isinstance(key, str) else key: item for key, item in items}
     if isinstance(value, list | tuple):
         items = [_redact_tree(item, name) for item in value]
@@ -302,8 +270,6 @@ def _redact_tree(value: Any, name: str) -> Any:
     if isinstance(value, str):
         hides = how == "always" or (how == "often" and not is_plain(value))
         return _label(name) if value and hides and not HIDDEN.fullmatch(value) else _redact(value)
-    if isinstance(value, int) and not isinstance(value, bool) and how == "always":
-        return _label(name)
     if isinstance(value, Path) and (text := _redact(str(value))) != str(value):
         return text
     return value

@@ -56,10 +56,7 @@ def format_name(value: object) -> str:
 
 def first_line(exc: BaseException) -> str:
     """Return the first line of an error's text, cut to 160 characters; its type if it has none."""
-    try:
-        lines = [line.strip() for line in redact(str(exc)).splitlines() if line.strip()]
-    except Exception:  # str() of a user's own error class may fail
-        lines = []
+    lines = redact(str(exc)).strip().splitlines()
     return printable(lines[0][:LONGEST_REASON]) if lines else type(exc).__name__
 
 
@@ -82,21 +79,15 @@ def format_errors(errors: Iterable[str]) -> str:
     return text
 
 
-def nearest(word: object, candidates: Iterable[str]) -> str | None:
-    """Return the candidate most like a misspelt word; None where none is like it."""
-    if not isinstance(word, str):  # a key of YAML may be a number
-        return None
-    return next(iter(difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)), None)
-
-
 def did_you_mean(word: object, candidates: Iterable[str]) -> str:
     """Return the end of a message about an unknown word; "" without a near candidate.
 
     >>> did_you_mean("num_generation", ["beta", "num_generations"])
     "; did you mean 'num_generations'?"
     """
-    name = nearest(word, candidates)
-    return f"; did you mean {name!r}?" if name else ""
+    # A key of YAML may be a number.
+    near = difflib.get_close_matches(word, list(candidates), 1) if isinstance(word, str) else []
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def format_duration(seconds: float) -> str:
@@ -107,9 +98,9 @@ def format_duration(seconds: float) -> str:
     """
     if seconds < 9.95:
         return f"{max(0.0, seconds):.1f} s"
-    if (whole := round(seconds)) < 3600:
-        (many, few), names = divmod(whole, 60), ("min", "s")
-    else:
-        (many, few), names = divmod(round(seconds / 60), 60), ("h", "min")
+    whole, names = round(seconds), ("min", "s")
+    if whole >= 3600:
+        whole, names = round(seconds / 60), ("h", "min")
+    many, few = divmod(whole, 60)
     parts = [f"{number} {name}" for number, name in zip((many, few), names, strict=True) if number]
     return " ".join(parts)

@@ -14,7 +14,6 @@ from rloo_kit.text.wording import (
     format_errors,
     format_name,
     format_value,
-    nearest,
     printable,
 )
 
@@ -52,17 +51,12 @@ def test_name_is_shown_without_quotation_marks():
     assert printable("é 😀") == "é 😀"
 
 
-class MuteError(Exception):
-    def __str__(self):
-        raise RuntimeError
-
-
 @pytest.mark.parametrize(
     ("exc", "text"),
     [(ValueError("one\ntwo"), "one"), (ValueError("\n\n  late "), "late"),
      (ValueError(), "ValueError"), (ValueError("x" * 1000), "x" * 160),
-     (ValueError("\x1b[2J"), "\\x1b[2J"), (MuteError(), "MuteError")],
-    ids=range(6),
+     (ValueError("\x1b[2J"), "\\x1b[2J")],
+    ids=range(5),
 )  # fmt: skip
 def test_error_is_shown_by_its_first_line(exc, text):
     assert first_line(exc) == text
@@ -77,15 +71,14 @@ def test_first_of_many_errors_are_shown_and_the_rest_counted():
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0, "0.0 s"), (9.94, "9.9 s"), (9.96, "10 s"), (59.6, "1 min"), (60, "1 min"),
-        (61, "1 min 1 s"), (3599.6, "1 h"), (3660, "1 h 1 min"), (100 * 3600, "100 h"),
+        (0, "0.0 s"), (9.96, "10 s"), (59.6, "1 min"), (61, "1 min 1 s"), (3599.6, "1 h"),
+        (3660, "1 h 1 min"), (100 * 3600, "100 h"),
     ],
 )  # fmt: skip
 def test_duration_has_at_most_two_units(seconds, text):
     assert format_duration(seconds) == text
 
 
-def test_nearest_finds_a_misspelling_and_nothing_unlike():
-    assert nearest("num_generation", ["beta", "num_generations"]) == "num_generations"
+def test_a_misspelling_is_recognised_and_nothing_unlike():
     assert did_you_mean("betta", ["beta"]) == "; did you mean 'beta'?"
-    assert (nearest("zzz", ["beta"]), did_you_mean("zzz", ["beta"])) == (None, "")
+    assert (did_you_mean("zzz", ["beta"]), did_you_mean(3, ["beta"])) == ("", "")
