@@ -19,16 +19,13 @@ def free_folder(wanted: str | Path) -> Path:
     """Return ``wanted``, or the next ``wanted-N`` that does not exist; nothing is made.
 
     Raises:
-        ConfigError: It would lie in a file, or has no name.
+        ConfigError: It has no name that a number could be added to.
     """
     wanted = Path(wanted)
-    folder = next(folder for folder in _numbered(wanted) if not os.path.lexists(folder))
-    parent = next(p for p in folder.absolute().parents if os.path.lexists(p))
-    if not parent.is_dir():
-        raise ConfigError(
-            f"output_dir {str(wanted)!r} lies in {str(parent)!r}, which is a file: choose another"
-        )
-    return folder
+    if not wanted.name:
+        raise ConfigError(f"output_dir {str(wanted)!r} has no name: choose such as 'runs/first'")
+    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
+    return next(one for one in itertools.chain([wanted], numbered) if not os.path.lexists(one))
 
 
 def make_run_folder(wanted: str | Path) -> Path:
@@ -39,32 +36,17 @@ def make_run_folder(wanted: str | Path) -> Path:
     Raises:
         ConfigError: It cannot be made.
     """
-    wanted = Path(wanted)
     try:
-        free_folder(wanted).parent.mkdir(parents=True, exist_ok=True)
-        folders = _numbered(wanted)
+        Path(wanted).parent.mkdir(parents=True, exist_ok=True)
         while True:
-            folder = next(folders)
+            folder = free_folder(wanted)
             with contextlib.suppress(FileExistsError):
                 folder.mkdir()
                 return folder
-    except (OSError, ValueError) as exc:
-        if isinstance(exc, ConfigError):
-            raise
+    except OSError as exc:
         raise ConfigError(
             f"output_dir {str(wanted)!r} cannot be written ({exc}): choose another"
         ) from exc
-
-
-def _numbered(wanted: Path) -> Iterator[Path]:
-    if not wanted.name:
-        raise ConfigError(
-            f"output_dir {str(wanted)!r} has no name that a number could be added to: choose a "
-            f"folder such as 'runs/first'"
-        )
-    yield wanted
-    for number in itertools.count(2):
-        yield wanted.with_name(f"{wanted.name}-{number}")
 
 
 def latest_folder(wanted: str | Path) -> Path | None:
@@ -76,11 +58,10 @@ def latest_folder(wanted: str | Path) -> Path | None:
     wanted = Path(wanted)
     pattern = re.compile(re.escape(wanted.name) + "(?:-([2-9]|[1-9][0-9]+))?")
     found = {}
-    with contextlib.suppress(OSError):
-        for name in os.listdir(wanted.parent):
-            folder, match = wanted.with_name(name), pattern.fullmatch(name)
-            if match and any((folder / f).is_file() for f in ("run.yaml", "metrics.jsonl")):
-                found[int(match[1] or 1)] = folder
+    for folder in wanted.parent.iterdir() if wanted.parent.is_dir() else ():
+        match = pattern.fullmatch(folder.name)
+        if match and any((folder / file).is_file() for file in ("run.yaml", "metrics.jsonl")):
+            found[int(match[1] or 1)] = wanted.with_name(folder.name)
     return found[max(found)] if found else None
 
 
@@ -100,18 +81,12 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Any, *, indent: int | None = None) -> None:
-    """Write a JSON file atomically, NaN and infinities as null.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
+    """Write a JSON file atomically, NaN and infinities as null."""
     text = json.dumps(without_nan(content), ensure_ascii=False, indent=indent)
     # A lone surrogate, which a tokenizer may return, is no valid UTF-8; `json.loads` reads it.
     write_atomically(path, f"{text}\n".encode("utf-8", "surrogatepass"))
@@ -133,58 +108,29 @@ def without_nan(value: Any) -> Any:
 
 @contextlib.contextmanager
 def lock_folder(folder: str | Path) -> Iterator[None]:
-    """Hold the lock of a run's folder: ``run.lock``, with the number of this process in it.
-
-    The system releases the lock when the process ends, however it ends.
+    """Hold the lock of a run's folder, which the system releases however the process ends.
 
     Raises:
-        ConfigError: Another process holds it, or the folder cannot be written.
+        ConfigError: Another run holds it, or the folder cannot be written.
     """
     from filelock import FileLock, Timeout
 
-    path, owner = Path(folder) / LOCK, os.getpid()
-    lock = FileLock(path, blocking=False)
+    lock = FileLock(Path(folder) / LOCK, blocking=False)
     try:
-        os.listdir(folder)  # filelock would make a folder that is missing
         lock.acquire()
     except Timeout as exc:
         raise ConfigError(
-            f"run folder {str(folder)!r} is in use by {_holder(path)}: wait for it, or choose "
-            f"another output_dir"
+            f"run folder {str(folder)!r} is in use by another run: wait for it, or choose another "
+            f"output_dir"
         ) from exc
-    except (OSError, ValueError) as exc:
+    except OSError as exc:
         raise ConfigError(
             f"run folder {str(folder)!r} cannot be locked ({exc}): make it writable, or choose "
             f"another output_dir"
         ) from exc
     try:
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without the number
-            path.write_text(str(owner))
         yield
     finally:
-        if os.getpid() == owner:  # not in a forked copy that leaves this block
-            with contextlib.suppress(OSError):  # first: a name that is free means a free lock
-                path.unlink()
-            lock.release()
-
-
-def _holder(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        number = path.read_text()
-        if number == str(os.getpid()):
-            return "another run of this process"
-        if number.isdecimal():
-            return f"process {number}"
-    return "another process"
-
-
-@contextlib.contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Wait until no other process of the same training is in the body."""
-    from filelock import FileLock
-
-    if not folder.is_dir():
-        yield
-        return
-    with FileLock(folder / ".writing.lock"):
-        yield
+        # first: a name that is free means a free lock
+        Path(folder, LOCK).unlink(missing_ok=True)
+        lock.release()

@@ -19,8 +19,6 @@ T = TypeVar("T")
 
 # Exit code of a process that stops because another one has ended
 LOST = 3
-# Numbers that are summed in one message
-BUCKET = 2**24
 # Variables by which `accelerate launch` asks for sharded weights
 SHARDING = {
     "ACCELERATE_USE_FSDP": "FSDP",
@@ -87,15 +85,11 @@ class Team:
         """Add up tensors over the processes, in place and to the same bits everywhere."""
         if self.size == 1:
             return
-        import torch
         import torch.distributed as dist
 
-        for bucket in _buckets(tensors):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-            with raise_if_peer_lost():
-                dist.all_reduce(flat)
-            for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-                tensor.detach().copy_(values.view_as(tensor))
+        with raise_if_peer_lost():
+            for tensor in tensors:
+                dist.all_reduce(tensor.detach())
 
     def broadcast_tensors(self, tensors: list[Any]) -> None:
         """Give every process rank 0's values, in place."""
@@ -103,8 +97,8 @@ class Team:
             return
         import torch.distributed as dist
 
-        for tensor in tensors:
-            with raise_if_peer_lost():
+        with raise_if_peer_lost():
+            for tensor in tensors:
                 dist.broadcast(tensor.detach(), src=0)
 
     def reseed(self, seed: int, step: int) -> None:
@@ -162,7 +156,7 @@ def current_team() -> Team:
 
 def launched_rank() -> int:
     """Return the rank that a launcher gave this process; 0 without one."""
-    return _number("RANK") if launched_size() > 1 else 0
+    return int(os.environ["RANK"]) if launched_size() > 1 else 0
 
 
 def _refuse_sharding() -> None:
@@ -181,57 +175,25 @@ def raise_if_peer_lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as exc:
-        if isinstance(exc, KitError) or not is_lost_peer(exc):
+        text = f"{type(exc).__name__} {exc}".lower()
+        if isinstance(exc, KitError) or not any(mark in text for mark in LOST_PEER):
             raise
         raise ProcessLostError(
             "another process of this training has ended, so this one stops"
         ) from exc
 
 
-def is_lost_peer(exc: BaseException) -> bool:
-    """Return whether an error says that the connection to another process is closed."""
-    if isinstance(exc, ProcessLostError):
-        return True
-    text = f"{type(exc).__name__} {exc}".lower()
-    return isinstance(exc, RuntimeError) and any(mark in text for mark in LOST_PEER)
-
-
 def launched_size() -> int:
     """Return the number of processes that a launcher started; 1 without one."""
-    return _number("WORLD_SIZE", 1) if "RANK" in os.environ else 1
-
-
-def _number(name: str, default: int = 0) -> int:
-    try:
-        return int(os.environ.get(name, default))
-    except ValueError:
-        raise ConfigError(
-            f"the variable {name} is {os.environ[name]!r}, must be a whole number: start with "
-            f"rloo-kit train --processes, or accelerate launch"
-        ) from None
+    return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 
 def _check_devices() -> None:
     import torch
 
-    here, there = _number("LOCAL_RANK"), torch.cuda.device_count()
+    here, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if here >= there > 0:
         raise ConfigError(
             f"process {here} of this machine has no GPU of its own, since there are {there}: start "
             f"at most {there} processes"
         )
-
-
-def _buckets(tensors: list[Any]) -> Iterator[list[Any]]:
-    """Yield tensors of one type and device with at most BUCKET numbers together."""
-    kinds: dict[Any, list[Any]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for alike in kinds.values():
-        bucket: list[Any] = []
-        for tensor in alike:
-            if bucket and sum(t.numel() for t in bucket) + tensor.numel() > BUCKET:
-                yield bucket
-                bucket = []
-            bucket.append(tensor)
-        yield bucket

@@ -12,15 +12,14 @@ After every optimizer step a snapshot of the small part of that state is kept in
 next optimizer step the weights and the optimizer still belong to it. So an error in sampling, in a
 reward or in a pass loses nothing: the checkpoint of the last finished step is written then.
 
-Several processes hold the same state, so any of them can write it, and any number of processes can
-resume from it.
+Several processes hold the same state: rank 0 writes it, and any number can resume from it.
 """
 
-import contextlib
 import copy
 import importlib.metadata
 import math
 import shutil
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +29,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
-from rloo_kit.checkpoints.stopping import StopSignals, TimeLimit, interrupt_for
+from rloo_kit.checkpoints.stopping import StopSignals, interrupt_for
 from rloo_kit.checkpoints.store import (
     Checkpoint,
     checksum_of_rows,
@@ -48,7 +47,6 @@ from rloo_kit.checkpoints.store import (
 from rloo_kit.config.settings import on_resume
 from rloo_kit.diagnosis.record import finite_numbers
 from rloo_kit.errors import CheckpointError, KitError, ProcessLostError
-from rloo_kit.output_folder import one_at_a_time
 from rloo_kit.processes import Team, raise_if_peer_lost
 from rloo_kit.rloo.guards import check_finite
 
@@ -92,30 +90,14 @@ class Resumable(Protocol):
     reward_func_names: list[str]
     train_dataset: Any
     team: Team
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the trainer's own state, in copies."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned."""
-        ...
-
-    def notify(self, event: str, **values: Any) -> None:
-        """Call the callbacks that have a method of that name."""
-        ...
-
-    def trained_parameters(self) -> dict[str, torch.Tensor]:
-        """Return what trains, by name."""
-        ...
-
-    def add_callback(self, callback: Any) -> None:
-        """Transformers' own."""
-        ...
-
-    def remove_callback(self, callback: Any) -> None:
-        """Transformers' own."""
-        ...
+    state_dict: Callable[[], dict[str, Any]]
+    """Returns the trainer's own state, in copies."""
+    load_state_dict: Callable[[dict[str, Any]], None]
+    notify: Callable[..., None]
+    """Calls the callbacks that have a method of that name."""
+    trained_parameters: Callable[[], dict[str, torch.Tensor]]
+    add_callback: Callable[[Any], None]
+    remove_callback: Callable[[Any], None]
 
 
 class ExactResume:
@@ -136,7 +118,7 @@ class ExactResume:
         self.saved_at = -1
         """Step of the last checkpoint."""
         self._signals: StopSignals | None = None
-        self._limit = TimeLimit(None)
+        self._started = 0.0
 
     def run(self, train: Callable[[str | None], Any], resume_from: str | Path | bool | None) -> Any:
         """Train, and lose no finished step.
@@ -162,7 +144,7 @@ class ExactResume:
             self.state_read = read_tree(self.resumed_from.folder)
             folder, last = str(self.resumed_from.folder), _Restore(self)
             trainer.add_callback(last)  # after the callbacks whose state it restores
-        self._limit = TimeLimit(trainer.args.max_hours)
+        self._started = time.monotonic()
         with StopSignals(say=print if trainer.team.is_first else None) as self._signals:
             try:
                 with raise_if_peer_lost():
@@ -209,9 +191,9 @@ class ExactResume:
             Whether the last step is still to be saved.
         """
         args, control = self.trainer.args, self.trainer.control
-        over = self._limit.over()
-        if over and not self.stop_reason:
-            self.stop(over)
+        hours = (time.monotonic() - self._started) / 3600
+        if args.max_hours is not None and hours >= args.max_hours and not self.stop_reason:
+            self.stop(f"max_hours {args.max_hours:g} is over: resume with --resume")
         self._agree()
         if not self.stop_reason and self._received is None:
             return False
@@ -228,15 +210,9 @@ class ExactResume:
     # --- the snapshot of the last finished step --------------------------------------------------
 
     def take_snapshot(self) -> None:
-        """Keep the small state in memory: called when a step is done and its weights are good.
-
-        What rank 0 has recorded goes to all, since any process may have to write it.
-        """
+        """Keep the small state in memory: called when a step is done and its weights are good."""
         trainer, callbacks = self.trainer, {}
         trainer.notify("on_state", held=callbacks)
-        if trainer.team.size > 1:
-            small = {name: held for name, held in callbacks.items() if not bytes_of(held)}
-            callbacks |= trainer.team.broadcast(small)
         self._snapshot = {
             "step": trainer.state.global_step,
             "loop": {name: getattr(trainer.state, name) for name in LOOP_FIELDS},
@@ -274,16 +250,12 @@ class ExactResume:
 
     def _save_last_step(self) -> int | None:
         """Write the checkpoint of the last finished step unless it is there; return its number."""
-        trainer = self.trainer
-        if self._snapshot is None or trainer.args.save_strategy == "no":
-            return None
-        step, run = self._snapshot["step"], Path(trainer.args.output_dir)
-        if not step:
+        args, step = self.trainer.args, self._snapshot["step"] if self._snapshot else 0
+        if not step or args.save_strategy == "no" or not self.trainer.team.is_first:
             return None
         try:
-            with one_at_a_time(run) if trainer.team.size > 1 else contextlib.nullcontext():
-                if not (run / f"checkpoint-{step}").exists():
-                    self._write(run)
+            if not (Path(args.output_dir) / f"checkpoint-{step}").exists():
+                self._write(Path(args.output_dir))
         except KitError as exc:  # the first error is the one to raise
             warnings.warn(f"step {step} was not saved: {exc}", RuntimeWarning, stacklevel=2)
             return None
@@ -305,14 +277,12 @@ class ExactResume:
             loop.save_to_json(str(folder / TRAINER_STATE_NAME))
 
         trainer.notify("on_checkpoint")
-        parameters = list(trainer.trained_parameters().values())
         checkpoint = write_checkpoint(
             run,
             snapshot["step"],
             fill,
             facts=self._facts,
             score=self._score(snapshot["callbacks"]),
-            expected_bytes=bytes_of([state["optimizer"], parameters]),
         )
         for later in list_steps(run):  # of another future of this run, left by a resume
             if later > checkpoint.step:
@@ -600,12 +570,3 @@ def _state_of(reward: Any) -> Any:
 
 def _on_cpu(values: torch.Tensor) -> torch.Tensor:
     return values.detach().to("cpu", copy=True).contiguous()
-
-
-def bytes_of(tree: Any) -> int:
-    """Return the bytes of all tensors in dicts, lists and tuples."""
-    if isinstance(tree, torch.Tensor):
-        return tree.numel() * tree.element_size()
-    if isinstance(tree, dict):
-        return sum(map(bytes_of, tree.values()))
-    return sum(map(bytes_of, tree)) if isinstance(tree, list | tuple) else 0

@@ -1,4 +1,4 @@
-"""External stop conditions of a run: signals and a time limit.
+"""Signals that end a run.
 
 The first SIGINT or SIGTERM asks the training to finish its step and save. A second one is raised
 at once, as Ctrl-C is.
@@ -34,12 +34,9 @@ def exit_code(received: int | KeyboardInterrupt) -> int:
     >>> exit_code(signal.SIGINT), exit_code(signal.SIGTERM), exit_code(Terminated())
     (130, 143, 143)
     """
-    return 128 + (signal_of(received) if isinstance(received, KeyboardInterrupt) else received)
-
-
-def signal_of(raised: KeyboardInterrupt) -> int:
-    """Return the number of the signal that something was raised for."""
-    return signal.SIGTERM if isinstance(raised, Terminated) else signal.SIGINT
+    if isinstance(received, KeyboardInterrupt):
+        received = signal.SIGTERM if isinstance(received, Terminated) else signal.SIGINT
+    return 128 + received
 
 
 def interrupt_for(received: int) -> KeyboardInterrupt:
@@ -47,12 +44,25 @@ def interrupt_for(received: int) -> KeyboardInterrupt:
     return Terminated() if received == signal.SIGTERM else KeyboardInterrupt()
 
 
+@contextlib.contextmanager
+def handled(handle: Callable[[int, FrameType | None], Any], *numbers: int) -> Iterator[None]:
+    """Install a handler for some signals, and put the ones before back at the end.
+
+    A signal that this process was started to ignore stays ignored. Outside of the main thread
+    nothing is done: Python handles signals nowhere else.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    wanted = [one for one in numbers if signal.getsignal(one) not in (signal.SIG_IGN, None)]
+    before = {number: signal.signal(number, handle) for number in wanted if is_main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class StopSignals:
     """Note the first SIGINT or SIGTERM, and raise every further one.
-
-    A signal that this process was started to ignore stays ignored, and outside of the main thread
-    nothing is done: Python handles signals nowhere else. The handlers before are put back at the
-    end.
 
     Example:
         with StopSignals(say=print) as stop:
@@ -74,17 +84,14 @@ class StopSignals:
         """Number of the first signal."""
         self._received_at = 0.0
         self._say = say
-        self._before: dict[int, Any] = {}
+        self._handlers = handled(self._handle, *SIGNALS)
 
     def __enter__(self) -> Self:
-        for number in SIGNALS:
-            if _may_handle(number):
-                self._before[number] = signal.signal(number, self._handle)
+        self._handlers.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        while self._before:
-            signal.signal(*self._before.popitem())
+    def __exit__(self, *raised: Any) -> None:
+        self._handlers.__exit__(*raised)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
@@ -109,65 +116,14 @@ def terminate_as_interrupt() -> Iterator[None]:
     """Let the first SIGTERM raise Terminated in the body, so that what was begun is cleaned up.
 
     For the time before the training, where a signal has nothing to wait for; Ctrl-C raises by
-    itself. Outside of the main thread, and where SIGTERM is ignored, nothing is done.
+    itself.
     """
-    if not _may_handle(signal.SIGTERM):
+    received = []
+
+    def end(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        if len(received) == 1:  # a second one must not end the clean-up
+            raise Terminated
+
+    with handled(end, signal.SIGTERM):
         yield
-        return
-
-    def end(_: int, __: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, lambda *_: None)  # a second one must not end the clean-up
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def signals_wait() -> Iterator[None]:
-    """Raise a signal that comes in the body after it.
-
-    For a moment in which something is made that nothing cleans up yet.
-
-    Raises:
-        KeyboardInterrupt: After the body: SIGINT came.
-        Terminated: After the body: SIGTERM came.
-    """
-    with StopSignals() as waiting:
-        yield
-    if waiting.received is not None:
-        raise interrupt_for(waiting.received)
-
-
-def _may_handle(number: int) -> bool:
-    """Return whether this is the main thread, and Python handles the signal, not ignores it."""
-    is_main = threading.current_thread() is threading.main_thread()
-    return is_main and signal.getsignal(number) not in (signal.SIG_IGN, None)
-
-
-class TimeLimit:
-    """Hours after which a training is to stop, counted from now on; the machine's sleep counts.
-
-    Args:
-        max_hours: None: there is no limit.
-    """
-
-    def __init__(self, max_hours: float | None) -> None:
-        self._max_hours = max_hours
-        self._started = _now()
-
-    def over(self) -> str | None:
-        """Return a sentence once the time is over, else None."""
-        hours = (_now() - self._started) / 3600
-        if self._max_hours is None or hours < self._max_hours:
-            return None
-        return f"max_hours {self._max_hours:g} is over after {hours:.2f} h: resume with --resume"
-
-
-def _now() -> float:
-    """Return seconds on a clock that cannot be set and, on Linux, runs while the machine sleeps."""
-    clock = getattr(time, "CLOCK_BOOTTIME", None)
-    return time.monotonic() if clock is None else time.clock_gettime(clock)

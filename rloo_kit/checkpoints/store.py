@@ -8,7 +8,6 @@ process left.
 """
 
 import contextlib
-import errno
 import hashlib
 import heapq
 import importlib.metadata
@@ -20,29 +19,24 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import CheckpointError, DiskError
-from rloo_kit.text.wording import format_name, format_value
+from rloo_kit.text.wording import first_line, format_name, format_value
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-# Kept free in addition to a tenth more than a checkpoint is expected to take
-SPARE_BYTES = 2**20
 TREE, TENSORS = "state.json", "state.safetensors"
-# Rows of a data set that its sum looks at, evenly spaced
+# Rows of a data set that its checksum reads, evenly spaced
 SAMPLED_ROWS = 512
-# Values of each frozen weight that their sum looks at
+# Values of each frozen weight that their checksum reads
 SAMPLED_VALUES = 64
 
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 _HIDDEN = re.compile(r"\.checkpoint-[0-9]+\.(part|old|gone)")
-_RUST_ERROR = re.compile(r"\(os error (\d+)\)")
-_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class _BrokenError(Exception):
@@ -72,7 +66,6 @@ def write_checkpoint(
     *,
     facts: dict[str, Any] | None = None,
     score: float | None = None,
-    expected_bytes: int = 0,
 ) -> Checkpoint:
     """Write ``checkpoint-STEP`` of a run: whole, or not at all.
 
@@ -84,12 +77,12 @@ def write_checkpoint(
         fill: Writes the files into the empty folder that it is called with.
         facts: Kept in the manifest; must be JSON.
         score: What ``keep_best`` compares; NaN and Inf count as None.
-        expected_bytes: What ``fill`` will write; a tenth more must be free.
 
     Raises:
         DiskError: The disk is full or refuses.
     """
-    run = Path(run)
+    from safetensors import SafetensorError
+
     part, final = run / f".checkpoint-{step}.part", run / f"checkpoint-{step}"
     manifest = {
         "format": FORMAT,
@@ -99,94 +92,48 @@ def write_checkpoint(
         "score": float(score) if score is not None and math.isfinite(score) else None,
         "facts": facts or {},
     }
-    with _disk_errors(run, step):
+    try:
         run.mkdir(parents=True, exist_ok=True)
-        _clear_leftovers(run)
-        _check_space(run, step, expected_bytes)
-        try:
-            part.mkdir()
-            fill(part)
-            manifest["files"] = _checksums_of(part)
-            manifest["sha256"] = _checksum_of_manifest(manifest)
-            (part / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-            _sync(part)
-            if os.path.lexists(final):
-                _discard(final)
-            os.rename(part, final)
-            _sync_folder(run)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
-    return _checkpoint(final, json.loads(json.dumps(manifest)))
-
-
-@contextlib.contextmanager
-def _disk_errors(run: Path, step: int) -> Iterator[None]:
-    try:
-        yield
-    except DiskError:
+        for name in os.listdir(run):  # a killed process left them
+            if _HIDDEN.fullmatch(name):
+                shutil.rmtree(run / name)
+        part.mkdir()
+        fill(part)
+        manifest["files"] = _checksums_of(part)
+        manifest["sha256"] = _checksum_of_manifest(manifest)
+        (part / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        _sync(part)
+        if final.exists():
+            _discard(final)
+        part.rename(final)
+        _sync_folder(run)
+    except BaseException as exc:
+        shutil.rmtree(part, ignore_errors=True)
+        # safetensors writes in Rust and wraps the system's error
+        if isinstance(exc, OSError | SafetensorError) and not isinstance(exc, ConnectionError):
+            raise DiskError(
+                f"checkpoint {step} could not be written to {str(run)!r} ({first_line(exc)}): "
+                f"free some space or make the folder writable, and resume with --resume"
+            ) from exc
         raise
-    except Exception as exc:
-        code = _disk_error_code(exc)
-        if code is None:
-            raise
-        free = _free_bytes(run)
-        space = "" if free is None else f", {_size(free)} free there"
-        remedy = "free some space" if code in _FULL else "make the folder writable"
-        raise DiskError(
-            f"checkpoint {step} could not be written to {str(run)!r} ({os.strerror(code)}{space}): "
-            f"{remedy} and resume with --resume"
-        ) from exc
-
-
-def _disk_error_code(exc: BaseException | None) -> int | None:
-    """Return the errno of a refused write, also where a library written in Rust raises its own."""
-    while exc is not None:
-        is_network = isinstance(exc, ConnectionError | TimeoutError)
-        if isinstance(exc, OSError) and exc.errno and not is_network:
-            return exc.errno
-        if match := _RUST_ERROR.search(str(exc)):
-            return int(match[1])
-        exc = exc.__cause__
-    return None
-
-
-def _check_space(run: Path, step: int, expected_bytes: int) -> None:
-    needed, free = int(expected_bytes * 1.1) + SPARE_BYTES, _free_bytes(run)
-    if free is not None and free < needed:
-        raise DiskError(
-            f"checkpoint {step} needs {_size(needed)} in {str(run)!r}, where {_size(free)} are "
-            f"free: free some space and resume with --resume"
-        )
-
-
-def _free_bytes(folder: Path) -> int | None:
-    """Return what is free where the folder is or would be; None where it is unknown."""
-    place = next((p for p in (folder, *folder.absolute().parents) if p.is_dir()), folder)
-    try:
-        usage = shutil.disk_usage(place)
-    except OSError:
-        return None
-    return usage.free if usage.total else None  # some network disks report 0
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} GiB"
+    return _checkpoint(final, json.loads(json.dumps(manifest)))
 
 
 def _checksums_of(folder: Path) -> dict[str, dict[str, Any]]:
     """Return size and sha256 of every file below, by its relative name with slashes."""
-    found = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        name = path.relative_to(folder).as_posix()
-        found[name] = {"bytes": path.stat().st_size, "sha256": digest}
-    return found
+    return {
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": _checksum_of_file(path),
+        }
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _checksum_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _checksum_of_manifest(manifest: dict[str, Any]) -> str:
@@ -206,37 +153,27 @@ def _sync(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    if os.name == "nt":  # it has no way to
-        return
-    place = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(place)
-    except OSError as exc:
-        if exc.errno not in _NO_FOLDER_SYNC:
-            raise
-    finally:
-        os.close(place)
+    # Windows opens no folder, and some network disks sync none
+    with contextlib.suppress(OSError):
+        place = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(place)
+        finally:
+            os.close(place)
 
 
 def _discard(folder: Path) -> None:
     """Remove a checkpoint so that none is ever half there."""
     gone = folder.with_name(f".{folder.name}.gone")
     shutil.rmtree(gone, ignore_errors=True)
-    os.rename(folder, gone)
+    folder.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
-
-
-def _clear_leftovers(run: Path) -> None:
-    """Remove what a killed process left."""
-    for name in os.listdir(run):
-        if _HIDDEN.fullmatch(name):
-            shutil.rmtree(run / name)
 
 
 def prune_checkpoints(run: Path, keep_last: int, keep_best: int) -> list[int]:
     """Remove the checkpoints that are neither among the newest nor among the best.
 
-    The newest and the one written last always stay. Broken ones do not count and stay, too.
+    The one written last always stays. Broken ones do not count and stay, too.
 
     Args:
         run: Folder of the run.
@@ -246,7 +183,7 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int) -> list[int]:
     Returns:
         Steps that were removed, in order; one that cannot be removed is named in a UserWarning.
     """
-    run, found = Path(run), {}
+    found = {}
     for step in list_steps(run):
         with contextlib.suppress(_BrokenError):
             found[step] = _read_manifest(run / f"checkpoint-{step}")
@@ -272,21 +209,10 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int) -> list[int]:
 
 
 def list_steps(run: Path) -> list[int]:
-    """Return the steps of the checkpoint folders of a run, in order; nothing is verified.
-
-    Raises:
-        CheckpointError: The folder of the run cannot be listed.
-    """
-    try:
-        names = os.listdir(run)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as exc:
-        raise CheckpointError(
-            f"run folder {str(run)!r} cannot be listed ({exc}): make it readable"
-        ) from exc
-    steps = {name: int(match[1]) for name in names if (match := _NAME.fullmatch(name))}
-    return sorted(step for name, step in steps.items() if (Path(run) / name).is_dir())
+    """Return the steps of the checkpoint folders of a run, in order; nothing is verified."""
+    folders = Path(run).glob("checkpoint-*") if Path(run).is_dir() else ()
+    found = [(_NAME.fullmatch(folder.name), folder) for folder in folders]
+    return sorted(int(match[1]) for match, folder in found if match and folder.is_dir())
 
 
 def find_checkpoint(run: Path) -> Checkpoint | None:
@@ -296,25 +222,18 @@ def find_checkpoint(run: Path) -> Checkpoint | None:
 
     Args:
         run: Folder of the run; None is found where it is missing.
-
-    Raises:
-        CheckpointError: The folder of the run cannot be listed.
     """
-    broken, found = [], None
     for step in reversed(list_steps(run)):
         try:
-            found = _read(Path(run) / f"checkpoint-{step}")
-            break
+            return _read(Path(run) / f"checkpoint-{step}")
         except _BrokenError as exc:
-            broken.append(f"checkpoint-{step} is broken ({exc})")
-    outcome = "no valid one is left" if found is None else f"{found.folder.name} is used"
-    for fault in broken:
-        warnings.warn(f"{fault}: {outcome}", stacklevel=2)
-    return found
+            text = f"checkpoint-{step} is broken ({exc}): an earlier one is looked for"
+            warnings.warn(text, stacklevel=2)
+    return None
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Verify a checkpoint: its manifest, and size and checksum of every file that it lists.
+    """Verify a checkpoint: its manifest, and the checksum of every file that it lists.
 
     Raises:
         CheckpointError: It is none, it is broken, or another version of the kit wrote it.
@@ -336,8 +255,7 @@ def _read(folder: Path) -> Checkpoint:
     manifest = _read_manifest(folder)
     for name, listed in manifest["files"].items():
         try:
-            with (folder / name).open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = _checksum_of_file(folder / name)
         except OSError as exc:
             raise _BrokenError(f"{name} cannot be read: {exc.strerror}") from exc
         if digest != listed["sha256"]:
@@ -346,32 +264,23 @@ def _read(folder: Path) -> Checkpoint:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Return a manifest whose files are all there, with the right sizes."""
+    """Return a manifest as it was written, with all its files there."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
-    except FileNotFoundError as exc:
-        raise _BrokenError(f"{MANIFEST} is missing") from exc
-    except OSError as exc:
-        raise _BrokenError(f"it cannot be read: {exc.strerror}") from exc
-    except (ValueError, RecursionError) as exc:
-        raise _BrokenError(f"{MANIFEST} is no JSON") from exc
-    kinds = {"step": int, "time": float, "score": float | None, "facts": dict, "files": dict}
-    is_manifest = isinstance(manifest, dict) and "format" in manifest
-    if is_manifest and manifest["format"] != FORMAT:
+    except (OSError, ValueError, RecursionError) as exc:
+        raise _BrokenError(f"{MANIFEST} cannot be read: {first_line(exc)}") from exc
+    if not isinstance(manifest, dict):
+        raise _BrokenError(f"{MANIFEST} is not the manifest of a checkpoint")
+    if manifest.get("format", FORMAT) != FORMAT:
         raise _BrokenError(
             f"it has format {format_value(manifest['format'])}, written by rloo-kit "
             f"{format_name(manifest.get('version', 'of an unknown version'))}: install that version"
         )
-    if is_manifest and manifest.get("sha256") != _checksum_of_manifest(manifest):
+    if manifest.get("sha256") != _checksum_of_manifest(manifest):
         raise _BrokenError(f"the content of {MANIFEST} has changed")
-    if not is_manifest or any(not isinstance(manifest.get(n), kind) for n, kind in kinds.items()):
-        raise _BrokenError(f"{MANIFEST} is not the manifest of a checkpoint")
-    for name, listed in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
+    for name in manifest["files"]:
+        if not (folder / name).is_file():
             raise _BrokenError(f"{name} is missing")
-        if path.stat().st_size != listed["bytes"]:
-            raise _BrokenError(f"{name} has {path.stat().st_size} bytes, not {listed['bytes']}")
     return manifest
 
 

@@ -1,25 +1,19 @@
-"""What the tables ``unsloth:`` and ``vllm:`` of a run file may hold.
+"""What the tables ``unsloth:`` and ``vllm:`` of a run file may not hold.
 
-Names are read from the installed sources; neither library is imported.
+The libraries refuse names that they do not know when they load. Neither is imported here.
 """
 
-import ast
 from collections.abc import Iterable
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
-
-from rloo_kit.config.values import check_keys
 
 TABLES = ("unsloth", "vllm")
-LOADERS = (
-    ("unsloth", "models/loader.py", "FastLanguageModel.from_pretrained"),
-    ("unsloth", "models/llama.py", "FastLlamaModel.from_pretrained"),
-)
-SHARED_ENGINE = ("unsloth_zoo", "vllm_utils.py", "load_vllm")
-ENGINE_FIELDS = ("vllm", "engine/arg_utils.py", "EngineArgs")
-
+# Arguments that load_vllm of unsloth_zoo has and Unsloth's loaders lack: only the start of the
+# shared engine takes them
+SHARED_ENGINE_NAMES = frozenset(
+    {
+        "compilation_config", "conservativeness", "enable_prefix_caching", "enforce_eager",
+        "max_logprobs", "max_num_batched_tokens",
+    }
+)  # fmt: skip
 # Names that another key of the run file sets
 SET_ELSEWHERE: dict[str, dict[str, str]] = {
     "unsloth": {
@@ -73,67 +67,11 @@ FIXED: dict[str, frozenset[str]] = {
 
 
 def check_table(table: str, names: Iterable[object]) -> list[str]:
-    """Return what is wrong with the keys of ``unsloth:`` or ``vllm:``.
-
-    Args:
-        table: ``unsloth`` or ``vllm``; its names are checked where the library is installed.
-        names: Keys of the run file.
-    """
+    """Return what is wrong with the keys of ``unsloth:`` or ``vllm:``."""
     errors = []
     for key in map(str, names):
         if place := SET_ELSEWHERE[table].get(key):
             errors.append(f"{table}.{key} is {place} in a run file: write it there")
         elif key in FIXED[table]:
             errors.append(f"{table}.{key} is set by rloo-kit itself: leave it out")
-        elif known_names(table):
-            known = known_names(table) - FIXED[table] - set(SET_ELSEWHERE[table])
-            errors += check_keys(table, [key], known)
     return errors
-
-
-@cache
-def known_names(table: str) -> frozenset[str]:
-    """Return the names that a table may hold; empty where the library is not installed.
-
-    Args:
-        table: ``unsloth`` or ``vllm``.
-    """
-    if table == "vllm":
-        return _names(*ENGINE_FIELDS)
-    return frozenset().union(*(_names(*place) for place in (*LOADERS, SHARED_ENGINE)))
-
-
-@cache
-def shared_engine_names() -> frozenset[str]:
-    """Return the names that only the start of Unsloth's shared engine takes."""
-    return _names(*SHARED_ENGINE).difference(*(_names(*place) for place in LOADERS))
-
-
-def _names(package: str, file: str, qualified: str) -> frozenset[str]:
-    """Return the fields of a class, or a function's parameters and what it takes from kwargs."""
-    spec = find_spec(package)
-    folders = (spec and spec.submodule_search_locations) or ()
-    source = next((Path(one) / file for one in folders if (Path(one) / file).is_file()), None)
-    if source is None:
-        return frozenset()
-    node: Any = ast.parse(source.read_text("utf-8"))
-    for part in qualified.split("."):
-        node = next((one for one in node.body if getattr(one, "name", "") == part), None)
-        if node is None:  # another version, which has it elsewhere: the load checks the names
-            return frozenset()
-    if isinstance(node, ast.ClassDef):
-        fields = (one.target for one in node.body if isinstance(one, ast.AnnAssign))
-        return frozenset(one.id for one in fields if isinstance(one, ast.Name))
-    named = {one.arg for one in (*node.args.args, *node.args.kwonlyargs)}
-    return frozenset(named | {name for one in ast.walk(node) if (name := _taken(one))})
-
-
-def _taken(node: ast.AST) -> str:
-    """Return NAME of ``kwargs.get("NAME", ...)`` and ``kwargs.pop("NAME", ...)``, else ""."""
-    match node:
-        case ast.Call(
-            func=ast.Attribute(value=ast.Name(id="kwargs"), attr="get" | "pop"),
-            args=[ast.Constant(value=str(name)), *_],
-        ):
-            return name
-    return ""

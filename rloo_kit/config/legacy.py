@@ -4,17 +4,9 @@ Source: TRL v0.21.0, ``rloo.py``, ``rloo_tldr.py`` and ``trl/trainer/rloo_traine
 
 - an episode is a completion;
 - an *update* samples ``batch_size = per_device_train_batch_size * gradient_accumulation_steps *
-  num_mini_batches * processes`` completions, ``rloo_k`` of each prompt, and there are
-  ``ceil(total_episodes / batch_size)`` of them;
-- an update makes ``num_ppo_epochs * num_mini_batches`` optimizer steps of
-  ``per_device_train_batch_size * gradient_accumulation_steps * processes`` completions, and one
-  line of metrics;
-- without ``total_episodes`` there are ``num_train_epochs * prompts`` episodes, so each prompt is
-  seen ``num_train_epochs / rloo_k`` times;
-- warm-up and checkpoints are counted in updates, and gradients are never clipped.
-
-Here ``steps_per_generation`` is ``gradient_accumulation_steps * num_mini_batches`` slices,
-``max_steps`` the optimizer steps, and a line of metrics is written once an update.
+  num_mini_batches * processes`` completions, ``rloo_k`` of each prompt, makes ``num_ppo_epochs *
+  num_mini_batches`` optimizer steps and one line of metrics; warm-up and checkpoints count updates;
+- without ``total_episodes`` each prompt is seen ``num_train_epochs / rloo_k`` times.
 """
 
 import math
@@ -50,7 +42,6 @@ REFUSED = {flag: why for why, flags in _FLAGS["refused"].items() for flag in fla
 HARMLESS: dict[str, str] = _FLAGS["harmless"]
 # Linear layers of GPT-NeoX, of which the older examples' Pythia models are made
 NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
-LAUNCHERS = frozenset({"python", "python3", "accelerate", "launch", "torchrun", "-i", "-u"})
 TLDR = "rloo_tldr.py"
 
 
@@ -95,17 +86,17 @@ def translate(words: Sequence[str], overrides: Sequence[str] = ()) -> Translatio
         overrides: ``section.key=value``, as after ``--set``.
 
     Raises:
-        ConfigError: A flag is unknown (with the nearest name), would mean something else here, or
-            is missing; all in the one message.
+        ConfigError: Flags are unknown, would mean something else here, or are missing.
     """
-    launcher, script, flags = _split(words)
-    given = _read(flags)
-    if "num_processes" in (before := _read(launcher)):
-        given["num_processes"] = before["num_processes"]
+    words = [word for word in words if word.strip(" \\\n")]
+    script = next((word for word in words if word.endswith(".py")), "")
+    before = words.index(script) if script else 0
+    given = _read(words[before + bool(script) :])
+    if "num_processes" in (launcher := _read(words[:before])):
+        given["num_processes"] = launcher["num_processes"]
     if errors := _errors(given):
         raise ConfigError(format_errors(errors))
-    skipped = [*launcher, *([script] if script else [])]
-    lines = [f"{shlex.join(skipped)} is skipped"] if skipped else []
+    lines = [f"{shlex.join(words[: before + 1])} is skipped"] if script else []
     for name in [name for name in given if name in NEEDLESS or name in REFUSED]:
         reason = NEEDLESS.get(name, "it is so anyway")
         lines.append(f"--{name} {_as_text(given.pop(name))} is needless: {reason}")
@@ -117,26 +108,6 @@ def translate(words: Sequence[str], overrides: Sequence[str] = ()) -> Translatio
 
 
 # --- reading -------------------------------------------------------------------------------------
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    """Return the words before the script, the script or "", and the flags.
-
-    Raises:
-        ConfigError: The line begins with a word that is neither a flag nor a launcher.
-    """
-    words = [word for word in words if word.strip(" \\\n")]
-    for place, word in enumerate(words):
-        if word.endswith(".py"):
-            return words[:place], word, words[place + 1 :]
-    flags = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    for word in words[:flags]:
-        if word not in LAUNCHERS:
-            raise ConfigError(
-                f"{format_value(word)} is no flag of the older script: write --NAME VALUE, as in "
-                f"--dataset_name prompts.jsonl"
-            )
-    return words[:flags], "", words[flags:]
 
 
 def _read(words: Sequence[str]) -> dict[str, Any]:
@@ -202,27 +173,15 @@ def _errors(given: Mapping[str, Any]) -> list[str]:
 
 def _sections(given: dict[str, Any], lines: list[str], *, is_tldr: bool) -> dict[str, Any]:
     """Return all of the run file but ``trainer:``; report it in ``lines``."""
-    policy, named = given.get("sft_model_path"), given.get("model_name_or_path")
-    if policy:
-        lines.append(f"--sft_model_path {policy} -> model.name: {policy}")
-    else:
-        lines.append(
-            f"--model_name_or_path {named} -> model.name: {named} (the older script trained "
-            f"--sft_model_path, by default EleutherAI/pythia-160m)"
-        )
-    if policy and named and policy != named:
-        lines.append(f"--model_name_or_path {named} is needless: the tokenizer of {policy} is used")
+    model = given.get("sft_model_path") or given.get("model_name_or_path")
     reward = given["reward_model_path"]
     settings: dict[str, Any] = {
-        "model": {"name": policy or named, "max_seq_length": 1024, "load_in_4bit": False},
+        "model": {"name": model, "max_seq_length": 1024, "load_in_4bit": False},
         "lora": {"r": 16, "lora_alpha": 32, "target_modules": [*PROJECTIONS, *NEOX]},
         "data": {"chat": False, "held_out": 100},
         "rewards": [{"name": "reward_model", "model": reward, "policy_tokens": True}],
     }
-    lines.append(
-        f"--reward_model_path {reward} -> rewards: reward_model {reward}, which reads the policy's "
-        f"own tokens, as it did"
-    )
+    lines += [f"model.name: {model}", f"--reward_model_path -> rewards: reward_model {reward}"]
     for name, place in MOVED.items():
         if name in given:
             section, _, key = place.rpartition(".")
@@ -230,13 +189,9 @@ def _sections(given: dict[str, Any], lines: list[str], *, is_tldr: bool) -> dict
             lines.append(f"--{name} {_as_text(given[name])} -> {place}: {given[name]}")
     if is_tldr:
         settings["data"]["max_prompt_tokens"] = 512
-        lines.append(
-            f"{TLDR} -> data.max_prompt_tokens: 512; the column prompt is read as it is, where "
-            f"that script put the first message through a chat template"
-        )
+        lines.append(f"{TLDR} -> data.max_prompt_tokens: 512; the column prompt is read as it is")
     lines += [
-        "data.held_out: 100, the last prompts, as the older script kept them out; "
-        "--set data.held_out=N keeps out N",
+        "data.held_out: 100, the last prompts, as the older script kept them out",
         "all weights were trained; here a LoRA adapter learns, which usually wants a learning rate "
         "ten times as high",
     ]
@@ -260,8 +215,6 @@ def _trainer(given: dict[str, Any], lines: list[str]) -> dict[str, Any]:
         if _number(name, old.get(name, 0)) >= 1:
             old[name] *= per_update
     size = math.prod(old[name] for name in COUNTS[:3])
-    clip = old.pop("reward_clip_range", None)
-    lines += _clip_lines(clip, size, bool(old.get("normalize_reward")))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # the lines below give each older name
         renamed = {SAME.get(name, name): value for name, value in old.items()}
@@ -275,28 +228,6 @@ def _trainer(given: dict[str, Any], lines: list[str]) -> dict[str, Any]:
         f"prompts; optimizer steps: {per_update}; metrics have the older names too"
     )
     return values | {"max_grad_norm": 0.0, "logging_steps": per_update}
-
-
-def _clip_lines(clip: Any, size: int, is_normalised: bool) -> list[str]:
-    """Return what becomes of ``reward_clip_range``, which older scores met after normalisation.
-
-    Of ``size`` numbers none is farther than ``(size - 1) / sqrt(size)`` standard deviations from
-    their mean, so most batches never meet it.
-
-    Raises:
-        ConfigError: It was given, and the batch is large enough for it.
-    """
-    limit = _number("reward_clip_range", 10.0 if clip is None else clip)
-    meets = is_normalised and size - 1 > limit * math.sqrt(size)
-    if meets and clip is not None:
-        raise ConfigError(
-            f"--reward_clip_range {limit:g} was applied to normalised scores, which is not done "
-            f"here: leave it out"
-        )
-    if meets:
-        return [f"normalised scores were cut at {limit:g}, and are not here"]
-    reason = "no score can be that far away" if is_normalised else "--normalize_reward is off"
-    return [] if clip is None else [f"--reward_clip_range {limit:g} is needless: {reason}"]
 
 
 def _number(name: str, value: Any) -> float:

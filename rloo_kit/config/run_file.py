@@ -4,13 +4,12 @@ Reading it loads neither torch nor TRL.
 """
 
 import dataclasses
-import json
 import os
 import re
 import typing
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -193,11 +192,6 @@ if not EXAMPLES.is_dir():  # an editable install: the folder lies next to the pa
 
 # --- reading -------------------------------------------------------------------------------------
 
-# Bytes of a run file
-LARGEST_FILE = 1 << 18
-# Characters of its content with every alias (`*NAME`) written out
-LARGEST_CONTENT = 1 << 20
-
 
 def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run file and apply ``section.key=value`` overrides.
@@ -212,7 +206,7 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     name = format_value(str(path))
     try:
-        text = _read_text(find_run_file(path), name)
+        text = find_run_file(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         shipped = ", ".join(sorted(f.stem for f in EXAMPLES.glob("*.yaml")))
         raise ConfigError(
@@ -241,15 +235,6 @@ def find_run_file(path: str | Path) -> Path:
     shipped = EXAMPLES / f"{Path(path).name}.yaml"
     is_name = not os.path.isfile(path) and str(path) == shipped.stem
     return shipped if is_name and shipped.exists() else Path(path)
-
-
-def _read_text(file: Path, name: str) -> str:
-    if os.path.isfile(file) and file.stat().st_size > LARGEST_FILE:
-        raise ConfigError(
-            f"run file {name} has {file.stat().st_size:,} bytes, and a run file has at most "
-            f"{LARGEST_FILE:,}: keep prompts in a file of their own, named in data.prompts"
-        )
-    return file.read_text(encoding="utf-8-sig")
 
 
 class _Loader(yaml.SafeLoader):
@@ -282,25 +267,6 @@ def _parse(text: str) -> Any:
         raise yaml.YAMLError("lists and tables are nested too deeply") from exc
     except (AttributeError, LookupError, TypeError, ValueError) as exc:
         raise yaml.YAMLError(exc) from exc  # what PyYAML says of 2026-13-01, a date by its looks
-
-
-def _check_size(content: object) -> None:
-    """Refuse what a few aliases of YAML make huge or endless.
-
-    Raises:
-        ConfigError: It is.
-    """
-    size = 0
-    try:
-        for chunk in json.JSONEncoder(default=str, skipkeys=True).iterencode(content):
-            size += len(chunk)
-            if size > LARGEST_CONTENT:
-                raise ValueError(f"it has more than {LARGEST_CONTENT:,} characters")
-    except (RecursionError, ValueError) as exc:
-        raise ConfigError(
-            f"the run file is too large, its aliases (*NAME) written out ({first_line(exc)}): "
-            f"write what is needed without them"
-        ) from exc
 
 
 # --- overrides -----------------------------------------------------------------------------------
@@ -338,18 +304,13 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def read_value(text: str) -> Any:
-    """Return what a value says after ``--set``: YAML, and ``1e-3`` a number.
-
-    Raises:
-        ConfigError: It is larger than any setting.
-    """
+    """Return what a value says after ``--set``: YAML, and ``1e-3`` a number."""
     if re.fullmatch(r"\s*[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+\s*", text):
         return float(text)  # YAML 1.1 wants a point and a sign: 1.0e-3
     try:
         value = _parse(text)
     except yaml.YAMLError:
         return text
-    _check_size([value])
     return value
 
 
@@ -381,6 +342,16 @@ def without_hidden_settings(config: RunConfig) -> RunConfig:
     return make_run_config(settings) if names else config
 
 
+# Fields of TRL that another key of the run file sets
+ELSEWHERE = {
+    "output_dir": "output_dir, at the top of the run file,",
+    "seed": "seed, at the top of the run file,",
+    "trust_remote_code": "model.trust_remote_code",
+    "eval_strategy": "data.held_out_every",
+    "eval_steps": "data.held_out_every",
+}
+
+
 # --- checking ------------------------------------------------------------------------------------
 
 
@@ -391,7 +362,6 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
             f"a run file holds `section: {{key: value}}`, not a {type(content).__name__}; start "
             f"from examples/quickstart.yaml"
         )
-    _check_size(content)
     content = _without_removed({str(key): value for key, value in content.items()})
     errors = [error for override in overrides for error in _apply_override(content, override)]
     remember_settings(content)
@@ -410,7 +380,6 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
         else:
             errors += check_value(key, value, hints[key], known[key].metadata["rule"])
             values[key] = value
-    _read_eval_steps(values, errors)
     if not errors:
         config = RunConfig(**values)
         errors = _check_together(config)
@@ -453,40 +422,15 @@ def _make_section(name: str, value: object, errors: list[str]) -> Any:
 
 def _check_trainer(values: dict[str, Any], errors: list[str]) -> dict[str, Any]:
     errors += [
-        f"trainer.{name} belongs at the top of the run file, as `{name}:`"
-        for name in ("output_dir", "seed")
+        f"trainer.{name} has no effect here: set {place} instead"
+        for name, place in ELSEWHERE.items()
         if name in values
     ]
-    if values.get("trust_remote_code"):
-        errors.append("trainer.trust_remote_code has no effect here: write it under `model:`")
     try:
         return translate_trainer_arguments(values, all_types=True)
     except ConfigError as exc:
         errors.append(str(exc))
         return values
-
-
-def _read_eval_steps(values: dict[str, Any], errors: list[str]) -> None:
-    """Let transformers' ``eval_strategy`` and ``eval_steps`` mean ``data.held_out_every``."""
-    if not {"eval_strategy", "eval_steps"} & set(values.get("trainer") or ()):
-        return
-    trainer = values["trainer"] = dict(values["trainer"])
-    strategy, steps = (trainer.pop(name, None) for name in ("eval_strategy", "eval_steps"))
-    if strategy in ("no", False) or (strategy is None and steps is None):
-        return
-    data = values.get("data") or DataSection()
-    if strategy not in (None, "steps") or type(steps) is not int:
-        errors.append(
-            f"trainer.eval_strategy {format_value(strategy)} with eval_steps {format_value(steps)}:"
-            f" held-out prompts are scored every so many steps: set data.held_out_every, such as 10"
-        )
-    elif data.held_out_every not in (None, steps):
-        errors.append(
-            f"trainer.eval_steps is {steps} and data.held_out_every {data.held_out_every}, which "
-            f"are the same setting: remove one"
-        )
-    else:
-        values["data"] = replace(data, held_out_every=steps)
 
 
 def _check_together(config: RunConfig) -> list[str]:
@@ -515,22 +459,4 @@ def _check_together(config: RunConfig) -> list[str]:
         "trainer.stop_on names reward_hacking, which only held-out prompts show: set "
         "data.held_out_every, such as 10": "reward_hacking" in stops and not data.held_out_every,
     }
-    paths = {
-        "output_dir": config.output_dir,
-        "model.name": model.name,
-        "data.prompts": data.prompts,
-    }
-    return [error for error, wrong in is_wrong.items() if wrong] + [
-        f"{name} is {format_value(path)}, must be a name or a path"
-        for name, path in paths.items()
-        if not _is_path(path)
-    ]
-
-
-def _is_path(text: str) -> bool:
-    """Return whether text can be a path: short names, no character 0, no lone surrogate."""
-    try:
-        parts = os.fsencode(text).split(b"/")
-    except UnicodeError:
-        return False
-    return all(len(part) <= 255 and b"\0" not in part for part in parts)
+    return [error for error, wrong in is_wrong.items() if wrong]

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config.engine_tables import shared_engine_names
+from rloo_kit.config.engine_tables import SHARED_ENGINE_NAMES
 from rloo_kit.config.run_file import LoraSection
 from rloo_kit.errors import ConfigError, KitError, ModelError
 from rloo_kit.machine.environment import Environment, quiet, setup
@@ -135,7 +135,7 @@ def _engine_settings(
         "float8_cache": bool(kwargs.pop("float8_kv_cache", False)),
         "fp32_head": bool(kwargs.pop("fp32_lm_head", False)),
     }
-    extra = {name: kwargs.pop(name) for name in shared_engine_names() & set(kwargs)}
+    extra = {name: kwargs.pop(name) for name in SHARED_ENGINE_NAMES & set(kwargs)}
     required = fast_inference != "auto" or bool(taken["in_fp8"] or extra)
     return EngineSettings(*sizes, required=required, extra=extra, not_shared=not_shared, **taken)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from rloo_kit.config.engine_tables import known_names
 from rloo_kit.errors import ConfigError, GenerationError
 from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.models.engine_memory import BATCHED_TOKENS, MAX_SEQUENCES, engine_memory, engine_size
@@ -176,12 +175,10 @@ def why_not_shared(shape: ModelShape, *, trust_remote_code: bool = False) -> str
 def _check_tables(engine: EngineSettings) -> None:
     """Raise ConfigError on settings under ``vllm:`` for an engine that Unsloth starts."""
     for name in engine.not_shared:
-        takes = name in known_names("unsloth")
         raise ConfigError(
             f"vllm.{name} is for an engine with a copy of the weights of its own, and Unsloth "
-            f"shares them with vLLM here: "
-            + ("write it under `unsloth:`" if takes else "leave it out")
-            + ", or set model.backend to transformers"
+            f"shares them with vLLM here: write it under `unsloth:` if Unsloth has it, or set "
+            f"model.backend to transformers"
         )
 
 

@@ -1,38 +1,33 @@
 """Call a function in a subprocess, which returns all its memory to the system.
 
-The subprocess is a fresh interpreter, not a fork: CUDA does not survive a fork.
+The subprocess is a fresh interpreter, not a fork: CUDA does not survive a fork. It is no
+``multiprocessing`` spawn either, which would run a user's script again.
 """
 
 import contextlib
-import math
 import operator
 import os
 import pickle
-import queue
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rloo_kit.checkpoints.stopping import (
-    StopSignals,
+    SIGNALS,
     Terminated,
     exit_code,
+    handled,
     interrupt_for,
-    signal_of,
     terminate_as_interrupt,
 )
 from rloo_kit.errors import KitError, SetupError
-
-# From a second signal until the subprocess is killed
-GRACE_SECONDS = 10.0
 
 
 def call_in_child(
@@ -40,8 +35,8 @@ def call_in_child(
 ) -> Any:
     """Return ``function(*args, **keywords)``, called in a subprocess.
 
-    Ctrl-C and SIGTERM are forwarded: the function may answer the first with a result, and a second
-    gives it GRACE_SECONDS to clean up. The subprocess is killed if this process dies.
+    Ctrl-C and SIGTERM are forwarded, and the function may answer them with a result; a third one
+    kills the subprocess. It is killed too if this process dies.
 
     Args:
         function: Importable by its module and name.
@@ -54,19 +49,28 @@ def call_in_child(
         KeyboardInterrupt: After a signal without a result; Terminated for SIGTERM.
         Exception: Whatever the function raised.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="rloo-kit-child-") as folder,
-        StopSignals() as stop,
-    ):
+    received: list[int] = []
+    with tempfile.TemporaryDirectory(prefix="rloo-kit-child-") as folder:
         order, answer = Path(folder) / "order", Path(folder) / "answer"
         order.write_bytes(
             pickle.dumps((function.__module__, function.__qualname__, args, keywords))
         )
         with _started(order, answer) as process:
-            second = _relay(process, say, stop)
+
+            def forward(number: int, _: object) -> None:
+                received.append(number)
+                if len(received) > 2:
+                    raise interrupt_for(number)
+                process.send_signal(number)
+
+            with handled(forward, *SIGNALS):
+                assert process.stdout is not None
+                for line in process.stdout:
+                    say(line.rstrip("\n"))
+                process.wait()
         if not answer.exists():
-            if stop.received:
-                raise second or interrupt_for(stop.received)
+            if received:
+                raise interrupt_for(received[-1])
             raise SetupError(
                 f"the subprocess ended with code {process.returncode} and no result: "
                 f"{'memory may have run out; ' if process.returncode == -9 else ''}read the last "
@@ -81,84 +85,41 @@ def call_in_child(
 @contextlib.contextmanager
 def _started(order: Path, answer: Path) -> Iterator[subprocess.Popen]:
     """Start the subprocess; at the end kill it and what it started."""
-    watched, held = os.pipe()  # the system closes our end when this process dies
-    process = None
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", __name__, str(order), str(answer)],
+        stdin=subprocess.PIPE,  # the system closes our end when this process dies
+        stdout=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # Ctrl-C reaches it once, through us
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+
+    def kill() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def kill_the_rest() -> None:
+        process.wait()
+        kill()  # a grandchild that lives on would keep the output open
+
+    threading.Thread(target=kill_the_rest, name="rloo-kit subprocess", daemon=True).start()
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-m", __name__, str(order), str(answer), str(watched)],
-            stdout=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            pass_fds=(watched,),
-            start_new_session=True,  # Ctrl-C reaches it once, through us
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
         yield process
     finally:
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        os.close(watched)
-        os.close(held)
+        kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            assert stream is not None
+            stream.close()
 
 
-def _relay(process: subprocess.Popen, say: Callable, stop: StopSignals) -> KeyboardInterrupt | None:
-    """Forward lines and signals until the subprocess ends; return a second signal.
-
-    The end of the process counts, not of its output: a grandchild may keep that open.
-
-    Raises:
-        KeyboardInterrupt: A third signal came, or GRACE_SECONDS after the second are over.
-    """
-    # not a SimpleQueue: it can wait forever if a signal is handled at the end of its timeout
-    lines: queue.Queue[str] = queue.Queue()
-    reader = threading.Thread(
-        target=_read, args=(process.stdout, lines), name="rloo-kit subprocess output", daemon=True
-    )
-    reader.start()
-    asked, second, deadline = False, None, math.inf
-    while True:
-        try:
-            if stop.received and not asked:
-                asked = True
-                process.send_signal(stop.received)
-            ended = process.poll() is not None
-            if ended:
-                reader.join(0.5)
-            for line in _waiting(lines, 0.0 if ended else 0.1):
-                say(line.rstrip("\n"))
-            if ended:
-                return second
-        except KeyboardInterrupt as exc:
-            if second is not None:
-                raise
-            second, deadline = exc, time.monotonic() + GRACE_SECONDS
-            process.send_signal(signal_of(exc))
-        if second is not None and time.monotonic() > deadline:
-            raise second
-
-
-def _read(output: IO[str], lines: queue.Queue[str]) -> None:
-    with contextlib.suppress(ValueError), output:
-        for line in output:
-            lines.put(line)
-
-
-def _waiting(lines: queue.Queue[str], timeout: float) -> Iterator[str]:
-    """Return the lines there are now; wait up to ``timeout`` seconds for the first."""
-    with contextlib.suppress(queue.Empty):
-        yield lines.get(timeout=timeout)
-        for _ in range(lines.qsize()):  # not more: it may print without end
-            yield lines.get()
-
-
-def _main(order: str, answer: str, watched: str) -> None:
+def _main(order: str, answer: str) -> None:
     import importlib
 
     # a shell that starts the parent in the background leaves SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _end_with_the_parent(int(watched), Path(order).parent)
+    threading.Thread(target=_end_with_the_parent, args=(Path(order).parent,), daemon=True).start()
     module, name, args, keywords = pickle.loads(Path(order).read_bytes())
     with terminate_as_interrupt():
         try:
@@ -181,16 +142,11 @@ def _main(order: str, answer: str, watched: str) -> None:
     Path(answer).write_bytes(content)
 
 
-def _end_with_the_parent(watched: int, folder: Path) -> None:
+def _end_with_the_parent(folder: Path) -> None:
     """Kill this process and what it started when the parent dies, and remove ``folder``."""
-
-    def wait() -> None:
-        os.read(watched, 1)  # returns when the parent's end is closed: nothing is ever written
-        shutil.rmtree(folder, ignore_errors=True)
-        os.killpg(0, signal.SIGKILL)
-
-    os.set_inheritable(watched, False)
-    threading.Thread(target=wait, name="rloo-kit parent watch", daemon=True).start()
+    os.read(0, 1)  # returns when the parent's end is closed: nothing is ever written
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rloo_kit.checkpoints.stopping import signals_wait
 from rloo_kit.checkpoints.store import Checkpoint, list_steps
 from rloo_kit.config.run_file import SECTIONS, RunConfig, read_run_file
 from rloo_kit.diagnosis.record import read_json
@@ -49,11 +48,6 @@ def folder_to_resume(
     source: str | Path | RunConfig, config: RunConfig, resume: bool | str | Path
 ) -> Path | None:
     """Return the folder of the run to resume; None if there is none yet.
-
-    Args:
-        source: A run file, or the folder of a run.
-        config: Its settings.
-        resume: True, or the folder itself.
 
     Raises:
         ConfigError: The folder is not the folder of a run.
@@ -98,8 +92,7 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
     for path, old, new in _differences(then, asked):
         raise ConfigError(
             f"{path} is {format_value(new)}, and the run in {format_value(str(folder))} began with "
-            f"{format_value(old)}: set it back "
-            f"to resume, or leave --resume out to begin a new run"
+            f"{format_value(old)}: set it back, or leave --resume out to begin a new run"
         )
 
 
@@ -123,33 +116,16 @@ def _differences(
 def new_folder(
     wanted: Path, config: RunConfig, environment: Environment
 ) -> Iterator["RunRecorder"]:
-    """Create a run's folder with its first files; remove it if the body fails before a step.
+    """Create a run's folder, numbered if the name exists; yield the recorder of the run.
 
-    Args:
-        wanted: Its name; a number is added if it exists.
-        config: Written to run.yaml.
-        environment: Written to environment.json.
-
-    Yields:
-        The recorder of the run. A later error is written to the folder, with a report.
-
-    Raises:
-        ConfigError: It cannot be created or written.
+    The folder is removed if the body fails before a step. A later error is written to it, with a
+    report.
     """
     from rloo_kit.runs.recorder import RunRecorder
 
-    existing = next(parent for parent in wanted.absolute().parents if parent.exists())
-    with contextlib.ExitStack() as held:
-        with signals_wait():  # no signal between creating the folder and watching over it
-            folder = make_run_folder(wanted)
-            held.enter_context(_removed_if_empty(folder, existing))
-        held.enter_context(lock_folder(folder))
-        try:
-            _write_settings(folder, config, environment)
-        except OSError as exc:
-            raise ConfigError(
-                f"output_dir {str(folder)!r} cannot be written ({exc}): choose another"
-            ) from exc
+    folder = make_run_folder(wanted)
+    with _removed_if_empty(folder), lock_folder(folder):
+        _write_settings(folder, config, environment)
         recorder = RunRecorder(folder)
         with _end_recorded(recorder):
             yield recorder
@@ -159,22 +135,16 @@ def new_folder(
 def reopened_folder(
     folder: Path, config: RunConfig, environment: Environment, checkpoint: Checkpoint | None
 ) -> Iterator["RunRecorder"]:
-    """Reopen the folder of an unfinished run, which the caller has locked.
+    """Reopen the folder of an unfinished run, which the caller has locked; yield its recorder.
 
-    Args:
-        folder: Of the run.
-        config: Written to run.yaml.
-        environment: Written to environment.json.
-        checkpoint: The run resumes from it; None starts from step 0 with an empty record.
-
-    Yields:
-        The recorder of the run.
+    Without a checkpoint the run starts from step 0 with an empty record.
     """
     from rloo_kit.runs.recorder import RunRecorder
 
     def begin() -> None:
         for name in RECORD if checkpoint is None else ("end.json",):
             (folder / name).unlink(missing_ok=True)
+        shutil.rmtree(folder / "adapter", ignore_errors=True)  # of fewer steps
         _write_settings(folder, config, environment)
 
     if checkpoint is None:
@@ -207,19 +177,16 @@ def _write_settings(folder: Path, config: RunConfig, environment: Environment) -
 
 
 @contextlib.contextmanager
-def _removed_if_empty(folder: Path, existing: Path) -> Iterator[None]:
-    """Remove a new folder, and the parents created for it, if the run fails before a step."""
+def _removed_if_empty(folder: Path) -> Iterator[None]:
+    """Remove a new folder if the run fails before a step."""
     try:
         yield
     except BaseException:
         learned = ("metrics.jsonl", "completions.jsonl", "adapter")
         if not any((folder / name).exists() for name in learned) and not list_steps(folder):
             shutil.rmtree(folder, ignore_errors=True)
-            with contextlib.suppress(OSError):  # a parent that is in use by now
-                for parent in folder.absolute().parents:
-                    if parent == existing:
-                        break
-                    parent.rmdir()
+            with contextlib.suppress(OSError):  # it holds other runs
+                folder.parent.rmdir()
         raise
 
 

@@ -5,7 +5,6 @@ A killed run has its record too: every row is on the disk when its step is done.
 
 import contextlib
 import json
-import math
 import os
 import time
 import warnings
@@ -15,7 +14,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from rloo_kit.diagnosis.record import finite_number, read_json
+from rloo_kit.diagnosis.record import read_json
 from rloo_kit.diagnosis.watch import RunWatch
 from rloo_kit.errors import DiskError
 from rloo_kit.evaluation.evaluator import Evaluation
@@ -45,11 +44,8 @@ class RunRecorder(TrainerCallback):
         self.resumed_at: list[int] = []
         """Steps after which the run was resumed."""
         self.began = False
-        self.stop: Callable[[str], None] = lambda reason: None
-        """Ends the run when the disk refuses a row; rows then wait in memory."""
         self._begin = begin
         self._started, self._earlier = time.monotonic(), 0.0
-        self._waiting: dict[str, list[dict[str, Any]]] = {}
         self._evaluation: dict[str, Any] = {}
         self._next_report = 0.0
 
@@ -79,12 +75,8 @@ class RunRecorder(TrainerCallback):
 
     def on_state(self, args: Any, state: Any, control: Any, held: dict[str, Any], **_: Any) -> None:
         """Put into the checkpoint how many bytes of each file belong to the steps so far."""
-        sizes = {
-            name: _size(self.folder / name) + len(_lines(self._waiting.get(name, [])))
-            for name in ROW_FILES
-        }
         held["record"] = {
-            "sizes": sizes,
+            "sizes": {name: _size(self.folder / name) for name in ROW_FILES},
             "resumed_at": list(self.resumed_at),
             "seconds": self._earlier + time.monotonic() - self._started,
         }
@@ -102,33 +94,16 @@ class RunRecorder(TrainerCallback):
             path, size = self.folder / name, record["sizes"][name]
             if _size(path) > size:
                 os.truncate(path, size)
-            elif _size(path) < size:
-                self._drop_partial_line(path)
         self._load_scores(state.global_step)
 
     def _load_scores(self, step: int) -> None:
-        """Load the scores of the steps so far; damaged ones are dropped."""
-        path = self.folder / "evaluation.json"
-        found, self._evaluation = read_json(path) or {}, {}
-        if isinstance(found.get("before"), dict):
-            self._evaluation["before"] = found["before"]
-        during = found.get("during")
-        rows = [row for row in during if isinstance(row, dict)] if isinstance(during, list) else []
-        rows = [row for row in rows if (finite_number(row.get("step")) or math.inf) <= step]
-        if rows:
-            self._evaluation["during"] = rows
-        if path.exists():
-            write_json(path, redact_tree(self._evaluation))
-
-    @staticmethod
-    def _drop_partial_line(path: Path) -> None:
-        warnings.warn(
-            f"{path.name} lost its last rows, as after a power cut: the run continues without them",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        if path.exists():
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        """Load the scores of the steps so far."""
+        found = read_json(self.folder / "evaluation.json") or {}
+        rows = [row for row in found.get("during", []) if row["step"] <= step]
+        self._evaluation = {"before": found["before"]} if "before" in found else {}
+        self._evaluation |= {"during": rows} if rows else {}
+        if found:
+            write_json(self.folder / "evaluation.json", redact_tree(self._evaluation))
 
     def on_checkpoint(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Flush the rows to the disk before the checkpoint that counts on them."""
@@ -138,29 +113,24 @@ class RunRecorder(TrainerCallback):
 
     # --- files -----------------------------------------------------------------------------------
 
-    def write_waiting(self) -> None:
-        """Write the rows that the disk refused before.
+    def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """Append rows to a file.
 
         Raises:
-            DiskError: It still refuses them.
+            DiskError: The disk refuses them.
         """
-        for name in list(self._waiting):
-            self._append(name, [], last=True)
-
-    def _append(self, name: str, rows: list[dict[str, Any]], *, last: bool = False) -> None:
-        """Append rows to a file; rows that the disk refuses wait in memory, and the run stops."""
-        rows = [*self._waiting.pop(name, []), *rows]
+        lines = (
+            json.dumps(redact_tree(without_nan(row)), ensure_ascii=False) + "\n" for row in rows
+        )
         try:
-            _append(self.folder / name, rows)
+            with (self.folder / name).open("ab") as file:
+                # a lone surrogate, which a tokenizer may return, is no valid UTF-8
+                file.write("".join(lines).encode("utf-8", "surrogatepass"))
         except OSError as exc:
-            self._waiting[name] = rows
-            message = (
+            raise DiskError(
                 f"{name} cannot be written ({exc.strerror or exc}): free some space on the disk of "
-                f"{str(self.folder)!r}"
-            )
-            if last:
-                raise DiskError(message) from exc
-            self.stop(message)
+                f"{str(self.folder)!r} and resume with --resume"
+            ) from exc
 
     def write_evaluation(self, evaluation: Evaluation, step: int | None = None) -> None:
         """Write scores on held-out prompts to evaluation.json.
@@ -247,20 +217,3 @@ class HeldOutScores(TrainerCallback):
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _append(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Append all lines; after a failed write, none of them."""
-    size = _size(path)
-    try:
-        with path.open("ab") as lines:
-            lines.write(_lines(rows))
-    except OSError:
-        if path.exists():
-            os.truncate(path, size)
-        raise
-
-
-def _lines(rows: list[dict[str, Any]]) -> bytes:
-    lines = (json.dumps(redact_tree(without_nan(row)), ensure_ascii=False) + "\n" for row in rows)
-    return "".join(lines).encode("utf-8", "surrogatepass")

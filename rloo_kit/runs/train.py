@@ -39,7 +39,7 @@ from rloo_kit.runs.folder import (
     reopened_folder,
 )
 from rloo_kit.sampling.choice import check_engine, start_engine
-from rloo_kit.sampling.engine import Choice, Engine
+from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.redaction import redacting
@@ -103,14 +103,14 @@ def train(
         the current step ends, the adapter is saved, and ``interrupted`` is true.
 
     Raises:
-        KitError: With the remedy. Before the first step it leaves no folder; later the adapter of
-            the last finished step is saved.
+        KitError: With the remedy. Before the first step it leaves no folder; later the checkpoint
+            of the last finished step is saved.
     """
     if in_subprocess:
         from rloo_kit.runs.child import call_in_child
 
         return call_in_child(train, (source, overrides), say, resume=resume)
-    say = redacting(say) if launched_rank() == 0 else _say_nothing
+    say = redacting(say) if launched_rank() == 0 else lambda line: None
     config, base = read_config(source, overrides)
     # A run file that ships with the kit finds the user's own rewards in the working folder.
     rewards_base = Path() if base == EXAMPLES else base
@@ -140,10 +140,6 @@ def train(
     return result
 
 
-def _say_nothing(line: str) -> None:
-    """Print nothing: on ranks other than 0."""
-
-
 def _join(backend: str) -> Team:
     """Join the processes that a launcher started; a single process loads nothing for it."""
     if launched_size() == 1:
@@ -158,12 +154,9 @@ def _set_up(backend: str) -> Environment:
 
 
 def _already_finished(folder: Path, say: Say) -> RunResult:
-    end = read_run(folder).end
-    say(
-        f"the run in {folder} has finished: {end['steps']} steps; raise trainer.max_steps to train "
-        f"on"
-    )
-    return RunResult(folder, folder / "adapter", None, None, end["steps"], 0.0, interrupted=False)
+    steps = read_run(folder).end["steps"]
+    say(f"the run in {folder} has finished its {steps} steps; for more raise trainer.max_steps")
+    return RunResult(folder, folder / "adapter", None, None, steps, 0.0, interrupted=False)
 
 
 # --- preparation ---------------------------------------------------------------------------------
@@ -213,7 +206,10 @@ def _prepare(
     summary.introduce(say, config, environment)
     num_held_out = 0 if held_out is None else len(held_out)
     say(f"{len(prompts):,} prompts to train on, {num_held_out:,} held out; run folder {folder}")
-    _say_who_samples(say, engine, choice)
+    if engine is not None:
+        say(f"completions from {engine.name}, adapter sent after every step")
+    elif choice.reason:
+        say(f"completions from transformers and not vLLM: {choice.reason}")
     judges = [
         replace(judge, func=guarded(judge.func, args.reward_timeout_seconds, args.on_reward_error))
         for judge in held_out_judges(rewards, held_out, load, config.data.held_out_rewards)
@@ -227,19 +223,8 @@ def _prepare(
     )
 
 
-def _say_who_samples(say: Say, engine: Engine | None, choice: Choice) -> None:
-    if engine is not None:
-        say(f"completions from {engine.name}, adapter sent after every step")
-    elif choice.reason:
-        say(f"completions from transformers and not vLLM: {choice.reason}")
-
-
 def _scorer(
-    model: Any,
-    tokenizer: Any,
-    held_out: Any,
-    judges: list[LoadedReward],
-    how: dict[str, Any],
+    model: Any, tokenizer: Any, held_out: Any, judges: list[LoadedReward], how: dict[str, Any]
 ) -> Callable[[], Evaluation | None]:
     """Return a function that scores the held-out prompts, divided between the processes."""
     if held_out is None:
@@ -276,7 +261,7 @@ def _train_and_score(
         if before:
             say(f"before: {summary.means(before)}")
         _follow_scores(trainer, recorder, made, score, before, resumed=checkpoint is not None)
-        seconds, by = _train(trainer, recorder, checkpoint, say)
+        seconds, by = _train(trainer, checkpoint, say)
         if recorder is not None:
             save_adapter(made.model, made.tokenizer, recorder.folder / "adapter")
         after, by = _score_again(score, by)
@@ -360,8 +345,6 @@ def _follow_scores(
         if watch is not None:
             watch.see_held_out(step, evaluation.as_dict())
 
-    if recorder is not None:
-        recorder.stop = trainer.stop
     if watch is not None and recorder is not None:
         watch.config = made.config
         watch.by_held_out = before is not None and bool(every)
@@ -375,13 +358,8 @@ def _follow_scores(
         trainer.add_callback(HeldOutScores(every, score, note, rest))
 
 
-def _train(
-    trainer: Any, recorder: "RunRecorder | None", checkpoint: Checkpoint | None, say: Say
-) -> tuple[float, str]:
-    """Train; return the seconds, and the signal that interrupted it or "".
-
-    An error saves the adapter before it is raised.
-    """
+def _train(trainer: Any, checkpoint: Checkpoint | None, say: Say) -> tuple[float, str]:
+    """Train; return the seconds, and the signal that interrupted it or ""."""
     start = time.monotonic()
     if checkpoint is not None:
         say(f"resuming from step {checkpoint.step} ({checkpoint.folder})")
@@ -393,7 +371,9 @@ def _train(
         say(f"\ninterrupted after step {trainer.state.global_step}: saving the adapter")
         return time.monotonic() - start, _signal_name(exc)
     except Exception:
-        _save_after_error(trainer, recorder, say)
+        if step := trainer.state.global_step:
+            folder = trainer.args.output_dir
+            say(f"\nstopped after step {step}: resume with rloo-kit train {folder} --resume")
         raise
     if trainer.stop_reason:
         say(f"\nstopped after step {trainer.state.global_step}: {trainer.stop_reason}")
@@ -402,22 +382,6 @@ def _train(
 
 def _signal_name(exc: KeyboardInterrupt) -> str:
     return "SIGTERM" if isinstance(exc, Terminated) else "Ctrl-C"
-
-
-def _save_after_error(trainer: Any, recorder: "RunRecorder | None", say: Say) -> None:
-    step = trainer.state.global_step
-    if recorder is None or not step:
-        return
-    try:
-        trainer.check_weights()
-        adapter = save_adapter(trainer.model, trainer.processing_class, recorder.folder / "adapter")
-    except KitError as exc:  # the first error is the one to raise
-        say(f"\nstopped after step {step}, adapter not saved: {exc}")
-        return
-    say(
-        f"\nstopped after step {step}: adapter saved in {adapter}; resume with "
-        f"rloo-kit train {recorder.folder} --resume"
-    )
 
 
 def _score_again(score: Callable[[], Evaluation | None], by: str) -> tuple[Evaluation | None, str]:
@@ -434,7 +398,6 @@ def _finish(
     trainer: Any, recorder: "RunRecorder", after: Evaluation | None, seconds: float, by: str
 ) -> None:
     """Write the scores after training, how the run ended, and the last report."""
-    recorder.write_waiting()
     if after is not None:
         recorder.write_evaluation(after)
     how = "interrupted" if by else "stopped" if trainer.stop_reason else "finished"

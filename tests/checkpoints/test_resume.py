@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import TrainerCallback
 
 import rloo_kit as rk
-from rloo_kit.checkpoints.stopping import Terminated, signal_of, terminate_as_interrupt
+from rloo_kit.checkpoints.stopping import Terminated
 from rloo_kit.checkpoints.store import (
     list_steps,
     random_states,
@@ -24,7 +23,6 @@ from rloo_kit.checkpoints.store import (
     write_tree,
 )
 from rloo_kit.errors import CheckpointError
-from rloo_kit.runs.folder import new_folder
 
 STEPS, CUT = 5, 3
 
@@ -393,22 +391,3 @@ def test_a_signal_after_the_last_step_is_heard_too(tmp_path):
     with pytest.raises(Terminated):
         trainer.train()
     assert list_steps(tmp_path) == [1]
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_the_folder_is_made_leaves_no_folder(tmp_path, monkeypatch, number):
-    """An empty one would be kept, and the next run would get another name."""
-    mkdir, wanted = Path.mkdir, tmp_path / "runs" / "first"
-
-    def interrupted(folder, *args, **kwargs):
-        mkdir(folder, *args, **kwargs)
-        if folder == wanted:
-            signal.raise_signal(number)
-
-    monkeypatch.setattr(Path, "mkdir", interrupted)
-    made = new_folder(wanted, rk.RunConfig(), rk.setup())
-    with terminate_as_interrupt(), pytest.raises(KeyboardInterrupt) as raised, made:
-        pytest.fail("the signal was lost")
-    assert signal_of(raised.value) == number
-    assert list(tmp_path.iterdir()) == []

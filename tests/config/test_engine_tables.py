@@ -1,7 +1,6 @@
 """``unsloth:`` and ``vllm:`` of a run file, FP8 and the LM head: obeyed, or one sentence."""
 
 import os
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,12 +11,9 @@ import yaml
 
 import rloo_kit as rk
 from rloo_kit.cli import main
-from rloo_kit.config import engine_tables
-from rloo_kit.config.engine_tables import FIXED, SET_ELSEWHERE, known_names, shared_engine_names
+from rloo_kit.config.engine_tables import SET_ELSEWHERE
 from rloo_kit.config.run_file import make_run_config, read_run_file
 from rloo_kit.errors import ConfigError
-from rloo_kit.machine.hardware import GIB
-from rloo_kit.models.shape import read_shape
 from rloo_kit.models.shared_engine import (
     FP32_HEAD,
     STANDBY,
@@ -28,23 +24,10 @@ from rloo_kit.models.shared_engine import (
 )
 from rloo_kit.planning.memory import planned_engine
 from rloo_kit.planning.planner import make_plan
+from rloo_kit.runs.folder import check_same_settings
 from rloo_kit.sampling.choice import _check_vllm_table
 from rloo_kit.sampling.engine import Choice
-
-
-@pytest.fixture
-def fake_vllm(tmp_path, monkeypatch):
-    """The source of an engine's arguments, as vLLM lays it out; nothing imports it."""
-    folder = tmp_path / "site" / "vllm" / "engine"
-    folder.mkdir(parents=True)
-    (folder.parent / "__init__.py").write_text("")
-    (folder / "arg_utils.py").write_text(
-        "class EngineArgs:\n    enforce_eager: bool = False\n    swap_space: float = 4\n"
-    )
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
-    known_names.cache_clear()
-    yield
-    known_names.cache_clear()
+from rloo_kit.training.preparation import read_config
 
 
 def refused(tmp_path, capsys, content, *flags, command="train"):
@@ -57,30 +40,14 @@ def refused(tmp_path, capsys, content, *flags, command="train"):
     return text
 
 
-def test_an_unknown_key_names_the_nearest(tmp_path, capsys, fake_vllm):
-    text = refused(tmp_path, capsys, {"vllm": {"enforce_eagre": True}})
-    assert "unknown key vllm.enforce_eagre; did you mean 'enforce_eager'?" in text
-    text = refused(tmp_path, capsys, {"unsloth": {"conservativness": 0.8}})
-    assert "unknown key unsloth.conservativness; did you mean 'conservativeness'?" in text
-
-
-@pytest.mark.parametrize(
-    ("table", "key", "place"),
-    [(t, k, p) for t in SET_ELSEWHERE for k, p in SET_ELSEWHERE[t].items()],
-)
-def test_a_key_of_the_run_file_is_refused_under_its_other_name(table, key, place):
-    with pytest.raises(ConfigError, match=f"^{table}.{key} is {place} in a run file: write it th"):
-        make_run_config({table: {key: 1}})
-    section, _, name = place.partition(".")
-    if name and section != "trainer":
-        assert name in make_run_config({}).as_dict()[section]
-
-
-def test_a_key_set_twice_is_exit_code_2(tmp_path, capsys):
-    content = {"model": {"max_seq_length": 256}, "unsloth": {"max_seq_length": 512}}
-    assert "unsloth.max_seq_length is model.max_seq_length" in refused(tmp_path, capsys, content)
-    content = {"trainer": {"vllm_max_model_length": 256}, "vllm": {"max_model_len": 512}}
-    assert "vllm.max_model_len is trainer.vllm_max_model_len" in refused(tmp_path, capsys, content)
+@pytest.mark.parametrize("table", list(SET_ELSEWHERE))
+def test_a_key_of_the_run_file_is_refused_under_its_other_name(table):
+    for key, place in SET_ELSEWHERE[table].items():
+        with pytest.raises(ConfigError, match=f"^{table}.{key} is {place} in a run file: write it"):
+            make_run_config({table: {key: 1}})
+        section, _, name = place.partition(".")
+        if name and section != "trainer":
+            assert name in make_run_config({}).as_dict()[section]
 
 
 def test_what_the_kit_sets_itself_is_refused():
@@ -89,36 +56,6 @@ def test_what_the_kit_sets_itself_is_refused():
     for content in ({"vllm": 3}, {"unsloth": ["a"]}):
         with pytest.raises(ConfigError, match="holds `key: value` lines"):
             make_run_config(content)
-
-
-def test_the_refused_names_are_names_of_the_installed_unsloth():
-    assert set(SET_ELSEWHERE["unsloth"]) | FIXED["unsloth"] <= known_names("unsloth")
-
-
-def test_names_of_a_library_that_is_not_here_wait_for_the_load(monkeypatch):
-    monkeypatch.setattr(engine_tables, "find_spec", lambda name: None)
-    known_names.cache_clear()
-    assert make_run_config({"vllm": {"any": 1}}).vllm == {"any": 1}
-    known_names.cache_clear()
-
-
-@pytest.mark.parametrize(
-    "name", ["unsloth_tiled_mlp", "offload_embedding", "offload_layers", "max_num_batched_tokens"]
-)
-def test_a_keyword_is_one_of_the_installed_unsloth(name):
-    assert make_run_config({"unsloth": {name: 1}}).unsloth == {name: 1}
-    assert (name in shared_engine_names()) == (name == "max_num_batched_tokens")
-
-
-@pytest.mark.long
-def test_what_the_shared_engine_is_given_binds_to_the_installed_unsloth():
-    engine = EngineSettings(1024, False, 16, 8, in_fp8=True, float8_cache=True)
-    engine = replace(engine, extra={"conservativeness": 0.5, "max_num_batched_tokens": 2048})
-    given = engine.arguments(read_shape("tiny-thinker"), 8 * GIB, 8 * GIB)
-    assert given["max_num_batched_tokens"] == 2048
-    assert given["load_in_fp8"] is True
-    assert given["float8_kv_cache"] is True
-    assert set(given) <= known_names("unsloth")
 
 
 def test_the_fp32_head_is_the_variable_that_unsloth_reads(monkeypatch):
@@ -132,10 +69,7 @@ def test_the_fp32_head_is_the_variable_that_unsloth_reads(monkeypatch):
 
 def test_the_shared_engine_refuses_settings_of_another():
     engine = EngineSettings(128, True, 16, 8, not_shared=("swap_space",))
-    with pytest.raises(ConfigError, match=r"them with vLLM here: leave it out, or set model.back"):
-        load_shared(None, "tiny-thinker", engine, False)
-    engine = replace(engine, not_shared=("enforce_eager",))
-    with pytest.raises(ConfigError, match="them with vLLM here: write it under `unsloth:`, or "):
+    with pytest.raises(ConfigError, match=r"vllm\.swap_space .*or set model\.backend"):
         load_shared(None, "tiny-thinker", engine, False)
 
 
@@ -179,15 +113,6 @@ def test_fp8_on_an_older_card_is_one_sentence(tmp_path, capsys, monkeypatch):
     assert "capability 8.0 or more, and this one has 7.5: set it to false" in text
 
 
-@pytest.mark.long
-def test_fp8_without_the_shared_engine_is_one_sentence(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    text = refused(tmp_path, capsys, {"model": FP8, "trainer": QUICK})
-    assert "model.load_in_fp8 is for weights that Unsloth shares with vLLM, and this mac" in text
-    text = refused(tmp_path, capsys, {"model": {"fp8_kv_cache": True}, "trainer": QUICK})
-    assert "model.fp8_kv_cache is for vLLM in this process, and transformers samples" in text
-
-
 def test_fp8_and_4_bit_contradict_each_other(tmp_path, capsys):
     text = refused(tmp_path, capsys, {"model": {"load_in_fp8": True}})
     assert "model.load_in_fp8 and model.load_in_4bit are both true: set model.load_in_4bit" in text
@@ -196,7 +121,7 @@ def test_fp8_and_4_bit_contradict_each_other(tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_an_engine_that_does_not_sample_takes_no_settings(tmp_path, capsys, fake_vllm):
+def test_an_engine_that_does_not_sample_takes_no_settings(tmp_path, capsys):
     text = refused(tmp_path, capsys, {"vllm": {"enforce_eager": True}, "trainer": QUICK})
     assert "vllm.enforce_eager is for vLLM in this process, and transformers samples" in text
     text = refused(tmp_path, capsys, {"unsloth": {"conservativeness": 0.5}, "trainer": QUICK})
@@ -264,3 +189,25 @@ def test_a_smaller_plan_never_asks_for_fp8_and_4_bit():
     made = planned("model.load_in_fp8=true", gpu="8GB")
     lines = [line for change in made.changes for line in change.lines]
     assert ("model.load_in_4bit=true" in lines) == ("model.load_in_fp8=false" in lines)
+
+
+# --- run.yaml -------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_tables_are_kept_for_a_resume_and_hide_secrets(tmp_path):
+    secret = "hf_" + "aBcD1234" * 4
+    content = {
+        "output_dir": str(tmp_path / "run"),
+        "unsloth": {"offload_embedding": False, "token": secret},
+        "trainer": {**QUICK, "save_strategy": "no"},
+        "data": {"num_prompts": 8, "held_out": 0},
+    }
+    rk.train(make_run_config(content))
+    text = (tmp_path / "run" / "run.yaml").read_text()
+    assert secret not in text
+    kept, _ = read_config(tmp_path / "run", [])
+    assert kept.unsloth == {"offload_embedding": False}
+    check_same_settings(tmp_path / "run", kept)
+    with pytest.raises(ConfigError, match=r"^unsloth is .* set it back"):
+        check_same_settings(tmp_path / "run", replace(kept, unsloth={"offload_embedding": True}))

@@ -10,7 +10,6 @@ import yaml
 
 from rloo_kit.config.run_file import (
     EXAMPLES,
-    LARGEST_FILE,
     RunConfig,
     find_run_file,
     make_run_config,
@@ -85,22 +84,13 @@ def test_every_example_reads_without_a_warning(path):
         ("seed: \x01", "check the indentation"),
         ("seed: 1\nseed: 2", "line 2: duplicate key 'seed'"),
         ("output_dir: 2026-13-01", "not valid YAML"),
-        ("[" * 1500, "nested too deeply"),
-        ("rewards: &a [*a]", "aliases"),
         ("- a", "not a list; start from examples/quickstart.yaml"),
-        ("#" * LARGEST_FILE + "\n", "keep prompts in a file of their own"),
     ],
     ids=lambda value: value[:20],
 )
 def test_an_unreadable_file_is_one_error(tmp_path, text, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         read_run_file(write(tmp_path, text))
-
-
-def test_nested_aliases_do_not_fill_the_memory(tmp_path):
-    levels = [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]" for n in range(1, 12)]
-    with pytest.raises(ConfigError, match="aliases"):
-        read_run_file(write(tmp_path, "x0: &x0 [a]\n" + "\n".join(levels)))
 
 
 def test_a_missing_file_names_the_shipped_ones(tmp_path):
@@ -144,15 +134,13 @@ WRONG = [
     ({"rewards": []}, "rewards: is empty"),
     ({"model": {"max_seq_length": 512}}, "trainer.max_completion_length 512 leaves no space"),
     ({"output_dir": "."}, "output_dir is '.'"),
-    ({"output_dir": "a\0b"}, "output_dir is 'a\\x00b'"),
-    ({"trainer": {"output_dir": "x"}}, "trainer.output_dir belongs at the top of the run file"),
-    ({"trainer": {"trust_remote_code": True}}, "write it under `model:`"),
+    ({"trainer": {"output_dir": "x"}}, "set output_dir, at the top of the run file"),
+    ({"trainer": {"trust_remote_code": True}}, "set model.trust_remote_code"),
     ({"trainer": {"weight_decay": "x"}}, "trainer.weight_decay is 'x', must be a number"),
     ({"trainer": {1: 2}}, "unknown trainer setting 1"),
     ({"data": {"held_out": 0, "held_out_every": 5}}, "set data.held_out above 0"),
     ({"trainer": {"stop_on": ["reward_hacking"]}}, "set data.held_out_every"),
     ({"trainer": {"eval_strategy": "epoch"}}, "set data.held_out_every"),
-    ({"trainer": {"eval_steps": 5}, "data": {"held_out_every": 6}}, "remove one"),
 ]
 
 
@@ -179,14 +167,6 @@ def test_all_errors_come_in_one_message():
 
 def test_a_whole_number_fits_where_a_number_is_wanted():
     assert make_run_config({"lora": {"lora_dropout": 0}, "trainer": {"beta": 0}}).lora.r == 16
-
-
-@pytest.mark.parametrize(
-    "trainer", [{"eval_steps": 5}, {"eval_strategy": "steps", "eval_steps": 5}]
-)
-def test_eval_steps_means_held_out_every(trainer):
-    config = make_run_config({"trainer": trainer})
-    assert (config.data.held_out_every, config.trainer) == (5, {})
 
 
 def test_lora_remembers_which_settings_were_given():

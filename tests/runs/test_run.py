@@ -124,7 +124,7 @@ def test_rewards_are_weighted_and_logged_by_name(tmp_path):
 
 
 @pytest.mark.long
-def test_failed_run_keeps_its_adapter_and_resumes(tmp_path, capsys):
+def test_failed_run_keeps_its_last_step_and_resumes(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "def late(completions, trainer_state=None, **_):\n"
         "    if trainer_state is not None and trainer_state.global_step == 2:\n"
@@ -134,8 +134,8 @@ def test_failed_run_keeps_its_adapter_and_resumes(tmp_path, capsys):
     assert main(["quickstart", *SHORT, "--set", "rewards=[./mine.py:late]"]) == 2
     printed = capsys.readouterr()
     assert "the judge is gone" in printed.err
-    assert "adapter saved in runs/quickstart/adapter" in printed.out
-    assert Path("runs/quickstart/adapter/adapter_model.safetensors").exists()
+    assert "resume with rloo-kit train runs/quickstart --resume" in printed.out
+    assert Path("runs/quickstart/checkpoint-2/adapter_model.safetensors").exists()
     end = json.loads(Path("runs/quickstart/end.json").read_text())
     assert (end["how"], end["steps"]) == ("failed", 2)
     assert "the judge is gone" in end["reason"]
@@ -232,12 +232,7 @@ def test_curriculum_orders_prompts_and_long_ones_are_left_out(tmp_path, capsys):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("task", "settings"),
-    [
-        ("basic_arithmetic", {"max_terms": 2, "max_digits": 2}),
-        ("chain_sum", {"max_terms": 2, "max_digits": 3}),
-        ("countdown", {"min_numbers": 2, "max_numbers": 3}),
-    ],
+    ("task", "settings"), [("countdown", {"min_numbers": 2, "max_numbers": 3})]
 )
 def test_reasoning_gym_task_trains_with_its_verifier(tmp_path, task, settings):
     reasoning_gym = pytest.importorskip("reasoning_gym")
@@ -317,7 +312,6 @@ def test_run_stops_or_skips_when_its_judge_is_gone(on_failure, capsys):
     if on_failure == "stop":
         assert code == 2
         assert "or set on_failure: skip" in printed.err
-        assert "adapter saved in runs/quickstart/adapter" in printed.out
         assert len(completions) < 64
         assert None not in given
     else:
