@@ -152,7 +152,7 @@ def _add_judge(commands: Any) -> None:
         "--against",
         default="base",
         metavar="RUN",
-        help="base (default), another model, or reference[:COLUMN] of the prompts",
+        help="base (default) or another model",
     )
     command.add_argument(
         "--by",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rloo_kit.data.prompts import prompt_ids
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.evaluation.statistics import Estimate, estimate, majority_at_k, pass_at_k
+from rloo_kit.evaluation.statistics import Estimate, estimate, majority, pass_at_k
 from rloo_kit.rloo.guards import Pieces, check_finite, finite_logits
 from rloo_kit.sampling.engine import Sampling
 from rloo_kit.text.thoughts import THOUGHT_ENDS, ThoughtFinder
@@ -110,29 +110,22 @@ class Evaluation:
         """Return whether all scores of a reward are 0 or 1."""
         return _right_or_wrong([sample["rewards"][name] for sample in self.samples])
 
-    @property
-    def reported_k(self) -> list[int]:
-        """The k of pass@k and maj@k: powers of two up to ``num_samples``, and ``num_samples``."""
-        powers = {2**power for power in range(self.num_samples.bit_length())}
-        return sorted({k for k in powers if k <= self.num_samples} | {self.num_samples})
-
     @cached_property
     def pass_at(self) -> dict[int, Estimate]:
-        """pass@k over the prompts that ``correct_by`` applies to; {} without such a reward."""
+        """pass@k over the prompts that ``correct_by`` applies to; k is n, or a power of two."""
         rows = [[right for right, _ in one] for one in self._verdicts]
+        powers = {2**power for power in range(self.num_samples.bit_length())}
+        reported = sorted({k for k in powers if k <= self.num_samples} | {self.num_samples})
         return {
             k: estimate([pass_at_k(len(one), sum(one), k) for one in rows])
-            for k in (self.reported_k if rows else [])
+            for k in (reported if rows else [])
         }
 
     @cached_property
     def maj_at(self) -> dict[int, Estimate]:
-        """maj@k over the same prompts: of equal answers, the most frequent one."""
+        """maj@n over the same prompts: of equal answers, the most frequent one."""
         rows = [([answer for _, answer in one], [ok for ok, _ in one]) for one in self._verdicts]
-        return {
-            k: estimate([majority_at_k(answers, right, k) for answers, right in rows])
-            for k in (self.reported_k if rows else [])
-        }
+        return {self.num_samples: estimate([majority(*row) for row in rows])} if rows else {}
 
     @cached_property
     def _verdicts(self) -> list[list[tuple[bool, Hashable]]]:

@@ -11,15 +11,12 @@ from typing import Any
 from rloo_kit.config.run_file import EXAMPLES, RunConfig, make_run_config, read_overrides
 from rloo_kit.data.prompts import drop_long_prompts, is_task, load_prompts, prompt_ids
 from rloo_kit.errors import ConfigError, DataError, GenerationError
-from rloo_kit.evaluation.evaluator import REMEDY, Evaluation, evaluate, settings_of
+from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
 from rloo_kit.evaluation.models import LoadedBase, TrainedModel, why_not_by_vllm
 from rloo_kit.machine.environment import setup
 from rloo_kit.machine.memory import add_to_session, remove_from_session
-from rloo_kit.rloo.batching import MicroBatch, TokenRows
-from rloo_kit.rloo.guards import Pieces
-from rloo_kit.sampling.canary import Canary
 from rloo_kit.sampling.choice import check_engine, requested_engine, start_engine
-from rloo_kit.sampling.engine import Choice, Engine, Sampling, active_adapter, choose
+from rloo_kit.sampling.engine import Choice, Engine, choose
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.wording import format_value
 from rloo_kit.training.preparation import held_out_judges, make_trainer_args, read_prompts
@@ -30,8 +27,6 @@ Say = Callable[[str], None]
 BATCH_TOKENS = 1 << 16
 # That vLLM completes at one time
 NUM_SEQUENCES = 256
-NUM_PROBES, PROBE_TOKENS = 8, 64
-"""Prompts of the canary, the shortest ones, and the tokens of each completion."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,6 @@ class HeldOut:
         Raises:
             DataError: A prompt leaves no room for its completion.
             GenerationError: vLLM was requested by name and cannot sample here, or does not start.
-            StalePolicyError: The engine samples from another model than it should.
         """
         template = self.args.chat_template_kwargs
         ids = [prompt_ids(base.tokenizer, row["prompt"], template) for row in self.prompts]
@@ -97,9 +91,6 @@ class HeldOut:
         base.load(models)
         engine = self._start_engine(base, length, say)
         try:
-            if engine is not None and self.args.canary:
-                probes = sorted(ids, key=len)[:NUM_PROBES]
-                check_engine_follows(engine, self.args, base, models, probes)
             yield Sampler(self, base, engine)
         finally:
             if engine is not None:
@@ -159,74 +150,6 @@ class Sampler:
                 size = max(size, BATCH_TOKENS // held_out.config.model.max_seq_length)
             settings = settings_of(args) | {"batch_size": size, "engine": self.engine} | how
             return evaluate(model, self.base.tokenizer, held_out.prompts, rewards, **settings)
-
-
-def check_engine_follows(
-    engine: Engine,
-    args: Any,
-    base: LoadedBase,
-    models: Sequence[TrainedModel],
-    prompt_ids: list[list[int]],
-) -> None:
-    """Check that an engine follows each adapter, drops it, and samples from nothing else.
-
-    Raises:
-        StalePolicyError: It does not.
-    """
-    for trained in models:
-        if trained.adapter is None:
-            continue
-        with base.using(trained) as model:
-            sampling = Sampling(
-                min(PROBE_TOKENS, args.max_completion_length),
-                tuple(model.generation_config.eos_token_id),
-                args.temperature or 1.0,
-            )
-            active = f".{active_adapter(model)}."
-            canary = Canary(
-                score=functools.partial(_log_probs, model, sampling.temperature),
-                model=model,
-                without_adapter=model.disable_adapter,
-                pad_token_id=base.tokenizer.pad_token_id,
-                dtype=engine.adapter_dtype,
-                sampling=sampling,
-                adapter={
-                    name: values
-                    for name, values in model.named_parameters()
-                    if "lora_" in name and active in name
-                },
-            )
-            # the adapter is shifted on purpose, so that even nearly equal models differ
-            engine.sync(model)
-            canary.prove(engine, prompt_ids, args.seed, off=True)
-            canary.sent(engine.adapter_dtype)
-            drawn = engine.generate(prompt_ids, sampling, args.seed)
-            canary.check(TokenRows(prompt_ids, drawn.completion_ids), drawn.log_probs, engine.name)
-
-
-def _log_probs(model: Any, temperature: float, batch: MicroBatch) -> tuple[Any, Any]:
-    """Return ``(N, C)`` log-probabilities and entropies of the completion tokens, float32, nats.
-
-    Row by row and of the completion only, since all logits would not fit next to an engine on a
-    small card.
-    """
-    import torch
-
-    def score(rows: Sequence[int]) -> list[tuple[Any, Any]]:
-        found = []
-        for row in rows:
-            length = int(batch.completion_mask[row].sum())
-            ids = batch.input_ids[row, : int(batch.places[row, 0]) + length]
-            with torch.no_grad():
-                output = model(input_ids=ids.unsqueeze(0), logits_to_keep=length + 1)
-            spread = (output.logits[0, :-1].float() / temperature).log_softmax(-1)  # (C, V)
-            log_probs = spread.gather(-1, ids[-length:].unsqueeze(-1)).squeeze(-1)  # (C,)
-            found.append((log_probs, -(spread.exp() * spread).sum(-1)))
-        return found
-
-    scored = Pieces("comparing log-probabilities", REMEDY).run(score, range(len(batch.places)), 1)
-    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-    return pad([one for one, _ in scored]), pad([entropy for _, entropy in scored])
 
 
 # --- reading what is held out --------------------------------------------------------------------

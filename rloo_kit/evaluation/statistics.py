@@ -1,4 +1,4 @@
-"""Statistics of n completions of each prompt: pass@k, maj@k, intervals, paired differences.
+"""Statistics of n completions of each prompt: pass@k, maj@n, intervals, paired differences.
 
 Completions of one prompt are alike, so prompts are resampled with all their completions, and two
 models are compared prompt by prompt.
@@ -6,16 +6,12 @@ models are compared prompt by prompt.
 
 import itertools
 import math
-import random
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
-# Subsets of the completions of one prompt that maj@k looks at; of more, so many random ones
-MOST_SUBSETS = 2000
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -35,50 +31,22 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(wrong, k) / math.comb(num_samples, k)
 
 
-def majority_at_k(answers: Sequence[Hashable], right: Sequence[bool], k: int) -> float:
-    """Return the chance that the most frequent answer of k completions is right.
+def majority(answers: Sequence[Hashable], right: Sequence[bool]) -> float:
+    """Return whether the most frequent of n answers is right, as a share where that is not sure.
 
-    Wang et al. 2022, arXiv 2203.11171 (self-consistency), over all ways to draw k of the n
-    completions without putting one back; a tie is broken by chance. With many ways, over random
-    ones, always the same. A completion without an answer has no vote; where none has one, the
-    outcome is wrong.
+    Wang et al. 2022, arXiv 2203.11171 (self-consistency). Ties count by their mean, and so does an
+    answer that was judged in two ways. None is no answer, and has no vote.
 
-    Args:
-        answers: n, equal where they mean the same; None: no answer was given.
-        right: n. Of an answer that was judged in two ways, the outcome is the share that was right.
-        k: At most n.
-
-    Raises:
-        ValueError: k is not in [1, n], or the lengths differ.
-
-    >>> majority_at_k(["7", "7", "8"], [True, True, False], 3)
-    1.0
-    >>> majority_at_k(["7", "8"], [True, False], 2)
-    0.5
+    >>> majority(["7", "7", "8"], [True, True, False]), majority(["7", "8"], [True, False])
+    (1.0, 0.5)
     """
-    num = len(answers)
-    if not 1 <= k <= num or len(right) != num:
-        raise ValueError(f"maj@{k} of {num} answers and {len(right)} verdicts is nothing")
     judged: dict[Hashable, list[bool]] = {}
     for answer, is_right in zip(answers, right, strict=True):
-        judged.setdefault(answer, []).append(is_right)
-    share = {answer: sum(found) / len(found) for answer, found in judged.items()}
-    drawn = [_outcome([answers[place] for place in places], share) for places in _subsets(num, k)]
-    return math.fsum(drawn) / len(drawn)
-
-
-def _subsets(num: int, k: int) -> list[tuple[int, ...]]:
-    if math.comb(num, k) <= MOST_SUBSETS:
-        return list(itertools.combinations(range(num), k))
-    draw = random.Random(f"{num} {k}")
-    return [tuple(draw.sample(range(num), k)) for _ in range(MOST_SUBSETS)]
-
-
-def _outcome(votes: list[Hashable], share: dict[Hashable, float]) -> float:
-    counts = Counter(vote for vote in votes if vote is not None)
-    most = max(counts.values(), default=0)
-    top = [vote for vote, count in counts.items() if count == most]
-    return math.fsum(share[vote] for vote in top) / len(top) if top else 0.0
+        if answer is not None:
+            judged.setdefault(answer, []).append(is_right)
+    most = max(map(len, judged.values()), default=0)
+    shares = [sum(found) / most for found in judged.values() if len(found) == most]
+    return sum(shares) / len(shares) if shares else 0.0
 
 
 # --- intervals and tests -------------------------------------------------------------------------

@@ -1,19 +1,25 @@
 """rloo-kit eval: several models on the same prompts in one table, with paired differences."""
 
+import contextlib
 import itertools
+import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.diagnosis.record import read_json
 from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.evaluation.held_out import HeldOut, Say, read_held_out
 from rloo_kit.evaluation.models import TrainedModel, by_base, find_trained
-from rloo_kit.evaluation.result_files import check_writable, write_results
 from rloo_kit.evaluation.statistics import Difference, Estimate, difference
 from rloo_kit.machine.memory import session
+from rloo_kit.output_folder import write_atomically, write_json
+from rloo_kit.report.page import write_report
+from rloo_kit.text.redaction import redact_tree
 
 FILE, SAMPLES = "eval.json", "eval_samples.jsonl"
 
@@ -63,15 +69,12 @@ class EvalTable:
     """It was written there."""
 
     def __str__(self) -> str:
-        samplers = {row.sampler for row in self.rows}
-        lines = [f"{self.rows[0].evaluation.num_prompts} prompts of {self.prompts}"]
-        if len(samplers) > 1:
-            lines[0] += "; rows that were not drawn by the same are not compared"
-        elif samplers != {"transformers"}:
-            lines[0] += f", completions by {samplers.pop()}"
-        more = [{"by": row.sampler} if len(samplers) > 1 else {} for row in self.rows]
-        cells = zip(map(_cells, self.rows), more, strict=True)
-        lines += _table([one | by for one, by in cells])
+        samplers = " and ".join(sorted({row.sampler for row in self.rows}))
+        lines = [
+            f"{self.rows[0].evaluation.num_prompts} prompts of {self.prompts}, "
+            f"completions by {samplers}"
+        ]
+        lines += _table(list(map(_cells, self.rows)))
         return "\n".join([*lines, "", *map(str, self.compared)]).rstrip()
 
     def as_dict(self) -> dict[str, Any]:
@@ -140,7 +143,12 @@ def evaluate_models(  # noqa: PLR0913
         rows = list(_rows(held_out, found, how, say))
     table = EvalTable(held_out.source, rows, list(compare(rows)), folder)
     if folder is not None:
-        _write(folder, table, say)
+        samples = [
+            {"model": row.model, "mode": row.mode, **sample}
+            for row in rows
+            for sample in row.evaluation.samples
+        ]
+        write_results(folder / FILE, "evaluations", table.as_dict(), folder / SAMPLES, samples, say)
     return table
 
 
@@ -235,12 +243,54 @@ def _line(row: Row) -> str:
     return f"{row.model}, {row.mode}: {', '.join(parts)} ({row.seconds:.0f} s)"
 
 
-def _write(folder: Path, table: EvalTable, say: Say) -> None:
-    samples = [
-        {"model": row.model, "mode": row.mode, **sample}
-        for row in table.rows
-        for sample in row.evaluation.samples
-    ]
-    line = write_results(folder / FILE, "evaluations", table.as_dict(), folder / SAMPLES, samples)
-    if line is not None:
-        say(line)
+# --- result files: eval.json and judge.json grow, their samples do not ---------------------------
+
+
+def check_writable(folder: Path) -> None:
+    """Make a folder for results before anything is computed for it.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    with _writing(folder / ".written") as path:
+        path.touch()
+        path.unlink()
+
+
+def write_results(
+    path: Path,
+    name: str,
+    result: dict[str, Any],
+    samples: Path,
+    rows: list[dict[str, Any]],
+    say: Say,
+) -> None:
+    """Add a result to ``{name: [result, ...]}``, replace its samples, write a run's report again.
+
+    A file that cannot be read is kept under another name.
+
+    Raises:
+        ConfigError: The folder cannot be written.
+    """
+    found = read_json(path)
+    if found is None and path.exists():
+        os.replace(path, path.with_name(f"{path.name}.damaged"))
+    earlier = (found or {}).get(name)
+    results = [*(earlier if isinstance(earlier, list) else []), result]
+    lines = "".join(json.dumps(redact_tree(row)) + "\n" for row in rows)
+    with _writing(path):
+        write_json(path, redact_tree({name: results}), indent=1)
+        write_atomically(samples, lines.encode())
+    if (path.parent / "run.yaml").is_file():
+        say(f"written to {path} and {write_report([path.parent])}")
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[Path]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield path
+    except OSError as exc:
+        raise ConfigError(
+            f"{str(path)!r} cannot be written ({exc}): give another folder with --output"
+        ) from exc

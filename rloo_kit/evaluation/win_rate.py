@@ -16,10 +16,10 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.evaluator import score_texts
 from rloo_kit.evaluation.held_out import HeldOut, Say, read_held_out
 from rloo_kit.evaluation.models import TrainedModel, by_base, find_trained
-from rloo_kit.evaluation.result_files import check_writable, write_results
 from rloo_kit.evaluation.statistics import Difference, difference
+from rloo_kit.evaluation.table import check_writable, write_results
 from rloo_kit.machine.memory import session
-from rloo_kit.scoring.loading import LoadedReward, load_rewards
+from rloo_kit.scoring.loading import LoadedReward
 
 FILE, SAMPLES = "judge.json", "judge_samples.jsonl"
 
@@ -31,7 +31,6 @@ class WinRate:
     model: str
     against: str
     judge: str
-    """With its model, its rubric, and that both orders were judged."""
     mode: str
     """How the completions were drawn."""
     prompts: str
@@ -42,8 +41,6 @@ class WinRate:
     """Prompts that the judge gave no verdict on; they are not counted."""
     found: Difference
     """Of the rate from one half, over prompts."""
-    paid: bool = False
-    """Whether the run was trained by this very judge."""
 
     @property
     def rate(self) -> float:
@@ -60,8 +57,6 @@ class WinRate:
         ]
         if self.unjudged:
             lines.append(f"{self.unjudged} prompts without a verdict are not counted")
-        if self.paid:
-            lines.append("this judge is a reward of the run: it was trained to please it")
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -87,8 +82,7 @@ def judge_models(  # noqa: PLR0913
 
     Args:
         model: A run, a checkpoint, an adapter or a model.
-        against: ``base``; another model; or ``reference``, the texts in the prompts' column of that
-            name (``reference:NAME`` for another one).
+        against: ``base``, or another model.
         by: A reward as in a run file, text or table; None: what judges the run's held-out prompts
             first. ``{name: judge, model: NAME, mode: pairwise}`` asks a server.
         overrides: ``section.key=value`` of the run file.
@@ -103,30 +97,36 @@ def judge_models(  # noqa: PLR0913
         KitError: With the remedy.
     """
     mine = find_trained(model)
-    other, column = _opponent(mine, against)
+    other = mine.without_adapter() if str(against) == "base" else find_trained(against)
+    if (other.base, other.adapter) == (mine.base, mine.adapter):
+        raise ConfigError(
+            f"{mine.name} would be compared with itself: name another model with --against"
+        )
     spec = read_value(by) if isinstance(by, str) and by.lstrip().startswith("{") else by
     folder = Path(output) if output is not None else mine.run
-    models = [mine] if other is None else [mine, other]
     with session():
         held_out = read_held_out(
-            models,
+            [mine, other],
             overrides=overrides,
             prompts=prompts,
             num_prompts=num_prompts,
             batch_size=batch_size,
         )
-        _check_column(held_out, column)
         if folder is not None:
             check_writable(folder)
-        held_out, sides = _answers(held_out, models, spec, {} if sampled else {"temperature": 0.0})
+        how = {} if sampled else {"temperature": 0.0}
+        held_out, sides = _answers(held_out, [mine, other], spec, how)
         for side in sides:
             say(f"{side.name}: {len(side.texts)} completions")
-        if column is not None:
-            sides.append(_given(held_out, column, sides[0], spec))
         won = verdicts(list(held_out.prompts), *sides)
         result = _win_rate(mine, sides, held_out, won, spec=spec, sampled=sampled)
-    if folder is not None and (line := _write(folder, result, held_out, sides, won)):
-        say(line)
+    if folder is not None:
+        ours, theirs = (side.texts for side in sides)
+        columns = zip(held_out.prompts["prompt"][:], ours, theirs, won, strict=True)
+        rows = [
+            dict(zip(("prompt", "completion", "against", "won"), c, strict=True)) for c in columns
+        ]
+        write_results(folder / FILE, "judged", result.as_dict(), folder / SAMPLES, rows, say)
     return result
 
 
@@ -135,43 +135,16 @@ def judge_models(  # noqa: PLR0913
 
 @dataclass(frozen=True)
 class Side:
-    """What one side answered."""
+    """What one model answered."""
 
     name: str
-    texts: list[str | None]
-    """None: this side has no text for that prompt."""
+    texts: list[str]
     scores: list[float | None]
     """Of a judge that scores each alone."""
     judge: LoadedReward
     tokenizer: Any
-    sampler: str | None = None
-    """Who drew the completions; None: they came with the prompts."""
-
-
-def _opponent(mine: TrainedModel, against: str | Path) -> tuple[TrainedModel | None, str | None]:
-    """Return the model, or the column of texts, on the other side.
-
-    Raises:
-        ConfigError: It is the same.
-    """
-    name, _, column = str(against).partition(":")
-    if name == "reference":
-        return None, column or "reference"
-    other = mine.without_adapter() if str(against) == "base" else find_trained(against)
-    if (other.base, other.adapter) == (mine.base, mine.adapter):
-        raise ConfigError(
-            f"{mine.name} would be compared with itself: name another model with --against"
-        )
-    return other, None
-
-
-def _check_column(held_out: HeldOut, column: str | None) -> None:
-    known = held_out.prompts.column_names
-    if column is not None and column not in known:
-        raise DataError(
-            f"the prompts have no column {column!r} to compare with: name one of "
-            f"{', '.join(known)} as --against reference:NAME"
-        )
+    sampler: str = "transformers"
+    """Who drew the completions."""
 
 
 def _answers(
@@ -197,24 +170,6 @@ def _answers(
                     sample.name,
                 )
     return held_out, [found[trained.name] for trained in models]
-
-
-def _given(held_out: HeldOut, column: str, mine: Side, spec: Any) -> Side:
-    """Return the texts of a column as a side; they are answers, and never begin in a thought."""
-    judge = held_out.rewards(None, None if spec is None else [spec])[0]
-    texts = [None if text is None else str(text) for text in held_out.prompts[column][:]]
-    scores: list[float | None] = [None] * len(texts)
-    if not _compares(judge):
-        found = _scores(list(held_out.prompts), [text or "" for text in texts], judge, mine)
-        scores = [None if text is None else score for text, score in zip(texts, found, strict=True)]
-    return Side(f"column {column!r} of the prompts", texts, scores, judge, mine.tokenizer)
-
-
-def _scores(
-    rows: list[dict[str, Any]], texts: list[str], judge: LoadedReward, side: Side
-) -> list[float | None]:
-    ids = [side.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    return score_texts(rows, texts, ids, [judge])[judge.name]
 
 
 # --- the verdicts --------------------------------------------------------------------------------
@@ -243,33 +198,20 @@ def _inner(judge: LoadedReward) -> Any:
 def _compare_texts(rows: list[dict[str, Any]], mine: Side, other: Side) -> list[float | None]:
     """Return what a judge that reads both says; an answer beats none, without asking."""
     inner = _inner(mine.judge)
-
-    def answers(side: Side) -> list[str | None]:
-        if side.sampler is None:
-            return side.texts
-        pairs = zip(rows, side.texts, strict=True)
-        return [inner.answer_text(row["prompt"], text) for row, text in pairs]
-
-    # given texts are answers already; of a completion the judge reads what follows the thought
-    theirs = answers(other)
-    won: list[float | None] = [None] * len(rows)
-    to_ask = []
-    for number, pair in enumerate(zip(answers(mine), theirs, strict=True)):
-        match [None if text is None else bool(text.strip()) for text in pair]:
-            case [_, None]:  # nothing to compare with
-                pass
-            case [True, True]:
-                to_ask.append(number)
-            case [True, False]:
-                won[number] = 1.0
-            case [False, True]:
-                won[number] = 0.0
-            case _:
-                won[number] = 0.5
+    # of a completion the judge reads what follows the thought
+    ours, theirs = (
+        [inner.answer_text(row["prompt"], text) for row, text in zip(rows, side.texts, strict=True)]
+        for side in (mine, other)
+    )
+    pairs = [(a.strip(), b.strip()) for a, b in zip(ours, theirs, strict=True)]
+    won: list[float | None] = [0.5 + (bool(a) - bool(b)) / 2 for a, b in pairs]
+    to_ask = [number for number, pair in enumerate(pairs) if all(pair)]
     if to_ask:
         asked = [{**rows[number], inner.column: theirs[number]} for number in to_ask]
-        texts = [mine.texts[number] or "" for number in to_ask]
-        for number, value in zip(to_ask, _scores(asked, texts, mine.judge, mine), strict=True):
+        texts = [mine.texts[number] for number in to_ask]
+        ids = [mine.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        said = score_texts(asked, texts, ids, [mine.judge])[mine.judge.name]
+        for number, value in zip(to_ask, said, strict=True):
             won[number] = value
     return won
 
@@ -292,12 +234,9 @@ def _win_rate(
             "the judge gave no verdict on any prompt: it applies to none of them, or could not be "
             "reached"
         )
-    judge, tokenizer = sides[0].judge, sides[0].tokenizer
+    judge = sides[0].judge
     mode = f"sampled at {held_out.args.temperature:g}" if sampled else "greedy"
-    samplers = sorted({side.sampler for side in sides if side.sampler})
-    if samplers != ["transformers"]:
-        mode = f"{mode}, by {' and '.join(samplers)}"
-    own = [] if mine.config is None else load_rewards(mine.config.rewards, tokenizer=tokenizer)
+    mode += f", by {' and '.join(sorted({side.sampler for side in sides}))}"
     return WinRate(
         model=mine.name,
         against=sides[1].name,
@@ -309,7 +248,6 @@ def _win_rate(
         ties=len(judged) - judged.count(1.0) - judged.count(0.0),
         unjudged=len(won) - len(judged),
         found=difference([0.5] * len(judged), judged),
-        paid=any(_inner(one) == _inner(judge) for one in own),
     )
 
 
@@ -320,15 +258,3 @@ def _describe(spec: Any, judge: LoadedReward) -> str:
     wins = "lower" if judge.weight_at(1.0) < 0 else "higher"
     name = judge.name if spec is None else spec if isinstance(spec, str) else json.dumps(spec)
     return f"{name}, the {wins} score wins"
-
-
-def _write(
-    folder: Path, result: WinRate, held_out: HeldOut, sides: list[Side], won: list[float | None]
-) -> str | None:
-    mine, other = sides
-    columns = (held_out.prompts["prompt"][:], mine.texts, other.texts, won)
-    names = ("prompt", "completion", "against", "won")
-    rows: list[dict[str, Any]] = [
-        dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)
-    ]
-    return write_results(folder / FILE, "judged", result.as_dict(), folder / SAMPLES, rows)

@@ -1,6 +1,5 @@
 """rloo-kit eval and judge: models on the same prompts, their intervals, whom a judge prefers."""
 
-import contextlib
 import json
 import re
 import shutil
@@ -16,23 +15,19 @@ import yaml
 
 import rloo_kit as rk
 from rloo_kit.cli import main
-from rloo_kit.data.prompts import prompt_ids
 from rloo_kit.diagnosis.record import RunStatistics, read_run
 from rloo_kit.errors import (
     ConfigError,
-    DataError,
     GenerationError,
     ModelError,
-    StalePolicyError,
 )
 from rloo_kit.evaluation.evaluator import Evaluation, _answer_of
-from rloo_kit.evaluation.held_out import check_engine_follows, choose_engine, read_held_out
+from rloo_kit.evaluation.held_out import choose_engine
 from rloo_kit.evaluation.models import find_trained, load_base
-from rloo_kit.evaluation.result_files import write_results
-from rloo_kit.evaluation.table import Row, compare, judge_alike
+from rloo_kit.evaluation.table import Row, compare, judge_alike, write_results
 from rloo_kit.evaluation.win_rate import Side, verdicts
 from rloo_kit.sampling.choice import requested_engine
-from rloo_kit.sampling.engine import Generations, active_adapter
+from rloo_kit.sampling.engine import active_adapter
 from rloo_kit.training.preparation import held_out_judges
 
 PROMPTS = 16
@@ -75,7 +70,7 @@ def test_a_run_reports_pass_majority_and_intervals(run):
         passed = one["pass_at_k"]
         assert passed["1"] == pytest.approx(one["rewards"]["accuracy"])
         assert passed["1"] <= passed["2"] <= passed["4"] <= 1
-        assert one["maj_at_k"]["2"] == pytest.approx(passed["1"])
+        assert list(one["maj_at_k"]) == ["4"]
         low, high = one["intervals"]["accuracy"]
         assert low <= one["rewards"]["accuracy"] <= high
         by_prompt = [
@@ -255,16 +250,6 @@ def test_long_prompts_are_left_out_as_in_the_run(tmp_path):
     assert found.rows[0].evaluation.num_prompts == 4
 
 
-@pytest.mark.long
-def test_another_task_has_its_own_levels(run, tmp_path):
-    how = {"num_samples": 0, "num_prompts": 3, "output": tmp_path, "base": False, "say": str}
-    found = rk.evaluate_models([run], prompts="letter_count", **how)
-    assert found.prompts == "letter_count"
-    hard = rk.evaluate_models([run], prompts="arithmetic", overrides=["data.level=3"], **how)
-    prompts = [s["prompt"][-1]["content"] for s in hard.rows[0].evaluation.samples]
-    assert all(len(re.findall(r"\d+", prompt)[0]) > 3 for prompt in prompts)
-
-
 def test_all_rows_share_the_reward_that_says_right_or_wrong():
     def evaluation(*scores):
         samples = [{"prompt": "", "completion": "", "rewards": {"a": s, "b": 1.0}} for s in scores]
@@ -310,7 +295,7 @@ def test_results_that_cannot_be_read_are_kept(tmp_path):
     file.write_text('{"evaluations": [{"cut')
     samples = tmp_path / "samples.jsonl"
     for number in (1, 2):
-        write_results(file, "evaluations", {"n": number}, samples, [{"n": number}])
+        write_results(file, "evaluations", {"n": number}, samples, [{"n": number}], print)
     assert json.loads(file.read_text()) == {"evaluations": [{"n": 1}, {"n": 2}]}
     assert (tmp_path / "eval.json.damaged").read_text().endswith("cut")
 
@@ -386,29 +371,6 @@ def test_rows_of_two_samplers_are_not_compared(table):
         for number, row in enumerate(table.rows)
     ]
     assert len(list(compare(table.rows))) > len(list(compare(rows)))
-    mixed = str(replace(table, rows=rows, compared=[]))
-    assert "rows that were not drawn by the same are not compared" in mixed
-    assert [line.split()[-1] for line in mixed.splitlines()[1:6]] == [
-        "by", "transformers", "vLLM", "vLLM", "vLLM"
-    ]  # fmt: skip
-
-
-@pytest.mark.long
-def test_engine_with_another_adapter_is_refused(run, adapters):
-    """However little two models differ: the adapters are shifted on purpose."""
-    first, second = map(find_trained, adapters)
-    base, one = first.without_adapter(), load_base(first)
-    one.load([first, second])
-    exam = read_held_out([first, second], num_prompts=8)
-    prompts = [prompt_ids(one.tokenizer, row["prompt"]) for row in exam.prompts]
-    check_engine_follows(Faithless(one, None), exam.args, one, [base, first, second], prompts)
-    for held, asked in ((first, second), (base, second)):
-        with pytest.raises(StalePolicyError, match="the adapter does not reach an engine"):
-            check_engine_follows(Faithless(one, held), exam.args, one, [base, asked], prompts)
-    with pytest.raises(StalePolicyError, match="switched off"):
-        check_engine_follows(Faithless(one, second), exam.args, one, [base, second], prompts)
-    for name, values in one.model.named_parameters():  # all of it is as it was
-        assert "lora_B" not in name or 0 < values.std() < 0.11
 
 
 @pytest.fixture(scope="module")
@@ -425,38 +387,6 @@ def adapters(tmp_path_factory):
         folder = tmp_path_factory.mktemp("adapters") / f"adapter-{seed}"
         folders.append(rk.save_adapter(model, tokenizer, folder))
     return folders
-
-
-class Faithless:
-    """An engine that samples from one model whatever it is sent; from what it is sent if None."""
-
-    name, sync_seconds, adapter_dtype = "an engine", 0.0, torch.bfloat16
-
-    def __init__(self, one, held):
-        self.one, self.held = one, held
-
-    def sync(self, model):
-        """Nothing is taken."""
-
-    def generate(self, prompt_ids, sampling, seed):
-        place = contextlib.nullcontext(self.one.model)  # what is in force
-        if self.held is not None:
-            place = self.one.using(self.held)
-        with place as model, torch.no_grad():
-            drawn = Generations([], [])
-            for number, ids in enumerate(prompt_ids):
-                torch.manual_seed(seed + number)
-                inputs = torch.tensor([ids])
-                found = model.generate(
-                    inputs, attention_mask=torch.ones_like(inputs), do_sample=True, top_k=0,
-                    max_new_tokens=sampling.max_tokens,
-                )  # fmt: skip
-                logits = model(input_ids=found).logits[0, len(ids) - 1 : -1].float()
-                new = found[0, len(ids) :]
-                drawn.completion_ids.append(new.tolist())
-                picked = logits.log_softmax(-1).gather(-1, new.unsqueeze(-1))
-                drawn.log_probs.append(picked.squeeze(-1).tolist())
-        return drawn
 
 
 def test_using_a_model_nests(adapters):
@@ -501,11 +431,9 @@ def test_a_rule_judges(run):
     assert (found.wins, found.losses) == (sum(won), sum(lost))
     assert found.ties == PROMPTS - found.wins - found.losses
     assert found.rate == pytest.approx((found.wins + found.ties / 2) / PROMPTS)
-    assert not found.paid
 
 
-def test_pairwise_judge_reads_both_sides_alike(run):
-    """A cut off thought is no answer, on either side, and an answer beats none."""
+def test_answer_beats_a_thought_that_was_cut_off():
     (judge,) = rk.load_rewards(
         [{"name": "judge", "model": "m", "mode": "pairwise", "base_url": "http://127.0.0.1:9/v1"}],
         tokenizer=load_base(find_trained("tiny-thinker")).tokenizer,
@@ -513,7 +441,7 @@ def test_pairwise_judge_reads_both_sides_alike(run):
     prompt = [{"role": "user", "content": "What is 1 + 1?"}]
     cut, whole = "1+1", "1+1=2 </think> 2"
     sides = [[cut, whole, cut], [whole, cut, cut]]
-    one, other = (Side("", texts, [], judge, None, "transformers") for texts in sides)
+    one, other = (Side("", texts, [], judge, None) for texts in sides)
     assert verdicts([{"prompt": prompt}] * 3, one, other) == [0.0, 1.0, 0.5]
 
 
@@ -522,33 +450,6 @@ def test_of_a_penalty_the_lower_score_wins():
     scores = ([1.0, 2.0, None], [2.0, 2.0, 1.0])
     sides = [Side("", [], values, penalty, None) for values in scores]
     assert verdicts([], *sides) == [1.0, 0.5, None]
-
-
-@pytest.mark.long
-def test_judge_that_was_the_reward_is_marked_as_paid(run):
-    found = rk.judge_models(run, num_prompts=4, say=str)
-    assert found.paid
-    other = {"name": "accuracy", "match": "number"}
-    assert not rk.judge_models(run, by=other, num_prompts=4, say=str).paid
-
-
-def test_texts_of_a_column_can_be_the_other_side(run, tmp_path):
-    rows = [
-        {"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "reference": f"</think>{2 * n}"}
-        for n in range(111, 115)
-    ]
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {"against": "reference", "by": "accuracy", "prompts": file, "say": str}
-    found = rk.judge_models(run, **settings)
-    assert found.wins == 0  # the references are all right
-    bare = [{**row, "reference": row["answer"] if n else None} for n, row in enumerate(rows)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in bare))
-    found = rk.judge_models(run, **settings)  # the template opens a thought, and they have none
-    assert (found.wins, found.unjudged) == (0, 1)
-    assert found.losses + found.ties == 3
-    with pytest.raises(DataError, match="no column 'summary'"):
-        rk.judge_models(run, **settings | {"against": "reference:summary"})
 
 
 class Prefers(BaseHTTPRequestHandler):
@@ -582,31 +483,26 @@ class Prefers(BaseHTTPRequestHandler):
     ],
     ids=["position", "mine", "theirs"],
 )
-def test_server_judge_is_asked_in_both_orders(answer, rate, run, tmp_path, monkeypatch):
+def test_server_judge_is_asked_in_both_orders(answer, rate, monkeypatch):
     monkeypatch.setattr(Prefers, "answer", staticmethod(answer))
     monkeypatch.setattr(Prefers, "asked", [])
     server = ThreadingHTTPServer(("127.0.0.1", 0), Prefers)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    rows = [{"prompt": f"What is {n} + {n}?", "theirs": f"theirs {n}"} for n in range(111, 119)]
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = load_base(find_trained("tiny-thinker")).tokenizer
+    spec = {
+        "name": "judge", "model": "some-judge", "mode": "pairwise", "rubric": "politeness",
+        "base_url": f"http://127.0.0.1:{server.server_port}/v1",
+    }  # fmt: skip
+    rows = [{"prompt": f"What is {n} + {n}?"} for n in range(111, 115)]
     try:
-        found = rk.judge_models(
-            run,
-            against="reference:theirs",
-            by={
-                "name": "judge", "model": "some-judge", "mode": "pairwise", "column": "theirs",
-                "base_url": f"http://127.0.0.1:{server.server_port}/v1", "rubric": "politeness",
-            },
-            prompts=file,
-            output=tmp_path,
-            say=str,
-        )  # fmt: skip
+        (judge,) = rk.load_rewards([spec], tokenizer=tokenizer)
+        texts = [[f"</think> {whose} {n}" for n in range(4)] for whose in ("mine", "theirs")]
+        sides = [Side("", one, [], judge, tokenizer) for one in texts]
+        won = verdicts(rows, *sides)
     finally:
         server.shutdown()
         server.server_close()
         thread.join(10)
-    assert found.rate == rate
+    assert won == [rate] * 4
     assert len(Prefers.asked) == 2 * len(rows)
-    assert "some-judge" in found.judge
