@@ -189,7 +189,7 @@ def _asked(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _add_chat(commands: Any) -> None:
-    text = "chat with a trained model in the terminal, next to its base if wanted"
+    text = "chat with a trained model in the terminal, and with its base if wanted"
     command = _command(commands, "chat", _chat, text)
     command.add_argument("model", metavar="RUN", help="a run, a checkpoint, an adapter or a model")
     command.add_argument("--base", action="store_true", help="let the base answer too")
@@ -197,7 +197,6 @@ def _add_chat(commands: Any) -> None:
     command.add_argument("--temperature", type=float, metavar="T", help="0: greedy; as in the run")
     command.add_argument("--max-tokens", type=int, metavar="N", help="of an answer; as in the run")
     command.add_argument("--seed", type=int, default=42, metavar="S")
-    command.add_argument("--vllm", action="store_true", help="answer by vLLM, not transformers")
 
 
 def _add_serve(commands: Any) -> None:
@@ -222,11 +221,11 @@ def _add_report(commands: Any) -> None:
 
 
 def _add_export(commands: Any) -> None:
-    text = "export a trained model: adapter, merged 16-bit weights, GGUF, Ollama, the hub"
+    text = "export a trained model: adapter, merged 16-bit weights, GGUF, Ollama"
     export = _command(commands, "export", _export, text)
     export.add_argument("run", metavar="RUN", help="a run, a checkpoint, an adapter, or an export")
     export.add_argument(
-        "--to", required=True, metavar="KIND", help="adapter, merged, gguf, ollama or hub"
+        "--to", required=True, metavar="KIND", help="adapter, merged, gguf or ollama"
     )
     export.add_argument("--output", metavar="DIR", help="default: export-KIND, next to the adapter")
     export.add_argument("--dtype", default="bf16", help="of a GGUF file: bf16, f16 or q8_0")
@@ -237,9 +236,6 @@ def _add_export(commands: Any) -> None:
         "an adapter, the name that it gives its base",
     )
     export.add_argument("--converter", metavar="DIR", help="llama.cpp, with convert_hf_to_gguf.py")
-    export.add_argument("--repo", metavar="OWNER/NAME", help="on the hub")
-    export.add_argument("--public", action="store_true", help="let everybody see it there")
-    export.add_argument("--yes", action="store_true", help="send it; nothing is sent without")
     export.add_argument("--no-check", action="store_true", help="do not load it back to compare")
     export.add_argument(
         "--prompts", type=int, default=16, metavar="N", help="that are compared (default 16)"
@@ -364,9 +360,6 @@ def _export(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         base=args.base,
         converter=args.converter,
-        repo=args.repo,
-        public=args.public,
-        yes=args.yes,
         check=not args.no_check,
         num_prompts=args.prompts,
     )
@@ -436,7 +429,6 @@ def _chat(args: argparse.Namespace) -> int:
         system=args.system,
         temperature=args.temperature,
         max_tokens=args.max_tokens,
-        vllm=args.vllm,
         seed=args.seed,
     )
     return 0

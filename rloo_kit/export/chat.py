@@ -11,9 +11,7 @@ from rloo_kit.config.run_file import RunConfig
 from rloo_kit.data.prompts import prompt_ids
 from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.models import TrainedModel, find_trained, load_base
-from rloo_kit.machine.hardware import why_not_vllm
-from rloo_kit.machine.memory import add_to_session, session
-from rloo_kit.sampling.engine import Sampling, why_no_hot_swap
+from rloo_kit.machine.memory import session
 from rloo_kit.text.thoughts import THOUGHT_ENDS, token_id
 from rloo_kit.text.wording import printable
 from rloo_kit.training.preparation import template_settings
@@ -32,7 +30,6 @@ def chat(  # noqa: PLR0913
     system: str | None = None,
     temperature: float | None = None,
     max_tokens: int | None = None,
-    vllm: bool = False,
     seed: int = 42,
     source: TextIO | None = None,
     out: TextIO | None = None,
@@ -41,11 +38,10 @@ def chat(  # noqa: PLR0913
 
     Args:
         model: A run, a checkpoint, an adapter or a model.
-        base: Let the base answer too, next to it.
+        base: Let the base answer too, after it.
         system: A system message; None: that of the run.
         temperature: None: that of the run, else 1; 0 is greedy.
         max_tokens: Of an answer; None: as in the run.
-        vllm: Answer by vLLM, not transformers.
         seed: Of sampling; the same lines give the same answers.
         source: Lines are read here; None: the terminal.
         out: Written to; None: the terminal.
@@ -62,24 +58,23 @@ def chat(  # noqa: PLR0913
     models = [trained, *([trained.without_adapter()] if base else [])]
     histories: list[Turns] = [[] for _ in models]
     with session():
-        speaker.load(trained, vllm)
+        speaker.load(trained)
         if reader.isatty():
             console.print(f"{', '.join(one.name for one in models)}: {HELP}", style="dim")
         for turn, line in enumerate(_lines(reader, console.file)):
-            show = None if base else _Printer(console)
             try:
-                answers = [
-                    speaker.answer(one, history, line, seed + turn, show)
-                    for one, history in zip(models, histories, strict=True)
-                ]
+                answers = []
+                for one, history in zip(models, histories, strict=True):
+                    if base:
+                        console.print(f"{one.short_name}:", style="bold")
+                    show = _Printer(console)
+                    answers.append(speaker.answer(one, history, line, seed + turn, show))
+                    console.print()
             except Terminated:
                 raise
             except KeyboardInterrupt:
                 console.print("\n(stopped: this turn is left out)", style="dim")
                 continue
-            if base:
-                _print_columns(console, [one.short_name for one in models], answers)
-            console.print()
             for history, answer in zip(histories, answers, strict=True):
                 final = answer.rpartition(THOUGHT_ENDS)[2].strip()  # the next turn needs no thought
                 history += [_turn("user", line), _turn("assistant", final)]
@@ -119,8 +114,6 @@ class _Speaker:
     is_chat: bool
     base: Any = None
     """LoadedBase, once loaded."""
-    engine: Any = None
-    """vLLM's; None: transformers answers."""
 
     @classmethod
     def of(
@@ -146,30 +139,14 @@ class _Speaker:
             config.data.chat,
         )
 
-    def load(self, trained: TrainedModel, vllm: bool) -> None:
-        """Load the base, and start vLLM for it and its adapter.
-
-        Raises:
-            ConfigError: vLLM cannot be used, and why.
-        """
+    def load(self, trained: TrainedModel) -> None:
+        """Load the base."""
         self.base = load_base(trained)
         if trained.config is None and not self.base.tokenizer.chat_template:
             self.is_chat = False
-        if not vllm:
-            return
-        from rloo_kit.sampling.vllm_inprocess import VllmEngine
-
-        if trained.adapter is None:
-            raise ConfigError("vLLM is started for a base with an adapter: leave --vllm out")
-        with self.base.using(trained) as model:
-            if reason := why_not_vllm() or why_no_hot_swap(model):
-                raise ConfigError(f"vLLM cannot answer here ({reason}): leave --vllm out")
-            length = trained.model.max_seq_length
-            self.engine = VllmEngine(model, max_length=length, num_sequences=1)
-        add_to_session(self.engine)
 
     def answer(
-        self, trained: TrainedModel, history: Turns, line: str, seed: int, show: "_Printer | None"
+        self, trained: TrainedModel, history: Turns, line: str, seed: int, show: "_Printer"
     ) -> str:
         """Return the answer to a line, thought included; ``show`` gets it as it comes."""
         system = [_turn("system", self.system)] if self.system else []
@@ -177,32 +154,18 @@ class _Speaker:
         tokenizer, config = self.base.tokenizer, self.base.model.config
         ids = prompt_ids(tokenizer, turns if self.is_chat else line, self.template)
         longest = getattr(config, "max_position_embeddings", None) or sys.maxsize
-        if self.engine is not None:
-            longest = min(longest, trained.model.max_seq_length)
         if len(ids) + self.max_tokens > longest:
             raise ConfigError(
                 f"the conversation has {len(ids)} tokens, and the model takes {longest} with an "
                 f"answer of {self.max_tokens}: start again, or lower --max-tokens"
             )
-        if show is not None:
-            opening = token_id(tokenizer, "<think>")
-            show.in_thought = opening is not None and opening in ids[-4:]  # by the template
+        opening = token_id(tokenizer, "<think>")
+        show.in_thought = opening is not None and opening in ids[-4:]  # by the template
         with self.base.using(trained) as model:
-            if self.engine is None:
-                found = self._by_transformers(model, ids, seed, show)
-            else:
-                self.engine.sync(model)
-                ends = tuple(self.base.model.generation_config.eos_token_id)
-                sampling = Sampling(self.max_tokens, ends, self.temperature)
-                (found,) = self.engine.generate([ids], sampling, seed).completion_ids
-        text = tokenizer.decode(found, skip_special_tokens=True)
-        if show is not None and self.engine is not None:
-            show(text)
-        return text
+            found = self._generate(model, ids, seed, show)
+        return tokenizer.decode(found, skip_special_tokens=True)
 
-    def _by_transformers(
-        self, model: Any, ids: list[int], seed: int, show: "_Printer | None"
-    ) -> Any:
+    def _generate(self, model: Any, ids: list[int], seed: int, show: "_Printer") -> Any:
         import torch
         from transformers import TextStreamer
 
@@ -210,8 +173,7 @@ class _Speaker:
             """Pass on the text as it is decoded."""
 
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-                if show is not None:
-                    show(text)
+                show(text)
 
         given: dict[str, Any] = {"do_sample": self.temperature > 0}
         if self.temperature > 0:
@@ -264,17 +226,6 @@ class _Printer:
             if text:
                 self._console.print(_plain(text), style=style, end="", soft_wrap=True)
         self._console.file.flush()
-
-
-def _print_columns(console: Any, names: list[str], answers: list[str]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*names, expand=console.is_terminal)
-    parts = (answer.rpartition(THOUGHT_ENDS) for answer in answers)
-    cells = [Text.assemble((_plain(a + end), "dim"), _plain(rest)) for a, end, rest in parts]
-    table.add_row(*cells)
-    console.print(table)
 
 
 def _plain(text: str) -> str:

@@ -31,27 +31,21 @@ def find_converter(given: str | Path | None = None) -> list[str]:
         ConfigError: There is none.
     """
     named = given or os.environ.get("LLAMA_CPP")
+    usual = (cache_folder() / "llama.cpp", Path.home() / ".unsloth" / "llama.cpp")
+    for place in (Path(named).expanduser(),) if named else usual:
+        script = place if place.name == SCRIPT else place / SCRIPT
+        if script.is_file():
+            return [sys.executable, str(script.absolute())]
     if named:
-        if (script := _script_in(Path(named).expanduser())) is None:
-            raise ConfigError(
-                f"no {SCRIPT} in {format_value(str(named))}: give llama.cpp's folder, or this "
-                "script of it"
-            )
-        return [sys.executable, str(script)]
-    for folder in (cache_folder() / "llama.cpp", Path.home() / ".unsloth" / "llama.cpp"):
-        if (script := _script_in(folder)) is not None:
-            return [sys.executable, str(script)]
+        raise ConfigError(
+            f"no {SCRIPT} in {format_value(str(named))}: give llama.cpp's folder, or this script"
+        )
     if found := shutil.which(SCRIPT):
         return [sys.executable, found]
     raise ConfigError(
         f"llama.cpp's converter is not here: fetch it with python scripts/fetch_converter.py, or "
         f"name its {SCRIPT} by --converter or the variable LLAMA_CPP"
     )
-
-
-def _script_in(place: Path) -> Path | None:
-    script = place if place.name == SCRIPT else place / SCRIPT
-    return script.absolute() if script.is_file() else None
 
 
 def write_gguf(model: Path, file: Path, dtype: str, command: Sequence[str]) -> None:
@@ -73,11 +67,6 @@ def write_gguf(model: Path, file: Path, dtype: str, command: Sequence[str]) -> N
         return
     lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
     reason = first_line(RuntimeError(lines[-1] if lines else f"exit code {done.returncode}"))
-    if "pre-tokenizer was not recognized" in reason:
-        raise ModelError(
-            "llama.cpp does not know how this model's tokenizer cuts a text into words, and its "
-            "converter refuses it: export --to merged, which vLLM and transformers load"
-        )
     raise ModelError(
         f"llama.cpp's converter failed ({reason}): take another llama.cpp by --converter, or "
         f"export --to merged"
@@ -105,8 +94,8 @@ def _remove_byte_fallback(file: Path) -> None:
 
 def modelfile(
     file: str, tokenizer: Any, ends: Sequence[str], *, temperature: float, num_ctx: int
-) -> tuple[str, bool]:
-    """Return a Modelfile, and whether it has a template of its own.
+) -> str:
+    """Return a Modelfile; templates other than ChatML are left to the GGUF file.
 
     Args:
         file: Name of the GGUF file in the same folder.
@@ -116,37 +105,26 @@ def modelfile(
         num_ctx: Longest prompt plus completion, tokens.
     """
     lines = [f"FROM ./{file}"]
-    known = _chatml(tokenizer)
-    if known is None:
+    opening = _chatml_opening(tokenizer)
+    if opening is None:
         lines.append("# no TEMPLATE: Ollama takes the chat template that the GGUF file holds")
     else:
-        opening, system = known
         turns = "{{- range .Messages }}" + TURN.format(role="{{ .Role }}", content="{{ .Content }}")
         lines.append(f'TEMPLATE """{turns}{{{{ end }}}}{opening}"""')
-        if system:
-            lines.append(f'SYSTEM """{system}"""')
-    lines += [f'PARAMETER stop "{end}"' for end in ends]
+    lines += ['PARAMETER stop "{}"'.format(printable(end).replace('"', '\\"')) for end in ends]
     lines += [f"PARAMETER temperature {temperature:g}", f"PARAMETER num_ctx {num_ctx}"]
-    return "\n".join(lines) + "\n", known is not None
+    return "\n".join(lines) + "\n"
 
 
-def _chatml(tokenizer: Any) -> tuple[str, str] | None:
-    """Return what opens an answer and the template's own system message; None: no ChatML."""
+def _chatml_opening(tokenizer: Any) -> str | None:
+    """Return what opens an answer; None where the chat template is not plain ChatML."""
     if not tokenizer.chat_template:
         return None
-    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    turns = [*turns, {"role": "user", "content": "three"}]
+    turns = [{"role": role, "content": role} for role in ("system", "user")]
     with contextlib.suppress(Exception):  # a template is a program: it may fail
         plain = "".join(TURN.format(**turn) for turn in turns)
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        before, found, opening = text.partition(plain)
-        system = before.removeprefix("<|im_start|>system\n").removesuffix("<|im_end|>\n")
-        whole = before in ("", TURN.format(role="system", content=system))
-        if found and whole and opening.startswith("<|im_start|>assistant\n"):
-            return opening, system
+        opening = text.removeprefix(plain)
+        if text.startswith(plain) and opening.startswith("<|im_start|>assistant\n"):
+            return opening
     return None
-
-
-def quoted(text: str) -> str:
-    """Return a token's text as a Modelfile's PARAMETER takes it."""
-    return printable(text).replace('"', '\\"')

@@ -19,6 +19,11 @@ KINDS = {
     "ollama": "A GGUF file: a LoRA adapter merged into",
 }
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+LIMITS = [
+    "It was trained to earn its rewards. What they do not measure (facts, safety, tone, other "
+    "languages and tasks) may have changed and was not evaluated.",
+    "The scores above are of prompts like those it was trained on, by the same rewards.",
+]
 DATA_SUFFIXES = (".jsonl", ".csv", ".parquet", ".gguf")
 
 
@@ -85,7 +90,7 @@ def model_card(facts: CardFacts) -> str:
         "How it was trained": _training(facts),
         "Rewards": _rewards(facts),
         "Evaluation": _evaluation(facts),
-        "Limits": _limits(facts),
+        "Limits": LIMITS if facts.scored else [*LIMITS[:1], "It was not evaluated."],
         "This export": list(facts.notes),
     }
     for title, lines in sections.items():
@@ -114,24 +119,21 @@ def _training(facts: CardFacts) -> list[str]:
     lines, record, config = [], facts.record, facts.config
     if record is not None and config is not None:
         data, given = config.data, config.trainer
-        count = "" if data.num_prompts is None else f", the first {data.num_prompts:,}"
-        lines.append(f"Prompts: `{public_name(data.prompts)}`{count}")
+        lines.append(f"Prompts: `{public_name(data.prompts)}`")
         steps = record.end.get("steps") or len(record.metrics)
         lines.append(f"{steps} steps of TRL's RLOO; seed {config.seed}")
-        plain = "FP8" if config.model.load_in_fp8 else "16-bit"
-        how = "4-bit (NF4)" if config.model.load_in_4bit else plain
-        lines.append(f"{how} base; LoRA of rank {config.lora.r}, alpha {config.lora.lora_alpha}")
+        bits = "4-bit (NF4)" if config.model.load_in_4bit else "16-bit"
+        lines.append(f"{bits} base; LoRA of rank {config.lora.r}, alpha {config.lora.lora_alpha}")
         settings = [
             f"{name} {given[name]}"
             for name, rule in RULES.items()
             if given.get(name) is not None and (rule.resume != "free" or name in BATCH)
         ]
         lines.append("Settings: " + ", ".join(settings))
-    if machine := (facts.environment.get("hardware") or {}).get("name"):
-        lines.append(f"Hardware: {machine}")
-    found = facts.environment.get("versions") or {"rloo-kit": facts.version}
-    if versions := [f"{name} {version}" for name, version in found.items() if version]:
-        lines.append("Versions: " + ", ".join(versions))
+    hardware = (facts.environment.get("hardware") or {}).get("name")
+    lines += [f"Hardware: {hardware}"] if hardware else []
+    versions = facts.environment.get("versions") or {"rloo-kit": facts.version}
+    lines.append("Versions: " + ", ".join(f"{name} {v}" for name, v in versions.items() if v))
     return lines
 
 
@@ -168,23 +170,8 @@ def _results(facts: CardFacts) -> list[Any] | None:
     if after is None or facts.config is None:
         return None
     prompts = public_name(facts.config.data.prompts)
+    scores = {name: value for name, value in after.rewards.items() if value is not None}
     return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=prompts,
-            dataset_name=f"{prompts}, {after.num_prompts} held-out prompts",
-            metric_type=name,
-            metric_value=round(value, 4),
-        )
-        for name, value in after.rewards.items()
-        if value is not None
+        EvalResult("text-generation", prompts, f"{prompts}, held out", name, round(value, 4))
+        for name, value in scores.items()
     ] or None
-
-
-def _limits(facts: CardFacts) -> list[str]:
-    scored = "The scores above are of prompts like those it was trained on, by the same rewards."
-    return [
-        "It was trained to earn its rewards. What they do not measure (facts, safety, tone, other "
-        "languages and tasks) may have changed and was not evaluated.",
-        scored if facts.scored else "It was not evaluated.",
-    ]

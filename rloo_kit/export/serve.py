@@ -66,12 +66,6 @@ def serve(
     trained = find_trained(model)
     names = dict.fromkeys([trained.short_name, "base"])
     say(f"http://{host}:{port}/v1 will answer as {' and as '.join(map(repr, names))}")
-    quantized = any("quantization" in word for word in more)
-    if trained.adapter is not None and trained.model.load_in_4bit and not quantized:
-        say(
-            "the adapter was trained on 4-bit weights and the server has the base's own, so "
-            "answers differ a little; --quantization bitsandbytes serves 4 bits"
-        )
     sys.stdout.flush()
     os.execv(command[0], command)
 

@@ -14,12 +14,8 @@ from rloo_kit.evaluation.evaluator import evaluate
 
 DEFAULT_PROMPTS = (
     "What is 17 + 25?",
-    "Name a colour of the rainbow.",
     "Write one sentence about the sea.",
-    "Which month comes after March?",
-    "What do bees make?",
     "How many days has a week?",
-    "What is the opposite of cold?",
     "Give a short definition of a triangle.",
 )
 

@@ -1,13 +1,9 @@
 """Exports, each loaded back. The hub's client is real, and its server is on loopback."""
 
-import base64
 import dataclasses
 import json
 import os
-import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import huggingface_hub
@@ -19,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.diagnosis.record import read_run
-from rloo_kit.errors import ConfigError, ModelError
+from rloo_kit.errors import ModelError
 from rloo_kit.evaluation.models import find_trained
 from rloo_kit.export.exporter import export_model, licence_of
 from rloo_kit.export.llama_cpp import find_converter, modelfile, write_gguf
@@ -127,11 +123,9 @@ def test_merged_export_is_checked_against_both_bases(merged):
     done, said = merged
     assert done.agreement.num == 4
     assert done.agreement.difference < 0.02
-    assert done.rebased.num == 4
-    assert any("compared with the 4-bit one of the run: " in line for line in said)
     assert any("loaded back: " in line and "(at most 0.03)" in line for line in said)
     card = (done.folder / "README.md").read_text()
-    assert "The policy was trained on the base in 4 bits." in card
+    assert "It was trained on the base in 4 bits" in card
     settings = json.loads((done.folder / "tokenizer_config.json").read_text())
     assert settings["model_max_length"] == 1024  # the model's, not that of the run
 
@@ -172,7 +166,7 @@ def test_four_bit_base_is_written_out_with_a_warning(run, tmp_path):
     done = export_model(
         run, output=tmp_path / "m", base="dequantized", num_prompts=2, say=said.append
     )
-    assert done.rebased.difference < 0.01  # the very weights that it trained on
+    assert done.agreement.same == 2
     assert "what quantisation took from the base is lost" in (done.folder / "README.md").read_text()
     base = load_file(TINY_THINKER / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
     assert not torch.equal(weights_of(done.folder)["model.layers.0.mlp.up_proj.weight"], base)
@@ -219,8 +213,6 @@ def test_converter_is_found_by_name_variable_cache_and_path(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        ("raise NotImplementedError('BPE pre-tokenizer was not recognized - update')",
-         "does not know how this model's tokenizer cuts a text"),
         ("raise ValueError('Model Foo is not supported')", "Model Foo is not supported"),
         ("", "exit code 0"),
     ],
@@ -249,18 +241,16 @@ class Tokenizer:
 
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
 OPENS = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 
 
 def test_modelfile_repeats_a_chatml_template():
-    text, known = modelfile(
-        "m.gguf", Tokenizer(SYSTEM + TURNS + OPENS), ["<|im_end|>"], temperature=0.7, num_ctx=512
+    text = modelfile(
+        "m.gguf", Tokenizer(TURNS + OPENS), ["<|im_end|>"], temperature=0.7, num_ctx=512
     )
-    assert known
     assert text == (
         'FROM ./m.gguf\nTEMPLATE """{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}'
-        '<|im_end|>\n{{ end }}<|im_start|>assistant\n<think>\n"""\nSYSTEM """Be kind."""\n'
+        '<|im_end|>\n{{ end }}<|im_start|>assistant\n<think>\n"""\n'
         'PARAMETER stop "<|im_end|>"\nPARAMETER temperature 0.7\nPARAMETER num_ctx 512\n'
     )
 
@@ -271,38 +261,8 @@ def test_modelfile_repeats_a_chatml_template():
      TURNS + "{% if add_generation_prompt %}[ASSISTANT]{% endif %}"],
 )  # fmt: skip
 def test_other_templates_are_left_to_the_gguf_file(template):
-    text, known = modelfile("m.gguf", Tokenizer(template), [], temperature=1, num_ctx=512)
-    assert not known
+    text = modelfile("m.gguf", Tokenizer(template), [], temperature=1, num_ctx=512)
     assert 'TEMPLATE "' not in text
-
-
-@pytest.mark.slow
-def test_smollm2_goes_to_gguf_and_ollama_and_back(tmp_path):
-    """Needs llama.cpp's converter and the model: scripts/fetch_converter.py, fetch_smollm2.py."""
-    model = Path(__file__).parents[2] / ".cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-    try:
-        find_converter()
-    except ConfigError:
-        pytest.skip("no converter: python scripts/fetch_converter.py")
-    if not model.is_file():
-        pytest.skip("no model: python scripts/fetch_smollm2.py")
-    with rk.session():
-        policy, tokenizer = rk.load_model(model, max_seq_length=256)
-        policy = rk.attach_lora(policy, r=8)
-        for name, parameter in policy.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.01)
-        rk.save_adapter(policy, tokenizer, tmp_path / "adapter")
-    done = export_model(
-        tmp_path / "adapter", "ollama", base=str(model), dtype="q8_0", num_prompts=2
-    )
-    assert done.agreement.difference < 0.06
-    names = {file.suffix or file.name for file in done.folder.iterdir()}
-    assert names == {".gguf", ".md", "Modelfile"}
-    text = (done.folder / "Modelfile").read_text()
-    assert 'PARAMETER stop "<|im_end|>"' in text
-    assert "TEMPLATE" in text
-    assert licence_of(str(model)) == "apache-2.0"
 
 
 # --- the model card ------------------------------------------------------------------------------
@@ -363,122 +323,10 @@ def test_hub_names_differ_from_paths():
     assert licence_of("/nowhere/at/all") == "unknown"
 
 
-# --- the hub -------------------------------------------------------------------------------------
-
-
-class Hub(BaseHTTPRequestHandler):
-    """The few answers of the hub that an upload needs."""
-
-    def log_message(self, *_):
-        pass
-
-    def answer(self, content):
-        body = json.dumps(content).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_GET(self):
-        self.server.asked.append(("GET", self.path, None))
-        self.answer({"id": "me/mine", "private": self.server.private, "siblings": []})
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.server.asked.append(("POST", self.path, body))
-        at = f"http://127.0.0.1:{self.server.server_port}/me/mine"
-        if self.path.endswith("/preupload/main"):
-            files = json.loads(body)["files"]
-            return self.answer({
-                "files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
-                          for f in files]
-            })  # fmt: skip
-        if "/commit/" in self.path:
-            return self.answer({"commitUrl": f"{at}/commit/1", "commitOid": "1", "success": True})
-        return self.answer({"url": at})
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked, server.private = [], True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(
-        "huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}"
-    )
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 34)
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-def sent_to(server):
-    (body,) = [body for method, path, body in server.asked if "/commit/" in path]
-    rows = [json.loads(line) for line in body.splitlines()]
-    return {
-        row["value"]["path"]: base64.b64decode(row["value"]["content"])
-        for row in rows
-        if row["key"] == "file"
-    }
-
-
-def test_nothing_is_sent_without_yes(run, hub, capsys):
-    before = sorted(run.rglob("*"))
-    assert main(["export", str(run), "--to", "hub", "--repo", "me/mine"]) == 0
-    out = capsys.readouterr().out
-    assert hub.asked == []
-    assert "would send to me/mine, to be seen by you alone:" in out
-    assert "adapter_model.safetensors" in out
-    assert "nothing was sent" in out
-    assert sorted(run.rglob("*")) == before
-
-
-def test_adapter_and_card_are_sent_with_yes(run, hub):
-    done = export_model(run, "hub", repo="me/mine", yes=True, check=False, say=lambda _: None)
-    assert done.url.endswith("/me/mine")
-    created = [json.loads(b) for _, path, b in hub.asked if path == "/api/repos/create"]
-    assert created[0]["name"] == "mine"
-    assert created[0].get("private") is True or created[0].get("visibility") == "private"
-    sent = sent_to(hub)
-    assert set(sent) == {
-        "README.md", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja",
-        "tokenizer.json", "tokenizer_config.json",
-    }  # fmt: skip
-    whole = b"".join(sent.values())
-    for secret in (str(run), str(Path.home()), str(Path.cwd()), "hf_xxx"):
-        assert secret.encode() not in whole
-
-
-@pytest.mark.long
-def test_only_known_files_of_an_export_are_sent(merged, hub):
-    folder = merged[0].folder
-    (folder / "notes-to-myself.txt").write_text("private")
-    export_model(folder, "hub", repo="me/mine", yes=True, say=lambda _: None)
-    assert {"model.safetensors", "config.json", "README.md"} <= set(sent_to(hub))
-    assert "notes-to-myself.txt" not in sent_to(hub)
-
-
-def test_public_repository_is_refused_without_public(run, hub):
-    hub.private = False
-    with pytest.raises(ConfigError, match="everybody can see it: add --public"):
-        export_model(run, "hub", repo="me/mine", yes=True, check=False, say=lambda _: None)
-    assert not [path for _, path, _ in hub.asked if "commit" in path]
-
-
-def test_folder_name_of_this_machine_is_not_sent(run, hub):
-    place = str(Path.home() / "models" / "base")
-    with pytest.raises(ConfigError, match=r"adapter_config.json names a folder of this machine"):
-        export_model(run, "hub", repo="me/mine", base=place, yes=True, check=False)
-    assert hub.asked == []
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--to", "onnx"], "exported to adapter, merged, gguf, ollama, hub, not to 'onnx'"),
-        (["--to", "hub"], "give one as OWNER/NAME, with --repo"),
+        (["--to", "onnx"], "exported to adapter, merged, gguf, ollama, not to 'onnx'"),
         (["--to", "gguf", "--dtype", "q2"], "dtype is 'q2', must be one of bf16, f16, q8_0"),
     ],
 )
@@ -490,28 +338,3 @@ def test_wrong_arguments_give_one_sentence(run, capsys, words, expected):
 def test_base_alone_is_refused(capsys):
     assert main(["export", "tiny-thinker", "--to", "merged"]) == 2
     assert "is no trained model" in capsys.readouterr().err
-
-
-# --- the script that fetches the converter -------------------------------------------------------
-
-
-@pytest.mark.long
-def test_converter_is_unpacked_from_a_source_archive(tmp_path):
-    inside = tmp_path / "llama_cpp_python-1/vendor/llama.cpp"
-    for name in ("convert_hf_to_gguf.py", "conversion/base.py", "gguf-py/gguf/a.py", "src/x.cpp"):
-        (inside / name).parent.mkdir(parents=True, exist_ok=True)
-        (inside / name).write_text(name)
-    archive = tmp_path / "a.tar.gz"
-    subprocess.run(
-        ["tar", "czf", str(archive), "-C", str(tmp_path), "llama_cpp_python-1"], check=True
-    )
-    scripts = Path(__file__).parents[2] / "scripts"
-    code = (
-        f"import sys; sys.path.insert(0, {str(scripts)!r})\nfrom pathlib import Path\n"
-        f"from fetch_converter import unpack\n"
-        f"unpack(Path({str(archive)!r}), Path({str(tmp_path / 'out')!r}))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    out = tmp_path / "out"
-    found = {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()}
-    assert found == {"convert_hf_to_gguf.py", "conversion/base.py", "gguf-py/gguf/a.py"}
