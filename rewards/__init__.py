@@ -17,20 +17,19 @@ if TYPE_CHECKING:
     from .gym import ReasoningGym
     from .judge import Judge
     from .language import Language
-    from .length import Length, LengthBand
+    from .length import Length, LengthBand, SoftOverlong
     from .math import Math
     from .repetition import Repetition
     from .reward_model import RewardModel
     from .rouge import Coverage, Rouge
-    from .soft_overlong import SoftOverlong
     from .thinking import (
         ClosedOnce,
         SelfQuestions,
         Thinking,
         ThinkingBudget,
+        ThinkingFormat,
         end_of_thinking_id,
     )
-    from .thinking_format import ThinkingFormat
 
 # Name of a built-in reward -> "module:attribute" of the class or factory that makes it
 BUILTIN: dict[str, str] = {
@@ -48,11 +47,11 @@ BUILTIN: dict[str, str] = {
     "repetition": "rloo_kit.rewards.repetition:Repetition",
     "reward_model": "rloo_kit.rewards.reward_model:RewardModel",
     "rouge": "rloo_kit.rewards.rouge:Rouge",
-    "soft_overlong": "rloo_kit.rewards.soft_overlong:SoftOverlong",
+    "soft_overlong": "rloo_kit.rewards.length:SoftOverlong",
     "thinking": "rloo_kit.rewards.thinking:Thinking",
     "thinking_budget": "rloo_kit.rewards.thinking:ThinkingBudget",
     "thinking_closed_once": "rloo_kit.rewards.thinking:ClosedOnce",
-    "thinking_format": "rloo_kit.rewards.thinking_format:ThinkingFormat",
+    "thinking_format": "rloo_kit.rewards.thinking:ThinkingFormat",
     "thinking_questions": "rloo_kit.rewards.thinking:SelfQuestions",
 }
 

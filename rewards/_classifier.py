@@ -60,11 +60,7 @@ class Source:
 
 
 def find_source(name: str) -> Source:
-    """Return what a folder or hub name stands for.
-
-    Raises:
-        ModelError: It is a path and not a folder, or its facts cannot be read.
-    """
+    """Return what a folder or hub name stands for."""
     path = Path(name).expanduser()
     if path.is_dir():
         return Source(name, path, read_json(path / FACTS) if (path / FACTS).is_file() else {})
@@ -78,9 +74,6 @@ def find_base(source: Source, base: str | None = None) -> str:
 
     ``base`` if given, else the folder relative to the adapter's that its training wrote down, else
     the name as it was given then.
-
-    Raises:
-        ModelError: The folder is missing, or holds another model than the one trained on.
     """
     config = read_json(Path(source.place) / ADAPTER_CONFIG)
     given = base or source.facts.get("base") or config.get("base_model_name_or_path") or ""
@@ -120,18 +113,11 @@ def fingerprint(folder: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        ModelError: It cannot be read, or holds something else.
-    """
+    """Return the object in a JSON file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as exc:
         raise ModelError(f"{str(path)!r} cannot be read ({exc}); write it again") from exc
-    if not isinstance(content, dict):
-        raise ModelError(f"{str(path)!r} holds no JSON object; write it again")
-    return content
 
 
 def _looks_like_path(name: str) -> bool:
@@ -184,9 +170,6 @@ def loading(what: str, place: str) -> Iterator[None]:
     Args:
         what: What is loaded, for the message.
         place: Its folder or hub name.
-
-    Raises:
-        ModelError: Whatever a library raised in the block.
     """
     from transformers.utils import logging
 
@@ -236,13 +219,7 @@ def _load_model(
 def load_base(place: str, *, load_in_4bit: bool, device: str) -> tuple[Any, set[str]]:
     """Return a sequence classifier with one output, and the names of weights it has no file for.
 
-    Args:
-        place: A folder or hub name.
-        load_in_4bit: NF4 by bitsandbytes, the head left as it is.
-        device: 4-bit weights are loaded onto it; others are left in the machine's memory.
-
-    Raises:
-        ModelError: Its weights are a pickle.
+    Args and errors are those of ``load_classifier``.
     """
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification, BitsAndBytesConfig
@@ -279,11 +256,7 @@ def load_base(place: str, *, load_in_4bit: bool, device: str) -> tuple[Any, set[
 
 
 def _adapter_keys(source: Source) -> set[str]:
-    """Return the names of the weights in an adapter's file, as the base calls them.
-
-    Raises:
-        ModelError: It is an adapter of another task, or its weights are not a safetensors file.
-    """
+    """Return the names of the weights in an adapter's file, as the base calls them."""
     from safetensors import safe_open
 
     config = read_json(Path(source.place) / ADAPTER_CONFIG)
@@ -316,11 +289,7 @@ def _load_tokenizer(source: Source, base: str | None, given: Any) -> Any:
 
 
 def set_up_tokenizer(model: Any, tokenizer: Any, name: str) -> None:
-    """Give the pair a pad token, right padding, and one limit, cut from the left.
-
-    Raises:
-        ModelError: The tokenizer has neither pad nor eos token.
-    """
+    """Give the pair a pad token, right padding, and one limit, cut from the left."""
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ModelError(

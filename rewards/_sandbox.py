@@ -18,7 +18,7 @@ from typing import IO
 from rloo_kit.errors import BackendError
 
 from . import _confinement
-from ._checks import check_least
+from ._text import check_least
 
 # A worker that says nothing for so long has failed; a loaded machine starts one in a second
 _START_SECONDS = 30.0
@@ -63,8 +63,8 @@ def run_python(
 ) -> Outcome:
     """Run a program in a fresh process, confined, and return what became of it.
 
-    The process has the standard library alone, an empty environment, an empty folder that goes
-    with it, no network, no other process to start or to reach. See docs/how-to/code_sandbox.md.
+    The process has the standard library alone, an empty environment and an empty folder of its
+    own, no network, and no other process to start or to reach. See docs/how-to/code_sandbox.md.
 
     Args:
         source: The program, which runs as ``__main__``.
@@ -196,15 +196,10 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _refusal(word: str, rest: list[str]) -> str:
-    if word != _confinement.REFUSED:
+    if word != _confinement.REFUSED or not set(rest) <= set(_confinement.LAYERS):
         return (
-            "a process of the code sandbox did not start; free memory or processes, or lower "
-            "max_workers"
-        )
-    if not set(rest) <= set(_confinement.LAYERS):
-        return (
-            f"the code sandbox failed to confine a program: {' '.join(rest)}; raise memory_mib if "
-            "memory ran out"
+            f"a process of the code sandbox did not start ({' '.join(rest)}); free memory or "
+            "processes, raise memory_mib or lower max_workers"
         )
     return (
         f"the code sandbox lacks {' and '.join(rest)} on this machine, so a program could reach "

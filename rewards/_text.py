@@ -1,7 +1,11 @@
-"""The text of a completion, and its two parts: the thought and what follows it."""
+"""What rewards share: a completion's thought and answer, the expected one, checks of parameters."""
 
+import ast
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rloo_kit.errors import RewardContractError
 from rloo_kit.text.thoughts import THOUGHT_ENDS
 from rloo_kit.types import Completion
 
@@ -66,18 +70,6 @@ def template_opens_thought(tokenizer: "PreTrainedTokenizerBase") -> bool:
     return rendered.rstrip().endswith(THINK_OPEN)
 
 
-def is_opened_in_prompt(prompt: Completion | None, by_template: bool | None) -> bool:
-    """Return whether the thought was opened before the completion began.
-
-    Args:
-        prompt: A plain prompt is read itself; of chat messages the template decides.
-        by_template: What ``template_opens_thought`` said; None counts as False.
-    """
-    if isinstance(prompt, str):
-        return prompt.rstrip().endswith(THINK_OPEN)
-    return bool(by_template)
-
-
 def is_unclosed(text: str, *, opened: bool) -> bool:
     """Return whether a thought is open at the end of a completion.
 
@@ -87,3 +79,52 @@ def is_unclosed(text: str, *, opened: bool) -> bool:
     """
     _, close, tail = text.rpartition(THINK_CLOSE)
     return THINK_OPEN in tail or (opened and not close)
+
+
+def column_of(columns: Mapping[str, Any], name: str, reward: str) -> list[Any]:
+    """Return the dataset column that a reward compares with.
+
+    Raises:
+        RewardContractError: It is not there.
+    """
+    if name not in columns:
+        raise RewardContractError(
+            f"reward {reward!r} needs the dataset column {name!r}, which is not there; add it, or "
+            "name another one with the parameter 'column'"
+        )
+    return columns[name]
+
+
+def tagged_answer(text: str) -> str:
+    """Return what stands in the last ``<answer>`` after the thought, else all after the thought.
+
+    White space at both ends is left out.
+
+    >>> tagged_answer("hm</think>It is <answer> 4 </answer>."), tagged_answer("hm</think> 4")
+    ('4', '4')
+    """
+    answer = text_after_thought(text)
+    before, close, _ = answer.rpartition("</answer>")
+    _, opened, tagged = before.rpartition("<answer>")
+    return (tagged if close and opened else answer).strip()
+
+
+def parsed_expression(text: str) -> ast.expr | None:
+    """Return the syntax tree of a Python expression, which is not run; None where it is none."""
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def check_choice(name: str, value: object, options: Sequence[str]) -> None:
+    """Raise ValueError where a parameter is not one of its options."""
+    if value not in options:
+        raise ValueError(f"{name} is {value!r}; give one of: {', '.join(options)}")
+
+
+def check_least(name: str, value: float, least: float, below: float = math.inf) -> None:
+    """Raise ValueError where a parameter is not a number from ``least`` to under ``below``."""
+    if not least <= value < below:
+        most = "" if below == math.inf else f", below {below}"
+        raise ValueError(f"{name} is {value!r}; set it to {least} or more{most}")

@@ -8,9 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from rloo_kit.types import Completion, Score
 
-from ._answer import column_of
-from ._checks import check_choice
-from ._text import is_unclosed, text_after_thought
+from ._text import check_choice, column_of, is_unclosed, text_after_thought
 from .thinking import TemplateAware
 
 Answer = str | int | float | None
@@ -182,11 +180,7 @@ class Accuracy(TemplateAware):
         prompts: list[Completion] | None = None,
         **columns: Any,
     ) -> list[Score]:
-        """Return one score per completion, in {0.0, 1.0}, or None without an expected answer.
-
-        Raises:
-            RewardContractError: The answer column is not there.
-        """
+        """Return one score per completion, in {0.0, 1.0}, or None without an expected answer."""
         answers = column_of(columns, self.column, self.__name__)
         rows = self.rows(completions, prompts)
         return [self._score(*row, answer) for row, answer in zip(rows, answers, strict=True)]

@@ -5,23 +5,19 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from rloo_kit.errors import RewardContractError
 from rloo_kit.types import Completion, Score
 
 from . import _code_harness
-from ._answer import column_of
 from ._sandbox import Limits, run_python
-from ._text import is_unclosed, text_after_thought
+from ._text import check_least, column_of, is_unclosed, text_after_thought
 from .thinking import TemplateAware
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 _PYTHON_TAGS = {"python", "python3", "py"}
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`{]*)[^`\n]*\n?")
@@ -118,8 +114,8 @@ class Code(TemplateAware):
     def __post_init__(self) -> None:
         """Refuse limits that no program could keep."""
         _ = self._limits
-        if self.max_workers is not None and self.max_workers < 1:
-            raise ValueError(f"max_workers is {self.max_workers!r}; set it to 1 or more")
+        if self.max_workers is not None:
+            check_least("max_workers", self.max_workers, 1)
 
     @property
     def _limits(self) -> Limits:
@@ -131,12 +127,7 @@ class Code(TemplateAware):
         prompts: list[Completion] | None = None,
         **columns: Any,
     ) -> list[Score]:
-        """Return one score per completion, or None without tests.
-
-        Raises:
-            RewardContractError: The column is not there, or holds something else than tests.
-            BackendError: Programs cannot be confined on this machine.
-        """
+        """Return one score per completion, or None without tests."""
         column = column_of(columns, self.column, self.__name__)
         tests = [_read_tests(value, self.column) for value in column]
         programs = [self._program(*row) for row in self.rows(completions, prompts)]
@@ -146,8 +137,12 @@ class Code(TemplateAware):
             if program is not None and tests[row]
         ]
         scores: list[Score] = [0.0 if row else None for row in tests]
-        for (row, *_), score in zip(rows, self._map(self._score, rows), strict=True):
-            scores[row] = score
+        pool = ThreadPoolExecutor(self.max_workers or os.cpu_count() or 1, "rloo-kit code")
+        try:
+            for (row, *_), score in zip(rows, pool.map(self._score, rows), strict=True):
+                scores[row] = score
+        finally:  # an error, Ctrl-C and a time limit wait only for the programs that run
+            pool.shutdown(cancel_futures=True)
         return scores
 
     def _program(self, text: str, opened: bool) -> str | None:
@@ -156,13 +151,6 @@ class Code(TemplateAware):
         answer = text_after_thought(text)
         program = fenced_code(answer)
         return answer if program is None and not self.require_fence else program
-
-    def _map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        pool = ThreadPoolExecutor(self.max_workers or os.cpu_count() or 1, "rloo-kit code")
-        try:
-            return list(pool.map(function, items))
-        finally:  # an error, Ctrl-C and a time limit wait only for the programs that run
-            pool.shutdown(cancel_futures=True)
 
     def _score(self, row: tuple[int, str, _Tests]) -> float:
         _, program, tests = row
@@ -190,8 +178,10 @@ class Code(TemplateAware):
         harness = Path(_code_harness.__file__).read_text(encoding="utf-8")
         stdin = f"{len(text):{_code_harness.HEADER_BYTES}}{text}{secret}"
         outcome = run_python(harness, stdin=stdin, limits=self._limits, allow_weak=self.allow_weak)
-        expected, *lines = outcome.stdout.split("\n")
-        right = json.loads(expected or "{}")
+        first, *lines = outcome.stdout.split("\n")
+        if not lines:  # the tests themselves took too long
+            return 0
+        right = json.loads(first)
         answers = dict(line.split(" ", 2)[1:] for line in lines if line.startswith(f"{secret} "))
         return sum(answer == right.get(number, "passed") for number, answer in answers.items())
 
@@ -223,13 +213,11 @@ def _read_tests(value: Any, column: str) -> _Tests:
 
 def _as_rows(table: dict[str, Any]) -> Any:
     """Return {"inputs": [...], "outputs": [...]} as a list of objects; anything else as it is."""
-    for given, wanted in (("inputs", "outputs"), ("input", "output")):
-        i, o = table.get(given), table.get(wanted)
-        if not (isinstance(i, list) and isinstance(o, list)) or "fn_name" in table:
-            continue
-        if len(i) == len(o):
-            return [{"input": one, "output": other} for one, other in zip(i, o, strict=True)]
-    return table
+    given, wanted = table.get("inputs"), table.get("outputs")
+    is_table = isinstance(given, list) and isinstance(wanted, list) and "fn_name" not in table
+    if not is_table or len(given) != len(wanted):
+        return table
+    return [{"input": one, "output": other} for one, other in zip(given, wanted, strict=True)]
 
 
 def _joined(text: Any) -> str:

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 from rloo_kit.errors import RewardContractError
 from rloo_kit.types import Completion, Score
 
-from ._answer import parsed_expression, tagged_answer
-from ._text import is_unclosed
+from ._text import check_least, is_unclosed, parsed_expression, tagged_answer
 from .thinking import TemplateAware
 
 # A longer answer is no expression: six numbers need about fifty
@@ -72,9 +71,7 @@ class Countdown(TemplateAware):
     ``<answer>`` there; one full stop and ``= TARGET`` may follow it. It may use each of the row's
     ``numbers`` at most once (twice where it is there twice), with ``+ - * /`` and brackets, and is
     computed exactly. Range [0, 1]. None where the row has no ``numbers`` or no ``target``. Source:
-    the countdown reward of TinyZero (github.com/Jiayi-Pan/TinyZero, verl/utils/reward_score),
-    which wants every number used (``use_all``), gives 0.1 for an expression that keeps the rules
-    (``valid_score``), and compares with a tolerance.
+    TinyZero (github.com/Jiayi-Pan/TinyZero), whose settings are ``use_all=True, valid_score=0.1``.
 
     >>> reward = Countdown()
     >>> reward(completions=["8*3</think>(7 - 3) * 6", "4 * 6 = 24."], numbers=[[7, 3, 6], [4, 6]],
@@ -96,11 +93,7 @@ class Countdown(TemplateAware):
 
     def __post_init__(self) -> None:
         """Refuse a score of a miss that is not below that of a hit."""
-        if not 0 <= self.valid_score < 1:
-            raise ValueError(
-                f"valid_score is {self.valid_score!r}, must be at least 0 and below the 1 of an "
-                "expression that reaches the target; 0.1 is usual"
-            )
+        check_least("valid_score", self.valid_score, 0, 1)
 
     def __call__(
         self,
@@ -110,11 +103,7 @@ class Countdown(TemplateAware):
         prompts: list[Completion] | None = None,
         **_: object,
     ) -> list[Score]:
-        """Return one score per completion, or None without numbers and target.
-
-        Raises:
-            RewardContractError: A row holds something else than whole numbers and a number.
-        """
+        """Return one score per completion, or None without numbers and target."""
         rows = self.rows(completions, prompts)
         return [
             self._score(*row, given, wanted)
@@ -149,23 +138,24 @@ def _stated_expression(answer: str) -> tuple[Fraction, list[int]] | None:
 
 def _whole_numbers(numbers: Any) -> Counter:
     if isinstance(numbers, list | tuple) and all(
-        type(number) is int or (type(number) is float and number.is_integer()) for number in numbers
+        isinstance(number, int | float) and number == number // 1 for number in numbers
     ):
         return Counter(int(number) for number in numbers)
-    raise RewardContractError(
-        f"reward 'countdown' got {numbers!r} in the column 'numbers', must be a list of whole "
-        "numbers such as [7, 3, 6]; write the column so"
-    )
+    raise _unfit("numbers", numbers, "a list of whole numbers such as [7, 3, 6]")
 
 
 def _fraction(target: Any) -> Fraction:
     try:
         return Fraction(target)
-    except (TypeError, ValueError, OverflowError) as exc:
-        raise RewardContractError(
-            f"reward 'countdown' got {target!r} in the column 'target', must be a finite number; "
-            "write the column so"
-        ) from exc
+    except (TypeError, ValueError, OverflowError):
+        raise _unfit("target", target, "a finite number") from None
+
+
+def _unfit(column: str, value: Any, wanted: str) -> RewardContractError:
+    return RewardContractError(
+        f"reward 'countdown' got {value!r} in the column {column!r}, must be {wanted}; write the "
+        "column so"
+    )
 
 
 # The reward with its defaults

@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.types import Completion, Score
 
-from ._checks import check_choice
-from ._text import THINK_OPEN
+from ._text import THINK_OPEN, check_choice
 from .thinking import TemplateAware, part_text
 
 Part = Literal["completion", "answer"]
@@ -161,12 +160,7 @@ class JsonFormat(_Format):
     """The JSON schema; ``{}`` is any JSON."""
 
     def __post_init__(self) -> None:
-        """Refuse a schema that is none, and keep a copy of it that nobody else holds.
-
-        Raises:
-            ValueError: The schema is no JSON schema.
-            RewardLoadError: The library that checks it is not installed.
-        """
+        """Refuse a schema that is none, and keep a copy of it that nobody else holds."""
         try:
             text = json.dumps(self.schema, sort_keys=True)
             _validator(text)
@@ -211,10 +205,6 @@ def make_format(
     TagFormat(thought_opened=None, tags=('think', 'answer'), part='completion')
     >>> make_format(pattern=r"\d+", part="answer").pattern
     '\\d+'
-
-    Raises:
-        ValueError: None or several of them are given, or a parameter does not go with it.
-        RewardLoadError: The library that checks JSON schemas is not installed.
     """
     kinds: dict[str, tuple[type, Any, tuple[str, ...]]] = {
         "pattern": (RegexFormat, pattern, ("full", "part")),
@@ -250,12 +240,7 @@ def _matches(pattern: str, text: str, *, full: bool) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _validator(schema: str) -> Any:
-    """Return the validator of a schema written as JSON.
-
-    Raises:
-        ValueError: It is no JSON schema.
-        RewardLoadError: jsonschema is not installed.
-    """
+    """Return the validator of a schema written as JSON."""
     try:
         import jsonschema
         import jsonschema.validators

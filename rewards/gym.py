@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.types import Completion, Score
 
-from ._answer import parsed_expression, tagged_answer
-from ._text import is_unclosed
+from ._text import is_unclosed, parsed_expression, tagged_answer
 from .thinking import TemplateAware
 
 # A longer answer is scored as an empty one: the slowest verifiers compare trees
@@ -53,12 +52,7 @@ class ReasoningGym(TemplateAware):
         prompts: list[Completion] | None = None,
         **_: object,
     ) -> list[Score]:
-        """Return one score per completion, or None for a row of another source.
-
-        Raises:
-            RewardContractError: An entry is none that ``load_prompts`` writes.
-            RewardLoadError: reasoning-gym is not installed.
-        """
+        """Return one score per completion, or None for a row of another source."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of answers that are read as Python
             return [
@@ -121,11 +115,7 @@ _RUN_BY_VERIFIER = {
 
 
 def _check_what_is_run(task: str, entry: dict[str, Any]) -> None:
-    """Refuse an entry that would have its verifier run more than arithmetic: a column of any file.
-
-    Raises:
-        RewardContractError: It would, or holds entries of other tasks.
-    """
+    """Refuse an entry, of any file, whose verifier would run more of it than arithmetic."""
     text: Any = entry
     for key in _RUN_BY_VERIFIER.get(task, ()):
         text = text.get(key) if isinstance(text, dict) else None

@@ -14,10 +14,16 @@ from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.text.redaction import remember_secret
 from rloo_kit.types import Completion, Score
 
-from ._answer import column_of
-from ._checks import check_choice, check_least
 from ._judge_server import MODES, Server
-from ._text import completion_text, content_text, is_unclosed, text_after_thought
+from ._text import (
+    check_choice,
+    check_least,
+    column_of,
+    completion_text,
+    content_text,
+    is_unclosed,
+    text_after_thought,
+)
 from .thinking import TemplateAware
 
 _DATA = (
@@ -60,11 +66,10 @@ class Judge(TemplateAware):
     mapped linearly to [0, 1]. In mode ``pairwise`` it compares the completion with a reference,
     in both orders: 1.0 for a win in both, 0.0 for a loss in both, 0.5 for a tie and for orders
     that disagree. None where the reference is missing (None, NaN or blank), and, with
-    ``on_failure="skip"``, where no score could be had. A score is never made up.
+    ``on_failure="skip"``, where no score could be had.
 
-    The server is any with ``/chat/completions`` of OpenAI's API. Each question is asked once: equal
-    ones share their answer. The call is a coroutine, so that a trainer computes meanwhile; alone it
-    runs with ``asyncio.run``. No connection outlives a call.
+    The server is any with ``/chat/completions`` of OpenAI's API. Equal questions of a call share
+    their answer. The call is a coroutine; alone it runs with ``asyncio.run``.
 
     Source: single-answer grading and pairwise comparison with swapped positions of Zheng et al.
     2023, arXiv 2306.05685, sections 3.1 and 3.4.
@@ -115,13 +120,7 @@ class Judge(TemplateAware):
     """``stop`` raises where a completion cannot be scored; ``skip`` gives it None."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, without showing anything that may be a key.
-
-        Raises:
-            RewardLoadError: ``api_key_env`` is not a variable's name, or the address is missing or
-                holds more than an address.
-            ValueError: Another parameter is out of range.
-        """
+        """Refuse what cannot work, without showing anything that may be a key."""
         _check_key_name(self.api_key_env)
         _check_address(self.url)
         object.__setattr__(self, "scale", tuple(self.scale))  # a run file gives a list
@@ -139,12 +138,7 @@ class Judge(TemplateAware):
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[Score]:
-        """Return one score per completion, in [0, 1], or None.
-
-        Raises:
-            RewardContractError: The column of the references is not there, or, with
-                ``on_failure="stop"``, a completion could not be scored.
-        """
+        """Return one score per completion, in [0, 1], or None."""
         references: list[Any] = [None] * len(completions)
         if self.mode == "pairwise":
             references = column_of(columns, self.column, self.__name__)

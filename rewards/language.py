@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.types import Completion, Score
 
-from ._checks import check_choice, check_least
-from ._text import THINK_OPEN, is_unclosed
+from ._text import THINK_OPEN, check_choice, check_least, is_unclosed
 from .thinking import PARTS, Part, TemplateAware, part_text
 
 # Keys are the first words of the letters' Unicode names.
@@ -66,27 +65,17 @@ _SENTENCE_END = re.compile(r"\.\s|[!?\n\u3002\u061f\u0964]")
 class Language(TemplateAware):
     """Reward the wanted language: the share of the letters that belong to text written in it.
 
-    Range: [0.0, 1.0], higher is better. None where fewer than ``min_letters`` letters are there, as
-    where the part is not: no thought was opened, or the answer has not begun. An unfinished thought
-    is judged like a finished one. Digits, punctuation, code, LaTeX, addresses, tags and single
-    letters (variables) do not count. Source: the language consistency reward of DeepSeek-R1 (arXiv
-    2501.12948, section 2.3.2), the proportion of words in the target language; departure: letters
-    are counted, since not every script separates words.
+    Range: [0.0, 1.0], higher is better. None where fewer than ``min_letters`` letters are there. An
+    unfinished thought is judged like a finished one. Digits, punctuation, code, LaTeX, addresses,
+    tags and single letters (variables) do not count. Source: the language consistency reward of
+    DeepSeek-R1 (arXiv 2501.12948, section 2.3.2); departure: letters are counted and not words,
+    since not every script separates words.
 
-    How it is decided, and what that cannot tell:
-
-    - A letter of another script than the language's is foreign, always.
-    - A language that has its script to itself, such as Greek, Korean or Thai, is recognised by the
-      script alone. So a rarer language in the same script passes for it.
-    - Chinese and Japanese share characters: a sentence with kana in it is Japanese, and one without
-      is Chinese. So a Japanese sentence without kana, such as a title, counts as Chinese.
-    - Languages that share a script (Latin, Cyrillic, Arabic, Devanagari, Bengali) are guessed by
-      py3langid, sentence by sentence, sentences under 20 letters together with the next. A doubtful
-      one counts as wanted: another language must be more than twice as likely. Foreign words inside
-      a sentence, and foreign sentences under 20 letters, may go unseen; bs and hr, id and ms, nn
-      and no pass for each other.
-    - One Chinese character is one letter, so a Chinese sentence weighs less than its translation
-      into English.
+    A letter of another script is foreign. A language that has its script to itself (Greek, Korean)
+    is recognised by the script; a sentence with kana is Japanese, with Chinese characters alone
+    Chinese. Languages that share a script (Latin, Cyrillic, Arabic, Devanagari, Bengali) are
+    guessed by py3langid, sentence by sentence, short ones with the next; a doubtful one counts as
+    wanted, so foreign words inside a sentence may go unseen.
 
     >>> chinese, english = "\u56db\u52a0\u56db\u7b49\u4e8e\u516b", "so eight"
     >>> reward = Language("zh", min_letters=6)
@@ -106,12 +95,7 @@ class Language(TemplateAware):
     """Fewest letters that are judged."""
 
     def __post_init__(self) -> None:
-        """Refuse an unknown language or part, and ``min_letters`` below 1.
-
-        Raises:
-            ValueError: A parameter is wrong.
-            RewardLoadError: The language needs py3langid, which is not installed.
-        """
+        """Refuse an unknown language or part, and ``min_letters`` below 1."""
         if self.language not in _SCRIPT_OF:
             raise ValueError(
                 f"language is {self.language!r}, which cannot be recognised; give one of: "

@@ -1,4 +1,4 @@
-"""Length: a medium number of words, ended by a full stop; or a band of any unit, of any part."""
+"""Length: a medium number of words, a band of any unit and part, or a distance from the limit."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self, get_args
@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self, get_args
 from rloo_kit.errors import RewardContractError
 from rloo_kit.types import Completion, Score
 
-from ._checks import check_choice, check_least
-from ._text import completion_text
+from ._text import check_choice, check_least, completion_text
 from .thinking import PARTS, Part, TemplateAware, ThoughtTokens, part_text
 
 if TYPE_CHECKING:
@@ -71,10 +70,9 @@ class LengthBand(ThoughtTokens, TemplateAware):
 
     Range: [0.0, 1.0], higher is better. Outside the band the score falls on a line and is 0.0
     ``falloff`` units away from it. The thought is what stands before the first ``</think>``, a
-    leading ``<think>`` aside; the answer is what follows the last one. A thought or an answer that
-    is not there, for the thought is not closed, scores 0.0. Tokens of both are separated by the id
-    of ``</think>``, words and characters by the decoded text, which must hold it (it does unless
-    the tokenizer calls it special; Qwen3's does not).
+    leading ``<think>`` aside; the answer is what follows the last one. Where the thought is not
+    closed, both score 0.0. Tokens are divided by the id of ``</think>``, words and characters by
+    the decoded text.
 
     >>> LengthBand(low=2, high=3, falloff=2)(completions=["", "one", "one two", "1 2 3 4"])
     [0.0, 0.5, 1.0, 0.5]
@@ -109,12 +107,7 @@ class LengthBand(ThoughtTokens, TemplateAware):
         check_choice("part", self.part, PARTS)
 
     def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
-        """Return this reward with what its part needs of a tokenizer; what is given is kept.
-
-        Raises:
-            RewardLoadError: Tokens of a thought or an answer are to be counted, and the tokenizer
-                has no single token for ``</think>``.
-        """
+        """Return this reward with what its part needs of a tokenizer; what is given is kept."""
         if self.part == "completion":
             return self
         bound = super().bind(tokenizer) if self.unit == "tokens" else self
@@ -127,11 +120,7 @@ class LengthBand(ThoughtTokens, TemplateAware):
         prompts: list[Completion] | None = None,
         **_: object,
     ) -> list[Score]:
-        """Return one score per completion.
-
-        Raises:
-            RewardContractError: Tokens are to be counted, and there are none.
-        """
+        """Return one score per completion."""
         if self.unit != "tokens":
             return [
                 self._score(self._length_of_text(*row)) for row in self.rows(completions, prompts)
@@ -169,6 +158,53 @@ class LengthBand(ThoughtTokens, TemplateAware):
         if not outside:
             return 1.0
         return 1.0 - outside / self.falloff if outside < self.falloff else 0.0
+
+
+@dataclass(frozen=True)
+class SoftOverlong:
+    """Punish completions that come near the longest length, counted in tokens.
+
+    Range: [-1.0, 0.0], higher is better. With L tokens, L_max = ``max_completion_length`` and
+    L_cache = ``soft_punish_cache``: 0 up to L_max - L_cache, then
+    ((L_max - L_cache) - L) / L_cache, and -1 above L_max. The tokens are the completion's own, the
+    end-of-sequence token and the thought included. Source: DAPO (arXiv 2503.14476), equation 13.
+
+    >>> reward = SoftOverlong(max_completion_length=100, soft_punish_cache=20)
+    >>> reward(completions=[""] * 4, completion_ids=[[1] * n for n in (80, 90, 100, 101)])
+    [0.0, -0.5, -1.0, -1.0]
+    """
+
+    __name__: ClassVar[str] = "soft_overlong"
+
+    max_completion_length: int
+    """Tokens from which the score is -1; the trainer's max_completion_length, at which completions
+    are cut off, or less."""
+    soft_punish_cache: int
+    """Tokens below that limit over which the score falls from 0 to -1; 0: it drops at once. DAPO
+    takes a fifth of the limit (4,096 of 20,480)."""
+
+    def __post_init__(self) -> None:
+        """Refuse a stretch that is longer than the completion."""
+        if not 0 <= self.soft_punish_cache <= self.max_completion_length:
+            raise ValueError(
+                f"soft_punish_cache {self.soft_punish_cache!r} does not fit into "
+                f"max_completion_length {self.max_completion_length!r}; "
+                "set 0 <= soft_punish_cache <= max_completion_length (tokens)"
+            )
+
+    def __call__(
+        self, completions: list[Completion], completion_ids: list[list[int]], **_: object
+    ) -> list[Score]:
+        """Return one score per completion."""
+        return [
+            self._score(len(ids)) for _text, ids in zip(completions, completion_ids, strict=True)
+        ]
+
+    def _score(self, num_tokens: int) -> float:
+        if num_tokens > self.max_completion_length:
+            return -1.0
+        over = num_tokens - (self.max_completion_length - self.soft_punish_cache)
+        return -over / self.soft_punish_cache if over > 0 else 0.0
 
 
 # The reward with its defaults

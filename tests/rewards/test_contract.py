@@ -170,13 +170,6 @@ def test_reward_keeps_the_contract(reward):
     assert call(reward, rows_of(COLUMNS, [])) == []
 
 
-def test_conversational_columns_are_scored(reward):
-    scores = call(reward, columns_of(TEXTS, IDS, conversational=True))
-    assert len(scores) == len(TEXTS)
-    if reward.__name__ not in ("reward_model", "judge"):  # they read the roles too
-        assert_same(scores, call(reward, COLUMNS))
-
-
 def test_an_enormous_completion_is_scored(reward):
     texts = ["<think>" + "why? " * 100_000 + "</think>" + "85 " * 100_000, "x" * 1_000_000]
     ids = [[1] * 100_000 + [CLOSE] + [2] * 100_000, [3] * 200_000]
@@ -209,12 +202,6 @@ ROWS = st.lists(
 def test_contract_holds_for_whatever_a_model_writes(reward, rows, conversational, rng):
     texts, ids = [text for text, _ in rows], [ids for _, ids in rows]
     assert_contract(reward, columns_of(texts, ids, conversational=conversational), rng)
-
-
-@pytest.mark.parametrize("name", BUILTIN)
-def test_name_is_stable(name):
-    loaded = load_reward(table_of(name, "anywhere", "http://127.0.0.1:9/v1"))
-    assert loaded.name == loaded.func.__name__ == loaded.func.reward.__name__ == name
 
 
 @pytest.mark.parametrize("module", sorted({home.split(":")[0] for home in

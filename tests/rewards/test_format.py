@@ -103,12 +103,6 @@ def test_a_thought_opened_in_the_prompt_is_the_first_tag(qwen3_tokenizer, monkey
     assert score(TagFormat(tags="answer"), "<answer>4</answer>", "Q<think>") == 1.0
 
 
-def test_tags_of_the_answer_leave_the_thought_alone():
-    reward = TagFormat(tags=["answer"], part="answer")
-    assert score(reward, "a <answer> b</think> <answer>4</answer>") == 1.0
-    assert score(reward, "<answer>4</answer>", "Q<think>") == 0.0
-
-
 @pytest.mark.parametrize(
     ("tags", "remedy"),
     [
@@ -140,20 +134,14 @@ SCHEMA = {
         ('{"total": 4}', 1.0),
         ('\n{"total": 4,\n "unit": "m"}\n', 1.0),
         ('```json\n{"total": 4}\n```', 1.0),
-        ('```\n{"total": 4}\n```\n', 1.0),
         ('```JSON\n{"total": 4}```', 1.0),
-        ('{"total": -4}', 0.0),
-        ('{"total": "4"}', 0.0),
         ('{"sum": 4}', 0.0),
         ('{"total": 4, "unit": "M"}', 0.0),
         ('{"total": 4, "more": 1}', 0.0),
-        ("4", 0.0),
         ('{"total": 4', 0.0),
-        ("{'total': 4}", 0.0),
         ('Here: {"total": 4}', 0.0),
         ('Here:\n```json\n{"total": 4}\n```', 0.0),
         ('```json\n{"total": 4}\n```\n```json\n{"total": 4}\n```', 0.0),
-        ('```json\n{"total": 4}', 0.0),
     ],
 )
 def test_the_answer_is_json_under_the_schema(answer, expected):
@@ -171,14 +159,6 @@ def test_a_pattern_in_a_schema_has_a_time_limit():
     assert score(JsonFormat(schema={"pattern": pattern}), f'"{text}"') == 0.0
     assert score(JsonFormat(schema={"pattern": pattern}), '"aaa"') == 1.0
     assert score(JsonFormat(schema={"pattern": pattern}), "4") == 1.0
-
-
-def test_a_schema_is_read_in_the_draft_it_names():
-    tuple_of_numbers = {"items": [{"type": "number"}]}
-    old = {"$schema": "http://json-schema.org/draft-07/schema#", **tuple_of_numbers}
-    assert score(JsonFormat(schema=old), '[1, "b"]') == 1.0
-    with pytest.raises(ValueError, match="is no JSON schema"):
-        JsonFormat(schema=tuple_of_numbers)
 
 
 @pytest.mark.parametrize("schema", [3, "object", [1], {"type": "objekt"}, {"enum": {1, 2}}])

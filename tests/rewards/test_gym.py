@@ -1,13 +1,9 @@
 """ReasoningGym: each task's verifier, on entries that were text; answers that must not run."""
 
 import ast
-import contextlib
 import inspect
-import io
-import itertools
 import json
 import math
-import pickle
 import re
 import sys
 import time
@@ -15,10 +11,9 @@ import warnings
 
 import pytest
 from rloo_kit.rewards import ReasoningGym
-from rloo_kit.rewards.gym import _GUARDS, _check_what_is_run, _read_entry, _verifier
+from rloo_kit.rewards.gym import _GUARDS, _check_what_is_run, _verifier
 
-from rloo_kit.data.gym_tasks import _as_json, make_gym_rows
-from rloo_kit.data.prompts import load_prompts
+from rloo_kit.data.gym_tasks import make_gym_rows
 from rloo_kit.errors import RewardContractError, RewardLoadError
 
 with warnings.catch_warnings():
@@ -56,17 +51,6 @@ def test_the_right_answer_scores_one_after_the_entry_was_text(task):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("task", sorted({*TASKS, *WITHOUT_AN_ANSWER}))
-def test_an_entry_is_the_same_after_it_was_text(task):
-    with contextlib.redirect_stdout(io.StringIO()):
-        dataset = reasoning_gym.create_dataset(task, size=256, seed=42)
-        entry = dataset[0]
-    name, settings, read = _read_entry(_as_json(entry, {"a": (1, 2)}, task))
-    assert (name, settings) == (task, '{"a": [1, 2]}')
-    assert read == entry
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     "task", sorted({*TASKS, *WITHOUT_AN_ANSWER} - {"coin_flip", "game_of_life_halting"})
 )
@@ -95,53 +79,7 @@ def test_only_what_follows_the_thought_counts():
     assert score("chain_sum", f"<answer>{answer}</answer> or <answer>0</answer>") < 1
 
 
-@pytest.mark.long
-def test_a_thought_that_the_prompt_opened_has_to_be_closed():
-    row = row_of("chain_sum")
-    columns = {"completions": [row["answer"]], "entry": [row["entry"]], "prompts": ["Q <think>"]}
-    assert ReasoningGym()(**columns) == [0.0]
-    assert ReasoningGym(require_closed_thought=False)(**columns) == [1.0]
-
-
-@pytest.mark.long
-def test_chat_completions_and_columns_of_a_dataset():
-    dataset = load_prompts("reasoning_gym:chain_sum", num_prompts=4)
-    columns = {name: dataset[name][:] for name in dataset.column_names if name != "prompt"}
-    completions = [
-        [{"role": "assistant", "content": f"hm</think>{answer}"}] for answer in columns["answer"]
-    ]
-    reward = pickle.loads(pickle.dumps(ReasoningGym()))
-    found = reward(completions=completions, prompts=dataset["prompt"][:], **columns)
-    assert found == [1.0] * 4
-
-
-@pytest.mark.long
-def test_rows_of_other_sources_are_not_scored_and_tasks_may_be_mixed():
-    tasks = ["chain_sum", "basic_arithmetic", "rush_hour", "spell_backward"]
-    rows = [row_of(task) for task in tasks]
-    columns = {
-        "completions": [row.get("answer", "?") for row in rows] + ["4"],
-        "entry": [row["entry"] for row in rows] + [None],
-    }
-    expected = [1.0, 1.0, 0.01, 1.0, None]
-    assert ReasoningGym()(**columns) == expected
-    for order in itertools.permutations(range(5)):
-        moved = {name: [values[i] for i in order] for name, values in columns.items()}
-        assert ReasoningGym()(**moved) == [expected[i] for i in order]
-
-
 # --- settings and entries -------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_the_verifier_has_the_settings_of_the_task():
-    strict = make_gym_rows("reasoning_gym:puzzle24", 1, settings={"max_value": 6})[0]
-    values = json.loads(strict["entry"])["metadata"]["numbers"]
-    assert max(values) <= 6
-    completions = ["8 + 8 + 4 + 4"]  # 24, of numbers above the largest
-    assert ReasoningGym()(completions=completions, entry=[strict["entry"]]) == [0.01]
-    assert score("puzzle24", completions[0]) == 1.0
-    assert _verifier("puzzle24", '{"max_value": 6}') is _verifier("puzzle24", '{"max_value": 6}')
 
 
 @pytest.mark.long
@@ -187,26 +125,12 @@ def test_every_entry_that_a_task_makes_is_let_through(task):
         _check_what_is_run(task, json.loads(row["entry"]))
 
 
-@pytest.mark.long
-def test_a_task_or_setting_that_the_installed_version_lacks_is_refused():
-    lost = '{"settings": {"lost": 1}, "metadata": {"source_dataset": "chain_sum"}}'
-    with pytest.raises(RewardContractError, match="make the prompts with the version"):
-        ReasoningGym()(completions=["4"], entry=[lost])
-
-
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     row_of("chain_sum")  # made while the package is there
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     _verifier.cache_clear()
     with pytest.raises(RewardLoadError, match=re.escape('pip install "rloo-kit[gym]"')):
         score("chain_sum", "4")
-
-
-@pytest.mark.long
-def test_tuples_and_keys_that_are_no_text_come_back():
-    metadata = {"t": ((1, [2.5, None]), ()), "k": {(1, 2): 3, 4: {"a": True}}}
-    entry = {"question": "?", "answer": "4", "metadata": {"source_dataset": "x", **metadata}}
-    assert _read_entry(_as_json(entry, {}, "x")) == ("x", "{}", entry)
 
 
 # --- answers that must not be run -----------------------------------------------------------------
@@ -258,15 +182,6 @@ def test_an_answer_is_never_run(task, tmp_path):
         found = score(task, text.format(path=path))
         assert found == empty or task in RUN_NOTHING
         assert not (tmp_path / "made").exists()
-
-
-@pytest.mark.long
-def test_the_verifiers_alone_would_run_it(tmp_path):
-    """The guard is not there for nothing."""
-    task, settings, entry = _read_entry(row_of("string_insertion")["entry"])
-    with contextlib.suppress(Exception):
-        _verifier(task, settings)(RUNS[1].format(path=str(tmp_path / "made")), entry)
-    assert (tmp_path / "made").exists()
 
 
 @pytest.mark.long

@@ -2,15 +2,12 @@
 
 import asyncio
 import contextlib
-import copy
 import itertools
 import json
 import pickle
-import random
 import re
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -19,7 +16,7 @@ from rloo_kit.rewards._judge_server import read_verdict
 from rloo_kit.rewards.judge import Judge
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
-from rloo_kit.scoring.contract import AsyncCheckedReward, guarded
+from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.loading import load_reward
 
 SECRET = "sk-" + "planted-0123456789"
@@ -181,25 +178,6 @@ def test_pairwise_asks_in_both_orders(serve):
     assert firsts == ["four", "four", "four", "longer", "nine", "no"]
 
 
-def test_the_column_of_the_references_is_asked_for():
-    reward = make("http://127.0.0.1:9/v1", mode="pairwise", column="gold")
-    with pytest.raises(RewardContractError, match="column 'gold', which is not there; add it"):
-        score(reward, ["a"], reference=["b"])
-
-
-def test_a_row_scores_the_same_in_any_company(serve):
-    server = serve(by_digit)
-    texts = ["1", "9 a", "7", "3", "1"]
-    whole = score(make(server.url), texts)
-    assert whole == [0.1, 0.9, 0.7, 0.3, 0.1]
-    assert score(make(server.url, max_concurrency=1), texts[::-1]) == whole[::-1]
-    assert [score(make(server.url), [text])[0] for text in texts] == whole
-    reward = make(server.url)
-    for copied in (pickle.loads(pickle.dumps(reward)), copy.deepcopy(reward)):
-        assert copied == reward
-        assert score(copied, texts) == whole
-
-
 def test_the_request_holds_what_was_set_and_no_more(serve):
     server = serve(by_digit)
     score(make(server.url), ["1"])
@@ -217,16 +195,6 @@ def test_the_request_holds_what_was_set_and_no_more(serve):
     }  # fmt: skip
 
 
-def test_the_judge_sees_what_follows_the_thought(serve):
-    server = serve(lambda *_: '{"score": 1}')
-    texts = ["hm 9</think> 85 ", "<think>never closed", "plain"]
-    score(make(server.url, max_concurrency=1), texts)
-    assert [block("answer", text) for text in server.texts] == ["85", "", "plain"]
-    server.requests.clear()
-    score(make(server.url, max_concurrency=1, keep_thought=True), texts)
-    assert [block("answer", text) for text in server.texts] == texts
-
-
 class OpensThought:
     chat_template = "..."
 
@@ -241,15 +209,6 @@ def test_a_thought_opened_by_the_template_and_never_closed_is_no_answer(serve):
     turns = [[{"role": "user", "content": "Q"}]]
     score(reward, [[{"role": "assistant", "content": "let me see, 85"}]], prompts=turns)
     assert block("answer", server.texts[0]) == ""
-
-
-def test_conversations_are_shown_as_text(serve):
-    server = serve(lambda *_: '{"score": 1}')
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
-    completion = [{"role": "assistant", "content": [{"type": "text", "text": "So."}]}]
-    score(make(server.url), [completion], prompts=[turns])
-    assert block("question", server.texts[0]) == "system: Be brief.\n\nuser: Why?"
-    assert block("answer", server.texts[0]) == "So."
 
 
 def test_text_that_instructs_stays_inside_its_marks(serve):
@@ -269,46 +228,18 @@ def test_text_that_instructs_stays_inside_its_marks(serve):
     assert mark not in server.texts[1]  # or a policy could learn it
 
 
-def test_a_template_of_ones_own_is_filled_in_once(serve):
-    server = serve(lambda *_: "Score: 4")
-    template = '{rubric}|{low:g}|{high}|{completion}|{"score": n}'
-    reward = make(server.url, template=template, scale=(0, 4), rubric="{completion}")
-    assert score(reward, ["body"]) == [1.0]
-    assert server.texts[0].startswith("{completion}|{low:g}|4|<answer-")
-    assert server.texts[0].endswith('>|{"score": n}')
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["\ud800 1 \udfff", "1 \ud83d\ude00 \u0000", "1" + "é" * 2_000_000],
-    ids=["lone surrogates", "a pair", "huge"],
-)
-def test_any_text_reaches_the_judge_as_valid_unicode(serve, text):
-    server = serve(by_digit)
-    assert score(make(server.url, rubric="\udc00?"), [text], prompts=[text]) == [0.1]
-    block("answer", server.texts[0]).encode()  # no lone surrogate is left
-    server.answer = prefers_longer
-    assert score(make(server.url, mode="pairwise"), [text], reference=["\udfff" * 3]) == [1.0]
-
-
 @pytest.mark.parametrize(
     ("content", "number"),
     [
         ('{"score": 7}', 7),
         ('Good. ```json\n{"score": 7.5, "why": "uses {x}"}\n```', 7.5),
         ('{"score": 2}, on reflection {"score": 8}', 8),
-        ('{"score": "6"}', 6),
         ('<think>{"score": 1}</think>\n{"score": 9}', 9),
         ("Reasoning.\n**Score:** 3\n", 3),
-        ("Score: 2\nScore: 4.", 4),
-        ("Score: 7/10", None),
         ("Score: 7 of 10", None),
         ("7", None),
-        ("", None),
         ('{"score": true}', None),
         ('{"score": null}\nScore: 7', None),
-        ('{"score": 7', None),
-        ('{"score": "seven"}', None),
         ('{"a":' * 4000, None),
     ],
 )
@@ -344,44 +275,26 @@ FAILURES = {
     "404": ((404, {}, b"nothing here"), 1, r"answers 404 \('nothing here'\); check base_url, mod"),
     "redirected": ((307, {"Location": "/v2"}, b""), 1, r"redirects \(307\); give the final addr"),
     "html": ((200, {}, b"<html>"), 2, "gives no chat completion .'<html>'.; check base_url"),
-    "choiceless": ((200, {}, b'{"error": "busy"}'), 2, 'no chat completion .*"error": "busy"'),
     "nested": ((200, {}, b"[" * 100_000), 2, "gives no chat completion"),
     "empty": ("", 2, "gave no score .*; ask for JSON with response_format in extra_body"),
     "chatty": ("An excellent answer, 9 of 10!", 2, "gave no score .'An excellent answer, 9 of"),
     "above": ('{"score": 11}', 2, "gave a score that is not asked for"),
-    "nan": ('{"score": NaN}', 2, "gave a score that is not asked for"),
     "cut off": ((200, {}, chat("Score: 1", finish_reason="length")), 2, "off at max_tokens .1024."),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", FAILURES)
-def test_no_failure_is_scored(serve, kind, way):
+def test_no_failure_is_scored(serve, kind):
     answer, requests, message = FAILURES[kind]
     server = serve(lambda *_: answer)
     limit = 0.15 if kind in ("slow", "trickling") else 5.0
-    reward = make(server.url, way, timeout_seconds=limit)
     with pytest.raises(RewardContractError, match=message) as caught:
-        score(reward, ["5"])
+        score(make(server.url, timeout_seconds=limit), ["5"])
     text = str(caught.value)
     assert server.url in text
     assert text.endswith(", or set on_failure: skip")
     assert "\n" not in text
     assert len(server.requests) == requests
-
-    metrics = {}
-    reward = make(server.url, way, timeout_seconds=limit, on_failure="skip", max_retries=0)
-    with pytest.warns(RuntimeWarning, match="2 completions count as unscorable"):
-        assert score(reward, ["5", "6"], log_metric=metrics.__setitem__) == [None, None]
-    assert metrics["rewards/judge/unscored"] == 2.0
-
-
-def test_a_server_that_is_not_there(serve):
-    server = serve(by_digit)
-    server.close()
-    with pytest.raises(RewardContractError, match=r"cannot be reached .*, 3 times; start"):
-        score(make(server.url), ["5"])
-    assert skipped(make(server.url, on_failure="skip"), ["5"]) == [None]
 
 
 def first(count, answer):
@@ -398,14 +311,6 @@ def test_a_failure_that_passes_is_asked_again(serve, kind):
     assert len(server.requests) == requests
 
 
-def test_the_second_question_asks_for_json(serve):
-    server = serve(first(1, "Fine!"))
-    assert score(make(server.url), ["5"]) == [0.5]
-    assert server.texts[1].startswith(server.texts[0])
-    assert server.texts[1].endswith('Reply with nothing but JSON of the form {"score": n}.')
-    assert [request["seed"] for request in server.requests] == [0, 1]
-
-
 @pytest.mark.long
 def test_retry_after_is_honoured(serve):
     server = serve(first(1, (429, {"Retry-After": "0.4"}, b"")))
@@ -414,16 +319,6 @@ def test_retry_after_is_honoured(serve):
     for header in ("soon", "nan", "-5"):
         server = serve(first(1, (429, {"Retry-After": header}, b"")))
         assert score(make(server.url), ["5"]) == [0.5]
-
-
-def test_waits_grow_and_leave_the_random_state_alone(serve, monkeypatch):
-    monkeypatch.setattr(_judge_server, "BACKOFF_SECONDS", 0.1)
-    before = random.getstate()
-    server = serve(first(2, (500, {}, b"")))
-    assert score(make(server.url), ["5"]) == [0.5]
-    waits = [later - sooner for sooner, later in itertools.pairwise(server.times)]
-    assert all(wait >= 0.05 * 2**attempt for attempt, wait in enumerate(waits))
-    assert random.getstate() == before
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -439,23 +334,6 @@ def test_skip_leaves_out_only_the_rows_that_failed(serve, way):
     assert metrics["rewards/judge/unscored"] == 4.0
 
 
-@pytest.mark.long
-def test_the_trainers_time_limit_ends_a_call_and_the_next_one_works(serve):
-    slow = True
-    server = serve(lambda text, _: hangs if slow else by_digit(text))
-    loaded = load_reward({"name": "judge", "model": "m", "base_url": server.url, **FAST})
-    assert isinstance(loaded.func, AsyncCheckedReward)
-    stop, skip = (guarded(loaded.func, 0.2, on_error) for on_error in ("stop", "skip"))
-    with pytest.raises(RewardContractError, match=r"took more than 0\.2 s"):
-        score(stop, ["5"])
-    with pytest.warns(RuntimeWarning, match="took more than"):
-        assert score(skip, ["5"]) == [None]
-    slow = False
-    assert score(stop, ["5"]) == [0.5]
-    stop.release()
-    assert score(stop, ["5"]) == [0.5]
-
-
 # --- load -----------------------------------------------------------------------------------------
 
 
@@ -467,25 +345,6 @@ def test_no_more_requests_than_allowed_run_side_by_side(serve):
     server = serve(answer)
     assert len(score(make(server.url, max_concurrency=3), [f"1 {i}" for i in range(15)])) == 15
     assert server.most_busy == 3
-
-
-def test_any_event_loop_will_do(serve):
-    server = serve(by_digit)
-    reward = make(server.url)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    try:
-        for _ in range(2):
-            call = reward(completions=["1", "2"], prompts=["Q", "Q"])
-            assert asyncio.run_coroutine_threadsafe(call, loop).result(20) == [0.1, 0.2]
-            assert score(reward, ["3"]) == [0.3]
-        with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(score, reward, ["4"]).result(20) == [0.4]
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(5)
-        loop.close()
 
 
 def test_counts_are_logged(serve):
@@ -539,27 +398,13 @@ def test_the_key_goes_into_the_header_and_nowhere_else(serve, monkeypatch, capfd
     assert not [text for text in shown if SECRET in text]
 
 
-def test_a_key_no_header_can_carry_is_refused_without_showing_it(serve, monkeypatch):
-    server = serve(by_digit)
-    for wrong in ("\n", "é", "\x07"):
-        monkeypatch.setenv("OPENAI_API_KEY", f"{SECRET}{wrong}{SECRET}")
-        with pytest.raises(
-            RewardContractError, match=r"variable OPENAI_API_KEY .*; set it"
-        ) as info:
-            score(make(server.url), ["5"])
-        assert SECRET not in str(info.value)
-    assert server.requests == []
-
-
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
         ({"api_key_env": SECRET}, "put the key into one, and give its name"),
         ({"api_key_env": SECRET.lower().replace("-", "_")}, "put the key into one"),
-        ({"api_key_env": SECRET, "scale": (1, 1)}, "put the key into one"),
         ({"base_url": f"https://me:{SECRET}@host/v1"}, "leave out user, password"),
         ({"base_url": f"https://host/v1?key={SECRET}"}, "leave out user, password"),
-        ({"base_url": f"https://me:{SECRET}@[host/v1"}, "leave out user, password"),
         ({"api_key": SECRET}, "no parameter 'api_key'; did you mean 'api_key_env'"),
     ],
 )
@@ -579,17 +424,12 @@ def test_a_key_in_the_run_file_is_refused_without_showing_it(parameters, message
     [
         ({"base_url": None}, "give base_url, such as .*, or set the environment variable OPENAI_B"),
         ({"base_url": "127.0.0.1:8000/v1"}, "is no address; give one such as"),
-        ({"base_url": "http://a b/v1"}, "is no address"),
         ({"base_url": "file:///v1"}, "is no address"),
         ({"mode": "best"}, "mode is 'best'; give one of: rubric, pairwise"),
-        ({"on_failure": "zero"}, "on_failure is 'zero'; give one of: stop, skip"),
         ({"scale": [5, 5]}, r"scale \(5, 5\) is not \(lowest, highest\); give two numbers"),
-        ({"scale": [0, float("inf")]}, "give two numbers"),
         ({"template": "Grade: {answer}"}, "template lacks {completion}"),
-        ({"template": "{first}", "mode": "pairwise"}, "template lacks {second}"),
         ({"extra_body": {"stream": True}}, "extra_body sets 'stream'"),
         ({"max_concurrency": 0}, "max_concurrency is 0; set it to 1 or more"),
-        ({"max_retries": -1}, "max_retries is -1; set it to 0 or more"),
         ({"timeout_seconds": 0}, "timeout_seconds is 0; set it above 0"),
     ],
 )

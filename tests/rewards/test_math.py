@@ -1,12 +1,9 @@
 """Math: answers are compared as mathematics, in a process that may die without harm."""
 
-import math
 import os
-import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -14,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rloo_kit.rewards import Math
-from rloo_kit.rewards.math import last_boxed
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.scoring.contract import OverdueError, within
@@ -98,12 +94,6 @@ def test_a_box_can_be_asked_for():
     boxed.release()
 
 
-def test_the_last_box_ends_where_its_brace_closes():
-    assert last_boxed(r"\boxed{1}{2}") == r"\boxed{1}"
-    assert last_boxed(r"\boxed{a{b}{c{d}}}}") == r"\boxed{a{b}{c{d}}}"
-    assert last_boxed(r"\boxed{1} \boxed{2") == last_boxed("{1}") == last_boxed("") == ""
-
-
 def test_a_row_that_takes_too_long_or_too_much_costs_itself_alone():
     reward = Math(timeout_seconds=1, memory_mib=512)
     try:
@@ -131,15 +121,6 @@ def test_release_ends_the_process_and_the_next_call_starts_one():
     second = process_of(reward)
     del reward
     assert second.wait(5) is not None
-
-
-@pytest.mark.long
-def test_a_copy_by_pickle_has_a_process_of_its_own(reward):
-    assert score(reward, "1", "1") == 1.0
-    copy = pickle.loads(pickle.dumps(reward))
-    assert copy == reward
-    assert process_of(copy) is None
-    assert process_of(reward).poll() is None
 
 
 @pytest.mark.long
@@ -185,13 +166,6 @@ def test_a_missing_column_and_a_missing_library_are_named(monkeypatch):
         Math()(completions=["1"], answer=["1"])
 
 
-@pytest.mark.long
-def test_a_process_that_does_not_start_is_an_error_and_not_a_score(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RewardLoadError, match=r"did not start: .*raise memory_mib"):
-        Math()(completions=["1"], answer=["1"])
-
-
 PIECES = ["\\boxed{", "}", "{", "$", "\\frac", "\\(", "\\]", "^", "_", "(", "[", ",", "=", "<", "%",
           "1", "/", " ", "\n", "x", "\\sqrt", "\\text{", "answer", "and",
           "\ud800", "\x00", "é", "∞",
@@ -221,16 +195,6 @@ def test_an_enormous_answer_is_quick(reward, text):
 
 
 @pytest.mark.long
-def test_numbers_are_compared_by_the_thousand(reward):
-    assert score(reward, "1", "1") == 1.0
-    texts = [rf"So \boxed{{{n}}}." for n in range(256)]
-    began = time.monotonic()
-    assert math.fsum(reward(completions=texts, answer=[str(n % 8) for n in range(256)])) == 8
-    assert time.monotonic() - began < 60
-    assert threading.active_count() < 20
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("gold", "right", "wrong"),
     [
@@ -238,13 +202,9 @@ def test_numbers_are_compared_by_the_thousand(reward):
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "2"),
         (r"2\pi rh", r"2\pi rh", "2"),
         ("2pi", r"2\pi", "2"),
-        ("2 sin(x)", r"2\sin(x)", "2"),
-        ("2 or 3", "2, 3", "3"),
         (r"-\frac12 xy^2", r"-\frac{1}{2}xy^2", "2"),
-        ("2sqrt(3)", r"2\sqrt{3}", "2"),
         (r"\$18", "18", "17"),
         (r"\$32,\!348", "32348", "32"),
-        ("5 dollars", "5", "6"),
         ("12 cm^2", "12", "13"),
         ("60 km/h", "60", "6"),
     ],
@@ -274,12 +234,3 @@ def test_equal_answers_vote_together_and_others_apart(reward):
     assert all(len(one) == 1 for one in keys), keys
     assert len(set.union(*keys)) == len(ALIKE)
     assert None not in set.union(*keys)
-
-
-@pytest.mark.long
-def test_the_key_finds_equal_what_the_reward_does(reward):
-    texts = [texts[0] for texts in ALIKE] + [texts[-1] for texts in ALIKE]
-    for first in texts:
-        for second in texts:
-            same = reward.answer_key(first) == reward.answer_key(second)
-            assert same == (score(reward, second, first) == 1.0), (first, second)

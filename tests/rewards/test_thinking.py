@@ -1,8 +1,5 @@
 """The thinking rewards: tokens of the thought, who opened it, closes, questions, the ids."""
 
-import math
-from typing import NamedTuple
-
 import pytest
 from rloo_kit.rewards import (
     ClosedOnce,
@@ -12,7 +9,7 @@ from rloo_kit.rewards import (
     ThinkingFormat,
     end_of_thinking_id,
 )
-from rloo_kit.rewards.thinking import part_text, thinking
+from rloo_kit.rewards.thinking import part_text, thinking, thinking_format
 
 from rloo_kit.errors import RewardLoadError
 
@@ -52,10 +49,6 @@ def test_a_question_in_the_thought_earns_a_bonus_in_the_longer_bands(num_tokens,
     assert score(thinking, "why?</think>4", [*[7] * num_tokens, CLOSE, 7]) == expected
 
 
-def test_a_question_after_the_thought_earns_nothing():
-    assert score(thinking, "hm</think>why?", [*[7] * 30, CLOSE, 7]) == 1.0
-
-
 def test_end_of_thinking_id_is_the_one_of_the_tokenizer(
     qwen3_tokenizer, other_tokenizer, plain_tokenizer
 ):
@@ -73,17 +66,9 @@ def test_bind_takes_both_ids_and_leaves_the_original_alone(other_tokenizer):
     assert score(bound, "hm", [2, CLOSE]) == -1.0
 
 
-def test_bind_keeps_an_id_given_by_hand(qwen3_tokenizer):
-    assert Thinking(end_token_id=2).bind(qwen3_tokenizer).end_token_id == 2
-
-
 def test_bind_refuses_a_tokenizer_without_the_token(plain_tokenizer):
     with pytest.raises(RewardLoadError, match="use a thinking model, or give end_token_id"):
         thinking.bind(plain_tokenizer)
-
-
-def test_qwen3s_open_token_means_nothing_to_another_family():
-    assert score(Thinking(end_token_id=6), "hm</think>", [OPEN, *[2] * 9, 6]) == 0.7
 
 
 def test_bands_in_the_wrong_order_are_refused():
@@ -101,28 +86,13 @@ def test_bands_in_the_wrong_order_are_refused():
         ("Q", [OPEN, 7, CLOSE], 1.0),
         ("Q<think>", [7, CLOSE], 1.0),
         ("Q", [7], 0.0),
-        ("Q", [], 0.0),
         ("Q", [7, CLOSE, 7, CLOSE], 0.0),
-        ("Q", [OPEN, 7, OPEN, 7, CLOSE], 0.0),
         ("Q", [7, CLOSE, OPEN, 7], 0.0),
         ("Q<think>\n", [OPEN, 7, CLOSE], 0.0),
     ],
 )
 def test_closed_once_counts_the_ids(prompt, ids, expected):
     assert ClosedOnce()(completions=[""], completion_ids=[ids], prompts=[prompt]) == [expected]
-
-
-def test_closed_once_takes_from_the_template_who_opens_a_conversation(qwen3_tokenizer, monkeypatch):
-    prompt = [{"role": "user", "content": "Q"}]
-    row = {"completions": ["hm"], "completion_ids": [[OPEN, 2, CLOSE]], "prompts": [prompt]}
-    for ending, expected in {"<think>": 0.0, "": 1.0}.items():
-        monkeypatch.setattr(qwen3_tokenizer, "chat_template", f"Q{ending}")
-        assert ClosedOnce().bind(qwen3_tokenizer)(**row) == [expected]
-
-
-def test_closed_once_without_an_open_token_counts_closes_alone():
-    reward = ClosedOnce(end_token_id=6)
-    assert reward(completions=["", ""], completion_ids=[[OPEN, OPEN, 6], [6, 6]]) == [1.0, 0.0]
 
 
 # --- budget ---------------------------------------------------------------------------------------
@@ -142,7 +112,6 @@ def test_budget_falls_along_half_a_cosine(num_tokens, expected):
     ("parameters", "remedy"),
     [
         ({"budget": 5, "limit": 5}, "set 0 <= budget < limit"),
-        ({"budget": -1}, "set 0 <= budget < limit"),
     ],
 )
 def test_budget_refuses_what_cannot_be(parameters, remedy):
@@ -159,10 +128,8 @@ def test_budget_refuses_what_cannot_be(parameters, remedy):
         ("No question.", 0),
         ("Why? How?", 2),
         ("Why? why?  WHY?", 1),
-        ("Really??? Yes.", 1),
         ("? ?? 4?", 0),
         ("It is 4. Is it? No! Or 3.5? Yes", 2),
-        ("A line\nWhy so? A line\nWhy so?", 1),
         ("\u4e3a\u4ec0\u4e48\uff1f \u597d\u5417\uff1f", 2),
         ("one? two? three? four? five?", 4),
     ],
@@ -170,10 +137,6 @@ def test_budget_refuses_what_cannot_be(parameters, remedy):
 def test_distinct_questions_of_the_thought_count_up_to_the_most(thought, questions):
     text = f"<think>{thought}</think>Is this one? Or this?"
     assert score(SelfQuestions(most=4), text, [OPEN, 7, CLOSE, 7]) == questions / 4
-
-
-def test_questions_of_an_unclosed_thought_earn_nothing():
-    assert score(SelfQuestions(), "Why? How?", [7, 7]) == 0.0
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -197,92 +160,71 @@ def test_parts_of_a_text(text, opened, thought, answer):
     assert part_text(text, "answer", opened=opened) == answer
 
 
-# --- Qwen3's own tokenizer ------------------------------------------------------------------------
+# --- thinking format ------------------------------------------------------------------------------
+
+QUESTION = [{"role": "user", "content": "Q"}]
 
 
-class Case(NamedTuple):
-    """A completion in pieces that are encoded one by one, and what was counted by hand."""
-
-    prompt: str
-    pieces: tuple[str, ...]
-    thought: int | None
-    """Tokens of the thought; None: it is not closed."""
-    once: float
-    format: float
+def format_score(text, prompt="Q", reward=thinking_format):
+    return reward(completions=[text], prompts=[prompt])[0]
 
 
-OPENED, PLAIN = "2 + 2 = <think>\n", "2 + 2 ="
-CASES = [
-    Case(PLAIN, ("<think>one two three</think>4",), 3, 1.0, 1.0),
-    Case(OPENED, ("one two three</think>4",), 3, 1.0, 1.0),
-    Case(PLAIN, ("<think></think>4",), 0, 1.0, 1.0),
-    Case(OPENED, ("</think>4",), 0, 1.0, 1.0),
-    Case(PLAIN, ("<think>\n\n</think>\n\n4",), 1, 1.0, 1.0),  # two line ends are one token
-    Case(OPENED, ("\none two\n</think>\n\n4",), 4, 1.0, 1.0),
-    Case(PLAIN, ("<think>why not? 2+2=4</think>4",), 9, 1.0, 1.0),  # why, not, ?, space, 2+2=4
-    Case(OPENED, ("yes " * 30 + "</think>4",), 31, 1.0, 1.0),  # the last space is a token
-    Case(OPENED, ("yes</think>",), 1, 1.0, 0.0),
-    Case(PLAIN, ("<think>yes</think> \n ",), 1, 1.0, 0.0),
-    Case(OPENED, ("never closed at all",), None, 0.0, 0.0),
-    Case(PLAIN, ("<think>never closed",), None, 0.0, 0.0),
-    Case(PLAIN, ("",), None, 0.0, 0.0),
-    Case(PLAIN, ("one two</think>4",), 2, 1.0, 0.0),  # nobody opened it
-    Case(PLAIN, ("one<think>two</think>4",), 3, 1.0, 0.0),  # opened too late: <think> counts
-    Case(OPENED, ("one</think>4</think>5",), 1, 0.0, 0.0),
-    Case(PLAIN, ("<think>one</think>4<think>two</think>5",), 1, 0.0, 0.0),
-    Case(OPENED, ("<think>one two</think>4",), 2, 0.0, 0.0),  # opened twice
-    Case(OPENED, ("one</think>4<think>two",), 1, 0.0, 0.0),
-    # </think> spelled out in three tokens: the text has it, the ids have not
-    Case(OPENED, ("one", "</", "think", ">", "4"), None, 0.0, 1.0),
-]
+@pytest.mark.parametrize(
+    ("prompt", "text", "expected"),
+    [
+        ("Q", "<think>hm</think>4", 1.0),
+        ("Q<think>\n", "hm</think>4", 1.0),
+        ("Q", "hm</think>4", 0.0),
+        ("Q", "so <think>hm</think>4", 0.0),
+        ("Q", "<think>hm</think> \n\t", 0.0),
+        ("Q", "<think>hm</think>4</think>5", 0.0),
+        ("Q", "<think>hm<think>hm</think>4", 0.0),
+        ("Q", "<think>hm</think>4 <think>", 0.0),
+        ("Q<think>", "<think>hm</think>4", 0.0),
+        ("Q<think>\n\n</think>\n\n", "4", 0.0),
+    ],
+)
+def test_one_thought_is_opened_closed_once_and_answered(prompt, text, expected):
+    assert format_score(text, prompt) == expected
 
 
-def test_end_of_thinking_of_qwen3_is_151668(real_qwen3_tokenizer):
-    assert len(real_qwen3_tokenizer) == 151669
-    assert real_qwen3_tokenizer.encode("<think></think>") == [OPEN, CLOSE]
-    assert end_of_thinking_id(real_qwen3_tokenizer) == CLOSE
-    assert real_qwen3_tokenizer.encode("Hello, world!") == [9707, 11, 1879, 0]
-
-
-@pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat"])
-def test_rewards_agree_with_twenty_completions_counted_by_hand(
-    real_qwen3_tokenizer, monkeypatch, chat
-):
-    assert len(CASES) == 20
-    tokenizer = real_qwen3_tokenizer
-    for case in CASES:
-        ids = [i for piece in case.pieces for i in tokenizer.encode(piece)]
-        ids.append(tokenizer.eos_token_id)
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        assert text == "".join(case.pieces)
-        row = {"completions": [text], "completion_ids": [ids], "prompts": [case.prompt]}
-        if chat:
-            monkeypatch.setattr(tokenizer, "chat_template", case.prompt)
-            row["completions"] = [[{"role": "assistant", "content": text}]]
-            row["prompts"] = [[{"role": "user", "content": "2 + 2 ="}]]
-        once, fits = ClosedOnce(), ThinkingFormat()
-        if chat:
-            once, fits = once.bind(tokenizer), fits.bind(tokenizer)
-        assert (once(**row), fits(**row)) == ([case.once], [case.format]), case
-        counted = [reward(**row)[0] for reward in counted_as(case.thought)]
-        assert counted == pytest.approx([0.3, 0.7, wanted_budget(case)]), case
-
-
-def test_bind_finds_the_ids_of_qwen3(real_qwen3_tokenizer):
-    bound = thinking.bind(real_qwen3_tokenizer)
-    assert (bound.start_token_id, bound.end_token_id) == (OPEN, CLOSE)
-
-
-def counted_as(tokens):
-    """Rewards that score 0.3, 0.7 and half a cosine of the tokens for this number alone."""
-    if tokens is None:
-        return Thinking(unclosed_score=0.3), Thinking(unclosed_score=0.7), ThinkingBudget()
-    return (
-        Thinking(short=tokens + 1, long=tokens + 1),
-        Thinking(short=tokens, long=tokens + 1, question_bonus=0.0),
-        ThinkingBudget(budget=0, limit=100),
+@pytest.mark.parametrize(
+    ("ending", "text"), [("<think>\n", "hm</think>4"), ("", "<think>hm</think>4")]
+)
+def test_both_kinds_of_chat_template_can_earn_it(qwen3_tokenizer, monkeypatch, ending, text):
+    monkeypatch.setattr(
+        qwen3_tokenizer,
+        "chat_template",
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}" + ending + "{% endif %}",
     )
+    reward = thinking_format.bind(qwen3_tokenizer)
+    good, bad = ([{"role": "assistant", "content": t}] for t in (text, "<think>" + text))
+    assert format_score(good, QUESTION, reward) == 1.0
+    assert format_score(bad, QUESTION, reward) == 0.0
 
 
-def wanted_budget(case):
-    return 0.0 if case.thought is None else (1 + math.cos(math.pi * case.thought / 100)) / 2
+def test_an_unbound_reward_takes_a_conversation_for_one_that_opens_nothing():
+    assert format_score("hm</think>4", QUESTION) == 0.0
+    assert format_score("hm</think>4", QUESTION, ThinkingFormat(thought_opened=True)) == 1.0
+    assert thinking_format(completions=["<think>hm</think>4"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "thirds"),
+    [
+        ("Q", "<think>hm</think>4", 3),
+        ("Q", "<think>hm</think>", 2),
+        ("Q", "<think>hm</think>4</think>5", 2),
+        ("Q<think>", "hm", 1),
+        ("Q", "4", 0),
+    ],
+)
+def test_partial_credit_is_the_share_that_holds(prompt, text, thirds):
+    assert format_score(text, prompt, ThinkingFormat(partial=True)) == thirds / 3
+
+
+def test_bind_refuses_a_tokenizer_that_drops_the_close(special_tokenizer, plain_tokenizer):
+    with pytest.raises(RewardLoadError, match="use 'thinking_closed_once'"):
+        thinking_format.bind(special_tokenizer)
+    assert thinking_format.bind(plain_tokenizer).thought_opened is False
