@@ -130,48 +130,19 @@ def test_rewards_import_heavy_libraries_inside_functions(path):
     assert not HEAVY & set(loaded_at_import(parse(path)))
 
 
-@pytest.mark.parametrize(
-    ("code", "names"),
-    [
-        ("from rloo_kit.runs.train import train", {"runs"}),
-        ("import rloo_kit.runs.train", {"runs"}),
-        ("from rloo_kit import runs", {"runs"}),
-        ("from rloo_kit import __version__", {"__init__"}),
-        ("def f():\n    from rloo_kit.runs.train import train", {"runs"}),
-        ("import rloo_kitten.runs, torch", set()),
-    ],
-)
-def test_imports_of_the_kit_are_seen(code, names):
-    assert set(imported(ast.parse(code))) == names
-
-
-@pytest.mark.parametrize(
-    ("code", "heavy"),
-    [
-        ("import torch.nn", {"torch"}),
-        ("try:\n    from trl import X\nexcept ImportError: pass", {"trl"}),
-        ("class A:\n    import peft", {"peft"}),
-        ("def f():\n    import torch", set()),
-        ("if TYPE_CHECKING:\n    import torch\nelse:\n    import trl", {"trl"}),
-    ],
-)
-def test_imports_of_heavy_libraries_are_seen(code, heavy):
-    assert set(loaded_at_import(ast.parse(code))) == heavy
+def test_the_checks_see_imports():
+    code = "import rloo_kit.runs.train\ndef f():\n    from rloo_kit import text\nimport torch.nn"
+    assert set(imported(ast.parse(code))) == {"runs", "text"}
+    assert set(loaded_at_import(ast.parse(code))) == {"rloo_kit", "torch"}
 
 
 # --- what an import loads -------------------------------------------------------------------------
 
 
-def run_python(code, **options):
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, **options
-    )
-
-
 def loaded_by(code, names):
     """The packages of ``names`` that are loaded in a fresh interpreter after ``code``."""
     code = f"{code}\nimport sys\nprint('loaded', *sorted({names!r} & set(sys.modules)))"
-    result = run_python(code)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return set(result.stdout.splitlines()[-1].split()[1:])
 
@@ -179,19 +150,6 @@ def loaded_by(code, names):
 def test_importing_the_kit_loads_nothing_heavy():
     assert loaded_by("import rloo_kit", HEAVY | {"yaml"}) == set()
     assert loaded_by("import rloo_kit.rewards", HEAVY | {"yaml"}) == set()
-
-
-def test_help_loads_nothing_heavy():
-    code = """
-from rloo_kit.cli import main
-try:
-    main(["--help"])
-except SystemExit as end:
-    assert end.code == 0
-else:
-    raise AssertionError("no exit")
-"""
-    assert loaded_by(code, HEAVY | {"yaml"}) == set()
 
 
 def test_checking_a_run_file_loads_nothing_heavy():
@@ -204,10 +162,6 @@ assert {"beta", "missing_eos_penalty", "reward_timeout_seconds"} <= known_traine
     assert loaded_by(code, HEAVY) == set()
 
 
-def test_the_check_for_loaded_packages_sees_one():
-    assert loaded_by("import yaml", {"yaml", "torch"}) == {"yaml"}
-
-
 # --- public names ---------------------------------------------------------------------------------
 
 
@@ -218,19 +172,7 @@ def test_public_names_are_sorted_and_listed():
 
 @pytest.mark.parametrize("name", rloo_kit.__all__)
 def test_every_public_name_resolves(name):
-    value = getattr(rloo_kit, name)
-    assert value is not None
-    assert getattr(value, "__name__", name) == name
-
-
-def test_no_public_name_is_a_modules_name():
-    modules = {path.stem for path in CORE.iterdir()} | {"rewards", "examples"}
-    assert not modules & set(rloo_kit.__all__)
-
-
-def test_another_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="has no attribute 'tarin'"):
-        _ = rloo_kit.tarin
+    assert getattr(getattr(rloo_kit, name), "__name__", name) == name
 
 
 # --- doctests -------------------------------------------------------------------------------------
@@ -242,14 +184,6 @@ def with_examples():
             if ">>>" in path.read_text(encoding="utf-8"):
                 inside = path.relative_to(folder).with_suffix("")
                 yield ".".join((package, *inside.parts))
-
-
-def test_the_maths_the_data_and_every_reward_family_show_examples():
-    families = {path.stem for path in REWARDS.glob("*.py") if not path.stem.startswith("_")}
-    shown = set(with_examples())
-    assert {"rloo_kit.rloo.advantages", "rloo_kit.data.tasks"} <= shown
-    # A reward model is loaded from disk: no example of it runs everywhere.
-    assert {f"rloo_kit.rewards.{name}" for name in families - {"reward_model"}} <= shown
 
 
 @pytest.mark.parametrize("name", list(with_examples()))

@@ -1,8 +1,8 @@
 """Rules for runs: what went wrong by the record a run left, and a verdict.
 
-The thresholds come from runs of the embedded model, some spoiled on purpose and some healthy
-(tests/scripts/spoiled_runs.py); the remedies from the ranges of the literature. A metric that a run
-does not have is NaN, for which no comparison holds.
+The thresholds come from runs of the embedded model, some spoiled on purpose and some healthy; the
+remedies from the ranges of the literature. A metric that a run does not have is NaN, for which no
+comparison holds.
 """
 
 from collections.abc import Callable, Iterator, Sequence

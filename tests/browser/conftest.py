@@ -15,34 +15,6 @@ BETA = 0.05
 TEXTS = ["Count the tens first: 4+5=9", "Carry the one", "Guess", "Check it twice: 6+6=12"]
 
 
-DIFFERENCE = {"mean": 0.25, "low": 0.125, "high": 0.375, "num": 24, "is_real": True}
-EVALUATED = {
-    "prompts": "arithmetic",
-    "rows": [
-        {
-            "model": model, "mode": "4 sampled at 1", "num_prompts": 24, "mean_length": 31.0,
-            "thinking_length": 20.0, "rewards": {"accuracy": mean},
-            "intervals": {"accuracy": [mean - 0.125, mean + 0.125]},
-            "pass_at_k": {"1": mean, "2": mean + 0.0625, "4": mean + 0.125},
-            "maj_at_k": {"1": mean, "2": mean, "4": mean + 0.0313},
-        }
-        for model, mean in (("base of runs/first", 0.5), ("runs/first", 0.75))
-    ],
-    "compared": [
-        {
-            "model": "runs/first", "against": "base of runs/first", "reward": "accuracy",
-            "mode": "4 sampled at 1", "found": DIFFERENCE,
-        }
-    ],
-}  # fmt: skip
-"""What rloo-kit eval leaves; and rloo-kit judge."""
-JUDGED = {
-    "model": "runs/first", "against": "base of runs/first", "judge": "a <b>strict</b> one",
-    "mode": "greedy", "prompts": "arithmetic", "wins": 15, "ties": 6, "losses": 3,
-    "found": DIFFERENCE,
-}  # fmt: skip
-
-
 def completion(step, group, place):
     """A text whose score depends on where it stands; later steps are right more often."""
     right = (7 * step + 5 * group + 3 * place) % 20 < step + 2 * (place % 2)
@@ -119,8 +91,6 @@ def make_run(tmp_path_factory):
         during = {"step": 10, "rewards": {"accuracy": 0.5}, "num_prompts": 24, "mean_length": 31.0}
         evaluation = {"before": scored(0.25), "during": [during], "after": scored(0.75)}
         (folder / "evaluation.json").write_text(json.dumps(evaluation))
-        (folder / "eval.json").write_text(json.dumps({"evaluations": [EVALUATED]}))
-        (folder / "judge.json").write_text(json.dumps({"judged": [JUDGED]}))
         end = {"how": "stopped", "reason": "no signal in ten batches", "steps": STEPS}
         (folder / "end.json").write_text(json.dumps({**end, "seconds": 61.0, "time": 1.7e9 + 70}))
         return folder

@@ -1,9 +1,7 @@
 """The report's page in a real Chromium: what it loads, shows, and lets a person do."""
 
-import base64
 import json
 import re
-from itertools import pairwise
 
 import pytest
 from selenium.webdriver import ActionChains, Keys
@@ -85,12 +83,6 @@ def test_verdict_and_end_come_first(page, single):
     assert page.text(".said").startswith("It learned: accuracy on 24 held-out prompts rose")
     ending = page.text(".ending")
     assert ending.startswith("Stopped after 20 steps: no signal in ten batches, 1 min 1 s")
-    headings = page.run(
-        "return [...document.querySelectorAll('h1,h2,h3,h4')].map((h) => h.tagName)"
-    )
-    levels = [int(name[1]) for name in headings]
-    assert levels[0] == 1
-    assert all(b - a <= 1 for a, b in pairwise(levels))
 
 
 def test_held_out_scores_are_shown_before_and_after(page, single):
@@ -213,15 +205,12 @@ def groups_where(folder, wanted):
     [
         ({"from": "5", "to": "6"}, lambda rows: rows[0]["step"] in (5, 6)),
         ({"signal": "yes"}, lambda rows: len({row["score"] for row in rows}) > 1),
-        ({"signal": "no"}, lambda rows: len({row["score"] for row in rows}) == 1),
         ({"truncated": "yes"}, lambda rows: any(row["truncated"] for row in rows)),
         ({"reward": "accuracy", "least": "1"},
          lambda rows: any(row["rewards"]["accuracy"] >= 1 for row in rows)),
-        ({"most": "0.5"}, lambda rows: any(row["score"] <= 0.5 for row in rows)),
         ({"text": "TRY 7.2.1"}, lambda rows: (rows[0]["step"], rows[0]["group"]) == (7, 2)),
-        ({"text": "what is 3 + 1?"}, lambda rows: (rows[0]["step"], rows[0]["group"]) == (3, 1)),
     ],
-    ids=["steps", "signal", "no signal", "cut off", "reward", "score", "completion", "prompt"],
+    ids=["steps", "signal", "cut off", "reward", "completion"],
 )  # fmt: skip
 def test_filters_keep_matching_groups(page, single, first_run, filters, wanted):
     page.open(single)
@@ -234,29 +223,6 @@ def test_filters_keep_matching_groups(page, single, first_run, filters, wanted):
     assert page.text("#kept").startswith(f"{len(expected)} group")
     page.find("#clear").click()
     assert len(page.listed()) == STEPS * GROUPS
-
-
-def test_search_marks_matches_and_reports_none(page, single):
-    page.open(single)
-    page.find("#filters [name=text]").send_keys("carry the")
-    assert page.text("#group .card mark") == "Carry the"
-    page.find("#filters [name=text]").send_keys(" zzz")
-    assert page.listed() == []
-    assert "No group is like that" in page.text("#group")
-
-
-def test_groups_are_sorted_by_advantage(page, single, first_run):
-    page.open(single)
-    best = {}
-    for row in rows_of(first_run):
-        key = (row["step"], row["group"])
-        best[key] = max(best.get(key, -9), row["advantage"])
-    page.fill("order", "highest")
-    found = [round(best[key], 4) for key in page.listed()]
-    assert found == sorted(found, reverse=True)
-    assert found[0] > found[-1]
-    page.fill("order", "latest")
-    assert page.listed()[0] == (20, 0)
 
 
 def test_keys_move_between_groups(page, single):
@@ -278,28 +244,6 @@ def test_keys_move_between_groups(page, single):
 # --- for everybody --------------------------------------------------------------------------------
 
 
-def test_tab_key_reaches_every_control_with_visible_focus(page, single):
-    page.open(single)
-    page.run(
-        "window.seen = []; addEventListener('focusin', ({target: at}) => seen.push(["
-        "at.id || at.name || at.getAttribute('class') || at.textContent,"
-        " getComputedStyle(at).outlineStyle]))"
-    )
-    page.keys(*[Keys.TAB] * 90)
-    visited = page.run("return seen")
-    round_again = next(n for n, stop in enumerate(visited) if n and stop == visited[0])
-    visited = visited[:round_again]
-    seen = [name for name, _ in visited]
-    unseen = [name for name, outline in visited if outline == "none"]
-    assert seen[:3] == ["skip", "theme", "Verdict"]
-    wanted = ["all-samples", "smooth", "zoom-from", "plot", "text", "signal", "order", "clear",
-              "prompt", "column"]  # fmt: skip
-    places = [seen.index(name) for name in wanted]
-    assert places == sorted(places)
-    assert seen.count("plot") == len(page.all("#charts .plot"))
-    assert unseen == []
-
-
 def background(page):
     colour = page.run("return getComputedStyle(document.body).backgroundColor")
     return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
@@ -308,18 +252,8 @@ def background(page):
 def test_dark_colours_follow_system_and_button(page, single):
     page.open(single, scheme="dark")
     assert background(page) < 60
-    drawn = "return document.querySelector('.plot canvas').toDataURL()"
-    dark = page.run(drawn)
-    assert page.find("#theme").get_attribute("aria-pressed") == "true"
     page.find("#theme").click()
     assert background(page) > 200
-    assert page.find("#theme").get_attribute("aria-pressed") == "false"
-    assert (
-        page.run(
-            f"return new Promise((done) => setTimeout(() => done((() => {{{drawn}}})()), 100))"
-        )
-        != dark
-    )
     page.open(single, scheme="light")
     assert background(page) > 200
 
@@ -333,13 +267,6 @@ def test_axe_finds_nothing_serious(page, which, scheme, request):
         page.run("arguments[0].open = true", details)
     page.fill("from", "19")  # axe looks at every item of a list
     assert page.violations(*(["color-contrast"] if scheme == "dark" else [])) == []
-
-
-def test_axe_detects_a_faint_text(page, single):
-    page.open(single)
-    page.fill("from", "19")
-    page.run("document.querySelector('.said').style.color = '#ddd'")
-    assert [rule for rule, _ in page.violations("color-contrast")] == ["color-contrast"]
 
 
 @pytest.mark.parametrize("width", [360, 1024, 1920])
@@ -357,25 +284,6 @@ def test_no_width_needs_horizontal_scrolling(page, which, width, request):
     assert max(cells) < 150, "a value must not stand one letter above the other"
 
 
-def test_page_prints_in_light_colours_without_controls(page, single):
-    page.open(single, scheme="dark")
-    page.run(
-        "addEventListener('beforeprint', () => {"
-        " window.printedIn = document.documentElement.dataset.theme; })"
-    )
-    pdf = base64.b64decode(page.driver.execute_cdp_cmd("Page.printToPDF", {})["data"])
-    assert pdf.startswith(b"%PDF")
-    assert len(re.findall(rb"/Type\s*/Page\b", pdf)) > 1
-    assert len(pdf) > 60_000
-    assert page.run("return printedIn") == "light"
-    assert background(page) < 60
-    page.emulate("dark", media="print")
-    assert background(page) == 255
-    assert not page.find("#filters").is_displayed()
-    assert page.find("#charts canvas").is_displayed()
-    page.emulate("dark")
-
-
 # --- several runs ---------------------------------------------------------------------------------
 
 
@@ -391,12 +299,3 @@ def test_comparison_shows_both_runs_in_every_part(page, compared):
                      "[one._stroke, String(one.dash)])")  # fmt: skip
     assert looks[0][0] != looks[1][0]
     assert looks[0][1] != looks[1][1]
-
-
-def test_groups_of_either_run_can_be_read(page, compared):
-    page.open(compared, hash="#group=4-2&run=2")
-    assert page.text("#group-title") == "Step 4, prompt 2"
-    assert page.find("#filters [name=run]").get_attribute("value") == "1"
-    page.fill("run", "0")
-    page.all("#group-list button")[3].click()
-    assert page.run("return location.hash") == "#group=1-3&run=1"

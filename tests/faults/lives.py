@@ -4,22 +4,23 @@ Importing torch, TRL and Unsloth takes 15 seconds, a short training three. A lif
 a session and an output of its own; it runs the ``rloo-kit`` command and can be killed like any.
 """
 
+import contextlib
 import ctypes
 import gc
 import importlib
+import multiprocessing
 import os
 import pkgutil
-import select
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
+# Of prctl: a life does not outlast the process that began it.
 PARENT_DEATH_SIGNAL = 1
-"""Of prctl: a life does not outlast the process that began it."""
 
 
 def warm_up() -> None:
@@ -31,28 +32,32 @@ def warm_up() -> None:
     setup()
     import torch
 
-    torch.set_num_threads(1)  # where torch was imported before the variable stood
-    import rloo_kit.rewards
-
+    torch.set_num_threads(1)  # where torch was imported before the variable was set
     import rloo_kit
 
-    for package in (rloo_kit, rloo_kit.rewards):
-        for room in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            if not room.name.endswith("__main__"):
-                importlib.import_module(room.name)
+    for module in pkgutil.walk_packages(rloo_kit.__path__, "rloo_kit."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
 
 
 @dataclass
 class Life:
     """A process that trains."""
 
-    pid: int
+    process: ForkProcess
     output: Path
     """What it printed, errors too."""
     began: float
-    code: int | None = None
-    """Its exit code once it has ended, minus the signal's number where one ended it."""
     ended: float = 0.0
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code once it has ended, minus the signal's number where one ended it."""
+        return self.process.exitcode
 
     @property
     def text(self) -> str:
@@ -64,17 +69,10 @@ class Life:
 
     def wait(self, seconds: float) -> bool:
         """Return whether it has ended, after so many seconds at most."""
-        if self.code is not None:
-            return True
-        door = os.pidfd_open(self.pid)
-        try:
-            if not select.select([door], [], [], max(0.0, seconds))[0]:
-                return False
-        finally:
-            os.close(door)
-        self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        self.ended = time.monotonic()
-        return True
+        self.process.join(max(0.0, seconds))
+        if self.code is not None and not self.ended:
+            self.ended = time.monotonic()
+        return self.code is not None
 
     def wait_for(self, seen: Callable[[], object], seconds: float = 120.0) -> bool:
         """Return whether ``seen()`` came true while it lived."""
@@ -107,13 +105,10 @@ class Life:
 
     def kill(self) -> None:
         """Send SIGKILL, to what it started as well, and wait for its end."""
-        if self.code is None:
-            self.signal(signal.SIGKILL)
-            self.wait(30)
-        try:
+        self.process.kill()
+        self.wait(30)
+        with contextlib.suppress(ProcessLookupError):  # it had started nothing
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it had started nothing
-            return
 
 
 def begin(arguments: Sequence[object], output: Path, before: Callable[[], None] = bool) -> Life:
@@ -126,31 +121,20 @@ def begin(arguments: Sequence[object], output: Path, before: Callable[[], None] 
     """
     warm_up()
     output.unlink(missing_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    output.touch()
     gc.freeze()  # else the first collection of every child copies all its pages
+    process = multiprocessing.get_context("fork").Process(
+        target=_live, args=([str(argument) for argument in arguments], output, before)
+    )
     began = time.monotonic()
-    pid = os.fork()
-    if pid:
-        output.touch()
-        return Life(pid, output, began)
-    code = 70
-    try:
-        code = _live([str(argument) for argument in arguments], output, before)
-    except SystemExit as exc:
-        code = exc.code if isinstance(exc.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    finally:
-        _leave(code)
+    process.start()
+    return Life(process, output, began)
 
 
-def _live(arguments: list[str], output: Path, before: Callable[[], None]) -> int:
+def _live(arguments: list[str], output: Path, before: Callable[[], None]) -> None:
     os.setsid()
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+    os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), 1)
     os.dup2(1, 2)
     sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
@@ -165,13 +149,8 @@ def _live(arguments: list[str], output: Path, before: Callable[[], None]) -> int
     from rloo_kit.cli import main
 
     before()
-    return main(arguments)
-
-
-def _leave(code: int) -> None:
-    """End without the clean-up of the process this is a copy of."""
-    try:
+    code = main(arguments)
+    with contextlib.suppress(OSError):  # a test may have closed what reads the output
         sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
+    # Without the clean-up of the process this is a copy of
+    os._exit(code)

@@ -1,18 +1,15 @@
-"""Ten kills of the many that tests/scripts/kill_and_resume.py makes, and a fork held against it."""
+"""Six kills of the many that tests/scripts/kill_and_resume.py makes; the report of a killed run."""
 
 import json
-import os
-import subprocess
-import sys
+import shutil
 
-import pytest
-from kill_and_resume import SETTINGS, Count, differences, kill_and_resume, kill_until_finished
+from kill_and_resume import differences, kill_and_resume
 from trials import Trial
 
 
-def test_ten_kills_cost_nothing(tmp_path):
-    counts = kill_and_resume(tmp_path, 10, ["quickstart", "straddling", "drawn_again"], seed=11)
-    assert sum(count.kills for count in counts) >= 10
+def test_six_kills_cost_nothing(tmp_path):
+    counts = kill_and_resume(tmp_path, 6, ["quickstart", "straddling"], seed=11)
+    assert sum(count.kills for count in counts) >= 6
     assert [count.different for count in counts] == [[]] * len(counts)
     assert not any(count.lost for count in counts)
 
@@ -36,8 +33,6 @@ def test_a_killed_run_has_a_report(tmp_path, capsys):
 
 
 def test_a_run_that_differs_is_found(reference, tmp_path):
-    import shutil
-
     assert differences(reference, reference) == []
     for name in ("adapter/adapter_model.safetensors", "completions.jsonl", "metrics.jsonl"):
         other = tmp_path / name.replace("/", "-")
@@ -47,23 +42,3 @@ def test_a_run_that_differs_is_found(reference, tmp_path):
         content[place] = content[place] ^ 1
         (other / name).write_bytes(content)
         assert [text.split(":")[0] for text in differences(reference, other)] == [name]
-
-
-def test_a_run_that_cannot_be_resumed_is_lost(reference, tmp_path):
-    from random import Random
-
-    from kill_and_resume import Reference
-
-    broken = {**SETTINGS["quickstart"][1], "trainer.num_generations": 3}
-    found = kill_until_finished(tmp_path / "broken", broken, Reference(reference, 4, 60), Random(1))
-    assert found.lost == 1
-    assert isinstance(found, Count)
-
-
-@pytest.mark.slow
-def test_a_fork_trains_as_a_process_of_its_own_does(tmp_path, reference):
-    one = Trial(tmp_path, reference)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "rloo_kit", "train", str(one.file)]
-    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-    assert one.differs() == []

@@ -27,11 +27,10 @@ SETTINGS = BASE | {
     "trainer.beta": 0.02,
 }
 REWARD = f'''\
+import contextlib
 import os
 import time
 from pathlib import Path
-
-kept = []
 
 
 def right(completions, answer, trainer_state=None, **_):
@@ -52,17 +51,13 @@ def right(completions, answer, trainer_state=None, **_):
         time.sleep(0.01)
     while fault == "hangs":
         time.sleep(0.01)
-    while fault == "leaks":
-        kept.append(bytearray(2**22))
     if fault == "fills":
         fill(Path(os.environ["FAULT_DISK"]))
     return {{
         "text": ["good"] * len(scores),
         "nan": [float("nan")] * len(scores),
-        "infinite": [float("inf")] * len(scores),
         "short": scores[:-1],
         "nothing": None,
-        "nested": [[score] for score in scores],
     }}.get(fault, scores)
 
 
@@ -70,11 +65,9 @@ def fill(disk):
     """Leave no byte on a disk."""
     with (disk / "ballast").open("ab", buffering=0) as ballast:
         for size in (2**16, 1):
-            try:
+            with contextlib.suppress(OSError):
                 while ballast.write(bytes(size)) == size:
                     pass
-            except OSError:
-                continue
 '''
 """Of a run file's folder; its faults come from outside."""
 

@@ -1,4 +1,4 @@
-"""Some bad inputs of every cheap kind; tests/scripts/fuzz.py gives them by the thousands."""
+"""Some bad inputs of every cheap kind: each ends in a right result or in one sentence."""
 
 import sys
 from pathlib import Path

@@ -54,7 +54,7 @@ def _be(function, variables):
 
     result = function(join_team(on_cpu=True) if variables else ALONE)
     (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
-    lives._leave(0)
+    os._exit(0)
 
 
 # --- a training with given completions -----------------------------------------------------------
