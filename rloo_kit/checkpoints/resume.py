@@ -17,6 +17,7 @@ Several processes hold the same state: rank 0 writes it, and any number can resu
 
 import copy
 import importlib.metadata
+import json
 import math
 import shutil
 import time
@@ -58,12 +59,8 @@ MUST_STAY = sorted([*on_resume("must"), "rows_per_step"])
 MAY_CHANGE = on_resume("may")
 # Of those, the ones that make the learning rate of a step
 OF_SCHEDULE = (
-    "learning_rate",
-    "lr_scheduler_type",
-    "max_steps",
-    "num_train_epochs",
-    "warmup_steps",
-)
+    "learning_rate", "lr_scheduler_type", "max_steps", "num_train_epochs", "warmup_steps",
+)  # fmt: skip
 # Fields of transformers' state that change within a step
 LOOP_FIELDS = ("epoch", "global_step", "num_input_tokens_seen", "total_flos")
 # Steps whose mean reward is the score of a checkpoint without held-out prompts
@@ -85,7 +82,6 @@ class Resumable(Protocol):
     optimizer: Any
     lr_scheduler: Any
     accelerator: Any
-    callback_handler: Any
     reward_funcs: list[Any]
     reward_func_names: list[str]
     train_dataset: Any
@@ -161,22 +157,6 @@ class ExactResume:
             raise interrupt_for(self._received)
         return output
 
-    def save(self, folder: str | Path | None = None) -> Path:
-        """Write a checkpoint of the last finished step; return its folder.
-
-        Args:
-            folder: In which ``checkpoint-N`` is made; None: ``output_dir``.
-
-        Raises:
-            CheckpointError: No step is finished, or a later one has begun to change the weights.
-            DiskError: The disk is full, or refuses.
-        """
-        if self._snapshot is None:
-            raise CheckpointError(
-                "there is no finished step to save: train first, or use the last checkpoint"
-            )
-        return self._write(Path(folder or self.trainer.args.output_dir)).folder
-
     # --- stopping --------------------------------------------------------------------------------
 
     def stop(self, reason: str) -> None:
@@ -202,10 +182,10 @@ class ExactResume:
 
     def _agree(self) -> None:
         """Share signals and reasons to stop between processes, so all make the same steps."""
-        mine = (None if self._signals is None else self._signals.received, self.stop_reason)
+        mine = (self._signals and self._signals.received, self.stop_reason)
         received, reasons = zip(*self.trainer.team.gather(mine), strict=True)
-        self._received = next((number for number in received if number is not None), None)
-        self.stop_reason = next((reason for reason in reasons if reason), None)
+        self._received = next(filter(None, received), None)
+        self.stop_reason = next(filter(None, reasons), None)
 
     # --- the snapshot of the last finished step --------------------------------------------------
 
@@ -241,31 +221,30 @@ class ExactResume:
 
     def _save_after(self, exc: Exception) -> None:
         """After an error, save the last finished step; raise what should be raised instead."""
-        saved = self._save_last_step()
+        args, step = self.trainer.args, self._snapshot["step"] if self._snapshot else 0
+        saved = False
+        if step and args.save_strategy != "no" and self.trainer.team.is_first:
+            try:
+                saved = (Path(args.output_dir) / f"checkpoint-{step}").exists()
+                saved = saved or bool(self._write(Path(args.output_dir)))
+            except KitError as other:  # the first error is the one to raise
+                warnings.warn(f"step {step} was not saved: {other}", RuntimeWarning, stacklevel=2)
         received = None if self._signals is None else self._signals.received
         if received is not None:  # the signal also ended what the step had started
             raise interrupt_for(received) from exc
-        if isinstance(exc, ProcessLostError) and saved is not None:
-            raise ProcessLostError(f"{exc}; step {saved} is saved: resume with --resume") from exc
-
-    def _save_last_step(self) -> int | None:
-        """Write the checkpoint of the last finished step unless it is there; return its number."""
-        args, step = self.trainer.args, self._snapshot["step"] if self._snapshot else 0
-        if not step or args.save_strategy == "no" or not self.trainer.team.is_first:
-            return None
-        try:
-            if not (Path(args.output_dir) / f"checkpoint-{step}").exists():
-                self._write(Path(args.output_dir))
-        except KitError as exc:  # the first error is the one to raise
-            warnings.warn(f"step {step} was not saved: {exc}", RuntimeWarning, stacklevel=2)
-            return None
-        return step
+        if isinstance(exc, ProcessLostError) and saved:
+            raise ProcessLostError(f"{exc}; step {step} is saved: resume with --resume") from exc
 
     def _write(self, run: Path) -> Checkpoint:
         trainer, snapshot = self.trainer, self._snapshot
         assert snapshot is not None
         self.check_weights()
-        state = snapshot | _large_state(trainer)
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        state = snapshot | {
+            "optimizer": trainer.optimizer.state_dict(),
+            "scheduler": trainer.lr_scheduler.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
         loop = copy.copy(trainer.state)  # a later step may be in progress
         loop.log_history = loop.log_history[: snapshot["rows"]]
         for name, value in snapshot["loop"].items():
@@ -277,13 +256,8 @@ class ExactResume:
             loop.save_to_json(str(folder / TRAINER_STATE_NAME))
 
         trainer.notify("on_checkpoint")
-        checkpoint = write_checkpoint(
-            run,
-            snapshot["step"],
-            fill,
-            facts=self._facts,
-            score=self._score(snapshot["callbacks"]),
-        )
+        score = self._score(snapshot["callbacks"])
+        checkpoint = write_checkpoint(run, snapshot["step"], fill, facts=self._facts, score=score)
         for later in list_steps(run):  # of another future of this run, left by a resume
             if later > checkpoint.step:
                 shutil.rmtree(run / f"checkpoint-{later}", ignore_errors=True)
@@ -414,7 +388,7 @@ class _Restore(TrainerCallback):
 
 def facts_of(trainer: Resumable) -> dict[str, Any]:
     """Return what identifies a run: versions, model, prompts, rewards and settings."""
-    args = _plain(trainer.args.to_dict())
+    args = json.loads(json.dumps(trainer.args.to_dict(), default=str))
     args["rows_per_step"] = _rows_per_step(args) * trainer.team.size
     return {
         "versions": {
@@ -457,32 +431,24 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
         raise CheckpointError(
             f"{name} was written with other settings: {changed}; put them back, or begin a new run"
         )
-    for s in MAY_CHANGE:
-        if old.get(s) != new[s]:
-            text = f"trainer.{s} is {new[s]!r} from here on, and was {old.get(s)!r}"
-            warnings.warn(text, UserWarning, stacklevel=4)
+    notes = [
+        f"trainer.{s} is {new[s]!r} from here on, and was {old.get(s)!r}"
+        for s in MAY_CHANGE
+        if old.get(s) != new[s]
+    ]
     if any(then.get(what) != now[what] for what in ("versions", "threads", "processes")):
-        warnings.warn(
+        notes.append(
             f"{name} was written with other versions, or another number of threads or processes: "
-            f"the run resumes, but not bit for bit",
-            UserWarning,
-            stacklevel=4,
+            f"the run resumes, but not bit for bit"
         )
+    for note in notes:
+        warnings.warn(note, UserWarning, stacklevel=4)
 
 
 def _rows_per_step(settings: dict[str, Any]) -> int:
     """Return the rows that a process learns from in an optimizer step."""
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     return math.prod(settings.get(name) or 0 for name in names)
-
-
-def _plain(value: Any) -> Any:
-    """Return settings as JSON gives them back."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 # --- weights and other parts ---------------------------------------------------------------------
@@ -545,15 +511,6 @@ def _copy_into(own: dict[str, Any], kept: dict[str, Any], name: str) -> None:
     with torch.no_grad():
         for key, values in kept.items():
             own[key].copy_(values)
-
-
-def _large_state(trainer: Resumable) -> dict[str, Any]:
-    scaler = getattr(trainer.accelerator, "scaler", None)
-    return {
-        "optimizer": trainer.optimizer.state_dict(),
-        "scheduler": trainer.lr_scheduler.state_dict(),
-        "scaler": None if scaler is None else scaler.state_dict(),
-    }
 
 
 def _inner(reward: Any) -> Any:

@@ -194,11 +194,7 @@ if not EXAMPLES.is_dir():  # an editable install: the folder lies next to the pa
 
 
 def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run file and apply ``section.key=value`` overrides.
-
-    Args:
-        path: A YAML file, or the name of one that ships with the kit (``quickstart``).
-        overrides: As given to ``--set``; values are YAML.
+    """Read a YAML file, or one that ships with the kit, and apply ``section.key=value`` overrides.
 
     Raises:
         ConfigError: The file is missing or not YAML, or any setting is wrong; all errors are in the
@@ -220,12 +216,11 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         content = _parse(text)
     except yaml.YAMLError as exc:
-        mark = getattr(exc, "problem_mark", None)
+        mark, problem = getattr(exc, "problem_mark", None), getattr(exc, "problem", None)
         line = f" in line {mark.line + 1}" if mark else ""
-        problem = ValueError(getattr(exc, "problem", None) or exc)
         raise ConfigError(
-            f"run file {name} is not valid YAML{line}: {first_line(problem)}; check the "
-            f"indentation and quotes there"
+            f"run file {name} is not valid YAML{line}: {first_line(ValueError(problem or exc))}; "
+            f"check the indentation and quotes there"
         ) from exc
     return make_run_config({} if content is None else content, overrides)
 
@@ -241,11 +236,7 @@ class _Loader(yaml.SafeLoader):
     """YAML's safe loader that refuses a duplicate key; YAML would keep the last one silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Return the table of a node.
-
-        Raises:
-            yaml.YAMLError: It has a duplicate key.
-        """
+        """Return the table of a node, or raise YAMLError."""
         keys = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in keys:
@@ -256,16 +247,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def _parse(text: str) -> Any:
-    """Return what YAML says.
-
-    Raises:
-        yaml.YAMLError: It is not valid, or nested too deeply.
-    """
+    """Return what YAML says, or raise YAMLError."""
     try:
         return yaml.load(text, _Loader)
-    except RecursionError as exc:
-        raise yaml.YAMLError("lists and tables are nested too deeply") from exc
-    except (AttributeError, LookupError, TypeError, ValueError) as exc:
+    except (RecursionError, LookupError, TypeError, ValueError) as exc:
         raise yaml.YAMLError(exc) from exc  # what PyYAML says of 2026-13-01, a date by its looks
 
 
@@ -273,11 +258,7 @@ def _parse(text: str) -> Any:
 
 
 def read_settings(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return ``key=value`` settings that are in no section; values are YAML, and ``1e-3`` a number.
-
-    Raises:
-        ConfigError: One is not of that form.
-    """
+    """Return ``key=value`` settings that are in no section, values read as YAML."""
     found: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -291,11 +272,7 @@ def read_settings(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what ``section.key=value`` settings alone say, a table for each section.
-
-    Raises:
-        ConfigError: One is not of that form.
-    """
+    """Return what ``section.key=value`` settings alone say, a table for each section."""
     content: dict[str, Any] = {}
     errors = [error for override in overrides for error in _apply_override(content, override)]
     if errors:

@@ -86,10 +86,8 @@ def _union(kinds: set[str]) -> Any:
 def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[str]:
     """Return what is wrong with single trainer settings, under their present names.
 
-    Args:
-        values: Name -> value.
-        all_types: Also compare fields of TRL without a rule with the types in its source. A run
-            file needs that; Python code may give objects that TRL converts.
+    ``all_types`` compares fields of TRL without a rule, too, with the types in its source: for a
+    run file. Python code may give objects that TRL converts.
     """
     errors = []
     for name, value in values.items():
@@ -122,14 +120,9 @@ def translate_trainer_arguments(
 ) -> dict[str, Any]:
     """Return the arguments under TRL's present names; warn once per older name.
 
-    Args:
-        arguments: As the user wrote them.
-        num_processes: That each take a batch of ``per_device_train_batch_size``.
-        all_types: See ``check_values``.
-
     Raises:
-        ConfigError: A name is unknown (with the nearest one), is given under its old and its new
-            name, a value is out of range, or the batch does not hold whole groups; all at once.
+        ConfigError: A name is unknown or given twice, a value is out of range, or the batch does
+            not hold whole groups; all at once.
     """
     errors: list[str] = []
     values: dict[str, Any] = {}

@@ -1,6 +1,5 @@
 """Check of one value against its type hint and its rule; the message names the user's own key."""
 
-import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -26,14 +25,7 @@ NO_RULE = Rule()
 
 
 def check_value(path: str, value: object, hint: Any, rule: Rule = NO_RULE) -> list[str]:
-    """Return what is wrong with a value: [] or one sentence.
-
-    Args:
-        path: The user's key, such as ``trainer.beta``.
-        value: As YAML or Python gave it.
-        hint: A type hint.
-        rule: Range and choices.
-    """
+    """Return what is wrong with the value of a key such as ``trainer.beta``: [] or one sentence."""
     start = f"{path} is {format_value(value)}, must be"
     if not _fits(value, hint):
         is_text = isinstance(value, str) and float in _options(hint)
@@ -93,13 +85,9 @@ def _fits(value: object, hint: Any) -> bool:
         return all(_fits(item, arguments[0]) for item in value)
     if hint in (int, float):
         kinds = int if hint is int else int | float
-        return isinstance(value, kinds) and not isinstance(value, bool) and _is_finite(value)
+        # what fits into 64 bits, and is no NaN or Inf
+        return isinstance(value, kinds) and not isinstance(value, bool) and abs(value) < 1 << 63
     return isinstance(value, origin or hint)
-
-
-def _is_finite(value: float) -> bool:
-    """Return whether a number is no NaN or Inf, and fits into 64 bits where it is whole."""
-    return abs(value) < 1 << 63 if isinstance(value, int) else math.isfinite(value)
 
 
 def _in_range(value: float, rule: Rule) -> bool:

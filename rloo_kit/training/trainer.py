@@ -203,10 +203,6 @@ class LeaveOneOutTrainer(RLOOTrainer):
         """End the training after this step, and say why."""
         self.resume.stop(reason)
 
-    def save_checkpoint(self, folder: str | Path | None = None) -> Path:
-        """Write a checkpoint of the last finished step (``ExactResume.save``)."""
-        return self.resume.save(folder)
-
     def check_weights(self) -> None:
         """Raise DivergedError where trained weights hold NaN or Inf."""
         self.resume.check_weights()

@@ -1,6 +1,5 @@
 """The run file: reading, sections, --set; every error names the key and the value."""
 
-import math
 import pickle
 import re
 import warnings
@@ -107,25 +106,19 @@ def test_a_missing_file_names_the_shipped_ones(tmp_path):
 
 WRONG = [
     ({"modle": {}}, "unknown section 'modle'; did you mean 'model'?"),
-    ({3: {}}, "unknown section '3'"),
     ({"model": {"nmae": "x"}}, "unknown key model.nmae; did you mean 'name'?"),
     ({"lora": {"rank": 1}}, "lora.rank; known are lora_alpha, lora_dropout, r, target_modules"),
     ({"model": "tiny"}, "model: holds `key: value` lines, not 'tiny'"),
     ({"trainer": "fast"}, "trainer: holds `key: value` lines, not 'fast'"),
-    ({"vllm": [1]}, "vllm: holds `key: value` lines, not [1]"),
     ({"model": {"name": None}}, "model.name is None, must be text"),
     ({"model": {"max_seq_length": 1.5}}, "max_seq_length is 1.5, must be a whole number"),
     ({"model": {"max_seq_length": True}}, "is True, must be a whole number"),
-    ({"model": {"max_seq_length": 1 << 70}}, "must be a whole number"),
     ({"model": {"load_in_4bit": 1}}, "load_in_4bit is 1, must be true or false"),
-    ({"lora": {"lora_dropout": math.nan}}, "lora_dropout is nan, must be a number"),
     ({"lora": {"lora_dropout": "1e-2"}}, "(YAML reads 1e-5 as text: write 1.0e-5)"),
     ({"lora": {"target_modules": [1]}}, "target_modules is [1], must be a list of texts"),
     ({"data": {"num_prompts": "all"}}, "is 'all', must be a whole number or null"),
-    ({"rewards": None}, "rewards is None, must be a list"),
     ({"model": {"max_seq_length": 1}}, "model.max_seq_length is 1, must be at least 2"),
     ({"lora": {"r": 0}}, "lora.r is 0, must be between 1 and 65,536"),
-    ({"data": {"held_out": -1}}, "data.held_out is -1, must be at least 0"),
     ({"seed": -1}, "seed is -1, must be between 0 and 4,294,967,295"),
     ({"lora": {"lora_dropout": 1.0}}, "lora_dropout is 1.0, must be at least 0 and below 1"),
     ({"lora": {"target_modules": []}}, "name at least one linear layer"),
@@ -137,7 +130,6 @@ WRONG = [
     ({"trainer": {"output_dir": "x"}}, "set output_dir, at the top of the run file"),
     ({"trainer": {"trust_remote_code": True}}, "set model.trust_remote_code"),
     ({"trainer": {"weight_decay": "x"}}, "trainer.weight_decay is 'x', must be a number"),
-    ({"trainer": {1: 2}}, "unknown trainer setting 1"),
     ({"data": {"held_out": 0, "held_out_every": 5}}, "set data.held_out above 0"),
     ({"trainer": {"stop_on": ["reward_hacking"]}}, "set data.held_out_every"),
     ({"trainer": {"eval_strategy": "epoch"}}, "set data.held_out_every"),

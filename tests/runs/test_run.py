@@ -167,19 +167,6 @@ def test_failed_run_keeps_its_last_step_and_resumes(tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_all_completions_of_gradient_accumulation_are_recorded():
-    several = [
-        "--set", "trainer.gradient_accumulation_steps=4", "--set", "trainer.steps_per_generation=2",
-        "--set", "trainer.max_steps=2",
-    ]  # fmt: skip
-    assert main(["quickstart", *SHORT, *several]) == 0
-    completions = rows("runs/quickstart/completions.jsonl")
-    assert [row["step"] for row in completions] == [1] * 64 + [2] * 64
-    for step in (completions[:64], completions[64:]):
-        assert [row["group"] for row in step] == [place // 8 for place in range(64)]
-
-
-@pytest.mark.long
 def test_saved_run_file_trains_again_from_another_folder(tmp_path, monkeypatch):
     home = tmp_path / "project"
     home.mkdir()

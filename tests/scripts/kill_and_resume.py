@@ -16,7 +16,6 @@ import re
 import shutil
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -67,16 +66,6 @@ SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
             "trainer.max_steps": 6,
         },
     ),
-    "twice": (
-        "every batch trained twice, in halves, with a KL penalty",
-        {
-            "trainer.num_iterations": 2,
-            "trainer.steps_per_generation": 2,
-            "trainer.beta": 0.02,
-            "trainer.save_steps": 3,
-            "trainer.max_steps": 10,
-        },
-    ),
     "drawn_again": (
         "dynamic sampling, moving reward normalisation, a watch on groups without signal",
         {
@@ -96,16 +85,6 @@ SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
             "trainer.per_device_train_batch_size": 4,
             "trainer.gradient_accumulation_steps": 2,
             "trainer.shuffle_dataset": True,
-        },
-    ),
-    "dropout": (
-        "dropout in the adapter, another seed, metrics every second step",
-        {
-            "seed": 7,
-            "lora.lora_dropout": 0.1,
-            "trainer.logging_steps": 2,
-            "trainer.save_steps": 3,
-            "trainer.beta": 0.05,
         },
     ),
     "schedules": (
@@ -129,17 +108,6 @@ SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
             "trainer.missing_eos_penalty": 0.5,
             "trainer.save_steps": 3,
             "trainer.max_steps": 7,
-        },
-    ),
-    "curriculum": (
-        "a curriculum over levels, token-level KL by k3, an optimizer with momentum",
-        {
-            "data.level": [1, 2, 3],
-            "data.curriculum": True,
-            "trainer.beta": 0.05,
-            "trainer.token_level_kl": True,
-            "trainer.kl_estimator": "k3",
-            "trainer.optim": "adafactor",
         },
     ),
 }
@@ -183,7 +151,7 @@ def differences(reference: Path, run: Path) -> list[str]:
     for name in ("adapter/adapter_model.safetensors", "completions.jsonl"):
         mine, wanted = _bytes(run / name), _bytes(reference / name)
         if mine != wanted:
-            found.append(f"{name}: {_first_difference(mine, wanted)}")
+            found.append(f"{name}: {len(mine)} bytes for {len(wanted)}")
     mine, wanted = metrics(run), metrics(reference)
     if mine != wanted:
         found.append(f"metrics.jsonl: {_first_metric(mine, wanted)}")
@@ -197,15 +165,6 @@ def differences(reference: Path, run: Path) -> list[str]:
 
 def _bytes(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
-
-
-def _first_difference(mine: bytes, wanted: bytes) -> str:
-    if not mine:
-        return "missing"
-    pairs = zip(mine.split(b"\n"), wanted.split(b"\n"), strict=False)
-    line = next((n for n, (a, b) in enumerate(pairs, start=1) if a != b), 0)
-    lengths = f"{len(mine)} bytes for {len(wanted)}"
-    return f"{lengths}, from line {line} on" if line else lengths
 
 
 def metrics(run: Path) -> list[dict[str, object]]:
@@ -267,11 +226,7 @@ class Reference:
 
 
 def run_reference(folder: Path, overrides: dict[str, object]) -> Reference:
-    """Train without interruption.
-
-    Raises:
-        RuntimeError: It failed.
-    """
+    """Train without interruption, or raise RuntimeError."""
     life = begin(["train", write_run_file(folder, overrides)], folder / "output.txt")
     if life.finish(300):
         raise RuntimeError(f"the uninterrupted run failed:\n{life.text}")
@@ -361,14 +316,9 @@ def _last_lines(text: str) -> str:
 def kill_and_resume(
     work: Path, kills: int, names: list[str], seed: int, rows: Path | None = None
 ) -> list[Count]:
-    """Kill ``kills`` times, one setting after the other; return a row for each setting.
+    """Kill at least ``kills`` times, one setting after the other; return a row for each setting.
 
-    Args:
-        work: Folder for the runs; one that came out right is removed.
-        kills: At least so many; the last run is finished.
-        names: Of SETTINGS.
-        seed: Of the moments.
-        rows: Folder that kills.json is written to after every run.
+    The folder of a run that came out right is removed. ``rows`` is a folder for kills.json.
     """
     warm_up()
     counts = {name: Count(name, SETTINGS[name][0]) for name in names}
@@ -384,12 +334,11 @@ def kill_and_resume(
         folder = work / f"{name}-{number}"
         chance = random.Random(f"{seed} {number}")
         found = kill_until_finished(folder, overrides, references[name], chance)
-        add(count, found)
-        places = ", ".join(map(str, found.resumed_from)) or "never"
-        print(
-            f"{name}: killed {found.kills} times, resumed from {places}: {_came_to(found)}",
-            flush=True,
-        )
+        for key, value in asdict(found).items():
+            if not isinstance(value, str):
+                setattr(count, key, getattr(count, key) + value)
+        outcome = "; ".join(found.different) or "the same, bit for bit"
+        print(f"{name}: killed {found.kills} times: {outcome}", flush=True)
         if not found.different:
             shutil.rmtree(folder)
         if rows is not None:
@@ -397,42 +346,6 @@ def kill_and_resume(
             content = json.dumps([asdict(count) for count in counts.values()], indent=1)
             (rows / "kills.json").write_text(content + "\n")
     return list(counts.values())
-
-
-def add(count: Count, found: Count) -> None:
-    """Add one run to its setting's row."""
-    for name, value in asdict(found).items():
-        if not isinstance(value, str):
-            setattr(count, name, getattr(count, name) + value)
-
-
-def _came_to(found: Count) -> str:
-    return "; ".join(found.different) if found.different else "the same, bit for bit"
-
-
-def table(counts: list[Count]) -> str:
-    """Return a line for each setting and one for all, in columns."""
-    head = ("setting", "runs", "kills", "loading", "writing", "ending", "from", "lost", "differ")
-    rows = [
-        (
-            count.setting,
-            count.runs,
-            count.kills,
-            count.while_loading,
-            count.while_writing,
-            count.while_ending,
-            f"{len(set(count.resumed_from))} places",
-            count.lost,
-            len(count.different) - count.lost,
-        )
-        for count in counts
-    ]
-    numbers = [sum(row[i] for row in rows) for i in (1, 2, 3, 4, 5)]
-    faults = [sum(row[i] for row in rows) for i in (7, 8)]
-    rows.append(("all", *numbers, "", *faults))
-    return "\n".join(
-        f"{row[0]:<12}" + "".join(f"{cell!s:>10}" for cell in row[1:]) for row in (head, *rows)
-    )
 
 
 def main() -> int:
@@ -443,10 +356,9 @@ def main() -> int:
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--rows", type=Path, help="folder for kills.json, of which a page is made")
     args = parser.parse_args()
-    started = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="rloo-kit-kills-"))
     counts = kill_and_resume(work, args.kills, args.settings, args.seed, args.rows)
-    print(f"\n{table(counts)}\n\n{(time.monotonic() - started) / 60:.1f} minutes")
+    print(f"{sum(count.kills for count in counts)} kills")
     faults = [text for count in counts for text in count.different]
     if faults:
         print("\n".join(faults), file=sys.stderr)
