@@ -43,18 +43,19 @@ def _run(argv: Sequence[str] | None) -> int:
         with terminate_as_interrupt(), warnings.catch_warnings():
             warnings.showwarning = _show_warning  # catch_warnings puts it back
             return args.call(args)
-    except ProcessLostError as exc:
-        print(f"rloo-kit: {redact(str(exc))}", file=sys.stderr)
-        return LOST
     except KitError as exc:
-        print(f"rloo-kit: {redact(str(exc))}", file=sys.stderr)
-        return 2
+        _complain(str(exc))
+        return LOST if isinstance(exc, ProcessLostError) else 2
     except KeyboardInterrupt as exc:
         print("rloo-kit: interrupted", file=sys.stderr)
         return exit_code(exc)
     except Exception as exc:
         print(redacted_traceback(exc), file=sys.stderr, end="")
         return 1
+
+
+def _complain(text: str) -> None:
+    print(f"rloo-kit: {redact(text)}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -183,9 +184,13 @@ def _add_asked(command: argparse.ArgumentParser, file: str) -> None:
 
 
 def _asked(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("prompts", "num_prompts", "batch_size", "output")
     engine = ["trainer.generation=vllm"] if args.vllm else []
-    return {"overrides": [*args.set, *engine], **{name: getattr(args, name) for name in names}}
+    options = _options(args, "prompts", "num_prompts", "batch_size", "output")
+    return {"overrides": [*args.set, *engine], **options}
+
+
+def _options(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names}
 
 
 def _add_chat(commands: Any) -> None:
@@ -313,11 +318,7 @@ def _launch(args: argparse.Namespace) -> int:
         divided_batch(config.trainer, args.processes)
     again = [word for setting in args.set for word in ("--set", setting)]
     resume = ["--resume"] if args.resume else []
-
-    def say(text: str) -> None:
-        print(f"rloo-kit: {redact(text)}", file=sys.stderr)
-
-    return launch(["train", args.run_file, *resume, *again], args.processes, say)
+    return launch(["train", args.run_file, *resume, *again], args.processes, _complain)
 
 
 def _code_of(result: Any) -> int:
@@ -328,19 +329,14 @@ def _code_of(result: Any) -> int:
 
 def _doctor(args: argparse.Namespace) -> int:
     if args.run is not None:
-        return _doctor_of_a_run(args.run)
+        from rloo_kit.diagnosis.run_rules import diagnose
+
+        return int(any(finding.level == "error" for finding in diagnose(args.run)))
     from rloo_kit.diagnosis.machine import examine
 
     report = examine()
     print("\n".join(report.lines))
     return 0 if report.can_train else 1
-
-
-def _doctor_of_a_run(folder: str) -> int:
-    from rloo_kit.diagnosis.run_rules import diagnose
-
-    findings = diagnose(folder)
-    return int(any(finding.level == "error" for finding in findings))
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -353,16 +349,9 @@ def _report(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from rloo_kit.export.exporter import export_model
 
-    export_model(
-        args.run,
-        args.to,
-        output=args.output,
-        dtype=args.dtype,
-        base=args.base,
-        converter=args.converter,
-        check=not args.no_check,
-        num_prompts=args.prompts,
-    )
+    names = ("output", "dtype", "base", "converter")
+    options = {"check": not args.no_check, "num_prompts": args.prompts, **_options(args, *names)}
+    export_model(args.run, args.to, **options)
     return 0
 
 
@@ -393,14 +382,8 @@ def _eval(args: argparse.Namespace) -> int:
 def _judge(args: argparse.Namespace) -> int:
     from rloo_kit.evaluation.win_rate import judge_models
 
-    found = judge_models(
-        args.model,
-        against=args.against,
-        by=args.by,
-        sampled=args.sampled,
-        **_asked(args),
-    )
-    print(f"\n{found}")
+    options = _options(args, "against", "by", "sampled")
+    print(f"\n{judge_models(args.model, **options, **_asked(args))}")
     return 0
 
 
@@ -423,14 +406,8 @@ def _legacy(args: argparse.Namespace) -> int:
 def _chat(args: argparse.Namespace) -> int:
     from rloo_kit.export.chat import chat
 
-    chat(
-        args.model,
-        base=args.base,
-        system=args.system,
-        temperature=args.temperature,
-        max_tokens=args.max_tokens,
-        seed=args.seed,
-    )
+    names = ("base", "system", "temperature", "max_tokens", "seed")
+    chat(args.model, **_options(args, *names))
     return 0
 
 

@@ -78,12 +78,6 @@ def test_a_checkpoint_is_read_back_as_it_was_written(tmp_path):
     }
 
 
-@pytest.mark.parametrize("score", [None, float("nan"), float("inf")])
-def test_a_nan_score_is_no_score(tmp_path, score):
-    assert write_checkpoint(tmp_path, 1, fill, score=score).score is None
-    assert read_checkpoint(tmp_path / "checkpoint-1").score is None
-
-
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     write(tmp_path, 10)
     write_checkpoint(

@@ -184,18 +184,6 @@ def test_lines_arrive_while_the_subprocess_runs(tmp_path, helpers):
     assert printed == [("waiting", False)]
 
 
-@pytest.mark.long
-def test_subprocess_is_killed_when_a_line_cannot_be_printed(tmp_path, helpers):
-    place = tmp_path / "pid"
-
-    def say(line):
-        raise BrokenPipeError(line)
-
-    with pytest.raises(BrokenPipeError, match="waiting"):
-        call_in_child(helpers.waits, (str(place), "raises"), say)
-    assert gone(int(place.read_text()))
-
-
 # --- errors --------------------------------------------------------------------------------------
 
 
@@ -252,14 +240,6 @@ def test_signal_is_forwarded_and_raised_here(number, error, tmp_path, helpers):
         )
     assert caught.type is error
     assert gone(int(place.read_text()))
-
-
-@pytest.mark.long
-@BOTH
-def test_function_may_answer_a_signal_with_a_result(number, error, tmp_path, helpers):
-    arguments = (str(tmp_path / "pid"), "answers")
-    found = call_in_child(helpers.waits, arguments, lambda line: signal.raise_signal(number))
-    assert found == "saved"
 
 
 @pytest.mark.long
