@@ -41,7 +41,8 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(args.rest)}")
     try:
         with terminate_as_interrupt(), warnings.catch_warnings():
-            warnings.showwarning = _show_warning  # catch_warnings puts it back
+            # catch_warnings puts it back
+            warnings.showwarning = _show_warning
             return args.call(args)
     except KitError as exc:
         _complain(str(exc))
@@ -313,7 +314,8 @@ def _launch(args: argparse.Namespace) -> int:
     from rloo_kit.runs.launch import launch
     from rloo_kit.training.preparation import divided_batch, read_config
 
-    config, _ = read_config(args.run_file, args.set)  # what is wrong there is said once
+    # Errors in the run file are printed once, not by every process
+    config, _ = read_config(args.run_file, args.set)
     if args.processes > 1:
         divided_batch(config.trainer, args.processes)
     again = [word for setting in args.set for word in ("--set", setting)]

@@ -37,7 +37,8 @@ class Team:
 
     rank: int = 0
     size: int = 1
-    group: Any = None  # of gloo, for objects; None: torch's default one
+    # Of gloo, for objects; None: torch's default one
+    group: Any = None
 
     @property
     def is_first(self) -> bool:
@@ -132,7 +133,8 @@ def join_team(*, on_cpu: bool) -> Team:
     from accelerate import PartialState
 
     if not dist.is_initialized():
-        PartialState._reset_state()  # made before the others were known
+        # Made before the others were known
+        PartialState._reset_state()
     with raise_if_peer_lost():
         PartialState(cpu=on_cpu, **({"backend": "gloo"} if on_cpu else {}))
     return current_team()

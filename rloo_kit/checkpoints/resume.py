@@ -139,13 +139,15 @@ class ExactResume:
             check_same_run(self.resumed_from, self._facts)
             self.state_read = read_tree(self.resumed_from.folder)
             folder, last = str(self.resumed_from.folder), _Restore(self)
-            trainer.add_callback(last)  # after the callbacks whose state it restores
+            # After the callbacks whose state it restores
+            trainer.add_callback(last)
         self._started = time.monotonic()
         with StopSignals(say=print if trainer.team.is_first else None) as self._signals:
             try:
                 with raise_if_peer_lost():
                     output = train(folder)
-                    self._agree()  # a signal may have come after the last step
+                    # A signal may have come after the last step
+                    self._agree()
             except Exception as exc:
                 self._save_after(exc)
                 raise
@@ -230,7 +232,8 @@ class ExactResume:
             except KitError as other:  # the first error is the one to raise
                 warnings.warn(f"step {step} was not saved: {other}", RuntimeWarning, stacklevel=2)
         received = None if self._signals is None else self._signals.received
-        if received is not None:  # the signal also ended what the step had started
+        # Ctrl-C reaches child processes too, so the error is only its consequence
+        if received is not None:
             raise interrupt_for(received) from exc
         if isinstance(exc, ProcessLostError) and saved:
             raise ProcessLostError(f"{exc}; step {step} is saved: resume with --resume") from exc
@@ -245,7 +248,8 @@ class ExactResume:
             "scheduler": trainer.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
         }
-        loop = copy.copy(trainer.state)  # a later step may be in progress
+        # A later step may be in progress, so its rows and counters are left out
+        loop = copy.copy(trainer.state)
         loop.log_history = loop.log_history[: snapshot["rows"]]
         for name, value in snapshot["loop"].items():
             setattr(loop, name, value)
@@ -258,7 +262,8 @@ class ExactResume:
         trainer.notify("on_checkpoint")
         score = self._score(snapshot["callbacks"])
         checkpoint = write_checkpoint(run, snapshot["step"], fill, facts=self._facts, score=score)
-        for later in list_steps(run):  # of another future of this run, left by a resume
+        # Later checkpoints are of another future of this run, left by a resume
+        for later in list_steps(run):
             if later > checkpoint.step:
                 shutil.rmtree(run / f"checkpoint-{later}", ignore_errors=True)
         prune_checkpoints(run, trainer.args.keep_last, trainer.args.keep_best)
@@ -322,7 +327,8 @@ class ExactResume:
         scaler = getattr(trainer.accelerator, "scaler", None)
         if scaler is not None and state["scaler"]:
             scaler.load_state_dict(state["scaler"])
-        trainer.state.compute_steps(trainer.args, trainer.state.max_steps)  # not the checkpoint's
+        # The steps that today's arguments ask for, not the checkpoint's
+        trainer.state.compute_steps(trainer.args, trainer.state.max_steps)
         trainer.notify("on_resume", held=state["callbacks"])
         trainer.load_state_dict(state)
         for reward, kept in zip(trainer.reward_funcs, state["rewards"], strict=True):
@@ -481,7 +487,8 @@ def read_weights(trainer: Resumable, folder: Path) -> None:
         return
     has_reference = (folder / "ref" / ADAPTER).exists()
     if "ref" in model.peft_config and not has_reference:
-        model.delete_adapter("ref")  # a copy of an adapter that had been trained already
+        # TRL copied an adapter that had been trained already; the checkpoint's had none
+        model.delete_adapter("ref")
     if has_reference and "ref" not in model.peft_config:
         model.add_adapter("ref", model.peft_config["default"])
     for name in model.peft_config:

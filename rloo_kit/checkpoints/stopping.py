@@ -107,7 +107,8 @@ class StopSignals:
     @staticmethod
     def _tell(say: Callable[[str], object], name: str) -> None:
         again = "press it again" if name == "Ctrl-C" else "send it again"
-        with contextlib.suppress(Exception):  # a terminal that is closed by now
+        # The terminal may be closed by now
+        with contextlib.suppress(Exception):
             say(f"\n{name}: this step is finished and saved first; {again} to stop at once")
 
 
@@ -122,7 +123,8 @@ def terminate_as_interrupt() -> Iterator[None]:
 
     def end(number: int, _: FrameType | None) -> None:
         received.append(number)
-        if len(received) == 1:  # a second one must not end the clean-up
+        # A second one must not end the clean-up
+        if len(received) == 1:
             raise Terminated
 
     with handled(end, signal.SIGTERM):

@@ -94,7 +94,8 @@ def write_checkpoint(
     }
     try:
         run.mkdir(parents=True, exist_ok=True)
-        for name in os.listdir(run):  # a killed process left them
+        # Hidden folders that a killed process left
+        for name in os.listdir(run):
             if _HIDDEN.fullmatch(name):
                 shutil.rmtree(run / name)
         part.mkdir()
@@ -148,7 +149,8 @@ def _sync(folder: Path) -> None:
         if path.is_dir():
             _sync_folder(path)
         else:
-            with path.open("r+b") as file:  # Windows syncs only what may be written
+            # Windows syncs only what may be written
+            with path.open("r+b") as file:
                 os.fsync(file.fileno())
 
 
@@ -417,7 +419,8 @@ def checksum_of_weights(model: Any) -> str:
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad or ".ref." in name:  # TRL's copy of the adapter
+        # TRL's copy of the adapter
+        if parameter.requires_grad or ".ref." in name:
             continue
         values = parameter.detach().reshape(-1)[:SAMPLED_VALUES].cpu()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())

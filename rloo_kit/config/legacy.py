@@ -216,7 +216,8 @@ def _trainer(given: dict[str, Any], lines: list[str]) -> dict[str, Any]:
             old[name] *= per_update
     size = math.prod(old[name] for name in COUNTS[:3])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # the lines below give each older name
+        # The lines below give each older name
+        warnings.simplefilter("ignore", FutureWarning)
         renamed = {SAME.get(name, name): value for name, value in old.items()}
         values = translate_trainer_arguments(renamed)
     for name in old:

@@ -186,7 +186,8 @@ class RunConfig:
 
 SECTIONS: dict[str, type] = {"model": ModelSection, "lora": LoraSection, "data": DataSection}
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-if not EXAMPLES.is_dir():  # an editable install: the folder lies next to the package
+# In an editable install the folder lies next to the package
+if not EXAMPLES.is_dir():
     EXAMPLES = EXAMPLES.parents[1] / "examples"
 
 
@@ -251,7 +252,8 @@ def _parse(text: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except (RecursionError, LookupError, TypeError, ValueError) as exc:
-        raise yaml.YAMLError(exc) from exc  # what PyYAML says of 2026-13-01, a date by its looks
+        # What PyYAML says of 2026-13-01, a date by its looks
+        raise yaml.YAMLError(exc) from exc
 
 
 # --- overrides -----------------------------------------------------------------------------------
@@ -283,7 +285,8 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 def read_value(text: str) -> Any:
     """Return what a value says after ``--set``: YAML, and ``1e-3`` a number."""
     if re.fullmatch(r"\s*[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+\s*", text):
-        return float(text)  # YAML 1.1 wants a point and a sign: 1.0e-3
+        # YAML 1.1 wants a point and a sign: 1.0e-3
+        return float(text)
     try:
         value = _parse(text)
     except yaml.YAMLError:

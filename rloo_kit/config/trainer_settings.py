@@ -157,7 +157,8 @@ def _rename(
         return
     accumulation = given.get("gradient_accumulation_steps")
     if old == "num_mini_batches" and isinstance(value, int) and isinstance(accumulation, int):
-        value *= accumulation  # each mini-batch was an optimizer step of so many slices
+        # Each mini-batch was an optimizer step of so many slices
+        value *= accumulation
     _warn_renamed(old, new, value)
     values[new] = value
 

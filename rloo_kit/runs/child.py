@@ -76,7 +76,8 @@ def call_in_child(
                 f"{'memory may have run out; ' if process.returncode == -9 else ''}read the last "
                 f"lines it printed"
             )
-        returned, value = pickle.loads(answer.read_bytes())  # written by our own subprocess
+        # Written by our own subprocess
+        returned, value = pickle.loads(answer.read_bytes())
     if returned:
         return value
     raise value
@@ -87,11 +88,13 @@ def _started(order: Path, answer: Path) -> Iterator[subprocess.Popen]:
     """Start the subprocess; at the end kill it and what it started."""
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", __name__, str(order), str(answer)],
-        stdin=subprocess.PIPE,  # the system closes our end when this process dies
+        # The system closes our end when this process dies
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # Ctrl-C reaches it once, through us
+        # Ctrl-C reaches it once, through us
+        start_new_session=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )
 
@@ -101,7 +104,8 @@ def _started(order: Path, answer: Path) -> Iterator[subprocess.Popen]:
 
     def kill_the_rest() -> None:
         process.wait()
-        kill()  # a grandchild that lives on would keep the output open
+        # A grandchild that lives on would keep the output open
+        kill()
 
     threading.Thread(target=kill_the_rest, name="rloo-kit subprocess", daemon=True).start()
     try:
@@ -144,7 +148,8 @@ def _main(order: str, answer: str) -> None:
 
 def _end_with_the_parent(folder: Path) -> None:
     """Kill this process and what it started when the parent dies, and remove ``folder``."""
-    os.read(0, 1)  # returns when the parent's end is closed: nothing is ever written
+    # Returns when the parent's end is closed: nothing is ever written
+    os.read(0, 1)
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 

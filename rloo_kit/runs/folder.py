@@ -88,7 +88,8 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
         ConfigError: The first setting that differs.
     """
     then, _ = without_hidden(read_run_file(folder / RUN_FILE).as_dict())
-    asked, _ = without_hidden(redact_tree(now.as_dict()))  # secrets may differ
+    # Secrets are masked in run.yaml, so both are compared without them
+    asked, _ = without_hidden(redact_tree(now.as_dict()))
     for path, old, new in _differences(then, asked):
         raise ConfigError(
             f"{path} is {format_value(new)}, and the run in {format_value(str(folder))} began with "
@@ -144,7 +145,8 @@ def reopened_folder(
     def begin() -> None:
         for name in RECORD if checkpoint is None else ("end.json",):
             (folder / name).unlink(missing_ok=True)
-        shutil.rmtree(folder / "adapter", ignore_errors=True)  # of fewer steps
+        # The adapter of fewer steps would be taken for the trained one
+        shutil.rmtree(folder / "adapter", ignore_errors=True)
         _write_settings(folder, config, environment)
 
     if checkpoint is None:
@@ -185,7 +187,8 @@ def _removed_if_empty(folder: Path) -> Iterator[None]:
         learned = ("metrics.jsonl", "completions.jsonl", "adapter")
         if not any((folder / name).exists() for name in learned) and not list_steps(folder):
             shutil.rmtree(folder, ignore_errors=True)
-            with contextlib.suppress(OSError):  # it holds other runs
+            # The parent stays where it holds other runs
+            with contextlib.suppress(OSError):
                 folder.parent.rmdir()
         raise
 
@@ -199,7 +202,8 @@ def _end_recorded(recorder: "RunRecorder") -> Iterator[None]:
     except BaseException as exc:
         if recorder.began and (recorder.folder / "metrics.jsonl").exists():
             reason = f"{type(exc).__name__}: {exc}"
-            with contextlib.suppress(OSError):  # a full disk must not hide the first error
+            # A full disk must not hide the first error
+            with contextlib.suppress(OSError):
                 recorder.write_end("failed", reason, recorder.steps, time.monotonic() - start)
             recorder.write_report()
         raise

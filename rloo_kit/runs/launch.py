@@ -93,7 +93,8 @@ def _start(
                 stdin=subprocess.DEVNULL if rank else None,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C reaches each once, through us
+                # Ctrl-C reaches each once, through us
+                start_new_session=True,
             )
         processes.append(process)
 
@@ -127,6 +128,7 @@ def outcome(first: int, codes: Sequence[int], text: str) -> tuple[str, int]:
         hint = ": memory may have run out" if code == -signal.SIGKILL else ""
         return f"{name} was ended by {signal.Signals(-code).name}{hint}", 2
     if own > 0 and own != LOST:
-        return "", own  # rank 0 had the same error and has printed it
+        # Rank 0 had the same error and has printed it
+        return "", own
     lines = [line for line in text.splitlines() if line.strip()]
     return "\n".join([f"{name} ended with code {code}:", *lines[-LAST_LINES:]]), code

@@ -90,7 +90,8 @@ class RunRecorder(TrainerCallback):
             return
         self.steps, self._earlier = state.global_step, record["seconds"]
         self.resumed_at = [*record["resumed_at"], state.global_step]
-        for name in ROW_FILES:  # and no other name that the checkpoint gives
+        # And no other name that the checkpoint gives
+        for name in ROW_FILES:
             path, size = self.folder / name, record["sizes"][name]
             if _size(path) > size:
                 os.truncate(path, size)

@@ -149,7 +149,8 @@ def _join(backend: str) -> Team:
 
 def _set_up(backend: str) -> Environment:
     environment = setup(backend)
-    live_progress()  # report a wrong RLOO_KIT_LIVE, from .env too, before the model is loaded
+    # Report a wrong RLOO_KIT_LIVE, from .env too, before the model is loaded
+    live_progress()
     return environment
 
 
@@ -348,7 +349,8 @@ def _follow_scores(
     if watch is not None and recorder is not None:
         watch.config = made.config
         watch.by_held_out = before is not None and bool(every)
-        with contextlib.suppress(DataError):  # after a power cut it may hold no line
+        # After a power cut it may hold no line
+        with contextlib.suppress(DataError):
             watch.past = read_run(recorder.folder) if resumed else None
     if before is None:
         return
@@ -365,7 +367,8 @@ def _train(trainer: Any, checkpoint: Checkpoint | None, say: Say) -> tuple[float
         say(f"resuming from step {checkpoint.step} ({checkpoint.folder})")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="training stops")  # said below
+            # Said below
+            warnings.filterwarnings("ignore", message="training stops")
             trainer.train(resume_from_checkpoint=checkpoint and checkpoint.folder)
     except KeyboardInterrupt as exc:
         say(f"\ninterrupted after step {trainer.state.global_step}: saving the adapter")
