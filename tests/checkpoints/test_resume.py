@@ -17,7 +17,6 @@ from rloo_kit.checkpoints.stopping import Terminated
 from rloo_kit.checkpoints.store import (
     list_steps,
     random_states,
-    read_checkpoint,
     read_tree,
     set_random_states,
     write_tree,
@@ -268,13 +267,10 @@ def test_a_changed_learning_rate_is_used_with_a_warning(tmp_path, two_steps):
     ("asked", "remedy"),
     [
         ({"temperature": 0.5}, r"trainer\.temperature was 2\.0 and is 0\.5"),
-        ({"num_generations": 2}, r"trainer\.num_generations was 4 and is 2"),
         ({"num_prompts": 23}, "other prompts: put data"),
         ({"reward": Moody()}, "other rewards: put rewards back"),
-        ({"seed": 7}, "trainer.seed was 42 and is 7"),
-        ({"optim": "sgd"}, "trainer.optim was"),
     ],
-    ids=["temperature", "num_generations", "prompts", "reward", "seed", "optim"],
+    ids=["temperature", "prompts", "reward"],
 )
 def test_another_run_is_refused_with_what_differs(tmp_path, two_steps, asked, remedy):
     other = new_trainer(tmp_path, **asked)
@@ -285,28 +281,9 @@ def test_another_run_is_refused_with_what_differs(tmp_path, two_steps, asked, re
 
 
 @pytest.mark.faults
-def test_another_model_is_refused(tmp_path, two_steps):
-    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128, load_in_4bit=False)
-    other = new_trainer(tmp_path, (rk.attach_lora(model, r=4), tokenizer))
-    with pytest.raises(CheckpointError, match=r"with another model: put model\.name"):
-        other.train(resume_from_checkpoint=two_steps)
-
-
-@pytest.mark.faults
 def test_resume_without_a_checkpoint_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="leave resume_from_checkpoint out"):
         new_trainer(tmp_path).train(resume_from_checkpoint=True)
-
-
-@pytest.mark.faults
-def test_best_and_newest_checkpoints_stay(tmp_path):
-    def worse_and_worse(completions, trainer_state, **_):
-        return [score - trainer_state.global_step for score in lottery(completions)]
-
-    new_trainer(tmp_path, reward=worse_and_worse, keep_last=2, keep_best=1).train()
-    assert list_steps(tmp_path) == [1, 4, 5]
-    scores = [read_checkpoint(tmp_path / f"checkpoint-{step}").score for step in (1, 4, 5)]
-    assert scores == sorted(scores, reverse=True)
 
 
 # --- state files ---------------------------------------------------------------------------------
@@ -363,9 +340,7 @@ def test_what_only_a_pickle_could_keep_is_refused(tmp_path):
         write_tree(tmp_path, {"a": [lambda: None]})
 
 
-@pytest.mark.parametrize(
-    "damage", ["", "[]", '{"tensor": "9"}', '{"dict": 3}', '{"a": 1, "b": 2}', "[" * 100_000]
-)
+@pytest.mark.parametrize("damage", ["", "[]", '{"tensor": "9"}', "[" * 100_000])
 def test_damaged_state_is_refused(tmp_path, damage):
     write_tree(tmp_path, {"a": torch.ones(2)})
     (tmp_path / "state.json").write_text(damage)

@@ -186,23 +186,19 @@ def test_too_many_skipped_steps_in_a_row_end_the_training(training):
     assert equal(before, copies(training.trained))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_nan_weights_are_found_before_sampling(training, value):
+def test_nan_weights_end_the_training(training):
     trainer = training.trainer()
 
     class Spoil(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
-            training.trained[3].data.view(-1)[0] = value
+            training.trained[3].data.view(-1)[0] = math.nan
 
     trainer.add_callback(Spoil())
-    forwards = []
-    with training.watching(lambda rows, output: forwards.append(trainer.state.global_step)):
-        with pytest.raises(DivergedError, match=r"1 of \d+ trained weights .* after step 1 "):
-            trainer.train()
-        assert set(forwards) == {0}
-        with pytest.raises(DivergedError, match="hold NaN or Inf"):
-            score(training)
-    assert set(forwards) == {0}
+    with pytest.raises(DivergedError, match="hold NaN or Inf"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    with pytest.raises(DivergedError, match="hold NaN or Inf"):
+        score(training)
 
 
 def test_nan_logits_are_a_diverged_error(training):

@@ -104,15 +104,6 @@ def test_fp8_on_a_cpu_is_one_sentence(tmp_path, capsys):
     assert "model.fp8_kv_cache needs a GPU of compute capability 8.0 or more" in text
 
 
-@pytest.mark.long
-def test_fp8_on_an_older_card_is_one_sentence(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-    text = refused(tmp_path, capsys, {"model": FP8, "trainer": QUICK})
-    assert "capability 9.0 or more, and this one has 7.5: set it to false" in text
-    text = refused(tmp_path, capsys, {"model": {"fp8_kv_cache": True}, "trainer": QUICK})
-    assert "capability 8.0 or more, and this one has 7.5: set it to false" in text
-
-
 def test_fp8_and_4_bit_contradict_each_other(tmp_path, capsys):
     text = refused(tmp_path, capsys, {"model": {"load_in_fp8": True}})
     assert "model.load_in_fp8 and model.load_in_4bit are both true: set model.load_in_4bit" in text
