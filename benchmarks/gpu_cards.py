@@ -199,13 +199,8 @@ def card(options, answer) -> None:
     from gpu_parts import run_file
 
     import rloo_kit as rk
-    from rloo_kit.machine.hardware import FP8_WEIGHTS_MADE, compute_capability
 
     rk.setup(options.backend)
-    capability = compute_capability()
-    if any("fp8" in word for word in options.set) and capability < FP8_WEIGHTS_MADE:
-        answer.note(skipped=f"FP8 weights need compute capability 9.0, and this is {capability}")
-        return
     small = SmallCard(options.card)
     small.follow()
     in_4bit = options.bits == 4

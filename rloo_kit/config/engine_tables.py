@@ -18,11 +18,8 @@ SHARED_ENGINE_NAMES = frozenset(
 SET_ELSEWHERE: dict[str, dict[str, str]] = {
     "unsloth": {
         "fast_inference": "trainer.generation",
-        "float8_kv_cache": "model.fp8_kv_cache",
-        "fp8_mode": "model.load_in_fp8",
         "gpu_memory_utilization": "trainer.vllm_gpu_memory_utilization",
         "load_in_4bit": "model.load_in_4bit",
-        "load_in_fp8": "model.load_in_fp8",
         "max_lora_rank": "lora.r",
         "max_num_seqs": "trainer.generation_batch_size",
         "max_seq_length": "model.max_seq_length",
@@ -36,7 +33,6 @@ SET_ELSEWHERE: dict[str, dict[str, str]] = {
     "vllm": {
         "enable_sleep_mode": "trainer.vllm_enable_sleep_mode",
         "gpu_memory_utilization": "trainer.vllm_gpu_memory_utilization",
-        "kv_cache_dtype": "model.fp8_kv_cache",
         "kv_cache_memory_bytes": "trainer.vllm_gpu_memory_utilization",
         "lora_target_modules": "lora.target_modules",
         "max_lora_rank": "lora.r",

@@ -37,16 +37,6 @@ class ModelSection:
     )
     max_seq_length: int = setting(1024, "Longest prompt plus completion, tokens.", minimum=2)
     load_in_4bit: bool = setting(True, "NF4 base weights.")
-    load_in_fp8: bool = setting(
-        False,
-        "FP8 base weights, shared with vLLM by Unsloth; a GPU of compute capability 8.9 (9.0 where "
-        "the model is a local folder), and load_in_4bit: false.",
-    )
-    fp8_kv_cache: bool = setting(
-        False,
-        "vLLM keeps keys and values in FP8: half the memory; a GPU of compute capability 8.0.",
-    )
-    fp32_lm_head: bool = setting(False, "vLLM computes the logits in float32.")
     backend: Literal["auto", "unsloth", "transformers"] = setting(
         "auto", "auto, unsloth or transformers."
     )
@@ -427,8 +417,6 @@ def _check_together(config: RunConfig) -> list[str]:
         f"output_dir is {config.output_dir!r}, must name a folder to make": (
             not Path(config.output_dir).name
         ),
-        "model.load_in_fp8 and model.load_in_4bit are both true: set model.load_in_4bit to false "
-        "(true is its default)": model.load_in_fp8 and model.load_in_4bit,
         f"trainer.max_completion_length {completion} leaves no space for a prompt in "
         f"model.max_seq_length {model.max_seq_length}: raise the latter or lower the former": (
             completion >= model.max_seq_length

@@ -224,6 +224,9 @@ TRL_RULES: dict[str, Rule] = {
 # so reading one ignores them with a warning.
 REMOVED: frozenset[str] = frozenset(
     {
+        "model.fp32_lm_head",
+        "model.fp8_kv_cache",
+        "model.load_in_fp8",
         "trainer.gate_on_score",
         "trainer.legacy_metrics",
         "trainer.max_no_signal_fraction",

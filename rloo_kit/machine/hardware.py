@@ -29,10 +29,6 @@ TESTED = {
     "vllm": "0.31.0",
 }
 
-FP8_WEIGHTS, FP8_WEIGHTS_MADE, FP8_CACHE = (8, 9), (9, 0), (8, 0)
-"""Compute capability that Unsloth 2026.10 and vLLM 0.31 ask for: FP8 weights that the hub holds,
-FP8 weights that are made while a model loads, keys and values in FP8."""
-
 
 @dataclass(frozen=True)
 class Hardware:
@@ -95,42 +91,6 @@ def detect_hardware() -> Hardware:
             return Hardware(kind, name, total, free, bf16, api.device_count())
     total, free = host_memory()
     return Hardware("cpu", _cpu_name(), total, free, _cpu_has_bf16(), 1)
-
-
-def compute_capability() -> tuple[int, int] | None:
-    """Return CUDA's compute capability of the GPU in use, None where there is none."""
-    import torch
-
-    try:
-        return torch.cuda.get_device_capability()
-    except (AssertionError, RuntimeError):  # a torch without CUDA, or no driver
-        return None
-
-
-def fp8_capability(source: str) -> tuple[int, int]:
-    """Return the compute capability that FP8 weights need; the hub may have an FP8 copy."""
-    return FP8_WEIGHTS_MADE if os.path.isdir(source) else FP8_WEIGHTS
-
-
-def check_fp8(found: tuple[int, int] | None, *, weights_of: str | None, cache: bool) -> None:
-    """Raise ConfigError where FP8 is asked for on a card without it.
-
-    Args:
-        found: Compute capability of the card; None: there is no card.
-        weights_of: The model whose weights are to be in FP8, a folder or a hub name; None: none.
-        cache: Whether keys and values are to be in FP8.
-    """
-    wanted = {
-        "model.load_in_fp8": weights_of and fp8_capability(weights_of),
-        "model.fp8_kv_cache": cache and FP8_CACHE,
-    }
-    has = "there is none here" if found is None else f"this one has {found[0]}.{found[1]}"
-    for name, needed in wanted.items():
-        if needed and (found is None or found < needed):
-            raise ConfigError(
-                f"{name} needs a GPU of compute capability {needed[0]}.{needed[1]} or more, and "
-                f"{has}: set it to false"
-            )
 
 
 def host_memory() -> tuple[int, int]:

@@ -31,17 +31,12 @@ def base_of(adapter: Path) -> str:
     Raises:
         ModelError: The adapter does not say what its base is, or the base is not there.
     """
-    base = _config_of(adapter).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise ModelError(
-            f"the adapter in {format_value(str(adapter))} does not say what its base is: put the "
-            f"name into base_model_name_or_path of its {CONFIG}"
-        )
+    base = str(_config_of(adapter).get("base_model_name_or_path") or "")
     path = Path(base)
     if path.parts[-3:] == EMBEDDED:
         return "tiny-thinker"
     found = next((one for one in (path.expanduser(), adapter / path) if one.exists()), None)
-    if found is None and (base.startswith((".", "/", "~")) or base.count("/") > 1):
+    if not base or (found is None and (base[:1] in "./~" or base.count("/") > 1)):
         raise ModelError(
             f"the adapter in {format_value(str(adapter))} is for the base {format_value(base)}, "
             "which is not there: put the path of the base into base_model_name_or_path of its "
@@ -71,23 +66,25 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
         ConfigError: A given setting is not the adapter's.
         ModelError: It is no LoRA adapter of a language model, or its files cannot be read.
     """
-    config = _config_of(adapter)
-    where, kind, task = format_value(str(adapter)), config.get("peft_type"), config.get("task_type")
+    config, where = _config_of(adapter), format_value(str(adapter))
+    kind, task = config.get("peft_type"), config.get("task_type")
     if kind != "LORA" or task not in (None, "CAUSAL_LM"):
-        what = kind if kind != "LORA" else f"{kind} for {task}"
         raise ModelError(
-            f"the adapter in {where} is of the kind {format_value(what)}, and training continues "
-            "from LoRA for CAUSAL_LM only: merge it into its base, and give the merged model"
+            f"the adapter in {where} is of the kind {format_value(kind)} for {task}, and training "
+            "continues from LoRA for CAUSAL_LM only: merge it into its base, and give the merged "
+            "model"
         )
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1:
-        raise ModelError(f"the adapter in {where} has the rank {format_value(rank)}: save it again")
+    layers = config.get("target_modules") or []
     found = {
-        "r": rank,
-        "lora_alpha": int(alpha) if isinstance(alpha, float) and alpha.is_integer() else alpha,
+        "r": config.get("r"),
+        "lora_alpha": config.get("lora_alpha"),
         "lora_dropout": config.get("lora_dropout", 0.0),
-        "target_modules": _layers(adapter),
+        "target_modules": [layers] if isinstance(layers, str) else sorted(layers),
     }
+    if not isinstance(found["r"], int) or found["r"] < 1:
+        raise ModelError(
+            f"the adapter in {where} has the rank {format_value(found['r'])}: save it again"
+        )
     for name, value in given.items():
         same = set(value) == set(found[name]) if name == "target_modules" and value else False
         if value is not None and not same and value != found[name]:
@@ -110,23 +107,3 @@ def _config_of(adapter: Path) -> dict[str, Any]:
             "adapter again"
         ) from exc
     return config
-
-
-def _layers(adapter: Path) -> list[str]:
-    """Return the names of the layers that have an adapter, from the names of its weights."""
-    from safetensors import SafetensorError, safe_open
-
-    file = adapter / WEIGHTS
-    if not file.is_file():
-        raise ModelError(
-            f"the adapter in {format_value(str(adapter))} holds no {WEIGHTS}: save it again, its "
-            "weights as safetensors"
-        )
-    try:
-        with safe_open(file, framework="numpy") as weights:
-            names = [name.partition(".lora_")[0] for name in weights.keys() if ".lora_" in name]  # noqa: SIM118
-    except (OSError, SafetensorError) as exc:
-        raise ModelError(
-            f"{format_value(str(file))} cannot be read ({first_line(exc)}): save the adapter again"
-        ) from exc
-    return sorted({name.rpartition(".")[2] for name in names})

@@ -66,8 +66,6 @@ def engine_size(  # noqa: PLR0913
     num_sequences: int,
     max_length: int,
     value_bytes: int = 2,
-    cache_bytes: float = 2,
-    in_fp8: bool = False,
     batched_tokens: int = BATCHED_TOKENS,
 ) -> EngineSize:
     """Return what an engine needs.
@@ -79,8 +77,6 @@ def engine_size(  # noqa: PLR0913
         num_sequences: Completions at one time.
         max_length: Longest prompt plus completion, tokens.
         value_bytes: Of an activation.
-        cache_bytes: Of a key or value: 2 in 16 bit, 1 in FP8.
-        in_fp8: Whether the engine holds FP8 weights.
         batched_tokens: Prompt tokens that it reads in one pass.
     """
     rows = min(num_sequences, MAX_SEQUENCES)
@@ -88,24 +84,19 @@ def engine_size(  # noqa: PLR0913
         max_rank * (linear.rows + linear.columns) * linear.count for linear in shape.linears
     )
     activations = batched_tokens * (2 * shape.intermediate_size + 4 * shape.hidden_size)
-    sequence = cache_bytes * 2 * shape.num_layers * shape.kv_size * max_length
+    # keys and values, 2 bytes each
+    sequence = 2 * 2 * shape.num_layers * shape.kv_size * max_length
     logits = 12 * rows * shape.vocab_size  # in float32, their softmax, and what sampling keeps
     return EngineSize(
-        weights=weight_bytes(shape, in_4bit=in_4bit, value_bytes=value_bytes, in_fp8=in_fp8),
+        weights=weight_bytes(shape, in_4bit=in_4bit, value_bytes=value_bytes),
         trained=trained,
         working=value_bytes * (activations + trained) + logits,
-        graphs=cuda_graph_bytes(shape),
-        full_cache=int(sequence * rows),
-        smallest_cache=max(SMALLEST_CACHE, int(sequence)),
+        # Unsloth's estimate (approximate_vllm_memory_usage): 172 graphs of a float32 hidden state
+        # for each layer, between 0.15 and 1 GiB
+        graphs=min(max(172 * 4 * shape.hidden_size * shape.num_layers, 3 * GIB // 20), GIB),
+        full_cache=sequence * rows,
+        smallest_cache=max(SMALLEST_CACHE, sequence),
     )
-
-
-def cuda_graph_bytes(shape: ModelShape) -> int:
-    """Return Unsloth's estimate of vLLM's CUDA graphs (``approximate_vllm_memory_usage``).
-
-    172 graphs of a hidden state in float32 for each layer, between 0.15 and 1 GiB.
-    """
-    return min(max(172 * 4 * shape.hidden_size * shape.num_layers, 3 * GIB // 20), GIB)
 
 
 def engine_memory(
@@ -113,9 +104,8 @@ def engine_memory(
 ) -> EngineMemory:
     """Return what an engine takes on a GPU that also trains.
 
-    The KV cache holds all completions at full length where that fits. Training keeps 16 bytes for
-    each trained parameter (float32 weight, gradient, Adam's two moments). An engine that sleeps
-    while the model learns may take nine tenths of the rest, one that stays awake half of it.
+    The KV cache holds all completions at full length where that fits. An engine that sleeps while
+    the model learns may take nine tenths of what is free, one that stays awake half of it.
 
     Args:
         size: As ``engine_size`` returned it.
@@ -132,6 +122,7 @@ def engine_memory(
     if share is not None:
         cache = int(share * card) - fixed
     else:
+        # training keeps a float32 weight, its gradient and Adam's two moments
         left = free - fixed - 16 * size.trained
         cache = min(
             math.ceil(1.05 * size.full_cache) + SMALLEST_CACHE,
@@ -151,19 +142,9 @@ def engine_memory(
 
 
 def cpu_cache(size: EngineSize, free: int) -> int:
-    """Return the bytes of keys and values on a CPU: a quarter of what is free, or what is needed.
-
-    Raises:
-        GenerationError: Less than 64 MiB would be left.
-    """
-    cache = (free - size.weights - 16 * size.trained) // 4
-    cache = min(math.ceil(1.05 * size.full_cache) + SMALLEST_CACHE, cache)
-    if cache < SMALLEST_CACHE:
-        raise GenerationError(
-            f"vLLM does not fit: {free / GIB:.1f} GiB are free and its copy of the weights takes "
-            f"{size.weights / GIB:.1f} GiB; set trainer.generation: transformers"
-        )
-    return cache
+    """Return the size of the KV cache on a CPU: what is needed, or a quarter of what is free."""
+    left = (free - size.weights - 16 * size.trained) // 4
+    return max(SMALLEST_CACHE, min(math.ceil(1.05 * size.full_cache) + SMALLEST_CACHE, left))
 
 
 def reserved_rank(rank: int) -> int:

@@ -18,6 +18,8 @@ from rloo_kit.text.chat_templates import end_of_turn_id
 from rloo_kit.text.wording import first_line, format_value
 
 MAGIC = b"GGUF"
+# Tokens to pad with where the file's own would end a completion
+PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>")
 
 
 def convert(path: Path, cache_dir: Path | None = None) -> Path:
@@ -128,10 +130,13 @@ def _repair_tokens(model: Any, tokenizer: Any) -> None:
     if turn_end is not None:
         ends = [turn_end, *(end for end in ends if end != turn_end)]
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(turn_end)
-    pads = (config.pad_token_id, *ends)
-    config.pad_token_id = next((pad for pad in pads if pad is not None), None)
+    vocabulary = tokenizer.get_vocab()
+    pads = (config.pad_token_id, *map(vocabulary.get, PAD_TOKENS))
+    pad = next((one for one in pads if one is not None and one not in ends), None)
+    config.pad_token_id = pad if pad is not None or not ends else ends[0]
     if config.pad_token_id is not None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
+    tokenizer.clean_up_tokenization_spaces = False
     config.eos_token_id = ends[0] if ends else None
     settings.eos_token_id = ends or None
     settings.bos_token_id, settings.pad_token_id = config.bos_token_id, config.pad_token_id

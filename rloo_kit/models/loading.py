@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -13,34 +12,22 @@ from rloo_kit.config.engine_tables import SHARED_ENGINE_NAMES
 from rloo_kit.config.run_file import LoraSection
 from rloo_kit.errors import ConfigError, KitError, ModelError
 from rloo_kit.machine.environment import Environment, quiet, setup
-from rloo_kit.machine.hardware import (
-    GIB,
-    Hardware,
-    check_fp8,
-    compute_capability,
-    host_memory,
-    why_not_vllm,
-)
+from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.machine.memory import add_to_session, is_out_of_memory
 from rloo_kit.machine.pickles import REMEDY, WHY, is_pickle, why_not_opened
 from rloo_kit.models.adapters import WEIGHTS, adapter_in, base_of, lora_settings
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.models.shared_engine import EngineSettings, load_shared, notes_of
-from rloo_kit.scoring.contract import OverdueError, within
 from rloo_kit.text.chat_templates import end_of_turn_id
 from rloo_kit.text.wording import first_line, format_value
 
 PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
-# Limit of rendering a chat template once; usual ones take milliseconds
-TEMPLATE_SECONDS = 5.0
 # Fields of an adapter's config that are no settings of the adapter
 NO_SETTINGS = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode",
 }  # fmt: skip
-# Bytes of NF4 weights with double quantisation over bytes of the bf16 ones, embeddings apart
-NF4_SHARE = 0.32
 
 
 def load_model(
@@ -70,55 +57,42 @@ def load_model(
         num_sequences: Completions that it samples at a time.
         trust_remote_code: Run code that comes with the model: only for a source you trust.
         vllm: Further ``EngineArgs`` of vLLM for an engine with a copy of the weights of its own.
-        **kwargs: For ``from_pretrained`` of Unsloth or transformers, and for vLLM
-            ``gpu_memory_utilization``, ``unsloth_vllm_standby``, ``load_in_fp8``,
-            ``float8_kv_cache``, ``fp32_lm_head``.
+        **kwargs: For ``from_pretrained`` of Unsloth or transformers, and for the shared engine
+            ``gpu_memory_utilization`` and ``unsloth_vllm_standby``.
 
     Raises:
         ModelError: Not found, no model, too large, a pickle, or it needs code of its own.
         ConfigError, GenerationError: A setting cannot be obeyed here.
     """
     environment = setup(backend)
-    source, adapter, rank = _find_base(str(name), kwargs)
-    _check_memory(source, environment.hardware, load_in_4bit=load_in_4bit)
-    sizes = (max_seq_length, load_in_4bit, reserved_rank(max(rank, max_lora_rank)), num_sequences)
+    source, adapter = find_model(name), None
+    if (adapter := adapter_in(source)) is not None:
+        if (adapter / "tokenizer_config.json").is_file():  # its chat template is trained with it
+            kwargs.setdefault("tokenizer_name", str(adapter))
+        max_lora_rank = max(lora_settings(adapter, {})["r"], max_lora_rank)
+        source = find_model(base_of(adapter))
+    sizes = (max_seq_length, load_in_4bit, reserved_rank(max_lora_rank), num_sequences)
     engine = _engine_settings(sizes, kwargs, fast_inference, tuple(vllm or ()))
     why_not_shared = _why_not_shared(environment, fast_inference)
-    _check_engine(engine, source, why_not_shared)
+    if engine.extra and why_not_shared:
+        raise ConfigError(
+            f"unsloth.{next(iter(engine.extra))} is for weights that Unsloth shares with vLLM, and "
+            f"{why_not_shared}: leave it out"
+        )
     kwargs |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}
     load_base = _load_unsloth if environment.backend == "unsloth" else _load_transformers
     load = functools.partial(load_base, source, max_seq_length, load_in_4bit, **kwargs)
     if why_not_shared is None:
         load = functools.partial(load_shared, load, source, engine, trust_remote_code)
-    with (
-        _as_model_errors(str(name), trust_remote_code=trust_remote_code),
-        _progress_bars(shown=not Path(source).is_dir()),
-        quiet(),
-    ):
+    with _as_model_errors(str(name)), _progress_bars(shown=not Path(source).is_dir()), quiet():
         model, tokenizer = load()
         _prepare_tokenizer(model, tokenizer)
     keep_trainable_layout(model)
     notes = notes_of(model)
     notes.backend, notes.max_seq_length = environment.backend, max_seq_length
-    notes.vllm = _own_engine(engine, vllm or {})
+    notes.vllm = dict(vllm or {})
     add_to_session(model)
     return (model if adapter is None else _with_adapter(model, adapter)), tokenizer
-
-
-def _find_base(name: str, kwargs: dict[str, Any]) -> tuple[str, Path | None, int]:
-    """Return a model's source, and the folder and rank of the adapter that the name stands for."""
-    if kwargs.get("use_safetensors", True) is not True:
-        raise ConfigError(
-            f"use_safetensors is {kwargs['use_safetensors']!r}, and weights are read from "
-            "safetensors files alone: leave it out"
-        )
-    source = find_model(name)
-    adapter = adapter_in(source)
-    if adapter is None:
-        return source, None, 0
-    if (adapter / "tokenizer_config.json").is_file():  # its chat template is trained with it
-        kwargs.setdefault("tokenizer_name", str(adapter))
-    return find_model(base_of(adapter)), adapter, lora_settings(adapter, {})["r"]
 
 
 def _engine_settings(
@@ -128,43 +102,13 @@ def _engine_settings(
     not_shared: tuple[str, ...],
 ) -> EngineSettings:
     """Return the settings of a shared engine; what is for vLLM alone leaves ``kwargs``."""
-    taken = {
-        "share": kwargs.pop("gpu_memory_utilization", None),
-        "sleeps": kwargs.pop("unsloth_vllm_standby", True),
-        "in_fp8": kwargs.pop("load_in_fp8", False),
-        "float8_cache": bool(kwargs.pop("float8_kv_cache", False)),
-        "fp32_head": bool(kwargs.pop("fp32_lm_head", False)),
-    }
+    share = kwargs.pop("gpu_memory_utilization", None)
+    sleeps = kwargs.pop("unsloth_vllm_standby", True)
     extra = {name: kwargs.pop(name) for name in SHARED_ENGINE_NAMES & set(kwargs)}
-    required = fast_inference != "auto" or bool(taken["in_fp8"] or extra)
-    return EngineSettings(*sizes, required=required, extra=extra, not_shared=not_shared, **taken)
-
-
-def _own_engine(engine: EngineSettings, vllm: dict[str, Any]) -> dict[str, Any]:
-    """Return the further arguments of an engine with a copy of the weights of its own."""
-    settings = dict(vllm)
-    if engine.float8_cache:
-        settings["kv_cache_dtype"] = "fp8"
-    if engine.fp32_head:
-        settings["hf_overrides"] = {**settings.get("hf_overrides", {}), "head_dtype": "float32"}
-    return settings
-
-
-def _check_engine(engine: EngineSettings, source: str, why_not_shared: str | None) -> None:
-    """Raise ConfigError on settings of vLLM that this machine or this load cannot obey."""
-    if engine.in_fp8 and engine.load_in_4bit:
-        raise ConfigError(
-            "load_in_fp8 and load_in_4bit contradict each other: set load_in_4bit to false"
-        )
-    if engine.in_fp8 or engine.float8_cache:
-        weights_of = source if engine.in_fp8 else None
-        check_fp8(compute_capability(), weights_of=weights_of, cache=engine.float8_cache)
-    names = ["model.load_in_fp8"] if engine.in_fp8 else [f"unsloth.{one}" for one in engine.extra]
-    if names and why_not_shared:
-        raise ConfigError(
-            f"{names[0]} is for weights that Unsloth shares with vLLM, and {why_not_shared}: leave "
-            f"it out"
-        )
+    required = fast_inference != "auto" or bool(extra)
+    return EngineSettings(
+        *sizes, share=share, sleeps=sleeps, required=required, extra=extra, not_shared=not_shared
+    )
 
 
 def _why_not_shared(environment: Environment, fast_inference: bool | str) -> str | None:
@@ -173,10 +117,9 @@ def _why_not_shared(environment: Environment, fast_inference: bool | str) -> str
         return "this machine has no GPU"
     if environment.backend != "unsloth":
         return f"transformers loads the model ({environment.why_not_unsloth})"
-    if reason := why_not_vllm():
-        return reason
-    asked = bool(fast_inference)
-    return None if asked else "vLLM was not asked for (trainer.generation, fast_inference)"
+    if not fast_inference:
+        return "vLLM was not asked for (trainer.generation, fast_inference)"
+    return why_not_vllm()
 
 
 def attach_lora(
@@ -271,14 +214,12 @@ def _recompute(model: Any, checkpointing: bool | str) -> None:
 
 
 def _with_adapter(model: Any, folder: Path) -> Any:
-    """Return the model with the adapter in a folder, ready to train further.
-
-    A fresh adapter gets the folder's weights, so that Unsloth patches its layers and its config
-    names the base that is loaded.
-    """
+    """Return the model with the adapter in a folder, ready to train further."""
     from peft import LoraConfig, set_peft_model_state_dict
     from safetensors.torch import load_file
 
+    # A fresh adapter gets the folder's weights, so that Unsloth patches its layers and its config
+    # names the base that is loaded.
     try:
         config: Any = LoraConfig.from_pretrained(str(folder))
         defaults = vars(LoraConfig())
@@ -365,11 +306,11 @@ def find_model(name: str | Path) -> str:
     if name == "tiny-thinker":
         return str(TINY_THINKER)
     try:
-        path = Path(name := str(name)).expanduser()
+        path, name = Path(name).expanduser(), str(name)
         path.is_dir()  # raises for a name that is too long
     except (OSError, RuntimeError, ValueError) as exc:
         raise ModelError(
-            f"model {format_value(name)} can be no path ({first_line(exc)}): give a model's "
+            f"model {format_value(str(name))} can be no path ({first_line(exc)}): give a model's "
             "folder, a .gguf file or a hub name"
         ) from exc
     if path.suffix == ".gguf":
@@ -377,12 +318,13 @@ def find_model(name: str | Path) -> str:
 
         return str(convert(path))
     if path.is_dir():
-        if not (path / "config.json").exists() and not (path / "adapter_config.json").exists():
+        if not (path / "config.json").exists() and adapter_in(path) is None:
             raise ModelError(
                 f"folder {name!r} holds no config.json, so it is not a model: give the folder that "
                 f"save_pretrained wrote"
             )
-        _check_files(name, path)
+        if reason := why_not_opened(path):
+            raise ModelError(f"model {name!r} {reason}")
         return str(path)
     if path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         what = "is a file" if path.is_file() else "does not exist"
@@ -395,121 +337,68 @@ def find_model(name: str | Path) -> str:
     return name
 
 
-def _check_files(name: str, folder: Path) -> None:
-    """Raise ModelError where a folder's weights, or those of an adapter's base, are a pickle."""
-    if reason := why_not_opened(folder):
-        raise ModelError(f"model {name!r} {reason}")
-    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-        config = json.loads((folder / "adapter_config.json").read_bytes())
-        base = Path(str(config.get("base_model_name_or_path") or folder))
-        if base.is_dir() and (reason := why_not_opened(base)):
-            raise ModelError(f"model {name!r} is an adapter on {str(base)!r}, which {reason}")
-
-
 def _ask_hub(name: str) -> None:
     """Raise ModelError now, in one short request, where loading would retry for minutes."""
     import huggingface_hub
 
-    try:
+    with _as_model_errors(name):
         cached = huggingface_hub.try_to_load_from_cache(name, "config.json")
         if isinstance(cached, str):
             files = [entry.name for entry in Path(cached).parent.iterdir()]
         else:
             found = huggingface_hub.HfApi().model_info(name, timeout=20)
             files = [file.rfilename for file in found.siblings or []]
-    except Exception as exc:  # HTTP clients differ by version; _as_model_error tells them apart
-        raise _as_model_error(name, exc) from exc
     if reason := why_not_opened(files):
         raise ModelError(f"model {name!r} {reason}")
 
 
-def _check_memory(source: str, hardware: Hardware, *, load_in_4bit: bool) -> None:
-    """Refuse a local model whose weights alone are larger than the free memory."""
-    files = list(Path(source).glob("*.safetensors")) if Path(source).is_dir() else []
-    size = sum(file.stat().st_size for file in files)
-    if load_in_4bit and not any(mark in source.lower() for mark in PREQUANTIZED):
-        size = int(size * NF4_SHARE)
-    free = hardware.free_memory if hardware.device != "cpu" else host_memory()[1]
-    if size > free:
-        how = "a smaller model" if load_in_4bit else "load_in_4bit: true or a smaller model"
-        raise ModelError(
-            f"{source!r} needs {size / GIB:.1f} GiB for its weights and {free / GIB:.1f} GiB are "
-            f"free on {hardware.name}: close other programs, or use {how}"
-        )
-
-
-def _causes(exc: BaseException) -> list[BaseException]:
-    """Return an error and what led to it."""
-    chain = [exc]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
-        chain.append(cause)
-    return chain
-
-
 @contextlib.contextmanager
-def _as_model_errors(name: str, *, trust_remote_code: bool) -> Iterator[None]:
-    """Raise what is raised while a model loads as a ModelError."""
+def _as_model_errors(name: str) -> Iterator[None]:
+    """Raise what transformers, the hub or torch raise while a model loads as a ModelError."""
     try:
         yield
     except KitError:
         raise
     except Exception as exc:  # what is raised differs by library, version and network
-        if not trust_remote_code and any("trust_remote_code" in str(e) for e in _causes(exc)):
-            raise ModelError(
-                f"model {name!r} needs code of its own, which is not run: allow it with "
-                f"model.trust_remote_code: true, only for a source you trust"
-            ) from exc
-        raise _as_model_error(name, exc) from exc
+        raise ModelError(f"model {name!r} {_what_failed(name, exc)}") from exc
 
 
-def _as_model_error(name: str, exc: Exception) -> ModelError:
-    """Return one sentence for what transformers, the hub or torch raised."""
-    from huggingface_hub import errors as hub
-
-    chain = _causes(exc)
-
-    def caused_by(*kinds: type[BaseException]) -> bool:
-        return any(isinstance(e, kinds) for e in chain)
-
-    text = f"{type(exc).__name__}: {first_line(exc)}"
-    offline = caused_by(OSError) or any("Connect" in type(e).__name__ for e in chain)
+def _what_failed(name: str, exc: Exception) -> str:
+    """Return what is wrong with a model, and the remedy."""
+    chain: list[BaseException] = [exc]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
+        chain.append(cause)
+    kinds = {base.__name__ for one in chain for base in type(one).__mro__}
+    texts = " ".join(map(str, chain))
+    if "trust_remote_code" in texts:
+        return (
+            "needs code of its own, which is not run: allow it with model.trust_remote_code: true, "
+            "only for a source you trust"
+        )
     if any(map(is_out_of_memory, chain)):
-        message = (
-            f"memory ran out while loading {name!r}: close other programs, use a smaller model or "
-            f"load_in_4bit: true"
+        return (
+            "does not fit into the memory: close other programs, use a smaller model or "
+            "load_in_4bit: true"
         )
-    elif any("use_safetensors=True" in str(e) for e in chain):
-        message = f"model {name!r} has no safetensors: {REMEDY}"
-    elif caused_by(hub.GatedRepoError):
-        message = (
-            f"model {name!r} is gated: accept its licence on its page and put HF_TOKEN into .env"
+    if "use_safetensors=True" in texts:
+        return f"has no safetensors: {REMEDY}"
+    if "GatedRepoError" in kinds:
+        return "is gated: accept its licence on its page and put HF_TOKEN into .env"
+    if "RepositoryNotFoundError" in kinds:
+        return "is not on the hub: check the spelling, or put HF_TOKEN into .env if it is private"
+    if "HFValidationError" in kinds:
+        return "is neither a folder here nor a hub name (owner/name): check the spelling"
+    local = Path(name).exists() or name == "tiny-thinker"
+    if not local and ("OSError" in kinds or any("Connect" in kind for kind in kinds)):
+        return (
+            "is not on this machine and the hub cannot be reached: check the name and the network, "
+            "or give a local folder"
         )
-    elif caused_by(hub.RepositoryNotFoundError):
-        message = (
-            f"the hub has no model {name!r}: check the spelling, or put HF_TOKEN into .env if it "
-            f"is private"
-        )
-    elif Path(name).exists() or name == "tiny-thinker":
-        message = (
-            f"model {name!r} cannot be loaded ({text}): its folder is incomplete or not a causal "
-            f"language model; download it again"
-        )
-    elif caused_by(hub.HFValidationError):
-        message = (
-            f"model {name!r} is neither a folder here nor a hub name (owner/name): check the "
-            f"spelling"
-        )
-    elif offline:
-        message = (
-            f"model {name!r} is not on this machine and the hub cannot be reached: check the name "
-            f"and the network, or give a local folder"
-        )
-    else:
-        message = (
-            f"model {name!r} cannot be loaded ({text}): check the name, or try backend: "
-            f"transformers"
-        )
-    return ModelError(message)
+    remedy = "download it again" if local else "check the name"
+    return (
+        f"cannot be loaded ({type(exc).__name__}: {first_line(exc)}): {remedy}, or try backend: "
+        f"transformers"
+    )
 
 
 # --- backends ------------------------------------------------------------------------------------
@@ -574,17 +463,9 @@ def _prepare_tokenizer(model: Any, tokenizer: Any) -> None:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
-    given = model.generation_config.eos_token_id
+    settings = model.generation_config
+    given = settings.eos_token_id
     ends = given if isinstance(given, list) else [given]
-    try:
-        end_of_turn = within(TEMPLATE_SECONDS, lambda: end_of_turn_id(tokenizer))
-    except OverdueError as exc:
-        raise ModelError(
-            f"the chat template of {format_value(tokenizer.name_or_path)} takes more than "
-            f"{TEMPLATE_SECONDS:g} s for two short messages: give the tokenizer another one"
-        ) from exc
-    ends = [*ends, tokenizer.eos_token_id, end_of_turn]
-    model.generation_config.eos_token_id = list(
-        dict.fromkeys(end for end in ends if end is not None)
-    )
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    ends = [*ends, tokenizer.eos_token_id, end_of_turn_id(tokenizer)]
+    settings.eos_token_id = list(dict.fromkeys(end for end in ends if end is not None))
+    settings.pad_token_id = tokenizer.pad_token_id

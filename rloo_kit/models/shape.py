@@ -255,20 +255,15 @@ def _intermediate(text: Any) -> int:
     return chosen * expert if expert else dense
 
 
-def weight_bytes(
-    shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2, in_fp8: bool = False
-) -> int:
+def weight_bytes(shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2) -> int:
     """Return the bytes of a model's weights as they are loaded.
 
-    ``in_4bit`` is NF4 with double quantisation, embeddings, norms and LM head excepted; ``in_fp8``
-    one byte for each weight of a linear layer and a float32 scale for each row.
+    ``in_4bit`` is NF4 with double quantisation; embeddings, norms and LM head stay as they are.
     """
     total = shape.others * value_bytes
     for linear in shape.linears:
         if in_4bit and linear.quantised:
             total += nf4_bytes(linear.rows, linear.columns) * linear.count
-        elif in_fp8:
-            total += (linear.size + 4 * linear.rows) * linear.count
         else:
             total += linear.size * linear.count * value_bytes
     return total

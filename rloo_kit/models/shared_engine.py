@@ -17,14 +17,11 @@ from rloo_kit.models.engine_memory import BATCHED_TOKENS, MAX_SEQUENCES, engine_
 from rloo_kit.models.shape import ModelShape, read_shape
 from rloo_kit.text.wording import first_line
 
-# Whether Unsloth's engine computes the logits in float32
-FP32_HEAD = "UNSLOTH_VLLM_FP32_LM_HEAD"
 # Whether Unsloth's engine can sleep. Its default in the kit is 1 (`environment`).
 STANDBY = "UNSLOTH_VLLM_STANDBY"
 SPLIT = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 # Linear layers of the models whose weights Unsloth can read out of vLLM
 JOINED = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
-NO_ENGINE = "Unsloth loaded the model without vLLM on this machine"
 # What Unsloth raises for what it cannot do
 REFUSALS = (
     NotImplementedError, RuntimeError, MemoryError, ValueError, AssertionError, ImportError
@@ -63,19 +60,11 @@ class EngineSettings:
     share: float | None = None  # of the card; None: computed
     sleeps: bool = True  # whether it frees its KV cache while the model learns
     required: bool = False  # whether it is an error that the engine cannot start
-    in_fp8: bool | str = False  # whether the weights are in FP8: Unsloth's load_in_fp8
-    float8_cache: bool = False  # whether keys and values are in FP8
-    fp32_head: bool = False  # whether logits are computed in float32
     extra: dict[str, Any] = field(default_factory=dict)  # of Unsloth's load_vllm
     not_shared: tuple[str, ...] = ()  # settings of an engine with its own copy: an error if shared
 
     def arguments(self, shape: ModelShape, free: int, card: int) -> dict[str, Any]:
-        """Return Unsloth's ``from_pretrained`` arguments.
-
-        Args:
-            shape: Of the model.
-            free: Bytes of the card that are free before the load.
-            card: Bytes of the whole card, as torch reports it.
+        """Return Unsloth's ``from_pretrained`` arguments; ``free`` bytes before the load.
 
         Raises:
             GenerationError: The card is too small.
@@ -86,8 +75,6 @@ class EngineSettings:
             max_rank=self.max_lora_rank,
             num_sequences=self.num_sequences,
             max_length=self.max_seq_length,
-            cache_bytes=1 if self.float8_cache else 2,
-            in_fp8=bool(self.in_fp8),
             batched_tokens=self.extra.get("max_num_batched_tokens", BATCHED_TOKENS),
         )
         found = engine_memory(size, free, sleeps=self.sleeps, card=card, share=self.share)
@@ -99,8 +86,6 @@ class EngineSettings:
             "gpu_memory_utilization": min(1.0, share * card / free),
             "max_num_seqs": min(self.num_sequences, MAX_SEQUENCES),
             "max_num_batched_tokens": BATCHED_TOKENS,
-            **({"load_in_fp8": self.in_fp8} if self.in_fp8 else {}),
-            **({"float8_kv_cache": True} if self.float8_cache else {}),
             **self.extra,
         }
 
@@ -125,6 +110,8 @@ def load_shared(
         GenerationError: ``engine.required``, and it cannot start.
         ConfigError: ``engine.not_shared`` has settings.
     """
+    import torch
+
     shape = read_shape(source, trust_remote_code=trust_remote_code)
     reason = why_not_shared(shape, trust_remote_code=trust_remote_code)
     if reason is None:
@@ -139,24 +126,16 @@ def load_shared(
         except REFUSALS as exc:
             reason = f"Unsloth cannot start vLLM for this model ({first_line(exc)})"
         else:
-            return _with_engine(model, engine), tokenizer
+            if getattr(model, "vllm_engine", None) is not None:
+                notes_of(model).shared_engine = engine
+            return model, tokenizer
     if engine.required:
         raise GenerationError(reason)
-    _free_what_failed()
+    gc.collect()  # what the failed load holds
+    torch.cuda.empty_cache()
     model, tokenizer = load()
     notes_of(model).why_not_shared = reason
     return model, tokenizer
-
-
-def _with_engine(model: Any, engine: EngineSettings) -> Any:
-    """Return the model with its engine's settings, or with the reason why it has none."""
-    if getattr(model, "vllm_engine", None) is not None:
-        notes_of(model).shared_engine = engine
-    elif engine.required:
-        raise GenerationError(NO_ENGINE)
-    else:
-        notes_of(model).why_not_shared = NO_ENGINE
-    return model
 
 
 def why_not_shared(shape: ModelShape, *, trust_remote_code: bool = False) -> str | None:
@@ -184,24 +163,12 @@ def _check_tables(engine: EngineSettings) -> None:
 
 @contextlib.contextmanager
 def engine_variables(engine: EngineSettings) -> Iterator[None]:
-    """Set the environment variables that Unsloth reads when it starts an engine; restore them."""
-    values = {STANDBY: "1" if engine.sleeps else "0"}
-    if engine.fp32_head:
-        values[FP32_HEAD] = "1"
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+    """Set the environment variable that Unsloth reads when it starts an engine; restore it."""
+    before = os.environ.get(STANDBY)
+    os.environ[STANDBY] = "1" if engine.sleeps else "0"
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
-
-
-def _free_what_failed() -> None:
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        os.environ.pop(STANDBY)
+        if before is not None:
+            os.environ[STANDBY] = before

@@ -91,8 +91,6 @@ def find_changes(config: RunConfig, facts: Facts, room: int) -> list[Change]:
 def _families(config: RunConfig, facts: Facts) -> list[list[Option]]:
     """Return the options of each family, the mildest first; families in the order of harm."""
     job = make_job(config, facts)
-    # FP8 and 4 bit exclude each other
-    packed = {"model.load_in_4bit": True} | ({"model.load_in_fp8": False} if job.in_fp8 else {})
     return [
         [
             {"trainer.optim": name}
@@ -100,7 +98,7 @@ def _families(config: RunConfig, facts: Facts) -> list[list[Option]]:
             if facts.on_gpu and "8bit" not in job.optimizer
         ],
         [{"trainer.gradient_checkpointing": True}] if job.checkpointing == "none" else [],
-        [] if job.in_4bit else [packed],
+        [] if job.in_4bit else [{"model.load_in_4bit": True}],
         # smaller passes, down to a single row: slower, and the same gradient
         [
             {"trainer.tokens_per_micro_batch": budget}

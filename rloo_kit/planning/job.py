@@ -81,7 +81,6 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
         card=facts.card.usable if facts.on_gpu else 0,
         backend=facts.backend,
         in_4bit=config.model.load_in_4bit or facts.shape.packed,
-        in_fp8=config.model.load_in_fp8,
         value_bytes=2 if facts.on_gpu or facts.card.bf16 else 4,
         rank=config.lora.r,
         targets=tuple(config.lora.target_modules),
@@ -99,7 +98,6 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
         engine=_engine(config, facts),
         sleeps=bool(trainer.get("vllm_enable_sleep_mode", facts.on_gpu)),
         share=trainer.get("vllm_gpu_memory_utilization"),
-        cache_bytes=1 if config.model.fp8_kv_cache else 2,
         batched_tokens={**config.vllm, **config.unsloth}.get(
             "max_num_batched_tokens", BATCHED_TOKENS
         ),

@@ -64,7 +64,6 @@ class Job:
     card: int = 0  # memory of the whole card, as torch reports it; 0: the room
     backend: str = "unsloth"
     in_4bit: bool = True
-    in_fp8: bool = False
     value_bytes: int = 2  # of an activation: 2 in 16 bit, 4 in float32
     rank: int = 16
     targets: tuple[str, ...] = ()  # names of the linear layers with an adapter
@@ -86,7 +85,6 @@ class Job:
     """``transformers``, ``vllm``, ``shared`` (vLLM on Unsloth's weights) or ``server``."""
     sleeps: bool = True
     share: float | None = None  # of the GPU, for vLLM; None: computed (`engine_memory`)
-    cache_bytes: float = 2  # of a key or value in vLLM's cache: 2 in 16 bit, 1 in FP8
     batched_tokens: int = BATCHED_TOKENS  # prompt tokens that vLLM reads in one pass
 
     @property
@@ -157,8 +155,8 @@ def _total(parts: dict[str, Held], phase: str) -> int:
 
 def _weights(job: Job) -> dict[str, Held]:
     shape, wide = job.shape, job.value_bytes
-    packs = not shape.packed and (job.in_4bit or job.in_fp8)
-    total = weight_bytes(shape, in_4bit=job.in_4bit, value_bytes=wide, in_fp8=job.in_fp8)
+    packs = not shape.packed and job.in_4bit
+    total = weight_bytes(shape, in_4bit=job.in_4bit, value_bytes=wide)
     if job.on_gpu:
         largest = 2 * max(linear.size for linear in shape.linears) if packs else 0
         return {
@@ -246,8 +244,6 @@ def planned_engine(job: Job) -> EngineMemory:
         num_sequences=job.rows,
         max_length=job.max_length,
         value_bytes=job.value_bytes,
-        cache_bytes=job.cache_bytes,
-        in_fp8=job.in_fp8,
         batched_tokens=job.batched_tokens,
     )
     free = job.room - CONTEXT

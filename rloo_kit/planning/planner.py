@@ -17,8 +17,6 @@ from rloo_kit.machine.hardware import (
     GIB,
     USABLE,
     Card,
-    check_fp8,
-    compute_capability,
     detect_hardware,
     find_card,
 )
@@ -33,7 +31,7 @@ from rloo_kit.planning.memory import (
     plan_memory,
     planned_engine,
 )
-from rloo_kit.training.preparation import beside, read_config
+from rloo_kit.training.preparation import read_config
 
 # Columns of the longest bar and of a part's name: 80 with the number
 BAR, NAME = 26, 33
@@ -163,8 +161,6 @@ def make_plan(config: RunConfig, gpu: str | None = None, *, base: Path = Path())
     """
     if gpu is None or gpu.strip().lower() == "this":
         card, room, on_gpu = _this_card(), room_here(), detect_hardware().device != "cpu"
-        weights_of = beside(config.model.name, base) if config.model.load_in_fp8 else None
-        check_fp8(compute_capability(), weights_of=weights_of, cache=config.model.fp8_kv_cache)
     else:
         card, on_gpu = find_card(gpu), True
         room = card.usable

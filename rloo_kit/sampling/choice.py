@@ -142,12 +142,10 @@ def _why_not_here(asked: str, team: Team, model: Any) -> str | None:
 
 def _check_vllm_table(model: Any, choice: Choice) -> None:
     """Raise ConfigError where the run file's ``vllm:`` is set and another engine samples."""
-    for name, value in notes_of(model).vllm.items():
+    for name in notes_of(model).vllm:
         if choice.engine == "vllm":
             return
         key = SET_ELSEWHERE["vllm"].get(name, f"vllm.{name}")
-        if name == "hf_overrides" and "head_dtype" in value:
-            key = "model.fp32_lm_head"
         reason = f" ({choice.reason})" if choice.reason else ""
         sampler = ENGINES.get(choice.engine, "TRL's own client")
         raise ConfigError(

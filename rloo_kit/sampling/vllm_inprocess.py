@@ -163,7 +163,6 @@ class VllmEngine:
             max_rank=reserved_rank_of(model),
             num_sequences=num_sequences,
             max_length=max_length,
-            cache_bytes=1 if str(extra.get("kv_cache_dtype")).startswith("fp8") else 2,
             batched_tokens=extra.get("max_num_batched_tokens", BATCHED_TOKENS),
         )
         if hardware.device == "cpu":

@@ -210,11 +210,6 @@ def load_policy(config: RunConfig, base: Path, args: Any) -> tuple[Any, Any]:
             f"unsloth.{next(iter(config.unsloth))} is for Unsloth, and transformers loads the "
             f"model ({environment.why_not_unsloth}): leave it out"
         )
-    for_vllm = {
-        "load_in_fp8": model.load_in_fp8,
-        "float8_kv_cache": model.fp8_kv_cache,
-        "fp32_lm_head": model.fp32_lm_head,
-    }
     loaded, tokenizer = load_model(
         beside(model.name, base),
         max_seq_length=model.max_seq_length,
@@ -225,7 +220,6 @@ def load_policy(config: RunConfig, base: Path, args: Any) -> tuple[Any, Any]:
         vllm=config.vllm,
         **_engine_arguments(args),
         **config.unsloth,
-        **{name: True for name, asked in for_vllm.items() if asked},
     )
     return attach_lora(loaded, **asdict(config.lora), seed=config.seed), tokenizer
 

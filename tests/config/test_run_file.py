@@ -123,7 +123,6 @@ WRONG = [
     ({"lora": {"lora_dropout": 1.0}}, "lora_dropout is 1.0, must be at least 0 and below 1"),
     ({"lora": {"target_modules": []}}, "name at least one linear layer"),
     ({"model": {"backend": "vllm"}}, "must be auto, unsloth or transformers"),
-    ({"model": {"load_in_fp8": True}}, "set model.load_in_4bit to false"),
     ({"rewards": []}, "rewards: is empty"),
     ({"model": {"max_seq_length": 512}}, "trainer.max_completion_length 512 leaves no space"),
     ({"output_dir": "."}, "output_dir is '.'"),

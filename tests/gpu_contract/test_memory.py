@@ -93,18 +93,17 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("sleeps", [True, False])
-def test_sleep_mode_and_eight_bit_cache_reach_the_engine(sleeps, card, tmp_path, monkeypatch):
+def test_the_sleep_mode_reaches_the_engine(sleeps, card, tmp_path, monkeypatch):
     from rloo_kit.models.shape import _published, read_shape
 
     name = "unsloth/Qwen3-4B-bnb-4bit"
-    settings = EngineSettings(1024, True, 16, 16, sleeps=sleeps, float8_cache=True)
+    settings = EngineSettings(1024, True, 16, 16, sleeps=sleeps)
     before = os.environ.get("UNSLOTH_VLLM_STANDBY")
     found = unsloths_arguments(
         _published(name), tmp_path, card(24, used_gib=0.6), settings, read_shape(name),
         monkeypatch,
     )  # fmt: skip
     assert found["enable_sleep_mode"] is sleeps
-    assert found["kv_cache_dtype"] == "fp8"
     assert os.environ.get("UNSLOTH_VLLM_STANDBY") == before
 
 

@@ -68,8 +68,11 @@ def test_generation_kwargs_are_obeyed_or_refused_at_the_start(tmp_path):
 
 
 def test_a_table_of_the_run_file_reaches_the_engine(tmp_path):
-    given = {"enforce_eager": True, "max_num_batched_tokens": 1024}
-    model, _ = rk.load_model("tiny-thinker", max_seq_length=128, fp32_lm_head=True, vllm=given)
+    given = {
+        "enforce_eager": True, "max_num_batched_tokens": 1024,
+        "hf_overrides": {"head_dtype": "float32"},
+    }  # fmt: skip
+    model, _ = rk.load_model("tiny-thinker", max_seq_length=128, vllm=given)
     with rk.session():
         engine, _ = rk.start_engine(rk.attach_lora(model), args(tmp_path))
         config = engine._llm.llm_engine.vllm_config
