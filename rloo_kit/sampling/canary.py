@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -42,47 +41,27 @@ HISTORY_ERRORS = 8.0
 # than the floor (nats): where nearly every token is certain, rounding moves nothing in most
 # batches and one undecided token by a third of a nat in another.
 NOISE_FACTOR, NOISE_FLOOR = 4.0, 0.01
-# Relative error of the temperature that is reported, up to twice or half
-TEMPERATURE_TOLERANCE = 0.05
 
 # `(N, C)` log-probabilities and entropies of the completion tokens, without gradient
 Score = Callable[[MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 
-
-class Cause(Enum):
-    """Why sampler and trainer differ."""
-
-    BASE = "base"
-    PREVIOUS_STEP = "previous step"
-    TEMPERATURE = "temperature"
-    PROMPT = "prompt"
-    UNKNOWN = "unknown"
-
-
-METRICS = {Cause.BASE: "sampling/adapter_reached", Cause.PREVIOUS_STEP: "sampling/step_reached"}
+BASE, PREVIOUS_STEP = "sampling/adapter_reached", "sampling/step_reached"
 MESSAGES = {
-    Cause.BASE: (
+    BASE: (
         "it is nearest to the base without adapter, so the adapter was not used; restart the "
         "engine, or set trainer.generation: transformers"
     ),
-    Cause.PREVIOUS_STEP: (
+    PREVIOUS_STEP: (
         "it is nearest to the adapter of one optimizer step ago, so the last update did not "
         "arrive; restart the engine, or set trainer.generation: transformers"
     ),
-    Cause.TEMPERATURE: (
-        "it fits a temperature of about {found:.2f} and trainer.temperature is {wanted:g}; give "
-        "the engine the same, and a server --logprobs-mode processed_logprobs"
-    ),
-    Cause.PROMPT: (
-        "nearly all of it is in the first tokens, so the prompt was changed before it was "
-        "sampled; look for a chat template or a BOS token added by the engine"
-    ),
-    Cause.UNKNOWN: (
-        "neither base, adapter nor temperature explain it, so the engine has other base weights, "
-        "or other precision or quantisation; give both the same model folder and load_in_4bit, or "
-        "accept it with trainer.canary: false and rollout_correction"
-    ),
 }
+UNKNOWN = (
+    "neither base nor adapter explain it, so the engine has other base weights, precision, "
+    "temperature or prompts; give both the same model folder and load_in_4bit, a server "
+    "--logprobs-mode processed_logprobs, or accept it with trainer.canary: false and "
+    "rollout_correction"
+)
 
 
 @dataclass(frozen=True)
@@ -110,40 +89,14 @@ class Position:
         return self.size > 2 * SURE_ERRORS * math.sqrt(self.variance)
 
 
-@dataclass(frozen=True)
-class Probe:
-    """Log-probabilities of the same N tokens as the sampler and the trainer's policies see them."""
-
-    sampler: torch.Tensor  # (N,) as the engine reported them
-    now: torch.Tensor  # (N,) of the policy that trains
-    entropies: torch.Tensor  # (N,) of the policy that trains
-    noise: torch.Tensor  # (N,) standard deviation under rounding
-    noise_mean: float
-    others: dict[Cause, torch.Tensor]  # (N,) of the base, and of the policy a step ago
-    indices: torch.Tensor  # (N,) place of each token in its completion
-
-    @property
-    def difference(self) -> torch.Tensor:
-        """``(N,)`` nats between sampler and trainer."""
-        return (self.sampler - self.now).abs()
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a probe shows."""
-
-    cause: Cause | None  # why sampler and trainer differ; None: rounding alone
-    metrics: dict[str, float]
-    factor: float = 1.0  # the sampler's inverse temperature over the trainer's
-
-
 def position_between(
     sampler: torch.Tensor, now: torch.Tensor, other: torch.Tensor, noise: torch.Tensor
 ) -> Position | None:
     """Return where the sampler is on the line from ``other`` to ``now``; None if they are equal.
 
     The share is the least squares estimate; its distance from 1/2, over its standard error under
-    rounding, says on which side it is. The arguments are those of ``Probe``, ``(N,)`` each.
+    rounding, says on which side it is. All are ``(N,)``: log-probabilities as the engine reported
+    them, of the policy that trains and of the other, and their standard deviation under rounding.
     """
     delta = now - other
     if len(delta) >= 100:  # a few tokens that flip in rounding must not decide
@@ -155,11 +108,12 @@ def position_between(
         return None
     # A token that fits neither was moved by something else, and says nothing about the two.
     neither = torch.minimum((sampler - now).abs(), (sampler - other).abs())
+    from_now, from_other = ((sampler - one).abs().mean() for one in (now, other))
     return Position(
         evidence=float(((sampler - (now + other) / 2) * delta).sum()),
         size=size,
         variance=float((delta.square() * (noise.square() + neither.square())).sum()),
-        fit=_fit(sampler, now, other),
+        fit=float(from_other / from_now.clamp(min=1e-9)),
     )
 
 
@@ -175,63 +129,6 @@ def is_other(positions: Sequence[Position]) -> bool:
     return together.errors < -HISTORY_ERRORS and together.share < 0.25
 
 
-def other_temperature(
-    sampler: torch.Tensor, now: torch.Tensor, entropies: torch.Tensor, noise: torch.Tensor
-) -> tuple[float, torch.Tensor] | None:
-    """Return the sampler's inverse temperature over the trainer's, where another one explains it.
-
-    At inverse temperature b the log-probability changes by ``d log p / d log b = log p + H``, H the
-    entropy; one regression on that is a first-order estimate.
-
-    Returns:
-        The factor and the ``(N,)`` log-probabilities it predicts; None where the trainer's own
-        temperature fits as well.
-    """
-    slope = now + entropies
-    size = float(slope.square().sum())
-    if size == 0:
-        return None
-    factor = 1 + float(((sampler - now) * slope).sum()) / size
-    error = math.sqrt(float((slope * noise).square().sum())) / size
-    tempered = now + (factor - 1) * slope
-    off = abs(factor - 1) > max(TEMPERATURE_TOLERANCE, SURE_ERRORS * error)
-    if off and 0.5 <= factor <= 2 and _fit(sampler, now, tempered) < SURE_FIT + 0.1:
-        return factor, tempered
-    return None
-
-
-def judge(probe: Probe, history: dict[Cause, deque[Position]]) -> Verdict:
-    """Return which policy sampled a probe; of several that fit, the nearest.
-
-    Args:
-        probe: Of one batch.
-        history: Positions of the last batches between each other policy and the one that trains;
-            this one's are added.
-    """
-    metrics: dict[str, float] = {}
-    fits: dict[Cause, float] = {}
-    factor = 1.0
-    for cause, other in probe.others.items():
-        position = position_between(probe.sampler, probe.now, other, probe.noise)
-        if position is None:
-            continue
-        if position.resolved:
-            metrics[METRICS[cause]] = position.share
-        history[cause].append(position)
-        if is_other(history[cause]):
-            fits[cause] = position.fit
-    tempered = other_temperature(probe.sampler, probe.now, probe.entropies, probe.noise)
-    if tempered is not None:
-        factor, predicted = tempered
-        fits[Cause.TEMPERATURE] = _fit(probe.sampler, probe.now, predicted)
-    limit = max(NOISE_FLOOR, NOISE_FACTOR * probe.noise_mean)
-    if not fits and float(probe.difference.mean()) > limit:
-        early = probe.indices < 2
-        at_start = probe.difference[early].mean() > 4 * probe.difference[~early].mean()
-        fits[Cause.PROMPT if at_start else Cause.UNKNOWN] = 1.0
-    return Verdict(min(fits, key=fits.__getitem__, default=None), metrics, factor)
-
-
 @dataclass
 class Policies:
     """The trainer's pass under other adapters than the one that trains; all come back unchanged."""
@@ -242,13 +139,12 @@ class Policies:
     pad_token_id: int
     dtype: torch.dtype
 
-    def score(self, tokens: TokenRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(N,)`` log-probabilities and entropies of all completion tokens, row by row."""
+    def score(self, tokens: TokenRows) -> torch.Tensor:
+        """Return ``(N,)`` log-probabilities of all completion tokens, row by row."""
         batch = tokens.pad(range(len(tokens)), self.pad_token_id, self.model.device)
         with torch.no_grad():
-            log_probs, entropies = self.score_batch(batch)  # (B, C)
-        mask = batch.completion_mask
-        return log_probs[mask].float(), entropies[mask].float()
+            log_probs, _ = self.score_batch(batch)  # (B, C)
+        return log_probs[batch.completion_mask].float()
 
     @contextlib.contextmanager
     def rounding(self) -> Iterator[None]:
@@ -295,14 +191,14 @@ class Policies:
             for name, parameter in self.adapter.items()
             if "lora_B" in name
         }
-        here, _ = self.score(tokens)
+        here = self.score(tokens)
         size, tries = 0.02, 12
         while True:
             shifted = self.copy_adapter()
             for name, values in noise.items():
                 shifted[name] += (size * values).to(shifted[name].dtype)
             with self.adapter_set_to(shifted):
-                there, _ = self.score(tokens)
+                there = self.score(tokens)
             moved, tries = float((there - here).abs().mean()), tries - 1
             if 0.3 <= moved <= 3 or not tries:
                 return shifted
@@ -340,7 +236,7 @@ class Canary:
         self._sampling = sampling
         self._now: dict[str, torch.Tensor] | None = None
         self._before: dict[str, torch.Tensor] | None = None
-        self._history = {cause: deque[Position](maxlen=HISTORY) for cause in METRICS}
+        self._history = {name: deque[Position](maxlen=HISTORY) for name in MESSAGES}
         self._noises: deque[tuple[float, float]] = deque(maxlen=HISTORY)
 
     def sent(self, dtype: torch.dtype) -> None:
@@ -367,31 +263,30 @@ class Canary:
         drawn = engine.generate(prompts, short, seed)
         shifted = self._policies.shift(TokenRows(prompts, drawn.completion_ids), seed)
 
-        def share_after(change: AbstractContextManager[Any]) -> float:
-            """Return where a sampler that was synced within ``change`` is: 1 within, 0 outside."""
+        def follows(change: AbstractContextManager[Any]) -> bool:
+            """Return whether a sampler that was synced within ``change`` is nearer to that."""
             with change:
                 engine.sync(self._model)
                 drawn = engine.generate(prompts, short, seed)
                 tokens = TokenRows(prompts, drawn.completion_ids)
-                within, _ = self._policies.score(tokens)
-            outside, _ = self._policies.score(tokens)
+                within = self._policies.score(tokens)
+            outside = self._policies.score(tokens)
             sampler = _flat(drawn.log_probs, tokens, within.device)
             position = position_between(sampler, within, outside, torch.ones_like(within))
-            return 1.0 if position is None else position.share
+            return position is None or position.share >= 0.5
 
-        share, share_of_base = share_after(self._policies.adapter_set_to(shifted)), 1.0
+        reached, base_reached = follows(self._policies.adapter_set_to(shifted)), True
         if off:
             with self._policies.adapter_set_to(shifted):
-                share_of_base = share_after(self._without_adapter())
+                base_reached = follows(self._without_adapter())
         engine.sync(self._model)
-        if share < 0.5:
+        if not reached:
             raise StalePolicyError(
-                f"the adapter does not reach {engine.name}, or its base weights are others: an "
-                f"adapter that was shifted on purpose moved what it samples by {share:.0%} of "
-                f"what it should; give both the same model folder and restart the engine, or set "
-                f"trainer.generation: transformers"
+                f"the adapter does not reach {engine.name}, or its base weights are others (it was "
+                f"shifted on purpose): give both the same model folder and restart the engine, or "
+                f"set trainer.generation: transformers"
             )
-        if share_of_base < 0.5:
+        if not base_reached:
             raise StalePolicyError(
                 f"{engine.name} keeps using the adapter after it was switched off, so the base "
                 f"cannot be sampled: restart the engine, or set trainer.generation: transformers"
@@ -410,49 +305,62 @@ class Canary:
             StalePolicyError: Another policy sampled; the message says which, most likely.
             GenerationError: The engine reported NaN or Inf.
         """
-        probe = self._probe(*_cut_probe(tokens, log_probs))
-        if not bool(probe.sampler.isfinite().all()):
+        if self._now is None:
+            raise RuntimeError("call sent() after every sync")
+        tokens, log_probs = _cut_probe(tokens, log_probs)
+        policies, others = self._policies, dict[str, torch.Tensor]()
+        with policies.adapter_set_to(self._now):
+            now = policies.score(tokens)  # (N,)
+            with policies.rounding():
+                disturbed = policies.score(tokens)
+        noise, noise_mean = self._noise(disturbed - now)
+        sampler = _flat(log_probs, tokens, now.device)
+        if not bool(sampler.isfinite().all()):
             raise GenerationError(
                 f"{engine_name} reports log-probabilities that are NaN or Inf: its weights or the "
                 f"adapter have diverged; lower trainer.learning_rate, or restart the engine"
             )
-        difference = float(probe.difference.mean())
+        difference = float((sampler - now).abs().mean())
         metrics = {
-            "sampling/probe_difference": difference, "sampling/rounding_noise": probe.noise_mean
+            "sampling/probe_difference": difference, "sampling/rounding_noise": noise_mean
         }  # fmt: skip
         if not self._sampling.whole_distribution:
             # Truncation renormalises what is left, so the sampler's numbers are not the policy's.
             return metrics
-        verdict = judge(probe, self._history)
-        if verdict.cause is None:
-            return metrics | verdict.metrics
-        wanted = self._sampling.temperature
-        explanation = MESSAGES[verdict.cause].format(found=wanted / verdict.factor, wanted=wanted)
+        with self._without_adapter():
+            others[BASE] = policies.score(tokens)
+        if self._before is not None:
+            with policies.adapter_set_to(self._before):
+                others[PREVIOUS_STEP] = policies.score(tokens)
+        nearest = self._nearest(sampler, now, others, noise, metrics)
+        if not nearest and difference <= max(NOISE_FLOOR, NOISE_FACTOR * noise_mean):
+            return metrics
         raise StalePolicyError(
             f"{engine_name} did not sample from the policy that trains (log-probabilities differ "
-            f"by {difference:.4f} nats a token, rounding explains {probe.noise_mean:.4f}): "
-            f"{explanation}"
+            f"by {difference:.4f} nats a token, rounding explains {noise_mean:.4f}): "
+            f"{MESSAGES.get(nearest, UNKNOWN)}"
         )
 
-    def _probe(self, tokens: TokenRows, log_probs: list[list[float]]) -> Probe:
-        """Score tokens under every policy they could have come from."""
-        policies, others = self._policies, {}
-        if self._now is None:
-            raise RuntimeError("call sent() after every sync")
-        with policies.adapter_set_to(self._now):
-            now, entropies = policies.score(tokens)
-            with policies.rounding():
-                disturbed, _ = policies.score(tokens)
-        noise, noise_mean = self._noise(disturbed - now)
-        if self._sampling.whole_distribution:
-            with self._without_adapter():
-                others[Cause.BASE], _ = policies.score(tokens)
-            if self._before is not None:
-                with policies.adapter_set_to(self._before):
-                    others[Cause.PREVIOUS_STEP], _ = policies.score(tokens)
-        indices = torch.cat([torch.arange(len(ids)) for ids in tokens.completion_ids])
-        sampler = _flat(log_probs, tokens, now.device)
-        return Probe(sampler, now, entropies, noise, noise_mean, others, indices.to(now.device))
+    def _nearest(
+        self,
+        sampler: torch.Tensor,
+        now: torch.Tensor,
+        others: dict[str, torch.Tensor],
+        noise: torch.Tensor,
+        metrics: dict[str, float],
+    ) -> str:
+        """Return the name of the other policy that sampled, or nothing; fill in the metrics."""
+        fits: dict[str, float] = {}
+        for name, other in others.items():
+            position = position_between(sampler, now, other, noise)
+            if position is None:
+                continue
+            if position.resolved:
+                metrics[name] = position.share
+            self._history[name].append(position)
+            if is_other(self._history[name]):
+                fits[name] = position.fit
+        return min(fits, key=fits.__getitem__, default="")
 
     def _noise(self, moved: torch.Tensor) -> tuple[torch.Tensor, float]:
         """Return each token's standard deviation under rounding, and the mean of the last batches.
@@ -491,8 +399,3 @@ def _cut_probe(
 def _flat(log_probs: list[list[float]], tokens: TokenRows, device: torch.device) -> torch.Tensor:
     rows = zip(log_probs, tokens.completion_ids, strict=True)
     return torch.tensor([p for row, ids in rows for p in row[: len(ids)]], device=device)
-
-
-def _fit(sampler: torch.Tensor, now: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the mean difference from ``other`` over that from ``now``; below 1: other fits."""
-    return float((sampler - other).abs().mean() / (sampler - now).abs().mean().clamp(min=1e-9))

@@ -2,11 +2,9 @@
 
 import contextlib
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
-from rloo_kit.config.engine_tables import SET_ELSEWHERE
 from rloo_kit.errors import ConfigError, GenerationError, KitError
 from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
 from rloo_kit.machine.memory import add_to_session
@@ -14,31 +12,22 @@ from rloo_kit.models.engine_memory import MAX_SEQUENCES
 from rloo_kit.models.shared_engine import EngineSettings, notes_of
 from rloo_kit.processes import Team, current_team
 from rloo_kit.sampling.engine import Choice, Engine, Generations, Sampling, choose, why_no_hot_swap
-from rloo_kit.text.wording import did_you_mean, first_line, format_value
+from rloo_kit.text.wording import first_line, format_value
 
 T = TypeVar("T")
 
 WHY_NOT_SEVERAL = "several processes share one vLLM server: start one, and set generation to server"
-OBEYED = ""
-_SERVER_ONLY = "set generation: server, or leave it out"
-_TRANSFORMERS_ONLY = "set generation: transformers, or leave it out"
-_NO_REGEX = (
-    "reward the form instead (the reward format), or set use_vllm: true and vllm_mode: server for "
-    "TRL's own client"
-)
-_NO_GROUP = "leave it out: only the adapter moves, and that through a folder"
-_NO_OBJECT = "write its values into generation_kwargs"  # of Unsloth's patched class
-_SERVER_FLAG = "leave it out, and start the server with --{}"
-# TRL's settings of who samples, and what to do where an engine does not obey one: vLLM in this
-# process, a vLLM server, transformers. TRL's own client obeys all of them.
-SETTINGS: dict[str, tuple[str, str, str]] = {
+VLLM, SERVER, TRANSFORMERS = "vllm", "server", "transformers"
+# TRL's settings of who samples, and the engines that obey each: vLLM in this process, a vLLM
+# server, transformers. TRL's own client obeys all of them.
+SETTINGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("use_vllm", "vllm_mode", "vllm_enable_sleep_mode", "vllm_max_model_length"),
-        (OBEYED, OBEYED, OBEYED),
+        (VLLM, SERVER, TRANSFORMERS),
     ),
     **dict.fromkeys(
         ("vllm_server_base_url", "vllm_server_host", "vllm_server_port"),
-        (_SERVER_ONLY, OBEYED, _SERVER_ONLY),
+        (SERVER,),
     ),
     **dict.fromkeys(
         (
@@ -46,29 +35,21 @@ SETTINGS: dict[str, tuple[str, str, str]] = {
             "transformers_continuous_batching_config",
             "use_transformers_continuous_batching",
             "use_transformers_paged",
+            "vllm_group_port",
+            "vllm_model_impl",
+            "vllm_tensor_parallel_size",
         ),
-        (_TRANSFORMERS_ONLY, _TRANSFORMERS_ONLY, OBEYED),
+        (TRANSFORMERS,),
     ),
-    "vllm_server_timeout": (_SERVER_ONLY, OBEYED, OBEYED),
-    "vllm_structured_outputs_regex": (_NO_REGEX, _NO_REGEX, _NO_REGEX),
-    "vllm_sampling_params": (_NO_OBJECT, _NO_OBJECT, _NO_OBJECT),
-    "vllm_group_port": (_NO_GROUP, _NO_GROUP, OBEYED),
-    "vllm_gpu_memory_utilization": (OBEYED, _SERVER_FLAG.format("gpu-memory-utilization"), OBEYED),
-    "vllm_model_impl": (
-        "leave it out: adapters are swapped in vLLM's own implementation alone",
-        _SERVER_FLAG.format("model-impl"),
-        OBEYED,
-    ),
-    "vllm_tensor_parallel_size": (
-        "leave it out: this engine is for one GPU, and a vLLM server may use several",
-        _SERVER_FLAG.format("tensor-parallel-size"),
-        OBEYED,
-    ),
+    "vllm_server_timeout": (SERVER, TRANSFORMERS),
+    "vllm_structured_outputs_regex": (),
+    "vllm_sampling_params": (),  # an object of Unsloth's patched class: see generation_kwargs
+    "vllm_gpu_memory_utilization": (VLLM, TRANSFORMERS),
 }
 ENGINES = {
-    "vllm": "vLLM in this process",
-    "server": "the vLLM server",
-    "transformers": "transformers",
+    VLLM: "vLLM in this process",
+    SERVER: "the vLLM server",
+    TRANSFORMERS: "transformers",
 }
 # What `generation_kwargs` may hold for vLLM: it needs no tokenizer, and leaves the number of
 # completions, their length, their ends and the log-probabilities to the kit
@@ -142,15 +123,13 @@ def _why_not_here(asked: str, team: Team, model: Any) -> str | None:
 
 def _check_vllm_table(model: Any, choice: Choice) -> None:
     """Raise ConfigError where the run file's ``vllm:`` is set and another engine samples."""
-    for name in notes_of(model).vllm:
-        if choice.engine == "vllm":
-            return
-        key = SET_ELSEWHERE["vllm"].get(name, f"vllm.{name}")
+    names = () if choice.engine == VLLM else notes_of(model).vllm
+    for name in names:
         reason = f" ({choice.reason})" if choice.reason else ""
         sampler = ENGINES.get(choice.engine, "TRL's own client")
         raise ConfigError(
-            f"{key} is for vLLM in this process, and {sampler} samples{reason}: "
-            f"leave it out, or set trainer.generation to vllm"
+            f"vllm.{name} is for vLLM in this process, and {sampler} samples{reason}: leave it "
+            f"out, or set trainer.generation to vllm"
         )
 
 
@@ -288,12 +267,13 @@ def check_settings(args: Any, engine: str) -> None:
     """
     if engine not in ENGINES:
         return
-    place = list(ENGINES).index(engine)
-    for name, remedies in SETTINGS.items():
-        if remedies[place] and _is_given(args, name):
+    for name, obeyed in SETTINGS.items():
+        if engine not in obeyed and _is_given(args, name):
+            by_kit = " or ".join(obeyed)
+            remedy = f", or set trainer.generation to {by_kit}" if by_kit else ""
             raise ConfigError(
                 f"trainer.{name} is {format_value(getattr(args, name))}, which {ENGINES[engine]} "
-                f"does not obey: {remedies[place]}"
+                f"does not obey: leave it out{remedy}"
             )
     others = getattr(args, "generation_kwargs", None) or {}
     if engine == "transformers":
@@ -333,19 +313,15 @@ def _check_vllm(others: Mapping[str, Any], engine: str, args: Any) -> None:
 def _check_generate(others: Mapping[str, Any]) -> None:
     from transformers import GenerationConfig
 
-    names = set(inspect.signature(GenerationConfig).parameters) | set(vars(GenerationConfig()))
-    known = {name for name in names if not name.startswith("_")} - FIXED
-    if unknown := [name for name in others if name not in known]:
-        name = unknown[0]
-        hint = "; leave it out, since TRL sets it" if name in FIXED else did_you_mean(name, known)
-        raise ConfigError(
-            f"trainer.generation_kwargs gives {name!r}, which cannot be given to generate of "
-            f"transformers{hint}"
-        )
     try:
-        GenerationConfig(**{"do_sample": True, **others})
+        unknown = GenerationConfig(do_sample=True).update(**others)
     except (TypeError, ValueError) as exc:
         raise _refused(others, exc) from exc
+    for name in (*unknown, *FIXED.intersection(others)):
+        raise ConfigError(
+            f"trainer.generation_kwargs gives {name!r}, which cannot be given to generate of "
+            f"transformers: leave it out"
+        )
 
 
 @contextlib.contextmanager

@@ -21,19 +21,14 @@ from rloo_kit.models.engine_memory import LORA_RANKS, reserved_rank
 class Sampling:
     """How completions are drawn; TRL's names and meanings."""
 
-    max_tokens: int
-    """Of a completion."""
-    stop_token_ids: tuple[int, ...]
-    """A completion ends with the first of them."""
-    temperature: float = 1.0
-    """0 is greedy."""
+    max_tokens: int  # of a completion
+    stop_token_ids: tuple[int, ...]  # a completion ends with the first of them
+    temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
-    top_k: int = 0
-    """0: all tokens."""
+    top_k: int = 0  # 0: all tokens
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    others: dict[str, Any] = field(default_factory=dict)
-    """Further parameters of vLLM's ``SamplingParams``, by name."""
+    others: dict[str, Any] = field(default_factory=dict)  # of vLLM's `SamplingParams`, by name
 
     @property
     def whole_distribution(self) -> bool:
@@ -82,10 +77,10 @@ class Engine(Protocol):
         """Give everything back. Safe to call twice."""
 
 
-# Settings of PEFT's LoraConfig that vLLM cannot load, beyond DoRA and biases
+# Settings of PEFT's LoraConfig that vLLM cannot load
 NOT_TAKEN = (
-    "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "trainable_token_indices",
-    "target_parameters",
+    "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias",
+    "trainable_token_indices", "target_parameters",
 )  # fmt: skip
 
 
@@ -94,21 +89,16 @@ def why_no_hot_swap(model: Any) -> str | None:
     configs = getattr(model, "peft_config", {})
     if not configs:
         return "the model has no LoRA adapter"
-    return next(filter(None, map(_why_not_taken, configs.values())), None)
-
-
-def _why_not_taken(config: Any) -> str | None:
-    if str(getattr(config.peft_type, "value", config.peft_type)).upper() != "LORA":
-        return f"the adapter is of the kind {config.peft_type}, and vLLM takes LoRA"
-    if getattr(config, "use_dora", False):
-        return "vLLM does not take DoRA adapters"
-    if getattr(config, "bias", "none") != "none":
-        return "vLLM does not take adapters that train biases"
-    for name in NOT_TAKEN:
-        if getattr(config, name, None):
-            return f"vLLM does not take adapters with {name}"
-    if config.r > LORA_RANKS[-1]:
-        return f"the adapter's rank is {config.r}, and vLLM takes at most {LORA_RANKS[-1]}"
+    for config in configs.values():
+        wrong = [name for name in NOT_TAKEN if getattr(config, name, None)]
+        if str(getattr(config.peft_type, "value", config.peft_type)).upper() != "LORA":
+            return f"the adapter is of the kind {config.peft_type}, and vLLM takes LoRA"
+        if getattr(config, "bias", "none") != "none":
+            wrong.append("bias")
+        if wrong:
+            return f"vLLM does not take adapters with {wrong[0]}"
+        if config.r > LORA_RANKS[-1]:
+            return f"the adapter's rank is {config.r}, and vLLM takes at most {LORA_RANKS[-1]}"
     return None
 
 
@@ -138,11 +128,9 @@ def plain_config(config: Any) -> dict[str, Any]:
 
 
 class AdapterFolders:
-    """One folder after another in shared memory, each with the adapter of one moment.
+    """One folder after another, each with the adapter of one moment.
 
-    Args:
-        parent: Where; a server on another machine needs a folder both can see. None: shared memory,
-            or the system's temporary folder where there is none.
+    They are in ``parent``; None: in shared memory, or the system's temporary folder.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -208,10 +196,8 @@ def _remove_leftovers(parent: Path) -> None:
 class Choice:
     """Which engine, and why not a faster one."""
 
-    engine: str
-    """``vllm``, ``server``, ``transformers`` or ``trl`` (TRL's own vLLM client)."""
-    reason: str | None = None
-    """In one line, where ``auto`` fell back."""
+    engine: str  # `vllm`, `server`, `transformers` or `trl` (TRL's own vLLM client)
+    reason: str | None = None  # in one line, where `auto` fell back
 
 
 def choose(asked: str, *, on_gpu: bool, why_not: str | None) -> Choice:

@@ -19,7 +19,7 @@ from typing import Any
 
 from rloo_kit.errors import GenerationError
 from rloo_kit.machine.environment import quiet
-from rloo_kit.machine.hardware import GIB, detect_hardware
+from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.machine.memory import empty_model, empty_tensors, is_out_of_memory, live_tensors
 from rloo_kit.models.engine_memory import (
     BATCHED_TOKENS,
@@ -76,8 +76,7 @@ class VllmEngine:
         self._llm: Any = getattr(model, "vllm_engine", None)
         self.shared = self._llm is not None
         self.name = "vLLM, weights shared by Unsloth" if self.shared else "vLLM in this process"
-        self.sync_seconds = 0.0
-        """Of the last sync."""
+        self.sync_seconds = 0.0  # of the last sync
         self.adapter_dtype = _compute_dtype(model)
         self._on_gpu = model.device.type != "cpu"
         self._sleeps = sleeps and self._on_gpu
@@ -165,21 +164,16 @@ class VllmEngine:
             max_length=max_length,
             batched_tokens=extra.get("max_num_batched_tokens", BATCHED_TOKENS),
         )
+        free, card = hardware.free_memory, hardware.total_memory
         if hardware.device == "cpu":
-            return {"kv_cache_memory_bytes": cpu_cache(size, hardware.free_memory)}
-        found = engine_memory(
-            size,
-            hardware.free_memory,
-            sleeps=self._sleeps,
-            card=hardware.total_memory,
-            share=share,
-        )
+            return {"kv_cache_memory_bytes": cpu_cache(size, free)}
+        found = engine_memory(size, free, sleeps=self._sleeps, card=card, share=share)
         if share is not None:
             return {"gpu_memory_utilization": share}
         # vLLM compares the share with what is free even where the cache has a size of its own.
         return {
             "kv_cache_memory_bytes": found.cache,
-            "gpu_memory_utilization": found.share(hardware.total_memory),
+            "gpu_memory_utilization": found.share(card),
         }
 
     def sync(self, model: Any) -> None:
@@ -334,7 +328,6 @@ def write_dequantised(model: Any, dtype: Any) -> Path:
     4-bit one that trains. The caller removes the folder.
     """
     from bitsandbytes.functional import dequantize_4bit
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     base, tensors = model.get_base_model(), {}
@@ -355,17 +348,10 @@ def write_dequantised(model: Any, dtype: Any) -> Path:
     settings = {k: v for k, v in base.config.to_dict().items() if k != "quantization_config"}
     parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     folder = Path(tempfile.mkdtemp(prefix=f"rloo-kit-{os.getpid()}-base-", dir=parent))
-    try:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        config = type(base.config).from_dict(settings)
-        config.dtype = dtype
-        config.save_pretrained(folder)
-    except (OSError, SafetensorError) as exc:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise GenerationError(
-            f"vLLM's copy of the weights cannot be written to {str(folder.parent)!r} ({exc}): free "
-            f"some space there, or set trainer.generation: transformers"
-        ) from exc
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = type(base.config).from_dict(settings)
+    config.dtype = dtype
+    config.save_pretrained(folder)
     return folder
 
 
@@ -390,9 +376,8 @@ def _compute_dtype(model: Any) -> Any:
     """Return the type that the trainer computes the base in."""
     import torch
 
-    config = model.get_base_model().config
-    dtype = getattr(config, "dtype", None) or torch.bfloat16
-    return dtype if dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.bfloat16
+    dtype = getattr(model.get_base_model().config, "dtype", None)
+    return dtype if dtype in (torch.float16, torch.float32) else torch.bfloat16
 
 
 def _why(exc: Exception) -> str:
@@ -401,23 +386,18 @@ def _why(exc: Exception) -> str:
     refused = [line for line in lines if line.startswith("Value error, ")]  # pydantic's
     text = (refused or lines or [type(exc).__name__])[0].removeprefix("Value error, ")[:300]
     low = text.lower()
-    if "one instance per process" in low:
-        text = "an earlier engine of this process still holds memory"
+    remedy = "set trainer.generation: transformers to sample without vLLM"
+    if "one instance per process" in low:  # an earlier engine still holds memory
         remedy = "restart the kernel, or train with in_subprocess=True"
     elif "expandable" in low:
         remedy = "take expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF and restart"
     elif "bitsandbytes" in low or "bnb" in low:
         remedy = "pip install vllm-bnb-plugin (vLLM 0.28 and later need it for 4-bit weights)"
-    elif "failed to be inspected" in low:
-        remedy = "pip uninstall torchvision torchaudio, where they do not fit this torch"
     elif is_out_of_memory(exc) or "memory" in low:  # vLLM's own check is a ValueError
         remedy = (
-            f"lower model.max_seq_length or trainer.per_device_train_batch_size "
-            f"({detect_hardware().free_memory / GIB:.1f} GiB are free), or set "
-            f"trainer.generation: transformers"
+            "lower model.max_seq_length or trainer.per_device_train_batch_size, or set "
+            "trainer.generation: transformers"
         )
-    else:
-        remedy = "set trainer.generation: transformers to sample without vLLM"
     return f"vLLM cannot start ({type(exc).__name__}: {text}): {remedy}"
 
 

@@ -101,7 +101,11 @@ class VllmServer:
         answer = self._request("POST", "/v1/load_lora_adapter", content, check=False)
         if answer.status_code != 200:
             AdapterFolders.drop(folder)
-            raise GenerationError(self._why_not_loaded(answer, folder))
+            raise GenerationError(
+                f"the vLLM server at {self.url} does not load the adapter ({answer.status_code} "
+                f"{_excerpt(answer)}): it must see the folder {str(folder.parent)!r} "
+                f"(trainer.vllm_adapter_dir); start it with `{START.format(rank=self._rank)}`"
+            )
         return name, folder
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
@@ -163,32 +167,34 @@ class VllmServer:
 
     def _base_name(self, max_length: int) -> str:
         """Return the name of the base, which must take so many tokens."""
-        cards = self._json(self._request("GET", "/v1/models"), "data")
-        models = (card for card in cards if isinstance(card, dict) and not card.get("parent"))
-        base = next((model for model in models if isinstance(model.get("id"), str)), None)
-        if base is None:
-            raise GenerationError(f"{self.url} serves no model: start it again with --model")
-        limit = base.get("max_model_len")
-        if isinstance(limit, int) and limit < max_length:
+        answer = self._request("GET", "/v1/models")
+        try:
+            base = next(card for card in answer.json()["data"] if not card.get("parent"))
+            name, limit = base["id"], base["max_model_len"]
+        except (ValueError, LookupError, TypeError, AttributeError, StopIteration) as exc:
+            raise self._not_vllm(f"its /v1/models has no base: {_excerpt(answer)}") from exc
+        if limit < max_length:
             raise GenerationError(
                 f"the server at {self.url} takes {limit} tokens and the run needs {max_length}: "
                 f"start it with --max-model-len {max_length}, or lower model.max_seq_length"
             )
-        return base["id"]
+        return name
 
     def _complete(self, request: dict[str, Any]) -> list[tuple[list[int], list[float]]]:
-        choices = self._json(self._request("POST", "/v1/completions", request), "choices")
+        answer = self._request("POST", "/v1/completions", request)
         try:
             found = [
                 (list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"]))
-                for choice in sorted(choices, key=lambda choice: choice["index"])
+                for choice in sorted(answer.json()["choices"], key=lambda choice: choice["index"])
             ]
-        except (KeyError, TypeError) as exc:
+            whole = all(ids and len(ids) == len(log_probs) for ids, log_probs in found)
+            finite = all(math.isfinite(p) for _, log_probs in found for p in log_probs)
+        except (ValueError, LookupError, TypeError) as exc:
             raise self._not_vllm("its completions have no token ids or log-probabilities") from exc
-        if len(found) != request["n"] or any(len(ids) != len(p) or not ids for ids, p in found):
-            raise self._not_vllm(f"it gave other than {request['n']} completions with their tokens")
-        if not all(isinstance(p, float | int) and math.isfinite(p) for _, ps in found for p in ps):
-            raise self._not_vllm("its log-probabilities are NaN, Inf or no numbers")
+        if len(found) != request["n"] or not whole or not finite:
+            raise self._not_vllm(
+                f"it gave other than {request['n']} completions, each with finite log-probabilities"
+            )
         return found
 
     def _drop_adapter(self) -> None:
@@ -221,15 +227,6 @@ class VllmServer:
             )
         return answer
 
-    def _json(self, answer: Any, key: str) -> list[Any]:
-        try:
-            found = answer.json()[key]
-        except (ValueError, KeyError, TypeError) as exc:
-            raise self._not_vllm(f"its answer has no {key!r} in JSON") from exc
-        if not isinstance(found, list):
-            raise self._not_vllm(f"its {key!r} is no list")
-        return found
-
     def _bad_address(self, exc: Exception) -> GenerationError:
         return GenerationError(
             f"vllm_server_base_url {self.url!r} is no address ({exc}): give one such as "
@@ -240,18 +237,6 @@ class VllmServer:
         return GenerationError(
             f"what answers at {self.url} is not the vLLM server that is needed ({what}): check "
             f"trainer.vllm_server_base_url"
-        )
-
-    def _why_not_loaded(self, answer: Any, folder: Path) -> str:
-        if answer.status_code in (404, 405):
-            return (
-                f"the vLLM server at {self.url} does not load adapters while it runs: start it "
-                f"with `{START.format(rank=self._rank)}`"
-            )
-        return (
-            f"the vLLM server at {self.url} cannot load the adapter ({_excerpt(answer)}): it must "
-            f"see the folder {str(folder.parent)!r} (trainer.vllm_adapter_dir) and be started with "
-            f"--max-lora-rank {self._rank}"
         )
 
 

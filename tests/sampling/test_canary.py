@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import re
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from rloo_kit.sampling.canary import (
     PROBE_TOKENS_PER_ROW,
     Canary,
     is_other,
-    other_temperature,
     position_between,
 )
 from rloo_kit.sampling.engine import Generations, Sampling
@@ -26,9 +24,7 @@ BF16 = torch.bfloat16
 NAMES = {
     "base": "base without adapter",
     "before": "one optimizer step ago",
-    "temperature": "temperature of about",
-    "prompt": "the prompt was changed",
-    "unknown": "other base weights",
+    "unknown": "other base weights, precision, temperature or prompts",
 }
 
 
@@ -76,11 +72,10 @@ def noise_of(draw, scale, generator):
 
 
 def batch(generator, step):
-    """Log-probabilities of the policy, its entropies, and another policy a step away."""
+    """Log-probabilities of the policy, and of another policy a step away."""
     now = -torch.rand(SIZE, generator=generator).pow(-0.5).log() * 2
-    entropies = -now.mean() * 2 * torch.rand(SIZE, generator=generator)
     sizes = 5 * torch.rand(SIZE, generator=generator).pow(4)
-    return now, entropies, now + step * sizes * torch.randn(SIZE, generator=generator)
+    return now, now + step * sizes * torch.randn(SIZE, generator=generator)
 
 
 @pytest.mark.parametrize("step", [1e-6, 1e-2], ids="step={}".format)
@@ -90,19 +85,18 @@ def test_a_healthy_sampler_raises_no_alarm(draw, step):
     for _ in range(4):
         places = []
         for _ in range(HISTORY):
-            now, entropies, other = batch(generator, step)
+            now, other = batch(generator, step)
             sampler = now + draw(1e-3, generator)
             noise = noise_of(draw, 1e-3, generator)
             places.append(position_between(sampler, now, other, noise))
             assert not is_other(places)
-            assert other_temperature(sampler, now, entropies, noise) is None
 
 
 @pytest.mark.parametrize("draw", NOISES)
 def test_another_policy_that_sampled_is_found_in_one_batch(draw):
     generator = seeded(1)
     for _ in range(20):
-        now, _, other = batch(generator, 1.0)
+        now, other = batch(generator, 1.0)
         noise = noise_of(draw, 1e-3, generator)
         place = position_between(other + draw(1e-3, generator), now, other, noise)
         assert place.resolved
@@ -131,7 +125,7 @@ def test_a_step_that_rounding_hides_is_found_in_many_batches():
     for _ in range(8):
         places, found = [], []
         for _ in range(HISTORY):
-            now, _, other = batch(generator, 3e-4)
+            now, other = batch(generator, 3e-4)
             noise = noise_of(normal, 1e-3, generator)
             place = position_between(other + normal(1e-3, generator), now, other, noise)
             places.append(place)
@@ -139,42 +133,6 @@ def test_a_step_that_rounding_hides_is_found_in_many_batches():
         assert not place.resolved
         assert not any(found[:2])
         assert found[-1]
-
-
-def test_the_share_is_the_position_between_two_policies():
-    generator = seeded(3)
-    now, _, other = batch(generator, 1.0)
-    noise = torch.full((SIZE,), 1e-3)
-    for share in (0.0, 0.25, 0.5, 1.0, 1.5):
-        place = position_between(other + share * (now - other), now, other, noise)
-        assert place.share == pytest.approx(share, abs=1e-4)
-        assert (place.errors > 0) == (share > 0.5) or share == 0.5
-
-
-# --- temperature ---------------------------------------------------------------------------------
-
-
-def tempered(temperature, seed):
-    """Log-probabilities of drawn tokens at that temperature and at 1, and entropies at 1."""
-    logits = 2 * torch.randn(SIZE, VOCABULARY, generator=seeded(seed))
-    drawn = (logits / temperature).softmax(-1).multinomial(1, generator=seeded(seed + 1))
-    now = logits.log_softmax(-1)
-    entropies = -(now.exp() * now).sum(-1)
-    return [
-        (logits / temperature).log_softmax(-1).gather(1, drawn).squeeze(1),
-        now.gather(1, drawn).squeeze(1),
-        entropies,
-    ]
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.5])
-@pytest.mark.parametrize("seed", range(3))
-def test_another_temperature_is_found_and_about_right(temperature, seed):
-    sampler, now, entropies = tempered(temperature, 10 * seed)
-    sampler += normal(1e-3, seeded(seed))
-    factor, predicted = other_temperature(sampler, now, entropies, torch.full((SIZE,), 1e-3))
-    assert 1 / factor == pytest.approx(temperature, rel=0.2)
-    assert (sampler - predicted).abs().mean() < 0.7 * (sampler - now).abs().mean()
 
 
 # --- a policy that is small but real -------------------------------------------------------------
@@ -328,11 +286,7 @@ def complaint(cause, function, *args, **keywords):
     with pytest.raises(StalePolicyError) as caught:
         function(*args, **keywords)
     text = str(caught.value)
-    assert "\n" not in text
-    assert text.startswith("a sampler")
     assert [name for name, words in NAMES.items() if words in text] == [cause], text
-    assert re.search(r"restart|give|look for", text)
-    return text
 
 
 @pytest.mark.parametrize("size", [1e-5, 0.05])
@@ -353,16 +307,14 @@ def test_a_healthy_run_is_quiet(rounding, size):
 def test_a_sampler_that_never_takes_the_adapter_is_named():
     policy = TinyPolicy()
     engine = Sampler(policy, fault="never takes")
-    text = complaint("base", train, policy, engine, canary_of(policy))
-    assert "generation: transformers" in text
+    complaint("base", train, policy, engine, canary_of(policy))
 
 
 def test_a_sampler_that_is_a_step_late_is_named():
     policy = TinyPolicy()
     engine, canary = Sampler(policy, fault="takes late"), canary_of(policy)
     engine.sync(policy)
-    text = complaint("before", train, policy, engine, canary, size=0.05)
-    assert "generation: transformers" in text
+    complaint("before", train, policy, engine, canary, size=0.05)
 
 
 def test_a_small_step_that_is_always_late_is_found_in_time():
@@ -372,32 +324,25 @@ def test_a_small_step_that_is_always_late_is_found_in_time():
     complaint("before", train, policy, engine, canary, size=2e-3, steps=2 * HISTORY)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.4])
-def test_another_temperature_is_named_with_both_numbers(temperature):
-    policy = TinyPolicy()
-    engine = Sampler(policy, temperature=temperature)
-    text = complaint("temperature", train, policy, engine, canary_of(policy))
-    assert "trainer.temperature is 1;" in text
-    named = float(re.search(r"about ([\d.]+)", text)[1])
-    assert named == pytest.approx(temperature, rel=0.2)
-
-
-def test_other_base_weights_are_no_known_cause():
-    policy = TinyPolicy()
+def other_weights(policy):
     engine = Sampler(policy)
     with torch.no_grad():
         engine.own.head.weight += 0.3 * torch.randn(engine.own.head.weight.shape)
-    complaint("unknown", train, policy, engine, canary_of(policy))
+    return engine
 
 
-def test_a_changed_prompt_shows_in_the_first_tokens():
+@pytest.mark.parametrize(
+    "make",
+    [
+        other_weights,
+        lambda policy: Sampler(policy, temperature=0.7),
+        lambda policy: Sampler(policy, fault="adds a token"),
+    ],
+    ids=["other base weights", "temperature", "prompt"],
+)
+def test_what_neither_base_nor_adapter_explain_is_found(make):
     policy = TinyPolicy()
-    drawn = Sampler(policy).generate(PROMPTS, SAMPLING, seed=0)
-    wrong = [[p - (0.9 if t < 2 else 0) for t, p in enumerate(row)] for row in drawn.log_probs]
-    canary = canary_of(policy)
-    canary.sent(BF16)
-    tokens = TokenRows(PROMPTS, drawn.completion_ids)
-    complaint("prompt", canary.check, tokens, wrong, "a sampler")
+    complaint("unknown", train, policy, make(policy), canary_of(policy))
 
 
 def test_nan_log_probs_are_refused():

@@ -7,18 +7,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-import rloo_kit as rk
-
 pytestmark = pytest.mark.vllm
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "02_thinking_model.ipynb"
-
-
-@pytest.mark.slow  # the notebook below trains the same
-def test_the_quickstart_reaches_the_same_with_vllm(tmp_path):
-    result = rk.train("quickstart", [f"output_dir={tmp_path / 'run'}", "trainer.generation=vllm"])
-    assert result.before.rewards["accuracy"] < 0.7
-    assert result.after.rewards["accuracy"] >= 0.95
-    assert result.released.after.children == ()
 
 
 def test_the_notebook_runs_from_top_to_bottom(tmp_path):

@@ -28,7 +28,6 @@ def rounds(number, how):
     ("number", "how", "ended"),
     [
         (4, "ends", {"end"}),
-        pytest.param(10, "ends", {"end"}, marks=pytest.mark.slow),
         pytest.param(3, "raises", {"RewardContractError"}, marks=pytest.mark.slow),
         pytest.param(3, "interrupted", {"KeyboardInterrupt"}, marks=pytest.mark.slow),
     ],
