@@ -68,16 +68,10 @@ def engine_size(  # noqa: PLR0913
     value_bytes: int = 2,
     batched_tokens: int = BATCHED_TOKENS,
 ) -> EngineSize:
-    """Return what an engine needs.
+    """Return what an engine needs for so many completions at one time.
 
-    Args:
-        shape: Of the base model.
-        in_4bit: Whether the engine holds NF4 weights.
-        max_rank: LoRA rank that the engine reserves buffers for.
-        num_sequences: Completions at one time.
-        max_length: Longest prompt plus completion, tokens.
-        value_bytes: Of an activation.
-        batched_tokens: Prompt tokens that it reads in one pass.
+    ``max_length`` is of prompt plus completion, ``batched_tokens`` of the prompt tokens that it
+    reads in one pass, ``value_bytes`` of an activation.
     """
     rows = min(num_sequences, MAX_SEQUENCES)
     trained = sum(

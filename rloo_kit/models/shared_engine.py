@@ -98,13 +98,8 @@ def load_shared(
 ) -> tuple[Any, Any]:
     """Return (model, tokenizer); the model carries the engine where Unsloth can share its weights.
 
-    Where it cannot, ``notes_of(model).why_not_shared`` holds the reason in one line.
-
-    Args:
-        load: Unsloth's ``from_pretrained``, the arguments of the engine missing.
-        source: The model's folder, or its hub name.
-        engine: How it is started.
-        trust_remote_code: Whether code that comes with the model runs.
+    ``load`` is Unsloth's ``from_pretrained``, the arguments of the engine missing. Where Unsloth
+    cannot share them, ``notes_of(model).why_not_shared`` holds the reason in one line.
 
     Raises:
         GenerationError: ``engine.required``, and it cannot start.

@@ -191,12 +191,7 @@ def _server(model: Any, args: Any, max_length: int) -> Engine:
 
 
 class SharedEngine:
-    """One engine, held by rank 0, that samples for all processes; all make every call together.
-
-    Args:
-        team: The processes.
-        start: Starts the engine, on rank 0.
-    """
+    """One engine, started and held by rank 0, that samples for all processes together."""
 
     def __init__(self, team: Team, start: Callable[[], Engine]) -> None:
         self._team = team
@@ -259,12 +254,7 @@ def check_engine(args: Any, *, trains: bool = True) -> None:
 
 
 def check_settings(args: Any, engine: str) -> None:
-    """Raise ConfigError on a setting of TRL that an engine does not obey.
-
-    Args:
-        args: A ``LeaveOneOutConfig``.
-        engine: ``vllm``, ``server`` or ``transformers``; others are not checked.
-    """
+    """Raise ConfigError on a setting of TRL that one of ``ENGINES`` does not obey."""
     if engine not in ENGINES:
         return
     for name, obeyed in SETTINGS.items():

@@ -48,15 +48,8 @@ LIVE_IDS = 1_000_000
 class VllmEngine:
     """An engine of the kit's own, or Unsloth's when the model carries one.
 
-    Args:
-        model: A PEFT model as ``attach_lora`` returned it.
-        max_length: Longest prompt plus completion, tokens.
-        num_sequences: Completions at one time.
-        sleeps: Give memory back between ``sleep`` and the next ``generate`` (GPU).
-        memory_share: Of the GPU's memory, for an engine with its own copy of the weights; None:
-            computed (``engine_memory``).
-        seed: Of the engine.
-        extra: Further arguments of ``vllm.LLM``.
+    ``memory_share`` of the GPU is for an engine with its own copy of the weights; None: computed
+    (``engine_memory``). ``extra`` are further arguments of ``vllm.LLM``.
 
     Raises:
         GenerationError: vLLM cannot start, with its reason in one line.
@@ -66,9 +59,9 @@ class VllmEngine:
         self,
         model: Any,
         *,
-        max_length: int,
-        num_sequences: int,
-        sleeps: bool = False,
+        max_length: int,  # prompt plus completion, tokens
+        num_sequences: int,  # at one time
+        sleeps: bool = False,  # gives memory back between sleep and the next generate (GPU)
         memory_share: float | None = None,
         seed: int = 0,
         extra: dict[str, Any] | None = None,

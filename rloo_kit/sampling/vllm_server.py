@@ -30,14 +30,10 @@ START = (
 
 
 class VllmServer:
-    """A client of one server.
+    """A client of one server, such as ``http://127.0.0.1:8000``.
 
-    Args:
-        url: Such as ``http://127.0.0.1:8000``.
-        model: A PEFT model; its adapter is what is sent.
-        max_length: Longest prompt plus completion, tokens.
-        timeout: Seconds to wait for the server to be up, and for one answer.
-        adapter_dir: A folder that both machines see; None: shared memory, for a server on this one.
+    ``timeout`` is in seconds, for its start and for one answer; ``adapter_dir`` a folder that both
+    machines see, None: shared memory, for a server on this one.
 
     Raises:
         GenerationError: No vLLM server answers there, or it was started without what is needed.
@@ -59,12 +55,10 @@ class VllmServer:
         self.adapter_dtype = torch.bfloat16
         self.url = url.rstrip("/")
         self.timeout = timeout
-        self.sync_seconds = 0.0
-        """Of the last sync."""
+        self.sync_seconds = 0.0  # of the last sync
         self._rank = reserved_rank_of(model)
         self._adapter: tuple[str, Path] | None = None
-        self._samples: str | None = None
-        """The name of what samples, on the server."""
+        self._samples: str | None = None  # the name of what samples, on the server
         self._number = 0
         key = os.environ.get("VLLM_API_KEY")
         try:

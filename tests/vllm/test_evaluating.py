@@ -6,9 +6,6 @@ import pytest
 import torch
 
 import rloo_kit as rk
-from rloo_kit.errors import StalePolicyError
-from rloo_kit.sampling.engine import active_adapter
-from rloo_kit.sampling.vllm_inprocess import VllmEngine
 
 pytestmark = pytest.mark.vllm
 PROMPTS = 32
@@ -80,15 +77,3 @@ def test_the_two_sides_of_a_judge_answer_as_themselves(adapters, greedy, tmp_pat
     _, small, large = greedy[0].rows
     for side, row in (("completion", small), ("against", large)):
         assert sum(map(str.__eq__, [one[side] for one in rows], texts(row))) >= 7
-
-
-def test_an_engine_that_keeps_the_first_adapter_is_noticed(adapters, monkeypatch):
-    send, sent = VllmEngine._requested, []
-
-    def keep(engine, model):
-        sent[:] = sent or [send(engine, model)] if active_adapter(model) else []
-        return sent[0] if sent else (None, None)
-
-    monkeypatch.setattr(VllmEngine, "_requested", keep)
-    with pytest.raises(StalePolicyError, match="the adapter does not reach vLLM in this process"):
-        asked(adapters, BY_VLLM)
