@@ -163,6 +163,7 @@ def attach_lora(
             _recompute(model, use_gradient_checkpointing)
             notes_of(model).gradient_checkpointing = use_gradient_checkpointing
         return model
+    # what is not given is as in a run file's `lora:`
     asked = {name: value for name, value in given.items() if value is not None}
     settings = asdict(LoraSection()) | asked
     leaves = {n.rpartition(".")[2] for n, m in model.named_modules() if n and not [*m.children()]}
@@ -282,16 +283,13 @@ def save_adapter(model: Any, tokenizer: Any, folder: str | Path) -> Path:
     return folder
 
 
-def keep_trainable_layout(model: Any) -> int:
-    """Keep bitsandbytes' 4-bit layers in the layout whose backward is right; return their number.
-
-    On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks a ``Linear4bit`` at the first forward in
-    eval mode, and every later backward uses a kernel without autograd.
-    """
-    layers = [m for m in model.modules() if hasattr(m, "support_avx512bf16_for_cpu")]
-    for layer in layers:
-        layer.support_avx512bf16_for_cpu = False
-    return len(layers)
+def keep_trainable_layout(model: Any) -> None:
+    """Keep bitsandbytes' 4-bit layers in the layout whose backward is right."""
+    # On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks a Linear4bit at the first forward in eval
+    # mode, and every later backward uses a kernel without autograd.
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
 
 
 # --- sources -------------------------------------------------------------------------------------
@@ -466,6 +464,7 @@ def _prepare_tokenizer(model: Any, tokenizer: Any) -> None:
     settings = model.generation_config
     given = settings.eos_token_id
     ends = given if isinstance(given, list) else [given]
+    # a chat model's turn may end with another token than its text
     ends = [*ends, tokenizer.eos_token_id, end_of_turn_id(tokenizer)]
     settings.eos_token_id = list(dict.fromkeys(end for end in ends if end is not None))
     settings.pad_token_id = tokenizer.pad_token_id

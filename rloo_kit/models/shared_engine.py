@@ -121,8 +121,11 @@ def load_shared(
         except REFUSALS as exc:
             reason = f"Unsloth cannot start vLLM for this model ({first_line(exc)})"
         else:
+            # Unsloth may load without vLLM, and then only prints why
             if getattr(model, "vllm_engine", None) is not None:
                 notes_of(model).shared_engine = engine
+            else:
+                notes_of(model).why_not_shared = "Unsloth loaded the model without vLLM"
             return model, tokenizer
     if engine.required:
         raise GenerationError(reason)

@@ -149,6 +149,7 @@ class Policies:
     @contextlib.contextmanager
     def rounding(self) -> Iterator[None]:
         """Disturb the output of every decoder layer as much as one more rounding would."""
+        # half a unit in the last place: the largest error of one rounding
         amplitude = torch.finfo(self.dtype).eps / 2
         generator = torch.Generator(self.model.device).manual_seed(0)
 
@@ -186,6 +187,7 @@ class Policies:
     def shift(self, tokens: TokenRows, seed: int) -> dict[str, torch.Tensor]:
         """Return the adapter with noise that moves log-probabilities by 0.3 to 3 nats."""
         generator = torch.Generator().manual_seed(seed)
+        # B alone: it is zero in a fresh adapter, and then noise in A changes nothing
         noise = {
             name: torch.randn(parameter.shape, generator=generator)
             for name, parameter in self.adapter.items()
@@ -249,15 +251,16 @@ class Canary:
             self._sampling.stop_token_ids,
             self._sampling.temperature or 1.0,
         )
+        # completions of the policy as it is, to measure how far a shift moves it
         drawn = engine.generate(prompts, short, seed)
         shifted = self._policies.shift(TokenRows(prompts, drawn.completion_ids), seed)
-
         with self._policies.adapter_set_to(shifted):
             engine.sync(self._model)
             drawn = engine.generate(prompts, short, seed)
             tokens = TokenRows(prompts, drawn.completion_ids)
             within = self._policies.score(tokens)  # (N,)
         outside = self._policies.score(tokens)
+        # from here on the engine samples from the policy that trains
         engine.sync(self._model)
         sampler = _flat(drawn.log_probs, tokens, within.device)
         position = position_between(sampler, within, outside, torch.ones_like(within))

@@ -92,6 +92,7 @@ def start_engine(
     if choice.engine == "transformers":
         _put_to_sleep(model)
         return None, choice
+    # vLLM reserves for the longest row that the model was loaded for
     notes = notes_of(model)
     max_length = (
         args.vllm_max_model_length
@@ -221,6 +222,7 @@ class SharedEngine:
         """Complete this process's prompts, and the others', in one call."""
         parts = self._team.gather(prompt_ids)
         everything = [ids for part in parts for ids in part]
+        # rank 0 samples for all, and each rank keeps its own rows
         drawn = self._on_first(lambda engine: engine.generate(everything, sampling, seed))
         begin = sum(map(len, parts[: self._team.rank]))
         mine = slice(begin, begin + len(prompt_ids))

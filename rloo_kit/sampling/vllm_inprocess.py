@@ -255,12 +255,10 @@ class VllmEngine:
             self._llm.wake_up()
 
     def close(self) -> None:
-        """Shut the engine down, its process groups, threads, caches and files included.
-
-        A model that shares its weights with the engine is released first (``release``): vLLM gives
-        the pool that holds them back with the engine, and freeing a block of that pool afterwards
-        can end the process (vllm/device_allocator/cumem.py).
-        """
+        """Shut the engine down, its process groups, threads, caches and files included."""
+        # A model that shares its weights with the engine is released first (`release`): vLLM gives
+        # the pool that holds them back with the engine, and freeing a block of that pool afterwards
+        # can end the process (vllm/device_allocator/cumem.py).
         if self._llm is not None and self._on_gpu:
             with contextlib.suppress(Exception):  # less is given back, and ``release`` says so
                 self._wake()  # a block that is not mapped cannot be freed
@@ -306,11 +304,9 @@ def _without_side_effects() -> Iterator[None]:
 
 
 def _is_lora_request(request: Any) -> bool:
-    """Return whether vLLM holds the adapter under an id of its own.
-
-    For an unquantised base Unsloth returns a request that is merged into the shared weights while
-    the engine generates (``_MergedLoRARequest``); ``LLM.generate`` alone takes it.
-    """
+    """Return whether vLLM holds the adapter under an id of its own."""
+    # For an unquantised base Unsloth returns a request that is merged into the shared weights while
+    # the engine generates (_MergedLoRARequest); LLM.generate alone takes it.
     return hasattr(request, "lora_int_id")
 
 
@@ -414,15 +410,13 @@ def _empty_engine(llm: Any) -> None:
 
 
 def _empty_sleep_pools(cumem: Any) -> None:
-    """Prepare vLLM's sleep allocator, so that the shutdown frees all of its memory.
-
-    This frees the tensors in its pools (sampler buffers, quantisation states), and maps again the
-    blocks that vLLM unmapped during the load. torch frees those too, but the allocator no longer
-    knows them: its C callback raises a KeyError, and the blocks after it stay mapped (2.6 GiB of a
-    1.7B model, on an H100 with vLLM 0.26). The fix follows vLLM's csrc/cumem_allocator.cpp.
-    """
+    """Prepare vLLM's sleep allocator, so that the shutdown frees all of its memory."""
     import ctypes
 
+    # This frees the tensors in its pools (sampler buffers, quantisation states), and maps again the
+    # blocks that vLLM unmapped during the load. torch frees those too, but the allocator no longer
+    # knows them: its C callback raises a KeyError, and the blocks after it stay mapped (2.6 GiB of
+    # a 1.7B model, on an H100 with vLLM 0.26). The fix follows vLLM's csrc/cumem_allocator.cpp.
     allocator = cumem.CuMemAllocator.instance
     known = allocator.pointer_to_data
     blocks = sorted((address, address + data.handle[1]) for address, data in known.items())

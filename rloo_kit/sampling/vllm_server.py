@@ -108,6 +108,7 @@ class VllmServer:
             raise GenerationError("no adapter was sent to the vLLM server: call sync first")
         values = sampling.as_vllm()
         values |= {"model": self._samples, "add_special_tokens": False, "return_token_ids": True}
+        # equal prompts are siblings: one request computes their prompt once
         requests, row = [], 0
         for ids, same in groupby(prompt_ids):
             number = len(list(same))
