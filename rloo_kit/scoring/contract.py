@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from rloo_kit.errors import KitError, RewardContractError
+from rloo_kit.text.redaction import redact
 from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Completion, Score
 
@@ -81,9 +82,14 @@ class CheckedReward:
                 "dataset lacks; add the column, or give the parameter a default "
                 f"(there are: {', '.join(sorted(columns))})"
             )
-        if self.accepted is None:
-            return columns
-        return {name: value for name, value in columns.items() if name in self.accepted}
+        chosen = {
+            name: value
+            for name, value in columns.items()
+            if self.accepted is None or name in self.accepted
+        }
+        if callable(log := chosen.get("log_metric")):  # trackers and checkpoints keep the names
+            chosen["log_metric"] = lambda name, value: log(redact(str(name)), float(value))
+        return chosen
 
     def _failed(
         self, fault: str, columns: dict[str, Any], cause: BaseException | None = None

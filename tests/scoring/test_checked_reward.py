@@ -406,6 +406,18 @@ def test_missing_columns_are_named():
     assert checked(with_answer)(**COLUMNS, answer=["please", "x"]) == [1.0, 0.0]
 
 
+def test_only_numbers_are_logged_and_secrets_are_masked():
+    def logs(completions, log_metric, value):
+        log_metric("of https://me:s3cr3t-word@example.org", value)
+        return [1.0] * len(completions)
+
+    metrics = Metrics()
+    call(checked(logs), **COLUMNS, log_metric=metrics, value=np.float32(0.5))
+    assert metrics == [("of https://me:[hidden]@example.org", 0.5)]
+    message = refusal(checked(logs), **COLUMNS, log_metric=metrics, value="text")
+    assert "raised ValueError" in message
+
+
 # --- the wrapper ---
 
 
