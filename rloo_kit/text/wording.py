@@ -56,7 +56,10 @@ def format_name(value: object) -> str:
 
 def first_line(exc: BaseException) -> str:
     """Return the first line of an error's text, cut to 160 characters; its type if it has none."""
-    lines = redact(str(exc)).strip().splitlines()
+    try:
+        lines = redact(str(exc)).strip().splitlines()
+    except Exception:  # str() of a user's own error class may fail
+        lines = []
     return printable(lines[0][:LONGEST_REASON]) if lines else type(exc).__name__
 
 
