@@ -76,19 +76,6 @@ def test_pickled_prompts_are_refused(tmp_path, ran):
     assert ran.exists()  # the trap works
 
 
-def test_a_loading_script_of_a_dataset_is_not_run(tmp_path, ran):
-    import datasets
-
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "mine.py").write_text(f"open({str(ran)!r}, 'w')\n")
-    with pytest.raises(rk.DataError, match="is a folder"):
-        rk.load_prompts(str(folder))
-    with pytest.raises(RuntimeError, match="scripts are no longer supported"):  # of the hub, too
-        datasets.load_dataset(str(folder))
-    assert not ran.exists()
-
-
 # --- models on the hub ---------------------------------------------------------------------------
 
 
@@ -215,15 +202,6 @@ def test_a_reward_file_is_named_before_it_runs(spec, ran, rewards):
     assert ran.exists()
 
 
-def test_a_file_outside_is_named_in_full(ran, rewards, tmp_path):
-    whole = f"running code of {tmp_path / 'mine.py'} (good)"
-    assert loaded_lines("../mine.py:good", ran) == [whole]
-    ran.unlink()
-    for name in [n for n in sys.modules if n.startswith("_rloo_kit_reward_mine")]:
-        del sys.modules[name]
-    assert loaded_lines(f"{tmp_path}/run/../mine.py:good", ran, base="/") == [whole]
-
-
 def test_installed_packages_are_named_and_ours_are_not(ran, monkeypatch):
     said = loaded_lines("os.path:basename", ran)
     assert said == ["running code of the installed module os.path (basename)"]
@@ -345,23 +323,6 @@ def test_only_an_advisory_with_a_fix_fails_the_audit():
     assert code == 1
     assert "CVE-1, fixed in 1.1" in lines[0]
     assert audit.verdict({"dependencies": [open_one]})[1] == 0
-
-
-def test_an_audit_without_answers_says_so():
-    unknown = package("good", skip_reason="not found on PyPI")
-    for report in ({"dependencies": [unknown]}, None, {}):
-        assert audit.verdict(report) == ([audit.UNREACHABLE], 0)
-    half = {"dependencies": [unknown, package("known", vulns=[])]}
-    assert "1 packages were not found" in audit.verdict(half)[0][-1]
-
-
-def test_audit_that_cannot_run_gives_no_report(tmp_path):
-    program = tmp_path / "pip-audit"
-    assert audit.ask(str(program), ["requirements/requirements.lock"]) is None
-    for body in ("echo no connection; exit 1", "sleep 9"):
-        program.write_text(f"#!/bin/sh\n{body}\n")
-        program.chmod(0o755)
-        assert audit.ask(str(program), ["requirements/requirements.lock"], seconds=0.3) is None
 
 
 # --- promises of SECURITY.md ---------------------------------------------------------------------

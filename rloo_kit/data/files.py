@@ -97,7 +97,8 @@ def as_dataset(rows: list[Row]) -> "Dataset":
         try:
             made = datasets.Dataset.from_dict({name: columns[name]})
             made.with_format("arrow")[:1].column(name)  # type: ignore[union-attr]
-        except Exception as exc:  # pyarrow: mixed types, values or names that it cannot hold
+        except Exception as exc:
+            # From pyarrow: mixed types, values or names that it cannot hold.
             raise DataError(
                 f"the column {format_value(name)} cannot be stored ({first_line(exc)}): give it "
                 "values of one type, text in valid Unicode and numbers of at most 64 bits"
@@ -135,7 +136,8 @@ def _read_jsonl(path: Path) -> Iterator[PlacedRow]:
             place = _place(path, "line", number)
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError) as exc:  # a number of 5,000 digits; [[[[[...
+            except (ValueError, RecursionError) as exc:
+                # A number of 5,000 digits; [[[[[...
                 reason = getattr(exc, "msg", first_line(exc))
                 raise DataError(f"{place}: not valid JSON ({reason}); fix or delete it") from exc
             if not isinstance(row, dict):
@@ -173,7 +175,8 @@ def _read_parquet(path: Path) -> "Dataset":
     try:
         table = pyarrow.parquet.read_table(path)
         return datasets.Dataset(datasets.table.InMemoryTable(table))  # pyright: ignore[reportAttributeAccessIssue] - a submodule that datasets imports
-    except Exception as exc:  # pyarrow's and datasets' own errors
+    except Exception as exc:
+        # Errors of pyarrow and of datasets.
         raise DataError(
             f"data file {format_value(str(path))} cannot be read as Parquet ({first_line(exc)}): "
             "write it again"
@@ -185,7 +188,8 @@ def _read_hub(name: str, split: str, builtin: Iterable[str]) -> "Dataset":
 
     try:
         return datasets.load_dataset(name, split=split)
-    except Exception as exc:  # hub, network, script and split errors have no common base
+    except Exception as exc:
+        # Hub, network, script and split errors have no common base.
         raise DataError(
             f"data {format_value(name)} is neither built in ({', '.join(builtin)}), a file here, "
             f"nor a hub dataset that can be loaded now ({type(exc).__name__}: "

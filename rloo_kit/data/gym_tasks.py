@@ -78,7 +78,8 @@ def _entries(task: str, seed: int, settings: dict[str, Any]) -> list[dict[str, A
         with contextlib.redirect_stdout(io.StringIO()):
             dataset = create(task, size=_CHUNK, seed=seed, **settings)
             return [dataset[index] for index in range(_CHUNK)]
-    except Exception as exc:  # each task checks in its own way, most by assert
+    except Exception as exc:
+        # Each task checks in its own way, most by assert.
         raise DataError(
             f"{where} makes no problems with the settings {format_value(settings)} "
             f"({first_line(exc)}): change data.settings, or the seed"
@@ -89,7 +90,8 @@ def _task_maker(task: str, settings: dict[str, Any]) -> Any:
     """Return ``reasoning_gym.create_dataset`` if the task and its settings have known names."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a library of it has invalid escapes
+            # A library of it has invalid escapes.
+            warnings.simplefilter("ignore")
             package = importlib.import_module("reasoning_gym")
             known = importlib.import_module("reasoning_gym.factory").DATASETS
     except ImportError as exc:
@@ -98,7 +100,8 @@ def _task_maker(task: str, settings: dict[str, Any]) -> Any:
             "pip install "
             '"rloo-kit[gym]"'
         ) from exc
-    names = set(known) - {"composite"}  # a mixture: its entries name other tasks
+    # A mixture: its entries name other tasks.
+    names = set(known) - {"composite"}
     if task not in names:
         raise DataError(
             f"reasoning-gym has no task {format_value(task)}{did_you_mean(task, names)}"

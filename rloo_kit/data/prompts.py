@@ -117,7 +117,8 @@ def order_by_level(dataset: "Dataset", seed: int = 42) -> "Dataset":
     levels: list[float] = []
     for number, level in enumerate(dataset["level"][:], 1):
         try:
-            levels.append(float(level))  # of a CSV file it is text
+            # Of a CSV file it is text.
+            levels.append(float(level))
         except (TypeError, ValueError):
             levels.append(math.nan)
         if not math.isfinite(levels[-1]):
@@ -175,7 +176,8 @@ def prompt_ids(
         return tokenizer.apply_chat_template(
             prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **(settings or {})
         )["input_ids"]
-    except Exception as exc:  # a template is a program of its own: it may divide by zero
+    except Exception as exc:
+        # A template is a program of its own: it may divide by zero.
         raise DataError(
             f"the model's chat template cannot render a prompt ({first_line(exc)}): set data.chat: "
             "false for a model without one, or change roles and data.system"
@@ -238,7 +240,8 @@ def _with_prompts(source: "list[Row] | Dataset", system: str | None, *, chat: bo
     import datasets
 
     features = None
-    if not isinstance(stored[0], str):  # messages keep their column's type: there may be images
+    if not isinstance(stored[0], str):
+        # Messages keep their column's type: there may be images.
         features = datasets.Features({"prompt": source.features["prompt"]})
     made = datasets.Dataset.from_dict({"prompt": prompts}, features=features)
     if source.column_names == ["prompt"]:

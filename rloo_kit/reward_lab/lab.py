@@ -106,7 +106,8 @@ def check_rewards(  # noqa: PLR0913
     if source is not None:
         config, base = read_config(source, overrides)
     load = functools.partial(_load, config, base or Path(), rewards)
-    load(say=say)  # a wrong name costs a second then, not a model load
+    # A wrong name costs a second then, not a model load.
+    load(say=say)
     with session() as opened:
         if completions is None:
             chosen = (num_prompts, num_generations)

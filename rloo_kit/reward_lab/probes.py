@@ -105,7 +105,8 @@ def _call(func: CheckedReward, columns: dict[str, Any]) -> list[Score]:
     """Return the scores of one call, awaited where the reward is async."""
     found: Any = func(**columns)
     if inspect.isawaitable(found):
-        with ThreadPoolExecutor(1) as pool:  # a notebook's thread has a running loop
+        with ThreadPoolExecutor(1) as pool:
+            # A notebook's thread has a running loop.
             found = pool.submit(asyncio.run, found).result()  # type: ignore[arg-type]
     limit = LARGEST_SCORE
     return [None if score is None else min(max(score, -limit), limit) for score in found]
@@ -150,7 +151,8 @@ _ALTERED: dict[str, tuple[Callable[[str], str], Callable[[list[int]], list[int]]
     "opened": (_prefixed("<think>"), _same),
     "tagged": (_prefixed("<notes>"), _same),
     "masked": (lambda text: re.sub(r"\S", "x", text), lambda ids: [0] * len(ids)),
-    "repeated": (  # the beginning, so that the thought is long and still closed
+    # The beginning, so that the thought is long and still closed.
+    "repeated": (
         lambda text: text[: len(text) // 4 + 1][:500] * 200 + text,
         lambda ids: ids[: len(ids) // 4 + 1][:100] * 200 + ids,
     ),

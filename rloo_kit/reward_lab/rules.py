@@ -42,7 +42,8 @@ _MEANS_LENGTH = re.compile(r"len|brev|brief|concis|short|long|word|token|budget"
 RULES = Rules()
 KINDS = RULES.kinds
 
-_STOPPING = {  # of a fault that stops the run: why it matters, remedy
+# Of a fault that stops the run: why it matters, remedy.
+_STOPPING = {
     "raises": (
         "the run stops at the first such completion",
         "call it on that completion by hand: text.split('</think>')[1] and re.search(...).group() "
@@ -267,7 +268,8 @@ def _constant(probed: Probed) -> Iterator[Seen]:
         kind = "constant" if value else "all_zero"
         yield Seen(f"{seen}, empty and foreign ones too", "error", name, kind=kind)
     elif value == 0:
-        if best > 0:  # else it is a penalty that no completion has earned
+        if best > 0:
+            # Else it is a penalty that no completion has earned.
             yield Seen(f"{higher}, so it can fire", "warning", name, kind="all_zero")
     elif is_same(best, value):
         yield Seen(f"{seen}; worse ones earned {worst:g}", "warning", name, kind="saturated")
@@ -395,7 +397,8 @@ def find_all(
     found = [f for r in rewards for f in find_in_reward(r, batch, excused=excused)]
     dead = {finding.reward for finding in found if KINDS[finding.kind].about_signal}
     live = [r for r in rewards if r.counts and r.name not in dead and not is_constant(r.scores)]
-    if not live:  # a reward that is dull only for now is an error if no other one is alive
+    if not live:
+        # A reward that is dull only for now is an error if no other one is alive.
         dull_now = ("constant", "all_zero", "saturated")
         found = [replace(f, level="error") if f.kind in dull_now else f for f in found]
     live = [r for r in live if known(r.scores)]

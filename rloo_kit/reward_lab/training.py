@@ -41,10 +41,12 @@ Ids = tuple[list[int], list[int]]
 PROGRESS_LINES = 10
 # Fields of TRL's `RewardConfig` that the kit sets; also `output_dir` and `use_cpu`
 FIXED = {
-    "max_length": None,  # the texts are cut before
+    # The texts are cut before.
+    "max_length": None,
     "save_strategy": "no",
     "report_to": "none",
-    "disable_tqdm": True,  # a notebook's bar as well
+    # A notebook's bar as well.
+    "disable_tqdm": True,
 }
 # What no library checks before the model is loaded
 ABOVE_0 = ("r", "lora_alpha", "max_length", "learning_rate", "held_out")
@@ -407,7 +409,8 @@ def _arguments(job: _Job, folder: str, hardware: Hardware) -> Any:
     except (ValueError, TypeError) as exc:
         raise ConfigError(f"TRL refuses the settings of the reward model: {exc}") from exc
     if not arguments.bf16 and not arguments.fp16:
-        arguments.mixed_precision = "no"  # else accelerate reads the variable that setup() sets
+        # Else accelerate reads the variable that setup() sets.
+        arguments.mixed_precision = "no"
     return arguments
 
 
@@ -454,7 +457,8 @@ def _progress(say: Say) -> Any:
             if "loss" in logs and (step % max(1, total // PROGRESS_LINES) == 0 or step == total):
                 loss, accuracy = float(logs["loss"]), logs["accuracy"]
                 say(f"step {step}/{total}  loss {loss:.3f}  accuracy {accuracy:.2f}")
-            self.on_step_end(args, state, control)  # a signal may have come meanwhile
+            # A signal may have come meanwhile.
+            self.on_step_end(args, state, control)
 
     return Progress()
 
@@ -490,7 +494,8 @@ def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:
     model, args = trainer.accelerator.unwrap_model(trainer.model), trainer.args
     dtype = torch.bfloat16 if args.bf16 else torch.float16
     rows = [side for pair in ids for side in pair]
-    budget = 2 * args.per_device_train_batch_size * max(map(len, rows))  # as a training pass
+    # As many tokens as a training pass.
+    budget = 2 * args.per_device_train_batch_size * max(map(len, rows))
     model.eval()
     with torch.autocast(args.device.type, dtype=dtype, enabled=args.bf16 or args.fp16):
         scores = _reader().logits(model, trainer.processing_class.pad_token_id, rows, budget)
@@ -521,7 +526,8 @@ def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, 
         # With save_embedding_layers PEFT would ask the hub for the base's vocabulary.
         model.save_pretrained(str(partial), save_embedding_layers=False)
         trainer.processing_class.save_pretrained(str(partial))
-        (partial / "README.md").unlink(missing_ok=True)  # a card of placeholders
+        # PEFT's card holds placeholders alone.
+        (partial / "README.md").unlink(missing_ok=True)
         if scores["std"] > 0:
             calibration = {name: scores[name] for name in ("mean", "std")}
             write_json(partial / "calibration.json", calibration, indent=2)
@@ -543,7 +549,8 @@ def _facts(job: _Job, result: RewardModelResult, steps: int) -> dict[str, Any]:
         facts["base_fingerprint"] = _reader().fingerprint(Path(job.place))
         if job.model != "tiny-thinker":
             place, folder = Path(job.place).resolve(), result.folder.resolve()
-            with contextlib.suppress(ValueError):  # another drive
+            with contextlib.suppress(ValueError):
+                # No relative path leads to another drive of Windows.
                 facts["base_folder"] = Path(os.path.relpath(place, folder)).as_posix()
     kept = {k: v for k, v in vars(result).items() if k not in ("folder", "terminated")}
     return facts | {

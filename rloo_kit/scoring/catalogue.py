@@ -46,7 +46,8 @@ def describe_rewards() -> list[Entry]:
     for name in named_rewards():
         try:
             entries.append(describe_reward(name))
-        except Exception as exc:  # a plug-in of another package may raise anything
+        except Exception as exc:
+            # A plug-in of another package may raise anything.
             reason = str(exc).partition("\n")[0]
             entries.append(Entry(name, f"cannot be used: {reason}", _origin(name), "", ()))
     return entries
@@ -117,7 +118,8 @@ def _made_by(target: Any) -> list[type]:
         return []
     try:
         made = typing.get_type_hints(target).get("return")
-    except NameError:  # an annotation that only a type checker can read
+    except NameError:
+        # An annotation that only a type checker can read.
         return []
     kinds = (made, *typing.get_args(made))
     return [kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
@@ -129,7 +131,8 @@ def _field_texts(kind: type) -> dict[str, str]:
     for base in reversed(kind.__mro__[:-1]):
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError):  # made at run time
+        except (OSError, TypeError):
+            # Made at run time.
             continue
         for field, below in itertools.pairwise(getattr(tree.body[0], "body", ())):
             match field, below:

@@ -55,11 +55,13 @@ class CheckedReward:
         """
         try:
             output = within(self.timeout, lambda: self.reward(**self._select(columns)))
-        except (KitError, *_PASSED_ON):  # a KitError already says what to change
+        except (KitError, *_PASSED_ON):
+            # A KitError already says what to change.
             raise
         except OverdueError as exc:
             return self._too_slow(exc, columns)
-        except BaseException as exc:  # sys.exit() in a reward must not end a run silently
+        except BaseException as exc:
+            # A sys.exit() in a reward must not end a run silently.
             return self._raised(exc, columns, self._failing_row(columns, type(exc)))
         return self._scores(output, columns)
 
@@ -87,7 +89,8 @@ class CheckedReward:
             for name, value in columns.items()
             if self.accepted is None or name in self.accepted
         }
-        if callable(log := chosen.get("log_metric")):  # trackers and checkpoints keep the names
+        if callable(log := chosen.get("log_metric")):
+            # Trackers and checkpoints keep the names.
             chosen["log_metric"] = lambda name, value: log(redact(str(name)), float(value))
         return chosen
 
@@ -121,7 +124,8 @@ class CheckedReward:
                 raise
             except kind:
                 return f" in row {row} (completion: {_excerpt(one['completions'][0])})"
-            except BaseException:  # a single row is another case to this reward
+            except BaseException:
+                # A single row is another case to this reward.
                 return ""
         return ""
 
@@ -142,7 +146,8 @@ class CheckedReward:
 
     def _scores(self, output: Any, columns: dict[str, Any]) -> list[Score]:
         completions, got = columns["completions"], ""
-        values = output.tolist() if hasattr(output, "tolist") else output  # a tensor or an array
+        # A tensor or an array has tolist().
+        values = output.tolist() if hasattr(output, "tolist") else output
         if not isinstance(values, list | tuple):
             got = f"a {type(output).__name__}"
         elif len(values) != len(completions):
@@ -180,7 +185,8 @@ class AsyncCheckedReward(CheckedReward):
         except BaseException as exc:
             task = asyncio.current_task()
             if isinstance(exc, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise  # cancelled from outside
+                # Cancelled from outside.
+                raise
             if isinstance(exc, TimeoutError) and limit.expired():
                 return self._too_slow(exc, columns)
             return self._raised(exc, columns)
@@ -227,7 +233,8 @@ def keywords_of(func: Any) -> tuple[list[str], bool, list[str]]:
     """Return (names accepted by keyword, whether any keyword is accepted, the required names)."""
     try:
         parameters = inspect.signature(func).parameters.values()
-    except (TypeError, ValueError):  # some callables of C extensions have no signature
+    except (TypeError, ValueError):
+        # Some callables of C extensions have no signature.
         return [], True, []
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = [p.name for p in named if p.default is p.empty]
@@ -260,8 +267,10 @@ def _number(value: Any) -> Score:
         return None
     try:
         number = value.item() if getattr(value, "ndim", None) == 0 else value
-        score = float(number) if isinstance(number, int | float) else math.nan  # a bool is 0 or 1
-    except OverflowError:  # a whole number too large for a float
+        # A bool is 0 or 1.
+        score = float(number) if isinstance(number, int | float) else math.nan
+    except OverflowError:
+        # A whole number too large for a float.
         return math.nan
     return score if abs(score) <= MAX_SCORE else math.nan
 
@@ -304,7 +313,8 @@ def within(seconds: float | None, call: Callable[[], T]) -> T:
 
     def ring(_number: int, frame: FrameType | None) -> None:
         nonlocal place
-        if not has_ended:  # a late alarm must not leave this function
+        if not has_ended:
+            # A late alarm must not leave this function.
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown line"
             raise _Alarm
 

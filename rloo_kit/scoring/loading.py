@@ -28,7 +28,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -109,7 +109,8 @@ def load_reward(
     """Return the reward of one spec; its arguments and errors are those of ``load_rewards``."""
     if isinstance(spec, LoadedReward):
         return spec
-    if hasattr(spec, "forward") and hasattr(spec, "state_dict"):  # a torch module
+    if hasattr(spec, "forward") and hasattr(spec, "state_dict"):
+        # A torch module: TRL scores with it itself.
         name = getattr(getattr(spec, "config", None), "name_or_path", "") or "reward_model"
         return LoadedReward(spec, Path(name).name)
     finder = _Finder(Path.cwd() if base_dir is None else Path(base_dir), say)
@@ -212,7 +213,8 @@ class _Finder:
             target_name, weight = self._split_weight(name)
             model = parameters.get("model")
             if target_name == "reward_model" and isinstance(model, str):
-                path = self._path(model)  # a folder, unless it is a hub name
+                # A folder, unless it is a hub name.
+                path = self._path(model)
                 parameters["model"] = str(path) if path.is_dir() else model
             target = self.target(target_name)
             parameters = _without_removed(parameters, target_name)
@@ -259,14 +261,16 @@ class _Finder:
         """Return the object that a text names; of a built-in, the class or factory behind it."""
         is_own = name in _builtin()
         if name in _targets():
-            value = _targets()[name].partition("[")[0].strip()  # "module:attribute [extra]"
+            # An entry point may be "module:attribute [extra]".
+            value = _targets()[name].partition("[")[0].strip()
             name = value if ":" in value else f"{value}:"
         elif self._is_model(name):
             return _reward_model(str(self._path(name)))
         elif re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) and not (
             name.endswith(".py") or self._path(name).exists()
         ):
-            return _reward_model(name)  # a name on the hub
+            # A name on the hub.
+            return _reward_model(name)
         home, colon, attribute = name.rpartition(":")
         if name.endswith(".py"):
             home, attribute = name, ""
@@ -295,7 +299,8 @@ class _Finder:
         """
         try:
             path = (self.base / Path(text).expanduser()).resolve()
-            path.is_file()  # raises for a name that is too long
+            # Raises for a name that is too long.
+            path.is_file()
         except (OSError, RuntimeError, ValueError) as exc:
             raise RewardLoadError(
                 f"reward {format_value(text)} can be no path ({first_line(exc)}); give a built-in "
@@ -355,7 +360,8 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # noqa: PT018 - it ends with .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs, as dataclasses and pickle look it up there
+    # Before it runs, as dataclasses and pickle look it up there.
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException as exc:
@@ -408,7 +414,7 @@ def _unknown(name: str) -> str:
 def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
     """Return a reward: a class or built-in factory called, an instance or function filled in."""
     known, takes_any, _ = keywords_of(target)
-    is_instance = is_dataclass(target) and not inspect.isclass(target)
+    is_instance = not inspect.isclass(target) and hasattr(target, "__dataclass_fields__")
     if is_instance:
         known, takes_any = [field.name for field in fields(target) if field.init], False
     for parameter in parameters:

@@ -80,7 +80,8 @@ def test_the_table_leaves_none_out():
     row = statistics_of(probed([1.0, None, 0.0, 0.0]), batch(2, 2, num_tokens=[4, 9, 2, 3]))
     assert (row.num_scored, row.none_share, row.mean) == (3, 0.25, pytest.approx(1 / 3))
     assert (row.low, row.high, row.fires) == (0.0, 1.0, pytest.approx(1 / 3))
-    assert row.group_std == 0.0  # of the second group; the first has one score
+    # Of the second group; the first has one score.
+    assert row.group_std == 0.0
     assert row.length_correlation == pytest.approx(rank_correlation([4, 2, 3], [1, 0, 0]))
 
 
@@ -116,7 +117,8 @@ def test_signal_is_the_trainers():
     trained = sampled.has_signal(Shaping(), 2)
     found = signal([None if math.isnan(s) else s for s in scores], 2)
     assert found.num_with_signal == int(trained.sum()) == 1
-    assert found.num_groups == 2  # with two scores at least
+    # With two scores at least.
+    assert found.num_groups == 2
 
 
 def test_signal_counts_groups_at_either_end():

@@ -319,21 +319,6 @@ def test_wrong_input_is_refused_with_the_remedy(arguments, error, match):
         check_rewards(**arguments, say=lambda line: None)
 
 
-@pytest.mark.parametrize(
-    ("line", "match"),
-    [
-        ("{", "line 2: not valid JSON"),
-        ("[]", "line 2: holds a list, must be an object"),
-        ('{"prompt": "a", "completion": "b", "completion_ids": "c"}', "must be a list of whole"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path, line, match):
-    file = tmp_path / "c.jsonl"
-    file.write_text(f'{{"prompt": "a", "completion": "b"}}\n{line}\n')
-    with pytest.raises(DataError, match=match):
-        check([right], file)
-
-
 def test_the_command_exits_with_1_where_the_run_cannot_learn(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "c.jsonl", FEW)

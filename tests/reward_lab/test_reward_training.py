@@ -28,7 +28,8 @@ def sums(num):
         a, b = rng.randint(100, 999), rng.randint(100, 999)
         chosen, _ = worked_thought(a, b)
         rejected, _ = worked_thought(a, b, forgets=lambda: True)
-        if chosen.count("+") == 5:  # carries twice
+        if chosen.count("+") == 5:
+            # Carries twice.
             row = {"prompt": arithmetic_prompt(a, b), "chosen": chosen, "rejected": rejected}
             rows += [row, {**row, "chosen": f"{chosen} ", "rejected": f"{rejected} "}]
     return rows

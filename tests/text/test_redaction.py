@@ -31,7 +31,8 @@ from rloo_kit.text.wording import first_line, format_value
 
 ROOT = Path(__file__).resolve().parents[2]
 LETTERS = string.ascii_letters + string.digits
-DICE = random.Random(5)  # the same names of tests in every process
+# The same names of tests in every process.
+DICE = random.Random(5)
 SECRET = "Zq7Lw2Xv9Rt4Yp6Mn3Kd8"
 ODD = 'pass"word\\with é and <tags> & 7'
 
@@ -175,7 +176,8 @@ KEY = some(24)
      f"AWS_SECRET_ACCESS_KEY: '{KEY}'", f"hub_token={KEY!r}", f"https://me:{KEY[:4]}@example.org",
      f"-----BEGIN RSA PRIVATE KEY-----\n{KEY}\n{KEY}\n-----END RSA PRIVATE KEY-----\n",
      json.dumps(f"-----BEGIN PRIVATE KEY-----\n{KEY}\n")],
-    ids=range(15),  # pytest puts the name of a test into the environment
+    # Pytest puts the name of a test into the environment.
+    ids=range(15),
 )  # fmt: skip
 def test_value_after_a_telling_word_is_masked(text):
     found = redact(text)
@@ -267,7 +269,8 @@ def test_value_is_masked_before_it_is_cut(monkeypatch):
 # --- files of a run ------------------------------------------------------------------------------
 
 
-@pytest.mark.long  # loads the training libraries
+# Loads the training libraries.
+@pytest.mark.long
 def test_recorded_run_holds_no_secret(tmp_path, monkeypatch):
     from types import SimpleNamespace
 
