@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "rloo_kit"
 REWARDS = ROOT / "rewards"
 
+# Packages and top-level modules, lowest first: each imports only what is above it in this list.
 LAYERS = [
     {"errors", "types", "text", "processes", "output_folder"},
     {"config"},
@@ -37,15 +38,14 @@ LAYERS = [
     {"cli"},
     {"__main__", "__init__"},
 ]
-"""Packages and top-level modules, lowest first: each imports only what is above it in this list."""
 
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
+# Libraries that take seconds to load: imported inside functions ...
 HEAVY = {"torch", "unsloth", "trl", "transformers", "peft", "vllm", "datasets"}
-"""Libraries that take seconds to load: imported inside functions ..."""
 
+# ... except in packages that are all tensors or subclass TRL (ruff's TID253 lists the files).
 TENSOR_PACKAGES = {"rloo", "training", "checkpoints", "sampling", "diagnosis", "runs", "machine"}
-"""... except in packages that are all tensors or subclass TRL (ruff's TID253 lists the files)."""
 
 
 def name_in_kit(path):

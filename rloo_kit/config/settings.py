@@ -45,6 +45,7 @@ def setting(default: Any = MISSING, help: str = "", **rule: Any) -> Any:
 
 
 # Findings of the doctor that can make a run worthless
+# clip_noise, negative_kl, saturated_reward, high_variance: of older run files, found no more
 STOP_ON = (
     "stale_sampler",
     "clip_noise",

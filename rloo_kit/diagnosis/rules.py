@@ -10,8 +10,8 @@ from rloo_kit.text.wording import printable
 
 P = ParamSpec("P")
 
+# Share of groups with differing scores: below the first most compute is wasted.
 LITTLE_SIGNAL, ALMOST_NONE = 0.25, 0.05
-"""Share of groups with differing scores: below the first most compute is wasted."""
 # Share of the completions, or groups, that makes one fault the fault of the run
 MOSTLY = 0.9
 # Share of the time of a step that rewards may take

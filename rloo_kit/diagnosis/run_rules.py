@@ -33,15 +33,15 @@ from rloo_kit.diagnosis.rules import (
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.adapters import base_name
 
+# Learning rates with LoRA: too low below the first; usual; of the embedded model.
 LOWEST_RATE, USUAL_RATE, TINY_RATE = 1e-6, 1e-5, 1e-3
-"""Learning rates with LoRA: too low below the first; usual; of the embedded model."""
 # Mean number of different texts in a group below which the sampler repeats itself
 REPEATED = 1.5
 TRUNCATED = ("completions/truncated", "completions/clipped_ratio")
 
 RULES = Rules()
 KINDS = RULES.kinds
-_ALL_ALIKE = "no_signal high_variance entropy_collapse"
+_ALL_ALIKE = "no_signal entropy_collapse"
 
 
 # --- settings ------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def _moved(run: RunStatistics) -> str:
     "stale_sampler",
     "completions of another policy are trained as if they were this one's",
     "restart the engine with the same model folder and temperature, or sample with transformers",
-    explains="clip_noise negative_kl kl_explosion reward_collapse high_variance",
+    explains="kl_explosion reward_collapse",
 )
 def _stale_sampler(run: RunStatistics) -> Iterator[Seen]:
     seen = [
@@ -131,43 +131,6 @@ def _stale_sampler(run: RunStatistics) -> Iterator[Seen]:
         seen.append(f"log-probs differ by {apart:.3g} nats per token; rounding by {noise:.2g}")
     if seen:
         yield Seen("; ".join(seen), setting=_valid(run, "trainer.generation=transformers"))
-
-
-@RULES.rule(
-    "clip_noise",
-    "clipped tokens train nothing, and a ratio far from 1 means that another policy drew them",
-    "train each batch once, or lower the learning rate",
-    explains=f"kl_explosion all_truncated empty_output length_explosion reward_collapse "
-    f"reward_hacking {_ALL_ALIKE}",
-)
-def _clip_noise(run: RunStatistics) -> Iterator[Seen]:
-    clipped = sorted(run.series("policy/clipfrac_avg", "clip_ratio/region_mean"))
-    # The quarter of the steps with the most: the first pass over a batch clips nothing.
-    worst = mean(clipped[-max(1, len(clipped) // 4) :])
-    if worst >= 0.2 and not run.better:
-        yield Seen(
-            f"in the worst quarter of the steps {worst:.0%} of the tokens are clipped, at "
-            f"num_iterations {run.setting('num_iterations')} and learning rate {_rate(run):.1g}",
-            setting=_valid(run, "trainer.num_iterations=1"),
-        )
-
-
-@RULES.rule(
-    "negative_kl",
-    "a mean KL is never negative, noise aside: the reference, or the sampler, is another model",
-    "check that the reference is the base the adapter began from, and that the engine samples at "
-    "the trainer's temperature; rollout_correction corrects small differences",
-    explains="high_variance",
-)
-def _negative_kl(run: RunStatistics) -> Iterator[Seen]:
-    values = run.series("kl/token", "kl")
-    half = values[len(values) // 2 :]
-    below = sum(value < 0 for value in half)
-    if len(half) >= 2 and below >= MOSTLY * len(half) and fmean(half) <= -0.02:
-        yield Seen(
-            f"the KL from the reference is {fmean(half):.3g} nats per token over the last "
-            f"{len(half)} steps, and below 0 in {below} of them"
-        )
 
 
 @RULES.rule(
@@ -199,7 +162,7 @@ def _kl_explosion(run: RunStatistics) -> Iterator[Seen]:
     "all_truncated",
     "a completion that is cut off never reaches its answer: the reward cannot tell them apart",
     "raise the limit on completion length, or make the thoughts shorter",
-    explains=f"constant_reward saturated_reward cold_start {_ALL_ALIKE}",
+    explains=f"constant_reward cold_start {_ALL_ALIKE}",
 )
 def _all_truncated(run: RunStatistics) -> Iterator[Seen]:
     cut_off = min(run.first(*TRUNCATED), run.last(*TRUNCATED))
@@ -254,7 +217,8 @@ def _length_explosion(run: RunStatistics) -> Iterator[Seen]:
 @RULES.rule(
     "constant_reward",
     "RLOO learns from differences within a group, and there are none",
-    "check that the reward looks at the completion: rloo-kit rewards check tries it",
+    "check that the reward looks at the completion (rloo-kit rewards check); where all earn the "
+    "most, take harder prompts or ask for more",
     about_signal=True,
     explains=_ALL_ALIKE,
 )
@@ -271,7 +235,7 @@ def _constant(run: RunStatistics) -> Iterator[Seen]:
     if means[0] <= 0:
         yield _cold(run, seen, unpaid)
     else:
-        yield Seen(seen, kind="saturated_reward" if means[0] >= 1 else "constant_reward")
+        yield Seen(seen)
 
 
 def _never_paid(run: RunStatistics) -> str | None:
@@ -291,13 +255,6 @@ def _cold(run: RunStatistics, seen: str, reward: str | None = None) -> Seen:
 
 
 RULES.rule(
-    "saturated_reward",
-    "the model earned it nearly always from the first step on: nothing is left to learn",
-    "take harder prompts, ask for more, or check that the reward looks at the completion",
-    about_signal=True,
-    explains=_ALL_ALIKE,
-)
-RULES.rule(
     "cold_start",
     "a reward that is never earned teaches nothing: the base must sometimes succeed",
     "rule out a fault of the reward with rloo-kit rewards check; then take easier prompts, give "
@@ -313,7 +270,7 @@ RULES.rule(
     "look at the last completions and their scores; then spread the reward (partial credit), raise "
     "the temperature, or take more diverse prompts",
     about_signal=True,
-    explains="no_signal high_variance",
+    explains="no_signal",
 )
 def _reward_collapse(run: RunStatistics) -> Iterator[Seen]:
     """Find that scores differed once, and are all alike now, at less than the best."""
@@ -355,7 +312,7 @@ def _reward_hacking(run: RunStatistics) -> Iterator[Seen]:
     "entropy_collapse",
     "a model that always writes the same has nothing to compare, and stops exploring",
     "begin again with a lower learning rate or a higher beta, and sample at temperature 1",
-    explains="reward_collapse no_signal high_variance",
+    explains="reward_collapse no_signal",
 )
 def _entropy_collapse(run: RunStatistics) -> Iterator[Seen]:
     rows = [row for row in run.rows if row.get("passes/trained") != 0]
@@ -384,7 +341,7 @@ def _entropy_collapse(run: RunStatistics) -> Iterator[Seen]:
     "equal scores in a group cancel, and the group trains nothing",
     "take prompts that the model solves sometimes, or draw more completions of each",
     about_signal=True,
-    explains="learning_rate_too_low high_variance",
+    explains="learning_rate_too_low",
 )
 def _no_signal(run: RunStatistics) -> Iterator[Seen]:
     half = run.signal[: max(2, run.num_steps // 2)]
@@ -407,7 +364,6 @@ def _no_signal(run: RunStatistics) -> Iterator[Seen]:
     "the scores say what to learn, and the model does not move",
     "raise the learning rate: with LoRA 1e-6 to 1e-5 is usual, more for a tiny model",
     about_signal=True,
-    explains="high_variance",
 )
 def _learning_rate_too_low(run: RunStatistics) -> Iterator[Seen]:
     share, rate, usual = mean(run.signal), _rate(run), _usual_rate(run)
@@ -423,24 +379,6 @@ def _learning_rate_too_low(run: RunStatistics) -> Iterator[Seen]:
             f"{run.last('reward'):.3g}; the highest learning rate was {rate:.1g}",
             "error" if rate < LOWEST_RATE else "warning",
             setting=_valid(run, f"trainer.learning_rate={usual if rate < usual else 3 * rate:.1g}"),
-        )
-
-
-@RULES.rule(
-    "high_variance",
-    "the noise of the gradient is larger than its signal",
-    "draw more completions per prompt (4 to 8; 8 to 16 for hard reasoning), lower the learning "
-    "rate, raise beta, or take more prompts per step",
-)
-def _high_variance(run: RunStatistics) -> Iterator[Seen]:
-    size, lost = run.setting("num_generations"), run.worse or run.fell
-    if run.learned or run.num_steps < 8 or not mean(run.signal) >= LITTLE_SIGNAL:
-        return
-    if lost or size < 4:
-        yield Seen(
-            f"{size} completions per prompt at learning rate {_rate(run):.1g}; {_moved(run)}",
-            "error" if lost else "warning",
-            setting=_more_generations(run) if size < 8 else _valid(run, _lower_rate(run)),
         )
 
 

@@ -21,8 +21,8 @@ from rloo_kit.diagnosis.run_rules import KINDS, find_in_run
 
 # Checks that must agree before a finding is reported
 CHECKS_IN_A_ROW = 3
+# Steps before the first finding; before one about scores that do not differ.
 FIRST_STEPS, FIRST_STEPS_OF_SIGNAL = 5, 10
-"""Steps before the first finding; before one about scores that do not differ."""
 BY_HELD_OUT = frozenset({"reward_hacking"})
 # Share of the run's time that checks may take
 TIME_SHARE = 0.005
@@ -134,6 +134,12 @@ class RunWatch(TrainerCallback):
     ) -> None:
         self.config, self.tell, self.stop = config, tell, stop
         self.stop_on = frozenset(stop_on)
+        if unknown := sorted(self.stop_on - KINDS.keys()):
+            warnings.warn(
+                f"stop_on names {', '.join(unknown)}, which this version does not look for",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self.parameters = parameters
         self.by_held_out = False
         """Whether held-out prompts are scored during training, and say which weights are best."""

@@ -14,7 +14,6 @@ from rloo_kit.live.view import (
     Progress,
     finding_line,
     number_text,
-    trend,
 )
 from rloo_kit.text.thoughts import THOUGHT_ENDS
 from rloo_kit.text.wording import format_duration, printable
@@ -146,8 +145,7 @@ def _metrics(progress: Progress) -> Any:
     for name, values, digits, note in rows:
         if any(value is not None for value in values):
             newest = "none" if values[-1] is None else f"{values[-1]:{digits}}"
-            words = ", ".join(filter(None, (trend(values), note)))
-            grid.add_row(_text(name), newest, sparkline(values, CURVE_WIDTH), words)
+            grid.add_row(_text(name), newest, sparkline(values, CURVE_WIDTH), note)
     return grid
 
 

@@ -9,12 +9,11 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
-from statistics import fmean, median
+from collections.abc import Callable
+from statistics import median
 from typing import Any, TextIO
 
 from rloo_kit.diagnosis.record import finite_number, finite_numbers
-from rloo_kit.diagnosis.record import trend as trend_in_errors
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.wording import format_duration, printable
@@ -25,9 +24,6 @@ CHOICES = ("auto", "panel", "notebook", "plain", "off")
 MIN_COLUMNS = 60
 # Steps whose median gives the time that is left
 PACE_STEPS = 20
-TREND_STEPS = 20
-# Standard errors of its slope from which a series moves
-SIGNIFICANT = 2.0
 # Least time between two drawings
 REFRESH_SECONDS = 0.25
 # Name of a series -> its metrics, newest name first; the first one that a run has is shown
@@ -134,19 +130,6 @@ def finding_line(finding: Finding) -> str:
     of = f" ({finding.reward})" if finding.reward else ""
     rest = f"set {finding.setting}" if finding.setting else finding.remedy
     return printable(f"{finding.level}: {finding.kind}{of}; {rest}")
-
-
-def trend(values: Sequence[float | None]) -> str:
-    """Return how the last steps move: ``up 0.12``, ``down 0.03``, ``steady``, "" of a few."""
-    # Gaps are common (a step without a score), so more steps are read than are compared.
-    known = finite_numbers(values[-2 * TREND_STEPS :])[-TREND_STEPS:]
-    if len(known) < 4:
-        return ""
-    if abs(trend_in_errors(known)) <= SIGNIFICANT:
-        return "steady"
-    half = len(known) // 2
-    moved = fmean(known[-half:]) - fmean(known[:half])
-    return f"{'up' if moved > 0 else 'down'} {abs(moved):.2g}"
 
 
 def number_text(value: object, digits: int) -> str:

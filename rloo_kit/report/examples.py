@@ -17,8 +17,8 @@ THOUGHT_BEGINS = "<think>"
 NUMBERS = ("score", "kl", "baseline", "advantage", "tokens", "thought_tokens")
 
 Shortened = str | list[str | int]
+# Step and group of a row of completions.jsonl.
 Place = tuple[int, int]
-"""Step and group of a row of completions.jsonl."""
 
 
 # --- groups of completions -----------------------------------------------------------------------

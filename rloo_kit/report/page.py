@@ -9,7 +9,6 @@ import hashlib
 import html
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -109,14 +108,10 @@ def page_json(value: Any) -> str:
 
 
 def names_of(records: Sequence[RunRecord]) -> list[str]:
-    """Return a name for every run: of its folder, with a number where two have the same."""
-    seen: Counter[str] = Counter()
-    names = []
-    for record in records:
-        name = (record.folder.resolve().name if record.folder else "") or "run"
-        seen[name] += 1
-        names.append(f"{name} ({seen[name]})" if seen[name] > 1 else name)
-    return names
+    """Return a name for every run: that of its folder, or the path where two have the same."""
+    folders = [record.folder.resolve() if record.folder else Path("run") for record in records]
+    names = [folder.name for folder in folders]
+    return names if len(set(names)) == len(names) else [folder.as_posix() for folder in folders]
 
 
 @cache

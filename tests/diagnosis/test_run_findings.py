@@ -58,13 +58,12 @@ HEALTHY = {
     "kl": line(0.0, 0.04, 0.002),
     "kl/sequence": line(0.0, 1.2, 0.05),
     "policy/entropy_avg": line(0.03, 0.01, 0.002),
-    "policy/clipfrac_avg": line(0.0, 0.0),
     "passes/trained": line(1.0, 1.0),
     "rewards/accuracy/mean": line(0.5, 0.95, 0.03),
     "rewards/accuracy/std": line(0.5, 0.2),
 }
+# Scores differ, and nothing comes of it.
 FLAT = {"reward": line(0.5, 0.5, 0.05), "signal/groups_without": line(0.4, 0.4, 0.1)}
-"""Scores differ, and nothing comes of it."""
 DULL = {"signal/groups_without": line(1.0, 1.0), "reward_std": line(0.0, 0.0)}
 
 
@@ -145,11 +144,6 @@ SPOILED = {
             "sampling/rounding_noise": line(0.002, 0.002),
         }
     ),
-    "clip_noise": record(
-        {**FLAT, "policy/clipfrac_avg": [0.0, 0.5, 0.6, 0.7] * (STEPS // 4), "kl": line(0, 3)},
-        run_config=config(num_iterations=4, learning_rate=1e-2),
-    ),
-    "negative_kl": record({"kl": line(-0.3, -0.3, 0.05)}),
     "kl_explosion": record({**FLAT, "kl": GONE}, evaluation=held_out(0.5, 0.0)),
     "kl_explosion, less far": record(
         {"reward": line(0.6, 0.1, 0.03), "kl": line(0.0, 0.6)}, evaluation=held_out(0.5, 0.2)
@@ -165,7 +159,6 @@ SPOILED = {
         evaluation=held_out(0.5, 0.0),
     ),
     "constant_reward": record(all_of(0.5), said=completions(score=always(0.5))),
-    "saturated_reward": record(all_of(1.0), said=completions(score=always(1.0))),
     "cold_start": record(all_of(0.0), said=completions(score=always(0.0))),
     "reward_collapse": record(
         {
@@ -188,10 +181,6 @@ SPOILED = {
     "learning_rate_too_low": record(
         {**FLAT, "kl": line(0, 0), "kl/sequence": line(0, 0), "learning_rate": line(1e-9, 1e-9)},
         run_config=config(learning_rate=1e-9),
-    ),
-    "high_variance": record(FLAT, run_config=config(num_generations=2)),
-    "high_variance, worse": record(
-        {**FLAT, "reward": line(0.6, 0.2, 0.05)}, run_config=config(beta=0.0)
     ),
 }
 WELL = {
@@ -218,11 +207,6 @@ WELL = {
         {"policy/entropy_avg": line(2.0, 0.001)},
         said=completions(late(of_row, always("same")), always(1.0)),
         evaluation=held_out(0.3, 0.9),
-    ),
-    "small negative KL": record({"kl": line(-0.005, -0.005, 0.002)}),
-    "clipped by several iterations": record(
-        {"policy/clipfrac_avg": [0.0, 0.05, 0.1, 0.1] * (STEPS // 4)},
-        run_config=config(num_iterations=4),
     ),
     "a sampler within rounding": record(
         {
@@ -264,12 +248,6 @@ def test_an_easier_level_comes_before_more_generations():
     hard = config(data={"prompts": "countdown", "level": 5})
     (finding,) = find_in_run(record(all_of(0.0), run_config=hard))
     assert finding.setting == "data.level=4"
-
-
-def test_a_higher_temperature_is_proposed_only_for_repeated_texts():
-    (cold,) = find_in_run(SPOILED["no_signal, at little temperature"])
-    (other,) = find_in_run(SPOILED["no_signal"])
-    assert (cold.setting, other.setting) == ("trainer.temperature=1", "trainer.num_generations=16")
 
 
 def test_the_learning_rate_is_that_of_the_model():
@@ -358,14 +336,6 @@ def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def test_a_folder_is_read_as_it_was_written(folder):
-    run, written = read_run(folder), SPOILED["reward_hacking"]
-    assert (run.metrics, run.completions) == (written.metrics, written.completions)
-    assert (run.evaluation, run.config) == (written.evaluation, written.config)
-    assert run.folder == folder
-    assert find_in_run(run) == find_in_run(written)
-
-
 def test_another_folder_is_refused(tmp_path):
     with pytest.raises(DataError, match="rloo-kit train"):
         read_run(tmp_path)
@@ -412,16 +382,6 @@ def test_odd_metrics_raise_no_error(broken, worsened, sampled, scored):
         row.setdefault("policy/entropy_avg", 0.5 / (1 + place))
     said = completions() if sampled else []
     run = RunRecord(rows, said, scored, config())
-    assert verdict_of(run).endswith(".")
-
-
-@pytest.mark.parametrize("value", [None, "high", True, float("nan"), 10**400, [], {}])
-def test_values_that_are_no_numbers_are_passed_over(value):
-    rows = [dict.fromkeys(row, value) for row in metrics()]
-    said = [dict.fromkeys(row, value) for row in completions()[:64]]
-    evaluation = {"before": {"rewards": value, "samples": value}, "after": value}
-    run = RunRecord(rows, said, evaluation, config())
-    assert find_in_run(run) == []
     assert verdict_of(run).endswith(".")
 
 

@@ -55,6 +55,7 @@ def test_python_compiles_and_uses_public_names(text):
             assert open_ended or {word.arg for word in node.keywords} <= set(takes)
 
 
+# Whole programs.
 RUN = [
     "explanation/how_it_works-0",
     "how-to/code_sandbox-0",
@@ -65,7 +66,6 @@ RUN = [
     "how-to/secrets-0",
     "how-to/watch-0",
 ]
-"""Whole programs."""
 
 
 @pytest.mark.long

@@ -53,8 +53,8 @@ def test_one_line_switches_to_a_real_model(path):
     assert all(read_run_file(name).trainer["max_completion_length"] > 0 for name in names)
 
 
+# Run by tests/vllm.
 NEEDS_VLLM = ("02_thinking_model",)
-"""Run by tests/vllm."""
 
 
 def the_carries_are_learnt(printed, _):
@@ -98,13 +98,13 @@ def the_fault_is_found_fixed_and_stopped(printed, _):
     assert found["stopped"][2] > before - 0.1  # the best weights, not the last ones
 
 
+# Notebook -> what its printed text must show.
 REACHES = {
     "01_quickstart": the_carries_are_learnt,
     "03_reward_model": reward_is_learnt_gamed_and_held,
     "04_your_own_reward": accuracy_rises,
     "05_diagnose_a_run": the_fault_is_found_fixed_and_stopped,
 }
-"""Notebook -> what its printed text must show."""
 
 
 @pytest.mark.notebook

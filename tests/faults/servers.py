@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+# Token that ends a completion.
 STOP = 1
-"""Token that ends a completion."""
 
 
 class Judge:

@@ -8,8 +8,8 @@ from kill_and_resume import metrics
 from trials import FAULT_AT, STEPS, Trial
 
 MOST_ROWS = 3
+# Variable that the reward sets from its third step on.
 FAULTY = "FAULT_NOW"
-"""Variable that the reward sets from its third step on."""
 
 
 def hooked(hook):

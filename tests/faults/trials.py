@@ -16,16 +16,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 from kill_and_resume import BASE, QUICKSTART, checkpoint_parts, differences, newest_checkpoint
 
 STEPS = 4
+# Optimizer steps that are finished when the reward's fault happens.
 FAULT_AT = 2
-"""Optimizer steps that are finished when the reward's fault happens."""
+# Seconds that a slow reward takes.
 SLOW = 10
-"""Seconds that a slow reward takes."""
 SETTINGS = BASE | {
     "rewards": ["reward.py:right"],
     "trainer.max_steps": STEPS,
     "trainer.save_steps": 10,
     "trainer.beta": 0.02,
 }
+# Of a run file's folder; its faults come from outside.
 REWARD = f'''\
 import contextlib
 import os
@@ -69,7 +70,6 @@ def fill(disk):
                 while ballast.write(bytes(size)) == size:
                     pass
 '''
-"""Of a run file's folder; its faults come from outside."""
 
 
 @dataclass

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import termios
-import textwrap
 import threading
 import time
 import warnings
@@ -28,6 +27,7 @@ from rloo_kit.live.notebook import NotebookFigure, figure_png
 from rloo_kit.live.terminal import TerminalPanel, sparkline
 from rloo_kit.live.view import LiveView, PlainLines, Progress
 
+# Of the quickstart's first step.
 ROW = {
     "loss": 9.313225746154785e-09, "grad_norm": 0.16217748820781708, "learning_rate": 0.001,
     "num_tokens": 4261.0, "completions/mean_length": 27.578125, "completions/clipped_ratio": 0.0,
@@ -40,7 +40,6 @@ ROW = {
     "step_time": 2.244945555998129, "speed/learning_tokens_per_second": 3668.116684405367,
     "memory/peak_gib": 1.7049636840820312, "epoch": 0.0078125,
 }  # fmt: skip
-"""Of the quickstart's first step."""
 SUMMARY = {"train_runtime": 94.9557, "train_steps_per_second": 0.421, "epoch": 0.3125}
 FURTHER_PASS = {"loss": 0.1, "grad_norm": 0.2, "epoch": 0.1}
 
@@ -267,21 +266,6 @@ def test_time_left_ignores_one_slow_step():
     assert resumed.seconds_left == 8 * 3.0
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([1.0, 1.0, 1.0], ""),
-        ([0.5] * 20, "steady"),
-        ([0.0] * 10 + [1.0] * 10, "up 1"),
-        ([0.9, 0.8, 0.7, 0.6, 0.5, 0.4], "down 0.3"),
-        ([0.4, 0.6] * 10, "steady"),
-        ([None, 0.0, 0.1, None, 0.9, 1.0], "up 0.9"),
-    ],
-)
-def test_trend_is_more_than_chance(values, expected):
-    assert live.trend(values) == expected
-
-
 def test_sparkline_spans_its_values_and_leaves_gaps():
     assert sparkline([0.0, None, 7.0], 8) == "▁ █"
     assert sparkline(list(range(800)), 8) == "▁▂▃▄▅▆▇█"
@@ -412,30 +396,6 @@ def test_ctrl_c_leaves_panel_and_cursor(terminal):
 
 
 # --- the notebook ---------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_figure_takes_any_name_and_leaves_pyplot_alone():
-    code = """
-    import sys, warnings
-    warnings.simplefilter("error")
-    import matplotlib
-    matplotlib.rcParams["lines.linewidth"] = 7
-    from rloo_kit.live import notebook as notebook_figure
-    progress = notebook_figure.Progress(0, 9, 0.0)
-    assert progress.line == "step 0/9"
-    for step in range(1, 9):
-        row = {"reward": 0.1 * step, "rewards/$\\\\bad{数}$/mean": None if step % 2 else 0.5}
-        progress.add(step, 9, row, float(step))
-        assert notebook_figure.figure_png(progress)[:4] == b"\\x89PNG"
-    assert matplotlib.rcParams["lines.linewidth"] == 7
-    assert "matplotlib.pyplot" not in sys.modules
-    print("drawn")
-    """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
-    )
-    assert result.stdout == "drawn\n", result.stderr
 
 
 def run_cells(cells, tmp_path):

@@ -245,23 +245,6 @@ def test_secret_settings_are_not_shown(run):
     assert rows["trainer.max_completion_length"] == "32"
 
 
-def test_finding_has_the_command_that_tries_its_remedy(run):
-    config = {"trainer": {"learning_rate": 0.3}}
-    kl = {"kl": 20.0, "kl/sequence": 500.0, "reward": 0.0, "signal/groups_without": 0.2}
-    folder = run(config=config, metrics=[metric(n, **kl) for n in range(1, STEPS + 1)])
-    finding = content(folder)["findings"][0]
-    assert finding["kind"] == "kl_explosion"
-    assert finding["settings"] == [
-        "trainer.learning_rate=0.001",
-        "trainer.beta=0.1",
-        "trainer.max_grad_norm=0.5",
-    ]
-    assert finding["command"] == (
-        f"rloo-kit train {folder}/run.yaml --set trainer.learning_rate=0.001 --set trainer.beta=0.1"
-        " --set trainer.max_grad_norm=0.5"
-    )
-
-
 # --- damaged folders ------------------------------------------------------------------------------
 
 
@@ -343,12 +326,11 @@ def test_runs_are_compared_side_by_side(run, tmp_path):
     assert not (folders[0] / "report.html").exists()
 
 
-def test_runs_of_one_name_are_numbered(run, tmp_path):
+def test_runs_of_one_name_are_shown_with_their_paths(run, tmp_path):
     (tmp_path / "b").mkdir()
-    other = run("b/same")
-    names = [one["name"] for one in data_of(
-        write_report([run("same"), other], tmp_path / "x.html").read_text())["runs"]]  # fmt: skip
-    assert names == ["same", "same (2)"]
+    folders = [run("same"), run("b/same")]
+    found = data_of(write_report(folders, tmp_path / "x.html").read_text())["runs"]
+    assert [one["name"] for one in found] == [str(folder) for folder in folders]
 
 
 # --- the command ----------------------------------------------------------------------------------

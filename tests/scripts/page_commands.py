@@ -29,6 +29,7 @@ FEW = [
     "--set", "trainer.max_steps=1", "--set", "data.held_out=4", "--set", "data.num_prompts=16",
     "--set", "trainer.per_device_train_batch_size=8", "--set", "trainer.num_generations=4",
 ]  # fmt: skip
+# Command -> arguments that make it small.
 EXTRA = {
     "train": FEW,
     "quickstart": FEW,
@@ -40,10 +41,10 @@ EXTRA = {
     "chat": ["--max-tokens", "8"],
     "legacy": ["--dry"],
 }
-"""Command -> arguments that make it small."""
+# Commands whose exit code is not 0.
 CODES = {"rloo-kit plan qwen3-8b-16gb --gpu 8GB": 1}
-"""Commands whose exit code is not 0."""
 
+# Beginnings of commands that start processes, servers or other programs, or need a GPU.
 ELSEWHERE = (
     *("rloo-kit train mine.yaml --processes", "accelerate launch", "torchrun"),  # tests/processes
     *("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", "rloo-kit serve"),  # tests/vllm
@@ -53,7 +54,6 @@ ELSEWHERE = (
     "rloo-kit judge runs/mine --by '{name: judge",  # tests/evaluation, with a small server
     *("lm_eval run", "pytest -m gpu"),
 )
-"""Beginnings of commands that start processes, servers or other programs, or need a GPU."""
 
 
 def blocks(page):
