@@ -137,8 +137,6 @@ def load_classifier(
 ) -> tuple[Any, Any]:
     """Return the model in evaluation mode, and its tokenizer, ready to pad and to cut.
 
-    Weights come from safetensors files alone, and no code of the model's own is run.
-
     Args:
         source: As ``find_source`` returned it.
         load_in_4bit: NF4 by bitsandbytes, the head left as it is.
@@ -147,8 +145,7 @@ def load_classifier(
         tokenizer: Or its folder or hub name; None: the model's own. It is not changed.
 
     Raises:
-        ModelError: It cannot be loaded, has no trained score weights, is held in a pickle, or needs
-            code of its own.
+        ModelError: It cannot be loaded, has no trained score weights, is a pickle, or needs code.
     """
     with loading(f"reward model {source.name!r}", source.place):
         model, missing = _load_model(source, load_in_4bit, device, base)
@@ -165,12 +162,7 @@ def load_classifier(
 
 @contextlib.contextmanager
 def loading(what: str, place: str) -> Iterator[None]:
-    """Hide transformers' loading reports (a base lacks the head), and raise one kind of error.
-
-    Args:
-        what: What is loaded, for the message.
-        place: Its folder or hub name.
-    """
+    """Hide transformers' loading reports (a base lacks the head), and raise one kind of error."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -325,11 +317,7 @@ def token_ids(
         completion: What is scored, conversational or plain.
         keep_thought: Whether the thought is read; else only what follows the last ``</think>``.
         max_length: Most tokens; None: the tokenizer's limit.
-        completion_ids: Of the policy, to be read as they are, after the prompt as the policy had
-            it; None: the completion's text is read.
-
-    Raises:
-        ModelError: They are those of another tokenizer.
+        completion_ids: Of the policy, to be read as they are; None: the completion's text is read.
     """
     if completion_ids is not None:
         return _own_ids(tokenizer, prompt, completion, completion_ids, max_length)
@@ -400,11 +388,7 @@ def _drops_thoughts(tokenizer: Any) -> bool:
 
 
 def batches(lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
-    """Return rows in batches of like length, the longest first.
-
-    Args:
-        lengths: Tokens of each row.
-        tokens_per_batch: Most positions, padding included; a longer row is a batch of its own.
+    """Return rows in batches of like length, the longest first; a longer one alone.
 
     >>> batches([3, 9, 4, 1], tokens_per_batch=8)
     [[1], [2, 0], [3]]
@@ -428,9 +412,6 @@ def logits(
 ) -> list[float]:
     """Return the model's one output for every row, in order.
 
-    transformers reads it at the last token that is not the pad token. Where that is the EOS token,
-    as in models that have no pad token of their own, it is the token before the EOS.
-
     Args:
         model: On the device it is to run on.
         pad_token_id: As its configuration has it.
@@ -439,22 +420,24 @@ def logits(
         at_last_token: Read it at the last token of every row, whatever that is.
     """
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
     config = model.config.get_text_config()
     device = next(model.parameters()).device
     found = [0.0] * len(rows)
     with torch.inference_mode():
         for batch in batches(list(map(len, rows)), tokens_per_batch):
-            width = len(rows[batch[0]])
+            # transformers reads the logit at the last token that is not the pad token. In models
+            # that pad with EOS that is the token before the EOS.
             ends = {rows[row][-1] for row in batch} if at_last_token else set()
             pads = (pad_token_id, *range(len(ends) + 1))
             config.pad_token_id = next(pad for pad in pads if pad not in ends)
-            ids = torch.full((len(batch), width), config.pad_token_id)
-            mask = torch.zeros_like(ids)
-            for place, row in enumerate(batch):
-                ids[place, : len(rows[row])] = torch.tensor(rows[row])
-                mask[place, : len(rows[row])] = 1
+            tokens = [torch.tensor(rows[row]) for row in batch]
+            # ids and mask: (B, T)
+            ids = pad_sequence(tokens, batch_first=True, padding_value=config.pad_token_id)
+            mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
+            # logits: (B, 1)
             output = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
-            for row, score in zip(batch, output[:, 0].float().tolist(), strict=True):  # (batch, 1)
+            for row, score in zip(batch, output[:, 0].float().tolist(), strict=True):
                 found[row] = score
     return found

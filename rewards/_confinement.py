@@ -100,10 +100,7 @@ def main() -> None:
 def confine(folder: str, parent: int, limits: tuple[int, int, int]) -> list[str]:
     """Apply each protection that the kernel allows; return the names of those that hold.
 
-    Args:
-        folder: The program's own folder, empty.
-        parent: Process id of the parent, with which this process ends.
-        limits: CPU seconds, MiB of memory, MiB of files.
+    The limits are CPU seconds, MiB of memory and MiB of files.
     """
     held = ["rlimits"]
     os.chmod(folder, 0o755)  # for another user; it is empty
@@ -131,10 +128,8 @@ def confine(folder: str, parent: int, limits: tuple[int, int, int]) -> list[str]
 def _limit(limits: tuple[int, int, int], *, counted: bool, threads: bool) -> None:
     """Set the limits of resources.
 
-    Args:
-        limits: As for ``confine``.
-        counted: Whether this process is counted apart from the user's others.
-        threads: Whether new processes are refused by other means; else threads are refused too.
+    ``counted`` says that the kernel counts this process apart from the user's others, ``threads``
+    that new processes are refused by other means; else threads are refused too.
     """
     seconds, memory, disk = limits
     wanted = {
@@ -266,11 +261,7 @@ def _filter_system_calls(libc: ctypes.CDLL, machine: str) -> bool:
 
 
 def system_call_filter(machine: str) -> list[tuple[int, int, int, int]]:
-    """Return the lines (operation, jump if true, jump if false, operand) of a BPF program.
-
-    Args:
-        machine: "x86_64" or "aarch64".
-    """
+    """Return the lines (operation, jump if true, jump if false, operand) of a BPF program."""
     column = 1 if machine == "x86_64" else 2
     lines = [
         (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _AUDIT_ARCH[machine]), (_RETURN, 0, 0, _KILL),

@@ -71,22 +71,13 @@ def template_opens_thought(tokenizer: "PreTrainedTokenizerBase") -> bool:
 
 
 def is_unclosed(text: str, *, opened: bool) -> bool:
-    """Return whether a thought is open at the end of a completion.
-
-    Args:
-        text: The completion.
-        opened: Whether the thought was opened before it.
-    """
+    """Return whether a thought, ``opened`` before the completion or in it, is open at its end."""
     _, close, tail = text.rpartition(THINK_CLOSE)
     return THINK_OPEN in tail or (opened and not close)
 
 
 def column_of(columns: Mapping[str, Any], name: str, reward: str) -> list[Any]:
-    """Return the dataset column that a reward compares with.
-
-    Raises:
-        RewardContractError: It is not there.
-    """
+    """Return the dataset column that a reward compares with."""
     if name not in columns:
         raise RewardContractError(
             f"reward {reward!r} needs the dataset column {name!r}, which is not there; add it, or "

@@ -23,9 +23,8 @@ _NUMBER = re.compile(
 def parse_number(text: str) -> Decimal | None:
     """Return the number that the whole text is, exactly, or None.
 
-    Accepted, and nothing else: an optional sign, digits with or without correct thousands
-    separators, a decimal part, an exponent, one full stop at the end. Not accepted: currency and
-    percent signs, units, fractions, ``.5``.
+    Accepted: an optional sign, digits with or without correct thousands separators, a decimal
+    part, an exponent, one full stop at the end.
 
     >>> parse_number("1,234.50."), parse_number("$5"), parse_number("12,34")
     (Decimal('1234.50'), None, None)
@@ -134,9 +133,7 @@ class Accuracy(TemplateAware):
 
     The answer given is all that follows the last ``</think>``, white space at its ends aside; how
     it is compared is what ``match`` says. None where the expected answer is missing (None, NaN or
-    blank), or is no number or letter where one is compared. Cutting the thought off needs
-    ``</think>`` in the decoded text, so a tokenizer that calls it special (Qwen3's does not) scores
-    0.0 throughout.
+    blank), or is no number or letter where one is compared.
 
     >>> Accuracy()(completions=["2+2...</think>4", "5"], answer=[4, "4"])
     [1.0, 0.0]

@@ -173,6 +173,8 @@ class Code(TemplateAware):
         return passed
 
     def _checks_passed(self, program: str, tests: Sequence[Any]) -> int:
+        # The harness is the program of the sandbox; its input is the length of the job, the job and
+        # a secret that marks the answers it sent itself.
         job = {"program": program, "cases": [asdict(test) for test in tests]}
         text, secret = json.dumps(job), secrets.token_hex(_code_harness.SECRET_BYTES // 2)
         harness = Path(_code_harness.__file__).read_text(encoding="utf-8")
@@ -214,10 +216,10 @@ def _read_tests(value: Any, column: str) -> _Tests:
 def _as_rows(table: dict[str, Any]) -> Any:
     """Return {"inputs": [...], "outputs": [...]} as a list of objects; anything else as it is."""
     given, wanted = table.get("inputs"), table.get("outputs")
-    is_table = isinstance(given, list) and isinstance(wanted, list) and "fn_name" not in table
-    if not is_table or len(given) != len(wanted):
-        return table
-    return [{"input": one, "output": other} for one, other in zip(given, wanted, strict=True)]
+    if isinstance(given, list) and isinstance(wanted, list) and "fn_name" not in table:
+        if len(given) == len(wanted):
+            return [{"input": one, "output": other} for one, other in zip(given, wanted)]
+    return table
 
 
 def _joined(text: Any) -> str:

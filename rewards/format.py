@@ -126,6 +126,7 @@ class TagFormat(_Format):
         part = part_text(text, self.part, opened=opened)
         if part is None:
             return False
+        # The template's <think> is the first tag.
         if opened and self.part == "completion" and self.tags[0] == "think":
             part = THINK_OPEN + part
         end = 0

@@ -69,6 +69,7 @@ class ReasoningGym(TemplateAware):
         if self.require_closed_thought and is_unclosed(text, opened=opened):
             return 0.0
         answer = tagged_answer(text)
+        # Some verifiers run an answer by eval.
         guard = _GUARDS.get(task)
         if len(answer) > MAX_CHARACTERS or (guard is not None and not guard(answer)):
             answer = ""
@@ -192,9 +193,9 @@ def _is_formula(text: str) -> bool:
     nodes = list(ast.walk(tree))
     constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
     names = [node.id for node in nodes if isinstance(node, ast.Name)]
-    powers = [node.right for node in nodes if isinstance(getattr(node, "op", None), ast.Pow)]
+    powers = [n.right for n in nodes if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Pow)]
     return (
-        all(type(value) in (int, float) and value < math.inf for value in constants)
+        all(isinstance(value, int | float) and value < math.inf for value in constants)
         and not any(name.startswith("_") for name in names)
         and all(map(_is_small, powers))
     )

@@ -181,6 +181,7 @@ class Judge(TemplateAware):
         else:
             other = _well_formed(_reference_text(reference, keep_thought=self.keep_thought))
             mark = _mark(question, answer, other)
+            # Judges prefer a position (Zheng et al. 2023, section 3.4), so both orders are asked.
             orders = ((answer, other), (other, answer)) if other.strip() else ()
             blocks = [
                 {"first": _block("answer-1", mark, one), "second": _block("answer-2", mark, two)}

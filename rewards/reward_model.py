@@ -141,6 +141,7 @@ class RewardModel:
         )
         keep = facts.get("keep_thought") if self.keep_thought is None else self.keep_thought
         offload = device != "cpu" and self.offload is not False
+        # On one GPU the policy needs the memory between scorings.
         model.to("cpu" if offload else device)
         max_length = self.max_length or facts.get("max_length")
         return _Loaded(model, tokenizer, device, offload, bool(keep), max_length, mean, std)

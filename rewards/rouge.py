@@ -125,6 +125,7 @@ def longest_common_subsequence(first: Sequence[Hashable], second: Sequence[Hasha
     places: dict[Hashable, int] = {}
     for place, item in enumerate(first):
         places[item] = places.get(item, 0) | 1 << place
+    # One integer holds a row of the table, so that a word of `second` costs one addition.
     full = row = (1 << len(first)) - 1
     for item in second:
         hits = row & places.get(item, 0)

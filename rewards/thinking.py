@@ -43,10 +43,7 @@ def end_of_thinking_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
 def part_text(text: str, part: Part, *, opened: bool) -> str | None:
     """Return one part of a completion, or None where an unclosed thought leaves it unfinished.
 
-    Args:
-        text: The completion.
-        part: "thought" ends at the first ``</think>``, "answer" begins after the last one.
-        opened: Whether the thought was opened before the completion.
+    The thought ends at the first ``</think>``, the answer begins after the last one.
     """
     if part == "completion":
         return text
@@ -131,16 +128,12 @@ class ThoughtTokens:
         start, end = self.think_ids()
         if end not in ids:
             return None
+        # A template that opens the thought leaves <think> in the prompt.
         begins_with_open = start is not None and ids[0] == start
         return ids[int(begins_with_open) : ids.index(end)]
 
     def answer_ids(self, ids: Sequence[int], *, opened: bool) -> Sequence[int] | None:
-        """Return the ids after the last ``</think>``, or None where a thought is still open.
-
-        Args:
-            ids: Token ids of one completion.
-            opened: Whether the thought was opened before the completion.
-        """
+        """Return the ids after the last ``</think>``, or None where a thought is still open."""
         start, end = self.think_ids()
         is_closed = end in ids
         answer = ids[len(ids) - ids[::-1].index(end) :] if is_closed else ids
@@ -151,9 +144,8 @@ class ThoughtTokens:
 class Thinking(ThoughtTokens):
     """Reward a closed thought by its number of tokens.
 
-    The thought is every token before the FIRST ``</think>``, whether ``<think>`` stood in the
-    prompt (as many chat templates have it) or begins the completion; in the latter case that one
-    token is not counted. Range with the defaults: [-1.0, 1.1], higher is better.
+    The thought is every token before the first ``</think>``; a ``<think>`` that begins the
+    completion is not counted. Range with the defaults: [-1.0, 1.1], higher is better.
 
     A "?" in the text before ``</think>`` earns a bonus in the two longer bands, unless the decoded
     text lost ``</think>`` (a tokenizer that calls it special; Qwen3's does not).
@@ -304,6 +296,7 @@ class ThinkingBudget(ThoughtTokens):
     def _score(self, thought: Sequence[int] | None) -> float:
         if thought is None:
             return self.unclosed_score
+        # Half a cosine from 1 at the budget to 0 at the limit.
         way = (len(thought) - self.budget) / (self.limit - self.budget)
         return (1.0 + math.cos(math.pi * min(max(way, 0.0), 1.0))) / 2.0
 
