@@ -436,7 +436,7 @@ def logits(
             # ids and mask: (B, T)
             ids = pad_sequence(tokens, batch_first=True, padding_value=config.pad_token_id)
             mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
-            # logits: (B, 1)
+            # one logit a row: (B, 1)
             output = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
             for row, score in zip(batch, output[:, 0].float().tolist(), strict=True):
                 found[row] = score

@@ -216,10 +216,11 @@ def _read_tests(value: Any, column: str) -> _Tests:
 def _as_rows(table: dict[str, Any]) -> Any:
     """Return {"inputs": [...], "outputs": [...]} as a list of objects; anything else as it is."""
     given, wanted = table.get("inputs"), table.get("outputs")
-    if isinstance(given, list) and isinstance(wanted, list) and "fn_name" not in table:
-        if len(given) == len(wanted):
-            return [{"input": one, "output": other} for one, other in zip(given, wanted)]
-    return table
+    if not (isinstance(given, list) and isinstance(wanted, list)) or "fn_name" in table:
+        return table
+    if len(given) != len(wanted):
+        return table
+    return [{"input": one, "output": other} for one, other in zip(given, wanted, strict=True)]
 
 
 def _joined(text: Any) -> str:
