@@ -214,8 +214,9 @@ def _read_tests(value: Any, column: str) -> _Tests:
 
 
 def _as_rows(table: dict[str, Any]) -> Any:
-    """Return {"inputs": [...], "outputs": [...]} as a list of objects; anything else as it is."""
-    given, wanted = table.get("inputs"), table.get("outputs")
+    """Return two lists ("inputs" and "outputs", or singular) as a list of objects, else the table."""
+    given = table.get("inputs", table.get("input"))
+    wanted = table.get("outputs", table.get("output"))
     if not (isinstance(given, list) and isinstance(wanted, list)) or "fn_name" in table:
         return table
     if len(given) != len(wanted):

@@ -150,16 +150,6 @@ def test_a_test_that_every_program_passes_is_refused(test):
         Code()(completions=["x"], tests=[[test]])
 
 
-@pytest.mark.long
-@strong
-def test_all_or_nothing():
-    tests = [*TESTS, "assert add(1, 1) == 3"]
-    assert score(ADD, tests, all_or_nothing=True) == 0.0
-    assert score(ADD, TESTS, all_or_nothing=True) == 1.0
-    assert score("print(input())", [*ECHO, *ECHO], all_or_nothing=True) == 1.0
-    assert score("print('a b')", [*ECHO, {"input": "a", "output": "a"}], all_or_nothing=True) == 0.0
-
-
 # --- a verdict cannot be had by other means -------------------------------------------------------
 
 FORGED = {

@@ -76,15 +76,6 @@ def test_a_valid_expression_that_misses_may_earn_something():
         Countdown(valid_score=1.0)
 
 
-def test_a_thought_that_the_prompt_opened_has_to_be_closed():
-    columns = {"completions": ["3 * 5 + 7"], "numbers": [[3, 5, 7]], "target": [22]}
-    assert Countdown()(prompts=["Q <think>"], **columns) == [0.0]
-    assert Countdown(require_closed_thought=False)(prompts=["Q <think>"], **columns) == [1.0]
-    assert Countdown(thought_opened=True)(
-        prompts=[[{"role": "user", "content": "Q"}]], **columns
-    ) == [0.0]
-
-
 def test_rows_without_numbers_or_target_are_not_scored():
     found = Countdown()(
         completions=["3"] * 4, numbers=[None, [3], [3], [3]], target=[3, None, float("nan"), 3.0]

@@ -69,16 +69,6 @@ def test_junk_is_scored_low_and_never_raises(task):
 # --- the answer part ------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-def test_only_what_follows_the_thought_counts():
-    answer = row_of("chain_sum")["answer"]
-    assert score("chain_sum", f"{answer}</think>0") < 1
-    assert score("chain_sum", f"<think>{answer}") == 0.0
-    assert score("chain_sum", f"0</think>  {answer}\n") == 1.0
-    assert score("chain_sum", f"<answer>0</answer></think><answer>{answer}</answer>.") == 1.0
-    assert score("chain_sum", f"<answer>{answer}</answer> or <answer>0</answer>") < 1
-
-
 # --- settings and entries -------------------------------------------------------------------------
 
 

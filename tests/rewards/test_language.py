@@ -100,18 +100,6 @@ def test_only_the_part_is_judged(part, prompt, text, expected):
 
 
 @pytest.mark.parametrize(
-    ("parameters", "remedy"),
-    [
-        ({"language": "english"}, "give one of: .*en.* quote 'no'"),
-        ({"part": "prompt"}, "give one of: completion, thought, answer"),
-    ],
-)
-def test_parameters_that_cannot_be_are_refused(parameters, remedy):
-    with pytest.raises(ValueError, match=remedy):
-        Language(**parameters)
-
-
-@pytest.mark.parametrize(
     "thought",
     [
         "Let me add the two numbers carefully now.\nUnits digit",

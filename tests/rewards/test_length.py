@@ -20,15 +20,6 @@ def test_a_full_stop_at_the_end_adds_half_a_point():
     assert length(completions=["short. ", "short", ". short"]) == [0.0, -0.5, -0.5]
 
 
-def test_conversational_completion_is_scored_by_its_last_assistant_message():
-    messages = [
-        {"role": "assistant", "content": "word " * 10},
-        {"role": "tool", "content": "result."},
-        {"role": "assistant", "content": "short"},
-    ]
-    assert length(completions=[messages]) == [-0.5]
-
-
 # --- the band -------------------------------------------------------------------------------------
 
 

@@ -76,16 +76,6 @@ def test_an_expected_answer_that_cannot_be_read_is_no_score_and_is_counted(rewar
 
 
 @pytest.mark.long
-def test_the_thought_does_not_count(reward):
-    texts = ["<think>4", "<think>5</think>4", "4<think>", "4"]
-    assert reward(completions=texts, answer=["4"] * 4) == [0.0, 1.0, 0.0, 1.0]
-    assert reward(completions=["4"], prompts=["2 + 2 <think>"], answer=["4"]) == [0.0]
-    chat = {"completions": [[{"role": "assistant", "content": "4"}]], "prompts": [[]]}
-    assert reward(**chat, answer=["4"]) == [1.0]
-    assert Math(thought_opened=True)(**chat, answer=[None]) == [None]
-
-
-@pytest.mark.long
 def test_a_box_can_be_asked_for():
     boxed = Math(require_boxed=True)
     texts = ["4", r"\boxed{4}", r"\boxed{4} or \boxed{5}", r"\boxed{5}. The final answer is $4$.",

@@ -36,13 +36,6 @@ def test_scores_are_the_models_own_logits(reward, model_folder):
     assert reward(completions=["h i"], prompts=["x "]) == pytest.approx([expected], abs=1e-5)
 
 
-def test_the_thought_is_read_only_if_kept(reward, model_folder):
-    plain = reward(completions=["a"], prompts=["x "])
-    assert reward(completions=["b c </think>a"], prompts=["x "]) == pytest.approx(plain, abs=1e-5)
-    keeping = RewardModel(str(model_folder), keep_thought=True, device="cpu")
-    assert keeping(completions=["b c </think> a"], prompts=["x "]) != pytest.approx(plain, abs=1e-5)
-
-
 def test_pickle_holds_the_parameters_and_not_the_model(reward):
     reward(completions=["a"], prompts=["x"])
     data = pickle.dumps(reward)

@@ -204,12 +204,6 @@ def test_both_kinds_of_chat_template_can_earn_it(qwen3_tokenizer, monkeypatch, e
     assert format_score(bad, QUESTION, reward) == 0.0
 
 
-def test_an_unbound_reward_takes_a_conversation_for_one_that_opens_nothing():
-    assert format_score("hm</think>4", QUESTION) == 0.0
-    assert format_score("hm</think>4", QUESTION, ThinkingFormat(thought_opened=True)) == 1.0
-    assert thinking_format(completions=["<think>hm</think>4"]) == [1.0]
-
-
 @pytest.mark.parametrize(
     ("prompt", "text", "thirds"),
     [
