@@ -214,7 +214,7 @@ def _read_tests(value: Any, column: str) -> _Tests:
 
 
 def _as_rows(table: dict[str, Any]) -> Any:
-    """Return two lists ("inputs" and "outputs", or singular) as a list of objects, else the table."""
+    """Return lists of "inputs" and "outputs" (or singular) as a list of objects; else the table."""
     given = table.get("inputs", table.get("input"))
     wanted = table.get("outputs", table.get("output"))
     if not (isinstance(given, list) and isinstance(wanted, list)) or "fn_name" in table:
