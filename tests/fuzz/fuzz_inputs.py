@@ -1,97 +1,28 @@
-"""Inputs that no one should give: good ones that are changed in places, and odd values."""
+"""Bad inputs: good ones that are changed in places, odd values, and what to think of an error."""
 
 import datetime
 import math
-from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
 NASTY = [
-    *(
-        b"\x00",
-        b"\xff\xfe",
-        b"\xed\xa0\x80",
-        b"\xef\xbb\xbf",
-        b"\t",
-        b"\r",
-        b"\x1b[31m",
-        b"\xc2\x85",
-    ),
-    *(b"&a [*a]", b"*a", b"&a", b"<<: *a", b"!!python/object/apply:os.getcwd []", b"!!binary x"),
-    *(b"!!timestamp x", b"!!int x", b"!!int ''", b"!!bool x", b"!!float x", b"!!set", b"!!omap"),
-    *(
-        b"!!pairs [1]",
-        b"!x",
-        b"1e400",
-        b".nan",
-        b".inf",
-        b"-.inf",
-        b"0x" + b"f" * 6000,
-        b"9" * 5000,
-    ),
-    *(b"2026-13-01", b"2026-02-28", b"1:2:3", b"null", b"true", b"~", b"=", b"[" * 300, b"]", b"{"),
-    *(
-        b"}",
-        b"? ",
-        b"- ",
-        b": ",
-        b",",
-        b"'",
-        b'"',
-        b"|",
-        b">",
-        b"%",
-        b"@",
-        b"`",
-        b"#",
-        b"---",
-        b"...",
-    ),
-    *(
-        b'{"a":' * 200,
-        b"NaN",
-        b"Infinity",
-        b"\\ud800",
-        b"\\u0000",
-        b"\n",
-        b"\n\n",
-        b"x" * 3000,
-        b"=",
-    ),
-    *(b"-1", b"0", b"1e308", b"0.1", b"../..", b"/etc/passwd", b"~nobody-here/x", "é😀".encode()),
-]
+    b"\x00", b"\xff\xfe", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\t", b"\r", b"\x1b[31m", b"\xc2\x85",
+    b"&a [*a]", b"*a", b"<<: *a", b"!!python/object/apply:os.getcwd []", b"!!int x", b"!!set",
+    b"1e400", b".nan", b"-.inf", b"0x" + b"f" * 6000, b"9" * 5000, b"2026-13-01", b"null", b"true",
+    b"[" * 300, b"]", b"{", b"}", b"? ", b"- ", b": ", b"'", b'"', b"|", b"%", b"#", b"---",
+    b'{"a":' * 200, b"NaN", b"\\ud800", b"\\u0000", b"\n\n", b"x" * 3000, b"-1", b"0", b"../..",
+    "é😀".encode(),
+]  # fmt: skip
 """Pieces that broke some parser once."""
 
 ODD_TEXTS = [
-    *(
-        "",
-        " ",
-        "\x00",
-        "a\x00b",
-        "\ud800",
-        "\n",
-        "x\ny",
-        "\x1b[2J",
-        "é",
-        "😀",
-        "x" * 5000,
-        "../..",
-        "~",
-    ),
-    *("~nobody-here/x", "/", ".", "..", "NaN", "1e400", "null", "true", "{", "[", "&a", "*a", "%s"),
-    *(
-        "{0}",
-        "accuracy",
-        "accuracy:0.5",
-        "accuracy:x",
-        "a:b:c",
-        "C:\\x",
-        "x.jsonl",
-        "\u2028",
-        "\ufeff",
-    ),
-    *("/dev/null/x", "a" * 300 + "/b", "system", "user", "prompt", "answer", "no_such_reward"),
-]
+    "", " ", "\x00", "\ud800", "\n", "x\ny", "\x1b[2J", "é", "x" * 5000, "../..", "~nobody-here/x",
+    "/", ".", "NaN", "1e400", "null", "{", "[", "&a", "*a", "%s", "{0}", "accuracy:0.5",
+    "accuracy:x", "a:b:c", "x.jsonl", "\ufeff", "/dev/null/x", "a" * 300 + "/b", "user", "prompt",
+]  # fmt: skip
+
+DROPPED = "dropped"
+"""The key goes, in the place of its value."""
 
 
 def odd_texts():
@@ -101,14 +32,14 @@ def odd_texts():
 
 
 def odd_numbers():
-    whole = [0, 1, -1, 2, 3, 7, 8, 64, 1 << 31, 1 << 63, 1 << 64, -(1 << 63), 10**30, 1 << 6000]
-    real = [0.0, -0.0, 0.5, 1e-300, 1e300, 1e308, -1e308, math.inf, -math.inf, math.nan, 1e-5]
+    whole = [0, 1, -1, 8, 1 << 31, 1 << 63, 1 << 64, 10**30, 1 << 6000]
+    real = [-0.0, 0.5, 1e-300, 1e308, math.inf, math.nan]
     return st.one_of(st.sampled_from([*whole, *real]), st.integers(-9, 99), st.floats(-2.0, 2.0))
 
 
 def odd_values(*, for_json=False):
     """Values as YAML gives them, or as JSON does."""
-    others = [datetime.date(2026, 1, 2), datetime.datetime(2026, 1, 2, 3), b"\xff\x00", {1, "a"}]
+    others = [datetime.date(2026, 1, 2), b"\xff\x00", {1, "a"}]
     leaves = [st.none(), st.booleans(), odd_numbers(), odd_texts()]
     if not for_json:
         leaves.append(st.sampled_from(others))
@@ -122,57 +53,21 @@ def odd_values(*, for_json=False):
     )
 
 
-def plain_values():
-    """Values that a setting of some type may well have."""
-    plain = [1, 2, 4, 8, 16, 0, -1, 0.1, 0.5, 1.0, 1e-5, True, False, None, "no", "auto", "steps"]
-    plain += ["cosine", "adamw_torch", "none", [], ["x"], [1.0], {}, {"a": 1}, "{}", "[1]"]
-    return st.sampled_from(plain)
-
-
-# --- mutated bytes -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Change:
-    kind: str
-    place: float
-    """Share of the text before it."""
-    length: int
-    piece: bytes
-
-    def apply(self, data):
-        at = int(self.place * len(data))
-        end = min(len(data), at + self.length)
-        if self.kind == "delete":
-            return data[:at] + data[end:]
-        if self.kind == "cut":
-            return data[:at]
-        if self.kind == "repeat":
-            return data[:end] + data[at:end] * 3 + data[end:]
-        if self.kind == "replace":
-            return data[:at] + self.piece + data[end:]
-        if self.kind == "flip":
-            flipped = bytes(byte ^ (1 << self.length % 8) for byte in data[at : at + 1])
-            return data[:at] + flipped + data[at + 1 :]
-        return data[:at] + self.piece + data[at:]
-
-
-def changes(most=4):
-    kinds = ["delete", "cut", "repeat", "replace", "replace", "insert", "insert", "flip"]
+def changes(most=3):
+    """Where bytes are changed, and how: (kind, share of the text before it, length, piece)."""
+    kinds = st.sampled_from(["delete", "cut", "repeat", "replace", "insert"])
     pieces = st.one_of(st.sampled_from(NASTY), st.binary(max_size=6))
-    change = st.builds(
-        Change,
-        st.sampled_from(kinds),
-        st.floats(0, 1, allow_nan=False),
-        st.integers(0, 40),
-        pieces,
-    )
+    change = st.tuples(kinds, st.floats(0, 1), st.integers(0, 40), pieces)
     return st.lists(change, min_size=1, max_size=most)
 
 
 def changed(data, several):
-    for change in several:
-        data = change.apply(data)
+    for kind, place, length, piece in several:
+        at = int(place * len(data))
+        end = min(len(data), at + length)
+        middle = {"delete": b"", "cut": b"", "repeat": data[at:end] * 3, "replace": piece}
+        tail = b"" if kind == "cut" else data[at:] if kind == "insert" else data[end:]
+        data = data[:at] + middle.get(kind, piece) + tail
     return data
 
 
@@ -195,8 +90,15 @@ def replaced(content, where, value):
     return {**content, key: replaced(content[key], others, value)}
 
 
-DROPPED = "dropped"
-"""The key goes, in the place of its value."""
+def spoilt_files(names):
+    """What is done to files of a folder, each a tuple: (kind, name, how, where, value)."""
+    name = st.sampled_from(sorted(names))
+    where = st.lists(st.integers(0, 40), min_size=1, max_size=4)
+    value = st.one_of(odd_values(for_json=True), st.just(DROPPED))
+    rows = st.tuples(st.sampled_from(["row", "every row"]), name, st.integers(0, 80), where, value)
+    data = st.tuples(st.just("bytes"), name, changes(), st.none(), st.none())
+    gone = st.tuples(st.just("gone"), name, st.none(), st.none(), st.none())
+    return st.lists(st.one_of(rows, rows, data, gone), min_size=1, max_size=3)
 
 
 def bomb(levels=9, width=9):
@@ -206,3 +108,15 @@ def bomb(levels=9, width=9):
         for level in range(1, levels)
     ]
     return "\n".join(["a0: &a0 [lol]", *lines]).encode()
+
+
+def fault_of_text(text):
+    """What is wrong with an error's text; "" where it is one sentence a person can act on."""
+    if len(text.splitlines()) != 1 or not text.isprintable():
+        return "is no single line"
+    if len(text) > 900:
+        return f"has {len(text)} characters"
+    if " object at 0x" in text or "Traceback" in text:
+        return "shows the inside of a program"
+    marks = (":", ";", ", must ", "did you mean")
+    return "" if any(mark in text for mark in marks) else "has no remedy"
