@@ -132,6 +132,6 @@ def findings_text(findings: Sequence[Finding]) -> str:
         parts |= {"set": finding.setting} if finding.setting else {}
         for name, text in parts.items():
             lines += textwrap.wrap(
-                printable(text), 100, initial_indent=f"   {name:<5}", subsequent_indent=" " * 8
+                printable(str(text)), 100, initial_indent=f"   {name:<5}", subsequent_indent=" " * 8
             )
     return "\n".join(lines)
