@@ -54,7 +54,9 @@ class RunRecord:
         if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
             return None
         try:
-            return Finding(**found)
+            # a damaged file may hold other types
+            texts = {name: None if one is None else str(one) for name, one in found.items()}
+            return Finding(**texts)
         except TypeError:  # of another version: other fields
             return None
 

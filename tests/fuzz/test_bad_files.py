@@ -48,12 +48,6 @@ def test_a_run_file_may_begin_with_a_byte_order_mark(tmp_path):
 
 PROMPTS = {
     "deep lists": (".jsonl", b'{"prompt": ' + b"[" * 5000, "line 1: not valid JSON"),
-<<<<<<< HEAD
-    "5,000 digits": (".jsonl", b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "line 1: not valid"),
-    "a huge prompt": (".jsonl", b'{"prompt": [' + b"1," * 10**5 + b"1]}", "needs `role`"),
-=======
-    "a column twice": (".csv", b"prompt,prompt\na,b\n", "the column 'prompt' is there twice"),
->>>>>>> 5babf70 (tests/fuzz: seven targets, few examples; drop the fuzzing script)
     "a role that is a number": (
         ".jsonl", b'{"prompt": [{"role": 5, "content": "a"}]}', "role of a message .* must be text",
     ),
@@ -85,7 +79,6 @@ def test_a_tool_call_needs_no_content(tmp_path):
 
 
 @pytest.mark.parametrize(
-<<<<<<< HEAD
     "name", ["~nobody-here/x.jsonl", "a\x00b.jsonl", "\ud800.jsonl"], ids=range(3)
 )
 def test_a_name_that_can_be_no_path_is_refused(name):
@@ -102,12 +95,7 @@ def test_a_task_makes_no_more_problems_than_training_could_use():
         load_prompts("arithmetic", num_prompts=10**9)
 
 
-# --- rewards --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-=======
->>>>>>> 5babf70 (tests/fuzz: seven targets, few examples; drop the fuzzing script)
     ("source", "remedy"),
     [
         (b"import sys\nsys.exit()\n", "raised SystemExit while it was loaded"),
