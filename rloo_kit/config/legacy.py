@@ -226,7 +226,7 @@ def _trainer(given: dict[str, Any], lines: list[str]) -> dict[str, Any]:
         lines.append(f"{origin} -> trainer.{new}: {values[new]}")
     lines.append(
         f"an update: {size} completions, {old['rloo_k']} of each of {size // old['rloo_k']} "
-        f"prompts; optimizer steps: {per_update}; metrics have the older names too"
+        f"prompts; optimizer steps: {per_update}"
     )
     return values | {"max_grad_norm": 0.0, "logging_steps": per_update}
 

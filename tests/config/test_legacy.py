@@ -1,9 +1,7 @@
 """Command lines of the older TRL: what becomes of every flag, and a run of one."""
 
 import json
-import math
 import shlex
-import statistics
 from dataclasses import asdict
 from pathlib import Path
 
@@ -47,12 +45,6 @@ TLDR = """accelerate launch --config_file examples/accelerate_configs/deepspeed_
     --kl_coef 0.03
 """
 SMALLEST = "--dataset_name p.jsonl --model_name_or_path m --reward_model_path r"
-OLDER_METRICS = (
-    "eps", "objective/kl", "objective/entropy", "objective/non_score_reward",
-    "objective/rlhf_reward", "objective/scores", "policy/approxkl_avg", "policy/clipfrac_avg",
-    "loss/policy_avg", "val/clipfrac_avg", "policy/entropy_avg", "val/ratio", "val/ratio_var",
-    "val/num_eos_tokens", "lr", "episode",
-)  # fmt: skip
 
 
 def of(line, *overrides):
@@ -131,68 +123,26 @@ def folder_of_a_reward_model(folder):
     tokenizer.save_pretrained(folder)
 
 
-def rows(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def quick_run(tmp_path_factory):
-    """The quick run's line with files of one's own, two updates long: its folder."""
-    folder_of_a_reward_model(folder := tmp_path_factory.mktemp("legacy"))
+@pytest.mark.long
+def test_the_quick_run_trains_and_logs_once_an_update(tmp_path):
+    """The quick run's line with files of one's own, two updates long."""
+    folder_of_a_reward_model(tmp_path)
     prompts = [json.dumps({"prompt": f"What is {n} + 222?"}) for n in range(100, 140)]
-    (folder / "prompts.jsonl").write_text("\n".join(prompts))
+    (tmp_path / "prompts.jsonl").write_text("\n".join(prompts))
     flags = dict(part.split() for part in QUICK.split("--")[1:]) | {
         "per_device_train_batch_size": 8,
-        "dataset_name": folder / "prompts.jsonl",
+        "dataset_name": tmp_path / "prompts.jsonl",
         "model_name_or_path": "tiny-thinker",
-        "reward_model_path": folder,
-        "output_dir": folder / "run",
+        "reward_model_path": tmp_path,
+        "output_dir": tmp_path / "run",
         "total_episodes": 16,
         "learning_rate": 3e-4,
     }
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
     assert main(["legacy", "--set", "data.held_out=2", *words]) == 0
-    return folder / "run"
-
-
-def updates(folder):
-    """Pairs of a line of metrics and the completions it is about."""
-    sampled = rows(folder / "completions.jsonl")
-    for number, row in enumerate(row for row in rows(folder / "metrics.jsonl") if "reward" in row):
-        yield row, [one for one in sampled if one["step"] == 4 * number + 1]
-
-
-@pytest.mark.long
-def test_the_quick_run_trains_and_logs_the_older_metrics_once_an_update(quick_run):
-    logged = [row for row, _ in updates(quick_run)]
-    assert [(row["step"], row["episode"]) for row in logged] == [(4, 8), (8, 16)]
-    for row in logged:
-        assert set(OLDER_METRICS) <= set(row)
-        assert all(math.isfinite(row[name]) for name in OLDER_METRICS)
-        assert row["policy/approxkl_avg"] > 0
-        assert row["val/ratio_var"] > 0
-        assert row["val/clipfrac_avg"] == 0
-        assert row["val/ratio"] == pytest.approx(1, abs=0.2)
-    assert (quick_run / "report.html").is_file()
-
-
-@pytest.mark.long
-def test_the_older_rewards_have_the_older_sign_and_are_means_over_completions(quick_run):
-    for row, batch in updates(quick_run):
-        kl = statistics.mean(one["kl"] for one in batch)
-        scores = statistics.mean(one["score"] for one in batch)
-        truncated = sum(one["truncated"] for one in batch)
-        assert len(batch) == 8
-        assert row["objective/kl"] == pytest.approx(kl, rel=1e-5)
-        assert row["objective/scores"] == pytest.approx(scores, rel=1e-5)
-        assert row["objective/scores"] == pytest.approx(row["score/raw"] - truncated / 8, abs=1e-5)
-        assert row["objective/non_score_reward"] == pytest.approx(-0.05 * kl, rel=1e-5)
-        assert row["objective/rlhf_reward"] == pytest.approx(
-            row["objective/scores"] + row["objective/non_score_reward"], abs=1e-6
-        )
-        assert row["val/num_eos_tokens"] == 8 - truncated
-        assert row["objective/entropy"] > 0
-    assert kl != 0, "of the second update"
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert [row["step"] for row in map(json.loads, lines) if "reward" in row] == [4, 8]
+    assert (tmp_path / "run/report.html").is_file()
 
 
 # --- the arithmetic ------------------------------------------------------------------------------
