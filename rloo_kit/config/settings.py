@@ -31,8 +31,6 @@ class Rule:
     resume: Resume = "free"
     """``must``: it decides what is sampled and learned, so a resumed run keeps it. ``may``: a new
     value is used from the next step and reported. ``free``: it may change without notice."""
-    kit_only: bool = False
-    """TRL's own training path (images) cannot serve it."""
 
 
 def setting(default: Any = MISSING, help: str = "", **rule: Any) -> Any:
@@ -81,24 +79,21 @@ class KitSettings:
         False,
         "Penalise each token by the KL from itself on, instead of the completion by its sum.",
         resume="must",
-        kit_only=True,
     )
     kl_estimator: Literal["k1", "k3"] = setting(
-        "k1", "`k1` (log ratio) or `k3` (never negative).", resume="must", kit_only=True
+        "k1", "`k1` (log ratio) or `k3` (never negative).", resume="must"
     )
     missing_eos_penalty: float | None = setting(
         None,
         "Subtracted from the score of a completion that was cut off.",
         minimum=0,
         resume="must",
-        kit_only=True,
     )
     normalize_reward: bool | Literal["batch", "moving"] | None = setting(
         None,
         "Scores over mean and spread of the generation batch (true, `batch`) or of all batches so "
         "far (`moving`).",
         resume="must",
-        kit_only=True,
     )
     on_reward_error: Literal["stop", "skip"] = setting(
         "stop", "`stop`, or `skip`: what a reward cannot score counts as unscorable and is logged."
@@ -110,7 +105,6 @@ class KitSettings:
         False,
         "Draw further prompts in place of groups of equal scores.",
         resume="must",
-        kit_only=True,
     )
     dynamic_sampling_rounds: int = setting(
         4,
@@ -132,7 +126,6 @@ class KitSettings:
         None,
         "`sequence` or `token`: weigh by the policy's probability over the sampler's.",
         resume="must",
-        kit_only=True,
     )
     rollout_correction_cap: float = setting(
         2.0, "Largest such weight.", minimum=1, maximum=1e6, resume="must"
@@ -145,7 +138,6 @@ class KitSettings:
         None,
         "Findings that end the run, such as `[kl_explosion]`; its best weights are kept.",
         choices=STOP_ON,
-        kit_only=True,
     )
     keep_last: int = setting(2, "Newest checkpoints that are kept.", minimum=1)
     keep_best: int = setting(
@@ -250,7 +242,6 @@ TRL_DEFAULTS: dict[str, Any] = {
 # Trainer settings where the run file says nothing
 DEFAULTS: dict[str, Any] = {**{field.name: field.default for field in OWN_FIELDS}, **TRL_DEFAULTS}
 BY_DEVICE = frozenset(name for name, rule in TRL_RULES.items() if rule.by_device)
-KIT_ONLY = tuple(name for name, rule in RULES.items() if rule.kit_only)
 
 
 def on_resume(rule: Resume) -> list[str]:

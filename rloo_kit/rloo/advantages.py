@@ -19,14 +19,7 @@ def leave_one_out_baselines(rewards: torch.Tensor) -> torch.Tensor:
     Returns:
         ``(P, G)`` of the same dtype and device; NaN where the completion is unscorable or has no
         scorable sibling.
-
-    Raises:
-        ValueError: If ``rewards`` is not two-dimensional.
     """
-    if rewards.ndim != 2:
-        raise ValueError(
-            f"rewards must be (prompts, generations), got shape {tuple(rewards.shape)}"
-        )
     num_scorable = (~rewards.isnan()).sum(dim=1, keepdim=True)
     return (rewards.nansum(dim=1, keepdim=True) - rewards) / (num_scorable - 1)
 
@@ -42,9 +35,6 @@ def leave_one_out_advantages(rewards: torch.Tensor) -> torch.Tensor:
     Returns:
         ``(P, G)`` of the same dtype and device, finite: exactly 0 for an unscorable completion, for
         a group with a single scorable one, and for a group whose rewards are all equal.
-
-    Raises:
-        ValueError: If ``rewards`` is not two-dimensional.
 
     >>> leave_one_out_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
     tensor([[ 1.0000, -0.3333, -0.3333, -0.3333]])

@@ -19,18 +19,15 @@ IGNORED = -100
 class MicroBatch:
     """Some rows as tensors. W is the longest prompt with completion, C the longest completion."""
 
-    rows: torch.Tensor
-    """``(N,)`` int64, their places in the generation batch."""
-    input_ids: torch.Tensor
-    """``(N, W)`` int64: prompt, completion, padding."""
+    rows: torch.Tensor  # (N,) int64, their places in the generation batch
+    input_ids: torch.Tensor  # (N, W) int64: prompt, completion, padding
+    # `(N, W)` int64: the completion's ids where they stand, `IGNORED` elsewhere
     labels: torch.Tensor
-    """``(N, W)`` int64: the completion's ids where they stand, ``IGNORED`` elsewhere."""
+    # `(N, C)` int64: the column of each completion token; any column where there is none
     places: torch.Tensor
-    """``(N, C)`` int64: the column of each completion token; any column where there is none."""
-    completion_mask: torch.Tensor
-    """``(N, C)`` bool, True on completion tokens."""
+    completion_mask: torch.Tensor  # (N, C) bool, True on completion tokens
+    # Positions that hold a token
     num_tokens: int
-    """Positions that hold a token."""
 
     @property
     def num_positions(self) -> int:
@@ -59,18 +56,15 @@ class TokenRows:
         return sum(len(self.prompt_ids[row]) + len(self.completion_ids[row]) for row in rows)
 
     def cut(self, rows: Sequence[int], budget: int, overhead: int = 0) -> list[list[int]]:
-        """Cut rows into the micro-batches that cost the least together.
+        """Cut rows into the micro-batches that cost the least together; every row comes once.
 
-        The rows are sorted by length; of all ways to cut that order, the cheapest is taken:
-        positions, plus ``overhead`` for each micro-batch.
+        Of all ways to cut the rows sorted by length, the cheapest is taken: positions, plus
+        ``overhead`` for each micro-batch.
 
         Args:
             rows: Places in the batch, in any order.
             budget: No micro-batch has more positions, except a single row that does by itself.
             overhead: What one more pass costs besides its positions, in positions.
-
-        Returns:
-            Every row once.
         """
         lengths = self.lengths
         order = sorted(rows, key=lambda row: (lengths[row], row))
@@ -96,10 +90,6 @@ class TokenRows:
         self, groups: Sequence[Sequence[int]], budget: int
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Join whole groups while all their tokens fit into the budget together.
-
-        Args:
-            groups: Rows of each group.
-            budget: Tokens of a bundle, prompts included.
 
         Returns:
             The bundles, each the rows of one or several groups of like length; and the groups that
@@ -138,14 +128,7 @@ class TokenRows:
         device: torch.device | str = "cpu",
         multiple_of: int | None = None,
     ) -> MicroBatch:
-        """Return some rows as tensors, as wide as the longest of them.
-
-        Args:
-            rows: Places in the batch.
-            pad_token_id: Fills what holds no token.
-            device: Of the tensors.
-            multiple_of: The width is rounded up to it.
-        """
+        """Return some rows as tensors as wide as the longest, rounded up to ``multiple_of``."""
         prompts = [self.prompt_ids[row] for row in rows]
         completions = [self.completion_ids[row] for row in rows]
         pairs = list(zip(prompts, completions, strict=True))

@@ -24,27 +24,17 @@ RESUME = "the last checkpoint is good: resume from it with --resume"
 
 
 class StepGuard:
-    """Skips optimizer steps with NaN/Inf gradients.
-
-    The gradients of such a step are dropped; an optimizer then leaves the parameter, its moments
-    and its decay alone. Under fp16 the loss scaler skips steps while it searches for its scale:
-    only what fails at a scale of 1, or with a NaN/Inf loss, counts towards the limit.
-
-    Args:
-        limit: Skipped steps in a row that raise.
-    """
+    """Skips optimizer steps with NaN/Inf gradients; ``limit`` of them in a row raise."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        # Steps skipped so far
         self.skipped = 0
-        """Steps skipped so far."""
+        # Steps skipped since the last good one that count towards the limit
         self.in_a_row = 0
-        """Steps skipped since the last good one that count towards the limit."""
 
     def check(self, loss: float, parameters: Sequence[Any], step: int, scaler: Any = None) -> bool:
         """Return whether the optimizer may step; drop the gradients where not.
-
-        Costs one norm over the gradients, and one synchronisation of a GPU.
 
         Args:
             loss: Of the step.
@@ -61,9 +51,14 @@ class StepGuard:
             return True
         check_finite(parameters, step - 1)
         self.skipped += 1
+        # fp16's scaler skips steps while it searches for its scale: these do not count
         searching = scaler is not None and math.isfinite(loss) and scaler.get_scale() > 1
         found = f"loss {loss:.4g}, {_count(gradients)} of {len(gradients)} gradients"
-        _drop(parameters, scaler)
+        for parameter in parameters:
+            if scaler is None:  # an optimizer then leaves weight, moments and decay alone
+                parameter.grad = None
+            elif parameter.grad is not None:  # a scaler skips by its own rule
+                parameter.grad.fill_(math.nan)
         if searching:
             return False
         self.in_a_row += 1
@@ -82,17 +77,7 @@ class StepGuard:
 
 
 def check_finite(tensors: Iterable[Any], step: int | None = None) -> None:
-    """Raise where a weight, or anything else that is about to be saved, is NaN or Inf.
-
-    Costs one norm, and one synchronisation of a GPU.
-
-    Args:
-        tensors: Trained parameters, or the tensors of a file; integer tensors pass.
-        step: Optimizer steps made; None where that is not known.
-
-    Raises:
-        DivergedError: Some hold NaN or Inf.
-    """
+    """Raise DivergedError where a weight holds NaN or Inf; costs one synchronisation of a GPU."""
     found = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
     if math.isfinite(_norm(found)):
         return
@@ -130,32 +115,11 @@ def _count(tensors: Sequence[Any]) -> int:
     return sum(not bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-def _drop(parameters: Sequence[Any], scaler: Any) -> None:
-    """Leave the optimizer no gradients; a scaler needs NaN gradients to skip by its own rule."""
-    for parameter in parameters:
-        if scaler is None:
-            parameter.grad = None
-        elif parameter.grad is not None:
-            parameter.grad.fill_(math.nan)
-
-
 # --- out of memory -------------------------------------------------------------------------------
 
 
-def free_memory() -> None:
-    """Return PyTorch's unused GPU blocks to the driver, for libraries that allocate themselves."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
 def retry_smaller(attempt: Callable[[], None], halve: Callable[[Exception], None]) -> None:
-    """Call ``attempt`` until memory suffices, ``halve`` after each time that it does not.
-
-    Args:
-        attempt: Makes what is not made yet.
-        halve: Makes the next attempt smaller; raises MemoryRanOutError where it cannot.
-    """
+    """Call ``attempt`` until memory suffices, ``halve`` after each time that it does not."""
     while True:
         try:
             return attempt()
@@ -164,22 +128,19 @@ def retry_smaller(attempt: Callable[[], None], halve: Callable[[Exception], None
                 raise
             halve(exc)
         # only here: inside of `except` the error still holds the tensors of its frames
-        free_memory()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
 
 class Pieces:
-    """Runs a call over rows: all at once, or in pieces as large as fit into memory.
-
-    Args:
-        what: What runs, for messages, such as ``sampling``.
-        remedy: What to change where a single row does not fit.
-    """
+    """Runs a call over rows: all at once, or in pieces as large as fit into memory."""
 
     def __init__(self, what: str, remedy: str) -> None:
         self.what = what
         self.remedy = remedy
+        # Rows of a piece; None: memory has not run out yet
         self.size: int | None = None
-        """Rows of a piece; None: memory has not run out yet."""
 
     def run(
         self, call: Callable[[Sequence[Row]], list[Found]], rows: Sequence[Row], at_most: int
@@ -187,12 +148,6 @@ class Pieces:
         """Return what ``call`` gives for all rows, in their order.
 
         Out of memory halves the rows of a piece, here and in later runs; finished pieces are kept.
-        A second attempt draws from where the first one left the random state.
-
-        Args:
-            call: Returns one value a row.
-            rows: The rows.
-            at_most: Rows of a piece before memory runs out.
 
         Raises:
             MemoryRanOutError: A single row does not fit.

@@ -27,10 +27,8 @@ NO_GRAD_FACTOR = 4
 class Scored:
     """What a forward pass gives for a micro-batch."""
 
-    log_probs: torch.Tensor
-    """``(N, C)`` float32 of the completion tokens."""
-    entropies: torch.Tensor | None = None
-    """``(N, C)`` float32, detached."""
+    log_probs: torch.Tensor  # (N, C) float32 of the completion tokens
+    entropies: torch.Tensor | None = None  # (N, C) float32, detached
 
 
 Forward = Callable[[MicroBatch], Scored]
@@ -60,29 +58,29 @@ def stashed_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 class Learner:
     """Runs forward and backward passes; lowers its token budget when memory runs out."""
 
+    # Log-probabilities and entropies of a micro-batch under the policy
     forward: Forward
-    """Log-probabilities and entropies of a micro-batch under the policy."""
+    # Takes a scalar loss
     backward: Callable[[torch.Tensor], None]
-    """Takes a scalar loss."""
+    # Gives the context that passes without gradient run in
     no_grad: Callable[[], AbstractContextManager[None]]
-    """Gives the context that passes without gradient run in."""
+    # Those that train
     parameters: list[torch.Tensor]
-    """Those that train."""
+    # Positions of a training micro-batch
     budget: int
-    """Positions of a training micro-batch."""
+    # What one more pass costs, in positions
     overhead: int
-    """What one more pass costs, in positions."""
     pad_token_id: int
     device: torch.device
+    # The two clipping ranges, low and high
     epsilon: tuple[float, float]
-    """The two clipping ranges, low and high."""
+    # (level, cap) of the importance weights against the sampler's log-probabilities
     correction: tuple[str, float] | None = None
-    """(level, cap) of the importance weights against the sampler's log-probabilities."""
     pad_to_multiple_of: int | None = None
+    # The processes that divide the rows; each makes the passes of its share
     team: Team = ALONE
-    """The processes that divide the rows; each makes the passes of its share."""
+    # Counts of the optimizer step in progress
     tally: Tally = field(default_factory=Tally)
-    """Counts of the optimizer step in progress."""
     _warned: bool = False
 
     def fill_old(self, rollout: Rollout, rows: list[int]) -> None:
@@ -96,11 +94,6 @@ class Learner:
         """Return ``(B, T)`` float32 log-probabilities, without gradient; 0 in other rows.
 
         All processes call it together, with the same rows, and make the passes of some.
-
-        Args:
-            tokens: The batch.
-            rows: Those that are wanted.
-            forward: Of the policy or the reference.
         """
         if self.team.size == 1:
             return self._log_probs_here(tokens, rows, forward)

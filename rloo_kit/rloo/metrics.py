@@ -157,23 +157,18 @@ class Tally:
     """Counts of an optimizer step; sums over the rows and tokens that were trained."""
 
     loss: float = 0.0
-    rows: int = 0
-    """Rows of the step, trained or not."""
-    step_tokens: int = 0
-    """Tokens of those rows, prompts included."""
+    rows: int = 0  # rows of the step, trained or not
+    step_tokens: int = 0  # tokens of those rows, prompts included
     trained: int = 0
     completion_tokens: int = 0
-    tokens: int = 0
-    """Tokens of all passes, prompts included."""
-    positions: int = 0
-    """Positions of all passes, padding included."""
-    old_rows: int = 0
-    """Rows an old-log-prob pass of their own was run for."""
+    tokens: int = 0  # tokens of all passes, prompts included
+    positions: int = 0  # positions of all passes, padding included
+    old_rows: int = 0  # rows an old-log-prob pass of their own was run for
     reference_rows: int = 0
     entropy: float = 0.0
     squared_log_ratio: float = 0.0
+    # Importance weights against the sampler: how many, their sum, and how many were capped
     corrections: int = 0
-    """Importance weights against the sampler: how many, their sum, and how many were capped."""
     correction: float = 0.0
     capped: int = 0
     ratios: list[torch.Tensor] = field(default_factory=list)

@@ -24,8 +24,8 @@ class RunningMoments:
 
     count: int = 0
     mean: float = 0.0
+    # Of the deviations from the mean
     sum_of_squares: float = 0.0
-    """Of the deviations from the mean."""
 
     @property
     def std(self) -> float:
@@ -46,20 +46,8 @@ class RunningMoments:
         self.count = total
 
 
-def penalise_missing_eos(
-    scores: torch.Tensor, ended: torch.Tensor, penalty: float | None
-) -> torch.Tensor:
-    """Return ``(B,)`` scores, less by ``penalty`` where ``ended`` is false (the EOS trick)."""
-    return scores if penalty is None else scores - penalty * (~ended)
-
-
 def normalise(values: torch.Tensor, moments: RunningMoments | None = None) -> torch.Tensor:
-    """Return ``(v - mean) / (std + 1e-4)``; NaN entries stay NaN and count for nothing.
-
-    Args:
-        values: Floats of any shape.
-        moments: Statistics to use; None: those of ``values``.
-    """
+    """Return ``(v - mean) / (std + 1e-4)``; NaN entries stay NaN and count for nothing."""
     if moments is not None:
         return (values - moments.mean) / (moments.std + EPSILON)
     known = values[~values.isnan()]
@@ -78,16 +66,9 @@ def token_kl(
         reference_log_probs: ``(N, T)``.
         estimator: ``k1`` is log(pi / ref): unbiased, may be negative. ``k3`` is
             ref / pi - 1 - log(ref / pi): unbiased, never negative, less variance.
-
-    Raises:
-        ValueError: For another estimator.
     """
-    log_ratio = log_probs - reference_log_probs
-    if estimator == "k1":
-        return log_ratio
-    if estimator == "k3":
-        return torch.expm1(-log_ratio) + log_ratio
-    raise ValueError(f"estimator is {estimator!r}, must be k1 or k3")
+    log_ratio = log_probs - reference_log_probs  # (N, T)
+    return log_ratio if estimator == "k1" else torch.expm1(-log_ratio) + log_ratio
 
 
 def subtract_kl(values: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
@@ -114,14 +95,14 @@ def subtract_kl(values: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Te
 class Surrogate:
     """The clipped objective of some rows."""
 
+    # `(N,)`, with gradient: -min(rho A, clip(rho) A), summed over tokens where those differ
     losses: torch.Tensor
-    """``(N,)``, with gradient: -min(rho A, clip(rho) A), summed over tokens where those differ."""
+    # `(N,)` probability ratios of whole completions, detached
     ratios: torch.Tensor
-    """``(N,)`` probability ratios of whole completions, detached."""
+    # `(N,)` in [0, 1]: share of the row's terms without gradient because rho is too small
     clipped_low: torch.Tensor
-    """``(N,)`` in [0, 1]: share of the row's terms without gradient because rho is too small."""
+    # `(N,)` in [0, 1]: the same, too large
     clipped_high: torch.Tensor
-    """``(N,)`` in [0, 1]: the same, too large."""
 
 
 def surrogate(
@@ -180,11 +161,8 @@ def rollout_weights(
         old_log_probs: ``(N, T)`` of the policy that trains, before its step.
         sampler_log_probs: ``(N, T)`` as the engine reported them.
         mask: ``(N, T)`` 1 on completion tokens.
-        level: ``sequence`` (one weight a completion) or ``token``.
+        level: ``sequence``, one weight a completion and so ``(N,)``; or ``token``, ``(N, T)``.
         cap: Largest weight.
-
-    Returns:
-        ``(N,)``, or ``(N, T)`` at token level.
     """
     log_ratio = (old_log_probs - sampler_log_probs) * mask
     if level == "sequence":

@@ -18,7 +18,6 @@ from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.objective import (
     RunningMoments,
     normalise,
-    penalise_missing_eos,
     subtract_kl,
     token_kl,
 )
@@ -31,8 +30,8 @@ class Shaping:
     beta: float = 0.0
     missing_eos_penalty: float | None = None
     reward_clip_range: tuple[float, float] | None = None
+    # None, `batch` or `moving`
     normalize_reward: str | None = None
-    """None, ``batch`` or ``moving``."""
     normalize_advantages: bool = False
     token_level_kl: bool = False
     kl_estimator: str = "k1"
@@ -46,19 +45,17 @@ class ScoredBatch:
     prompts: list[Any]
     completions: list[Any]
     tokens: TokenRows
+    # Whether the completion ends with an EOS id (or a pad id, which some models end with)
     ended: list[bool]
-    """Whether the completion ends with an EOS id (or a pad id, which some models end with)."""
-    rewards: torch.Tensor
-    """``(B, F)`` float32 of every reward function; NaN where it returned None."""
-    scores: torch.Tensor
-    """``(B,)`` float32 weighted sums; NaN where every function returned None."""
+    rewards: torch.Tensor  # (B, F) float32 of every reward function; NaN where it returned None
+    scores: torch.Tensor  # (B,) float32 weighted sums; NaN where every function returned None
+    # Of the completion tokens, as the engine reported them; None where it does not
     sampler_log_probs: list[list[float]] | None = None
-    """Of the completion tokens, as the engine reported them; None where it does not."""
 
     def shaped_scores(self, shaping: Shaping) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(B,)`` scores after missing-EOS penalty and clip, and ``(B,)`` masked rows."""
         ended = torch.tensor(self.ended, dtype=torch.bool, device=self.scores.device)  # (B,)
-        scores = penalise_missing_eos(self.scores, ended, shaping.missing_eos_penalty)
+        scores = self.scores - (shaping.missing_eos_penalty or 0.0) * ~ended  # the EOS trick
         if shaping.reward_clip_range:
             scores = scores.clamp(*shaping.reward_clip_range)
         return scores, ~ended & shaping.mask_truncated_completions
@@ -136,32 +133,25 @@ class Rollout:
     sampled: ScoredBatch
     num_generations: int
     shaping: Shaping
-    scores: torch.Tensor
-    """``(B,)`` after EOS penalty, clip and normalisation; NaN where unscorable."""
+    scores: torch.Tensor  # (B,) after EOS penalty, clip and normalisation; NaN where unscorable
+    # `(B,)` bool: rows whose advantage can be other than 0; the others get no pass
     learnable: torch.Tensor
-    """``(B,)`` bool: rows whose advantage can be other than 0; the others get no pass."""
+    # `(B, T)` bool, True on tokens; nowhere on a masked (truncated) row
     completion_mask: torch.Tensor
-    """``(B, T)`` bool, True on tokens; nowhere on a masked (truncated) row."""
+    # `(B, T)` float32 of the policy that sampled; filled when a pass has been run
     old_log_probs: torch.Tensor
-    """``(B, T)`` float32 of the policy that sampled; filled when a pass has been run."""
+    # `(B, T)` float32 of the reference; filled where `learnable` when beta is not 0
     reference_log_probs: torch.Tensor
-    """``(B, T)`` float32 of the reference; filled where ``learnable`` when beta is not 0."""
-    kl: torch.Tensor
-    """``(B,)`` estimated KL of whole completions, nats; 0 where it was not needed."""
-    token_kl: torch.Tensor
-    """``(B, T)`` the same of every token."""
-    score_advantages: torch.Tensor
-    """``(B,)`` advantages before the KL."""
-    advantages: torch.Tensor
-    """``(B,)``; ``(B, T)`` with the token-level KL."""
-    settled: torch.Tensor
-    """``(P,)`` bool: groups whose advantages are final."""
-    comparable: torch.Tensor
-    """``(B,)`` bool: scorable rows with at least one scorable sibling."""
+    kl: torch.Tensor  # (B,) estimated KL of whole completions, nats; 0 where it was not needed
+    token_kl: torch.Tensor  # (B, T) the same of every token
+    score_advantages: torch.Tensor  # (B,) advantages before the KL
+    advantages: torch.Tensor  # (B,) ; `(B, T)` with the token-level KL
+    settled: torch.Tensor  # (P,) bool: groups whose advantages are final
+    comparable: torch.Tensor  # (B,) bool: scorable rows with at least one scorable sibling
+    # `(B, T)` float32 as the engine reported them; None where it does not
     sampler_log_probs: torch.Tensor | None = None
-    """``(B, T)`` float32 as the engine reported them; None where it does not."""
+    # Whether no optimizer step was made since it was sampled
     on_policy: bool = True
-    """Whether no optimizer step was made since it was sampled."""
 
     @classmethod
     def scored(
@@ -171,14 +161,7 @@ class Rollout:
         shaping: Shaping,
         moments: RunningMoments | None = None,
     ) -> Self:
-        """Shape the scores: missing-EOS penalty, then clip, then normalisation.
-
-        Args:
-            sampled: The completions with their scores.
-            num_generations: G.
-            shaping: The settings.
-            moments: Statistics of ``normalize_reward="moving"``, updated here.
-        """
+        """Shape the scores: missing-EOS penalty, clip, normalisation (updates ``moments``)."""
         device = sampled.scores.device
         scores, masked = sampled.shaped_scores(shaping)
         if shaping.normalize_reward == "moving" and moments is not None:
@@ -300,12 +283,8 @@ class Rollout:
 def rows_needing_old_pass(rollout: Rollout, first_step: set[int]) -> list[int]:
     """Return the rows whose old log-probabilities need a pass of their own.
 
-    The training forward gives them where the row is trained before any optimizer step and, at beta
-    > 0, every other row that its advantage depends on is in that same step.
-
-    Args:
-        rollout: The batch.
-        first_step: Rows that are trained in the next optimizer step.
+    The training forward gives them where the row is trained before any optimizer step (it is in
+    ``first_step``) and, at beta > 0, so is every other row that its advantage depends on.
     """
     rows = rollout.learnable_rows
     if not rollout.shaping.beta:

@@ -128,8 +128,8 @@ def _own_config(args: Any) -> LeaveOneOutConfig:
     # by name, since Unsloth puts a class of its own into the place of TRL's
     if not any(kind.__name__ == "RLOOConfig" for kind in type(args).__mro__):
         raise ConfigError(
-            f"args is {_a(type(args).__name__)}, must be a LeaveOneOutConfig or TRL's RLOOConfig: "
-            f"give its settings to LeaveOneOutConfig"
+            f"args is of type {type(args).__name__}, must be a LeaveOneOutConfig or TRL's "
+            f"RLOOConfig: give its settings to LeaveOneOutConfig"
         )
     values = {name: getattr(args, name) for name in _TRL_FIELDS if hasattr(args, name)}
     del values["generation_batch_size"]  # TRL has filled it in from steps_per_generation
@@ -141,7 +141,3 @@ def _own_config(args: Any) -> LeaveOneOutConfig:
     return LeaveOneOutConfig(
         **{n: v.value if isinstance(v, enum.Enum) else v for n, v in values.items()}
     )
-
-
-def _a(name: str) -> str:
-    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"

@@ -43,20 +43,20 @@ REMEDY = (
 class DryRun:
     """What one step in the worst case took; of this process where several train."""
 
+    # the most that was held at once: on a GPU by tensors and by what lies outside of torch's
+    # allocator (CUDA context, an engine), on a CPU the process's resident memory
     peak_bytes: int
-    """The most that was held at once: on a GPU by tensors and by what lies outside of torch's
-    allocator (CUDA context, an engine, other programs), on a CPU the process's resident memory."""
+    # memory of the card, or of the machine
     device_bytes: int
-    """Memory of the card that this process may use, or of the machine."""
     seconds: float
+    # Completions of a generation batch
     rows: int
-    """Completions of a generation batch."""
+    # Of each, its prompt included
     tokens: int
-    """Of each, its prompt included."""
+    # `tokens_per_micro_batch` from here on
     budget: int
-    """``tokens_per_micro_batch`` from here on."""
+    # Whether that had to be lowered because memory ran out
     lowered: bool
-    """Whether that had to be lowered because memory ran out."""
 
     def __str__(self) -> str:
         text = (
@@ -83,8 +83,10 @@ def dry_run_if_wanted(
     """
     wanted = trainer.args.dry_run
     if wanted is None:
-        wanted = trainer.accelerator.device.type != "cpu"
-    if not wanted or trainer.why_trl_path:
+        limit = max_prompt_tokens or notes_of(trainer.model).max_seq_length
+        bounded = limit is not None or hasattr(trainer.train_dataset, "__len__")
+        wanted = bounded and trainer.accelerator.device.type != "cpu"
+    if not wanted:
         return None
     found = dry_run(trainer, max_prompt_tokens=max_prompt_tokens, remedy=remedy)
     if trainer.team.is_first:
@@ -115,7 +117,7 @@ def dry_run(
     width = len(ids) + args.max_completion_length
     rows = -(-args.generation_batch_size // trainer.team.size)
     learner = trainer.steps.make_learner()  # its budget: what is free now
-    budget = learner.budget
+    budget, total = learner.budget, detect_hardware().total_memory
     take_peak()
     try:
         with _restored(trainer, learner), _stepped_optimizer(trainer, learner.parameters):
@@ -126,33 +128,24 @@ def dry_run(
             raise
         raise MemoryRanOutError(
             f"the worst case of this run, {rows:,} rows x {width:,} tokens, does not fit into "
-            f"{_device_bytes() / GIB:.1f} GiB of memory: {(remedy and remedy()) or REMEDY}"
+            f"{total / GIB:.1f} GiB of memory: {(remedy and remedy()) or REMEDY}"
         ) from exc
     finally:
         return_to_system()
         take_peak()  # what training reports as its own peak begins here
     trainer.dry_run_done = True
     seconds = time.perf_counter() - started
-    return DryRun(
-        peak_bytes, _device_bytes(), seconds, rows, width, learner.budget, learner.budget < budget
-    )
+    return DryRun(peak_bytes, total, seconds, rows, width, learner.budget, learner.budget < budget)
 
 
 def largest_passes(at_most: int, longest: int, budget: int) -> list[tuple[int, int]]:
     """Return (rows, width) of the micro-batches that take the most memory.
 
-    The longest rows, as many as fit into the budget; and where they leave some of it free, rows
-    just short enough for one more.
+    The longest rows, as many as fit into the budget of positions; and where they leave some of it
+    free, rows just short enough for one more.
 
     >>> largest_passes(64, 9000, 16_384)
     [(1, 9000), (2, 8192)]
-    >>> largest_passes(64, 9000, 18_000)
-    [(2, 9000)]
-
-    Args:
-        at_most: Rows that a micro-batch can hold.
-        longest: Tokens of the longest row.
-        budget: Positions.
     """
     rows = min(at_most, max(1, budget // longest))
     found = [(rows, longest)]
@@ -269,11 +262,3 @@ def _restored(trainer: "LeaveOneOutTrainer", learner: Learner) -> Iterator[None]
             parameter.grad = None
         learner.team, learner.tally = team, Tally()
         set_random_states(states)
-
-
-def _device_bytes() -> int:
-    """Return the memory that this process may use, in bytes."""
-    total = detect_hardware().total_memory
-    if torch.cuda.is_available():
-        return int(total * torch.cuda.get_per_process_memory_fraction())
-    return total

@@ -30,16 +30,16 @@ class StepLog:
         self.metrics: dict[str, list[float]] = trainer._metrics["train"]
         self.names: list[str] = trainer.reward_func_names
         self.thoughts = ThoughtFinder(trainer._tokenizer)
+        # Completions that were trained on so far
         self.episodes = 0
-        """Completions that were trained on so far."""
+        # That the optimizer step in progress took so far
         self.seconds = 0.0
-        """That the optimizer step in progress took so far ..."""
+        # ... and those of them that were not learning
         self.elsewhere = 0.0
-        """... and those of them that were not learning."""
+        # A step, and how many groups it has learned from so far
         self.groups_of_step = (0, 0)
-        """A step, and how many groups it has learned from so far."""
+        # When the first step began
         self.first_started: float | None = None
-        """When the first step began."""
 
     def note(self, name: str, value: float) -> None:
         """Add a value; the next line shows the mean of all."""

@@ -114,15 +114,11 @@ class Sampler:
         self.canary: Canary | None = None
         self._synced: tuple[Any, int] = (None, -1)
 
-    def draw(
-        self, prompt_ids: list[list[int]], images: Any = None, multimodal: Any = None
-    ) -> tuple[list[list[int]], list[list[float]] | None]:
+    def draw(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
         """Return completion ids, and their log-probabilities where an engine reports them.
 
         Args:
             prompt_ids: Of this process's rows.
-            images: Only the model itself samples with them.
-            multimodal: TRL's further inputs for images.
 
         Raises:
             StalePolicyError: The engine sampled from another policy.
@@ -130,7 +126,7 @@ class Sampler:
         """
         trainer = self.trainer
         if self.engine is None:
-            return self._draw_here(prompt_ids, images, multimodal), None
+            return self._draw_here(prompt_ids), None
         self._sync_engine(self.engine, prompt_ids)
         seed = int(torch.randint(2**31, ()))  # of the run's own random state
         drawn = self.engine.generate(
@@ -142,9 +138,7 @@ class Sampler:
             trainer.step_log.note_all(self.canary.check(tokens, drawn.log_probs, self.engine.name))
         return drawn.completion_ids, drawn.log_probs
 
-    def _draw_here(
-        self, prompt_ids: list[list[int]], images: Any, multimodal: Any
-    ) -> list[list[int]]:
+    def _draw_here(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """Let the model sample, fewer rows at a time where memory runs out."""
         args = self.trainer.args
 
@@ -154,10 +148,10 @@ class Sampler:
                 self.trainer.model, args.gradient_checkpointing_kwargs
             )
             with blame_generation_kwargs(args), finite_logits(), off:
-                return self.generate(prompts, images, multimodal or {})
+                return self.generate(prompts, None, {})
 
-        if images or multimodal or args.use_vllm:
-            return draw(prompt_ids)  # only TRL knows which image belongs to which row
+        if args.use_vllm:  # TRL's own client
+            return draw(prompt_ids)
         return self.pieces.run(draw, prompt_ids, len(prompt_ids))
 
     def _sync_engine(self, engine: Engine, prompt_ids: list[list[int]]) -> None:
@@ -201,10 +195,10 @@ class RolloutMaker:
     def __init__(self, trainer: "LeaveOneOutTrainer") -> None:
         self.trainer = trainer
         self.team = trainer.team
+        # Statistics of `normalize_reward: moving`
         self.moments = RunningMoments()
-        """Statistics of ``normalize_reward: moving``."""
+        # Rows of the training set that dynamic sampling draws next
         self.prompt_order: deque[int] = deque()
-        """Rows of the training set that dynamic sampling draws next."""
 
     def make(self, inputs: list[Row], learner: Learner) -> Rollout:
         """Return the scored rollout of all processes' rows.
@@ -242,8 +236,8 @@ class RolloutMaker:
         """
         trainer, started = self.trainer, time.perf_counter()
         prompts = [row["prompt"] for row in inputs]
-        prompt_ids, images, multimodal = trainer._tokenize_prompts(prompts)
-        completion_ids, log_probs = trainer.sampler.draw(prompt_ids, images, multimodal)
+        prompt_ids, *_ = trainer._tokenize_prompts(prompts)
+        completion_ids, log_probs = trainer.sampler.draw(prompt_ids)
         tokens = TokenRows(prompt_ids, completion_ids)
         last = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
         ended = [ids[-1] in last for ids in completion_ids]

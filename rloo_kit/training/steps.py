@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,16 +45,6 @@ class OptimizerSteps:
             if is_last:
                 loss = self.learn()
             trainer._step += 1
-        return loss
-
-    def micro_step_by_trl(
-        self, step: Callable[..., torch.Tensor], model: Any, inputs: Any, num_items: Any
-    ) -> torch.Tensor:
-        """Let TRL's own code make a micro-step, with staged weights and the guard of a step."""
-        self._stage_weights()
-        loss = step(model, inputs, num_items)
-        if self.trainer.accelerator.sync_gradients:
-            self._guard_step(float(loss), [p for p in model.parameters() if p.requires_grad])
         return loss
 
     @contextlib.contextmanager
@@ -183,7 +173,7 @@ class OptimizerSteps:
         trainer, slices = self.trainer, self.trainer.args.steps_per_generation
         parts, batch = trainer._buffered_inputs, None
         in_use = trainer._step % (slices * trainer.num_iterations) != 0
-        if in_use and parts and not trainer.why_trl_path:
+        if in_use and parts:
             batch = {"rollout": parts[0][0].state_dict(), "order": [rows for _, rows in parts]}
         return {
             "micro_step": trainer._step,
@@ -199,14 +189,13 @@ class OptimizerSteps:
         trainer, slices = self.trainer, self.trainer.args.steps_per_generation
         trainer._step = state["micro_step"] * slices // state.get("slices", slices)
         trainer._buffered_inputs = self.learner = None
-        if not trainer.why_trl_path:
-            learner = self.make_learner()
-            if not trainer.args.tokens_per_micro_batch:
-                learner.budget = state["budget"] or learner.budget
-            if batch := state["batch"]:
-                rollout = Rollout.from_state_dict(batch["rollout"], trainer.accelerator.device)
-                order = torch.cat(batch["order"]).split(len(rollout) // slices)
-                trainer._buffered_inputs = [(rollout, rows) for rows in order]
+        learner = self.make_learner()
+        if not trainer.args.tokens_per_micro_batch:
+            learner.budget = state["budget"] or learner.budget
+        if batch := state["batch"]:
+            rollout = Rollout.from_state_dict(batch["rollout"], trainer.accelerator.device)
+            order = torch.cat(batch["order"]).split(len(rollout) // slices)
+            trainer._buffered_inputs = [(rollout, rows) for rows in order]
         trainer.sampler.pieces.size = state["at_once"]
         self.guard.skipped, self.guard.in_a_row = state["skipped"]
 

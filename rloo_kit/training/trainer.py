@@ -20,14 +20,14 @@ from trl import RLOOConfig, RLOOTrainer  # pyright: ignore[reportPrivateImportUs
 
 from rloo_kit.checkpoints.resume import Boundary, ExactResume, NothingLeftError, Resumable
 from rloo_kit.config.run_file import ModelSection, RunConfig
-from rloo_kit.config.settings import DEFAULTS, KIT_ONLY
+from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.diagnosis.watch import RunWatch
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.live.view import live_progress
 from rloo_kit.machine.environment import precision_as_asked
 from rloo_kit.machine.memory import add_to_session, empty_model
 from rloo_kit.models.shared_engine import notes_of
-from rloo_kit.processes import current_team
+from rloo_kit.processes import Team, current_team
 from rloo_kit.sampling.choice import check_engine, requested_engine, start_engine
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.composition import WeightSchedule
@@ -40,7 +40,7 @@ from rloo_kit.training.metrics import StepLog
 from rloo_kit.training.rollouts import Policy, RolloutMaker, Sampler
 from rloo_kit.training.steps import OptimizerSteps
 
-# Older names of the trainer's arguments; `ref_policy` has no successor (adapter off)
+# Older names of the trainer's arguments
 RENAMED_PARTS = {
     "reward_model": "reward_funcs",
     "config": "args",
@@ -53,8 +53,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
     """TRL's ``RLOOTrainer``: same gradient, fewer passes, checked scores, honest metrics.
 
     In several processes the batch is divided between them, and the step is the one that one process
-    would make (docs/how-to/processes.md). Prompts with images are trained by TRL's own code; there
-    the kit's own settings must keep their defaults.
+    would make (docs/how-to/processes.md).
 
     Args:
         model: As ``attach_lora`` returned it; anything TRL takes works too.
@@ -116,7 +115,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
         if engine is None:
             check_engine(asked)
         _follow_model(args, parts["model"])
-        _check_prompts(parts["train_dataset"], "train_dataset")
+        _check_prompts(parts["train_dataset"], args, self.team)
         rewards = _load_weighted(parts.pop("reward_funcs"), args, parts["processing_class"])
         rewards = with_tokenizers(rewards, others.get("reward_processing_classes"))
         if requested_engine(args) != "trl":
@@ -143,17 +142,21 @@ class LeaveOneOutTrainer(RLOOTrainer):
             _drop_old_reference(self.model)  # the adapter switched off is the same, and cheaper
         for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):  # one calm line instead
             self.remove_callback(callback)
-        self.why_trl_path = why_trl_path(self)
         self._begin(rewards)
         self.engine = engine
         if engine is None:
-            self.engine, choice = start_engine(self.model, asked, why_not=self.why_trl_path)
+            self.engine, choice = start_engine(self.model, asked)
             if choice.reason and not args.use_cpu:
                 warnings.warn(f"vLLM does not sample: {choice.reason}", UserWarning, stacklevel=2)
         add_to_session(self)
 
     def _begin(self, rewards: list[LoadedReward]) -> None:
         """Make the parts of the trainer, and what it keeps from batch to batch."""
+        if self.aux_loss_enabled:
+            raise ConfigError(
+                "the router loss of this mixture of experts is not trained: set "
+                "model.config.output_router_logits to False"
+            )
         self.dry_run_done = False
         self.scheduled_rewards = {
             n: reward
@@ -243,14 +246,11 @@ class LeaveOneOutTrainer(RLOOTrainer):
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any
     ) -> list[list[int]]:
-        """Sample for TRL's own code: evaluation, and what it trains itself."""
-        return self.sampler.draw(prompt_ids, images, multimodal_fields)[0]
+        """Sample for TRL's own evaluation."""
+        return self.sampler.draw(prompt_ids)[0]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         """Collect a slice of a rollout; with the last one of an optimizer step, learn from all."""
-        if self.why_trl_path:
-            step = super().training_step
-            return self.steps.micro_step_by_trl(step, model, inputs, num_items_in_batch)
         return self.steps.micro_step(model, inputs)
 
     # --- hooks: checkpoints ----------------------------------------------------------------------
@@ -279,8 +279,8 @@ class LeaveOneOutTrainer(RLOOTrainer):
             if not (resume_from_checkpoint or self.dry_run_done):
                 dry_run_if_wanted(self, print)
             output = self.resume.run(train_from, resume_from_checkpoint)
-            if not self.why_trl_path:  # rank 0 may have put its best weights back
-                self.team.broadcast_tensors(list(self.trained_parameters().values()))
+            # rank 0 may have put its best weights back
+            self.team.broadcast_tensors(list(self.trained_parameters().values()))
             return output
         finally:
             for callback in self.callback_handler.callbacks:
@@ -382,25 +382,28 @@ def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Any) -> list[
     return rewards
 
 
-def _check_prompts(dataset: Any, name: str) -> None:
-    """Refuse a dataset without rows or without the column ``prompt``, where that is known.
-
-    Raises:
-        DataError: It is one.
-    """
-    if hasattr(dataset, "__len__") and not len(dataset):
-        raise DataError(f"{name} has no rows: give at least one prompt")
-    columns = getattr(dataset, "column_names", None)
+def _check_prompts(dataset: Any, args: LeaveOneOutConfig, team: Team) -> None:
+    """Raise DataError where the training set has no rows, no ``prompt``, or what is not trained."""
+    columns, has_rows = getattr(dataset, "column_names", None), hasattr(dataset, "__len__")
+    if has_rows and not len(dataset):
+        raise DataError("train_dataset has no rows: give at least one prompt")
     if columns is not None and "prompt" not in columns:
         raise DataError(
-            f"{name} has no column 'prompt', only {format_value(sorted(columns))}: rename the one "
-            f"that is meant, as in {name}.rename_column({next(iter(columns), 'question')!r}, "
-            "'prompt')"
+            f"train_dataset has no column 'prompt', only {format_value(sorted(columns))}: rename "
+            "the one that is meant with train_dataset.rename_column"
+        )
+    if {"image", "images"} & set(columns or ()):
+        raise DataError("train_dataset has images: train these with TRL's RLOOTrainer")
+    if not has_rows and (args.dynamic_sampling or team.size > 1):
+        raise DataError(
+            "train_dataset is a stream, and dynamic_sampling and several processes need random "
+            "access: load it without streaming"
         )
 
 
 def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
     """Move arguments under older names into ``parts``; raise ConfigError for what is missing."""
+    others.pop("ref_policy", None)  # the reference is the model with its adapter off
     for old, new in RENAMED_PARTS.items():
         value = others.pop(old, None)
         if value is None:
@@ -409,12 +412,6 @@ def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
             raise ConfigError(f"{old} is the old name of {new}, and both are given: keep {new}")
         warnings.warn(f"{old} is now called {new}", FutureWarning, stacklevel=3)
         parts[new] = value
-    if others.pop("ref_policy", None) is not None:
-        warnings.warn(
-            "ref_policy is not needed: the reference is the model with its adapter off",
-            FutureWarning,
-            stacklevel=3,
-        )
     missing = [name for name in ("model", "reward_funcs", "train_dataset") if parts[name] is None]
     if missing:
         raise ConfigError(f"LeaveOneOutTrainer needs {' and '.join(missing)}")
@@ -470,37 +467,5 @@ def _restore(model: Any, adapter: dict[str, torch.Tensor]) -> None:
 
 def _starts_at_base(adapter: dict[str, torch.Tensor]) -> bool:
     """Return whether a new LoRA adapter adds nothing yet, so that off and its copy are the same."""
-    kinds = {
-        "a": [values for name, values in adapter.items() if "lora_A" in name],
-        "b": [values for name, values in adapter.items() if "lora_B" in name],
-    }
-    only_lora = len(kinds["a"]) + len(kinds["b"]) == len(adapter)
-    return bool(kinds["b"]) and only_lora and not any(values.any() for values in kinds["b"])
-
-
-def why_trl_path(trainer: LeaveOneOutTrainer) -> str | None:
-    """Return why TRL's own code must train (images, a router's loss), or None.
-
-    Raises:
-        ConfigError: It must, and a setting is given that only the kit's path has; or the prompts
-            are a stream, where they cannot be.
-    """
-    columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
-    if not hasattr(trainer.train_dataset, "__len__") and (
-        trainer.args.dynamic_sampling or trainer.team.size > 1
-    ):
-        raise ConfigError(
-            "dynamic_sampling and several processes need a dataset with random access, not a "
-            "stream: load the prompts without streaming"
-        )
-    reason = None
-    if columns & {"image", "images"}:
-        reason = "prompts with images"
-    elif trainer.aux_loss_enabled:
-        reason = "a mixture of experts with a router loss (router_aux_loss_coef 0 turns it off)"
-    given = [name for name in KIT_ONLY if getattr(trainer.args, name) != DEFAULTS[name]]
-    if reason and given:
-        raise ConfigError(
-            f"{reason} cannot be trained with {' and '.join(given)} yet: leave them out"
-        )
-    return reason
+    others = {name: values for name, values in adapter.items() if "lora_A" not in name}
+    return bool(others) and all("lora_B" in name and not v.any() for name, v in others.items())

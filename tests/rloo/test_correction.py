@@ -130,16 +130,6 @@ def test_each_row_or_token_is_weighted_by_policy_over_sampler(level):
     assert metrics["sampling/correction_capped"] == pytest.approx(capped)
 
 
-def test_without_a_correction_the_sampler_changes_nothing():
-    sampler = sampler_of(Table())
-    plain, tally = gradient(None, None)
-    with_numbers, _ = gradient(None, sampler)
-    without_numbers, _ = gradient(("token", 2.0), None)
-    assert plain.equal(with_numbers)
-    assert plain.equal(without_numbers)
-    assert not [name for name in tally.metrics() if name.startswith("sampling/")]
-
-
 # --- what a rollout knows of its sampler ---------------------------------------------------------
 
 

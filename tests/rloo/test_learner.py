@@ -365,29 +365,6 @@ def test_the_second_iteration_is_clipped_against_the_policy_that_sampled(beta, t
     assert learner.tally.old_rows == 0, "what the first iteration kept is used"
 
 
-def test_distance_metrics_worked_by_hand():
-    policy = Policy()
-    rollout = make_rollout()
-    tokens = rollout.sampled.tokens
-    learner = Machine(policy).learner(30)
-    learner.learn(rollout, EVERY_ROW)
-    found = learner.tally.metrics()
-    assert (found["val/ratio"], found["val/ratio_var"]) == (1.0, 0.0)
-    assert found["policy/approxkl_avg"] == 0.0
-    old = all_of(policy, tokens)
-    rollout.on_policy = False
-    move(policy)
-    learner.tally = Tally()
-    learner.learn(rollout, EVERY_ROW)
-    change = [by_hand(policy, tokens, row).detach() - old[row] for row in WITH_ADVANTAGE]
-    ratios = torch.stack([row.sum().exp() for row in change])
-    found = learner.tally.metrics()
-    assert found["val/ratio"] == pytest.approx(ratios.mean().item(), rel=1e-5)
-    assert found["val/ratio_var"] == pytest.approx(ratios.var(correction=0).item(), rel=1e-4)
-    squares = torch.cat(change).square().mean().item()
-    assert found["policy/approxkl_avg"] == pytest.approx(squares / 2, rel=1e-4)
-
-
 # --- passes without gradient ---------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ import torch
 from rloo_kit.rloo.objective import (
     RunningMoments,
     normalise,
-    penalise_missing_eos,
     subtract_kl,
     surrogate,
     token_kl,
@@ -39,14 +38,6 @@ def test_moments_are_those_of_all_batches_together(scale, offset):
 
 
 # --- penalty and normalisation -------------------------------------------------------------------
-
-
-def test_only_completions_without_an_eos_pay_the_penalty():
-    scores = torch.tensor([1.0, 2.0, NAN, 0.0])
-    ended = torch.tensor([True, False, False, False])
-    found = penalise_missing_eos(scores, ended, 0.75)
-    torch.testing.assert_close(found, torch.tensor([1.0, 1.25, NAN, -0.75]), equal_nan=True)
-    assert scores[1] == 2.0, "the given scores stay as they are"
 
 
 def test_normalisation_keeps_nan_and_does_not_count_it():

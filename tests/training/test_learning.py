@@ -102,14 +102,6 @@ def test_only_the_passes_that_are_needed_are_run(
     assert row["signal/groups_without"] == 0.75
 
 
-@pytest.mark.long
-def test_a_batch_without_signal_steps_with_zero_gradient(policy, tmp_path):
-    trainer = trainer_for(policy, tmp_path, equal, beta=0.0, max_steps=2)
-    trainer.train()
-    assert [row["grad_norm"] for row in logs(trainer)] == [0.0, 0.0]
-    assert trainer.state.global_step == 2
-
-
 def test_metrics_are_finite_and_in_the_trls_and_older_names(policy, tmp_path):
     trainer = trainer_for(policy, tmp_path, ones, max_steps=2)
     trainer.train()

@@ -91,19 +91,6 @@ def test_weights_come_with_the_names(policy, tmp_path):
 
 
 @pytest.mark.long
-def test_the_callers_config_is_left_alone_and_serves_twice(policy, tmp_path):
-    model, tokenizer = policy
-    args = config(tmp_path)
-    common = {"model": model, "processing_class": tokenizer, "args": args}
-    for rewards, weights in (["accuracy", "thinking:0.1"], [1.0, 0.1]), (["accuracy"], [1.0]):
-        trainer = rk.LeaveOneOutTrainer(
-            reward_funcs=rewards, train_dataset=rk.load_prompts("arithmetic"), **common
-        )
-        assert trainer.reward_weights.tolist() == pytest.approx(weights)
-    assert args.reward_weights is None
-
-
-@pytest.mark.long
 def test_a_second_trainer_starts_from_the_very_adapter(policy, tmp_path):
     model, tokenizer = policy
     for parameter in model.parameters():

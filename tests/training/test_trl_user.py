@@ -14,7 +14,6 @@ from transformers import HfArgumentParser, TrainingArguments
 from trl import ModelConfig, RLOOConfig, ScriptArguments, TrlParser
 
 import rloo_kit as rk
-from rloo_kit.cli import main
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.sampling.choice import SETTINGS, check_settings
 
@@ -67,15 +66,9 @@ def test_a_parsed_config_is_the_one_that_python_makes(tmp_path):
     [
         (["--normalize_reward", "moving"], "normalize_reward", "moving"),
         (["--normalize_reward", "true"], "normalize_reward", True),
-        (["--normalize_reward", "False"], "normalize_reward", False),
-        ([], "normalize_reward", None),
         (["--stop_on", "kl_explosion", "no_signal"], "stop_on", ["kl_explosion", "no_signal"]),
         (["--no_canary"], "canary", False),
-        (["--dry_run", "false"], "dry_run", False),
-        (["--gradient_checkpointing"], "gradient_checkpointing", True),
         (["--vllm_gpu_memory_utilization", "0.3"], "memory_share_given", True),
-        (["--bf16", "true"], "bf16", True),
-        (["--max_hours", "1.5"], "max_hours", 1.5),
         (["--tokens_per_micro_batch", "512"], "tokens_per_micro_batch", 512),
     ],
 )
@@ -151,10 +144,8 @@ UNUSUAL = [
     {},
     {"generation_batch_size": 16, "per_device_train_batch_size": 4},
     {"steps_per_generation": 2, "num_iterations": 2},
-    {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5},
     {"bf16": False},
     {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1}, "warmup_steps": 0.1},
-    {"optim": "sgd", "report_to": ["none"], "log_completions": True},
     {"gradient_checkpointing": False, "vllm_gpu_memory_utilization": 0.5},
     {"reward_clip_range": (-1.0, 1.0), "generation_kwargs": {"do_sample": True}},
     {"accelerator_config": {"split_batches": True}, "chat_template_kwargs": {"a": 1}},
@@ -176,7 +167,7 @@ def test_every_value_of_trls_config_is_kept(tmp_path, settings):
 
 
 def test_the_config_of_something_else_is_one_sentence(policy, tmp_path):
-    with pytest.raises(rk.ConfigError, match="args is a TrainingArguments, must be a LeaveOneOut"):
+    with pytest.raises(rk.ConfigError, match="TrainingArguments, must be a LeaveOneOut"):
         trained(policy, TrainingArguments(str(tmp_path)))
 
 
@@ -247,16 +238,6 @@ def test_a_hub_name_that_cannot_be_had_is_one_sentence(spec):
 
 
 @pytest.mark.long
-def test_a_hub_name_says_so_from_the_trainer_and_from_a_run_file(policy, tmp_path):
-    with pytest.raises(rk.RewardError, match=OFFLINE):
-        trained(policy, rk.LeaveOneOutConfig(**few(tmp_path)), reward_funcs="no-org/no-model")
-    run = tmp_path / "run.yaml"
-    run.write_text("model: {name: tiny-thinker}\nrewards: [no-org/no-model]\n")
-    with pytest.raises(rk.RewardError, match=OFFLINE):
-        rk.train(run)
-
-
-@pytest.mark.long
 def test_a_hub_name_in_the_cache_is_a_reward_model(reward_folder, tmp_path):
     """As after a download: the hub's own cache, and the hub not asked."""
     commit = "0" * 40
@@ -283,21 +264,6 @@ def test_a_hub_name_in_the_cache_is_a_reward_model(reward_folder, tmp_path):
         check=False,
     )
     assert done.stdout.endswith("reward_model 0.5 True\n"), done.stderr[-2000:]
-
-
-@pytest.mark.long
-def test_names_of_files_modules_and_built_in_rewards_stay_what_they_are(tmp_path):
-    (tmp_path / "mine.py").write_text("def polite(completions, **_): return [1.0]\n")
-    (tmp_path / "folder" / "mine").mkdir(parents=True)
-    for spec in ("accuracy:0.5", "mine.py:polite", "./mine.py:polite:2", "os.path:join"):
-        rk.load_rewards([spec], base_dir=tmp_path)
-    for spec, words in (
-        ("folder/mine", "unknown reward 'folder/mine'"),
-        ("folder/none.py", "reward file .* does not exist"),
-        ("folder/mine:polite", "path/to/file"),
-    ):
-        with pytest.raises(rk.RewardError, match=words):
-            rk.load_rewards([spec], base_dir=tmp_path)
 
 
 class Counting:
@@ -392,15 +358,10 @@ def test_every_field_of_trl_about_the_engine_is_obeyed_or_refused():
     ("settings", "engines"),
     [
         ({"vllm_structured_outputs_regex": "[0-9]+"}, ("vllm", "server", "transformers")),
-        ({"vllm_tensor_parallel_size": 2}, ("vllm", "server")),
-        ({"vllm_model_impl": "transformers"}, ("vllm", "server")),
-        ({"vllm_group_port": 5000}, ("vllm", "server")),
         ({"vllm_gpu_memory_utilization": 0.3}, ("server",)),
         ({"vllm_server_base_url": "http://127.0.0.1:9"}, ("vllm", "transformers")),
-        ({"vllm_server_timeout": 5.0}, ("vllm",)),
         ({"vllm_max_model_length": 128, "vllm_enable_sleep_mode": True}, ()),
         ({"cache_implementation": "static"}, ("vllm", "server")),
-        ({"use_transformers_continuous_batching": True}, ("vllm", "server")),
         ({}, ()),
     ],
 )
@@ -414,27 +375,13 @@ def test_what_an_engine_does_not_obey_is_one_sentence(tmp_path, settings, engine
             check_settings(args, engine)
 
 
-def test_the_regex_is_refused_before_a_model_is_loaded(tmp_path, capsys):
-    run = tmp_path / "run.yaml"
-    run.write_text(
-        "model: {name: no-such-model}\nrewards: [accuracy]\ndata: {prompts: arithmetic}\n"
-    )
-    flag = "trainer.vllm_structured_outputs_regex='[0-9]+'"
-    assert main(["train", str(run), "--set", flag, "--set", f"output_dir={tmp_path}/out"]) == 2
-    said = capsys.readouterr().err
-    assert "vllm_structured_outputs_regex is '[0-9]+', which transformers does not obey" in said
-
-
 @pytest.mark.parametrize(
     ("engine", "kwargs", "words"),
     [
         ("vllm", {"num_beams": 4}, "gives 'num_beams', which cannot be given to vLLM"),
         ("vllm", {"seed": 4}, "gives 'seed', .* set generation: transformers, or give one of all"),
-        ("vllm", {"bad_words": ["no"]}, "gives 'bad_words'"),
         ("server", {"num_beams": 4}, "gives 'num_beams', which cannot be given to the vLLM server"),
-        ("server", {"stop": ["x"]}, "gives 'stop'"),
         ("transformers", {"top_q": 0.5}, "gives 'top_q', which cannot be given to generate"),
-        ("transformers", {"num_return_sequences": 2}, "gives 'num_return_sequences'"),
         ("transformers", {"max_new_tokens": "many"}, "'many'} cannot be obeyed"),
     ],
 )
@@ -450,17 +397,3 @@ def test_generation_kwargs_that_can_be_obeyed_pass(tmp_path):
     check_settings(args, "server")
     given = {"min_tokens": 2, "logit_bias": {3: 1.0}, "bad_words": ["no"]}
     check_settings(rk.LeaveOneOutConfig(**few(tmp_path, generation_kwargs=given)), "server")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("kwargs", "words"),
-    [
-        ({"disable_compile": True}, "gives 'disable_compile'"),
-        ({"temperature": -1.0}, "strictly positive"),
-    ],
-)
-def test_wrong_generation_kwargs_are_one_sentence_from_the_trainer(policy, tmp_path, kwargs, words):
-    args = rk.LeaveOneOutConfig(**few(tmp_path, generation_kwargs=kwargs))
-    with pytest.raises(rk.ConfigError, match=f"^trainer.generation_kwargs [^\n]*{words}[^\n]*$"):
-        trained(policy, args)
