@@ -53,12 +53,6 @@ def test_both_samplers_evaluate_the_same_models(kit, vllm, run, record_property)
             assert same >= 0.7 * PROMPTS
 
 
-def test_it_evaluates_without_vllm(kit, run, record_property):
-    base, trained = asked(kit, run, "transformers", record_property).rows[::2]
-    assert base.model.startswith("base of")
-    assert [base.mode, trained.mode] == ["greedy", "greedy"]
-
-
 @pytest.mark.parametrize("to", ["adapter", "merged"])
 def test_what_is_exported_answers_as_before(kit, run, to, record_property):
     exported = kit.export_model(run, to, say=str)

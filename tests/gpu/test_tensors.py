@@ -34,14 +34,3 @@ def test_log_probs_by_chunks_are_those_of_all_logits(device, record_property):
     torch.testing.assert_close(hidden.grad.double(), exact.grad, atol=1e-4, rtol=1e-3)
     entropy = -(every.exp() * every).sum(-1)
     torch.testing.assert_close(entropies.double(), entropy, atol=1e-3, rtol=1e-3)
-
-
-def test_micro_batches_on_the_card_hold_the_right_tokens(device):
-    from rloo_kit.rloo.batching import IGNORED, TokenRows
-
-    tokens = TokenRows([[1, 2, 3], [4]], [[5, 6], [7, 8, 9]])
-    batch = tokens.pad([1, 0], pad_token_id=0, device=device)
-    assert batch.input_ids.device.type == device
-    assert batch.input_ids.tolist() == [[4, 7, 8, 9, 0], [1, 2, 3, 5, 6]]
-    assert batch.labels[1].tolist() == [IGNORED, IGNORED, IGNORED, 5, 6]
-    assert batch.completion_mask.sum().item() == 5

@@ -1,7 +1,5 @@
 """vLLM's share of the card: the plan, Unsloth and vLLM's own check use one number."""
 
-import os
-
 import pytest
 
 from rloo_kit.errors import GenerationError
@@ -90,29 +88,3 @@ ARGUMENTS = {
     "kv_cache_dtype", "enable_sleep_mode", "quantization", "load_format", "dtype",
 }  # fmt: skip
 """What decides the memory; LoRA and compilation do not change vLLM's check."""
-
-
-@pytest.mark.parametrize("sleeps", [True, False])
-def test_the_sleep_mode_reaches_the_engine(sleeps, card, tmp_path, monkeypatch):
-    from rloo_kit.models.shape import _published, read_shape
-
-    name = "unsloth/Qwen3-4B-bnb-4bit"
-    settings = EngineSettings(1024, True, 16, 16, sleeps=sleeps)
-    before = os.environ.get("UNSLOTH_VLLM_STANDBY")
-    found = unsloths_arguments(
-        _published(name), tmp_path, card(24, used_gib=0.6), settings, read_shape(name),
-        monkeypatch,
-    )  # fmt: skip
-    assert found["enable_sleep_mode"] is sleeps
-    assert os.environ.get("UNSLOTH_VLLM_STANDBY") == before
-
-
-def test_a_share_that_the_user_sets_is_obeyed(card, tmp_path, monkeypatch):
-    from rloo_kit.models.shape import _published, read_shape
-
-    name = "unsloth/Qwen3-4B-bnb-4bit"
-    settings = EngineSettings(1024, True, 16, 16, share=0.6)
-    found = unsloths_arguments(
-        _published(name), tmp_path, card(12, used_gib=0.6), settings, read_shape(name), monkeypatch
-    )
-    assert found["gpu_memory_utilization"] == pytest.approx(0.6, abs=0.005)

@@ -69,16 +69,6 @@ def test_it_sleeps_and_wakes_once(policy, share, engine_of, tmp_path, monkeypatc
     assert not llm.llm_engine.is_sleeping()
 
 
-def test_a_sync_leaves_no_folder_in_the_working_directory(
-    policy, share, engine_of, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    model, _ = policy(four_bit=True)
-    share(model, four_bit=True)
-    engine_of(model).sync(model)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_only_the_active_adapter_is_sent_where_the_reference_is_a_copy(
     policy, share, engine_of, tmp_path, monkeypatch
 ):

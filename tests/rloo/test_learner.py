@@ -297,32 +297,6 @@ def test_whole_groups_run_forward_before_a_backward(budget):
     assert any(multiple), "a bundle of several micro-batches is wanted"
 
 
-def test_a_batch_without_any_signal_runs_nothing():
-    rollout = make_rollout()
-    rollout.learnable[:] = False
-    machine = Machine(Policy())
-    learner = machine.learner(30)
-    learner.learn(rollout, EVERY_ROW)
-    assert machine.forwards == []
-    assert [parameter.grad for parameter in machine.policy.parameters] == [None] * 3
-    assert all(math.isfinite(value) for value in learner.tally.metrics().values())
-
-
-def test_accumulated_gradients_are_kept_and_added_to():
-    policy = Policy()
-    before = [torch.full_like(parameter, 0.5) for parameter in policy.parameters]
-    before[1] = None
-    for parameter, grad in zip(policy.parameters, before, strict=True):
-        parameter.grad = None if grad is None else grad.clone()
-    rollout = make_rollout()
-    Machine(policy).learner(30).learn(rollout, EVERY_ROW)
-    tokens = rollout.sampled.tokens
-    advantages = advantages_by_hand(*[all_of(policy, tokens)] * 2, 0.0, token_level=False)
-    expected = gradients(policy, reinforce(policy, tokens, advantages))
-    before[1] = torch.zeros_like(policy.head)
-    same(policy, [new + old for new, old in zip(expected, before, strict=True)])
-
-
 # --- two iterations ------------------------------------------------------------------------------
 
 
@@ -439,24 +413,6 @@ def test_a_backward_pass_that_does_not_fit_leaves_no_trace(
     machine = Machine(Policy(), failing=failing, late=late)
     learner = exact_after_running_out(machine, budget, beta, token_level)
     assert 1 <= learner.budget <= budget // 2 ** len(failing)
-
-
-@pytest.mark.parametrize("failing", [1, 2])
-@pytest.mark.parametrize("beta", [0.0, 0.4])
-def test_counts_of_a_step_survive_out_of_memory(beta, failing):
-    machines = [Machine(Policy()), Machine(Policy(), failing=(failing,))]
-    tallies = []
-    for machine in machines:
-        learner = machine.learner(80)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            learner.learn(make_rollout(Policy(seed=1), beta=beta), EVERY_ROW)
-        tallies.append(learner.tally)
-    undisturbed, disturbed = tallies
-    for name in ("rows", "step_tokens", "trained", "completion_tokens"):
-        assert getattr(disturbed, name) == getattr(undisturbed, name), name
-    assert disturbed.loss == pytest.approx(undisturbed.loss, abs=1e-6)
-    assert sum(map(len, disturbed.ratios)) == sum(map(len, undisturbed.ratios))
 
 
 @pytest.mark.parametrize(("budget", "limit"), [(100, 40), (10, 30)])
