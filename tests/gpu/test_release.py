@@ -15,8 +15,8 @@ import pytest
 pytestmark = pytest.mark.gpu
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "held_memory.py"
 MIB = 2**20
+# Kernels that were loaded into the context stay there until the process ends
 LEFT = 512 * MIB
-"""Kernels that were loaded into the context stay there until the process ends."""
 
 
 def free_of(device, process=None):

@@ -6,11 +6,11 @@ import pytest
 from policies import disturb, make_policy, need
 
 pytestmark = pytest.mark.gpu
+# Nats between the two likeliest tokens; below it bf16 rounding may choose either
 NEAR_TIE = 0.05
-"""Nats between the two likeliest tokens; below it bf16 rounding may choose either."""
 LENGTH = 32
+# Bytes of the embedded model's keys and values: 4 layers of one head, 64 rows of 128 tokens
 FULL_CACHE = 2 * 2 * 4 * 64 * 64 * 128
-"""Bytes of the embedded model's keys and values: 4 layers of one head, 64 rows of 128 tokens."""
 
 
 @pytest.fixture(scope="module", params=["bf16", "4-bit", "shared", "merged"])

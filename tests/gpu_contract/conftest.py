@@ -24,6 +24,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 GIB = 2**30
+# What vLLM's libraries want of libcuda.so.1 (`nm -D --undefined-only`)
 DRIVER = [
     "cuCtxGetCurrent",
     "cuCtxSetCurrent",
@@ -42,9 +43,8 @@ DRIVER = [
     "cuPointerGetAttribute",
     "cuTensorMapEncodeTiled",
 ]
-"""What vLLM's libraries want of libcuda.so.1 (``nm -D --undefined-only``)."""
+# CUDA_ERROR_NO_DEVICE
 NO_DEVICE = 100
-"""CUDA_ERROR_NO_DEVICE."""
 
 
 def stub_driver():
@@ -154,8 +154,8 @@ class Card:
         return request_memory(self.snapshot(), engine_config.cache_config)
 
 
+# The card that vLLM's platform answers for
 shown = Card(24, 0, (8, 9), "NVIDIA GeForce RTX 4090")
-"""The card that vLLM's platform answers for."""
 
 
 def _put_platform():

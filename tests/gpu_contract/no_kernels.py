@@ -20,8 +20,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase, WorkerWrapperBase
 
+# Of every completion, before its stop token
 TOKENS = 3
-"""Of every completion, before its stop token."""
 
 
 def worker_with(model, config):
@@ -39,8 +39,8 @@ def worker_with(model, config):
 class NoKernels(Executor):
     """What ``llm.llm_engine.model_executor`` is; ``calls`` holds (method, arguments) in order."""
 
+    # Whose memory is asked for; set by the fixture
     card = None
-    """Whose memory is asked for; set by the fixture."""
 
     def _init_executor(self):
         self.calls = []

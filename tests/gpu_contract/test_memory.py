@@ -9,12 +9,12 @@ from rloo_kit.planning.memory import CONTEXT
 from rloo_kit.planning.planner import plan
 
 pytestmark = pytest.mark.gpu_contract
+# All of examples/ but smollm2, which samples by transformers, and pythia-1b-tldr, whose config is
+# on the hub alone and whose layers Unsloth does not share
 FILES = (
     "qwen3-0.6b-8gb", "qwen3-1.7b-8gb", "qwen3-4b-thinking", "qwen3-4b-thinking-12gb",
     "qwen3-4b-thinking-24gb", "qwen3-8b-16gb", "qwen3-14b-24gb", "quickstart",
 )  # fmt: skip
-"""All of examples/ but smollm2, which samples by transformers, and pythia-1b-tldr, whose config is
-on the hub alone and whose layers Unsloth does not share."""
 CARDS = (8, 12, 16, 24)
 
 
@@ -83,8 +83,8 @@ def test_the_plan_unsloth_and_vllm_agree_for_every_run_file(
     assert asked == pytest.approx(made.vllm_share * here.total, rel=0.01)
 
 
+# What decides the memory; LoRA and compilation do not change vLLM's check
 ARGUMENTS = {
     "model", "gpu_memory_utilization", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
     "kv_cache_dtype", "enable_sleep_mode", "quantization", "load_format", "dtype",
 }  # fmt: skip
-"""What decides the memory; LoRA and compilation do not change vLLM's check."""

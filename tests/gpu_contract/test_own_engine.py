@@ -9,13 +9,13 @@ from rloo_kit.errors import GenerationError
 from rloo_kit.sampling.engine import Sampling
 
 pytestmark = pytest.mark.gpu_contract
+# Argument of vllm.LLM -> where its value is, where it has another name there
 ELSEWHERE = {
     "enable_lora": lambda engine: engine.vllm_config.lora_config is not None,
     "disable_log_stats": lambda engine: not engine.log_stats,
     "lora_target_modules": lambda engine: engine.vllm_config.lora_config.target_modules,
     "dtype": lambda engine: str(engine.model_config.dtype).removeprefix("torch."),
 }
-"""Argument of vllm.LLM -> where its value is, where it has another name there."""
 
 
 @pytest.fixture

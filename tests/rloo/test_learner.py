@@ -25,8 +25,8 @@ SIZE = 4
 SCORES = [1.0, 0.0, 0.25, 0.0, 0.5, 0.5, 0.5, 0.5, 2.0, NAN, 0.0, 1.5, NAN, 1.0, NAN, NAN]
 PROMPTS = [2] * 4 + [1] * 4 + [5] * 4 + [3] * 4
 COMPLETIONS = [3, 1, 6, 2, 4, 4, 1, 3, 9, 2, 7, 8, 1, 2, 3, 4]
+# Without a KL: group 1 has equal scores, row 9 has no score, group 3 has a single score
 WITH_ADVANTAGE = [0, 1, 2, 3, 8, 10, 11]
-"""Without a KL: group 1 has equal scores, row 9 has no score, group 3 has a single score."""
 COMPARABLE = sorted([*WITH_ADVANTAGE, 4, 5, 6, 7])
 BUDGETS = [1, 12, 30, 60, 10_000]
 EPSILON = (0.1, 0.15)
@@ -100,8 +100,8 @@ class Machine:
         self.no_grad_limit = no_grad_limit
         self.failing = failing
         self.late = late
+        # (rows, whether gradients are recorded) of every forward pass that fitted
         self.forwards = []
-        """(rows, whether gradients are recorded) of every forward pass that fitted."""
         self.backwards = 0
 
     def forward(self, batch):

@@ -235,8 +235,10 @@ def test_what_does_not_fit_ends_with_the_remedy(trainer):
         dry_run(trainer)
 
 
+# MiB that the limited process may take beyond what it has when its trainer is made
 LEFT = 48
-"""MiB that the limited process may take beyond what it has when its trainer is made."""
+# The command, which runs into a limit of the system; in a process of its own, since what earlier
+# tests left free in this one would be room
 LIMITED = f"""
 import resource, sys
 from pathlib import Path
@@ -257,8 +259,6 @@ def make(*args):
 run._make_trainer = make
 sys.exit(main(sys.argv[1:]))
 """
-"""The command, which runs into a limit of the system; in a process of its own, since what earlier
-tests left free in this one would be room."""
 
 
 @pytest.mark.long

@@ -15,10 +15,10 @@ pytestmark = pytest.mark.faults  # at the limit of memory; make test-faults
 
 SHORT, LONG = 512, 2048
 HIDDEN, INTERMEDIATE, VOCABULARY = 32, 64, 2048
+# Bytes that a layer keeps of a token, and works with: about two thirds of it are used
 A_TOKEN = 4 * (16 * HIDDEN + 8 * INTERMEDIATE)
-"""Bytes that a layer keeps of a token, and works with: about two thirds of it are used."""
+# Tokens whose logits exist at one time, here
 CHUNK = 128
-"""Tokens whose logits exist at one time, here."""
 
 
 class Given:

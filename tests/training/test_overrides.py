@@ -7,6 +7,7 @@ from trl import RLOOTrainer
 
 from rloo_kit.training.trainer import LeaveOneOutTrainer
 
+# A hook that is added, removed or moves upstream must be looked at before this table follows
 EXPECTED = {
     "_generate_single_turn": "self, prompt_ids, images, multimodal_fields",
     "_get_train_sampler": "self, dataset=None",
@@ -18,7 +19,6 @@ EXPECTED = {
     "train": "self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None",
     "training_step": "self, model, inputs, num_items_in_batch",
 }
-"""A hook that is added, removed or moves upstream must be looked at before this table follows."""
 CALLED = (
     "_finalize_training",
     "_get_learning_rate",

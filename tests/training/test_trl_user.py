@@ -344,8 +344,8 @@ def test_a_dataset_that_holds_no_prompts_is_one_sentence(policy, tmp_path, datas
 
 # --- settings of who samples ---------------------------------------------------------------------
 
+# Parts of the names of TRL's fields that say how an engine samples
 WHO_SAMPLES = ("vllm", "use_transformers", "continuous_batching", "cache_implementation")
-"""Parts of the names of TRL's fields that say how an engine samples."""
 
 
 def test_every_field_of_trl_about_the_engine_is_obeyed_or_refused():
