@@ -259,7 +259,8 @@ def fitting_prompts(
         if dropped:
             say(f"{dropped:,} prompts of more than {limit} tokens left out")
     room = config.model.max_seq_length - args.max_completion_length
-    for number, row in enumerate([*prompts, *(held_out or [])], 1):
+    rows: list[Any] = [*prompts, *(held_out or [])]
+    for number, row in enumerate(rows, 1):
         length = len(prompt_ids(tokenizer, row["prompt"], settings))
         if length > room:
             raise DataError(

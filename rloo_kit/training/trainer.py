@@ -82,6 +82,8 @@ class LeaveOneOutTrainer(RLOOTrainer):
     optimizer: Any
     processing_class: Any
     reward_funcs: list[Any]
+    train_dataset: Any
+    num_generations: int
     reward_processing_classes: Any
     chat_template_kwargs: Any
     _tokenizer: Any
