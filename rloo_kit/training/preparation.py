@@ -111,11 +111,6 @@ def _with_whole_paths(reward: Any, base: Path) -> Any:
 
 def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
     """Return the prompts to train on, in their order, and those held out or None."""
-    train, held_out = _both_splits(config, base)
-    return (order_by_level(train, config.seed) if config.data.curriculum else train), held_out
-
-
-def _both_splits(config: RunConfig, base: Path) -> tuple[Any, Any]:
     data = config.data
     common = {
         "num_prompts": data.num_prompts,
@@ -126,14 +121,16 @@ def _both_splits(config: RunConfig, base: Path) -> tuple[Any, Any]:
         "level": data.level,
         "settings": data.settings,
     }
-    if not is_task(data.prompts):
+    if is_task(data.prompts):
+        train, held_out = load_prompts(data.prompts, **common), None
+        number = MAX_HELD_OUT if data.held_out is None else data.held_out
+        if number:
+            common["num_prompts"] = number
+            held_out = load_prompts(data.prompts, split="held_out", **common)
+    else:
         everything = load_prompts(beside(data.prompts, base), split=data.split, **common)
-        return split_held_out(everything, data.held_out)
-    held_out = MAX_HELD_OUT if data.held_out is None else data.held_out
-    kept = None
-    if held_out:
-        kept = load_prompts(data.prompts, split="held_out", **{**common, "num_prompts": held_out})
-    return load_prompts(data.prompts, **common), kept
+        train, held_out = split_held_out(everything, data.held_out)
+    return (order_by_level(train, config.seed) if data.curriculum else train), held_out
 
 
 def make_trainer_args(config: RunConfig, folder: Path, processes: int = 1) -> Any:

@@ -134,19 +134,3 @@ def test_attention_that_keeps_every_pair_of_tokens_would_be_seen(short, tmp_path
 def test_logits_of_all_tokens_at_once_would_be_seen(short, tmp_path, monkeypatch):
     set_chunk(monkeypatch, LONG)
     assert grown(short, step(LONG, tmp_path)) > 4 * A_TOKEN
-
-
-def allocated(num_tokens):
-    """Bytes that all operations of a pass over the head ask for, one after the other."""
-    hidden = torch.randn(num_tokens, HIDDEN, requires_grad=True)
-    targets = torch.zeros(num_tokens, dtype=torch.long)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        found, _ = logprobs.token_log_probs(hidden, torch.randn(16, HIDDEN), None, targets)
-        found.sum().backward()
-    events = watched.profiler.kineto_results.events()
-    return sum(max(0, event.nbytes()) for event in events if event.name() == "[memory]")
-
-
-def test_the_gradient_of_a_chunk_of_the_head_is_as_large_as_the_chunk(monkeypatch):
-    monkeypatch.setattr(logprobs, "CHUNK_TOKENS", 16)
-    assert allocated(LONG) / allocated(SHORT) < 1.1 * LONG / SHORT

@@ -226,17 +226,6 @@ def reward_folder(tmp_path_factory):
     return folder
 
 
-OFFLINE = r"^reward 'no-org/no-model' is no file or folder here, and the hub gives no [^\n]*$"
-
-
-@pytest.mark.parametrize(
-    "spec", ["no-org/no-model", "no-org/no-model:0.5", {"name": "no-org/no-model", "weight": 2}]
-)
-def test_a_hub_name_that_cannot_be_had_is_one_sentence(spec):
-    with pytest.raises(rk.RewardError, match=OFFLINE):
-        rk.load_rewards([spec])
-
-
 @pytest.mark.long
 def test_a_hub_name_in_the_cache_is_a_reward_model(reward_folder, tmp_path):
     """As after a download: the hub's own cache, and the hub not asked."""
