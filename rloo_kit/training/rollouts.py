@@ -18,7 +18,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
-from rloo_kit.rloo.guards import Pieces, finite_logits
+from rloo_kit.rloo.guards import Pieces, check_finite, finite_logits
 from rloo_kit.rloo.learner import Learner, Scored
 from rloo_kit.rloo.objective import RunningMoments
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch
@@ -206,8 +206,12 @@ class RolloutMaker:
         Args:
             inputs: The rows of this process; as many in each.
             learner: Makes the reference pass.
+
+        Raises:
+            DivergedError: The weights are NaN or Inf.
         """
         trainer, args, size = self.trainer, self.trainer.args, self.trainer.num_generations
+        check_finite(learner.parameters, trainer.state.global_step)
         # Async rewards run while the reference pass computes, unless they decide who gets a pass.
         overlap = bool(args.beta) and not args.dynamic_sampling and self.team.size == 1
         batch, reference = self._sample(inputs, learner, overlap=overlap)
