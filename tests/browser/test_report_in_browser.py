@@ -149,27 +149,6 @@ def test_arrow_keys_announce_the_values(page, single, first_run):
     assert value(page, "Entropy") == "0.30"
 
 
-def shown_range(page):
-    return [int(page.find(f"#zoom-{end}").get_attribute("value")) for end in ("from", "to")]
-
-
-def test_dragging_zooms_every_chart(page, single):
-    page.open(single)
-    whole = shown_range(page)
-    assert whole == [0, 20]
-    over = chart(page, "Entropy").find_element("css selector", ".u-over")
-    page.run("arguments[0].scrollIntoView({block: 'center'})", over)
-    drag = ActionChains(page.driver).move_to_element_with_offset(over, -80, 0).click_and_hold()
-    drag.move_by_offset(100, 0).release().perform()
-    low, high = shown_range(page)
-    assert 0 < low < high < 20
-    scales = page.run("return charts.map(({u}) => [u.scales.x.min, u.scales.x.max])")
-    assert len({tuple(scale) for scale in scales}) == 1
-    assert scales[0][0] > 0
-    ActionChains(page.driver).double_click(over).perform()
-    assert shown_range(page) == whole
-
-
 # --- groups ---------------------------------------------------------------------------------------
 
 

@@ -216,8 +216,7 @@ def test_held_out_prompts_that_changed_most_come_first(run):
     found = content(run(evaluation={"before": scored(0.25), "after": scored(1.0)}))
     (row,) = found["held_out"]["rewards"]
     assert (row["before"], row["after"], row["change"]) == (0.25, 1.0, "rose")
-    changes = [pair["change"] for pair in found["samples"]["pairs"]]
-    assert changes == [1.0] * 15 + [0.0] * 5
+    assert [pair["change"] for pair in found["samples"]["pairs"]] == [1.0] * 15 + [0.0] * 5
     assert found["points"] == {"accuracy": [[0, 0.25], [STEPS, 1.0]]}
 
 
