@@ -151,21 +151,6 @@ def test_other_weights_of_the_same_name(tmp_path):
 
 
 @pytest.mark.fault(
-    "the end of metrics.jsonl and completions.jsonl is lost in a power cut",
-    "the run continues; what is left of them, and what comes, are whole lines",
-)
-def test_a_lost_record(killed, tmp_path):
-    one = copy_of(killed, tmp_path)
-    for name in ("metrics.jsonl", "completions.jsonl"):
-        os.truncate(one.run / name, (one.run / name).stat().st_size - 500)
-    one.resume()
-    assert not [text for text in one.differs() if text.startswith("adapter")]
-    for name in ("metrics.jsonl", "completions.jsonl"):
-        lines = (one.run / name).read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines][-1] == STEPS
-
-
-@pytest.mark.fault(
     "the power goes while a checkpoint is written",
     "its half is removed, the one before it is used",
 )
