@@ -124,19 +124,6 @@ def test_it_waits_for_the_server_and_trains_through_it(server, policy, make_trai
     assert not root.exists()
 
 
-def test_siblings_differ_and_seeds_repeat(server, policy):
-    model, _, prompts = policy
-    client = VllmServer(server, model, max_length=128, timeout=60)
-    client.sync(model)
-    ends = tuple(model.generation_config.eos_token_id)
-    sampling = Sampling(24, ends, temperature=1.5)
-    once = client.generate(prompts[:1] * 8, sampling, 7)
-    assert once.completion_ids == client.generate(prompts[:1] * 8, sampling, 7).completion_ids
-    assert len({tuple(ids) for ids in once.completion_ids}) > 1
-    client.close()
-    client.close()
-
-
 def test_with_the_adapter_switched_off_the_base_answers(server, policy):
     model, tokenizer, prompts = policy
     client = VllmServer(server, model, max_length=128, timeout=60)
