@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import re
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ BF16 = torch.bfloat16
 NAMES = {
     "base": "base without adapter",
     "before": "one optimizer step ago",
-    "unknown": "other base weights, precision, temperature or prompts",
+    "temperature": "temperature of about",
+    "unknown": "other base weights, precision or prompts",
 }
 
 
@@ -287,6 +289,7 @@ def complaint(cause, function, *args, **keywords):
         function(*args, **keywords)
     text = str(caught.value)
     assert [name for name, words in NAMES.items() if words in text] == [cause], text
+    return text
 
 
 @pytest.mark.parametrize("size", [1e-5, 0.05])
@@ -331,14 +334,19 @@ def other_weights(policy):
     return engine
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.4])
+def test_another_temperature_is_named_and_about_right(temperature):
+    policy = TinyPolicy()
+    engine = Sampler(policy, temperature=temperature)
+    text = complaint("temperature", train, policy, engine, canary_of(policy))
+    named = float(re.search(r"about ([\d.]+)", text)[1])
+    assert named == pytest.approx(temperature, rel=0.2)
+
+
 @pytest.mark.parametrize(
     "make",
-    [
-        other_weights,
-        lambda policy: Sampler(policy, temperature=0.7),
-        lambda policy: Sampler(policy, fault="adds a token"),
-    ],
-    ids=["other base weights", "temperature", "prompt"],
+    [other_weights, lambda policy: Sampler(policy, fault="adds a token")],
+    ids=["other base weights", "prompt"],
 )
 def test_what_neither_base_nor_adapter_explain_is_found(make):
     policy = TinyPolicy()
