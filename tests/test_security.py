@@ -156,7 +156,7 @@ def test_trusted_code_is_off_by_default():
     assert config.model.trust_remote_code is True
     with pytest.raises(rk.ConfigError, match=r"model.trust_remote_code is 'sure', must be true"):
         rk.read_run_file("quickstart", ["model.trust_remote_code=sure"])
-    with pytest.raises(rk.ConfigError, match="write it under `model:`"):
+    with pytest.raises(rk.ConfigError, match=r"set model\.trust_remote_code instead"):
         rk.read_run_file("quickstart", ["trainer.trust_remote_code=true"])
 
 
