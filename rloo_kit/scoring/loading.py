@@ -28,7 +28,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -416,7 +416,10 @@ def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
     known, takes_any, _ = keywords_of(target)
     is_instance = not inspect.isclass(target) and hasattr(target, "__dataclass_fields__")
     if is_instance:
-        known, takes_any = [field.name for field in fields(target) if field.init], False
+        known, takes_any = (
+            [name for name, field in target.__dataclass_fields__.items() if field.init],
+            False,
+        )
     for parameter in parameters:
         if parameter not in known and not (takes_any and inspect.isclass(target)):
             raise RewardLoadError(
