@@ -123,7 +123,7 @@ def judge_models(  # noqa: PLR0913
     if folder is not None:
         ours, theirs = (side.texts for side in sides)
         columns = zip(held_out.prompts["prompt"][:], ours, theirs, won, strict=True)
-        rows = [
+        rows: list[dict[str, Any]] = [
             dict(zip(("prompt", "completion", "against", "won"), c, strict=True)) for c in columns
         ]
         write_results(folder / FILE, "judged", result.as_dict(), folder / SAMPLES, rows, say)

@@ -101,15 +101,6 @@ def spoilt_files(names):
     return st.lists(st.one_of(rows, rows, data, gone), min_size=1, max_size=3)
 
 
-def bomb(levels=9, width=9):
-    """A billion laughs: few lines of YAML that stand for as many values."""
-    lines = [
-        f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * width)}]"
-        for level in range(1, levels)
-    ]
-    return "\n".join(["a0: &a0 [lol]", *lines]).encode()
-
-
 def fault_of_text(text):
     """What is wrong with an error's text; "" where it is one sentence a person can act on."""
     if len(text.splitlines()) != 1 or not text.isprintable():

@@ -2,18 +2,13 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 
 from rloo_kit.config.run_file import read_run_file
 from rloo_kit.errors import ConfigError, DataError, RewardLoadError
 
-sys.path.insert(0, __file__.rpartition("/")[0])
-from fuzz_inputs import bomb
-
 RUN_FILES = {
-    "a billion laughs": (bomb(), "its aliases .* written out"),
     "deep lists": (b"rewards: " + b"[" * 1200, "nested too deeply"),
     "a key twice": (b"lora:\n  r: 8\n  r: 16\n", "line 3: duplicate key 'r'"),
     "no such date": (b"seed: 1\noutput_dir: 2026-13-01\n", "not valid YAML: month must be"),
