@@ -62,7 +62,7 @@ def test_a_spoiled_checkpoint(copy):
         for file in files:
             content = file.read_bytes()
             spoil(file)
-            with pytest.warns(UserWarning, match="checkpoint-2 is broken .*: checkpoint-1 is used"):
+            with pytest.warns(UserWarning, match="checkpoint-2 is broken"):
                 assert find_checkpoint(copy.run).step == 1
             if spoil is cut_in_half or file is not files[-1]:
                 file.write_bytes(content)
@@ -79,7 +79,7 @@ def test_no_whole_checkpoint(copy):
     for folder in copy.run.glob("checkpoint-*"):
         os.truncate(folder / "adapter_model.safetensors", 100)
     resumed = copy.resume()
-    assert "no valid one is left" in resumed.text
+    assert "checkpoint-1 is broken" in resumed.text
     assert f"step 1/{STEPS}" in resumed.text
     assert copy.differs() == []
 
