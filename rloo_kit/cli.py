@@ -227,11 +227,11 @@ def _add_report(commands: Any) -> None:
 
 
 def _add_export(commands: Any) -> None:
-    text = "export a trained model: adapter, merged 16-bit weights, GGUF, Ollama"
+    text = "export a trained model: adapter, merged 16-bit weights, GGUF, Ollama, the hub"
     export = _command(commands, "export", _export, text)
     export.add_argument("run", metavar="RUN", help="a run, a checkpoint, an adapter, or an export")
     export.add_argument(
-        "--to", required=True, metavar="KIND", help="adapter, merged, gguf or ollama"
+        "--to", required=True, metavar="KIND", help="adapter, merged, gguf, ollama or hub"
     )
     export.add_argument("--output", metavar="DIR", help="default: export-KIND, next to the adapter")
     export.add_argument("--dtype", default="bf16", help="of a GGUF file: bf16, f16 or q8_0")
@@ -241,6 +241,8 @@ def _add_export(commands: Any) -> None:
         help="the 16-bit base to merge into, or dequantized: the run's 4-bit base written out; of "
         "an adapter, the name that it gives its base",
     )
+    export.add_argument("--repo", metavar="OWNER/NAME", help="of the hub: where it is uploaded to")
+    export.add_argument("--public", action="store_true", help="of the hub: else it is private")
     export.add_argument("--converter", metavar="DIR", help="llama.cpp, with convert_hf_to_gguf.py")
     export.add_argument("--no-check", action="store_true", help="do not load it back to compare")
     export.add_argument(
@@ -351,7 +353,7 @@ def _report(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from rloo_kit.export.exporter import export_model
 
-    names = ("output", "dtype", "base", "converter")
+    names = ("output", "dtype", "base", "converter", "repo", "public")
     options = {"check": not args.no_check, "num_prompts": args.prompts, **_options(args, *names)}
     export_model(args.run, args.to, **options)
     return 0

@@ -30,7 +30,7 @@ from rloo_kit.training.preparation import read_prompts, template_settings
 
 Say = Callable[[str], None]
 
-KINDS = ("adapter", "merged", "gguf", "ollama")
+KINDS = ("adapter", "merged", "gguf", "ollama", "hub")
 # `--base`: the 4-bit base that the run trained on, its weights written out in 16 bit
 DEQUANTIZED = "dequantized"
 # Largest mean difference of a token's log-probability, in nats, in float32 on a CPU
@@ -64,14 +64,16 @@ def export_model(  # noqa: PLR0913
     converter: str | Path | None = None,
     check: bool = True,
     num_prompts: int = 16,
+    repo: str | None = None,
+    public: bool = False,
     say: Say = print,
 ) -> Exported:
     """Write a trained model in the form that something else takes, with a model card.
 
     Args:
         run: A run, a checkpoint or an adapter.
-        to: ``adapter`` (PEFT), ``merged`` (16-bit safetensors), ``gguf`` (llama.cpp) or ``ollama``
-            (GGUF and a Modelfile).
+        to: ``adapter`` (PEFT), ``merged`` (16-bit safetensors), ``gguf`` (llama.cpp), ``ollama``
+            (GGUF and a Modelfile) or ``hub`` (the adapter, uploaded).
         output: The new folder, numbered if it exists; None: ``export-TO`` next to the adapter.
         dtype: Of a GGUF file: ``bf16``, ``f16`` or ``q8_0``.
         base: What the adapter is merged into, a 16-bit name or folder, or ``dequantized``: the
@@ -79,12 +81,21 @@ def export_model(  # noqa: PLR0913
         converter: llama.cpp's folder or its ``convert_hf_to_gguf.py``.
         check: Load what was written and compare its answers.
         num_prompts: That are compared.
+        repo: ``OWNER/NAME`` on the hub; made where it does not exist.
+        public: Make it public; else it is private.
         say: Called with each line for the user.
 
     Raises:
         ConfigError: The arguments do not fit, or there is no converter.
-        ModelError: It cannot be loaded, merged or converted, or answers otherwise.
+        ModelError: It cannot be loaded, merged, converted or uploaded, or answers otherwise.
     """
+    if to == "hub":
+        if repo is None or not is_hub_name(repo):
+            raise ConfigError("--to hub needs the name of a repository: add --repo OWNER/NAME")
+        options = {"output": output, "base": base, "check": check, "num_prompts": num_prompts}
+        done = export_model(run, "adapter", **options, say=say)
+        _upload(done.folder, repo, public, say)
+        return done
     say = redacting(say)
     _check_arguments(to, dtype, num_prompts)
     trained = find_trained(run)
@@ -106,6 +117,21 @@ def export_model(  # noqa: PLR0913
             done = export.gguf(folder, dtype, command)
     say(f"{to} written to {goal}")
     return replace(done, folder=goal)
+
+
+def _upload(folder: Path | None, repo: str, public: bool, say: Say) -> None:
+    from httpx import HTTPError
+    from huggingface_hub import HfApi
+
+    try:
+        place = HfApi().create_repo(repo, private=not public, exist_ok=True)
+        HfApi().upload_folder(repo_id=place.repo_id, folder_path=str(folder))
+    except (HTTPError, OSError, ValueError) as exc:  # no network, no token, no right to write there
+        raise ModelError(
+            f"the upload to {repo} failed ({first_line(exc)}): log in with hf auth login and "
+            f"upload the export, which is in {folder}"
+        ) from exc
+    say(f"uploaded to {place}")
 
 
 def _check_arguments(to: str, dtype: str, num_prompts: int) -> None:

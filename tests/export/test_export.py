@@ -1,9 +1,11 @@
 """Exports, each loaded back. The hub's client is real, and its server is on loopback."""
 
 import dataclasses
+import http.server
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 import huggingface_hub
@@ -326,13 +328,61 @@ def test_hub_names_differ_from_paths():
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--to", "onnx"], "exported to adapter, merged, gguf, ollama, not to 'onnx'"),
+        (["--to", "onnx"], "exported to adapter, merged, gguf, ollama, hub, not to 'onnx'"),
+        (["--to", "hub"], "add --repo OWNER/NAME"),
         (["--to", "gguf", "--dtype", "q2"], "dtype is 'q2', must be one of bf16, f16, q8_0"),
     ],
 )
 def test_wrong_arguments_give_one_sentence(run, capsys, words, expected):
     assert main(["export", str(run), *words]) == 2
     assert expected in capsys.readouterr().err
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Takes every upload as the hub does, file by file."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.server.seen.append((self.path, body))
+        files = json.loads(body).get("files", []) if "preupload" in self.path else []
+        url = f"http://{self.headers['Host']}/me/mine"
+        answer = {"url": url, "commitOid": "0" * 40, "commitUrl": url,
+                  "files": [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                            for file in files]}  # fmt: skip
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_hub_gets_the_adapter_and_its_card(run, tmp_path, monkeypatch, capsys, public):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.seen = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+    words = ["--repo", "me/mine", "--output", str(tmp_path / "out"), "--no-check"]
+    with server:
+        try:
+            assert main(["export", str(run), "--to", "hub", *words, *["--public"][:public]]) == 0
+        finally:
+            server.shutdown()
+    created = next(json.loads(body) for path, body in server.seen if path == "/api/repos/create")
+    assert created["visibility"] == ("public" if public else "private")
+    commit = next(body for path, body in server.seen if "/commit/" in path)
+    paths = {json.loads(line)["value"].get("path") for line in commit.splitlines()}
+    assert {"adapter_model.safetensors", "README.md"} <= paths
+
+
+def test_failed_upload_names_the_folder_of_the_export(run, tmp_path, capsys):
+    words = ["--repo", "me/mine", "--output", str(tmp_path / "out"), "--no-check"]
+    assert main(["export", str(run), "--to", "hub", *words]) == 2  # HF_HUB_OFFLINE is set
+    assert f"upload the export, which is in {tmp_path / 'out'}" in capsys.readouterr().err
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 
 def test_base_alone_is_refused(capsys):
