@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import DataError
 from rloo_kit.machine.pickles import WHY, is_pickle
-from rloo_kit.text.wording import first_line, format_name, format_value, printable
+from rloo_kit.text.wording import first_line, format_value, printable
 from rloo_kit.types import Row
 
 if TYPE_CHECKING:
@@ -33,15 +33,7 @@ def read_source(
 ) -> "list[Row] | Dataset":
     """Return the first ``num`` rows of a file or a hub dataset.
 
-    Args:
-        name: A .jsonl, .csv or .parquet file, or a hub dataset.
-        split: Of a hub dataset.
-        num: None: all.
-        columns: Name in the kit -> name in the source; other columns keep theirs.
-        builtin: Names of tasks, for the error about an unknown name.
-
-    Raises:
-        DataError: It cannot be read, a column of ``columns`` is missing, or a prompt is wrong.
+    ``columns`` is name in the kit -> name in the source; an error lists the tasks ``builtin``.
     """
     path = local_path(name)
     looks_local = path.suffix.lower() in (*FILE_TYPES, ".json", ".txt") or name.startswith(
@@ -61,11 +53,7 @@ def local_path(name: str) -> Path:
 
 
 def read_rows(path: Path) -> list[PlacedRow]:
-    """Return every row of a .jsonl, .csv or .parquet file, with its file and line.
-
-    Raises:
-        DataError: It cannot be read, or a line is no row.
-    """
+    """Return every row of a .jsonl, .csv or .parquet file, with its file and line."""
     _check_file(path)
     readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet_rows}
     reader = readers.get(path.suffix.lower())
@@ -84,11 +72,7 @@ def read_rows(path: Path) -> list[PlacedRow]:
 
 
 def as_dataset(rows: list[Row]) -> "Dataset":
-    """Return rows as a Dataset; a column that some rows lack is None there.
-
-    Raises:
-        DataError: A column holds values of different types.
-    """
+    """Return rows as a Dataset; a column that some rows lack is None there."""
     import datasets
 
     columns: dict[str, list[Any]] = {}
@@ -141,10 +125,7 @@ def _read_jsonl(path: Path) -> Iterator[PlacedRow]:
                 reason = getattr(exc, "msg", first_line(exc))
                 raise DataError(f"{place}: not valid JSON ({reason}); fix or delete it") from exc
             if not isinstance(row, dict):
-                raise DataError(
-                    f"{place}: holds a {type(row).__name__}, must be an object like "
-                    f'{{"prompt": "..."}}'
-                )
+                raise DataError(f"{place}: holds a {type(row).__name__}, must be an object")
             yield place, row
 
 
@@ -237,11 +218,7 @@ def _new_names(columns: Mapping[str, str] | None, there: list[str]) -> dict[str,
     new_names = {old: new for new, old in wanted.items()}
     for new in wanted:
         if new in there and new not in new_names:
-            raise DataError(
-                f"columns makes {format_value(wanted[new])} the column {format_value(new)}, which "
-                "exists already: give that one another name too, such as "
-                f"old_{format_name(new)}: {format_name(new)}"
-            )
+            raise DataError(f"columns makes {format_value(new)}, which exists already: rename that")
     return new_names if there else {}
 
 
@@ -263,25 +240,16 @@ def _check_prompt(row: Mapping[str, Any], place: str, there: Iterable[str] = ())
 
 
 def check_messages(messages: list[Any], name: str, place: str) -> None:
-    """Refuse chat messages that no chat template can render.
-
-    Args:
-        messages: At least one.
-        name: Of the column.
-        place: File and line of the row, for the error.
-    """
+    """Refuse chat messages that no chat template can render."""
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise DataError(f"{place}: every message of {name} needs `role` and `content`")
-        if not isinstance(message["role"], str):
-            raise DataError(
-                f"{place}: the role of a message of {name} is {format_value(message['role'])}, "
-                "must be text, such as user"
-            )
-        content = message["content"]
+        role, content = message["role"], message["content"]
         # A tool call has no content.
-        if not isinstance(content, str | list) and (content is not None or len(message) < 3):
+        fits = isinstance(content, str | list) or (content is None and len(message) > 2)
+        if not fits or not isinstance(role, str):
             raise DataError(
-                f"{place}: the content of a message of {name} is {format_value(content)}, must be "
-                f"text, or a list of parts such as {{type: text, text: ...}}"
+                f"{place}: a message of {name} has the role {format_value(role)} and the content "
+                f"{format_value(content)}: the role must be text, the content text or a list of "
+                "parts such as {type: text, text: ...}"
             )

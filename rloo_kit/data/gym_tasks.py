@@ -25,21 +25,10 @@ def make_gym_rows(
     seed: int = 42,
     settings: dict[str, Any] | None = None,
 ) -> list[Row]:
-    """Return up to ``num`` different problems of a reasoning-gym task.
+    """Return up to ``num`` different problems of the reasoning-gym task ``reasoning_gym:TASK``.
 
-    Args:
-        name: ``reasoning_gym:TASK``.
-        num: How many; fewer, with a warning, where the task runs out of different questions.
-        split: ``held_out`` or another; a quarter of all questions is held out, by their text.
-        seed: Of the task; it counts up by 256 as more are needed.
-        settings: Of the task, under its own names.
-
-    Returns:
-        Rows with ``prompt``, ``task`` (as in ``name``), ``entry`` (the whole entry and the settings
-        as JSON, for the verifier), and ``answer`` where the task has one right text.
-
-    Raises:
-        DataError: The package or the task is not there, or the task refuses its settings.
+    A quarter of all questions is held out, by their text. Rows hold ``prompt``, ``task``, ``entry``
+    (the whole entry and the settings as JSON, for the verifier), and ``answer`` if there is one.
     """
     task, settings = name.removeprefix(PREFIX), settings or {}
     found: dict[str, Row] = {}
@@ -55,8 +44,8 @@ def make_gym_rows(
             break
     if found:
         warnings.warn(
-            f"{name} has only {len(found)} different prompts of the {num} asked for in the split "
-            f"{split!r}: other data.settings may give more",
+            f"{name} has only {len(found)} different prompts of the {num} asked for: other "
+            "data.settings may give more",
             UserWarning,
             stacklevel=3,
         )
@@ -64,7 +53,11 @@ def make_gym_rows(
 
 
 def _as_row(name: str, entry: dict[str, Any], settings: dict[str, Any]) -> Row:
-    row = {"prompt": entry["question"], "task": name, "entry": _as_json(entry, settings)}
+    row = {
+        "prompt": entry["question"],
+        "task": name,
+        "entry": json.dumps(_tagged({**entry, "settings": settings})),
+    }
     return row if entry["answer"] is None else {**row, "answer": str(entry["answer"])}
 
 
@@ -72,7 +65,6 @@ def _as_row(name: str, entry: dict[str, Any], settings: dict[str, Any]) -> Row:
 
 
 def _entries(task: str, seed: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the entries of one dataset of the package; what some tasks print is dropped."""
     create, where = _task_maker(task, settings), format_name(f"{PREFIX}{task}")
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -97,8 +89,7 @@ def _task_maker(task: str, settings: dict[str, Any]) -> Any:
     except ImportError as exc:
         raise DataError(
             f"{format_name(PREFIX + task)} needs the package reasoning-gym ({first_line(exc)}): "
-            "pip install "
-            '"rloo-kit[gym]"'
+            'pip install "rloo-kit[gym]"'
         ) from exc
     # A mixture: its entries name other tasks.
     names = set(known) - {"composite"}
@@ -114,16 +105,8 @@ def _task_maker(task: str, settings: dict[str, Any]) -> Any:
 # --- an entry as text ----------------------------------------------------------------------------
 
 
-def _as_json(entry: dict[str, Any], settings: dict[str, Any]) -> str:
-    """Return the entry as JSON from which it can be made again exactly.
-
-    Some verifiers compare tuples or look up numbers as keys, which JSON has not: a tuple is written
-    as ``{"__tuple__": [...]}`` and such a dict as ``{"__items__": [[key, value], ...]}``.
-    """
-    return json.dumps(_tagged({**entry, "settings": settings}))
-
-
 def _tagged(value: Any) -> Any:
+    # Some verifiers compare tuples or look up numbers as keys, which JSON lacks.
     if isinstance(value, tuple):
         return {"__tuple__": [_tagged(item) for item in value]}
     if isinstance(value, list):

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 BUILTIN = tuple(TASKS)
 NUM_BUILTIN_PROMPTS = 1024
 MAX_HELD_OUT = 256
-# Problems of a task; making more takes longer than training on them
-MAX_MADE = 1_000_000
 
 
 def load_prompts(  # noqa: PLR0913
@@ -79,12 +77,7 @@ def is_task(name: str) -> bool:
 def split_held_out(dataset: "Dataset", held_out: int | None) -> "tuple[Dataset, Dataset | None]":
     """Return (train, held-out): the last rows are kept out of training.
 
-    Args:
-        dataset: All prompts, n rows.
-        held_out: How many; None: an eighth, at most 256; 0: none.
-
-    Raises:
-        DataError: Nothing would be left to train on.
+    ``held_out`` is how many; None: an eighth, at most 256; 0: none.
     """
     size = len(dataset)
     kept = min(size // 8, MAX_HELD_OUT) if held_out is None else held_out
@@ -99,20 +92,12 @@ def split_held_out(dataset: "Dataset", held_out: int | None) -> "tuple[Dataset, 
 
 
 def order_by_level(dataset: "Dataset", seed: int = 42) -> "Dataset":
-    """Return the rows ordered by the column ``level``, easiest first, shuffled within a level.
-
-    Args:
-        dataset: Its column ``level`` holds numbers; n rows.
-        seed: Order within a level.
-
-    Raises:
-        DataError: There is no such column, or it holds something else than a number.
-    """
+    """Return the rows ordered by the column ``level``, easiest first, shuffled within a level."""
     if "level" not in dataset.column_names:
         raise DataError(
             f"a curriculum orders prompts by the column 'level', and there are only "
-            f"{format_value(sorted(dataset.column_names))}: add it, or name the one that is meant "
-            f"with columns, as in {{level: difficulty}}"
+            f"{format_value(sorted(dataset.column_names))}: name one with columns, as in "
+            "{level: difficulty}"
         )
     levels: list[float] = []
     for number, level in enumerate(dataset["level"][:], 1):
@@ -123,8 +108,8 @@ def order_by_level(dataset: "Dataset", seed: int = 42) -> "Dataset":
             levels.append(math.nan)
         if not math.isfinite(levels[-1]):
             raise DataError(
-                f"the level of prompt {number} is {format_value(level)}, must be a number to order "
-                f"prompts by: number the levels 1, 2, 3, easiest first"
+                f"the level of prompt {number} is {format_value(level)}, must be a number: number "
+                "the levels 1, 2, 3, easiest first"
             )
     order = list(range(len(levels)))
     random.Random(f"{seed} curriculum").shuffle(order)
@@ -137,17 +122,7 @@ def drop_long_prompts(
     max_prompt_tokens: int,
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> "tuple[Dataset, int]":
-    """Return the prompts of at most so many tokens, and the number of those left out.
-
-    Args:
-        dataset: Prompts, n rows. Images in them are not counted.
-        tokenizer: With the chat template that the policy is prompted with.
-        max_prompt_tokens: Longest that is kept.
-        chat_template_kwargs: Passed to the chat template, such as ``enable_thinking``.
-
-    Raises:
-        DataError: None is left.
-    """
+    """Return the prompts of at most so many tokens, images aside, and how many were left out."""
     lengths = [
         len(prompt_ids(tokenizer, prompt, chat_template_kwargs)) for prompt in raw_prompts(dataset)
     ]
@@ -157,19 +132,13 @@ def drop_long_prompts(
             f"max_prompt_tokens {max_prompt_tokens} leaves none of the {len(lengths)} prompts: "
             f"raise it, the shortest has {min(lengths)} tokens"
         )
-    if len(kept) == len(lengths):
-        return dataset, 0
     return dataset.select(kept), len(lengths) - len(kept)
 
 
 def prompt_ids(
     tokenizer: Any, prompt: str | list[dict[str, Any]], settings: dict[str, Any] | None = None
 ) -> list[int]:
-    """Return the tokens of a prompt as the policy sees it: T ints.
-
-    Raises:
-        DataError: The tokenizer has no chat template, or its template refuses the messages.
-    """
+    """Return the tokens of a prompt as the policy sees it: T ints."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     try:
@@ -212,11 +181,6 @@ def _make_task(
     level: int | list[int] | None,
     settings: dict[str, Any] | None,
 ) -> list[Row]:
-    if num > MAX_MADE:
-        raise DataError(
-            f"{num:,} prompts of a task are asked for, and at most {MAX_MADE:,} are made: lower "
-            "data.num_prompts or data.held_out"
-        )
     if split not in SPLITS:
         raise DataError(
             f"{format_name(name)} has the splits train and held_out, not {format_value(split)}: "

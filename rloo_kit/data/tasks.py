@@ -65,20 +65,10 @@ def make_rows(
     seed: int = 42,
     level: int | list[int] | None = None,
 ) -> list[Row]:
-    """Return ``num`` problems of a built-in task, the levels in turn.
+    """Return ``num`` problems of a built-in task, the levels (None: the first) in turn.
 
-    Args:
-        name: A key of ``TASKS``.
-        num: How many; a problem may recur.
-        split: ``train`` or ``held_out``; no prompt is in both, whatever the seeds.
-        seed: Which ones. A level's problems do not depend on the other levels.
-        level: One, or several in equal parts; None: the first.
-
-    Returns:
-        Rows with ``prompt``, ``task``, ``level``, and ``answer`` where there is one right text.
-
-    Raises:
-        DataError: No such level.
+    No prompt is in both splits, whatever the seeds. Rows hold ``prompt``, ``task``, ``level``, and
+    ``answer`` where there is one right text.
     """
     streams = [_problems(name, one, split, seed) for one in _checked_levels(name, level)]
     return list(islice((next(stream) for stream in cycle(streams)), num))
@@ -150,12 +140,9 @@ def arithmetic_prompt(a: int, b: int) -> str:
 
 
 def worked_thought(a: int, b: int, forgets: Callable[[], bool] = lambda: False) -> tuple[str, int]:
-    """Return (thought, answer): the sum digit by digit, right to left.
+    """Return (thought, answer): the sum of two 3-digit numbers digit by digit, right to left.
 
-    Args:
-        a: First number, three digits.
-        b: Second number, three digits.
-        forgets: Asked at every carry; True drops it, in the thought and in the answer.
+    ``forgets`` is asked at every carry; True drops it, in the thought and in the answer.
 
     >>> worked_thought(347, 286)
     ('7+6=13 4+8+1=13 3+2+1=6', 633)

@@ -7,7 +7,6 @@ the run's tokenizer is loaded.
 import functools
 import json
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -59,8 +58,6 @@ class _Material:
     rewards: list[LoadedReward]
     settings: Settings
     timeout: float | None = None
-    generation_seconds: float | None = None
-    """Of one completion."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -78,8 +75,8 @@ def check_rewards(  # noqa: PLR0913
     """Call every reward on completions of the model, and report what is wrong with it.
 
     Args:
-        source: A run file, the name of one that ships with the kit, or a ``RunConfig``. None: only
-            the rewards and the completions are given.
+        source: A run file, the name of one that ships with the kit, or a ``RunConfig``; None where
+            rewards and completions are given.
         overrides: ``section.key=value``, as after ``--set``.
         rewards: Rewards in place of those of the run file.
         completions: A .jsonl file (or rows) with ``prompt``, ``completion`` and the columns that
@@ -153,10 +150,8 @@ def _sampled(
         return [None] * len(columns["completions"])
 
     engine, _ = start_engine(model, args)
-    started, kept = time.perf_counter(), [LoadedReward(keep, "kept")]
+    kept = [LoadedReward(keep, "kept")]
     evaluate(model, tokenizer, repeated, kept, engine=engine, **settings_of(args))
-    seconds = time.perf_counter() - started
-    say(f"{len(repeated)} completions in {seconds:.1f} s")
     ends = {*model.generation_config.eos_token_id, tokenizer.pad_token_id}
     rows = [
         {
@@ -171,9 +166,8 @@ def _sampled(
     return _Material(
         rows,
         load(tokenizer, args.chat_template_kwargs),
-        Settings(args.temperature, args.max_completion_length, config.model.max_seq_length),
+        Settings(args.max_completion_length, config.model.max_seq_length),
         args.reward_timeout_seconds,
-        seconds / len(rows),
     )
 
 
@@ -199,16 +193,12 @@ def _read(
                     f"reward {reward.name!r} reads completion_ids, which the completions lack: "
                     "check with the model; its --output-dir writes a file that holds them"
                 )
-    notes = []
-    if tokenizer is None:
-        notes.append(
-            "note: no tokenizer of the run is here, so rewards that look for thinking tokens "
-            "use Qwen3's"
-        )
+    note = "note: without a tokenizer, rewards that look for thinking tokens use Qwen3's"
+    notes = [note] if tokenizer is None else []
     trainer, settings = config.trainer, Settings()
     if base is not None:
         limit, length = trainer.get("max_completion_length", 512), config.model.max_seq_length
-        settings = Settings(trainer.get("temperature", 1.0), limit, length)
+        settings = Settings(limit, length)
     timeout = trainer.get("reward_timeout_seconds")
     return _Material(rows, rewards, settings, timeout, notes=notes)
 
@@ -235,9 +225,6 @@ def _checked(row: Any, place: str) -> Row:
         is_chat = isinstance(value, list) and all(isinstance(message, dict) for message in value)
         if not isinstance(value, str) and not is_chat:
             raise DataError(f"{place}: {name} is {value!r}, must be text or chat messages")
-    ids = row.get("completion_ids")
-    if ids is not None and not (isinstance(ids, list) and all(isinstance(i, int) for i in ids)):
-        raise DataError(f"{place}: completion_ids is {ids!r}, must be a list of whole numbers")
     return row
 
 
@@ -260,11 +247,6 @@ def _load(
         if weights := config.trainer.get("reward_weights"):
             pairs = zip(found, weights, strict=False)
             found = [replace(reward, weight=float(weight)) for reward, weight in pairs]
-    if not any(isinstance(reward.func, CheckedReward) for reward in found):
-        raise ConfigError(
-            "there is no reward to check: give at least one that is a function (a reward model "
-            "as {name: reward_model, model: ...})"
-        )
     return found
 
 
@@ -302,7 +284,6 @@ def _batch_of(material: _Material, columns: dict[str, Any]) -> Batch:
         groups=list(groups.values()),
         num_tokens=ids and [len(row) for row in ids],
         truncated=truncated and [bool(value) for value in truncated],
-        generation_seconds=material.generation_seconds,
     )
 
 
@@ -340,14 +321,9 @@ def _examined(material: _Material) -> RewardCheck:
 
 
 def _write(folder: Path, check: RewardCheck, rows: list[Row], say: Say) -> None:
-    try:
-        folder.mkdir(parents=True)
-        text = json.dumps(redact_tree(check.as_dict()), indent=1, default=str)
-        (folder / "rewards_check.json").write_text(f"{text}\n", encoding="utf-8")
-        with (folder / "completions.jsonl").open("w", encoding="utf-8") as lines:
-            lines.writelines(f"{json.dumps(redact_tree(row), default=str)}\n" for row in rows)
-    except OSError as exc:
-        raise ConfigError(
-            f"output_dir {str(folder)!r} cannot be written ({exc}): choose another"
-        ) from exc
+    folder.mkdir(parents=True)
+    text = json.dumps(redact_tree(check.as_dict()), indent=1, default=str)
+    (folder / "rewards_check.json").write_text(f"{text}\n", encoding="utf-8")
+    with (folder / "completions.jsonl").open("w", encoding="utf-8") as lines:
+        lines.writelines(f"{json.dumps(redact_tree(row), default=str)}\n" for row in rows)
     say(f"\nwritten to {folder}; again without the model: --completions {folder}/completions.jsonl")

@@ -3,9 +3,8 @@
 import asyncio
 import inspect
 import random
-import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,14 +13,14 @@ from rloo_kit.errors import RewardContractError
 from rloo_kit.reward_lab.check import text_of
 from rloo_kit.reward_lab.rules import wanted_probes
 from rloo_kit.reward_lab.statistics import Batch, Fault, Probed
-from rloo_kit.scoring.contract import CheckedReward, OverdueError, guarded
+from rloo_kit.scoring.contract import CheckedReward, OverdueError, guarded, take_rows
 from rloo_kit.scoring.loading import LoadedReward
 from rloo_kit.text.wording import printable
 from rloo_kit.types import Completion, Score
 
 # A probe is called with as many rows as take about so long, at least with `FEWEST_ROWS`
 PROBE_SECONDS = 0.5
-FEWEST_ROWS, ROWS_ALONE = 4, 8
+FEWEST_ROWS = 4
 # Longest call with a very long completion: a reward may need quadratic time for it
 REPEATED_SECONDS = 5.0
 # Scores beyond it count as it: their squares would be infinite
@@ -31,13 +30,9 @@ LARGEST_SCORE = 1e100
 def probe(
     reward: LoadedReward, columns: dict[str, Any], batch: Batch, timeout: float | None = None
 ) -> Probed:
-    """Return what a reward answers to completions and, where it can be called, to altered ones.
+    """Return what a reward answers to B completions and, where it can be called, to altered ones.
 
-    Args:
-        reward: A function, as ``load_rewards`` returned it.
-        columns: What the trainer would call it with; B rows.
-        batch: The same completions, and what is known of them.
-        timeout: Seconds a call may take; None: no limit.
+    ``columns`` is what the trainer would call it with; a call may take ``timeout`` seconds.
     """
     func, count = guarded(reward.func, timeout, "stop"), len(batch.texts)
     bare = Probed(reward.name, reward.weight_at(0.0), [None] * count)
@@ -66,7 +61,7 @@ class _Answers:
         func = self.func
         if name == "repeated":
             limit = min(func.timeout or REPEATED_SECONDS, REPEATED_SECONDS)
-            func, columns = guarded(func, limit, "stop"), _take(columns, [0])
+            func, columns = guarded(func, limit, "stop"), take_rows(columns, [0])
         try:
             self.scores[name] = _call(func, _altered(name, columns))
         except RewardContractError as exc:
@@ -78,7 +73,7 @@ def _with_probes(
     probed: Probed, func: CheckedReward, columns: dict[str, Any], batch: Batch
 ) -> Probed:
     """Return the same with the answers to other calls."""
-    own, count = _take(columns, probed.rows), len(probed.rows)
+    own, count = take_rows(columns, probed.rows), len(probed.rows)
     answers = _Answers(func)
     if count < len(probed.scores):
         answers.ask("first", own)
@@ -87,15 +82,10 @@ def _with_probes(
     # The first call also paid for what the reward imports.
     seconds = min(probed.seconds, (time.perf_counter() - started) / count)
     order = random.Random(0).sample(range(count), count)
-    answers.ask("permuted", _take(own, order))
+    answers.ask("permuted", take_rows(own, order))
     if "permuted" in answers.scores:
         moved = dict(zip(order, answers.scores["permuted"], strict=True))
         answers.scores["permuted"] = [moved[row] for row in range(count)]
-    alone: list[Score] = []
-    for row in range(min(count, ROWS_ALONE)):
-        answers.ask("alone", _take(own, [row]))
-        alone += answers.scores.get("alone", [None])
-    answers.scores["alone"] = [] if "alone" in answers.errors else alone
     for name in wanted_probes(batch, probed):
         answers.ask(name, own)
     return replace(probed, probes=answers.scores, probe_errors=answers.errors, seconds=seconds)
@@ -127,36 +117,17 @@ def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractErro
 # --- altered completions -------------------------------------------------------------------------
 
 
-def _take(columns: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """Return the columns of some rows."""
-    count = len(columns["completions"])
-    return {
-        name: [value[row] for row in rows]
-        if isinstance(value, list) and len(value) == count
-        else value
-        for name, value in columns.items()
-    }
-
-
-def _prefixed(tag: str) -> Callable[[str], str]:
-    return lambda text: text if "<think>" in text else f"{tag}\n{text}"
-
-
-def _same(ids: list[int]) -> list[int]:
-    return ids
-
-
 # Probe -> (the text, the token ids) as it makes them; see `wanted_probes`
 _ALTERED: dict[str, tuple[Callable[[str], str], Callable[[list[int]], list[int]]]] = {
-    "opened": (_prefixed("<think>"), _same),
-    "tagged": (_prefixed("<notes>"), _same),
-    "masked": (lambda text: re.sub(r"\S", "x", text), lambda ids: [0] * len(ids)),
+    "opened": (
+        lambda text: text if "<think>" in text else f"<think>\n{text}",
+        lambda ids: ids,
+    ),
     # The beginning, so that the thought is long and still closed.
     "repeated": (
         lambda text: text[: len(text) // 4 + 1][:500] * 200 + text,
         lambda ids: ids[: len(ids) // 4 + 1][:100] * 200 + ids,
     ),
-    "first_words": (lambda text: f"{' '.join(text.split()[:20])}.", lambda ids: ids[:20]),
     "empty": (lambda text: "", lambda ids: []),
     "unclosed": (
         lambda text: text.partition("</think>")[0][: max(1, len(text) // 2)],
@@ -168,12 +139,7 @@ _ALTERED: dict[str, tuple[Callable[[str], str], Callable[[list[int]], list[int]]
 def _altered(name: str, columns: dict[str, Any]) -> dict[str, Any]:
     """Return the columns with every completion altered; as they are for a name without a change."""
     completions, ids = columns["completions"], columns.get("completion_ids")
-    if name == "swapped":
-        num = len(completions)
-        rows = [(row + num // 2) % num for row in range(num)]
-        completions = [completions[row] for row in rows]
-        ids = ids and [ids[row] for row in rows]
-    elif name in _ALTERED:
+    if name in _ALTERED:
         new_text, new_ids = _ALTERED[name]
         completions = [_with_text(one, new_text(text_of(one))) for one in completions]
         ids = ids and [new_ids(row) for row in ids]

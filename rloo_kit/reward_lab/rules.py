@@ -1,7 +1,5 @@
 """Rules for rewards: what is wrong by what they gave to completions, and a verdict."""
 
-import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -10,7 +8,6 @@ from rloo_kit.diagnosis.rules import (
     ALMOST_NONE,
     LITTLE_SIGNAL,
     MOSTLY,
-    SLOW_SHARE,
     Finding,
     Rules,
     Seen,
@@ -27,17 +24,11 @@ from rloo_kit.reward_lab.statistics import (
     is_same,
     known,
     rank_correlation,
-    relative_rank_correlation,
 )
 from rloo_kit.types import Score
 
-LENGTH_CORRELATION = 0.9
 # Spread within groups, relative to the largest reward's, below which a reward has no say
 DROWNED = 0.02
-# Seconds a completion, where it is not known how long sampling takes
-SLOW = 0.1
-
-_MEANS_LENGTH = re.compile(r"len|brev|brief|concis|short|long|word|token|budget", re.I)
 
 RULES = Rules()
 KINDS = RULES.kinds
@@ -74,18 +65,14 @@ def wanted_probes(batch: Batch, probed: Probed) -> list[str]:
     """Return the altered completions that this reward should also be called with.
 
     - ``empty``, and ``unclosed``: cut off in the middle of the thought
-    - ``opened``: with ``<think>`` before it; ``tagged``: with another tag before it
-    - ``masked``: all letters and tokens replaced, the length kept
-    - ``repeated``: one, its beginning 200 times over; ``first_words``: twenty words and a full stop
-    - ``swapped``: that of another prompt
+    - ``opened``: with ``<think>`` before it
+    - ``repeated``: one, its beginning 200 times over
     """
     wanted = ["empty", "unclosed"]
     if _opened_by_prompt(batch):
-        wanted += ["opened", "tagged"]
+        wanted.append("opened")
     if is_constant(probed.scores):
-        wanted += ["repeated", "first_words", "swapped"]
-    elif length_correlation(probed, batch):
-        wanted.append("masked")
+        wanted.append("repeated")
     return wanted
 
 
@@ -95,31 +82,13 @@ def _opened_by_prompt(batch: Batch) -> bool:
     return sum("<think>" not in text for text in closed) > len(closed) / 2
 
 
-def length_correlation(probed: Probed, batch: Batch) -> float | None:
-    """Return the rank correlation with the length if the scores follow it, else None.
-
-    Truncated completions are left out: they are the longest, whatever the reward sees.
-    """
-    cut = batch.truncated or [False] * len(batch.texts)
-    pairs = zip(batch.lengths, probed.scores, cut, strict=True)
-    kept = [(length, score) for length, score, is_cut in pairs if not is_cut]
-    lengths, scores = both_scored([length for length, _ in kept], [score for _, score in kept])
-    if len(lengths) < 8 or len(set(lengths)) < 4:
-        return None
-    found = relative_rank_correlation(lengths, scores) or 0.0
-    return found if abs(found) > LENGTH_CORRELATION else None
-
-
 # --- one reward ----------------------------------------------------------------------------------
 
 
 def find_in_reward(probed: Probed, batch: Batch, *, excused: bool) -> list[Finding]:
     """Return what is wrong with one reward; only the cause if one explains the rest.
 
-    Args:
-        probed: The reward.
-        batch: The completions.
-        excused: Whether a fault of the completions explains that scores do not differ.
+    ``excused``: a fault of the completions explains that scores do not differ.
     """
     if probed.fault:
         seen = Seen(probed.fault.text, reward=probed.name)
@@ -131,8 +100,8 @@ def find_in_reward(probed: Probed, batch: Batch, *, excused: bool) -> list[Findi
     if not cause:
         cause = _fragile(probed)
         if probed.counts and not is_constant(probed.scores):
-            cause += [*_blind(probed, batch, least=0.3), *_length(probed, batch)]
-    return [*cause, *_slow(probed, batch)]
+            cause += _blind(probed, batch, least=0.3)
+    return cause
 
 
 @RULES.rule(
@@ -169,14 +138,12 @@ def _truncated(batch: Batch, settings: Settings, *, harmful: bool) -> Iterator[S
     about_signal=True,
 )
 def _blind(probed: Probed, batch: Batch, least: float) -> Iterator[Seen]:
-    """Find that a ``<think>`` before the completion, and no other tag, raises the score."""
-    opened, tagged, now = probed.probes.get("opened"), probed.probes.get("tagged"), probed.at_rows()
-    if not opened or not tagged or not _opened_by_prompt(batch):
+    """Find that a ``<think>`` before the completion raises the score."""
+    opened, now = probed.probes.get("opened"), probed.at_rows()
+    if not opened or not _opened_by_prompt(batch):
         return
-    # A reward that pays for any text before the thought is not blind.
-    usual = [max(known(pair), default=math.inf) for pair in zip(now, tagged, strict=True)]
-    rises = sum(a > b + 1e-6 for a, b in zip(*both_scored(opened, usual), strict=True))
-    falls = sum(a < b - 1e-6 for a, b in zip(*both_scored(opened, now), strict=True))
+    pairs = list(zip(*both_scored(opened, now), strict=True))
+    rises, falls = sum(a > b + 1e-6 for a, b in pairs), sum(a < b - 1e-6 for a, b in pairs)
     if rises >= max(1, 4 * falls, least * len(opened)):
         yield Seen(
             f"with '<think>' put before them, {rises} of {len(opened)} completions score higher "
@@ -208,13 +175,10 @@ def _noisy(probed: Probed) -> Iterator[Seen]:
     "compute every score from its own row alone, and keep no state between rows",
 )
 def _moved(probed: Probed) -> Iterator[Seen]:
-    first, alone = probed.probes.get("first", probed.at_rows()), probed.probes.get("alone", [])
+    first = probed.probes.get("first", probed.at_rows())
     if changed := _num_changed(first, probed.probes.get("permuted")):
         seen = "with the same rows in another order"
         yield Seen(f"{seen}, {changed} of {len(first)} got another score", reward=probed.name)
-    elif changed := _num_changed(first[: len(alone)], alone):
-        seen = f"called with one completion at a time, {changed} of {len(alone)} got another score"
-        yield Seen(seen, "warning", probed.name)
 
 
 def _num_changed(first: list[Score], other: list[Score] | None) -> int:
@@ -239,7 +203,6 @@ def _fragile(probed: Probed) -> Iterator[Seen]:
     tried = {
         "again": "the same completions in a second call",
         "permuted": "the same completions in another order",
-        "alone": "a single completion",
         "empty": "an empty completion",
         "unclosed": "a completion cut off in the middle",
     }
@@ -257,7 +220,7 @@ def _fragile(probed: Probed) -> Iterator[Seen]:
 )
 def _constant(probed: Probed) -> Iterator[Seen]:
     """Find why all scores are one value, by what altered completions would have earned."""
-    tried = ("empty", "unclosed", "repeated", "first_words", "swapped")
+    tried = ("empty", "unclosed", "repeated")
     other = [s for name in tried for s in known(probed.probes.get(name, []))]
     values, name = known(probed.scores), probed.name
     value = values[0]
@@ -266,7 +229,7 @@ def _constant(probed: Probed) -> Iterator[Seen]:
     higher = f"{seen}; altered ones earned up to {best:g}"
     if is_same(best, worst):
         kind = "constant" if value else "all_zero"
-        yield Seen(f"{seen}, empty and foreign ones too", "error", name, kind=kind)
+        yield Seen(f"{seen}, altered ones too", "error", name, kind=kind)
     elif value == 0:
         if best > 0:
             # Else it is a penalty that no completion has earned.
@@ -292,52 +255,13 @@ RULES.rule(
 )
 
 
-@RULES.rule(
-    "length_in_disguise",
-    "the cheapest way to more reward is length, and the model will take it",
-    "compare what is said; use length_band or soft_overlong if length is what you mean",
-)
-def _length(probed: Probed, batch: Batch) -> Iterator[Seen]:
-    """Find that the score follows the length, also of completions that say nothing."""
-    found, masked = length_correlation(probed, batch), probed.probes.get("masked")
-    if found is None or not masked or _MEANS_LENGTH.search(probed.name):
-        return
-    scores, blind = both_scored(probed.at_rows(), masked)
-    same = sum(map(is_same, scores, blind))
-    alike = relative_rank_correlation(scores, blind) or 0.0
-    if same >= MOSTLY * len(masked) or abs(alike) >= LENGTH_CORRELATION:
-        yield Seen(
-            f"rank correlation with the length {found:+.2f}; with every letter replaced by x, "
-            f"{same} of {len(masked)} scores stay the same",
-            "warning",
-            probed.name,
-        )
-
-
-@RULES.rule(
-    "slow",
-    "the model waits while the reward computes",
-    "batch its work, cache repeated texts, or make it async, so that several run at once",
-)
-def _slow(probed: Probed, batch: Batch) -> Iterator[Seen]:
-    seconds, sampling = probed.seconds, batch.generation_seconds
-    if sampling is None and seconds > SLOW:
-        evidence = f"{seconds:.2g} s per completion: {seconds * 64:.0f} s for 64 of them"
-        yield Seen(evidence, "warning", probed.name)
-    elif sampling is not None and seconds > max(0.01, SLOW_SHARE * (seconds + sampling)):
-        evidence = (
-            f"{seconds * 1000:.0f} ms per completion, where sampling takes {sampling * 1000:.0f} ms"
-        )
-        yield Seen(evidence, "warning", probed.name)
-
-
 # --- the whole run -------------------------------------------------------------------------------
 
 
 @RULES.rule(
     "no_signal", "equal scores in a group cancel, and the group trains nothing", "see the verdict"
 )
-def _no_signal(signal: Signal, settings: Settings) -> Iterator[Seen]:
+def _no_signal(signal: Signal) -> Iterator[Seen]:
     """Find that the scores of too many groups are equal, and what would make them differ."""
     if not signal.num_groups or signal.share >= LITTLE_SIGNAL:
         return
@@ -345,15 +269,11 @@ def _no_signal(signal: Signal, settings: Settings) -> Iterator[Seen]:
         f"scores differ in {signal.num_with_signal} of {signal.num_groups} groups; "
         f"{signal.all_highest} earn the highest score throughout, {signal.all_lowest} the lowest"
     )
-    remedy, setting = "take easier prompts, give partial credit, or draw more completions", ""
-    if signal.distinct is not None and signal.distinct < 0.5:
-        evidence += f"; {signal.distinct:.0%} of the texts of a group are different"
-        hot = max(1.0, 1.5 * (settings.temperature or 0.0))
-        remedy, setting = "sample more varied texts", f"trainer.temperature={hot:g}"
-    elif signal.all_highest > signal.all_lowest:
+    remedy = "take easier prompts, give partial credit, or draw more completions"
+    if signal.all_highest > signal.all_lowest:
         remedy = "take harder prompts (data.level of a built-in task), or ask for more"
     level = "error" if signal.share < ALMOST_NONE else "warning"
-    yield Seen(evidence, level, remedy=remedy, setting=setting)
+    yield Seen(evidence, level, remedy=remedy)
 
 
 @RULES.rule(
@@ -383,14 +303,7 @@ def _spread(probed: Probed, batch: Batch) -> float:
 def find_all(
     rewards: Sequence[Probed], batch: Batch, settings: Settings, signal: Signal
 ) -> list[Finding]:
-    """Return every finding, the most harmful first; a cause replaces what it explains.
-
-    Args:
-        rewards: As they were called.
-        batch: The completions.
-        settings: Of the run.
-        signal: Of the total scores.
-    """
+    """Return every finding, the most harmful first; a cause replaces what it explains."""
     dull = any(r.counts and is_constant(r.scores) for r in rewards)
     fault = _truncated(batch, settings, harmful=dull or signal.share < LITTLE_SIGNAL)
     excused = any(finding.level == "error" for finding in fault)
@@ -404,7 +317,7 @@ def find_all(
     live = [r for r in live if known(r.scores)]
     found += fault
     if not excused and (live or not dead):
-        found += _no_signal(signal, settings)
+        found += _no_signal(signal)
     return RULES.ordered([*found, *_drowned(live, batch)])
 
 

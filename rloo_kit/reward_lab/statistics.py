@@ -19,7 +19,6 @@ from rloo_kit.types import Score
 class Settings:
     """Settings of the run that findings depend on; None where they are not known."""
 
-    temperature: float | None = None
     max_completion_length: int | None = None
     max_seq_length: int | None = None
 
@@ -34,8 +33,6 @@ class Batch:
     num_tokens: list[int] | None = None
     truncated: list[bool] | None = None
     """Whether the completion ended because it reached the limit."""
-    generation_seconds: float | None = None
-    """Of one completion."""
 
     @property
     def lengths(self) -> list[int]:
@@ -64,7 +61,7 @@ class Probed:
     """Of one completion."""
     fault: Fault | None = None
     rows: list[int] = field(default_factory=list)
-    """Rows that the probes were called with."""
+    """That the probes were called with."""
     probes: dict[str, list[Score]] = field(default_factory=dict)
     """Scores of those rows by probe; see ``wanted_probes``."""
     probe_errors: dict[str, str] = field(default_factory=dict)
@@ -116,8 +113,6 @@ class Signal:
     """Groups whose scores all are the lowest of the batch ..."""
     all_highest: int
     """... and the highest."""
-    distinct: float | None
-    """Different texts in a group, as a share of its completions."""
 
     @property
     def share(self) -> float:
@@ -169,22 +164,6 @@ def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
     return round(float(np.corrcoef(ranks(xs), ranks(ys))[0, 1]), 9)
 
 
-def relative_rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """Return Spearman's correlation over the largest one that the ties of both sides allow.
-
-    Scores of two values cannot reach 1 with lengths of many; here they can, when a length parts
-    them exactly.
-
-    >>> relative_rank_correlation([1, 2, 3, 4], [0, 0, 0, 1])
-    1.0
-    """
-    found = rank_correlation(xs, ys)
-    if found is None:
-        return None
-    best = rank_correlation(sorted(xs), sorted(ys, reverse=found < 0))
-    return round(found / abs(best), 6) if best else None
-
-
 def group_spreads(scores: Sequence[Score], batch: Batch) -> list[float]:
     """Return the standard deviation within each group of two scores or more."""
     groups = [known(scores[row] for row in rows) for rows in batch.groups]
@@ -222,16 +201,14 @@ def total_scores(rewards: Sequence[Probed], batch: Batch) -> list[Score]:
 
 def signal_of(totals: Sequence[Score], batch: Batch) -> Signal:
     """Return how many groups have scores that differ, and by how much."""
-    groups = [(rows, known(totals[row] for row in rows)) for rows in batch.groups]
-    groups = [(rows, scores) for rows, scores in groups if len(scores) > 1]
+    groups = [known(totals[row] for row in rows) for rows in batch.groups]
+    groups = [scores for scores in groups if len(scores) > 1]
     values, spreads = known(totals), group_spreads(totals, batch)
-    equal = [scores[0] for _, scores in groups if is_constant(scores)]
-    distinct = [len({batch.texts[row] for row in rows}) / len(rows) for rows, _ in groups]
+    equal = [scores[0] for scores in groups if is_constant(scores)]
     return Signal(
         num_groups=len(groups),
         num_with_signal=len(groups) - len(equal),
         group_std=fmean(spreads) if groups else None,
         all_lowest=sum(is_same(score, min(values)) for score in equal),
         all_highest=sum(is_same(score, max(values)) for score in equal),
-        distinct=fmean(distinct) if distinct else None,
     )

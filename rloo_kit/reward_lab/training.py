@@ -29,7 +29,7 @@ from rloo_kit.machine.memory import add_to_session, is_out_of_memory, session
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.output_folder import free_folder, write_json
 from rloo_kit.text.redaction import redact_tree
-from rloo_kit.text.wording import did_you_mean, first_line, format_value
+from rloo_kit.text.wording import did_you_mean, format_value
 from rloo_kit.types import Completion, Row
 
 Say = Callable[[str], None]
@@ -101,7 +101,6 @@ class _Job:
 
     @property
     def place(self) -> str:
-        """The folder or hub name of the base."""
         return str(TINY_THINKER) if self.model == "tiny-thinker" else self.model
 
 
@@ -163,15 +162,7 @@ def train_reward_model(  # noqa: PLR0913
 
 
 def read_pairs(source: str | Path | Iterable[Row], *, chat: bool = True) -> list[Pair]:
-    """Return checked pairs in the order of the file or of the rows.
-
-    Args:
-        source: A .jsonl, .csv or .parquet file, or rows with ``chosen`` and ``rejected``.
-        chat: Make a plain prompt with plain answers a conversation.
-
-    Raises:
-        DataError: No such file, a bad line, with its number, or no pairs.
-    """
+    """Return checked pairs in the order of the file or of the rows."""
     if isinstance(source, str | Path):
         where, rows = format_value(str(source)), read_rows(local_path(str(source)))
     else:
@@ -225,13 +216,7 @@ def _text(prompt: Any, answer: Any, place: str, *, chat: bool) -> Text:
 def split_pairs(pairs: list[Pair], held_out: float, seed: int) -> tuple[list[Pair], list[Pair]]:
     """Return (train, held out), each in the order of the file; no prompt is on both sides.
 
-    Args:
-        pairs: As ``read_pairs`` returned them.
-        held_out: Share of them (below 1) or their number; fewer if whole prompts do not fit.
-        seed: Which prompts are held out.
-
-    Raises:
-        DataError: One of the two would be empty.
+    ``held_out`` is a share (below 1) or a number; fewer are held out if whole prompts do not fit.
     """
     free = max(1, round(held_out * len(pairs))) if held_out < 1 else int(held_out)
     sizes = Counter(pair.group for pair in pairs)
@@ -323,25 +308,17 @@ def _reader() -> Any:
 
 
 def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
-    """Return the base with a fresh score head and adapter, and its tokenizer.
-
-    Raises:
-        ModelError: It cannot be loaded, or lacks other weights than the head's.
-    """
+    """Return the base with a fresh score head and adapter, and its tokenizer."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoTokenizer, set_seed
 
     reader = _reader()
     set_seed(job.seed)
     with quiet(), reader.loading(f"the base {job.model!r} of a reward model", job.place):
-        model, missing = reader.load_base(
+        model, _ = reader.load_base(
             job.place, load_in_4bit=job.load_in_4bit, device=hardware.device
         )
         tokenizer = AutoTokenizer.from_pretrained(job.place, trust_remote_code=False)
-    if others := sorted(name for name in missing if not name.startswith(("score", "classifier"))):
-        raise ModelError(
-            f"the base {job.model!r} has no weights for {', '.join(others[:3])}: give a whole model"
-        )
     add_to_session(model)
     reader.set_up_tokenizer(model, tokenizer, job.model)
     leaves = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
@@ -353,11 +330,7 @@ def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
 
 
 def _read(tokenizer: Any, pairs: list[Pair], job: _Job) -> list[Ids]:
-    """Return the tokens of each pair as the reward will read it, without those that read the same.
-
-    Raises:
-        DataError: No pair is left.
-    """
+    """Return the tokens of each pair as the reward will read it, without equal ones."""
     token_ids, limit = _reader().token_ids, min(job.max_length, tokenizer.model_max_length)
     how = {"keep_thought": job.keep_thought, "max_length": limit}
     found = [
@@ -375,11 +348,7 @@ def _read(tokenizer: Any, pairs: list[Pair], job: _Job) -> list[Ids]:
 
 
 def _arguments(job: _Job, folder: str, hardware: Hardware) -> Any:
-    """Return TRL's configuration.
-
-    Raises:
-        ConfigError: A setting is unknown, is set by the kit, or is refused by TRL.
-    """
+    """Return TRL's configuration."""
     from trl.trainer.reward_config import RewardConfig
 
     fields = [field for field in dataclasses.fields(RewardConfig) if field.init]
@@ -442,8 +411,6 @@ def _progress(say: Say) -> Any:
     from transformers import TrainerCallback
 
     class Progress(TrainerCallback):
-        """Prints about ten lines per training, and ends it after the step of a signal."""
-
         stop: StopSignals | None = None
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -464,11 +431,7 @@ def _progress(say: Say) -> Any:
 
 
 def _train(trainer: Any, say: Say) -> tuple[float, int | None]:
-    """Train; return seconds and the signal that ended it. A second one is raised at once.
-
-    Raises:
-        MemoryRanOutError: A pass does not fit.
-    """
+    """Train; return seconds and the signal that ended it. A second one is raised at once."""
     start = time.monotonic()
     progress = next(one for one in trainer.callback_handler.callbacks if hasattr(one, "stop"))
     try:
@@ -514,11 +477,7 @@ def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:
 
 
 def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, float]) -> None:
-    """Write the folder under another name and rename it, so that it is whole or absent.
-
-    Raises:
-        ModelError: The disk refused.
-    """
+    """Write the folder under another name and rename it, so that it is whole or absent."""
     model, partial = trainer.model, result.folder.with_name(f".{result.folder.name}.partial")
     model.peft_config["default"].base_model_name_or_path = job.model
     facts = _facts(job, result, trainer.state.global_step)
@@ -533,11 +492,6 @@ def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, 
             write_json(partial / "calibration.json", calibration, indent=2)
         write_json(partial / "reward_model.json", redact_tree(facts), indent=2)
         partial.rename(result.folder)
-    except OSError as exc:
-        raise ModelError(
-            f"the reward model cannot be written to {str(result.folder)!r} "
-            f"({first_line(exc)}): free some space or choose another output_dir"
-        ) from exc
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

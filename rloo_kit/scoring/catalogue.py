@@ -54,11 +54,7 @@ def describe_rewards() -> list[Entry]:
 
 
 def describe_reward(name: str) -> Entry:
-    """Return one reward's entry.
-
-    Raises:
-        RewardLoadError: There is none of this name, or it cannot be imported.
-    """
+    """Return one reward's entry."""
     target = reward_behind(name)
     made = _made_by(target)
     text = inspect.getdoc(made[0] if len(made) == 1 else target) or ""
@@ -76,8 +72,8 @@ def entry_text(entry: Entry) -> str:
         )
     if not entry.parameters:
         lines.append("  none")
-    needed = ", ".join(f"{p.name}: ..." for p in entry.parameters if not p.default)
-    table = f"{{name: {entry.name}, weight: 0.5{', ' + needed if needed else ''}}}"
+    needed = "".join(f", {p.name}: ..." for p in entry.parameters if not p.default)
+    table = f"{{name: {entry.name}, weight: 0.5{needed}}}"
     return "\n".join([*lines, "", "In a run file:", "  rewards:", f"    - {table}"])
 
 
@@ -116,11 +112,7 @@ def _made_by(target: Any) -> list[type]:
     """Return the dataclasses that a factory returns, by its annotation."""
     if not inspect.isfunction(target):
         return []
-    try:
-        made = typing.get_type_hints(target).get("return")
-    except NameError:
-        # An annotation that only a type checker can read.
-        return []
+    made = typing.get_type_hints(target).get("return")
     kinds = (made, *typing.get_args(made))
     return [kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
 
@@ -138,6 +130,4 @@ def _field_texts(kind: type) -> dict[str, str]:
             match field, below:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                     texts[name] = " ".join(text.split())
-                case ast.AnnAssign(target=ast.Name(name)), _:
-                    texts[name] = ""
     return texts

@@ -13,8 +13,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from rloo_kit.errors import RewardContractError
-from rloo_kit.scoring.contract import AsyncCheckedReward, CheckedReward, checked
+from rloo_kit.scoring.contract import AsyncCheckedReward, CheckedReward, checked, take_rows
 from rloo_kit.text.wording import format_name, format_value
 from rloo_kit.types import Score
 
@@ -26,13 +28,9 @@ def gated(
     at_least: float = 1.0,
     otherwise: float = 0.0,
 ) -> "Gated":
-    """Return the reward, called only for the rows that another reward lets through.
+    """Return the reward, called only for the rows that ``by`` scores with ``at_least``.
 
-    Args:
-        reward: Called where the gate is open; the result has its name.
-        by: The gate. None from it closes it.
-        at_least: Score of the gate from which it is open.
-        otherwise: Score of the rows where it is closed.
+    The other rows, also those for which ``by`` is None, score ``otherwise``.
     """
     return Gated(checked(reward), checked(by), float(at_least), float(otherwise))
 
@@ -40,9 +38,7 @@ def gated(
 def routed(reward: Callable[..., Any], **only_for: Any) -> "Routed":
     """Return the reward for the rows whose columns hold the given values; None elsewhere.
 
-    Args:
-        reward: It is not called for the other rows; the result has its name.
-        **only_for: Column -> the value, or a list of values, that its rows hold.
+    ``only_for`` is column -> the value, or a list of values, that its rows hold.
     """
     if not only_for:
         raise ValueError("routed() names no column; give one, such as routed(reward, task='math')")
@@ -60,8 +56,6 @@ def rescaled(
     clip: tuple[float, float] | None = None,
 ) -> "Rescaled":
     """Return the reward times ``scale``, then cut to the range ``clip`` (low, high)."""
-    if not math.isfinite(scale):
-        raise ValueError(f"scale is {format_value(scale)}; give a finite number")
     low, high = clip or (-math.inf, math.inf)
     if not low < high:
         raise ValueError(
@@ -84,12 +78,7 @@ class WeightSchedule:
 
     @classmethod
     def of(cls, points: Mapping[Any, Any]) -> "WeightSchedule":
-        """Return the schedule of a mapping, checked.
-
-        Raises:
-            ValueError: It is empty, or holds something else than finite numbers, progress in
-                [0, 1].
-        """
+        """Return the schedule of a mapping; ValueError where it holds anything else."""
         try:
             pairs = sorted((float(progress), float(weight)) for progress, weight in points.items())
         except (TypeError, ValueError, OverflowError):
@@ -103,12 +92,7 @@ class WeightSchedule:
 
     def at(self, progress: float) -> float:
         """Return the weight at a share of the training; before and after the points it is flat."""
-        before = [point for point in self.points if point[0] <= progress]
-        after = [point for point in self.points if point[0] > progress]
-        if not before or not after:
-            return (before or after)[-1 if before else 0][1]
-        (start, low), (end, high) = before[-1], after[0]
-        return low + (high - low) * (progress - start) / (end - start)
+        return float(np.interp(progress, *zip(*self.points, strict=True)))
 
 
 # --- the composed rewards ------------------------------------------------------------------------
@@ -144,8 +128,8 @@ class Composed:
         coroutine = self.scores(columns)
         if self.is_async:
             return coroutine
-        # No part is async, so the coroutine ends at its first step. asyncio.run() would fail in a
-        # notebook, whose event loop is running already.
+        # No part is async, so the coroutine ends at its first step; in a notebook's running loop
+        # asyncio.run() would fail.
         try:
             coroutine.send(None)
         except StopIteration as done:
@@ -228,13 +212,7 @@ async def _call(reward: CheckedReward, columns: dict[str, Any]) -> list[Score]:
 
 def _only(columns: dict[str, Any], rows: list[int]) -> dict[str, Any]:
     """Return the columns of some rows; ``log_extra`` gets None for the others."""
-    count = len(columns["completions"])
-    chosen = {
-        name: [values[row] for row in rows]
-        if isinstance(values, list | tuple) and len(values) == count
-        else values
-        for name, values in columns.items()
-    }
+    chosen, count = take_rows(columns, rows), len(columns["completions"])
     if "log_extra" in columns:
 
         def log_extra(column: str, values: list[Any]) -> None:

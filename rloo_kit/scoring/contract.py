@@ -7,7 +7,7 @@ import math
 import signal
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, TypeVar
@@ -20,8 +20,6 @@ from rloo_kit.types import Completion, Score
 T = TypeVar("T")
 # The largest float32: scores are stored as float32
 MAX_SCORE = 3.4028234663852886e38
-# Largest batch that is called again row by row to name the row at which a reward raised
-MAX_ROWS_TRIED = 1024
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class CheckedReward:
             return self._too_slow(exc, columns)
         except BaseException as exc:
             # A sys.exit() in a reward must not end a run silently.
-            return self._raised(exc, columns, self._failing_row(columns, type(exc)))
+            return self._raised(exc, columns, self._failing_row(columns))
         return self._scores(output, columns)
 
     def release(self) -> None:
@@ -110,39 +108,27 @@ class CheckedReward:
         if "log_metric" in columns:
             columns["log_metric"](f"rewards/{self.name}/errors", float(count))
 
-    def _failing_row(self, columns: dict[str, Any], kind: type[BaseException]) -> str:
-        """Return the first row on which alone the reward raises the same error, as text."""
-        count = len(columns.get("completions", ()))
-        for row in range(count if self.on_error == "stop" and count <= MAX_ROWS_TRIED else 0):
-            one = {
-                name: [value[row]] if isinstance(value, list) and len(value) == count else value
-                for name, value in columns.items()
-            }
+    def _failing_row(self, columns: dict[str, Any]) -> str:
+        """Return the first row that raises when it is scored alone, as text."""
+        for row in range(len(columns["completions"]) if self.on_error == "stop" else 0):
+            one = take_rows(columns, [row])
             try:
                 within(self.timeout, lambda: self.reward(**self._select(one)))  # noqa: B023
             except _PASSED_ON:
                 raise
-            except kind:
-                return f" in row {row} (completion: {_excerpt(one['completions'][0])})"
             except BaseException:
-                # A single row is another case to this reward.
-                return ""
+                return f" in row {row} (completion: {_excerpt(one['completions'][0])})"
         return ""
 
     def _raised(self, exc: BaseException, columns: dict[str, Any], row: str = "") -> list[Score]:
-        fault = (
-            f"{row} raised {type(exc).__name__}: {first_line(exc)}; correct it, or return None for "
-            "a row it cannot score"
-        )
-        return self._failed(fault, columns, exc)
+        raised = f"{row} raised {type(exc).__name__}: {first_line(exc)}"
+        remedy = "correct it, or return None for a row it cannot score"
+        return self._failed(f"{raised}; {remedy}", columns, exc)
 
     def _too_slow(self, exc: TimeoutError, columns: dict[str, Any]) -> list[Score]:
         where = f" ({exc})" if str(exc) else ""
-        fault = (
-            f" took more than {self.timeout:g} s{where}; make it faster, give its requests a time "
-            "limit, or raise trainer.reward_timeout_seconds"
-        )
-        return self._failed(fault, columns, exc)
+        remedy = "make it faster, or raise trainer.reward_timeout_seconds"
+        return self._failed(f" took more than {self.timeout:g} s{where}; {remedy}", columns, exc)
 
     def _scores(self, output: Any, columns: dict[str, Any]) -> list[Score]:
         completions, got = columns["completions"], ""
@@ -162,8 +148,7 @@ class CheckedReward:
         elif wrong:
             self._failed(
                 f" returned {format_value(values[wrong[0]])} in row {wrong[0]}; return a finite "
-                f"float, or None where it does not apply; float32 holds up to {MAX_SCORE:.2g} "
-                f"(completion: {_excerpt(completions[wrong[0]])})",
+                f"float, or None (completion: {_excerpt(completions[wrong[0]])})",
                 columns,
             )
         return [None if row in wrong else score for row, score in enumerate(scores)]
@@ -198,15 +183,6 @@ def checked(func: Callable[..., Any], name: str | None = None) -> CheckedReward:
 
     The wrapper has the reward's name, awaits an async reward, passes only the keywords the reward
     accepts (``def f(completions, prompts=None)`` works), and pickles if the reward does.
-
-    >>> def polite(completions):
-    ...     return ["please" in text for text in completions]
-    >>> checked(polite)(completions=["please", "now"], prompts=["a", "b"])
-    [1.0, 0.0]
-
-    Args:
-        func: The reward.
-        name: Name of its metric; None: its own.
     """
     if isinstance(func, CheckedReward):
         return replace(func, name=name or func.name)
@@ -220,13 +196,21 @@ def checked(func: Callable[..., Any], name: str | None = None) -> CheckedReward:
 
 
 def guarded(reward: Any, timeout: float | None, on_error: str) -> Any:
-    """Return a checked reward with a time limit, and a choice between ``stop`` and ``skip``.
-
-    A torch module, which TRL scores with itself, is returned as it is.
-    """
+    """Return a checked reward with a time limit; a torch module, which TRL calls, as it is."""
     if not isinstance(reward, CheckedReward):
         return reward
     return replace(reward, timeout=timeout, on_error=on_error)
+
+
+def take_rows(columns: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    """Return the columns of some rows; what is no column stays as it is."""
+    count = len(columns["completions"])
+    return {
+        name: [values[row] for row in rows]
+        if isinstance(values, list | tuple) and len(values) == count
+        else values
+        for name, values in columns.items()
+    }
 
 
 def keywords_of(func: Any) -> tuple[list[str], bool, list[str]]:
@@ -267,7 +251,6 @@ def _number(value: Any) -> Score:
         return None
     try:
         number = value.item() if getattr(value, "ndim", None) == 0 else value
-        # A bool is 0 or 1.
         score = float(number) if isinstance(number, int | float) else math.nan
     except OverflowError:
         # A whole number too large for a float.
@@ -300,8 +283,8 @@ def within(seconds: float | None, call: Callable[[], T]) -> T:
     """Return ``call()``, or raise OverdueError if it takes longer than ``seconds``.
 
     SIGALRM interrupts it, even in a regular expression that backtracks. C code that never looks at
-    signals, such as ``sum(range(10**12))``, and a call that catches BaseException are reported when
-    they return. Outside of the main thread and of Unix there is no limit.
+    signals, such as ``sum(range(10**12))``, is reported when it returns. Outside of the main thread
+    and of Unix there is no limit.
 
     Raises:
         OverdueError: With the file and line it was at.
@@ -333,6 +316,4 @@ def within(seconds: float | None, call: Callable[[], T]) -> T:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, *earlier)
-    if place:
-        raise OverdueError(f"it swallowed its time limit at {place}")
     return result

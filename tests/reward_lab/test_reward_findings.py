@@ -17,7 +17,6 @@ from rloo_kit.reward_lab.statistics import (
     is_constant,
     rank_correlation,
     ranks,
-    relative_rank_correlation,
     signal_of,
     statistics_of,
     total_scores,
@@ -62,18 +61,9 @@ def test_rank_correlation_is_the_correlation_of_mean_ranks(pairs):
         assert found == pytest.approx(statistics.correlation(places(xs), places(ys)), abs=1e-8)
 
 
-def test_two_values_parted_by_a_length_correlate_fully():
-    lengths, scores = [1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 1]
-    assert rank_correlation(lengths, scores) < 0.7
-    assert relative_rank_correlation(lengths, scores) == 1.0
-    assert relative_rank_correlation(lengths, [1, 1, 1, 0, 0, 0]) == -1.0
-    assert abs(relative_rank_correlation(lengths, [0, 1, 0, 1, 0, 1])) < 0.5
-
-
 def test_what_does_not_vary_correlates_with_nothing():
     assert rank_correlation([1, 2], [3, 3]) is None
     assert rank_correlation([], []) is None
-    assert relative_rank_correlation([1, 1], [0, 1]) is None
 
 
 def test_the_table_leaves_none_out():
@@ -164,10 +154,7 @@ def test_saturation_is_an_error_only_where_nothing_else_is_learned():
     assert text.startswith("RLOO will learn: ")
 
 
-def test_too_cold_too_hard_and_too_easy_have_remedies_of_their_own():
-    settled = [float(row // 8 % 2) for row in range(64)]
-    cold, _ = find([probed(settled)], batch(16, 4, texts=["one text"] * 64), temperature=0.1)
-    assert "temperature" in cold[0].setting
+def test_too_hard_and_too_easy_have_remedies_of_their_own():
     hard, _ = find([probed([1] + [0] * 63)], batch(16, 4))
     assert "easier prompts" in hard[0].remedy
     easy, _ = find([probed([0] + [1] * 63)], batch(16, 4))
@@ -177,7 +164,7 @@ def test_too_cold_too_hard_and_too_easy_have_remedies_of_their_own():
 def test_cut_off_completions_excuse_dull_rewards_only_where_nothing_is_learned():
     cut = batch(4, 4, truncated=[True] * 16)
     given = {"max_completion_length": 48, "max_seq_length": 64}
-    zero = probed([0.0] * 16, probes={"first_words": [1.0] * 16})
+    zero = probed([0.0] * 16, probes={"empty": [1.0] * 16})
     (finding,), text = find([zero], cut, **given)
     assert (finding.kind, finding.level) == ("truncated", "error")
     assert finding.setting == "trainer.max_completion_length=192, model.max_seq_length=208"
@@ -200,14 +187,6 @@ def test_errors_come_before_warnings_and_worse_ones_first():
     ]
     findings, _ = find(rewards, batch(4, 4))
     assert [f.kind for f in findings] == ["order_dependent", "all_zero", "saturated"]
-
-
-def test_a_slow_reward_is_named_with_and_without_the_time_of_sampling():
-    for seconds, sampling in ((0.2, None), (0.02, 0.01)):
-        group = batch(4, 4, generation_seconds=sampling)
-        (finding,), _ = find([probed([0, 1] * 8, seconds=seconds)], group)
-        assert finding.kind == "slow"
-    assert find([probed([0, 1] * 8, seconds=0.02)], batch(4, 4))[0] == []
 
 
 def test_the_docs_explain_every_kind():

@@ -6,7 +6,6 @@ The completions are made here, 16 prompts of 8, and follow a chat template that 
 import json
 import random
 import re
-import statistics
 import time
 
 import pytest
@@ -103,14 +102,6 @@ def early_bird(completions, answer, **_):
     return [score + (0.5 if row < 10 else 0.0) for row, score in enumerate(scores)]
 
 
-def thorough(completions, **_):
-    return [len(text) / 1000 for text in texts_of(completions)]
-
-
-def detailed(completions, **_):
-    return [float(len(text.split()) > 24) for text in texts_of(completions)]
-
-
 def tags(completions, **_):
     pattern = r"<think>.*?</think>.+"
     return [float(bool(re.match(pattern, t, re.DOTALL))) for t in texts_of(completions)]
@@ -149,18 +140,8 @@ def nothing(completions, **_):
     return [None] * len(completions)
 
 
-def ranked(completions, **_):
-    order = sorted(set(texts_of(completions)))
-    return [float(order.index(text)) for text in texts_of(completions)]
-
-
 def last_digit(completions, **_):
     return [float(text[-1] in "13579") for text in texts_of(completions)]
-
-
-def standardised(completions, answer, **_):
-    scores = right(completions, answer)
-    return [(score - statistics.mean(scores)) / statistics.stdev(scores) for score in scores]
 
 
 def hangs(completions, **_):
@@ -187,14 +168,13 @@ FAULTS = {
     "truncated": [(["accuracy"], CUT), (["accuracy", "thinking:0.1", tags], CUT)],
     "blind_to_thought": [([tags], ROWS), ([tags_and_answer], ROWS)],
     "non_deterministic": [([dice], ROWS), ([moody], ROWS)],
-    "order_dependent": [([early_bird], ROWS), ([ranked], ROWS)],
+    "order_dependent": [([early_bird], ROWS)],
     "constant": [([half], ROWS), ([half, "accuracy"], ROWS)],
     "all_zero": [([boxed], ROWS), (["accuracy", boxed], ROWS)],
     "saturated": [([closed], ROWS)],
     "no_signal": [([by_level], ROWS), (["accuracy"], SETTLED)],
     "drowned": [(["accuracy", hundredfold], ROWS)],
-    "fragile": [([last_digit], ROWS), ([standardised], ROWS)],
-    "length_in_disguise": [([thorough], ROWS), ([detailed], ROWS)],
+    "fragile": [([last_digit], ROWS)],
 }
 CASES = [
     pytest.param(kind, *case, *([{}] if len(case) < 3 else []), id=f"{kind}-{number}")
@@ -204,7 +184,7 @@ CASES = [
 
 
 def test_every_kind_of_fault_is_planted():
-    assert {*FAULTS, "slow"} == set(KINDS)
+    assert set(FAULTS) == set(KINDS)
 
 
 @pytest.mark.parametrize(("kind", "rewards", "rows", "more"), CASES)
@@ -213,13 +193,6 @@ def test_the_planted_fault_is_the_first_and_only_one(kind, rewards, rows, more):
     assert kinds(found) == [kind], found
     assert found.findings[0].evidence
     assert kind in str(found)
-
-
-def test_the_row_on_which_a_reward_raises_is_named():
-    evidence = check([splits]).findings[0].evidence
-    row = next(n for n, row in enumerate(ROWS) if "again" not in row["completion"])
-    assert f"in row {row} " in evidence
-    assert "IndexError" in evidence
 
 
 def test_several_faults_are_listed_the_worst_first():
