@@ -302,7 +302,7 @@ RUBBISH = {
     "too many": (lambda: [1.0] * 1000, "returned 1000 scores for 2"),
     "nested": (lambda: [[1.0]] * 2, r"returned \[1.0\] in row 0"),
     "words": (lambda: [1.0, "x"], r"returned 'x' in row 1.*completion: 'now'"),
-    "large": (lambda: [1e39] * 2, r"1e.39 in row 0.*float32 holds up to 3.4e.38"),
+    "large": (lambda: [1e39] * 2, r"1e.39 in row 0"),
     "huge": (lambda: [0, 10**400], "in row 1"),
     "infinity": (lambda: np.array([0, -np.inf]), "returned -inf in row 1"),
     "tensor of rows": (lambda: tensors("rows"), r"returned \[1.0, 1.0\] in row 0"),
