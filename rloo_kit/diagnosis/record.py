@@ -51,13 +51,9 @@ class RunRecord:
     def ended_by(self) -> Finding | None:
         """The finding that stopped the run."""
         found = self.end.get("finding")
-        if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
-            return None
         try:
-            # a damaged file may hold other types
-            texts = {name: None if one is None else str(one) for name, one in found.items()}
-            return Finding(**texts)
-        except TypeError:  # of another version: other fields
+            return Finding(**found) if found else None
+        except TypeError:  # damaged, or of another version with other fields
             return None
 
 
