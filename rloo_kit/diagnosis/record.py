@@ -9,15 +9,13 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from statistics import correlation, fmean, stdev
-from typing import Any, TypeVar
+from typing import Any
 
 from rloo_kit.config.run_file import RunConfig, read_run_file
 from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.errors import ConfigError, DataError
-
-T = TypeVar("T")
 
 # Completions read from each end of a large file: the rules compare its beginning with its end
 KEPT_ROWS = 2000
@@ -90,18 +88,13 @@ def read_run(folder: str | Path) -> RunRecord:
     )
 
 
-def both_ends(rows: Iterable[T], num: int | None) -> list[T]:
-    """Return the first and the last ``num`` rows, without the middle; all of them for None."""
-    rows = iter(rows)
-    return [*islice(rows, num), *deque(rows, maxlen=num)]
-
-
 def _read_rows(path: Path, num: int | None = None) -> list[dict[str, Any]]:
     """Return the objects of a JSONL file, bad lines left out; [] if the file is missing."""
     if not path.is_file():
         return []
     with path.open("rb") as lines:
-        kept = both_ends(lines, num)
+        # first and last rows; the first take all of them without a number
+        kept = [*islice(lines, num), *deque(lines, maxlen=num)]
     return [row for line in kept if (row := _read_object(line)) is not None]
 
 

@@ -85,13 +85,7 @@ class Rules:
     ) -> Callable[[Callable[P, Iterator[Seen]]], Callable[P, list[Finding]]]:
         """Register a kind of finding, and the decorated rule, which yields what it saw.
 
-        Args:
-            kind: Its name, as users know it; rules may also yield other registered kinds.
-            why: Why it matters.
-            remedy: What to change, unless the rule knows something better.
-            stops: As in ``Kind``.
-            about_signal: As in ``Kind``.
-            explains: As in ``Kind``, separated by spaces.
+        The arguments are as in ``Kind``; ``explains`` is separated by spaces.
         """
         self.kinds[kind] = Kind(why, remedy, stops, about_signal, frozenset(explains.split()))
 

@@ -406,12 +406,7 @@ def find_in_run(record: RunRecord) -> list[Finding]:
 
 
 def verdict(record: RunRecord, findings: Sequence[Finding]) -> str:
-    """Return one sentence: whether the run learned, and what to change first.
-
-    Args:
-        record: As ``read_run`` returns it.
-        findings: As ``find_in_run`` returns them.
-    """
+    """Return one sentence: whether the run learned, and what to change first."""
     run = RunStatistics(record)
     if run.num_steps < 2:
         counted = "one step" if run.num_steps else "no step"

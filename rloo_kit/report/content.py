@@ -35,14 +35,7 @@ UNKNOWN = "not known here"
 def run_content(
     record: RunRecord, name: str, charts: Sequence[Chart], share: int = 1
 ) -> dict[str, Any]:
-    """Return all that the page shows of a run.
-
-    Args:
-        record: The run.
-        name: Of the run on the page.
-        charts: As ``charts_of`` returns them.
-        share: Runs on the page, which divide the examples it has room for.
-    """
+    """Return all that the page shows of a run; ``share`` runs divide the space for examples."""
     findings = find_in_run(record)
     content = {
         "name": name,

@@ -168,14 +168,9 @@ def _dict(value: object) -> dict[str, Any]:
 def curves_of(record: RunRecord, charts: Sequence[Chart]) -> dict[str, Any]:
     """Return the points of every chart, at most ``MAX_POINTS`` a curve.
 
-    Args:
-        record: The run.
-        charts: As ``charts_of`` returns them.
-
-    Returns:
-        ``from`` and ``to``, first and last step of each point; ``lines``, by ``ID/NUMBER`` of the
-        chart's line, each with ``y`` and, where there is a band or a point stands for several
-        steps, ``lo`` and ``hi``; ``more``, by name, the metrics that no chart shows.
+    ``from`` and ``to`` are the first and last step of each point; ``lines``, by ``ID/NUMBER`` of
+    the chart's line, have ``y`` and, where there is a band or a point stands for several steps,
+    ``lo`` and ``hi``; ``more`` has, by name, the metrics that no chart shows.
     """
     run = rows_of(record)
     # Steps for each point, rounded up.

@@ -135,13 +135,8 @@ def completion_parts(row: dict[str, Any], limit: int) -> dict[str, Any]:
 def thought_and_answer(text: str, answer_at: object = None) -> tuple[str | None, str]:
     """Return the two parts of a completion, ``</think>`` in neither.
 
-    Args:
-        text: Of the completion.
-        answer_at: Characters before the answer, as in completions.jsonl; None: the last
-            ``</think>`` divides the text.
-
-    Returns:
-        The thought, None where none was closed, and the answer: then the whole text.
+    ``answer_at`` is the number of characters before the answer; without it the last ``</think>``
+    divides the text. The thought is None where none was closed.
 
     >>> thought_and_answer("<think>4+5=9</think> 9")
     ('4+5=9', ' 9')

@@ -103,15 +103,6 @@ def held_out(before, after, name="accuracy", num=100):
     return {"before": one(before), "after": one(after)}
 
 
-def both(one, other):
-    """Two rewards on the same held-out prompts."""
-    for name in ("before", "after"):
-        one[name]["rewards"] |= other[name]["rewards"]
-        for mine, others in zip(one[name]["samples"], other[name]["samples"], strict=True):
-            mine["rewards"] |= others["rewards"]
-    return one
-
-
 def record(rows=None, *, said=None, evaluation=None, run_config=None):
     return RunRecord(
         metrics(**(rows or {})),
@@ -311,13 +302,6 @@ def test_nothing_is_found_in_fewer_than_two_steps(num):
     assert "two are needed" in verdict_of(run)
 
 
-def test_accuracy_that_is_always_zero_is_ignored():
-    own = both(held_out(0.0, 0.0), held_out(0.0, 0.6, "puzzle"))
-    assert verdict_of(record(evaluation=own)).startswith(
-        "It learned: puzzle on 100 held-out prompts"
-    )
-
-
 # --- damaged folders ------------------------------------------------------------------------------
 
 
@@ -383,12 +367,6 @@ def test_odd_metrics_raise_no_error(broken, worsened, sampled, scored):
     said = completions() if sampled else []
     run = RunRecord(rows, said, scored, config())
     assert verdict_of(run).endswith(".")
-
-
-def test_the_middle_of_many_completions_is_left_out(folder, monkeypatch):
-    monkeypatch.setattr("rloo_kit.diagnosis.record.KEPT_ROWS", 5)
-    write(folder / "completions.jsonl", [{"step": n, "score": 0.0} for n in range(100)])
-    assert [row["step"] for row in read_run(folder).completions] == [*range(5), *range(95, 100)]
 
 
 # --- runs that a finding ended --------------------------------------------------------------------

@@ -20,11 +20,10 @@ from nbclient import NotebookClient
 
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.errors import ConfigError
-from rloo_kit.live import notebook as notebook_figure
 from rloo_kit.live import terminal as terminal_panel
 from rloo_kit.live import view as live
-from rloo_kit.live.notebook import NotebookFigure, figure_png
-from rloo_kit.live.terminal import TerminalPanel, sparkline
+from rloo_kit.live.notebook import figure_png
+from rloo_kit.live.terminal import TerminalPanel
 from rloo_kit.live.view import LiveView, PlainLines, Progress
 
 # Of the quickstart's first step.
@@ -228,17 +227,6 @@ def test_odd_metrics_are_shown_as_none(value, terminal):
     figure_png(view.progress)
 
 
-def test_steps_without_metrics_or_completions_are_accepted(terminal):
-    view = TerminalPanel(terminal().stream)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        state = start(view, max_steps=0)
-        for records in (None, [{}], [{"score": None, "prompt": None}], [{"score": 1.0}]):
-            make_step(view, state, records)
-        view.on_log(None, state, None, logs=None)
-        view.close()
-
-
 def test_broken_stream_ends_the_view_not_the_run():
     reading, writing = os.pipe()
     stream = os.fdopen(writing, "w")
@@ -264,12 +252,6 @@ def test_time_left_ignores_one_slow_step():
     resumed = Progress(100, 110, now=0.0)
     resumed.add(102, 110, ROW, 6.0)  # a further pass lies between
     assert resumed.seconds_left == 8 * 3.0
-
-
-def test_sparkline_spans_its_values_and_leaves_gaps():
-    assert sparkline([0.0, None, 7.0], 8) == "▁ █"
-    assert sparkline(list(range(800)), 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([2.0, 2.0], 8) == "▅▅"
 
 
 # --- the panel ------------------------------------------------------------------------------------
@@ -449,22 +431,3 @@ def test_notebook_shows_one_figure_updated_in_place(tmp_path):
     assert "ended by" in failed[1].text
     assert without[0].data["text/plain"].startswith("step 3/3")
     assert "<img" not in without[0].data["text/html"]
-
-
-def test_drawings_take_two_percent_of_the_time(monkeypatch):
-    now, num_drawn = [0.0], [0]
-
-    def draw(progress):
-        num_drawn[0] += 1
-        now[0] += 0.3
-        return b""
-
-    monkeypatch.setattr(notebook_figure, "figure_png", draw)
-    monkeypatch.setattr(notebook_figure.time, "monotonic", lambda: now[0])
-    view = NotebookFigure()
-    view._open, view._handle = True, SimpleNamespace(update=lambda content, raw: None)
-    state = SimpleNamespace(global_step=0, max_steps=4000)
-    while now[0] < 600:
-        now[0] += 0.5
-        make_step(view, state)
-    assert 0.9 * 0.02 * 600 <= 0.3 * num_drawn[0] <= 0.02 * 600 + 0.3

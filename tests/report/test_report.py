@@ -11,8 +11,7 @@ from rloo_kit.cli import main
 from rloo_kit.errors import DataError
 from rloo_kit.report import page as report
 from rloo_kit.report.curves import MAX_POINTS
-from rloo_kit.report.examples import thought_and_answer
-from rloo_kit.report.page import page_json, write_report
+from rloo_kit.report.page import write_report
 
 MIB = 1 << 20
 STEPS, GROUPS, SIZE = 12, 4, 4
@@ -146,34 +145,6 @@ def test_thinned_curve_keeps_its_extremes(run):
 
 
 # --- texts ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "answer_at", "parts"),
-    [
-        ("abc </think> d", None, ("abc ", " d")),
-        ("abc </think> d", 12, ("abc ", " d")),
-        ("one </think> two </think> three", None, ("one </think> two ", " three")),
-        ("one </think> two </think> three", 12, ("one ", " two </think> three")),
-        ("<think>abc</think>", 18, ("abc", "")),
-        ("no thought", None, (None, "no thought")),
-        ("no thought", 99, (None, "no thought")),
-        ("</think>d", True, ("", "d")),
-        ("", None, (None, "")),
-    ],
-)
-def test_thought_and_answer_are_separated(text, answer_at, parts):
-    assert thought_and_answer(text, answer_at) == parts
-
-
-@pytest.mark.parametrize("value", ["</script>", "<!--", "a&b", "\u2028", "\ud800", "]]>"])
-def test_no_data_can_end_its_script(value):
-    text = page_json({value: [value]})
-    assert not set(text) & set("<>&\u2028\u2029")
-    text.encode()
-    assert json.loads(text) == {
-        value.replace("\ud800", "\ufffd"): [value.replace("\ud800", "\ufffd")]
-    }
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
@@ -323,13 +294,6 @@ def test_runs_are_compared_side_by_side(run, tmp_path):
     ]
     assert values == [None, "0.2"]
     assert not (folders[0] / "report.html").exists()
-
-
-def test_runs_of_one_name_are_shown_with_their_paths(run, tmp_path):
-    (tmp_path / "b").mkdir()
-    folders = [run("same"), run("b/same")]
-    found = data_of(write_report(folders, tmp_path / "x.html").read_text())["runs"]
-    assert [one["name"] for one in found] == [str(folder) for folder in folders]
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -103,20 +103,6 @@ def test_a_thought_opened_in_the_prompt_is_the_first_tag(qwen3_tokenizer, monkey
     assert score(TagFormat(tags="answer"), "<answer>4</answer>", "Q<think>") == 1.0
 
 
-@pytest.mark.parametrize(
-    ("tags", "remedy"),
-    [
-        ([], "give one name or more"),
-        (["<answer>"], "write it without brackets"),
-        ([4], "write it without brackets"),
-        (["a", "b", "a"], "each of them once"),
-    ],
-)
-def test_tags_that_are_none_are_refused(tags, remedy):
-    with pytest.raises(ValueError, match=remedy):
-        TagFormat(tags=tags)
-
-
 # --- JSON -----------------------------------------------------------------------------------------
 
 SCHEMA = {

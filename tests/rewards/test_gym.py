@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 from rloo_kit.rewards import ReasoningGym
-from rloo_kit.rewards.gym import _GUARDS, _check_what_is_run, _verifier
+from rloo_kit.rewards.gym import _GUARDS, _verifier
 
 from rloo_kit.data.gym_tasks import make_gym_rows
 from rloo_kit.errors import RewardContractError, RewardLoadError
@@ -66,9 +66,6 @@ def test_junk_is_scored_low_and_never_raises(task):
     assert max(found) < 0.5
 
 
-# --- the answer part ------------------------------------------------------------------------------
-
-
 # --- settings and entries -------------------------------------------------------------------------
 
 
@@ -106,13 +103,6 @@ def test_an_entry_of_a_file_cannot_have_its_verifier_run_code(task, tmp_path):
     with pytest.raises(RewardContractError, match="trust no other entries"):
         ReasoningGym()(completions=[answer], entry=[json.dumps(entry)])
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("task", RUN_AS_PYTHON)
-def test_every_entry_that_a_task_makes_is_let_through(task):
-    for row in make_gym_rows(f"reasoning_gym:{task}", 8):
-        _check_what_is_run(task, json.loads(row["entry"]))
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
@@ -188,12 +178,3 @@ def test_numbers_of_many_digits_take_no_time(task, text):
         warnings.simplefilter("error")
         assert score(task, text) < 1
     assert time.monotonic() - start < 20
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("task", sorted(_GUARDS))
-def test_right_answers_pass_the_guard(task):
-    rows = make_gym_rows(f"reasoning_gym:{task}", 12)
-    answers = [row["answer"] for row in rows if "answer" in row]
-    # An integral that is left as it is would be right by definition.
-    assert [text for text in answers if not _GUARDS[task](text) and "Integral(" not in text] == []

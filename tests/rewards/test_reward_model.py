@@ -7,7 +7,6 @@ import shutil
 import pytest
 from rloo_kit.rewards import RewardModel
 from rloo_kit.rewards._classifier import (
-    batches,
     fingerprint,
     set_up_tokenizer,
     token_ids,
@@ -55,21 +54,6 @@ def test_a_model_without_a_trained_head_is_refused(model_folder, tmp_path):
         RewardModel(str(tmp_path), device="cpu")(completions=["a"], prompts=["x"])
 
 
-# --- passes and what is remembered ---------------------------------------------------------------
-
-
-def test_batches_hold_every_row_once_within_the_budget():
-    lengths = [3, 17, 5, 5, 1, 40, 2, 5]
-    found = batches(lengths, tokens_per_batch=20)
-    assert sorted(row for batch in found for row in batch) == list(range(len(lengths)))
-    for batch in found:
-        padded = max(lengths[row] for row in batch) * len(batch)
-        assert padded <= 20 or len(batch) == 1
-    assert found[0] == [5]  # longer than the budget
-    assert len(found) == 4
-    assert batches([], tokens_per_batch=8) == []
-
-
 # --- calibration ---------------------------------------------------------------------------------
 
 
@@ -103,12 +87,6 @@ def test_a_bad_calibration_is_refused(calibrated_folder, content, remedy):
     (calibrated_folder / "calibration.json").write_text(content)
     with pytest.raises(ModelError, match=remedy):
         RewardModel(str(calibrated_folder), device="cpu")(completions=["a"], prompts=["x"])
-
-
-@pytest.mark.parametrize("name", ["max_length", "tokens_per_batch"])
-def test_settings_out_of_range_are_refused(name):
-    with pytest.raises(ValueError, match=name):
-        RewardModel("anywhere", **{name: 0})
 
 
 # --- 4 bit, and where the weights wait -----------------------------------------------------------

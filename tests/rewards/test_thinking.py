@@ -9,7 +9,7 @@ from rloo_kit.rewards import (
     ThinkingFormat,
     end_of_thinking_id,
 )
-from rloo_kit.rewards.thinking import part_text, thinking, thinking_format
+from rloo_kit.rewards.thinking import thinking, thinking_format
 
 from rloo_kit.errors import RewardLoadError
 
@@ -71,11 +71,6 @@ def test_bind_refuses_a_tokenizer_without_the_token(plain_tokenizer):
         thinking.bind(plain_tokenizer)
 
 
-def test_bands_in_the_wrong_order_are_refused():
-    with pytest.raises(ValueError, match="set 0 <= short <= long"):
-        Thinking(short=31)
-
-
 # --- closed once ----------------------------------------------------------------------------------
 
 
@@ -108,17 +103,6 @@ def test_budget_falls_along_half_a_cosine(num_tokens, expected):
         assert score(reward, "", ids) == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "remedy"),
-    [
-        ({"budget": 5, "limit": 5}, "set 0 <= budget < limit"),
-    ],
-)
-def test_budget_refuses_what_cannot_be(parameters, remedy):
-    with pytest.raises(ValueError, match=remedy):
-        ThinkingBudget(**parameters)
-
-
 # --- questions ------------------------------------------------------------------------------------
 
 
@@ -137,27 +121,6 @@ def test_budget_refuses_what_cannot_be(parameters, remedy):
 def test_distinct_questions_of_the_thought_count_up_to_the_most(thought, questions):
     text = f"<think>{thought}</think>Is this one? Or this?"
     assert score(SelfQuestions(most=4), text, [OPEN, 7, CLOSE, 7]) == questions / 4
-
-
-# --- parts ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "opened", "thought", "answer"),
-    [
-        ("<think>a</think>b", False, "a", "b"),
-        ("a</think>b", True, "a", "b"),
-        ("a</think>b</think>c", True, "a", "c"),
-        ("a", True, None, None),
-        ("<think>a", False, None, None),
-        ("a</think>b<think>c", True, "a", None),
-        ("a", False, None, "a"),
-    ],
-)
-def test_parts_of_a_text(text, opened, thought, answer):
-    assert part_text(text, "completion", opened=opened) == text
-    assert part_text(text, "thought", opened=opened) == thought
-    assert part_text(text, "answer", opened=opened) == answer
 
 
 # --- thinking format ------------------------------------------------------------------------------
