@@ -19,16 +19,12 @@ from rloo_kit.reward_lab.statistics import (
     Settings,
     Signal,
     both_scored,
-    group_spreads,
     is_constant,
     is_same,
     known,
     rank_correlation,
 )
 from rloo_kit.types import Score
-
-# Spread within groups, relative to the largest reward's, below which a reward has no say
-DROWNED = 0.02
 
 RULES = Rules()
 KINDS = RULES.kinds
@@ -276,27 +272,6 @@ def _no_signal(signal: Signal) -> Iterator[Seen]:
     yield Seen(evidence, level, remedy=remedy)
 
 
-@RULES.rule(
-    "drowned",
-    "within a group the largest spread decides who is better; the other rewards have no say",
-    "lower its weight, or bring the rewards to one scale with scaled_by",
-)
-def _drowned(live: list[Probed], batch: Batch) -> Iterator[Seen]:
-    spreads = {r.name: s for r in live if (s := _spread(r, batch)) > 0}
-    largest = max(spreads, key=spreads.__getitem__, default="")
-    small = [name for name in spreads if spreads[name] < DROWNED * spreads[largest]]
-    if small:
-        listed = ", ".join(f"{name} {spreads[name]:.2g}" for name in small)
-        evidence = f"weight times spread within a group is {spreads[largest]:.3g}; of {listed}"
-        yield Seen(evidence, "warning", largest)
-
-
-def _spread(probed: Probed, batch: Batch) -> float:
-    """Return the weighted spread within the groups in which the reward varies at all."""
-    spreads = [spread for spread in group_spreads(probed.scores, batch) if spread > 0]
-    return abs(probed.weight) * fmean(spreads) if spreads else 0.0
-
-
 # --- all findings, and the verdict ---------------------------------------------------------------
 
 
@@ -314,11 +289,10 @@ def find_all(
         # A reward that is dull only for now is an error if no other one is alive.
         dull_now = ("constant", "all_zero", "saturated")
         found = [replace(f, level="error") if f.kind in dull_now else f for f in found]
-    live = [r for r in live if known(r.scores)]
     found += fault
-    if not excused and (live or not dead):
+    if not excused and (any(known(r.scores) for r in live) or not dead):
         found += _no_signal(signal)
-    return RULES.ordered([*found, *_drowned(live, batch)])
+    return RULES.ordered(found)
 
 
 def verdict(signal: Signal, findings: Sequence[Finding]) -> str:

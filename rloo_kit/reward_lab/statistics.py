@@ -69,7 +69,7 @@ class Probed:
 
     @property
     def counts(self) -> bool:
-        """Whether it is part of the score at all; with weight 0 it is only logged."""
+        """Whether it is part of the score; with weight 0 it is only logged."""
         return self.weight != 0
 
     def at_rows(self) -> list[Score]:
@@ -154,11 +154,7 @@ def ranks(values: Sequence[float]) -> np.ndarray:
 
 
 def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """Return Spearman's correlation; None where one side does not vary.
-
-    >>> rank_correlation([1, 2, 3], [10, 30, 20])
-    0.5
-    """
+    """Return Spearman's correlation; None where one side does not vary."""
     if len(set(xs)) < 2 or len(set(ys)) < 2:
         return None
     return round(float(np.corrcoef(ranks(xs), ranks(ys))[0, 1]), 9)

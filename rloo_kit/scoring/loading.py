@@ -78,12 +78,8 @@ def load_rewards(
         specs: See the module's text.
         tokenizer: The policy's; rewards with a ``bind`` method are bound to it.
         base_dir: Folder that relative paths start from; None: the working directory.
-        chat_template_kwargs: What the policy's chat template is given, such as
-            ``enable_thinking``; it may decide who opens the thought.
+        chat_template_kwargs: Of the policy's chat template; may decide who opens the thought.
         say: Called with a line that names code which is not the kit's, before it is imported.
-
-    Raises:
-        RewardLoadError: A reward cannot be found, imported or made.
     """
     if tokenizer is not None and chat_template_kwargs:
         tokenizer = WithSettings(tokenizer, dict(chat_template_kwargs))
@@ -173,8 +169,6 @@ def _targets() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Finder:
-    """Finds rewards by their specs."""
-
     base: Path
     """Folder that relative paths start from."""
     say: Say | None = None
@@ -365,15 +359,13 @@ def _import(module: str, spec: str) -> ModuleType:
 
 
 def _attribute(module: ModuleType, attribute: str, spec: str) -> Any:
-    """Return a module's attribute, or list the ones it has."""
     if attribute and hasattr(module, attribute):
         return getattr(module, attribute)
     own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
     names = [name for name, value in own.items() if callable(value) and not name.startswith("_")]
-    wrong = f"there is no {format_value(attribute)} in it" if attribute else "it names no function"
     raise RewardLoadError(
-        f"reward {format_value(spec)} cannot be found: {wrong}{did_you_mean(attribute, names)}; "
-        f"add ':function' with one of: {', '.join(names) or '(it has none)'}"
+        f"reward {format_value(spec)} names no function of the file or "
+        f"module{did_you_mean(attribute, names)}; add ':function' with one of: {', '.join(names)}"
     )
 
 

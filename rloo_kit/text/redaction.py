@@ -47,11 +47,7 @@ PLAIN = re.compile(
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether the name of a variable or setting says that its value is a secret.
-
-    >>> [is_secret_name(name) for name in ("HF_TOKEN", "apiKey", "pad_token", "max_new_tokens")]
-    [True, True, False, False]
-    """
+    """Return whether the name of a variable or setting says that its value is a secret."""
     return _how_secret(name) is not None
 
 
@@ -62,7 +58,8 @@ def _how_secret(name: str) -> str | None:
     words = [word for word in re.split(r"[^a-z]+", last) if word]
     if not words or NOT_THE_VALUE.fullmatch(words[-1]) or "public" in words:
         return None
-    is_id = words[-1] == "id"  # AWS_ACCESS_KEY_ID is half of a secret, pad_token_id is none
+    # AWS_ACCESS_KEY_ID is half of a secret, pad_token_id is none.
+    is_id = words[-1] == "id"
     if ALWAYS_SECRET.search("_".join(words)):
         return "often" if is_id else "always"
     telling = words if name.isupper() else words[-1:]
@@ -76,9 +73,6 @@ def is_plain(value: str) -> bool:
 
     That is a value below ``MIN_LENGTH`` characters, a number, a few words, a path, or an address
     without a password.
-
-    >>> is_plain("question"), is_plain("/usr/lib/key.pem"), is_plain("wJalrXUtnFEMI7MDENG")
-    (True, True, False)
     """
     text = value.strip()
     if len(text) < MIN_LENGTH or PLAIN.fullmatch(text):
@@ -99,10 +93,7 @@ _seen_variables: set[tuple[str, str]] = set()
 
 
 def remember_secret(value: object, name: str = "") -> None:
-    """Mask a text or number from now on wherever it occurs, unless it is plain (``is_plain``).
-
-    ``name`` is shown in its place; anything but a text or number is ignored.
-    """
+    """Mask a text or number from now on wherever it occurs, unless it is plain (``is_plain``)."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return
     text = str(value).strip()
@@ -225,9 +216,6 @@ def redact(text: str) -> str:
 
     Known values are found also as JSON or a percent-encoded address writes them, and a long one
     where its end was cut off. JSON stays valid JSON.
-
-    >>> redact("git clone https://me:hunter2@example.org/x")
-    'git clone https://me:[hidden]@example.org/x'
     """
     _remember_environment()
     return _redact(text)
@@ -241,7 +229,8 @@ def _redact(text: str) -> str:
             text = pattern.sub(label, text)
     lower = text.lower()
     for triggers, pattern in SHAPES:
-        if any(trigger in lower for trigger in triggers):  # fast: most texts hold none
+        # Fast: most texts hold none.
+        if any(trigger in lower for trigger in triggers):
             text = pattern.sub(_mask_shape, text)
     return text
 
@@ -251,9 +240,6 @@ def redact_tree(value: Any, name: str = "") -> Any:
 
     A value whose name says that it is a secret is masked, whatever it is; under a name that is only
     often one's, such as ``token``, unless it is plain (see ``is_plain``).
-
-    >>> redact_tree({"hub_token": "abc", "pad_token": "<pad>"})
-    {'hub_token': '[hidden: hub_token]', 'pad_token': '<pad>'}
     """
     _remember_environment()
     return _redact_tree(value, name)
@@ -276,15 +262,9 @@ def _redact_tree(value: Any, name: str) -> Any:
 
 
 def without_hidden(settings: Any, place: str = "") -> tuple[Any, list[str]]:
-    """Return settings read back from a run's folder without those that were masked in it.
+    """Return (settings read back without those that were masked, the names of these).
 
     A text that is masked in part, such as an address without its password, stays.
-
-    Returns:
-        (settings, names of those left out, such as ``trainer.hub_token``).
-
-    >>> without_hidden({"trainer": {"hub_token": "[hidden: hub_token]", "beta": 0.1}})
-    ({'trainer': {'beta': 0.1}}, ['trainer.hub_token'])
     """
     if not isinstance(settings, Mapping | list):
         return settings, []

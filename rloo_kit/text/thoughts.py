@@ -14,11 +14,7 @@ def token_id(tokenizer: Any, token: str) -> int | None:
 
 
 class ThoughtFinder:
-    """Separate the thought of a completion from its answer, by the id of the closing token.
-
-    Args:
-        tokenizer: Of the model; one without a single token for ``</think>`` finds no thought.
-    """
+    """Separate the thought of a completion from its answer, by the id of the closing token."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -27,10 +23,8 @@ class ThoughtFinder:
     def __call__(self, completion_ids: list[int], completion: Any) -> dict[str, int | None]:
         """Return what a row of completions.jsonl says about the thought.
 
-        Returns:
-            ``tokens`` of the completion; ``thought_tokens`` before the first closing token;
-            ``answer_at``, the characters of the text up to and including the last one. The last
-            two are None where no thought was closed.
+        ``thought_tokens`` are those before the first closing token, ``answer_at`` the characters
+        up to and including the last one; both are None where no thought was closed.
         """
         found = {"tokens": len(completion_ids), "thought_tokens": None, "answer_at": None}
         if self.closing_id not in completion_ids:

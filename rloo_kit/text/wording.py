@@ -13,8 +13,8 @@ from rloo_kit.text.redaction import redact
 LONGEST_VALUE = 100
 # Characters of another library's error
 LONGEST_REASON = 160
-# Characters of several errors together; the first is always shown
-LONGEST_MESSAGE = 600
+# Errors of one message, beside the first
+MORE_ERRORS = 5
 
 
 class _Short(reprlib.Repr):
@@ -39,11 +39,7 @@ _SHORT = _Short()
 
 
 def format_value(value: object) -> str:
-    """Return ``repr(value)``, cut in its middle to about 100 characters.
-
-    >>> format_value("x" * 1000)[-8:]
-    "xxxxxxx'"
-    """
+    """Return ``repr(value)``, cut in its middle to about 100 characters."""
     text = printable(_SHORT.repr(value))
     half = LONGEST_VALUE // 2
     return text if len(text) <= LONGEST_VALUE else f"{text[: half + 2]}...{text[3 - half :]}"
@@ -75,30 +71,20 @@ def printable(text: str) -> str:
 def format_errors(errors: Iterable[str]) -> str:
     """Return several errors as one message: the first ones, and how many are left."""
     text, *others = errors
-    for place, error in enumerate(others):
-        if len(text) + len(error) > LONGEST_MESSAGE:
-            return f"{text}; and {len(others) - place} more errors, shown once these are fixed"
-        text += f"; {error}"
-    return text
+    shown = "; ".join([text, *others[:MORE_ERRORS]])
+    left = len(others) - MORE_ERRORS
+    return shown if left <= 0 else f"{shown}; and {left} more errors, shown once these are fixed"
 
 
 def did_you_mean(word: object, candidates: Iterable[str]) -> str:
-    """Return the end of a message about an unknown word; "" without a near candidate.
-
-    >>> did_you_mean("num_generation", ["beta", "num_generations"])
-    "; did you mean 'num_generations'?"
-    """
+    """Return the end of a message about an unknown word; "" without a near candidate."""
     # A key of YAML may be a number.
     near = difflib.get_close_matches(word, list(candidates), 1) if isinstance(word, str) else []
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration in its two largest units.
-
-    >>> format_duration(0.42), format_duration(45), format_duration(125), format_duration(7380)
-    ('0.4 s', '45 s', '2 min 5 s', '2 h 3 min')
-    """
+    """Return a duration in its two largest units, such as ``2 h 3 min``."""
     if seconds < 9.95:
         return f"{max(0.0, seconds):.1f} s"
     whole, names = round(seconds), ("min", "s")

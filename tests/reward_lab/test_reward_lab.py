@@ -116,10 +116,6 @@ def closed(completions, **_):
     return [float("</think>" in text) for text in texts_of(completions)]
 
 
-def hundredfold(completions, **_):
-    return [100.0 * (sum(map(ord, text)) % 3) for text in texts_of(completions)]
-
-
 def by_level(completions, level, **_):
     return [float(value) for value in level]
 
@@ -173,7 +169,6 @@ FAULTS = {
     "all_zero": [([boxed], ROWS), (["accuracy", boxed], ROWS)],
     "saturated": [([closed], ROWS)],
     "no_signal": [([by_level], ROWS), (["accuracy"], SETTLED)],
-    "drowned": [(["accuracy", hundredfold], ROWS)],
     "fragile": [([last_digit], ROWS)],
 }
 CASES = [

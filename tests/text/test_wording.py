@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rloo_kit.text.wording import (
-    LONGEST_MESSAGE,
     did_you_mean,
     first_line,
     format_duration,
@@ -64,8 +63,9 @@ def test_error_is_shown_by_its_first_line(exc, text):
 
 def test_first_of_many_errors_are_shown_and_the_rest_counted():
     assert format_errors(["a", "b"]) == "a; b"
-    assert format_errors(["x" * 2000, "y", "z"]).startswith(f"{'x' * 2000}; and 2 more errors")
-    assert len(format_errors(["fault"] * 999)) <= LONGEST_MESSAGE + 70
+    assert format_errors(["fault"] * 999).endswith(
+        "; and 993 more errors, shown once these are fixed"
+    )
 
 
 @pytest.mark.parametrize(
