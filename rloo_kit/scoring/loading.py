@@ -364,8 +364,8 @@ def _attribute(module: ModuleType, attribute: str, spec: str) -> Any:
     own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
     names = [name for name, value in own.items() if callable(value) and not name.startswith("_")]
     raise RewardLoadError(
-        f"reward {format_value(spec)} names no function of the file or "
-        f"module{did_you_mean(attribute, names)}; add ':function' with one of: {', '.join(names)}"
+        f"reward {format_value(spec)} cannot be found: there is no {format_value(attribute)} in "
+        f"it{did_you_mean(attribute, names)}; add ':function' with one of: {', '.join(names)}"
     )
 
 
