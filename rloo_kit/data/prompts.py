@@ -58,7 +58,14 @@ def load_prompts(  # noqa: PLR0913
         DataError: No such source, no ``prompt``, no rows, a bad line, or a needless argument.
     """
     name = str(name)
-    _check_arguments(name, columns, level, settings)
+    useless = {
+        "columns": columns and is_task(name),
+        "level": level is not None and name not in BUILTIN,
+        "settings": settings and not name.startswith(PREFIX),
+    }
+    for key in useless:
+        if useless[key]:
+            raise DataError(f"{key} has no effect on the prompts {format_value(name)}: drop it")
     if is_task(name):
         source = _make_task(name, num_prompts or NUM_BUILTIN_PROMPTS, split, seed, level, settings)
     else:
@@ -154,23 +161,6 @@ def prompt_ids(
 
 
 # --- one source ----------------------------------------------------------------------------------
-
-
-def _check_arguments(
-    name: str,
-    columns: Mapping[str, str] | None,
-    level: int | list[int] | None,
-    settings: dict[str, Any] | None,
-) -> None:
-    """Refuse arguments that would have no effect on this source."""
-    wrong = {
-        "columns": bool(columns) and is_task(name),
-        "level": level is not None and name not in BUILTIN,
-        "settings": bool(settings) and not name.startswith(PREFIX),
-    }
-    for key, is_wrong in wrong.items():
-        if is_wrong:
-            raise DataError(f"{key} has no effect on the prompts {format_value(name)}: drop it")
 
 
 def _make_task(

@@ -1,7 +1,7 @@
 """What trying rewards came to: the verdict, the findings, a table on the screen."""
 
 import textwrap
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from rloo_kit.diagnosis.rules import Finding, findings_text
@@ -34,10 +34,6 @@ class RewardCheck:
     def has_errors(self) -> bool:
         """Whether there is a fault from which the run cannot learn."""
         return any(finding.level == "error" for finding in self.findings)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
 
     def __repr__(self) -> str:
         return f"RewardCheck({self.verdict!r}, {len(self.findings)} findings)"

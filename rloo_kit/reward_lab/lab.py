@@ -8,7 +8,7 @@ import functools
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -186,13 +186,6 @@ def _read(
         raise DataError("there are no completions: give rows with `prompt` and `completion`")
     tokenizer = None if base is None else _tokenizer(config, base)
     rewards = load(tokenizer, template_settings(config))
-    if not all(row.get("completion_ids") for row in rows):
-        for reward in rewards:
-            if "completion_ids" in getattr(reward.func, "required", ()):
-                raise DataError(
-                    f"reward {reward.name!r} reads completion_ids, which the completions lack: "
-                    "check with the model; its --output-dir writes a file that holds them"
-                )
     note = "note: without a tokenizer, rewards that look for thinking tokens use Qwen3's"
     notes = [note] if tokenizer is None else []
     trainer, settings = config.trainer, Settings()
@@ -322,7 +315,7 @@ def _examined(material: _Material) -> RewardCheck:
 
 def _write(folder: Path, check: RewardCheck, rows: list[Row], say: Say) -> None:
     folder.mkdir(parents=True)
-    text = json.dumps(redact_tree(check.as_dict()), indent=1, default=str)
+    text = json.dumps(redact_tree(asdict(check)), indent=1, default=str)
     (folder / "rewards_check.json").write_text(f"{text}\n", encoding="utf-8")
     with (folder / "completions.jsonl").open("w", encoding="utf-8") as lines:
         lines.writelines(f"{json.dumps(redact_tree(row), default=str)}\n" for row in rows)

@@ -23,8 +23,6 @@ PROBE_SECONDS = 0.5
 FEWEST_ROWS = 4
 # Longest call with a very long completion: a reward may need quadratic time for it
 REPEATED_SECONDS = 5.0
-# Scores beyond it count as it: their squares would be infinite
-LARGEST_SCORE = 1e100
 
 
 def probe(
@@ -98,8 +96,7 @@ def _call(func: CheckedReward, columns: dict[str, Any]) -> list[Score]:
         with ThreadPoolExecutor(1) as pool:
             # A notebook's thread has a running loop.
             found = pool.submit(asyncio.run, found).result()  # type: ignore[arg-type]
-    limit = LARGEST_SCORE
-    return [None if score is None else min(max(score, -limit), limit) for score in found]
+    return found
 
 
 def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractError) -> Fault:

@@ -57,8 +57,8 @@ class Probed:
     weight: float
     scores: list[Score]
     """B, as the run would get them; all None with a fault."""
+    # Of one completion
     seconds: float = 0.0
-    """Of one completion."""
     fault: Fault | None = None
     rows: list[int] = field(default_factory=list)
     """That the probes were called with."""
@@ -87,16 +87,14 @@ class RewardStats:
     none_share: float
     mean: float | None
     std: float | None
+    # Mean within the groups
     group_std: float | None
-    """Mean standard deviation within a group."""
     low: float | None
     high: float | None
+    # Share above 0
     fires: float | None
-    """Share of the scores above 0."""
     milliseconds: float
-    """Of one completion."""
     length_correlation: float | None
-    """Spearman's rank correlation with the length, in tokens where they are known."""
     fault: str | None
 
 

@@ -248,8 +248,6 @@ def _check(given: dict[str, Any]) -> None:
         for name in ABOVE_0
         for error in check_value(name, given[name], float if name in floats else int, Rule(above=0))
     ]
-    for name in ("load_in_4bit", "keep_thought"):
-        errors += check_value(name, given[name], bool)
     errors += check_value("seed", given["seed"], int, Rule(minimum=0))
     if errors:
         raise ConfigError("; ".join(errors))

@@ -255,11 +255,6 @@ def test_plain_texts_are_grouped_by_their_prompt():
     assert found.signal.num_groups == found.signal.num_with_signal == 4
 
 
-def test_rewards_that_need_token_ids_are_refused_without_them():
-    with pytest.raises(DataError, match="'thinking' reads completion_ids, which the completions"):
-        check(["thinking", "accuracy"], changed(completion_ids=None))
-
-
 def test_an_async_reward_is_awaited():
     async def later(completions, answer, **_):
         return right(completions, answer)

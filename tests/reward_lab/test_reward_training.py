@@ -227,7 +227,6 @@ def test_float32_learns_as_well_and_overwrites_nothing(trained, recwarn):
         ({"lr_scheduler_type": "sideways"}, "TRL refuses the settings of the reward model"),
         ({"learning_rate": 0}, "learning_rate is 0, must be above 0"),
         ({"r": 1.5}, "r is 1.5, must be a whole number"),
-        ({"keep_thought": "no"}, "keep_thought is 'no', must be true or false"),
     ],
 )
 def test_a_bad_setting_is_refused_with_the_remedy(tmp_path, settings, remedy):
