@@ -251,16 +251,12 @@ def live_progress(stream: TextIO | None = None) -> LiveView:
         stream: Where it is written; None: stdout, and in a notebook its output.
 
     Raises:
-        ConfigError: RLOO_KIT_LIVE has another value, or is ``notebook`` outside of one.
+        ConfigError: RLOO_KIT_LIVE has another value.
     """
     choice = os.environ.get(VARIABLE) or "auto"
     if choice not in CHOICES:
         raise ConfigError(f"{VARIABLE} is {choice!r}, must be one of {', '.join(CHOICES)}")
     in_notebook = stream is None and _in_notebook()
-    if choice == "notebook" and not in_notebook:
-        raise ConfigError(
-            f"{VARIABLE} is 'notebook', and this process is no notebook kernel: set it to auto"
-        )
     target = stream or sys.stdout
     if choice == "auto":
         choice = "notebook" if in_notebook else "panel" if _can_redraw(target) else "plain"

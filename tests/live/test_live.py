@@ -182,9 +182,6 @@ def test_environment_variable_chooses_the_view(terminal, tmp_path, monkeypatch):
     monkeypatch.setenv("RLOO_KIT_LIVE", "pannel")
     with pytest.raises(ConfigError, match="'pannel', must be one of auto, panel, notebook, plain"):
         live.live_progress(stream)
-    monkeypatch.setenv("RLOO_KIT_LIVE", "notebook")
-    with pytest.raises(ConfigError, match="no notebook kernel: set it to auto"):
-        live.live_progress()
 
 
 # --- lines ----------------------------------------------------------------------------------------

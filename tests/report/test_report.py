@@ -218,13 +218,6 @@ def test_secret_settings_are_not_shown(run):
 # --- damaged folders ------------------------------------------------------------------------------
 
 
-def test_metrics_alone_are_enough(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(lines([metric(1), metric(2)]))
-    found = content(tmp_path)
-    assert found["groups"] == []
-    assert found["held_out"]["rewards"] == []
-
-
 @pytest.mark.parametrize("name", ["evaluation.json", "end.json", "environment.json", "run.yaml"])
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"before": 3, "during": {}, "hardware": 5}', "\xff"]

@@ -172,8 +172,3 @@ def test_a_row_whose_answer_is_of_another_kind_does_not_count(match, answer):
 def test_parameters_that_cannot_be_are_refused(parameters, remedy):
     with pytest.raises(ValueError, match=remedy):
         Accuracy(**parameters)
-
-
-@pytest.mark.parametrize("text", [r"72{,}000", r"72\,000", r"72,\!000", r"72,\ 000", "72,000"])
-def test_thousands_are_read_as_latex_writes_them(text):
-    assert last_number(rf"$\boxed{{{text}}}$") == 72000

@@ -4,8 +4,6 @@ import pytest
 from rloo_kit.rewards import Repetition
 from rloo_kit.rewards.repetition import repetition
 
-from rloo_kit.errors import RewardContractError
-
 
 @pytest.mark.parametrize(
     ("ids", "expected"),
@@ -32,11 +30,6 @@ def test_words_are_compared_without_case():
     chat = [[{"role": "assistant", "content": "No no  NO\nno"}]]
     assert reward(completions=chat) == [pytest.approx(-2 / 3)]
     assert reward(completions=["no", "", "a b a c"]) == [0.0, 0.0, 0.0]
-
-
-def test_tokens_that_are_not_there_are_named_with_the_remedy():
-    with pytest.raises(RewardContractError, match="set unit to 'words'"):
-        repetition(completions=["a"])
 
 
 @pytest.mark.parametrize(

@@ -32,12 +32,6 @@ def test_a_thought_that_is_not_closed_costs_a_point():
     assert score(thinking, "hm? hm?", [7] * 40) == -1.0
 
 
-@pytest.mark.parametrize(("num_tokens", "expected"), [(9, 0.3), (10, 0.7), (29, 0.7), (30, 1.0)])
-def test_a_leading_think_token_is_not_counted(num_tokens, expected):
-    ids = [OPEN, *[7] * num_tokens, CLOSE, 7]
-    assert score(thinking, "<think>hm</think>4", ids) == expected
-
-
 def test_only_the_first_close_ends_the_thought():
     assert score(thinking, "a</think>b?</think>c", [7, CLOSE, *[7] * 40, CLOSE, 7]) == 0.3
 
