@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import DataError
+from rloo_kit.machine.pickles import WHY, is_pickle
 from rloo_kit.text.wording import first_line, format_value, printable
 from rloo_kit.types import Row
 
@@ -58,6 +59,8 @@ def read_rows(path: Path) -> list[PlacedRow]:
     reader = readers.get(path.suffix.lower())
     if reader is None:
         remedy = f"is none of {', '.join(FILE_TYPES)}: convert it to .jsonl"
+        if is_pickle(path):
+            remedy = f"is {WHY}: where you trust it, write it as .jsonl with pandas"
         raise DataError(f"data file {format_value(str(path))} {remedy}")
     try:
         return list(reader(path))
