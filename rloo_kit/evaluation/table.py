@@ -104,8 +104,7 @@ def evaluate_models(  # noqa: PLR0913
     """Score models on the same prompts, greedy and sampled, and compare each with the first.
 
     Args:
-        models: Runs, checkpoints, adapters, models. The first that is a run gives prompts, rewards
-            and sampling; where none is, the kit's defaults are used.
+        models: The first that is a run gives prompts, rewards and sampling.
         overrides: ``section.key=value`` of that run file, such as ``trainer.temperature=0.6``.
         prompts: A file, task or dataset instead of the run's held-out prompts.
         num_prompts: At most so many.
@@ -113,8 +112,7 @@ def evaluate_models(  # noqa: PLR0913
         greedy: Also one greedy completion of each prompt.
         base: Put the base, without any adapter, first.
         batch_size: Completions at one time; None: as many as are known to fit.
-        output: Folder for ``eval.json`` and ``eval_samples.jsonl``; None: that of the run, whose
-            report then shows it. Earlier results stay.
+        output: Folder for ``eval.json`` and ``eval_samples.jsonl``; None: that of the run.
         say: For lines.
 
     Raises:

@@ -22,6 +22,7 @@ from rloo_kit.machine.memory import session
 from rloo_kit.scoring.loading import LoadedReward
 
 FILE, SAMPLES = "judge.json", "judge_samples.jsonl"
+COLUMNS: tuple[str, ...] = ("prompt", "completion", "against", "won")
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def judge_models(  # noqa: PLR0913
         num_prompts: At most so many.
         sampled: Draw at the run's temperature instead of greedily.
         batch_size: Completions at one time.
-        output: Folder for ``judge.json``; None: that of the run, whose report then shows it.
+        output: Folder for ``judge.json``; None: that of the run.
         say: For lines.
 
     Raises:
@@ -121,11 +122,8 @@ def judge_models(  # noqa: PLR0913
         won = verdicts(list(held_out.prompts), *sides)
         result = _win_rate(mine, sides, held_out, won, spec=spec, sampled=sampled)
     if folder is not None:
-        ours, theirs = (side.texts for side in sides)
-        columns = zip(held_out.prompts["prompt"][:], ours, theirs, won, strict=True)
-        rows: list[dict[str, Any]] = [
-            dict(zip(("prompt", "completion", "against", "won"), c, strict=True)) for c in columns
-        ]
+        columns = zip(held_out.prompts["prompt"][:], *(s.texts for s in sides), won, strict=True)
+        rows = [dict(zip(COLUMNS, values, strict=True)) for values in columns]
         write_results(folder / FILE, "judged", result.as_dict(), folder / SAMPLES, rows, say)
     return result
 

@@ -90,12 +90,8 @@ def export_model(  # noqa: PLR0913
         ModelError: It cannot be loaded, merged, converted or uploaded, or answers otherwise.
     """
     if to == "hub":
-        if repo is None or not is_hub_name(repo):
-            raise ConfigError("--to hub needs the name of a repository: add --repo OWNER/NAME")
         options = {"output": output, "base": base, "check": check, "num_prompts": num_prompts}
-        done = export_model(run, "adapter", **options, say=say)
-        _upload(done.folder, repo, public, say)
-        return done
+        return _to_hub(run, repo, options, public, say)
     say = redacting(say)
     _check_arguments(to, dtype, num_prompts)
     trained = find_trained(run)
@@ -117,6 +113,17 @@ def export_model(  # noqa: PLR0913
             done = export.gguf(folder, dtype, command)
     say(f"{to} written to {goal}")
     return replace(done, folder=goal)
+
+
+def _to_hub(
+    run: str | Path, repo: str | None, options: dict[str, Any], public: bool, say: Say
+) -> Exported:
+    """Export the adapter and upload its folder."""
+    if repo is None or not is_hub_name(repo):
+        raise ConfigError("--to hub needs the name of a repository: add --repo OWNER/NAME")
+    done = export_model(run, "adapter", **options, say=say)
+    _upload(done.folder, repo, public, say)
+    return done
 
 
 def _upload(folder: Path | None, repo: str, public: bool, say: Say) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -74,11 +74,7 @@ def load_model(
     sizes = (max_seq_length, load_in_4bit, reserved_rank(max_lora_rank), num_sequences)
     engine = _engine_settings(sizes, kwargs, fast_inference, tuple(vllm or ()))
     why_not_shared = _why_not_shared(environment, fast_inference)
-    if engine.extra and why_not_shared:
-        raise ConfigError(
-            f"unsloth.{next(iter(engine.extra))} is for weights that Unsloth shares with vLLM, and "
-            f"{why_not_shared}: leave it out"
-        )
+    _refuse_unused(engine.extra, why_not_shared)
     kwargs |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}
     load_base = _load_unsloth if environment.backend == "unsloth" else _load_transformers
     load = functools.partial(load_base, source, max_seq_length, load_in_4bit, **kwargs)
@@ -93,6 +89,15 @@ def load_model(
     notes.vllm = dict(vllm or {})
     add_to_session(model)
     return (model if adapter is None else _with_adapter(model, adapter)), tokenizer
+
+
+def _refuse_unused(extra: Mapping[str, Any], why_not_shared: str | None) -> None:
+    """Raise ConfigError where settings of a shared engine are given and there is none."""
+    if extra and why_not_shared:
+        raise ConfigError(
+            f"unsloth.{next(iter(extra))} is for weights that Unsloth shares with vLLM, and "
+            f"{why_not_shared}: leave it out"
+        )
 
 
 def _engine_settings(

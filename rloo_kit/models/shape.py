@@ -31,6 +31,10 @@ PUBLISHED = {
     "qwen3-14b": (5120, 17408, 40, 40, False),
 }
 
+# Estimated share of the linear layers' weights that Unsloth's "dynamic" 4-bit models keep in 16
+# bit, where their config is not available: which layers stay differs by model
+DYNAMIC_SHARE = 0.1
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -65,6 +69,7 @@ class ModelShape:
     others: int  # parameters of embeddings, norms, biases, experts; what is tied counts once
     qk_norm: bool = False  # whether queries and keys are normalised
     packed: bool = False  # whether the checkpoint holds 4-bit weights already
+    in_16bit: float = 0.0  # share of the quantised layers' weights that stays in 16 bit
 
     @property
     def num_parameters(self) -> int:
@@ -207,7 +212,12 @@ def shape_of_config(
         packed=bool(settings.get("load_in_4bit") or settings.get("_load_in_4bit")),
     )
     everything = sum(parameter.numel() for parameter in model.parameters())
-    return replace(shape, others=everything - shape.num_parameters)
+    guessed = "unsloth-bnb-4bit" in name.lower() and not skipped
+    return replace(
+        shape,
+        others=everything - shape.num_parameters,
+        in_16bit=DYNAMIC_SHARE if guessed else 0.0,
+    )
 
 
 def _on_meta(config: Any, trust_remote_code: bool, classifier: bool) -> Any:
@@ -260,13 +270,16 @@ def weight_bytes(shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2) -> i
 
     ``in_4bit`` is NF4 with double quantisation; embeddings, norms and LM head stay as they are.
     """
-    total = shape.others * value_bytes
+    total: float = shape.others * value_bytes
     for linear in shape.linears:
         if in_4bit and linear.quantised:
-            total += nf4_bytes(linear.rows, linear.columns) * linear.count
+            packed = nf4_bytes(linear.rows, linear.columns)
+            plain = linear.size * value_bytes
+            share = shape.in_16bit
+            total += linear.count * (packed * (1 - share) + plain * share)
         else:
             total += linear.size * linear.count * value_bytes
-    return total
+    return int(total)
 
 
 def nf4_bytes(rows: int, columns: int) -> int:

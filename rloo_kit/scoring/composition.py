@@ -92,7 +92,8 @@ class WeightSchedule:
 
     def at(self, progress: float) -> float:
         """Return the weight at a share of the training; before and after the points it is flat."""
-        return float(np.interp(progress, *zip(*self.points, strict=True)))
+        places, weights = zip(*self.points, strict=True)
+        return float(np.interp(progress, places, weights))
 
 
 # --- the composed rewards ------------------------------------------------------------------------

@@ -383,12 +383,10 @@ def _unknown(name: str) -> str:
 def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
     """Return a reward: a class or built-in factory called, an instance or function filled in."""
     known, takes_any, _ = keywords_of(target)
-    is_instance = not inspect.isclass(target) and hasattr(target, "__dataclass_fields__")
+    parts = {} if inspect.isclass(target) else getattr(target, "__dataclass_fields__", {})
+    is_instance = bool(parts)
     if is_instance:
-        known, takes_any = (
-            [name for name, field in target.__dataclass_fields__.items() if field.init],
-            False,
-        )
+        known, takes_any = [part.name for part in parts.values() if part.init], False
     for parameter in parameters:
         if parameter not in known and not (takes_any and inspect.isclass(target)):
             raise RewardLoadError(

@@ -41,8 +41,7 @@ def run(tmp_path_factory):
         "output_dir": folder, "trainer.max_steps": 2, "data.num_prompts": 32,
         "data.held_out": PROMPTS, "trainer.per_device_train_batch_size": 32,
         "trainer.num_generations": 4, "data.held_out_samples": 4,
-        "data.held_out_rewards": "[length]", "trainer.eval_strategy": "steps",
-        "trainer.eval_steps": 1,
+        "data.held_out_rewards": "[length]", "data.held_out_every": 1,
     }  # fmt: skip
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     assert main(["quickstart", *words]) == 0

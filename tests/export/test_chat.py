@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import pty
+import select
 import signal
 import sys
 import threading
@@ -89,7 +90,7 @@ def test_same_seed_gives_the_same_answers():
 
 def test_terminal_dims_the_thought_and_escapes_control_characters():
     first, second = pty.openpty()
-    with os.fdopen(second, "w") as out, os.fdopen(first, "rb", buffering=0) as seen:
+    with os.fdopen(first, "rb", buffering=0) as seen, os.fdopen(second, "w") as out:
         console = _console(out)
         for in_thought in (True, False):
             show = _Printer(console)
@@ -97,7 +98,10 @@ def test_terminal_dims_the_thought_and_escapes_control_characters():
             for piece in ("so 4\x1b[2J", "</thi", "nk>", " the ", "answer [b]"):
                 show(piece)
             console.print()
-        text = seen.read(4096).decode()
+        found = b""
+        while select.select([seen], [], [], 1.0)[0]:  # the terminal hands it over in pieces
+            found += seen.read(4096)
+        text = found.decode()
     thought, _, answer = text.partition("</thi")
     assert thought.startswith("\x1b[2mso 4\\x1b[2J")
     assert "\x1b[2mnk>" in answer

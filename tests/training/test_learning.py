@@ -252,7 +252,7 @@ def test_a_continued_adapter_keeps_a_reference_copy(policy, tmp_path):
 @pytest.mark.long
 def test_a_stream_of_prompts_trains_unless_rows_are_picked(policy, tmp_path):
     stream = rk.load_prompts("arithmetic", num_prompts=32).to_iterable_dataset()
-    with pytest.raises(rk.ConfigError, match="random access"):
+    with pytest.raises(rk.DataError, match="random access"):
         trainer_for(policy, tmp_path, ones, prompts=stream, dynamic_sampling=True)
     trainer_for(policy, tmp_path, ones, prompts=stream, token_level_kl=True).train()
 
