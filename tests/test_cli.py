@@ -52,7 +52,6 @@ def doctor(tmp_path, fake):
 def test_doctor_gives_the_command_that_installs_the_tested_version(tmp_path):
     done = doctor(tmp_path, {"peft": "0.18.0", "unsloth": "2026.10.7"})
     assert "0.18.0, tested with 0.21.2: pip install peft==0.21.2" in done.stdout
-    assert "Unsloth 2026.10.7 needs a GPU" in done.stdout
     assert done.returncode == 0
 
 

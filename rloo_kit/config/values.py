@@ -54,7 +54,7 @@ def check_keys(section: str, names: Iterable[object], known: Iterable[str]) -> l
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the nearest one, or the few there are."""
     names = sorted(known)
-    listed = f"; known are {', '.join(names)}" if len(names) <= 12 else ""
+    listed = f"; known are {', '.join(names)}" if len(names) <= 20 else "; drop it"
     return did_you_mean(name, names) or listed
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 BUILTIN = tuple(TASKS)
 NUM_BUILTIN_PROMPTS = 1024
 MAX_HELD_OUT = 256
+# Made prompts are all in memory
+MAX_MADE = 1_000_000
 
 
 def load_prompts(  # noqa: PLR0913
@@ -171,6 +173,11 @@ def _make_task(
     level: int | list[int] | None,
     settings: dict[str, Any] | None,
 ) -> list[Row]:
+    if num > MAX_MADE:
+        raise DataError(
+            f"{num:,} prompts of {format_name(name)} are asked for, and at most {MAX_MADE:,} are "
+            "made: lower data.num_prompts or data.held_out"
+        )
     if split not in SPLITS:
         raise DataError(
             f"{format_name(name)} has the splits train and held_out, not {format_value(split)}: "

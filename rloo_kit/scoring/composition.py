@@ -13,8 +13,6 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from rloo_kit.errors import RewardContractError
 from rloo_kit.scoring.contract import AsyncCheckedReward, CheckedReward, checked, take_rows
 from rloo_kit.text.wording import format_name, format_value
@@ -92,6 +90,8 @@ class WeightSchedule:
 
     def at(self, progress: float) -> float:
         """Return the weight at a share of the training; before and after the points it is flat."""
+        import numpy as np
+
         places, weights = zip(*self.points, strict=True)
         return float(np.interp(progress, places, weights))
 

@@ -278,7 +278,12 @@ class _Finder:
             self.say(f"running code of {printable(whose)} ({function})")
 
     def _path(self, text: str) -> Path:
-        return (self.base / Path(text).expanduser()).resolve()
+        try:
+            path = (self.base / Path(text).expanduser()).resolve()
+            path.exists()
+        except (OSError, ValueError, RuntimeError):  # too long, or bytes that no path has
+            raise RewardLoadError(_unknown(text)) from None
+        return path
 
     def _is_model(self, text: str) -> bool:
         return bool(text) and any((self._path(text) / file).is_file() for file in _MODEL_FILES)

@@ -14,7 +14,7 @@ LONGEST_VALUE = 100
 # Characters of another library's error
 LONGEST_REASON = 160
 # Errors of one message, beside the first
-MORE_ERRORS = 5
+MORE_ERRORS = 11
 
 
 class _Short(reprlib.Repr):

@@ -333,7 +333,7 @@ def test_models_vllm_cannot_sample_are_refused_before_loading(run, monkeypatch):
     shutil.copytree(run / "adapter", strange, dirs_exist_ok=True)
     config = json.loads((strange / "adapter_config.json").read_text())
     (strange / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    with pytest.raises(GenerationError, match="DoRA"):
+    with pytest.raises(GenerationError, match="use_dora"):
         rk.evaluate_models([run, strange], overrides=by_vllm, say=str, **FEW)
 
 

@@ -42,7 +42,10 @@ EXTRA = {
     "legacy": ["--dry"],
 }
 # Commands whose exit code is not 0.
-CODES = {"rloo-kit plan qwen3-8b-16gb --gpu 8GB": 1}
+CODES = {
+    "rloo-kit plan qwen3-8b-16gb --gpu 8GB": 1,
+    "rloo-kit export runs/mine --to hub --repo me/mine": 2,  # the hub is not asked in a test
+}
 
 # Beginnings of commands that start processes, servers or other programs, or need a GPU.
 ELSEWHERE = (

@@ -240,7 +240,7 @@ def test_a_hub_name_in_the_cache_is_a_reward_model(reward_folder, tmp_path):
         "one, other = rk.load_rewards(['some-org/my.reward-1:0.5', 'accuracy'])\n"
         "local, = rk.load_rewards([{'name': "
         + repr(str(reward_folder))
-        + ", 'clip': [-90, 90]}])\n"
+        + ", 'keep_thought': True}])\n"
         "rows = {'completions': ['4', 'five'], 'prompts': ['2 + 2 = ', '1 + 1 = ']}\n"
         "print(one.name, one.weight, one.func(**rows) == local.func(**rows))\n"
     )
