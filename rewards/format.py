@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from rloo_kit.errors import RewardLoadError
-from rloo_kit.types import Completion, Score
 
 from ._text import THINK_OPEN, check_choice
-from .thinking import TemplateAware, part_text
+from .thinking import TextReward, part_text
 
 Part = Literal["completion", "answer"]
 
@@ -22,19 +21,13 @@ _FENCED = re.compile(r"```(?:[jJ][sS][oO][nN])?[ \t]*\n(.*)```", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class _Format(TemplateAware):
-    """What the formats share: the part they look at, and how they are called."""
+class _Format(TextReward):
+    """A completion that fits scores 1.0, another 0.0."""
 
     __name__: ClassVar[str] = "format"
 
-    def __call__(
-        self,
-        completions: list[Completion],
-        prompts: list[Completion] | None = None,
-        **_: object,
-    ) -> list[Score]:
-        """Return one score per completion, in {0.0, 1.0}."""
-        return [float(self._fits(text, opened)) for text, opened in self.rows(completions, prompts)]
+    def _score(self, text: str, opened: bool) -> float:
+        return float(self._fits(text, opened))
 
     def _fits(self, text: str, opened: bool) -> bool:
         """Return whether a completion fits, given whether the prompt opened its thought."""

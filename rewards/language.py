@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rloo_kit.errors import RewardLoadError
-from rloo_kit.types import Completion, Score
+from rloo_kit.types import Score
 
 from ._text import THINK_OPEN, check_choice, check_least, is_unclosed
-from .thinking import PARTS, Part, TemplateAware, part_text
+from .thinking import PARTS, Part, TextReward, part_text
 
 # Keys are the first words of the letters' Unicode names.
 _SHARED_SCRIPTS = {
@@ -62,7 +62,7 @@ _SENTENCE_END = re.compile(r"\.\s|[!?\n\u3002\u061f\u0964]")
 
 
 @dataclass(frozen=True)
-class Language(TemplateAware):
+class Language(TextReward):
     """Reward the wanted language: the share of the letters that belong to text written in it.
 
     Range: [0.0, 1.0], higher is better. None where fewer than ``min_letters`` letters are there. An
@@ -108,15 +108,6 @@ class Language(TemplateAware):
                 f"reward {self.__name__!r} recognises {self.language!r} with "
                 'py3langid, which is not installed; pip install "rloo-kit[rewards]"'
             )
-
-    def __call__(
-        self,
-        completions: list[Completion],
-        prompts: list[Completion] | None = None,
-        **_: object,
-    ) -> list[Score]:
-        """Return one score per completion."""
-        return [self._score(*row) for row in self.rows(completions, prompts)]
 
     def _score(self, text: str, opened: bool) -> Score:
         part = part_text(text, self.part, opened=opened)

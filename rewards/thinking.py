@@ -90,6 +90,22 @@ class TemplateAware:
         return list(zip(map(completion_text, completions), opened, strict=True))
 
 
+class TextReward(TemplateAware):
+    """A reward that scores a completion by its text and by who opened its thought."""
+
+    def __call__(
+        self,
+        completions: list[Completion],
+        prompts: list[Completion] | None = None,
+        **_: object,
+    ) -> list[Score]:
+        """Return one score per completion."""
+        return [self._score(*row) for row in self.rows(completions, prompts)]
+
+    def _score(self, text: str, opened: bool) -> Score:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, kw_only=True)
 class ThoughtTokens:
     """What a reward needs to find the thought among the token ids."""
@@ -357,7 +373,7 @@ def _questions(text: str) -> set[str]:
 
 
 @dataclass(frozen=True)
-class ThinkingFormat(TemplateAware):
+class ThinkingFormat(TextReward):
     """Reward one thought that is opened, closed once, and followed by an answer: 1.0, else 0.0.
 
     Opened means: ``<think>`` ends the prompt and stands nowhere in the completion, or it begins the
@@ -393,20 +409,11 @@ class ThinkingFormat(TemplateAware):
             )
         return super().bind(tokenizer)
 
-    def __call__(
-        self,
-        completions: list[Completion],
-        prompts: list[Completion] | None = None,
-        **_: object,
-    ) -> list[Score]:
-        """Return one score per completion, in [0.0, 1.0]."""
-        return [self._score(*row) for row in self.rows(completions, prompts)]
-
-    def _score(self, text: str, opened_before: bool) -> float:
+    def _score(self, text: str, opened: bool) -> float:
         head, close, tail = text.partition(THINK_CLOSE)
         opens = text.count(THINK_OPEN)
         begins_with_open = opens == 1 and head.lstrip().startswith(THINK_OPEN)
-        is_opened = opens == 0 if opened_before else begins_with_open
+        is_opened = opens == 0 if opened else begins_with_open
         is_closed = bool(close) and THINK_CLOSE not in tail
         is_answered = bool(close) and bool(tail.rpartition(THINK_CLOSE)[2].strip())
         held = is_opened + is_closed + is_answered

@@ -14,8 +14,6 @@ P = ParamSpec("P")
 LITTLE_SIGNAL, ALMOST_NONE = 0.25, 0.05
 # Share of the completions, or groups, that makes one fault the fault of the run
 MOSTLY = 0.9
-# Share of the time of a step that rewards may take
-SLOW_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ models in examples/ are in a table here, so that a plan of them needs no network
 
 import contextlib
 import copy
-import json
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -92,9 +91,7 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
 
-def read_shape(
-    name: str, *, trust_remote_code: bool = False, classifier: bool = False
-) -> ModelShape:
+def read_shape(name: str, *, trust_remote_code: bool = False) -> ModelShape:
     """Return the shape of a model; only its config is read.
 
     A config on this machine comes first, then the kit's own table, then the hub.
@@ -103,7 +100,6 @@ def read_shape(
         name: A hub name, a folder (of a model, or of an adapter with its base), a ``.gguf`` file,
             or ``tiny-thinker``.
         trust_remote_code: Run the code that comes with the model, where it needs any.
-        classifier: A score head of one output replaces the LM head.
 
     Raises:
         ModelError: There is no config, or transformers knows no such model.
@@ -116,9 +112,7 @@ def read_shape(
         )
     try:
         config, source = _read_config(found, trust_remote_code)
-        return shape_of_config(
-            config, name, source, trust_remote_code=trust_remote_code, classifier=classifier
-        )
+        return shape_of_config(config, name, source, trust_remote_code=trust_remote_code)
     except Exception as exc:  # what is raised differs by library, version and network
         raise ModelError(
             f"the config of model {format_value(name)} cannot be read ({type(exc).__name__}: "
@@ -170,13 +164,7 @@ def _published(name: str) -> Any:
 def _base_of_adapter(name: str) -> str:
     """Return the base of the adapter in a folder; any other name as it is."""
     folder = adapter_in(name)
-    if folder is None:
-        return name
-    with contextlib.suppress(OSError, ValueError, TypeError):  # a reward model, which may move
-        facts = json.loads((folder / "reward_model.json").read_bytes())
-        if "base_folder" in facts and (folder / facts["base_folder"]).is_dir():
-            return str(folder / facts["base_folder"])
-    return base_of(folder)
+    return name if folder is None else base_of(folder)
 
 
 def shape_of_config(
@@ -185,14 +173,13 @@ def shape_of_config(
     source: str = "its config",
     *,
     trust_remote_code: bool = False,
-    classifier: bool = False,
 ) -> ModelShape:
     """Return the shape of the model that transformers makes of a config, which is not changed."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     quantised = getattr(config, "quantization_config", None)
     settings = quantised if isinstance(quantised, dict) else getattr(quantised, "__dict__", {})
-    model = _on_meta(config, trust_remote_code, classifier)
+    model = _on_meta(config, trust_remote_code)
     skipped = [str(part) for part in settings.get("llm_int8_skip_modules") or ()]
     linears, modules = _linears(model, skipped)
     heads = text.num_attention_heads
@@ -220,18 +207,15 @@ def shape_of_config(
     )
 
 
-def _on_meta(config: Any, trust_remote_code: bool, classifier: bool) -> Any:
+def _on_meta(config: Any, trust_remote_code: bool) -> Any:
     """Return the model without any memory."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM
 
-    kind = AutoModelForCausalLM
-    if classifier:
-        kind, config.num_labels = AutoModelForSequenceClassification, 1
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # as the layers are before they are packed
     with torch.device("meta"):
-        model = kind.from_config(config, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     model.tie_weights()
     return model
 

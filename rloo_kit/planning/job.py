@@ -111,6 +111,11 @@ def assumptions(config: RunConfig, facts: Facts, job: Job) -> Iterator[str]:
             f"prompts are assumed to have {job.prompt:,} tokens, all that model.max_seq_length "
             f"leaves; data.max_prompt_tokens lowers it"
         )
+    if facts.shape.in_16bit:
+        yield (
+            f"an estimate of {facts.shape.in_16bit:.0%} of the layers stays in 16 bit in "
+            f"{config.model.name}: its own config is not on this machine"
+        )
     if job.on_gpu and not facts.vllm and config.trainer.get("generation", "auto") == "auto":
         yield "transformers samples, since vLLM is not installed here"
     if any(isinstance(one, dict) and one.get("name") == "reward_model" for one in config.rewards):

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import random
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -120,6 +121,7 @@ _ALTERED: dict[str, tuple[Callable[[str], str], Callable[[list[int]], list[int]]
         lambda text: text if "<think>" in text else f"<think>\n{text}",
         lambda ids: ids,
     ),
+    "masked": (lambda text: re.sub(r"\S", "x", text), lambda ids: [0] * len(ids)),
     # The beginning, so that the thought is long and still closed.
     "repeated": (
         lambda text: text[: len(text) // 4 + 1][:500] * 200 + text,

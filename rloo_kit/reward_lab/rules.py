@@ -1,5 +1,6 @@
 """Rules for rewards: what is wrong by what they gave to completions, and a verdict."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -25,6 +26,11 @@ from rloo_kit.reward_lab.statistics import (
     rank_correlation,
 )
 from rloo_kit.types import Score
+
+# From this rank correlation on a score is taken to follow the length
+LENGTH_CORRELATION = 0.8
+# Names of rewards that mean to pay for length
+_MEANS_LENGTH = re.compile(r"len|brev|brief|concis|short|long|word|token|budget", re.IGNORECASE)
 
 RULES = Rules()
 KINDS = RULES.kinds
@@ -61,14 +67,14 @@ def wanted_probes(batch: Batch, probed: Probed) -> list[str]:
     """Return the altered completions that this reward should also be called with.
 
     - ``empty``, and ``unclosed``: cut off in the middle of the thought
+    - ``masked``: every letter replaced, the length kept
     - ``opened``: with ``<think>`` before it
     - ``repeated``: one, its beginning 200 times over
     """
     wanted = ["empty", "unclosed"]
     if _opened_by_prompt(batch):
         wanted.append("opened")
-    if is_constant(probed.scores):
-        wanted.append("repeated")
+    wanted.append("repeated" if is_constant(probed.scores) else "masked")
     return wanted
 
 
@@ -96,7 +102,8 @@ def find_in_reward(probed: Probed, batch: Batch, *, excused: bool) -> list[Findi
     if not cause:
         cause = _fragile(probed)
         if probed.counts and not is_constant(probed.scores):
-            cause += _blind(probed, batch, least=0.3)
+            # A longer text with "<think>" before it also scores higher where length pays
+            cause += list(_length(probed, batch)) or list(_blind(probed, batch, least=0.3))
     return cause
 
 
@@ -206,6 +213,27 @@ def _fragile(probed: Probed) -> Iterator[Seen]:
     failed = [f"for {what}: {errors[name]}" for name, what in tried.items() if name in errors]
     if failed:
         yield Seen(failed[0], "warning", probed.name)
+
+
+@RULES.rule(
+    "length_in_disguise",
+    "the cheapest way to more reward is length, and the model will take it",
+    "compare what is said; use length_band or soft_overlong if length is what you mean",
+)
+def _length(probed: Probed, batch: Batch) -> Iterator[Seen]:
+    """Find that the score follows the length, also of completions that say nothing."""
+    masked, now = probed.probes.get("masked"), probed.at_rows()
+    found = rank_correlation(*both_scored(batch.lengths, probed.scores)) or 0.0
+    if not masked or abs(found) < LENGTH_CORRELATION or _MEANS_LENGTH.search(probed.name):
+        return
+    same = sum(map(is_same, now, masked))
+    if same >= MOSTLY * len(masked):
+        yield Seen(
+            f"rank correlation with the length {found:+.2f}; with every letter replaced by x, "
+            f"{same} of {len(masked)} scores stay the same",
+            "warning",
+            probed.name,
+        )
 
 
 @RULES.rule(

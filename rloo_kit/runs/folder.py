@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from rloo_kit.checkpoints.stopping import StopSignals, interrupt_for
 from rloo_kit.checkpoints.store import Checkpoint, list_steps
 from rloo_kit.config.run_file import SECTIONS, RunConfig, read_run_file
 from rloo_kit.diagnosis.record import read_json
@@ -124,12 +125,18 @@ def new_folder(
     """
     from rloo_kit.runs.recorder import RunRecorder
 
-    folder = make_run_folder(wanted)
-    with _removed_if_empty(folder), lock_folder(folder):
-        _write_settings(folder, config, environment)
-        recorder = RunRecorder(folder)
-        with _end_recorded(recorder):
-            yield recorder
+    made: list[Path] = []
+    with _removed_if_empty(made):
+        # A signal between mkdir and the note of it would leave an empty folder
+        with StopSignals() as stop:
+            made.append(folder := make_run_folder(wanted))
+        if stop.received:
+            raise interrupt_for(stop.received)
+        with lock_folder(folder):
+            _write_settings(folder, config, environment)
+            recorder = RunRecorder(folder)
+            with _end_recorded(recorder):
+                yield recorder
 
 
 @contextlib.contextmanager
@@ -179,17 +186,18 @@ def _write_settings(folder: Path, config: RunConfig, environment: Environment) -
 
 
 @contextlib.contextmanager
-def _removed_if_empty(folder: Path) -> Iterator[None]:
-    """Remove a new folder if the run fails before a step."""
+def _removed_if_empty(made: list[Path]) -> Iterator[None]:
+    """Remove the new folders that the body notes if the run fails before a step."""
+    learned = ("metrics.jsonl", "completions.jsonl", "adapter")
     try:
         yield
     except BaseException:
-        learned = ("metrics.jsonl", "completions.jsonl", "adapter")
-        if not any((folder / name).exists() for name in learned) and not list_steps(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            # The parent stays where it holds other runs
-            with contextlib.suppress(OSError):
-                folder.parent.rmdir()
+        for folder in made:
+            if not any((folder / name).exists() for name in learned) and not list_steps(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                # The parent stays where it holds other runs
+                with contextlib.suppress(OSError):
+                    folder.parent.rmdir()
         raise
 
 

@@ -69,7 +69,7 @@ def start_engine(
     Args:
         model: As ``attach_lora`` returned it.
         args: A ``LeaveOneOutConfig``.
-        why_not: Why only TRL's own path can sample here (images), or None.
+        why_not: Why vLLM cannot sample here, or None.
         trains: Whether a training samples, and not an evaluation, which draws otherwise.
 
     Returns:

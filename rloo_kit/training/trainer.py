@@ -405,7 +405,9 @@ def _check_prompts(dataset: Any, args: LeaveOneOutConfig, team: Team) -> None:
 
 def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
     """Move arguments under older names into ``parts``; raise ConfigError for what is missing."""
-    others.pop("ref_policy", None)  # the reference is the model with its adapter off
+    if others.pop("ref_policy", None) is not None:
+        text = "ref_policy is not needed: the reference is the model with its adapter off"
+        warnings.warn(text, FutureWarning, stacklevel=3)
     for old, new in RENAMED_PARTS.items():
         value = others.pop(old, None)
         if value is None:

@@ -120,6 +120,10 @@ def by_level(completions, level, **_):
     return [float(value) for value in level]
 
 
+def thorough(completions, **_):
+    return [len(text) / 1000 for text in texts_of(completions)]
+
+
 def dice(completions, **_):
     return [random.random() for _ in completions]
 
@@ -170,6 +174,7 @@ FAULTS = {
     "saturated": [([closed], ROWS)],
     "no_signal": [([by_level], ROWS), (["accuracy"], SETTLED)],
     "fragile": [([last_digit], ROWS)],
+    "length_in_disguise": [([thorough], ROWS)],
 }
 CASES = [
     pytest.param(kind, *case, *([{}] if len(case) < 3 else []), id=f"{kind}-{number}")

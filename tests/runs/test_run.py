@@ -1,7 +1,9 @@
 """Whole runs of the embedded model through the command and the API."""
 
 import json
+import os
 import re
+import signal
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,6 +13,9 @@ import yaml
 
 import rloo_kit as rk
 from rloo_kit.cli import main
+from rloo_kit.config.run_file import RunConfig
+from rloo_kit.machine.environment import setup
+from rloo_kit.runs.folder import new_folder
 
 SHORT = [
     "--set", "trainer.max_steps=4", "--set", "data.held_out=32", "--set", "data.num_prompts=64",
@@ -167,6 +172,20 @@ def test_failed_run_keeps_its_last_step_and_resumes(tmp_path, capsys):
 
 
 @pytest.mark.long
+def test_a_signal_while_the_run_folder_is_made_leaves_none(monkeypatch):
+    make = os.mkdir
+
+    def interrupted(*args, **kwargs):
+        make(*args, **kwargs)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(os, "mkdir", interrupted)
+    config = RunConfig()
+    with pytest.raises(KeyboardInterrupt), new_folder(Path("run"), config, setup()):
+        pass
+    assert not Path("run").exists()
+
+
 def test_saved_run_file_trains_again_from_another_folder(tmp_path, monkeypatch):
     home = tmp_path / "project"
     home.mkdir()
