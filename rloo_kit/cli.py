@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args, args.rest = parser.parse_known_args(argv)
-    if args.rest and args.call not in (_legacy, _serve):
+    if args.rest and args.call is not _serve:
         parser.error(f"unrecognized arguments: {' '.join(args.rest)}")
     try:
         with terminate_as_interrupt(), warnings.catch_warnings():
@@ -92,7 +92,6 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run")
     for add in (_add_plan, _add_report, _add_eval, _add_judge, _add_chat, _add_serve, _add_export):
         add(commands)
-    _add_legacy(commands)
     rewards = commands.add_parser("rewards", help="the reward library")
     verbs = rewards.add_subparsers(required=True, metavar="VERB")
     verbs.add_parser("list", help="every reward with a short name, in one line").set_defaults(
@@ -281,19 +280,6 @@ def _add_reward_model(verbs: Any) -> None:
     )
 
 
-def _add_legacy(commands: Any) -> None:
-    text = "train from a command line of the older TRL's rloo.py, and show its translation"
-    legacy = commands.add_parser(
-        "legacy", help=text, description=text, allow_abbrev=False,
-        usage="rloo-kit legacy [-h] [--dry | --write FILE.yaml] [--set KEY=VALUE] THE OLDER FLAGS",
-    )  # fmt: skip
-    legacy.set_defaults(call=_legacy)
-    instead = legacy.add_mutually_exclusive_group()
-    instead.add_argument("--dry", action="store_true", help="show the translation, and no more")
-    instead.add_argument("--write", metavar="FILE.yaml", help="write the run file, and no more")
-    _add_set(legacy)
-
-
 def _add_set(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--set",
@@ -389,22 +375,6 @@ def _judge(args: argparse.Namespace) -> int:
     options = _options(args, "against", "by", "sampled")
     print(f"\n{judge_models(args.model, **options, **_asked(args))}")
     return 0
-
-
-def _legacy(args: argparse.Namespace) -> int:
-    from rloo_kit.config.legacy import translate
-
-    found = translate(args.rest, args.set)
-    print("\n".join(found.lines))
-    if args.write is not None:
-        found.write(args.write)
-        print(f"\nwritten to {args.write}: rloo-kit train {args.write}")
-    if args.dry or args.write is not None:
-        return 0
-    from rloo_kit.runs.train import train
-
-    print()
-    return _code_of(train(found.config))
 
 
 def _chat(args: argparse.Namespace) -> int:

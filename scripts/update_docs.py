@@ -22,7 +22,6 @@ import rloo_kit
 from rloo_kit.cli import _parser
 from rloo_kit.config.run_file import DataSection, LoraSection, ModelSection, RunConfig
 from rloo_kit.config.settings import BY_DEVICE, TRL_DEFAULTS, KitSettings, on_resume
-from rloo_kit.config.trainer_settings import RENAMED
 from rloo_kit.config.values import describe, describe_range
 from rloo_kit.machine.hardware import TESTED
 from rloo_kit.scoring.catalogue import Parameter, describe_rewards
@@ -42,7 +41,6 @@ MORE = {
     "chat": "how-to/export",
     "serve": "how-to/export",
     "export": "how-to/export",
-    "legacy": "how-to/legacy",
 }
 # Parameters that the page explains once
 COMMON = ("thought_opened", "start_token_id", "end_token_id", "require_closed_thought")
@@ -179,12 +177,6 @@ def _yaml(default: object) -> str:
     return yaml.safe_dump(default, default_flow_style=True, width=1000).split("\n")[0]
 
 
-def older_names() -> str:
-    """Return the older TRL's names and today's."""
-    names = {**RENAMED, "total_episodes": "max_steps"}
-    return "\n".join(f"- `{old}`: `{new}`" for old, new in sorted(names.items())) + "\n"
-
-
 def packages() -> str:
     """Return every package with the first line of its docstring, in the order of the layers."""
     source = (ROOT / "tests/test_layers.py").read_text()
@@ -288,7 +280,6 @@ PARTS = {
     "commands": commands,
     "reward_reference": rewards,
     "run_file": settings,
-    "older_names": older_names,
     "api": public_names,
     "packages": packages,
     "overrides": overrides,
@@ -298,7 +289,6 @@ PARTS = {
 }
 # Marker -> page, where it is not reference/MARKER
 HOLDS = {
-    "older_names": "reference/run_file",
     "reward_reference": "reference/rewards",
     "faults": "reference/reliability",
     "kills": "reference/reliability",

@@ -162,17 +162,6 @@ class RunConfig:
         """Return plain dicts and lists, as written to run.yaml."""
         return dataclasses.asdict(self)
 
-    def as_short_dict(self) -> dict[str, Any]:
-        """Return what differs from the defaults, and always model, rewards, trainer and seed."""
-        usual, content = RunConfig().as_dict(), {}
-        for name, value in self.as_dict().items():
-            if name in SECTIONS:
-                value = {key: one for key, one in value.items() if one != usual[name][key]}
-                value = {"name": self.model.name, **value} if name == "model" else value
-            if value or name in ("rewards", "trainer", "seed"):
-                content[name] = value
-        return content
-
 
 SECTIONS: dict[str, type] = {"model": ModelSection, "lora": LoraSection, "data": DataSection}
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

@@ -22,7 +22,7 @@ from rloo_kit.config.values import NO_RULE, check_value
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.wording import did_you_mean, format_errors, format_value
 
-# Names of TRL before 0.22 on the left; `total_episodes` is computed instead.
+# Names of TRL before 0.22 on the left
 RENAMED = {
     "kl_coef": "beta",
     "kl_coeff": "beta",
@@ -132,7 +132,7 @@ def translate_trainer_arguments(
             values[name] = value
         elif name in RENAMED:
             _rename(name, value, values, arguments, errors)
-        elif name != "total_episodes":
+        else:
             hint = did_you_mean(name, known | set(RENAMED))
             hint = hint or "; docs/reference/run_file.md lists them"
             errors.append(f"unknown trainer setting {format_value(name)}{hint}")
@@ -140,10 +140,6 @@ def translate_trainer_arguments(
     errors = errors or check_batch(values, num_processes)
     if errors:
         raise ConfigError(format_errors(errors))
-    if "total_episodes" in arguments:
-        values["max_steps"] = _steps_for(
-            arguments["total_episodes"], values, arguments, num_processes
-        )
     return values
 
 
@@ -159,31 +155,9 @@ def _rename(
     if old == "num_mini_batches" and isinstance(value, int) and isinstance(accumulation, int):
         # Each mini-batch was an optimizer step of so many slices
         value *= accumulation
-    _warn_renamed(old, new, value)
-    values[new] = value
-
-
-def _warn_renamed(old: str, new: str, value: object) -> None:
     message = f"{old} is now called {new}: {new}={format_value(value)} is used"
-    warnings.warn(message, FutureWarning, stacklevel=5)
-
-
-def _steps_for(
-    episodes: Any, values: Mapping[str, Any], arguments: Mapping[str, Any], num_processes: int
-) -> int:
-    """Return the optimizer steps that ``episodes`` completions make (older TRL's count)."""
-    if "max_steps" in arguments:
-        raise ConfigError("total_episodes computes max_steps, and both are given: keep max_steps")
-    if type(episodes) is not int or episodes < 1:
-        raise ConfigError(
-            f"total_episodes is {format_value(episodes)}, must be a whole number of completions"
-        )
-    batch = batch_plan(values, num_processes)
-    accumulation = values.get("gradient_accumulation_steps") or 1
-    per_batch = batch.steps_per_generation * (values.get("num_iterations") or 1) / accumulation
-    steps = max(1, math.ceil(math.ceil(episodes / batch.num_completions) * per_batch))
-    _warn_renamed("total_episodes", "max_steps", steps)
-    return steps
+    warnings.warn(message, FutureWarning, stacklevel=4)
+    values[new] = value
 
 
 # --- the batch -----------------------------------------------------------------------------------

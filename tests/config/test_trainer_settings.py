@@ -143,13 +143,13 @@ def test_an_old_name_is_translated_with_one_warning(old, new):
 def test_the_old_names_of_an_older_script_all_at_once():
     arguments = {
         "kl_coef": 0.05, "rloo_k": 2, "cliprange": 0.2, "num_ppo_epochs": 1,
-        "num_mini_batches": 2, "response_length": 64, "total_episodes": 160,
+        "num_mini_batches": 2, "response_length": 64,
     }  # fmt: skip
     with pytest.warns(FutureWarning, match="is now called") as caught:
         values = translate_trainer_arguments(arguments)
     assert values == {
         "beta": 0.05, "num_generations": 2, "epsilon": 0.2, "num_iterations": 1,
-        "steps_per_generation": 2, "max_completion_length": 64, "max_steps": 20,
+        "steps_per_generation": 2, "max_completion_length": 64,
     }  # fmt: skip
     assert len(caught) == len(arguments)
 
@@ -167,28 +167,6 @@ def test_all_wrong_names_and_values_come_in_one_message():
     )
     for part in ("'num_generations'?", "'temperature'?", "keep beta", "kl_estimator is 'k2'"):
         assert part in message
-
-
-@pytest.mark.parametrize(
-    ("arguments", "steps"),
-    [
-        ({"total_episodes": 1000}, 125),
-        ({"total_episodes": 1001}, 126),
-        ({"total_episodes": 1000, "gradient_accumulation_steps": 4, "num_iterations": 2}, 64),
-        ({"total_episodes": 1000, "steps_per_generation": 4}, 128),
-        ({"total_episodes": 1000, "generation_batch_size": 32}, 128),
-        ({"total_episodes": 1000, "per_device_train_batch_size": 40, "num_generations": 8}, 25),
-    ],
-)
-def test_total_episodes_becomes_optimizer_steps(arguments, steps):
-    with pytest.warns(FutureWarning, match=f"total_episodes is now called max_steps: .*={steps} "):
-        assert translate_trainer_arguments(arguments)["max_steps"] == steps
-
-
-def test_total_episodes_is_a_number_of_completions():
-    for episodes in (0, 2.5, "many", True):
-        assert "a whole number of completions" in errors_of({"total_episodes": episodes})
-    assert "keep max_steps" in errors_of({"total_episodes": 8, "max_steps": 1})
 
 
 # --- the batch ------------------------------------------------------------------------------------

@@ -39,7 +39,6 @@ EXTRA = {
     "export": ["--prompts", "2"],
     "judge": ["--num-prompts", "4"],
     "chat": ["--max-tokens", "8"],
-    "legacy": ["--dry"],
 }
 # Commands whose exit code is not 0.
 CODES = {
