@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import KitError, ModelError
-from rloo_kit.machine.pickles import REMEDY, why_not_opened
 from rloo_kit.text.wording import first_line
 from rloo_kit.types import Completion
 
@@ -180,7 +179,7 @@ def loading(what: str, place: str) -> Iterator[None]:
                 "architecture that transformers has"
             )
         elif "use_safetensors=True" in str(exc):
-            fault = f"it has no safetensors: {REMEDY}"
+            fault = "it has no safetensors: load it with transformers and save_pretrained it again"
         else:
             fault = f"{first_line(exc)}: {WHAT_TO_GIVE} while online"
         raise ModelError(f"{what} cannot be loaded: {fault}") from exc
@@ -216,8 +215,6 @@ def load_base(place: str, *, load_in_4bit: bool, device: str) -> tuple[Any, set[
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification, BitsAndBytesConfig
 
-    if reason := why_not_opened(Path(place)):
-        raise ModelError(f"model {place!r} cannot be loaded: it {reason}")
     settings: dict[str, Any] = {"dtype": torch.float32 if device == "cpu" else "auto"}
     config = AutoConfig.from_pretrained(place, trust_remote_code=False)
     if load_in_4bit and not hasattr(config, "quantization_config"):
@@ -258,8 +255,6 @@ def _adapter_keys(source: Source) -> set[str]:
             "one for 'SEQ_CLS', as rloo-kit reward-model train writes it"
         )
     weights = Path(source.place) / ADAPTER_WEIGHTS
-    if reason := why_not_opened(Path(source.place)):
-        raise ModelError(f"reward model {source.name!r} {reason}")
     if not weights.is_file():
         raise ModelError(
             f"reward model {source.name!r} has no {ADAPTER_WEIGHTS}; save the adapter again"

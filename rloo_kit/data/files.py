@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import DataError
-from rloo_kit.machine.pickles import WHY, is_pickle
 from rloo_kit.text.wording import first_line, format_value, printable
 from rloo_kit.types import Row
 
@@ -58,10 +57,10 @@ def read_rows(path: Path) -> list[PlacedRow]:
     readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet_rows}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        remedy = f"is none of {', '.join(FILE_TYPES)}: convert it to .jsonl"
-        if is_pickle(path):
-            remedy = f"is {WHY}: where you trust it, write it as .jsonl with pandas"
-        raise DataError(f"data file {format_value(str(path))} {remedy}")
+        raise DataError(
+            f"data file {format_value(str(path))} is none of {', '.join(FILE_TYPES)}: convert it "
+            "to .jsonl"
+        )
     try:
         return list(reader(path))
     except (OSError, UnicodeDecodeError) as exc:

@@ -14,7 +14,6 @@ from rloo_kit.errors import ConfigError, KitError, ModelError
 from rloo_kit.machine.environment import Environment, quiet, setup
 from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.machine.memory import add_to_session, is_out_of_memory
-from rloo_kit.machine.pickles import REMEDY, WHY, is_pickle, why_not_opened
 from rloo_kit.models.adapters import WEIGHTS, adapter_in, base_of, lora_settings
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.shape import TINY_THINKER
@@ -61,7 +60,7 @@ def load_model(
             ``gpu_memory_utilization`` and ``unsloth_vllm_standby``.
 
     Raises:
-        ModelError: Not found, no model, too large, a pickle, or it needs code of its own.
+        ModelError: Not found, no model, too large, no safetensors, or it needs code of its own.
         ConfigError, GenerationError: A setting cannot be obeyed here.
     """
     environment = setup(backend)
@@ -304,7 +303,7 @@ def find_model(name: str | Path) -> str:
     """Return the hub name, or the folder, that a model's name stands for; .gguf is converted.
 
     Raises:
-        ModelError: There is no such model, or its weights are a pickle.
+        ModelError: There is no such model.
     """
     if name == "tiny-thinker":
         return str(TINY_THINKER)
@@ -326,13 +325,9 @@ def find_model(name: str | Path) -> str:
                 f"folder {name!r} holds no config.json, so it is not a model: give the folder that "
                 f"save_pretrained wrote"
             )
-        if reason := why_not_opened(path):
-            raise ModelError(f"model {name!r} {reason}")
         return str(path)
     if path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         what = "is a file" if path.is_file() else "does not exist"
-        if path.is_file() and is_pickle(path):
-            what = f"is {WHY}"
         raise ModelError(
             f"model {name!r} {what}: give a model's folder, a .gguf file or a hub name"
         )
@@ -346,13 +341,8 @@ def _ask_hub(name: str) -> None:
 
     with _as_model_errors(name):
         cached = huggingface_hub.try_to_load_from_cache(name, "config.json")
-        if isinstance(cached, str):
-            files = [entry.name for entry in Path(cached).parent.iterdir()]
-        else:
-            found = huggingface_hub.HfApi().model_info(name, timeout=20)
-            files = [file.rfilename for file in found.siblings or []]
-    if reason := why_not_opened(files):
-        raise ModelError(f"model {name!r} {reason}")
+        if not isinstance(cached, str):
+            huggingface_hub.HfApi().model_info(name, timeout=20)
 
 
 @contextlib.contextmanager
@@ -384,7 +374,10 @@ def _what_failed(name: str, exc: Exception) -> str:
             "load_in_4bit: true"
         )
     if "use_safetensors=True" in texts:
-        return f"has no safetensors: {REMEDY}"
+        return (
+            "has no safetensors: where you trust it, load it with transformers and save_pretrained "
+            "it again"
+        )
     if "GatedRepoError" in kinds:
         return "is gated: accept its licence on its page and put HF_TOKEN into .env"
     if "RepositoryNotFoundError" in kinds:

@@ -87,8 +87,8 @@ def is_plain(value: str) -> bool:
 # --- known values --------------------------------------------------------------------------------
 
 _known: set[str] = set()
-# (beginning to search for first, pattern, replacement), longest first
-_forms: list[tuple[str, re.Pattern[str], str]] = []
+# (text, replacement), longest first
+_forms: list[tuple[str, str]] = []
 _seen_variables: set[tuple[str, str]] = set()
 
 
@@ -98,8 +98,8 @@ def remember_secret(value: object, name: str = "") -> None:
         return
     text = str(value).strip()
     if text not in _known and not is_plain(text):
-        new = [(*_search(form), _label(name)) for form in _written_forms(text)]
-        _forms[:] = sorted([*_forms, *new], key=lambda form: -len(form[1].pattern))
+        new = [(form, _label(name)) for form in _written_forms(text)]
+        _forms[:] = sorted([*_forms, *new], key=lambda form: -len(form[0]))
         _known.add(text)
 
 
@@ -146,24 +146,10 @@ def _passwords_in(text: str) -> Iterator[str]:
                 yield password
 
 
-def _search(form: str) -> tuple[str, re.Pattern[str]]:
-    """Return what to look for first, and the pattern; a long token may be cut off at its end."""
-    if len(form) >= 24 and re.fullmatch(r"[\w+/=.~-]+", form) and not form.startswith("-----"):
-        return form[:16], re.compile(rf"{re.escape(form)}|{re.escape(form[:16])}[\w+/=~-]*")
-    return form, re.compile(re.escape(form))
-
-
 def _written_forms(value: str) -> set[str]:
-    """Return a secret as text, JSON and an address write it; of a key file also each long line."""
-    lines = [line.strip() for line in value.splitlines()]
-    plain = {value, *(line for line in lines if len(line) >= 16 and not line.startswith("-----"))}
-    return plain.union(
-        *(
-            {json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
-            | {repr(text)[1:-1], quote(text), quote(text, safe="")}
-            for text in plain
-        )
-    )
+    """Return a secret as text, JSON and an address write it."""
+    escaped = {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}
+    return {value, repr(value)[1:-1], quote(value), quote(value, safe=""), *escaped}
 
 
 # --- shapes --------------------------------------------------------------------------------------
@@ -173,28 +159,16 @@ IN_AN_ADDRESS = re.compile(
 )
 _VALUE = r"(?P<value>[^\s\"'\\<>&,;(){}\[\]]{8,})"
 _ASSIGNED = r"[\"'\\]{0,4}\s{0,3}[:=]\s{0,3}[\"'\\]{0,4}"
-# (lower-case texts of which one is in every such text, pattern); `value` is what is masked
-SHAPES = [(triggers, re.compile(pattern, re.ASCII)) for triggers, pattern in (
-    (("private key-----",),
-     r"-----BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY-----"
-     r"(?:(?:[A-Za-z0-9+/=\s\\:,]++|-(?!-))*+-----END [A-Z0-9 ]{0,30}PRIVATE KEY-----"
-     r"|(?:\\[nr]|[A-Za-z0-9+/=\r\n])*)"),
-    (("hf_", "gh", "github_", "glpat-", "xox", "akia", "aiza"),
-     r"hf_[A-Za-z0-9]{20,}|gh[opurs]_[A-Za-z0-9]{30,}|github_pat_\w{22,}|glpat-[\w.-]{20,}"
-     r"|xox[abeoprs]-[A-Za-z0-9-]{10,}|AKIA[A-Z0-9]{16}(?![A-Za-z0-9])|AIza[\w-]{30,}"),
-    (("sk-",),  # not so in "task-"
-     r"(?:(?<![A-Za-z0-9-])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2}))sk-(?=[\w-]{0,64}[0-9])[\w-]{16,}"),
-    (("eyj",), r"eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,}"),
-    ((":/",), IN_AN_ADDRESS.pattern),
-    ((":/",), r"(?<=:/)/?(?P<value>[^\s/:@\"'<>\\]{16,})(?=@)"),
-    (("=",), r"(?i)[?&;](?:[\w.-]{0,40}(?:token|api[_-]?key|secret|passw(?:or)?d|signature)"
-     rf"|access[_-]?key|auth|key|pwd|sig)={_VALUE}"),
-    (("authorization", "api-key", "bearer"),
-     rf"(?i)(?:(?:authorization|api-key){_ASSIGNED}(?:(?:basic|bearer|token)\s{{1,3}})?"
-     rf"|\bbearer\s{{1,3}}(?=\S*[0-9])){_VALUE}"),
-    (("_key", "_token", "_secret", "password"),
-     r"\b(?:[A-Z][A-Z0-9_]{0,60}?(?:_KEY|_TOKEN|_SECRET|PASSWORD)|api_key|hub_token"
-     rf"|(?:access|auth|secret)_(?:key|token)){_ASSIGNED}(?=\S*[0-9]){_VALUE}"),
+# `value` is what is masked; without it the whole match
+SHAPES = [re.compile(pattern, re.ASCII) for pattern in (
+    r"hf_[A-Za-z0-9]{20,}",
+    r"(?:(?<![A-Za-z0-9-])|(?<=\\[nrt]))sk-(?=[\w-]{0,64}[0-9])[\w-]{16,}",  # not so in "task-"
+    IN_AN_ADDRESS.pattern,
+    rf"(?i)[?&](?:[\w.-]{{0,40}}(?:token|api[_-]?key|secret|password)|key)={_VALUE}",
+    rf"(?i)(?:(?:authorization|api-key){_ASSIGNED}(?:(?:basic|bearer|token)\s{{1,3}})?"
+    rf"|\bbearer\s{{1,3}}(?=\S*[0-9])){_VALUE}",
+    r"\b(?:[A-Z][A-Z0-9_]{0,60}?(?:_KEY|_TOKEN|_SECRET|PASSWORD)|api_key|hub_token"
+    rf"|(?:access|auth|secret)_(?:key|token)){_ASSIGNED}(?=\S*[0-9]){_VALUE}",
 )]  # fmt: skip
 
 
@@ -214,8 +188,8 @@ def _mask_shape(match: re.Match[str]) -> str:
 def redact(text: str) -> str:
     """Return a text with every secret in it replaced by ``[hidden: NAME]`` or ``[hidden]``.
 
-    Known values are found also as JSON or a percent-encoded address writes them, and a long one
-    where its end was cut off. JSON stays valid JSON.
+    Known values are found also as JSON or a percent-encoded address writes them. JSON stays valid
+    JSON.
     """
     _remember_environment()
     return _redact(text)
@@ -224,14 +198,10 @@ def redact(text: str) -> str:
 def _redact(text: str) -> str:
     if len(text) < MIN_LENGTH:
         return text
-    for head, pattern, label in _forms:
-        if head in text:
-            text = pattern.sub(label, text)
-    lower = text.lower()
-    for triggers, pattern in SHAPES:
-        # Fast: most texts hold none.
-        if any(trigger in lower for trigger in triggers):
-            text = pattern.sub(_mask_shape, text)
+    for form, label in _forms:
+        text = text.replace(form, label)
+    for pattern in SHAPES:
+        text = pattern.sub(_mask_shape, text)
     return text
 
 

@@ -289,7 +289,7 @@ def test_pickled_weights_are_never_read(model_folder, adapter_folder, tmp_path):
     adapter, _ = adapter_folder
     (adapter / "adapter_model.safetensors").unlink()
     torch.save(Trap(sprung), adapter / "adapter_model.bin")
-    with pytest.raises(ModelError, match=r"in adapter_model\.bin, a pickle, .* as safetensors"):
+    with pytest.raises(ModelError, match="save the adapter again"):
         one(RewardModel(str(adapter), device="cpu"))
     assert not sprung.exists()
     torch.load(whole / "pytorch_model.bin", weights_only=False)
