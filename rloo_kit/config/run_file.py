@@ -354,8 +354,9 @@ def _without_removed(content: dict[str, Any]) -> dict[str, Any]:
         if key in REMOVED:
             gone.append(key)
         elif isinstance(value, Mapping):
-            kept[key] = {name: one for name, one in value.items() if f"{key}.{name}" not in REMOVED}
-            gone += [f"{key}.{name}" for name in value if f"{key}.{name}" in REMOVED]
+            old = [n for n, one in value.items() if REMOVED & {f"{key}.{n}", f"{key}.{n}={one}"}]
+            kept[key] = {name: one for name, one in value.items() if name not in old}
+            gone += [f"{key}.{name}" for name in old]
         else:
             kept[key] = value
     if gone:

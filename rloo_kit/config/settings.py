@@ -113,10 +113,10 @@ class KitSettings:
         maximum=100,
         resume="must",
     )
-    generation: Literal["auto", "vllm", "transformers", "server"] = setting(
+    generation: Literal["auto", "vllm", "transformers"] = setting(
         "auto",
-        "Who samples: `vllm` (in this process), `server` (vLLM's own, at `vllm_server_base_url`), "
-        "`transformers`, or `auto`: vLLM on a GPU where it can.",
+        "Who samples: `vllm` (in this process), `transformers`, or `auto`: vLLM on a GPU where it "
+        "can.",
         resume="may",
     )
     canary: bool = setting(
@@ -129,9 +129,6 @@ class KitSettings:
     )
     rollout_correction_cap: float = setting(
         2.0, "Largest such weight.", minimum=1, maximum=1e6, resume="must"
-    )
-    vllm_adapter_dir: str | None = setting(
-        None, "Folder for the adapter that a vLLM server also sees; null: shared memory."
     )
     doctor: bool = setting(True, "Look for problems during the run and report them.")
     stop_on: list[str] | None = setting(
@@ -213,20 +210,26 @@ TRL_RULES: dict[str, Rule] = {
     "weight_decay": _MUST,
 }
 
-# Settings of older versions, as `section.key` or a top-level key. A saved run.yaml may hold them,
-# so reading one ignores them with a warning.
+# Settings of older versions, as `section.key`, a top-level key, or `section.key=value` where the
+# key is still known. A saved run.yaml may hold them, so reading one ignores them with a warning.
 REMOVED: frozenset[str] = frozenset(
     {
         "model.fp32_lm_head",
         "model.fp8_kv_cache",
         "model.load_in_fp8",
         "trainer.gate_on_score",
+        "trainer.generation=server",
         "trainer.legacy_metrics",
         "trainer.max_no_signal_fraction",
         "trainer.rescue_dir",
         "trainer.skip_no_signal",
         "trainer.skip_old_pass",
         "trainer.truncated_in_baseline",
+        "trainer.vllm_adapter_dir",
+        "trainer.vllm_server_base_url",
+        "trainer.vllm_server_host",
+        "trainer.vllm_server_port",
+        "trainer.vllm_server_timeout",
     }
 )
 

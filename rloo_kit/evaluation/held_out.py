@@ -206,7 +206,7 @@ def choose_engine(args: Any, given: Mapping[str, Any]) -> bool:
         args.generation, args.use_vllm = "auto", False
     if "vllm_gpu_memory_utilization" not in given:  # it was for an engine next to a training
         args.memory_share_given = False
-    return requested_engine(args) in ("vllm", "server")
+    return requested_engine(args) == "vllm"
 
 
 def _prompts(

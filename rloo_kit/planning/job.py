@@ -160,10 +160,8 @@ def _engine(config: RunConfig, facts: Facts) -> str:
     trainer = config.trainer
     asked = trainer.get("generation", "auto")
     if trainer.get("use_vllm"):
-        asked = "server" if trainer.get("vllm_mode") == "server" else "vllm"
-    if asked in ("server", "transformers"):
-        return asked
-    if asked == "auto" and not (facts.on_gpu and facts.vllm):
+        asked = "vllm"
+    if asked == "transformers" or (asked == "auto" and not (facts.on_gpu and facts.vllm)):
         return "transformers"
     if not facts.on_gpu or facts.backend != "unsloth":
         return "vllm"

@@ -82,7 +82,7 @@ class Job:
     keeps_graphs: bool = True
     """Whether whole groups run forward before any of them runs backward."""
     engine: str = "transformers"
-    """``transformers``, ``vllm``, ``shared`` (vLLM on Unsloth's weights) or ``server``."""
+    """``transformers``, ``vllm``, or ``shared`` (vLLM on Unsloth's weights)."""
     sleeps: bool = True
     share: float | None = None  # of the GPU, for vLLM; None: computed (`engine_memory`)
     batched_tokens: int = BATCHED_TOKENS  # prompt tokens that vLLM reads in one pass
@@ -218,7 +218,7 @@ def optimizer_bytes(name: str, sizes: Sequence[int], *, on_gpu: bool = True) -> 
 def _sampling(job: Job) -> dict[str, Held]:
     if job.engine == "transformers":
         return _by_transformers(job)
-    if job.engine == "server" or not job.on_gpu:  # vLLM on a CPU is not counted
+    if not job.on_gpu:  # vLLM on a CPU is not counted
         return {}
     awake = (SAMPLE,) if job.sleeps else PHASES[1:]
     engine = planned_engine(job)

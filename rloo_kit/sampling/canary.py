@@ -41,11 +41,9 @@ HISTORY_ERRORS = 8.0
 # than the floor (nats): where nearly every token is certain, rounding moves nothing in most
 # batches and one undecided token by a third of a nat in another.
 NOISE_FACTOR, NOISE_FLOOR = 4.0, 0.01
-# Relative error of the temperature that is reported, up to twice or half
-TEMPERATURE_TOLERANCE = 0.05
 
-# `(N, C)` log-probabilities and entropies of the completion tokens, without gradient
-Score = Callable[[MicroBatch], tuple[torch.Tensor, torch.Tensor]]
+# `(N, C)` log-probabilities of the completion tokens, without gradient
+Score = Callable[[MicroBatch], torch.Tensor]
 
 BASE, PREVIOUS_STEP = "sampling/adapter_reached", "sampling/step_reached"
 MESSAGES = {
@@ -58,13 +56,9 @@ MESSAGES = {
         "arrive; restart the engine, or set trainer.generation: transformers"
     ),
 }
-TEMPERATURE = (
-    "it fits a temperature of about {found:.2f} and trainer.temperature is {wanted:g}; give the "
-    "engine the same, and a server --logprobs-mode processed_logprobs"
-)
 UNKNOWN = (
-    "neither base, adapter nor temperature explain it, so the engine has other base weights, "
-    "precision or prompts; give both the same model folder and load_in_4bit, or accept it with "
+    "neither base nor adapter explain it, so the engine computes with other weights, precision, "
+    "prompts or temperature; set trainer.generation: transformers, or accept it with "
     "trainer.canary: false and rollout_correction"
 )
 
@@ -134,26 +128,6 @@ def is_other(positions: Sequence[Position]) -> bool:
     return together.errors < -HISTORY_ERRORS and together.share < 0.25
 
 
-def other_temperature(
-    sampler: torch.Tensor, now: torch.Tensor, entropies: torch.Tensor, noise: torch.Tensor
-) -> float | None:
-    """Return the sampler's inverse temperature over the trainer's; None where rounding explains it.
-
-    At inverse temperature b the log-probability changes by ``d log p / d log b = log p + H``, H the
-    entropy; one regression on that is a first-order estimate.
-    """
-    slope = now + entropies  # (N,)
-    size = float(slope.square().sum())
-    if size == 0:
-        return None
-    factor = 1 + float(((sampler - now) * slope).sum()) / size
-    error = math.sqrt(float((slope * noise).square().sum())) / size
-    tempered = now + (factor - 1) * slope
-    off = abs(factor - 1) > max(TEMPERATURE_TOLERANCE, SURE_ERRORS * error)
-    fits = (sampler - tempered).abs().mean() < (SURE_FIT + 0.1) * (sampler - now).abs().mean()
-    return factor if off and 0.5 <= factor <= 2 and fits else None
-
-
 @dataclass
 class Policies:
     """The trainer's pass under other adapters than the one that trains; all come back unchanged."""
@@ -164,13 +138,11 @@ class Policies:
     pad_token_id: int
     dtype: torch.dtype
 
-    def score(self, tokens: TokenRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(N,)`` log-probabilities and entropies of all completion tokens, row by row."""
+    def score(self, tokens: TokenRows) -> torch.Tensor:
+        """Return ``(N,)`` log-probabilities of all completion tokens, row by row."""
         batch = tokens.pad(range(len(tokens)), self.pad_token_id, self.model.device)
         with torch.no_grad():
-            log_probs, entropies = self.score_batch(batch)  # (B, C)
-        mask = batch.completion_mask
-        return log_probs[mask].float(), entropies[mask].float()
+            return self.score_batch(batch)[batch.completion_mask].float()  # (B, C) -> (N,)
 
     @contextlib.contextmanager
     def rounding(self) -> Iterator[None]:
@@ -219,14 +191,14 @@ class Policies:
             for name, parameter in self.adapter.items()
             if "lora_B" in name
         }
-        here, _ = self.score(tokens)
+        here = self.score(tokens)
         size, tries = 0.02, 12
         while True:
             shifted = self.copy_adapter()
             for name, values in noise.items():
                 shifted[name] += (size * values).to(shifted[name].dtype)
             with self.adapter_set_to(shifted):
-                there, _ = self.score(tokens)
+                there = self.score(tokens)
             moved, tries = float((there - here).abs().mean()), tries - 1
             if 0.3 <= moved <= 3 or not tries:
                 return shifted
@@ -284,17 +256,16 @@ class Canary:
             engine.sync(self._model)
             drawn = engine.generate(prompts, short, seed)
             tokens = TokenRows(prompts, drawn.completion_ids)
-            within, _ = self._policies.score(tokens)  # (N,)
-        outside, _ = self._policies.score(tokens)
+            within = self._policies.score(tokens)  # (N,)
+        outside = self._policies.score(tokens)
         # from here on the engine samples from the policy that trains
         engine.sync(self._model)
         sampler = _flat(drawn.log_probs, tokens, within.device)
         position = position_between(sampler, within, outside, torch.ones_like(within))
         if position is not None and position.share < 0.5:
             raise StalePolicyError(
-                f"the adapter does not reach {engine.name}, or its base weights are others (it was "
-                f"shifted on purpose): give both the same model folder and restart the engine, or "
-                f"set trainer.generation: transformers"
+                f"the adapter does not reach {engine.name} (it was shifted on purpose): restart "
+                f"the engine, or set trainer.generation: transformers"
             )
 
     def check(
@@ -315,9 +286,9 @@ class Canary:
         tokens, log_probs = _cut_probe(tokens, log_probs)
         policies, others = self._policies, dict[str, torch.Tensor]()
         with policies.adapter_set_to(self._now):
-            now, entropies = policies.score(tokens)  # (N,)
+            now = policies.score(tokens)  # (N,)
             with policies.rounding():
-                disturbed, _ = policies.score(tokens)
+                disturbed = policies.score(tokens)
         noise, noise_mean = self._noise(disturbed - now)
         sampler = _flat(log_probs, tokens, now.device)
         if not bool(sampler.isfinite().all()):
@@ -333,23 +304,17 @@ class Canary:
             # Truncation renormalises what is left, so the sampler's numbers are not the policy's.
             return metrics
         with self._without_adapter():
-            others[BASE], _ = policies.score(tokens)
+            others[BASE] = policies.score(tokens)
         if self._before is not None:
             with policies.adapter_set_to(self._before):
-                others[PREVIOUS_STEP], _ = policies.score(tokens)
+                others[PREVIOUS_STEP] = policies.score(tokens)
         nearest = self._nearest(sampler, now, others, noise, metrics)
-        factor = None if nearest else other_temperature(sampler, now, entropies, noise)
-        limit = max(NOISE_FLOOR, NOISE_FACTOR * noise_mean)
-        if not nearest and factor is None and difference <= limit:
+        if not nearest and difference <= max(NOISE_FLOOR, NOISE_FACTOR * noise_mean):
             return metrics
-        cause = MESSAGES.get(nearest, UNKNOWN)
-        if factor is not None:
-            wanted = self._sampling.temperature
-            cause = TEMPERATURE.format(found=wanted / factor, wanted=wanted)
         raise StalePolicyError(
             f"{engine_name} did not sample from the policy that trains (log-probabilities differ "
             f"by {difference:.4f} nats a token, rounding explains {noise_mean:.4f}): "
-            f"{cause}"
+            f"{MESSAGES.get(nearest, UNKNOWN)}"
         )
 
     def _nearest(

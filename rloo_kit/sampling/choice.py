@@ -1,4 +1,4 @@
-"""Start the engine that samples for a model: vLLM in this process, a vLLM server, or none."""
+"""Start the engine that samples for a model: vLLM in this process, or none."""
 
 import contextlib
 import dataclasses
@@ -16,40 +16,30 @@ from rloo_kit.text.wording import first_line, format_value
 
 T = TypeVar("T")
 
-WHY_NOT_SEVERAL = "several processes share one vLLM server: start one, and set generation to server"
-VLLM, SERVER, TRANSFORMERS = "vllm", "server", "transformers"
-# TRL's settings of who samples, and the engines that obey each: vLLM in this process, a vLLM
-# server, transformers. TRL's own client obeys all of them.
+WHY_NOT_SEVERAL = "several processes train, and vLLM samples for one"
+VLLM, TRANSFORMERS = "vllm", "transformers"
+ENGINES = {VLLM: "vLLM in this process", TRANSFORMERS: "transformers"}
+# TRL's settings of who samples, and the engines that obey each
+BOTH, NEITHER = (VLLM, TRANSFORMERS), ()
 SETTINGS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        ("use_vllm", "vllm_mode", "vllm_enable_sleep_mode", "vllm_max_model_length"),
-        (VLLM, SERVER, TRANSFORMERS),
-    ),
-    **dict.fromkeys(
-        ("vllm_server_base_url", "vllm_server_host", "vllm_server_port"),
-        (SERVER,),
-    ),
-    **dict.fromkeys(
-        (
-            "cache_implementation",
-            "transformers_continuous_batching_config",
-            "use_transformers_continuous_batching",
-            "use_transformers_paged",
-            "vllm_group_port",
-            "vllm_model_impl",
-            "vllm_tensor_parallel_size",
-        ),
-        (TRANSFORMERS,),
-    ),
-    "vllm_server_timeout": (SERVER, TRANSFORMERS),
-    "vllm_structured_outputs_regex": (),
-    "vllm_sampling_params": (),  # an object of Unsloth's patched class: see generation_kwargs
-    "vllm_gpu_memory_utilization": (VLLM, TRANSFORMERS),
-}
-ENGINES = {
-    VLLM: "vLLM in this process",
-    SERVER: "the vLLM server",
-    TRANSFORMERS: "transformers",
+    "use_vllm": BOTH,
+    "vllm_mode": BOTH,
+    "vllm_enable_sleep_mode": BOTH,
+    "vllm_max_model_length": BOTH,
+    "vllm_gpu_memory_utilization": BOTH,
+    "cache_implementation": (TRANSFORMERS,),
+    "transformers_continuous_batching_config": (TRANSFORMERS,),
+    "use_transformers_continuous_batching": (TRANSFORMERS,),
+    "use_transformers_paged": (TRANSFORMERS,),
+    "vllm_group_port": (TRANSFORMERS,),
+    "vllm_model_impl": (TRANSFORMERS,),
+    "vllm_tensor_parallel_size": (TRANSFORMERS,),
+    "vllm_server_base_url": NEITHER,
+    "vllm_server_host": NEITHER,
+    "vllm_server_port": NEITHER,
+    "vllm_server_timeout": NEITHER,
+    "vllm_structured_outputs_regex": NEITHER,
+    "vllm_sampling_params": NEITHER,  # an object of Unsloth's patched class: see generation_kwargs
 }
 # What `generation_kwargs` may hold for vLLM: it needs no tokenizer, and leaves the number of
 # completions, their length, their ends and the log-probabilities to the kit
@@ -73,17 +63,13 @@ def start_engine(
         trains: Whether a training samples, and not an evaluation, which draws otherwise.
 
     Returns:
-        The engine, None where transformers or TRL samples; and the choice, with its reason. One
-        server samples for all processes of a training, and each calls what is returned.
+        The engine, None where transformers samples; and the choice, with its reason.
 
     Raises:
         GenerationError: What was asked for by name cannot be used, or does not start.
         ConfigError: Two settings contradict each other.
     """
     asked, team = requested_engine(args), current_team()
-    if asked == "trl":
-        _check_vllm_table(model, Choice("trl"))
-        return None, Choice("trl")
     why_not = why_not or _why_not_here(asked, team, model)
     choice = choose(asked, on_gpu=model.device.type != "cpu", why_not=why_not)
     if trains:
@@ -99,10 +85,6 @@ def start_engine(
         or notes.max_seq_length
         or model.config.get_text_config().max_position_embeddings
     )
-    if choice.engine == "server":
-        if team.size > 1:
-            return SharedEngine(team, lambda: _server(model, args, max_length)), choice
-        return _server(model, args, max_length), choice
     try:
         return _in_process(model, args, max_length), choice
     except GenerationError as exc:
@@ -127,10 +109,9 @@ def _check_vllm_table(model: Any, choice: Choice) -> None:
     names = () if choice.engine == VLLM else notes_of(model).vllm
     for name in names:
         reason = f" ({choice.reason})" if choice.reason else ""
-        sampler = ENGINES.get(choice.engine, "TRL's own client")
         raise ConfigError(
-            f"vllm.{name} is for vLLM in this process, and {sampler} samples{reason}: leave it "
-            f"out, or set trainer.generation to vllm"
+            f"vllm.{name} is for vLLM, and transformers samples{reason}: leave it out, or set "
+            f"trainer.generation to vllm"
         )
 
 
@@ -175,20 +156,6 @@ def _in_process(model: Any, args: Any, max_length: int) -> Engine:
     )
     add_to_session(engine)
     return engine
-
-
-def _server(model: Any, args: Any, max_length: int) -> Engine:
-    from rloo_kit.sampling.vllm_server import VllmServer
-
-    server = VllmServer(
-        args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}",
-        model,
-        max_length=max_length,
-        timeout=args.vllm_server_timeout,
-        adapter_dir=args.vllm_adapter_dir,
-    )
-    add_to_session(server)
-    return server
 
 
 class SharedEngine:
@@ -271,7 +238,7 @@ def check_settings(args: Any, engine: str) -> None:
     if engine == "transformers":
         _check_generate(others)
     else:
-        _check_vllm(others, engine, args)
+        _check_vllm(others, args)
 
 
 def _is_given(args: Any, name: str) -> bool:
@@ -285,15 +252,14 @@ def _is_given(args: Any, name: str) -> bool:
     return name in defaults and getattr(args, name, defaults[name]) != defaults[name]
 
 
-def _check_vllm(others: Mapping[str, Any], engine: str, args: Any) -> None:
-    known = TOKEN_SAMPLING | ({"bad_words"} if engine == "server" else set())
-    if unknown := [name for name in others if name not in known]:
+def _check_vllm(others: Mapping[str, Any], args: Any) -> None:
+    if unknown := [name for name in others if name not in TOKEN_SAMPLING]:
         raise ConfigError(
-            f"trainer.generation_kwargs gives {unknown[0]!r}, which cannot be given to "
-            f"{ENGINES[engine]}: leave it out, set generation: transformers, or give one of "
-            f"{', '.join(sorted(known))}"
+            f"trainer.generation_kwargs gives {unknown[0]!r}, which cannot be given to vLLM: leave "
+            f"it out, set generation: transformers, or give one of "
+            f"{', '.join(sorted(TOKEN_SAMPLING))}"
         )
-    if engine == "vllm" and others:
+    if others:
         from vllm import SamplingParams
 
         try:
@@ -335,22 +301,24 @@ def _refused(others: Mapping[str, Any], exc: Exception) -> ConfigError:
 
 
 def requested_engine(args: Any) -> str:
-    """Return ``auto``, ``vllm``, ``server``, ``transformers``, or ``trl`` for TRL's own client.
-
-    ``use_vllm: true`` means ``generation: vllm``; with ``vllm_mode: server`` it is TRL's client of
-    ``trl vllm-serve``.
+    """Return ``auto``, ``vllm`` or ``transformers``; ``use_vllm: true`` means ``vllm``.
 
     Raises:
-        ConfigError: ``use_vllm`` and ``generation`` contradict each other.
+        ConfigError: ``use_vllm`` and ``generation`` contradict each other, or TRL's server is
+            asked for.
     """
     if not args.use_vllm:
         return args.generation
-    wanted = "trl" if args.vllm_mode == "server" else "vllm"
-    if args.generation not in ("auto", wanted):
+    if args.vllm_mode != "colocate":
         raise ConfigError(
-            f"use_vllm: true asks for vLLM and generation is {args.generation!r}: keep generation"
+            f"trainer.vllm_mode is {args.vllm_mode!r}, and vLLM samples in this process: leave it "
+            f"out, or train with TRL where a second GPU samples"
         )
-    return wanted
+    if args.generation == "transformers":
+        raise ConfigError(
+            "use_vllm: true asks for vLLM and generation is 'transformers': keep generation"
+        )
+    return "vllm"
 
 
 def make_sampling(args: Any, stop_token_ids: list[int]) -> Sampling:

@@ -130,21 +130,15 @@ def plain_config(config: Any) -> dict[str, Any]:
 class AdapterFolders:
     """One folder after another, each with the adapter of one moment.
 
-    They are in ``parent``; None: in shared memory, or the system's temporary folder.
+    They are in shared memory, or the system's temporary folder.
     """
 
-    def __init__(self, parent: Path | None = None) -> None:
-        if parent is None and SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
+    def __init__(self) -> None:
+        parent = None
+        if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
             parent = SHARED_MEMORY
             _remove_leftovers(parent)
-        try:
-            self.root = Path(tempfile.mkdtemp(prefix=f"rloo-kit-{os.getpid()}-", dir=parent))
-        except OSError as exc:
-            raise GenerationError(
-                f"no folder for the adapter can be made in {str(parent)!r} ({exc}): choose another "
-                f"vllm_adapter_dir"
-            ) from exc
-        self.root.chmod(0o755)  # a server may run as another user
+        self.root = Path(tempfile.mkdtemp(prefix=f"rloo-kit-{os.getpid()}-", dir=parent))
         self._number = 0
 
     def write(self, model: Any, dtype: Any) -> Path:
@@ -167,7 +161,7 @@ class AdapterFolders:
         except (OSError, SafetensorError) as exc:
             raise GenerationError(
                 f"the adapter cannot be written to {str(self.root)!r} ({exc}): free some space "
-                f"there, or choose another vllm_adapter_dir"
+                f"there"
             ) from exc
         return folder
 
@@ -196,26 +190,25 @@ def _remove_leftovers(parent: Path) -> None:
 class Choice:
     """Which engine, and why not a faster one."""
 
-    engine: str  # `vllm`, `server`, `transformers` or `trl` (TRL's own vLLM client)
+    engine: str  # `vllm` or `transformers`
     reason: str | None = None  # in one line, where `auto` fell back
 
 
 def choose(asked: str, *, on_gpu: bool, why_not: str | None) -> Choice:
-    """Return the engine for ``auto``, ``vllm``, ``transformers`` or ``server``.
+    """Return the engine for ``auto``, ``vllm`` or ``transformers``.
 
     ``why_not`` says why vLLM cannot sample here.
 
     Raises:
         GenerationError: vLLM was asked for by name and cannot sample here.
     """
-    if asked == "transformers":
+    # on a CPU a small model is as fast without, and vLLM takes seconds to start
+    if asked == "transformers" or (asked == "auto" and not on_gpu):
         return Choice("transformers")
-    if asked in ("vllm", "server"):
-        if why_not:
-            raise GenerationError(
-                f"generation: {asked} cannot be used: {why_not}; set trainer.generation: auto"
-            )
-        return Choice(asked)
-    if not on_gpu:  # a small model is as fast without, and vLLM takes seconds to start
-        return Choice("transformers")
-    return Choice("transformers", why_not) if why_not else Choice("vllm")
+    if why_not is None:
+        return Choice("vllm")
+    if asked == "vllm":
+        raise GenerationError(
+            f"generation: vllm cannot be used: {why_not}; set trainer.generation: auto"
+        )
+    return Choice("transformers", why_not)

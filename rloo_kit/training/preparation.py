@@ -223,7 +223,7 @@ def load_policy(config: RunConfig, base: Path, args: Any) -> tuple[Any, Any]:
 
 def _engine_arguments(args: Any) -> dict[str, Any]:
     """Return what ``load_model`` needs to load the base once for training and for vLLM."""
-    if requested_engine(args) not in ("auto", "vllm") or launched_size() > 1:
+    if requested_engine(args) == "transformers" or launched_size() > 1:
         return {}
     given = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization}
     return {

@@ -150,8 +150,6 @@ class Sampler:
             with blame_generation_kwargs(args), finite_logits(), off:
                 return self.generate(prompts, None, {})
 
-        if args.use_vllm:  # TRL's own client
-            return draw(prompt_ids)
         return self.pieces.run(draw, prompt_ids, len(prompt_ids))
 
     def _sync_engine(self, engine: Engine, prompt_ids: list[list[int]]) -> None:
@@ -174,10 +172,9 @@ class Sampler:
         trainer = self.trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
 
-        def score(batch: MicroBatch) -> tuple[torch.Tensor, Any]:
+        def score(batch: MicroBatch) -> torch.Tensor:
             with trainer.policy.no_grad():
-                scored = trainer.policy.score(batch, entropies=True)
-            return scored.log_probs, scored.entropies
+                return trainer.policy.score(batch, entropies=False).log_probs
 
         return Canary(
             score=score,

@@ -28,7 +28,7 @@ from rloo_kit.machine.environment import precision_as_asked
 from rloo_kit.machine.memory import add_to_session, empty_model
 from rloo_kit.models.shared_engine import notes_of
 from rloo_kit.processes import Team, current_team
-from rloo_kit.sampling.choice import check_engine, requested_engine, start_engine
+from rloo_kit.sampling.choice import check_engine, start_engine
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.composition import WeightSchedule
 from rloo_kit.scoring.contract import guarded
@@ -120,8 +120,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
         _check_prompts(parts["train_dataset"], args, self.team)
         rewards = _load_weighted(parts.pop("reward_funcs"), args, parts["processing_class"])
         rewards = with_tokenizers(rewards, others.get("reward_processing_classes"))
-        if requested_engine(args) != "trl":
-            args.use_vllm = False  # the kit samples; TRL need not start an engine of its own
+        args.use_vllm = False  # the kit samples; TRL need not start an engine of its own
         _drop_old_reference(parts["model"])
         adapter = _adapter_values(parts["model"])
         with precision_as_asked(args), _without_engine(parts["model"]):

@@ -346,7 +346,6 @@ def test_missing_vllm_ends_the_command(run, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("trained", "wanted"),
     [
-        ({"generation": "server"}, "auto"),
         ({"generation": "transformers"}, "transformers"),
         ({"use_vllm": True}, "auto"),
         ({"use_vllm": True, "vllm_mode": "server"}, "auto"),
@@ -358,7 +357,7 @@ def test_another_engine_may_evaluate_than_trained(trained, wanted, tmp_path):
     args = rk.LeaveOneOutConfig(str(tmp_path), **trained)
     assert not choose_engine(args, {})
     assert requested_engine(args) == wanted
-    for given in ("transformers", "server", "vllm"):
+    for given in ("transformers", "vllm"):
         args = rk.LeaveOneOutConfig(str(tmp_path), **trained | {"generation": given})
         assert choose_engine(args, {"generation": given}) == (given != "transformers")
         assert requested_engine(args) == given

@@ -1,4 +1,4 @@
-"""Servers that die in the middle of a run: the judge of a reward, and the one that samples."""
+"""The judge of a reward dies in the middle of a run."""
 
 import pytest
 from servers import Server
@@ -7,15 +7,7 @@ from trials import FAULT_AT, Trial
 
 @pytest.fixture
 def judge():
-    server = Server("judge")
-    yield server
-    server.kill()
-
-
-@pytest.fixture
-def vllm(monkeypatch):
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    server = Server("vllm")
+    server = Server()
     yield server
     server.kill()
 
@@ -52,30 +44,3 @@ def test_the_judge_dies(judge, tmp_path):
     assert one.is_whole()
     judge.start()
     one.keeps_all()
-
-
-@pytest.mark.fault(
-    "the vLLM server that samples dies",
-    "the run stops and says how to start it; the last finished step is saved",
-)
-def test_the_sampler_dies(vllm, tmp_path):
-    settings = {
-        "trainer.generation": "server",
-        "trainer.vllm_server_base_url": vllm.url,
-        "trainer.vllm_server_timeout": 5.0,
-        "trainer.canary": False,  # this stand-in samples from no model
-    }
-    one = Trial(tmp_path / "trial", uninterrupted(tmp_path / "first", settings), settings)
-    life = one.begin(FAULT="waits", FAULT_FILE=str(tmp_path / "gone"))
-    assert life.wait_for_text(f"step {FAULT_AT}/"), life.text
-    vllm.kill()
-    (tmp_path / "gone").touch()
-    assert life.finish() == 2, life.text
-    assert "Traceback" not in life.text
-    assert f"the vLLM server at {vllm.url} is away" in life.text
-    assert one.saved >= FAULT_AT
-    assert one.is_whole()
-    refused = one.fail("--resume")
-    assert "no vLLM server is up" in refused.text
-    vllm.start()
-    one.keeps_all(one.saved)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import re
 
 import pytest
 import torch
@@ -25,8 +24,7 @@ BF16 = torch.bfloat16
 NAMES = {
     "base": "base without adapter",
     "before": "one optimizer step ago",
-    "temperature": "temperature of about",
-    "unknown": "other base weights, precision or prompts",
+    "unknown": "other weights, precision, prompts or temperature",
 }
 
 
@@ -175,7 +173,7 @@ class TinyPolicy(torch.nn.Module):
         before = (batch.places - 1).clamp(min=0)
         ids = batch.input_ids.gather(1, batch.places)
         places = of_next.gather(1, before.unsqueeze(-1).expand(-1, -1, VOCABULARY))
-        return places.gather(2, ids.unsqueeze(2)).squeeze(2), -(places.exp() * places).sum(-1)
+        return places.gather(2, ids.unsqueeze(2)).squeeze(2)
 
     @contextlib.contextmanager
     def without_adapter(self):
@@ -284,12 +282,11 @@ def train(policy, engine, canary, *, steps=5, size=0.02):
 
 
 def complaint(cause, function, *args, **keywords):
-    """The message: one sentence that names the cause and no other, and what to do."""
+    """See that the message names the cause and no other."""
     with pytest.raises(StalePolicyError) as caught:
         function(*args, **keywords)
     text = str(caught.value)
     assert [name for name, words in NAMES.items() if words in text] == [cause], text
-    return text
 
 
 @pytest.mark.parametrize("size", [1e-5, 0.05])
@@ -334,19 +331,15 @@ def other_weights(policy):
     return engine
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.4])
-def test_another_temperature_is_named_and_about_right(temperature):
-    policy = TinyPolicy()
-    engine = Sampler(policy, temperature=temperature)
-    text = complaint("temperature", train, policy, engine, canary_of(policy))
-    named = float(re.search(r"about ([\d.]+)", text)[1])
-    assert named == pytest.approx(temperature, rel=0.2)
-
-
 @pytest.mark.parametrize(
     "make",
-    [other_weights, lambda policy: Sampler(policy, fault="adds a token")],
-    ids=["other base weights", "prompt"],
+    [
+        other_weights,
+        lambda policy: Sampler(policy, fault="adds a token"),
+        lambda policy: Sampler(policy, temperature=0.7),
+        lambda policy: Sampler(policy, temperature=1.4),
+    ],
+    ids=["other base weights", "prompt", "colder", "warmer"],
 )
 def test_what_neither_base_nor_adapter_explain_is_found(make):
     policy = TinyPolicy()
@@ -395,10 +388,10 @@ class Rare:
         disturbed = bool(self.policy.layer._forward_hooks)
         hooks, self.policy.layer._forward_hooks = self.policy.layer._forward_hooks, {}
         try:
-            log_probs, entropies = self.policy.score(batch)
+            log_probs = self.policy.score(batch)
         finally:
             self.policy.layer._forward_hooks = hooks
-        return (self.moved(log_probs) if disturbed else log_probs), entropies
+        return self.moved(log_probs) if disturbed else log_probs
 
 
 def test_a_rare_burst_in_a_young_run_is_no_stale_policy():
@@ -411,7 +404,7 @@ def test_a_rare_burst_in_a_young_run_is_no_stale_policy():
             rare.policy.step(1e-7, seed=step)
             canary.sent(torch.float32)
             with torch.no_grad():
-                log_probs, _ = rare.policy.score(tokens.pad(range(8), PAD))
+                log_probs = rare.policy.score(tokens.pad(range(8), PAD))
             canary.check(tokens, rare.moved(log_probs).tolist(), rare.name)
 
 
@@ -525,7 +518,7 @@ def checked_shape(prompt_lengths, completion_lengths):
     tokens = TokenRows([[2] * n for n in prompt_lengths], [[3] * n for n in completion_lengths])
     with torch.no_grad():
         whole = tokens.pad(range(len(tokens)), PAD)
-        log_probs = policy.score(whole)[0]
+        log_probs = policy.score(whole)
     canary = canary_of(policy, score=score)
     canary.sent(torch.float32)
     rows = [row[:n].tolist() for row, n in zip(log_probs, completion_lengths, strict=True)]

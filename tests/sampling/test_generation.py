@@ -52,6 +52,13 @@ def model():
     return adapted()
 
 
+@pytest.fixture
+def folders():
+    made = AdapterFolders()
+    yield made
+    made.close()
+
+
 def refusal(function, *args, **keywords):
     """The message of the error, which is one sentence with a remedy."""
     with pytest.raises(GenerationError) as caught:
@@ -121,35 +128,20 @@ def test_trainer_settings_become_sampling():
 # --- what is asked for ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("generation", ["auto", "vllm", "server", "transformers"])
+@pytest.mark.parametrize("generation", ["auto", "vllm", "transformers"])
 def test_generation_alone_says_who_samples(generation):
     assert requested_engine(settings(generation=generation)) == generation
-    assert requested_engine(settings(generation=generation, vllm_mode="server")) == generation
 
 
-@pytest.mark.parametrize(
-    ("mode", "generation", "asked"),
-    [("colocate", "auto", "vllm"), ("colocate", "vllm", "vllm"), ("server", "auto", "trl")],
-)
-def test_use_vllm_of_trl_is_understood(mode, generation, asked):
-    found = requested_engine(settings(use_vllm=True, vllm_mode=mode, generation=generation))
-    assert found == asked
+def test_use_vllm_of_trl_is_understood():
+    assert requested_engine(settings(use_vllm=True)) == "vllm"
+    with pytest.raises(ConfigError, match="keep generation"):
+        requested_engine(settings(use_vllm=True, generation="transformers"))
+    with pytest.raises(ConfigError, match=r"vllm_mode is 'server'.*leave it out"):
+        requested_engine(settings(use_vllm=True, vllm_mode="server"))
 
 
-@pytest.mark.parametrize(
-    ("mode", "generation"),
-    [
-        ("colocate", "transformers"),
-        ("colocate", "server"),
-        ("server", "vllm"),
-    ],
-)
-def test_contradicting_settings_are_refused(mode, generation):
-    with pytest.raises(ConfigError, match=generation):
-        requested_engine(settings(use_vllm=True, vllm_mode=mode, generation=generation))
-
-
-@pytest.mark.parametrize("asked", ["auto", "vllm", "server", "transformers"])
+@pytest.mark.parametrize("asked", ["auto", "vllm", "transformers"])
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_where_vllm_can_sample_it_does_as_asked(asked, on_gpu):
     found = choose(asked, on_gpu=on_gpu, why_not=None)
@@ -163,10 +155,9 @@ def test_auto_falls_back_on_a_gpu_and_says_why():
     assert choose("auto", on_gpu=True, why_not="it rains") == Choice("transformers", "it rains")
 
 
-@pytest.mark.parametrize("asked", ["vllm", "server"])
-def test_vllm_by_name_that_cannot_sample_is_an_error(asked):
-    text = refusal(choose, asked, on_gpu=True, why_not="it rains")
-    assert f"generation: {asked}" in text
+def test_vllm_by_name_that_cannot_sample_is_an_error():
+    text = refusal(choose, "vllm", on_gpu=True, why_not="it rains")
+    assert "generation: vllm" in text
     assert "it rains" in text
     assert "generation: auto" in text
 
@@ -179,8 +170,8 @@ def test_a_model_without_adapter_has_nothing_to_send():
     assert "no LoRA adapter" in why_no_hot_swap(SimpleNamespace(peft_config={}))
 
 
-def test_the_active_adapter_is_sent(tmp_path):
-    model, folders = adapted(), AdapterFolders(tmp_path)
+def test_the_active_adapter_is_sent(folders):
+    model = adapted()
     model.add_adapter("other", LoraConfig(r=9, target_modules=["o_proj"]))
     assert (reserved_rank_of(model), active_adapter(model)) == (16, "default")
     model.set_adapter("other")
@@ -218,8 +209,7 @@ def test_what_vllm_does_not_take_is_named(lora, word):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_folder_holds_the_adapter_of_that_moment(dtype, model, tmp_path):
-    folders = AdapterFolders(tmp_path)
+def test_a_folder_holds_the_adapter_of_that_moment(dtype, model, folders):
     folder = folders.write(model, dtype)
     written = load_file(folder / "adapter_model.safetensors")
     assert written.keys() == adapter_tensors(model).keys()
@@ -231,8 +221,8 @@ def test_a_folder_holds_the_adapter_of_that_moment(dtype, model, tmp_path):
     assert sorted(config["target_modules"]) == ["q_proj", "v_proj"]
 
 
-def test_every_adapter_folder_is_new_and_stays_until_dropped(tmp_path):
-    model, folders = adapted(), AdapterFolders(tmp_path)
+def test_every_adapter_folder_is_new_and_stays_until_dropped(folders):
+    model = adapted()
     first = folders.write(model, torch.float32)
     before = load_file(first / "adapter_model.safetensors")
     with torch.no_grad():
@@ -247,17 +237,11 @@ def test_every_adapter_folder_is_new_and_stays_until_dropped(tmp_path):
     folders.drop(first)
     folders.drop(None)
     folders.close()
-    assert list(tmp_path.iterdir()) == []
+    assert not folders.root.exists()
     folders.close()
 
 
 @pytest.mark.skipif(not os.access(SHARED_MEMORY, os.W_OK), reason="no shared memory here")
-def test_folders_are_in_shared_memory_by_process_number():
-    folders = AdapterFolders()
-    try:
-        assert folders.root.parent == SHARED_MEMORY
-        assert f"-{os.getpid()}-" in folders.root.name
-        assert folders.root.stat().st_mode & 0o777 == 0o755, "a server may run as another user"
-    finally:
-        folders.close()
-    assert not folders.root.exists()
+def test_folders_are_in_shared_memory_by_process_number(folders):
+    assert folders.root.parent == SHARED_MEMORY
+    assert f"-{os.getpid()}-" in folders.root.name

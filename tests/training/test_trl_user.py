@@ -346,17 +346,16 @@ def test_every_field_of_trl_about_the_engine_is_obeyed_or_refused():
 @pytest.mark.parametrize(
     ("settings", "engines"),
     [
-        ({"vllm_structured_outputs_regex": "[0-9]+"}, ("vllm", "server", "transformers")),
-        ({"vllm_gpu_memory_utilization": 0.3}, ("server",)),
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, ("vllm", "transformers")),
         ({"vllm_server_base_url": "http://127.0.0.1:9"}, ("vllm", "transformers")),
         ({"vllm_max_model_length": 128, "vllm_enable_sleep_mode": True}, ()),
-        ({"cache_implementation": "static"}, ("vllm", "server")),
+        ({"cache_implementation": "static"}, ("vllm",)),
         ({}, ()),
     ],
 )
 def test_what_an_engine_does_not_obey_is_one_sentence(tmp_path, settings, engines):
     args = rk.LeaveOneOutConfig(**few(tmp_path, **settings))
-    for engine in ("vllm", "server", "transformers", "trl"):
+    for engine in ("vllm", "transformers"):
         if engine not in engines:
             check_settings(args, engine)
             continue
@@ -369,7 +368,6 @@ def test_what_an_engine_does_not_obey_is_one_sentence(tmp_path, settings, engine
     [
         ("vllm", {"num_beams": 4}, "gives 'num_beams', which cannot be given to vLLM"),
         ("vllm", {"seed": 4}, "gives 'seed', .* set generation: transformers, or give one of all"),
-        ("server", {"num_beams": 4}, "gives 'num_beams', which cannot be given to the vLLM server"),
         ("transformers", {"top_q": 0.5}, "gives 'top_q', which cannot be given to generate"),
         ("transformers", {"max_new_tokens": "many"}, "'many'} cannot be obeyed"),
     ],
@@ -383,6 +381,3 @@ def test_generation_kwargs_that_cannot_be_obeyed_are_one_sentence(tmp_path, engi
 def test_generation_kwargs_that_can_be_obeyed_pass(tmp_path):
     args = rk.LeaveOneOutConfig(**few(tmp_path, generation_kwargs={"top_p": 0.9, "top_k": 5}))
     check_settings(args, "transformers")
-    check_settings(args, "server")
-    given = {"min_tokens": 2, "logit_bias": {3: 1.0}, "bad_words": ["no"]}
-    check_settings(rk.LeaveOneOutConfig(**few(tmp_path, generation_kwargs=given)), "server")

@@ -220,8 +220,8 @@ def other_base(monkeypatch):
         (never, "nearest to the base without adapter", [2]),
         (one_step_late, "nearest to the adapter of one optimizer step ago", [2]),
         # an undecided token may hide it in the first batch: which, differs by processor
-        (colder, r"it fits a temperature of about 0\.(7[5-9]|8[0-5]) ", [1, 2]),
-        (other_base, "other base weights", [1]),
+        (colder, "other weights, precision, prompts or temperature", [1, 2]),
+        (other_base, "other weights", [1]),
     ],
     ids=["never sent", "one step late", "temperature", "other base"],
 )
