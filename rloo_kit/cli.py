@@ -198,10 +198,6 @@ def _add_chat(commands: Any) -> None:
     command = _command(commands, "chat", _chat, text)
     command.add_argument("model", metavar="RUN", help="a run, a checkpoint, an adapter or a model")
     command.add_argument("--base", action="store_true", help="let the base answer too")
-    command.add_argument("--system", metavar="TEXT", help="a system message; as in the run")
-    command.add_argument("--temperature", type=float, metavar="T", help="0: greedy; as in the run")
-    command.add_argument("--max-tokens", type=int, metavar="N", help="of an answer; as in the run")
-    command.add_argument("--seed", type=int, default=42, metavar="S")
 
 
 def _add_serve(commands: Any) -> None:
@@ -380,8 +376,7 @@ def _judge(args: argparse.Namespace) -> int:
 def _chat(args: argparse.Namespace) -> int:
     from rloo_kit.export.chat import chat
 
-    names = ("base", "system", "temperature", "max_tokens", "seed")
-    chat(args.model, **_options(args, *names))
+    chat(args.model, base=args.base)
     return 0
 
 

@@ -38,7 +38,6 @@ EXTRA = {
     "eval": ["--samples", "2", "--num-prompts", "4"],
     "export": ["--prompts", "2"],
     "judge": ["--num-prompts", "4"],
-    "chat": ["--max-tokens", "8"],
 }
 # Commands whose exit code is not 0.
 CODES = {
