@@ -119,18 +119,18 @@ def main() -> None:
         kinds = ["adapter", "merged", *(["gguf"] if args.llama_python else [])]
         for kind in kinds:
             base = {} if kind == "adapter" or not args.base else {"base": args.base}
-            done = rk.export_model(args.run, kind, output=Path(place) / kind, say=str, **base)
+            folder = rk.export_model(args.run, kind, output=Path(place) / kind, say=str, **base)
             if kind == "gguf":
-                (file,) = done.folder.glob("*.gguf")
+                (file,) = folder.glob("*.gguf")
                 elsewhere("gguf", args.llama_python, LLAMA, file)
                 continue
-            other = find_trained(done.folder)
+            other = find_trained(folder)
             how = {"load_in_4bit": False, "max_seq_length": trained.model.max_seq_length}
             if kind == "adapter":
                 how["name"] = trained.base
             here(f"{kind}, transformers in 16 bit", load_base(other, **how), other)
             if kind == "merged" and args.vllm_python:
-                elsewhere("merged", args.vllm_python, VLLM, done.folder)
+                elsewhere("merged", args.vllm_python, VLLM, folder)
     name = Path(args.run).resolve().name + (f"_on_{Path(args.base).name}" if args.base else "")
     result = {"run": Path(args.run).resolve().name, "judge": judge, "rows": rows, "base": args.base}
     file = RESULTS / f"round_trip_{name}.json"

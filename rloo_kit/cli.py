@@ -150,10 +150,7 @@ def _add_judge(commands: Any) -> None:
     command = _command(commands, "judge", _judge, text)
     command.add_argument("model", metavar="RUN", help="a run, a checkpoint, an adapter or a model")
     command.add_argument(
-        "--against",
-        default="base",
-        metavar="RUN",
-        help="base (default) or another model",
+        "--against", default="base", metavar="RUN", help="base (default) or another model"
     )
     command.add_argument(
         "--by",
@@ -222,12 +219,10 @@ def _add_report(commands: Any) -> None:
 
 
 def _add_export(commands: Any) -> None:
-    text = "export a trained model: adapter, merged 16-bit weights, GGUF, Ollama, the hub"
+    text = "export a trained model: adapter, merged 16-bit weights, GGUF, the hub"
     export = _command(commands, "export", _export, text)
     export.add_argument("run", metavar="RUN", help="a run, a checkpoint, an adapter, or an export")
-    export.add_argument(
-        "--to", required=True, metavar="KIND", help="adapter, merged, gguf, ollama or hub"
-    )
+    export.add_argument("--to", required=True, metavar="KIND", help="adapter, merged, gguf or hub")
     export.add_argument("--output", metavar="DIR", help="default: export-KIND, next to the adapter")
     export.add_argument("--dtype", default="bf16", help="of a GGUF file: bf16, f16 or q8_0")
     export.add_argument(
@@ -266,24 +261,15 @@ def _add_reward_model(verbs: Any) -> None:
     train.add_argument("pairs", metavar="PAIRS.jsonl", help="rows with prompt, chosen, rejected")
     train.add_argument("--model", default="tiny-thinker", help="the base: a folder or a hub name")
     train.add_argument("--output-dir", default="runs/reward-model", metavar="DIR")
-    train.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an argument of train_reward_model or a field of TRL's RewardConfig, such as "
-        "max_steps=100 or load_in_4bit=false (may be repeated)",
-    )
+    settings = "an argument of train_reward_model or a field of TRL's RewardConfig, such as "
+    _add_set(train, settings + "max_steps=100 or load_in_4bit=false")
 
 
-def _add_set(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a setting, such as trainer.max_steps=100 (may be repeated)",
-    )
+def _add_set(
+    command: argparse.ArgumentParser, help: str = "override a setting, such as trainer.beta=0.1"
+) -> None:
+    help += " (may be repeated)"
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help)
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -354,14 +340,8 @@ def _plan(args: argparse.Namespace) -> int:
 def _eval(args: argparse.Namespace) -> int:
     from rloo_kit.evaluation.table import evaluate_models
 
-    found = evaluate_models(
-        args.models,
-        num_samples=args.samples,
-        greedy=not args.no_greedy,
-        base=not args.no_base,
-        **_asked(args),
-    )
-    print(f"\n{found}")
+    options = {"num_samples": args.samples, "greedy": not args.no_greedy, "base": not args.no_base}
+    print(f"\n{evaluate_models(args.models, **options, **_asked(args))}")
     return 0
 
 
@@ -392,8 +372,7 @@ def _rewards_list(args: argparse.Namespace) -> int:
     from rloo_kit.scoring.catalogue import describe_rewards
 
     for entry in describe_rewards():
-        origin = "" if entry.origin == "built in" else f" ({entry.origin})"
-        print(f"{entry.name:<21} {entry.summary}{origin}")
+        print(f"{entry.name:<21} {entry.summary}")
     return 0
 
 

@@ -5,7 +5,7 @@ source archive (about 75 MB) without building it and keeps the converter, its mo
 licence of llama.cpp (MIT). Running it again costs nothing.
 
     python scripts/fetch_converter.py                # into the kit's cache, where export looks
-    python scripts/fetch_converter.py --out tools    # then: export LLAMA_CPP=tools
+    python scripts/fetch_converter.py --out tools    # then: --converter tools
 """
 
 import argparse

@@ -97,11 +97,10 @@ def rewards() -> str:
     """Return the first paragraph and the parameters of every built-in reward."""
     parts = []
     for entry in describe_rewards():
-        if entry.origin == "built in":
-            about = _markdown(re.split(r"\n\n|\n>>>", entry.text.partition("\n\n")[2])[0])
-            about = " ".join(re.split(r"(?<=[.)]) (?=[A-Z])", about)[:SENTENCES])
-            rows = [_parameter(p) for p in entry.parameters if p.name not in COMMON]
-            parts.append("\n".join([f"## {entry.name}\n", f"{entry.summary} {about}\n", *rows, ""]))
+        about = _markdown(re.split(r"\n\n|\n>>>", entry.text.partition("\n\n")[2])[0])
+        about = " ".join(re.split(r"(?<=[.)]) (?=[A-Z])", about)[:SENTENCES])
+        rows = [_parameter(p) for p in entry.parameters if p.name not in COMMON]
+        parts.append("\n".join([f"## {entry.name}\n", f"{entry.summary} {about}\n", *rows, ""]))
     return "\n".join(parts)
 
 

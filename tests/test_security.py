@@ -13,7 +13,7 @@ import pytest
 import rloo_kit as rk
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.report.page import write_report
-from rloo_kit.scoring.loading import load_rewards, plug_ins
+from rloo_kit.scoring.loading import load_rewards
 
 ROOT = Path(__file__).parents[1]
 SPEC = importlib.util.spec_from_file_location("audit", ROOT / "scripts" / "audit.py")
@@ -94,18 +94,11 @@ def test_a_reward_file_is_named_before_it_runs(spec, ran, rewards):
     assert ran.exists()
 
 
-def test_installed_packages_are_named_and_ours_are_not(ran, monkeypatch):
+def test_installed_packages_are_named_and_ours_are_not(ran):
     said = loaded_lines("os.path:basename", ran)
     assert said == ["running code of the installed module os.path (basename)"]
     assert loaded_lines("length", ran) == []
     assert loaded_lines({"name": "thinking", "only_if": "thinking_format"}, ran) == []
-
-    class Entry:
-        value = "os.path:basename"
-
-    plugged = {**plug_ins(), "base": Entry}
-    monkeypatch.setattr("rloo_kit.scoring.loading.plug_ins", lambda: plugged)
-    assert loaded_lines("base", ran) == said
 
 
 def test_train_and_rewards_check_name_code_first(ran, rewards):

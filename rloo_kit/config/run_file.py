@@ -267,10 +267,9 @@ def read_value(text: str) -> Any:
         # YAML 1.1 wants a point and a sign: 1.0e-3
         return float(text)
     try:
-        value = _parse(text)
+        return _parse(text)
     except yaml.YAMLError:
         return text
-    return value
 
 
 def _apply_override(content: dict[str, Any], override: str) -> list[str]:

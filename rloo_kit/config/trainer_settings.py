@@ -74,13 +74,11 @@ def _trl_types() -> dict[str, Any]:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 kinds = ast.unparse(node.annotation).split(" | ")
                 found.setdefault(node.target.id, set()).update(kinds)
-    return {name: _union(kinds) for name, kinds in found.items() if not name.startswith("_")}
-
-
-def _union(kinds: set[str]) -> Any:
-    if not kinds <= set(TYPE_NAMES):
-        return Any
-    return functools.reduce(operator.or_, (TYPE_NAMES[kind] for kind in sorted(kinds)))
+    return {
+        name: functools.reduce(operator.or_, (TYPE_NAMES.get(kind, Any) for kind in sorted(kinds)))
+        for name, kinds in found.items()
+        if not name.startswith("_")
+    }
 
 
 def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[str]:

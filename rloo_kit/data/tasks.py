@@ -15,36 +15,6 @@ from rloo_kit.types import Row
 SPLITS = ("train", "held_out")
 HELD_OUT_ONE_IN = 8
 
-_WORDS = """
-acorn actor alarm album amber anchor angle animal ankle apple apricot apron arrow artist atlas
-autumn axle badge bagel bakery balcony balloon bamboo banana bandage banjo banner barn barrel
-basket beach beacon bean bell bench berry bicycle biscuit blanket blossom board bonfire book
-bottle boulder bowl branch bread brick bridge broom bubble bucket butter butterfly button
-cabbage cabin cable cactus cake camel camera candle canoe canyon carpet carrot castle cattle
-ceiling cellar chain chair chalk cheese cherry chicken chimney chocolate church cinnamon circle
-clock cloud clover coat coffee collar comet compass copper coral corner cotton cradle cricket
-crown cucumber cupboard curtain cushion dairy daisy dancer desert diamond dinner dolphin donkey
-door dragon drawer dream dress drum eagle earring elbow elephant engine envelope evening fabric
-falcon farmer feather fence ferry fiddle finger flame flower flute forest fountain fox freckle
-frog furniture galaxy garden garlic gate giraffe glacier glass glove goat grape grass gravel
-guitar hammer hammock harbour harvest hazelnut hedge helmet hill honey horse hospital island
-ivory jacket jewel journey juice jungle kettle kitchen kitten ladder ladle lagoon lake lamp
-lantern leather lemon lentil lettuce library lighthouse lion lizard lobster locker magnet mango
-marble market meadow medal melon mirror mitten monkey moon mosquito mountain mushroom mustard
-napkin necklace needle nest noodle notebook oasis ocean octopus olive onion orange orchard
-orchid otter oven oyster paddle palace panther paper parcel parrot parsley pasture pebble
-pencil penguin pepper piano pickle picture pigeon pillow pineapple planet plum pocket pony
-potato pumpkin puppet puzzle quarry quilt rabbit raccoon radish railway rainbow raspberry
-raven ribbon river robin rocket rooster rope rudder saddle sailor salmon sandal scarf school
-scissors seashell shadow sheep shelter shovel silver slipper snail soap sparrow spider spinach
-squirrel stable staircase station strawberry street sugar summer sunflower swallow table tailor
-teapot temple tennis thimble thunder tiger timber tomato tortoise towel tractor train tree
-trumpet tulip tunnel turtle umbrella valley vanilla velvet village vinegar violin volcano
-waffle wagon walnut water wheel whistle window winter wolf wool yogurt zebra zipper
-"""
-# Common nouns, in lower case
-WORDS = tuple(_WORDS.split())
-
 # Takes a level, counted from 1; returns the columns of one problem, and whether it is held out
 Maker = Callable[[random.Random, int], tuple[Row, bool]]
 
@@ -206,50 +176,8 @@ def _combined(rng: random.Random, numbers: list[int], operators: str) -> tuple[F
     return left[0][0], left[0][1][1:-1]
 
 
-# --- letter_count and sort -----------------------------------------------------------------------
-
-_SHORT = [word for word in WORDS if len(word) <= 6]
-_LONG = [word for word in WORDS if len(word) > 6]
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
-
-
-def _letter_count(rng: random.Random, level: int) -> tuple[Row, bool]:
-    """Letters of a word of up to six letters, a longer word, four words, 14 to 24 letters."""
-    if level in (1, 2):
-        text = rng.choice(_SHORT if level == 1 else _LONG)
-    elif level == 3:
-        text = " ".join(rng.sample(WORDS, 4))
-    else:
-        some = rng.sample(_LETTERS, 6)
-        text = "".join(rng.choice(some) for _ in range(rng.randint(14, 24)))
-    # One question in six asks for any letter, which most words do not have.
-    letter = rng.choice(_LETTERS if rng.randrange(6) == 0 else text.replace(" ", ""))
-    shown = f'"{text}"' if " " in text else text
-    row = {"prompt": f"How many {letter} are in {shown}?", "answer": str(text.count(letter))}
-    return row, _is_kept("letter_count", letter, text)
-
-
-def _sort(rng: random.Random, level: int) -> tuple[Row, bool]:
-    """Sort 4 numbers of two digits, 8 numbers below 1,000 up or down, 5 words, 10 words."""
-    if level <= 2:
-        items = rng.sample(range(10, 100), 4) if level == 1 else rng.sample(range(1000), 8)
-        down = level == 2 and rng.random() < 0.5
-        order = f"numbers from {'largest to smallest' if down else 'smallest to largest'}"
-    else:
-        items, down = rng.sample(WORDS, 5 if level == 3 else 10), False
-        order = "words alphabetically"
-    shown = ", ".join(map(str, items))
-    row = {
-        "prompt": f"Sort these {order}: {shown}. Answer with the list alone, separated by commas.",
-        "answer": ", ".join(map(str, sorted(items, reverse=down))),
-    }
-    return row, _is_kept("sort", sorted(items))
-
-
 # Name -> built-in task
 TASKS = {
     "arithmetic": Task(_arithmetic, 5),
     "countdown": Task(_countdown, 5),
-    "letter_count": Task(_letter_count, 4),
-    "sort": Task(_sort, 4),
 }

@@ -11,12 +11,11 @@ from rloo_kit.diagnosis.record import RunRecord
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.text.redaction import redact, redact_tree
 
-LIBRARIES = {"merged": "transformers", "gguf": "gguf", "ollama": "gguf"}
+LIBRARIES = {"merged": "transformers", "gguf": "gguf"}
 KINDS = {
     "adapter": "A LoRA adapter for",
     "merged": "16-bit weights: a LoRA adapter merged into",
     "gguf": "A GGUF file: a LoRA adapter merged into",
-    "ollama": "A GGUF file: a LoRA adapter merged into",
 }
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 LIMITS = [
@@ -32,7 +31,7 @@ class CardFacts:
     """What a card is written from."""
 
     kind: str
-    """adapter, merged, gguf or ollama."""
+    """adapter, merged or gguf."""
     name: str
     """Title."""
     base: str
@@ -43,8 +42,6 @@ class CardFacts:
     """None for an adapter without a run."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     """As in environment.json."""
-    version: str = ""
-    """Of the kit."""
     notes: tuple[str, ...] = ()
     """Sentences on how it was exported and checked."""
 
@@ -77,8 +74,6 @@ def model_card(facts: CardFacts) -> str:
         license=facts.licence,
         pipeline_tag="text-generation",
         tags=["rloo", "rloo-kit", "trl", *(["lora"] if facts.kind == "adapter" else [])],
-        model_name=facts.name,
-        eval_results=_results(facts),
     )
     licence = "is not known" if facts.licence == "unknown" else f"is {facts.licence}"
     text = (
@@ -132,8 +127,8 @@ def _training(facts: CardFacts) -> list[str]:
         lines.append("Settings: " + ", ".join(settings))
     hardware = (facts.environment.get("hardware") or {}).get("name")
     lines += [f"Hardware: {hardware}"] if hardware else []
-    versions = facts.environment.get("versions") or {"rloo-kit": facts.version}
-    lines.append("Versions: " + ", ".join(f"{name} {v}" for name, v in versions.items() if v))
+    if versions := facts.environment.get("versions"):
+        lines.append("Versions: " + ", ".join(f"{name} {v}" for name, v in versions.items() if v))
     return lines
 
 
@@ -160,18 +155,3 @@ def _evaluation(facts: CardFacts) -> list[str]:
                 prompts = f"{found.num_prompts} held-out prompts, {how}"
                 lines.append(f"{when}: {name} {one.mean:.3f} ({interval}) on {prompts}")
     return lines
-
-
-def _results(facts: CardFacts) -> list[Any] | None:
-    """Return the scores after training in the hub's form."""
-    from huggingface_hub import EvalResult
-
-    after = facts.scored.get("after")
-    if after is None or facts.config is None:
-        return None
-    prompts = public_name(facts.config.data.prompts)
-    scores = {name: value for name, value in after.rewards.items() if value is not None}
-    return [
-        EvalResult("text-generation", prompts, f"{prompts}, held out", name, round(value, 4))
-        for name, value in scores.items()
-    ] or None

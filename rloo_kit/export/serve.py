@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rloo_kit.errors import ConfigError, GenerationError, ModelError
+from rloo_kit.diagnosis.record import read_json
+from rloo_kit.errors import ConfigError, GenerationError
 from rloo_kit.evaluation.models import find_trained
 from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.models.adapters import CONFIG
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.loading import find_model
-from rloo_kit.text.wording import first_line, format_value
 
 MODULE = "vllm.entrypoints.openai.api_server"
 
@@ -35,7 +35,7 @@ def server_command(
     Raises:
         GenerationError: vLLM cannot be used here.
         ConfigError: The port is out of range.
-        ModelError: The adapter cannot be read, or the base is not available.
+        ModelError: The base is not available.
     """
     if not 1 <= port <= 65535:
         raise ConfigError(f"--port is {port}, must be between 1 and 65535")
@@ -72,11 +72,5 @@ def serve(
 
 def _rank(adapter: Path) -> int:
     """Return the largest LoRA rank of any layer."""
-    try:
-        config = json.loads((adapter / CONFIG).read_bytes())
-        return max(config["r"], *config.get("rank_pattern", {}).values(), 1)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as exc:
-        raise ModelError(
-            f"{format_value(str(adapter / CONFIG))} cannot be read ({first_line(exc)}): save the "
-            "adapter again"
-        ) from exc
+    config = read_json(adapter / CONFIG) or {}
+    return max([config.get("r", 1), *config.get("rank_pattern", {}).values()])

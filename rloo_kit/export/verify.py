@@ -1,7 +1,7 @@
 """Check that an exported model answers as the one it was made from.
 
 The first one's greedy answers are kept with the log-probability of each token; the second one gives
-its own answers, and its log-probabilities of the first one's.
+its log-probabilities of the same tokens.
 """
 
 from collections.abc import Sequence
@@ -27,33 +27,12 @@ class Answers:
     prompts: list[str | list[dict[str, Any]]]
     settings: dict[str, Any]
     """Of the chat template."""
-    texts: list[str]
-    """Greedy, cut after ``max_tokens``."""
-    max_tokens: int
     ids: list[list[int]]
     """Of prompt and answer, as this model's tokenizer reads them."""
     starts: list[int]
     """Tokens of each prompt."""
     log_probs: list[list[float]]
     """Of each token of each answer, in nats."""
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How a second model answers, compared with the first."""
-
-    num: int
-    """Prompts."""
-    same: int
-    """Greedy answers that are the same text."""
-    difference: float
-    """Mean over tokens of the absolute difference of their log-probabilities, in nats."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.same} of {self.num} greedy answers are the same, and log-probabilities differ "
-            f"by {self.difference:.4f} a token"
-        )
 
 
 def default_prompts(tokenizer: Any) -> list[Any]:
@@ -80,18 +59,30 @@ def ask(
         settings: Of the chat template.
         max_tokens: Of an answer.
     """
-    texts = _greedy(model, tokenizer, prompts, settings, max_tokens)
+    rows: Any = [{"prompt": prompt} for prompt in prompts]
+    found = evaluate(
+        model,
+        tokenizer,
+        rows,
+        [],
+        temperature=0,
+        max_completion_length=max_tokens,
+        chat_template_kwargs=settings,
+    )
     ids, starts = [], []
-    for prompt, text in zip(prompts, texts, strict=True):
+    for prompt, sample in zip(prompts, found.samples, strict=True):
         head = prompt_ids(tokenizer, prompt, settings)
-        ids.append([*head, *tokenizer(text, add_special_tokens=False)["input_ids"]])
+        answer = tokenizer(sample["completion"], add_special_tokens=False)["input_ids"]
+        ids.append([*head, *answer])
         starts.append(len(head))
     log_probs = _log_probs(model, ids, starts)
-    return Answers(list(prompts), settings or {}, texts, max_tokens, ids, starts, log_probs)
+    return Answers(list(prompts), settings or {}, ids, starts, log_probs)
 
 
-def compare(first: Answers, model: Any, tokenizer: Any) -> Agreement:
-    """Return how another model answers the same prompts.
+def compare(first: Answers, model: Any, tokenizer: Any) -> float:
+    """Return how far another model's log-probabilities of these answers are, in nats.
+
+    It is the mean over tokens of the absolute difference.
 
     Raises:
         ModelError: Its tokenizer reads a prompt as other tokens.
@@ -103,43 +94,21 @@ def compare(first: Answers, model: Any, tokenizer: Any) -> Agreement:
             raise ModelError(f"its chat template was lost: {exc}") from exc
         if read != ids[:start]:
             raise ModelError(f"its tokenizer reads a prompt as {len(read)} tokens, not {start}")
-    texts = _greedy(model, tokenizer, first.prompts, first.settings, first.max_tokens)
-    same = sum(a == b for a, b in zip(texts, first.texts, strict=True))
     now = [value for row in _log_probs(model, first.ids, first.starts) for value in row]
     before = [value for row in first.log_probs for value in row]
     total = sum(abs(a - b) for a, b in zip(now, before, strict=True))
-    return Agreement(len(texts), same, total / max(1, len(now)))
-
-
-def _greedy(
-    model: Any, tokenizer: Any, prompts: Sequence[Any], settings: dict | None, max_tokens: int
-) -> list[str]:
-    rows: Any = [{"prompt": prompt} for prompt in prompts]
-    found = evaluate(
-        model,
-        tokenizer,
-        rows,
-        [],
-        temperature=0,
-        max_completion_length=max_tokens,
-        chat_template_kwargs=settings,
-    )
-    return [sample["completion"] for sample in found.samples]
+    return total / max(1, len(now))
 
 
 def _log_probs(model: Any, ids: list[list[int]], starts: list[int]) -> list[list[float]]:
     import torch
 
-    was_training = model.training
     model.eval()
     found = []
-    try:
-        for row, start in zip(ids, starts, strict=True):
-            tokens = torch.tensor([row], device=model.device)  # (1, T)
-            with torch.no_grad():
-                logits = model(input_ids=tokens).logits[0, start - 1 : -1].float()  # (answer, V)
-            chosen = logits.log_softmax(-1).gather(-1, tokens[0, start:, None])
-            found.append(chosen[:, 0].tolist())
-    finally:
-        model.train(was_training)
+    for row, start in zip(ids, starts, strict=True):
+        tokens = torch.tensor([row], device=model.device)  # (1, T)
+        with torch.no_grad():
+            logits = model(input_ids=tokens).logits[0, start - 1 : -1].float()  # (answer, V)
+        chosen = logits.log_softmax(-1).gather(-1, tokens[0, start:, None])
+        found.append(chosen[:, 0].tolist())
     return found

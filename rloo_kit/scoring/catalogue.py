@@ -10,7 +10,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from rloo_kit.scoring.loading import named_rewards, plug_ins, reward_behind
+from rloo_kit.scoring.loading import named_rewards, reward_behind
 
 # Arguments that the trainer fills
 COLUMNS = frozenset({"completions", "prompts", "completion_ids", "trainer_state"})
@@ -33,24 +33,14 @@ class Entry:
     name: str
     summary: str
     """First line of its docstring."""
-    origin: str
-    """``built in``, or the package that brings it."""
     text: str
     """The whole docstring."""
     parameters: tuple[Parameter, ...]
 
 
 def describe_rewards() -> list[Entry]:
-    """Return every built-in reward and plug-in, by name; also those that cannot be imported."""
-    entries = []
-    for name in named_rewards():
-        try:
-            entries.append(describe_reward(name))
-        except Exception as exc:
-            # A plug-in of another package may raise anything.
-            reason = str(exc).partition("\n")[0]
-            entries.append(Entry(name, f"cannot be used: {reason}", _origin(name), "", ()))
-    return entries
+    """Return every built-in reward, by name."""
+    return [describe_reward(name) for name in named_rewards()]
 
 
 def describe_reward(name: str) -> Entry:
@@ -58,12 +48,12 @@ def describe_reward(name: str) -> Entry:
     target = reward_behind(name)
     made = _made_by(target)
     text = inspect.getdoc(made[0] if len(made) == 1 else target) or ""
-    return Entry(name, text.partition("\n")[0], _origin(name), text, tuple(_parameters(target)))
+    return Entry(name, text.partition("\n")[0], text, tuple(_parameters(target)))
 
 
 def entry_text(entry: Entry) -> str:
     """Return what ``rloo-kit rewards show`` prints."""
-    lines = [f"{entry.name} ({entry.origin})", "", entry.text, "", "Parameters:"]
+    lines = [entry.name, "", entry.text, "", "Parameters:"]
     for parameter in entry.parameters:
         default = f" = {parameter.default}" if parameter.default else " (must be given)"
         lines.append(f"  {parameter.name}{default}")
@@ -77,31 +67,18 @@ def entry_text(entry: Entry) -> str:
     return "\n".join([*lines, "", "In a run file:", "  rewards:", f"    - {table}"])
 
 
-def _origin(name: str) -> str:
-    entry = plug_ins().get(name)
-    if entry is None:
-        return "built in"
-    return f"from {entry.dist.name}" if entry.dist is not None else f"from {entry.module}"
-
-
 def _parameters(target: Any) -> list[Parameter]:
-    """Return the fields of an instance of a dataclass, or the arguments of a class or function."""
+    """Return the arguments of a class or factory."""
     texts: dict[str, str] = {}
-    if not inspect.isclass(target) and dataclasses.is_dataclass(target):
-        texts = _field_texts(type(target))
-        values = {
-            f.name: repr(getattr(target, f.name)) for f in dataclasses.fields(target) if f.init
-        }
-    else:
-        for kind in [target] if inspect.isclass(target) else _made_by(target):
-            texts |= _field_texts(kind)
-        _, _, arguments = (inspect.getdoc(target) or "").partition("\nArgs:\n")
-        texts |= dict(re.findall(r"^ {4}(\w+): (.+)$", arguments, re.MULTILINE))
-        values = {
-            p.name: "" if p.default is p.empty else repr(p.default)
-            for p in inspect.signature(target).parameters.values()
-            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in COLUMNS
-        }
+    for kind in [target] if inspect.isclass(target) else _made_by(target):
+        texts |= _field_texts(kind)
+    _, _, arguments = (inspect.getdoc(target) or "").partition("\nArgs:\n")
+    texts |= dict(re.findall(r"^ {4}(\w+): (.+)$", arguments, re.MULTILINE))
+    values = {
+        p.name: "" if p.default is p.empty else repr(p.default)
+        for p in inspect.signature(target).parameters.values()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in COLUMNS
+    }
     return [
         Parameter(name, "(its own)" if "factory" in value else value, texts.get(name, ""))
         for name, value in values.items()
@@ -121,11 +98,7 @@ def _field_texts(kind: type) -> dict[str, str]:
     """Return field -> the string below it in the source, on one line."""
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError):
-            # Made at run time.
-            continue
+        tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
         for field, below in itertools.pairwise(getattr(tree.body[0], "body", ())):
             match field, below:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):

@@ -60,7 +60,7 @@ class CheckedReward:
             return self._too_slow(exc, columns)
         except BaseException as exc:
             # A sys.exit() in a reward must not end a run silently.
-            return self._raised(exc, columns, self._failing_row(columns))
+            return self._raised(exc, columns)
         return self._scores(output, columns)
 
     def release(self) -> None:
@@ -108,20 +108,8 @@ class CheckedReward:
         if "log_metric" in columns:
             columns["log_metric"](f"rewards/{self.name}/errors", float(count))
 
-    def _failing_row(self, columns: dict[str, Any]) -> str:
-        """Return the first row that raises when it is scored alone, as text."""
-        for row in range(len(columns["completions"]) if self.on_error == "stop" else 0):
-            one = take_rows(columns, [row])
-            try:
-                within(self.timeout, lambda: self.reward(**self._select(one)))  # noqa: B023
-            except _PASSED_ON:
-                raise
-            except BaseException:
-                return f" in row {row} (completion: {_excerpt(one['completions'][0])})"
-        return ""
-
-    def _raised(self, exc: BaseException, columns: dict[str, Any], row: str = "") -> list[Score]:
-        raised = f"{row} raised {type(exc).__name__}: {first_line(exc)}"
+    def _raised(self, exc: BaseException, columns: dict[str, Any]) -> list[Score]:
+        raised = f" raised {type(exc).__name__}: {first_line(exc)}"
         remedy = "correct it, or return None for a row it cannot score"
         return self._failed(f"{raised}; {remedy}", columns, exc)
 

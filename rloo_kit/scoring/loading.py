@@ -2,7 +2,7 @@
 
 A spec is one of
 
-- a built-in name, or a plug-in's (an entry point of the group ``rloo_kit.rewards``): ``thinking``
+- a built-in name: ``thinking``
 - a function of a file: ``my_rewards.py:polite`` (relative to the run file)
 - a function of an installed package: ``package.module:function``
 - the folder of a reward model: ``models/my-reward-model``, or its name on the hub: ``org/name``
@@ -20,7 +20,6 @@ may be a schedule over training, ``{0: 1.0, 0.5: 0.2}``, and a table composes wi
 import functools
 import hashlib
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 import math
@@ -45,8 +44,6 @@ Weight: TypeAlias = float | WeightSchedule
 
 # Keys of a table that say how its reward counts; they are no parameters of the reward
 COMPOSING = ("only_if", "only_for", "scaled_by", "clipped_to")
-# Entry-point group of packages that bring rewards
-PLUG_IN_GROUP = "rloo_kit.rewards"
 _TABLE_HINT = "write it as a table, {name: ..., weight: ..., parameter: ...}"
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
@@ -137,31 +134,20 @@ def with_tokenizers(rewards: list[LoadedReward], given: Any) -> list[LoadedRewar
 
 
 def named_rewards() -> list[str]:
-    """Return the name of every built-in reward and plug-in."""
-    return sorted(_targets())
+    """Return the name of every built-in reward."""
+    return sorted(_builtin())
 
 
 def reward_behind(name: str) -> Any:
     """Return the class, factory, function or instance behind a short name."""
-    if name not in _targets():
+    if name not in _builtin():
         raise RewardLoadError(_unknown(name))
     return _Finder(Path()).target(name)
 
 
-@functools.cache
-def plug_ins() -> dict[str, importlib.metadata.EntryPoint]:
-    """Return the entry points of installed packages, by name; a built-in reward keeps its name."""
-    found = importlib.metadata.entry_points(group=PLUG_IN_GROUP)
-    return {entry.name: entry for entry in found if entry.name not in _builtin()}
-
-
 def _builtin() -> dict[str, str]:
-    return importlib.import_module("rloo_kit.rewards").BUILTIN
-
-
-def _targets() -> dict[str, str]:
     """Return name -> "module:attribute" of the rewards that have a short name."""
-    return {**{name: entry.value for name, entry in plug_ins().items()}, **_builtin()}
+    return importlib.import_module("rloo_kit.rewards").BUILTIN
 
 
 # --- a spec in parts ---------------------------------------------------------------------------
@@ -181,7 +167,7 @@ class _Finder:
         if isinstance(spec, str):
             name, weight = self._split_weight(spec)
             target = self.target(name)
-            return (_with_parameters(target, {}, name) if name in _targets() else target), weight
+            return (_with_parameters(target, {}, name) if name in _builtin() else target), weight
         return (_WithGetRewards(spec) if hasattr(spec, "get_rewards") else spec), 1.0
 
     def _from_table(self, table: Mapping[str, Any]) -> tuple[Any, Weight]:
@@ -246,10 +232,8 @@ class _Finder:
     def target(self, name: str) -> Any:
         """Return the object that a text names; of a built-in, the class or factory behind it."""
         is_own = name in _builtin()
-        if name in _targets():
-            # An entry point may be "module:attribute [extra]".
-            value = _targets()[name].partition("[")[0].strip()
-            name = value if ":" in value else f"{value}:"
+        if is_own:
+            name = _builtin()[name]
         elif self._is_model(name):
             return _reward_model(str(self._path(name)))
         elif re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) and not (
@@ -376,7 +360,7 @@ def _attribute(module: ModuleType, attribute: str, spec: str) -> Any:
 
 def _unknown(name: str) -> str:
     return (
-        f"unknown reward {format_value(name)}{did_you_mean(name, _targets())}; give a built-in one "
+        f"unknown reward {format_value(name)}{did_you_mean(name, _builtin())}; give a built-in one "
         f"({', '.join(named_rewards())}), 'file.py:function', 'package.module:function', the "
         "folder of a reward model, or its hub name 'org/name'"
     )
@@ -386,12 +370,8 @@ def _unknown(name: str) -> str:
 
 
 def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
-    """Return a reward: a class or built-in factory called, an instance or function filled in."""
+    """Return a reward: a class or built-in factory called, a function filled in."""
     known, takes_any, _ = keywords_of(target)
-    parts = {} if inspect.isclass(target) else getattr(target, "__dataclass_fields__", {})
-    is_instance = bool(parts)
-    if is_instance:
-        known, takes_any = [part.name for part in parts.values() if part.init], False
     for parameter in parameters:
         if parameter not in known and not (takes_any and inspect.isclass(target)):
             raise RewardLoadError(
@@ -402,8 +382,6 @@ def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
     try:
         if inspect.isclass(target) or name in _builtin():
             return target(**parameters)
-        if is_instance:
-            return replace(target, **parameters)
     except (TypeError, ValueError) as exc:
         raise RewardLoadError(
             f"reward {format_value(name)} cannot be made from {format_value(parameters)} "

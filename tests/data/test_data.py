@@ -61,9 +61,9 @@ def test_every_task_loads_in_levels(name):
     ("source", "arguments", "remedy"),
     [
         ("p.jsonl", {"level": 2}, "level has no effect on the prompts 'p.jsonl'"),
-        ("sort", {"settings": {"a": 1}}, "settings has no effect"),
-        ("sort", {"columns": {"prompt": "q"}}, "columns has no effect"),
-        ("sort", {"level": 9}, "sort has the levels 1 to 4, not 9"),
+        ("countdown", {"settings": {"a": 1}}, "settings has no effect"),
+        ("countdown", {"columns": {"prompt": "q"}}, "columns has no effect"),
+        ("countdown", {"level": 9}, "countdown has the levels 1 to 5, not 9"),
     ],
 )
 def test_an_argument_that_would_have_no_effect_is_refused(source, arguments, remedy):
@@ -221,7 +221,7 @@ def test_a_column_of_two_types_is_refused(tmp_path, first, second):
 def test_a_hub_name_that_cannot_be_loaded_says_what_to_check():
     with pytest.raises(
         DataError,
-        match=r"'nobody/nothing' is neither built in \(arithmetic, countdown, .*, "
+        match=r"'nobody/nothing' is neither built in \(arithmetic, countdown, "
         r"reasoning_gym:TASK\), a file here, nor a hub dataset "
         r".*check the name, its split 'test' and the network",
     ):
@@ -425,8 +425,9 @@ def test_prompt_ids_says_what_to_do_about_a_template_that_fails():
 
 
 def test_a_curriculum_goes_from_easy_to_hard_and_shuffles_within_a_level():
-    rows = load_prompts("sort", num_prompts=60, level=[3, 1, 2], chat=False)
-    ordered = load_prompts("sort", num_prompts=60, level=[3, 1, 2], chat=False, curriculum=True)
+    wanted = {"num_prompts": 60, "level": [3, 1, 2], "chat": False}
+    rows = load_prompts("arithmetic", **wanted)
+    ordered = load_prompts("arithmetic", **wanted, curriculum=True)
     assert ordered["level"][:] == [1] * 20 + [2] * 20 + [3] * 20
     assert sorted(ordered["prompt"]) == sorted(rows["prompt"])
     first = [row["prompt"] for row in rows if row["level"] == 1]
@@ -543,11 +544,11 @@ def config_of(trainer=None, **data):
 
 
 def test_a_runs_task_has_both_splits_at_the_levels_asked_for():
-    config = config_of(prompts="sort", level=[1, 2], num_prompts=40, held_out=10, chat=False)
+    config = config_of(prompts="countdown", level=[1, 2], num_prompts=40, held_out=10, chat=False)
     train, held_out = read_prompts(config, Path())
-    assert list(train) == make_rows("sort", 40, level=[1, 2])
-    assert list(held_out) == make_rows("sort", 10, split="held_out", level=[1, 2])
-    assert read_prompts(config_of(prompts="sort", held_out=0), Path())[1] is None
+    assert list(train) == make_rows("countdown", 40, level=[1, 2])
+    assert list(held_out) == make_rows("countdown", 10, split="held_out", level=[1, 2])
+    assert read_prompts(config_of(prompts="countdown", held_out=0), Path())[1] is None
 
 
 def test_a_runs_curriculum_orders_what_is_trained_on_and_holds_out_of_all_levels(tmp_path):

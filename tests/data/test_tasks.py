@@ -11,7 +11,6 @@ import pytest
 
 from rloo_kit.data.tasks import (
     TASKS,
-    WORDS,
     arithmetic_prompt,
     countdown_problem,
     is_held_out,
@@ -69,7 +68,7 @@ def test_a_level_that_is_none_is_refused_with_those_there_are(level):
 def test_rows_do_not_depend_on_the_hash_seed_of_the_process():
     code = (
         "from rloo_kit.data.tasks import TASKS, make_rows\n"
-        "print([make_rows(n, 20, level=[1, 2, 3, 4], split=s) for n in TASKS "
+        "print([make_rows(n, 20, level=[1, 2, 3], split=s) for n in TASKS "
         "for s in ('train', 'held_out')])"
     )
     outputs = {
@@ -164,39 +163,6 @@ def test_countdown_prompts_say_numbers_and_target_and_have_no_answer():
         f"Reach {row['target']} from the numbers {a}, {b}, {c} and {d} with + - * / and brackets"
     )
     assert "answer" not in row
-
-
-# --- letter_count and sort ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", range(1, 5))
-def test_letters_are_counted(level):
-    counts = []
-    for row in make_rows("letter_count", 400, level=level):
-        letter, text = re.fullmatch(r'How many (.) are in "?([a-z ]+)"?\?', row["prompt"]).groups()
-        assert row["answer"] == str(text.count(letter))
-        assert {1: len(text) <= 6, 2: 6 < len(text) <= 12, 3: text.count(" ") == 3,
-                4: 14 <= len(text) <= 24}[level]  # fmt: skip
-        assert level == 4 or set(text.split()) <= set(WORDS)
-        counts.append(int(row["answer"]))
-    assert {0, 1, 2} <= set(counts)
-    assert sum(count == 1 for count in counts) < 350
-
-
-@pytest.mark.parametrize("level", range(1, 5))
-def test_sorted_lists_hold_the_same_items_in_order(level):
-    directions = set()
-    for row in make_rows("sort", 200, level=level):
-        order, shown = re.fullmatch(
-            r"Sort these (.+): (.+)\. Answer with the list alone, separated by commas\.",
-            row["prompt"],
-        ).groups()
-        items, answer = shown.split(", "), row["answer"].split(", ")
-        assert len(items) == len(set(items)) == {1: 4, 2: 8, 3: 5, 4: 10}[level]
-        key = str if level > 2 else int
-        assert answer == sorted(items, key=key, reverse=order.endswith("to smallest"))
-        directions.add(order)
-    assert len(directions) == (2 if level == 2 else 1)
 
 
 # --- the thought of the embedded model ------------------------------------------------------------

@@ -3,7 +3,6 @@
 import dataclasses
 import http.server
 import json
-import os
 import sys
 import threading
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
 from safetensors.torch import load_file, save_file
 
 import rloo_kit as rk
@@ -20,7 +18,7 @@ from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import ModelError
 from rloo_kit.evaluation.models import find_trained
 from rloo_kit.export.exporter import export_model, licence_of
-from rloo_kit.export.llama_cpp import find_converter, modelfile, write_gguf
+from rloo_kit.export.llama_cpp import find_converter, write_gguf
 from rloo_kit.export.model_card import CardFacts, is_hub_name, model_card, public_name
 from rloo_kit.export.verify import ask, compare
 from rloo_kit.models.shape import TINY_THINKER
@@ -79,19 +77,17 @@ def weights_of(folder):
 
 def test_adapter_is_copied_with_its_base_named(run, tmp_path):
     said = []
-    done = export_model(run, "adapter", output=tmp_path / "a", num_prompts=2, say=said.append)
-    assert done.agreement.same == 2
-    assert done.agreement.difference < 0.001
-    assert {file.name for file in done.folder.iterdir()} == {
+    folder = export_model(run, "adapter", output=tmp_path / "a", say=said.append)
+    assert {file.name for file in folder.iterdir()} == {
         "README.md", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja",
         "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
     weights = "adapter_model.safetensors"
-    assert (done.folder / weights).read_bytes() == (run / "adapter" / weights).read_bytes()
-    config = json.loads((done.folder / "adapter_config.json").read_text())
+    assert (folder / weights).read_bytes() == (run / "adapter" / weights).read_bytes()
+    config = json.loads((folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "tiny-thinker"
-    assert find_trained(done.folder).base == "tiny-thinker"
-    assert "loaded back: 2 of 2" in said[0]
+    assert find_trained(folder).base == "tiny-thinker"
+    assert said == [f"adapter written to {folder}"]
 
 
 def test_adapter_without_weights_is_refused(run, tmp_path):
@@ -108,8 +104,8 @@ def test_adapter_without_weights_is_refused(run, tmp_path):
 
 @pytest.mark.long
 def test_merged_weights_are_base_plus_adapter_in_16_bit(run, merged):
-    done, _ = merged
-    found, base = weights_of(done.folder), load_file(TINY_THINKER / "model.safetensors")
+    folder, _ = merged
+    found, base = weights_of(folder), load_file(TINY_THINKER / "model.safetensors")
     lora = load_file(run / "adapter" / "adapter_model.safetensors")
     name = "model.layers.1.mlp.up_proj"
     a, b = (lora[f"base_model.model.{name}.lora_{one}.weight"].double() for one in "AB")
@@ -122,27 +118,25 @@ def test_merged_weights_are_base_plus_adapter_in_16_bit(run, merged):
 
 @pytest.mark.long
 def test_merged_export_is_checked_against_both_bases(merged):
-    done, said = merged
-    assert done.agreement.num == 4
-    assert done.agreement.difference < 0.02
+    folder, said = merged
     assert any("loaded back: " in line and "(at most 0.03)" in line for line in said)
-    card = (done.folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
     assert "It was trained on the base in 4 bits" in card
-    settings = json.loads((done.folder / "tokenizer_config.json").read_text())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
     assert settings["model_max_length"] == 1024  # the model's, not that of the run
 
 
 @pytest.mark.long
 def test_model_that_answers_otherwise_is_detected(run, merged, tmp_path):
     """The base alone is no export of the run."""
-    done, _ = merged
+    folder, _ = merged
     with rk.session():
-        model, tokenizer = rk.load_model(done.folder, load_in_4bit=False, max_seq_length=128)
+        model, tokenizer = rk.load_model(folder, load_in_4bit=False, max_seq_length=128)
         prompts = ["one two", [{"role": "user", "content": "What is 1 + 2?"}]]
         first = ask(model, tokenizer, prompts, max_tokens=8)
-        assert compare(first, model, tokenizer).difference == 0
+        assert compare(first, model, tokenizer) == 0
         other, _ = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
-        assert compare(first, other, tokenizer).difference > 0.1
+        assert compare(first, other, tokenizer) > 0.1
         tokenizer.chat_template = "{{ messages[0].content }}"
         with pytest.raises(ModelError, match="reads a prompt as"):
             compare(first, model, tokenizer)
@@ -165,51 +159,35 @@ def test_export_that_answers_otherwise_is_removed(run, tmp_path, monkeypatch):
 @pytest.mark.long
 def test_four_bit_base_is_written_out_with_a_warning(run, tmp_path):
     said = []
-    done = export_model(
+    folder = export_model(
         run, output=tmp_path / "m", base="dequantized", num_prompts=2, say=said.append
     )
-    assert done.agreement.same == 2
-    assert "what quantisation took from the base is lost" in (done.folder / "README.md").read_text()
+    assert "what quantisation took from the base is lost" in (folder / "README.md").read_text()
     base = load_file(TINY_THINKER / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
-    assert not torch.equal(weights_of(done.folder)["model.layers.0.mlp.up_proj.weight"], base)
+    assert not torch.equal(weights_of(folder)["model.layers.0.mlp.up_proj.weight"], base)
 
 
-# --- GGUF and Ollama -----------------------------------------------------------------------------
+# --- GGUF ----------------------------------------------------------------------------------------
 
 
 def test_missing_converter_is_reported_before_loading(run, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(run))
     monkeypatch.setenv("XDG_CACHE_HOME", str(run))
-    monkeypatch.setenv("PATH", str(run))
-    monkeypatch.delenv("LLAMA_CPP", raising=False)
     assert main(["export", str(run), "--to", "gguf"]) == 2
     assert "fetch it with python scripts/fetch_converter.py" in capsys.readouterr().err
-    monkeypatch.setenv("LLAMA_CPP", str(run))
-    assert main(["export", str(run), "--to", "gguf"]) == 2
+    assert main(["export", str(run), "--to", "gguf", "--converter", str(run)]) == 2
     assert "give llama.cpp's folder" in capsys.readouterr().err
 
 
-def test_converter_is_found_by_name_variable_cache_and_path(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+def test_converter_is_found_by_name_and_in_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("LLAMA_CPP", raising=False)
-
-    def made(place):
-        place.mkdir(parents=True, exist_ok=True)
-        script = place / "convert_hf_to_gguf.py"
+    named = tmp_path / "named" / "convert_hf_to_gguf.py"
+    cached = tmp_path / "cache" / "rloo-kit" / "llama.cpp" / named.name
+    for script in (named, cached):
+        script.parent.mkdir(parents=True)
         script.write_text("")
-        script.chmod(0o755)
-        return script
-
-    on_path = made(tmp_path / "bin")
-    monkeypatch.setenv("PATH", str(on_path.parent), prepend=os.pathsep)
-    assert find_converter()[-1] == str(on_path)
-    cached = made(tmp_path / "cache" / "rloo-kit" / "llama.cpp")
-    assert find_converter()[-1] == str(cached)
-    named = made(tmp_path / "named")
-    monkeypatch.setenv("LLAMA_CPP", str(named.parent))
-    assert find_converter() == [sys.executable, str(named)]
-    assert find_converter(cached)[-1] == str(cached)
+    assert find_converter() == [sys.executable, str(cached)]
+    assert find_converter(named) == find_converter(named.parent) == [sys.executable, str(named)]
 
 
 @pytest.mark.parametrize(
@@ -226,62 +204,17 @@ def test_converter_that_fails_gives_one_sentence(tmp_path, code, expected):
         write_gguf(tmp_path, tmp_path / "x.gguf", "bf16", [sys.executable, str(script)])
 
 
-class Tokenizer:
-    """A chat template, rendered by transformers' own code."""
-
-    def __init__(self, template):
-        self.chat_template = template
-
-    def apply_chat_template(self, messages, *, add_generation_prompt, **_):
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        texts, _ = render_jinja_template(
-            [messages], chat_template=self.chat_template,
-            add_generation_prompt=add_generation_prompt,
-        )  # fmt: skip
-        return texts[0]
-
-
-TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-OPENS = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-
-
-def test_modelfile_repeats_a_chatml_template():
-    text = modelfile(
-        "m.gguf", Tokenizer(TURNS + OPENS), ["<|im_end|>"], temperature=0.7, num_ctx=512
-    )
-    assert text == (
-        'FROM ./m.gguf\nTEMPLATE """{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}'
-        '<|im_end|>\n{{ end }}<|im_start|>assistant\n<think>\n"""\n'
-        'PARAMETER stop "<|im_end|>"\nPARAMETER temperature 0.7\nPARAMETER num_ctx 512\n'
-    )
-
-
-@pytest.mark.parametrize(
-    "template",
-    [None, "{{ messages[0].content }}", "{{ 1 / 0 }}", "Hello. " + TURNS + OPENS,
-     TURNS + "{% if add_generation_prompt %}[ASSISTANT]{% endif %}"],
-)  # fmt: skip
-def test_other_templates_are_left_to_the_gguf_file(template):
-    text = modelfile("m.gguf", Tokenizer(template), [], temperature=1, num_ctx=512)
-    assert 'TEMPLATE "' not in text
-
-
 # --- the model card ------------------------------------------------------------------------------
 
 
 def test_card_is_read_by_the_hubs_own_classes(run, tmp_path):
-    done = export_model(run, "adapter", output=tmp_path / "a", check=False, say=lambda _: None)
-    card = huggingface_hub.ModelCard.load(done.folder / "README.md")
+    folder = export_model(run, "adapter", output=tmp_path / "a", check=False, say=lambda _: None)
+    card = huggingface_hub.ModelCard.load(folder / "README.md")
     data = card.data
     assert (data.library_name, data.pipeline_tag, data.license) == (
         "peft", "text-generation", "apache-2.0",
     )  # fmt: skip
     assert {"rloo", "rloo-kit", "trl", "lora"} <= set(data.tags)
-    (result,) = data.eval_results
-    assert (result.metric_type, result.metric_value) == ("accuracy", 0.875)
-    index = eval_results_to_model_index(data.model_name, data.eval_results)
-    assert model_index_to_eval_results(index) == (data.model_name, data.eval_results)
     assert "before: accuracy 0.375 (95% interval" in card.text
     assert "on 8 held-out prompts, greedy" in card.text
     assert "`thinking:0.1`" in card.text
@@ -328,7 +261,7 @@ def test_hub_names_differ_from_paths():
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--to", "onnx"], "exported to adapter, merged, gguf, ollama, hub, not to 'onnx'"),
+        (["--to", "onnx"], "exported to adapter, merged, gguf, hub, not to 'onnx'"),
         (["--to", "hub"], "add --repo OWNER/NAME"),
         (["--to", "gguf", "--dtype", "q2"], "dtype is 'q2', must be one of bf16, f16, q8_0"),
     ],

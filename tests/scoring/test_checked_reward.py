@@ -1,4 +1,4 @@
-"""A checked reward: its time limit, its scores, ``skip``, and the row that an error names."""
+"""A checked reward: its time limit, its scores and ``skip``."""
 
 import asyncio
 import contextlib
@@ -128,14 +128,6 @@ class FineAsync:
         return [0.5] * len(completions)
 
 
-def doubts(completions, answer=None, **_):
-    """Raise at a completion with a question mark, or where the answer is not in it."""
-    for row, text in enumerate(completions):
-        if "?" in str(text) or (answer and answer[row] not in text):
-            raise ValueError("cannot say")
-    return [1.0] * len(completions)
-
-
 # --- the time limit ---
 
 
@@ -251,23 +243,6 @@ def test_cancelling_an_async_reward_is_no_error_of_it():
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(cancel())
-
-
-# --- the row ---
-
-
-@MAIN_AND_OTHER
-@pytest.mark.parametrize("timeout", [None, 30])
-def test_the_row_that_raises_is_named(timeout, on):
-    columns = {"completions": ["1 2", "3", "4", "5"], "answer": ["2", "3", "5", "0"], "step": 3}
-    message = refusal(guarded(doubts, timeout=timeout), on=on, **columns)
-    assert "in row 2 (completion: '4')" in message
-    assert "raised ValueError: cannot say" in message
-
-
-def test_a_conversation_is_quoted_by_its_last_message():
-    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "last?"}]
-    assert "(completion: 'last?')" in refusal(guarded(doubts), completions=[conversation])
 
 
 # --- scores ---

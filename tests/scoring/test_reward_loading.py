@@ -78,13 +78,12 @@ def test_spec_gives_name_and_weight(folder, spec, name, weight):
     assert (loaded.name, loaded.func.__name__, loaded.weight) == (name, name, weight)
 
 
-def test_table_gives_parameters_to_class_instance_and_function(folder):
+def test_table_gives_parameters_to_class_and_function(folder):
     def score(table):
         return load_reward(table, base_dir=folder).func(**COLUMNS)
 
     assert load_reward({"name": "thinking", "long": 60}).func.reward == Thinking(long=60)
     assert score({"name": "my.py:Short", "limit": 6}) == [1.0, 1.0]
-    assert score({"name": "my.py:short", "limit": 1}) == [0.0, 0.0]
     assert score({"name": "my.py:polite", "word": "now"}) == [0.0, 1.0]
 
 
@@ -158,7 +157,6 @@ def test_same_names_get_a_number():
         ({"weight": 1.0}, "add 'name'"),
         ({"name": "thinking", "lnog": 3}, r"did you mean 'long'\?.* give one of: short, long"),
         ({"name": "my.py:polite", "wrod": "x"}, "did you mean 'word'"),
-        ({"name": "my.py:short", "limt": 1}, "did you mean 'limit'"),
         ({"name": "thinking", "short": 99}, "set 0 <= short <= long"),
         ("reward_model", "missing 1 required positional argument: 'model'.*; write it as a table"),
     ],

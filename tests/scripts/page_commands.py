@@ -51,7 +51,6 @@ ELSEWHERE = (
     *("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", "rloo-kit serve"),  # tests/vllm
     "rloo-kit eval runs/quickstart --vllm",
     "rloo-kit export runs/mine --to gguf",  # tests/export, with llama.cpp's converter
-    "rloo-kit export runs/mine --to ollama",
     "rloo-kit judge runs/mine --by '{name: judge",  # tests/evaluation, with a small server
     *("lm_eval run", "pytest -m gpu"),
 )
