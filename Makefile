@@ -27,11 +27,11 @@ test-all: setup setup-gym
 	  --durations=12 -m "not ($(ELSEWHERE))"
 
 # Faults on purpose: signals, kills, full disks, broken checkpoints (docs/reference/reliability.md lists them); and
-# several processes, whose tests fork and kill in the same way; and trainings at the limit of memory.
+# trainings at the limit of memory.
 test-faults: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile --durations=8 \
 	  -m "faults and not slow" \
-	  tests/faults tests/processes tests/checkpoints tests/training
+	  tests/faults tests/checkpoints tests/training
 
 # Every notebook from top to bottom, and what a run reports to.
 test-notebooks: setup

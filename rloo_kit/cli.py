@@ -1,8 +1,8 @@
 """The ``rloo-kit`` command: parse, call, print, exit code.
 
 Exit codes: 0 done; 1 training cannot start here, a run did not learn (doctor), could not (rewards
-check) or would not fit (plan); 2 the input is wrong, with one sentence that says what to change; 3
-another process of the same training has ended; 130 ended by Ctrl-C; 143 by SIGTERM.
+check) or would not fit (plan); 2 the input is wrong, with one sentence that says what to change;
+130 ended by Ctrl-C; 143 by SIGTERM.
 """
 
 import argparse
@@ -13,8 +13,7 @@ from typing import Any
 
 from rloo_kit import __version__
 from rloo_kit.checkpoints.stopping import Terminated, exit_code, terminate_as_interrupt
-from rloo_kit.errors import ConfigError, KitError, ProcessLostError
-from rloo_kit.processes import LOST, launched_size
+from rloo_kit.errors import ConfigError, KitError
 from rloo_kit.text.redaction import (
     redact,
     redacted_logs,
@@ -46,7 +45,7 @@ def _run(argv: Sequence[str] | None) -> int:
             return args.call(args)
     except KitError as exc:
         _complain(str(exc))
-        return LOST if isinstance(exc, ProcessLostError) else 2
+        return 2
     except KeyboardInterrupt as exc:
         print("rloo-kit: interrupted", file=sys.stderr)
         return exit_code(exc)
@@ -78,13 +77,6 @@ def _parser() -> argparse.ArgumentParser:
             action="store_true",
             help="resume the newest run of output_dir, or the run in this folder, from its "
             "newest whole checkpoint; where there is none, start",
-        )
-        command.add_argument(
-            "--processes",
-            type=int,
-            default=1,
-            metavar="N",
-            help="divide every batch between so many processes of this machine, one a GPU",
         )
         _add_set(command)
     text = "what this machine can run; or, of a run, what went wrong and what to change"
@@ -273,24 +265,9 @@ def _add_set(
 
 
 def _train(args: argparse.Namespace) -> int:
-    if args.processes != 1 and launched_size() == 1:
-        return _launch(args)
     from rloo_kit.runs.train import train
 
     return _code_of(train(args.run_file, args.set, resume=args.resume))
-
-
-def _launch(args: argparse.Namespace) -> int:
-    from rloo_kit.runs.launch import launch
-    from rloo_kit.training.preparation import divided_batch, read_config
-
-    # Errors in the run file are printed once, not by every process
-    config, _ = read_config(args.run_file, args.set)
-    if args.processes > 1:
-        divided_batch(config.trainer, args.processes)
-    again = [word for setting in args.set for word in ("--set", setting)]
-    resume = ["--resume"] if args.resume else []
-    return launch(["train", args.run_file, *resume, *again], args.processes, _complain)
 
 
 def _code_of(result: Any) -> int:

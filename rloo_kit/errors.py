@@ -10,7 +10,6 @@ KitError
 ├── CheckpointError (RuntimeError)    a checkpoint that is broken, or belongs to another run
 ├── DiskError (RuntimeError)          a disk that is full or refuses to be written
 ├── DivergedError (RuntimeError)      NaN or Inf in weights or gradients
-├── ProcessLostError (RuntimeError)   another process of the same training that has ended
 └── SetupError                        this machine or this process
     ├── ImportOrderError (ImportError)   trl, transformers or peft before unsloth
     ├── BackendError (RuntimeError)      a backend that was asked for and cannot start
@@ -60,10 +59,6 @@ class DiskError(KitError, RuntimeError):
 
 class DivergedError(KitError, RuntimeError):
     """Weights or gradients contain NaN or Inf."""
-
-
-class ProcessLostError(KitError, RuntimeError):
-    """Another process of the same training has ended."""
 
 
 class SetupError(KitError):

@@ -29,7 +29,7 @@ from rloo_kit.scoring.catalogue import Parameter, describe_rewards
 ROOT = Path(__file__).resolve().parents[1]
 # Command -> pages about it
 MORE = {
-    "train": "explanation/trainer how-to/resume how-to/processes how-to/watch",
+    "train": "explanation/trainer how-to/resume how-to/watch",
     "doctor": "how-to/doctor how-to/troubleshooting",
     "plan": "how-to/plan",
     "report": "how-to/watch",

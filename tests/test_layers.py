@@ -17,7 +17,7 @@ REWARDS = ROOT / "rewards"
 
 # Packages and top-level modules, lowest first: each imports only what is above it in this list.
 LAYERS = [
-    {"errors", "types", "text", "processes", "output_folder"},
+    {"errors", "types", "text", "output_folder"},
     {"config"},
     {"machine"},
     {"rewards"},

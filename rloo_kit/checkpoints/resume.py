@@ -11,8 +11,6 @@ A checkpoint (docs/how-to/resume.md) is a folder ``checkpoint-N`` without any pi
 After every optimizer step a snapshot of the small part of that state is kept in memory. Until the
 next optimizer step the weights and the optimizer still belong to it. So an error in sampling, in a
 reward or in a pass loses nothing: the checkpoint of the last finished step is written then.
-
-Several processes hold the same state: rank 0 writes it, and any number can resume from it.
 """
 
 import copy
@@ -47,13 +45,12 @@ from rloo_kit.checkpoints.store import (
 )
 from rloo_kit.config.settings import on_resume
 from rloo_kit.diagnosis.record import finite_numbers
-from rloo_kit.errors import CheckpointError, KitError, ProcessLostError
-from rloo_kit.processes import Team, raise_if_peer_lost
+from rloo_kit.errors import CheckpointError, KitError
 from rloo_kit.rloo.guards import check_finite
 
 # Settings that decide what is sampled and learned: another value would be another run.
 # `rows_per_step` is what an optimizer step learns from: how it is divided into
-# `per_device_train_batch_size`, `gradient_accumulation_steps` and processes may change.
+# `per_device_train_batch_size` and `gradient_accumulation_steps` may change.
 MUST_STAY = sorted([*on_resume("must"), "rows_per_step"])
 # Settings whose new value is used from the next step on, and reported
 MAY_CHANGE = on_resume("may")
@@ -85,7 +82,6 @@ class Resumable(Protocol):
     reward_funcs: list[Any]
     reward_func_names: list[str]
     train_dataset: Any
-    team: Team
     state_dict: Callable[[], dict[str, Any]]
     """Returns the trainer's own state, in copies."""
     load_state_dict: Callable[[dict[str, Any]], None]
@@ -110,7 +106,6 @@ class ExactResume:
         """The checkpoint's state, from reading it until the first step."""
         self._snapshot: dict[str, Any] | None = None
         self._facts: dict[str, Any] = {}
-        self._received: int | None = None
         self.saved_at = -1
         """Step of the last checkpoint."""
         self._signals: StopSignals | None = None
@@ -131,7 +126,7 @@ class ExactResume:
         """
         trainer = self.trainer
         self._snapshot = self.state_read = self.stop_reason = None
-        self._received, self.saved_at = None, -1
+        self.saved_at = -1
         self.resumed_from = self._checkpoint_at(resume_from)
         self._facts = facts_of(trainer)
         folder, last = None, None
@@ -142,12 +137,9 @@ class ExactResume:
             # After the callbacks whose state it restores
             trainer.add_callback(last)
         self._started = time.monotonic()
-        with StopSignals(say=print if trainer.team.is_first else None) as self._signals:
+        with StopSignals(say=print) as self._signals:
             try:
-                with raise_if_peer_lost():
-                    output = train(folder)
-                    # A signal may have come after the last step
-                    self._agree()
+                output = train(folder)
             except Exception as exc:
                 self._save_after(exc)
                 raise
@@ -155,6 +147,7 @@ class ExactResume:
                 self.state_read = None
                 if last is not None:
                     trainer.remove_callback(last)
+        # It may have come after the last step
         if self._received is not None:
             raise interrupt_for(self._received)
         return output
@@ -176,18 +169,15 @@ class ExactResume:
         hours = (time.monotonic() - self._started) / 3600
         if args.max_hours is not None and hours >= args.max_hours and not self.stop_reason:
             self.stop(f"max_hours {args.max_hours:g} is over: resume with --resume")
-        self._agree()
         if not self.stop_reason and self._received is None:
             return False
         control.should_training_stop = True
         return args.save_strategy != "no" and self.saved_at != self.trainer.state.global_step
 
-    def _agree(self) -> None:
-        """Share signals and reasons to stop between processes, so all make the same steps."""
-        mine = (self._signals and self._signals.received, self.stop_reason)
-        received, reasons = zip(*self.trainer.team.gather(mine), strict=True)
-        self._received = next(filter(None, received), None)
-        self.stop_reason = next(filter(None, reasons), None)
+    @property
+    def _received(self) -> int | None:
+        """The signal that asked to stop."""
+        return None if self._signals is None else self._signals.received
 
     # --- the snapshot of the last finished step --------------------------------------------------
 
@@ -214,8 +204,7 @@ class ExactResume:
     def save_now(self) -> None:
         """Write the checkpoint of the step that has just ended: transformers asks for it."""
         self.take_snapshot()
-        if self.trainer.team.is_first:
-            self._write(Path(self.trainer.args.output_dir))
+        self._write(Path(self.trainer.args.output_dir))
 
     def check_weights(self) -> None:
         """Raise DivergedError where trained weights hold NaN or Inf."""
@@ -224,19 +213,15 @@ class ExactResume:
     def _save_after(self, exc: Exception) -> None:
         """After an error, save the last finished step; raise what should be raised instead."""
         args, step = self.trainer.args, self._snapshot["step"] if self._snapshot else 0
-        saved = False
-        if step and args.save_strategy != "no" and self.trainer.team.is_first:
+        run = Path(args.output_dir)
+        if step and args.save_strategy != "no" and not (run / f"checkpoint-{step}").exists():
             try:
-                saved = (Path(args.output_dir) / f"checkpoint-{step}").exists()
-                saved = saved or bool(self._write(Path(args.output_dir)))
+                self._write(run)
             except KitError as other:  # the first error is the one to raise
                 warnings.warn(f"step {step} was not saved: {other}", RuntimeWarning, stacklevel=2)
-        received = None if self._signals is None else self._signals.received
         # Ctrl-C reaches child processes too, so the error is only its consequence
-        if received is not None:
-            raise interrupt_for(received) from exc
-        if isinstance(exc, ProcessLostError) and saved:
-            raise ProcessLostError(f"{exc}; step {step} is saved: resume with --resume") from exc
+        if self._received is not None:
+            raise interrupt_for(self._received) from exc
 
     def _write(self, run: Path) -> Checkpoint:
         trainer, snapshot = self.trainer, self._snapshot
@@ -395,14 +380,13 @@ class _Restore(TrainerCallback):
 def facts_of(trainer: Resumable) -> dict[str, Any]:
     """Return what identifies a run: versions, model, prompts, rewards and settings."""
     args = json.loads(json.dumps(trainer.args.to_dict(), default=str))
-    args["rows_per_step"] = _rows_per_step(args) * trainer.team.size
+    args["rows_per_step"] = _rows_per_step(args)
     return {
         "versions": {
             name: importlib.metadata.version(name)
             for name in ("rloo-kit", "torch", "transformers", "trl", "peft")
         },
         "threads": torch.get_num_threads(),
-        "processes": trainer.team.size,
         "model": checksum_of_weights(trainer.accelerator.unwrap_model(trainer.model)),
         "prompts": checksum_of_rows(trainer.train_dataset),
         "rewards": list(trainer.reward_func_names),
@@ -442,7 +426,8 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
         for s in MAY_CHANGE
         if old.get(s) != new[s]
     ]
-    if any(then.get(what) != now[what] for what in ("versions", "threads", "processes")):
+    was_alone = then.get("processes", 1) == 1  # of a version that divided batches
+    if not was_alone or any(then.get(what) != now[what] for what in ("versions", "threads")):
         notes.append(
             f"{name} was written with other versions, or another number of threads or processes: "
             f"the run resumes, but not bit for bit"
@@ -452,7 +437,7 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
 
 
 def _rows_per_step(settings: dict[str, Any]) -> int:
-    """Return the rows that a process learns from in an optimizer step."""
+    """Return the rows that an optimizer step learns from."""
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     return math.prod(settings.get(name) or 0 for name in names)
 

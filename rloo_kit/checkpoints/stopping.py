@@ -16,8 +16,8 @@ from typing import Any, Self
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # What a person calls them
 NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
-# Seconds. Signals that are closer together are one request: `timeout` and torchrun send SIGTERM to
-# a process and then to its whole group.
+# Seconds. Signals that are closer together are one request: `timeout` sends SIGTERM to a process
+# and then to its whole group.
 APART = 0.2
 
 

@@ -114,7 +114,7 @@ def _has_range(name: str) -> bool:
 
 
 def translate_trainer_arguments(
-    arguments: Mapping[str, Any], num_processes: int = 1, *, all_types: bool = False
+    arguments: Mapping[str, Any], *, all_types: bool = False
 ) -> dict[str, Any]:
     """Return the arguments under TRL's present names; warn once per older name.
 
@@ -135,7 +135,7 @@ def translate_trainer_arguments(
             hint = hint or "; docs/reference/run_file.md lists them"
             errors.append(f"unknown trainer setting {format_value(name)}{hint}")
     errors += check_values(values, all_types=all_types)
-    errors = errors or check_batch(values, num_processes)
+    errors = errors or check_batch(values)
     if errors:
         raise ConfigError(format_errors(errors))
     return values
@@ -175,30 +175,30 @@ class BatchPlan:
         return self.num_completions // self.num_generations
 
 
-def batch_plan(trainer: Mapping[str, Any], num_processes: int = 1) -> BatchPlan:
+def batch_plan(trainer: Mapping[str, Any]) -> BatchPlan:
     """Return completions, group size and training slices of one generation batch."""
     values = {**DEFAULTS, **trainer}
-    per_slice = values["per_device_train_batch_size"] * num_processes
+    per_slice = values["per_device_train_batch_size"]
     size, slices = values.get("generation_batch_size"), values.get("steps_per_generation")
     if slices is None:
         slices = size // per_slice if size else values["gradient_accumulation_steps"]
     return BatchPlan(size or per_slice * slices, values["num_generations"], slices)
 
 
-def check_batch(trainer: Mapping[str, Any], num_processes: int = 1) -> list[str]:
+def check_batch(trainer: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with a batch of checked values: [] or one sentence.
 
-    A generation batch must hold whole slices of ``per_device_train_batch_size`` rows per process,
-    and whole groups of ``num_generations`` completions.
+    A generation batch must hold whole slices of ``per_device_train_batch_size`` rows, and whole
+    groups of ``num_generations`` completions.
     """
     total = trainer.get("generation_batch_size")
     if total and trainer.get("steps_per_generation"):
         return ["generation_batch_size and steps_per_generation say the same: give one of them"]
-    plan = batch_plan(trainer, num_processes)
+    plan = batch_plan(trainer)
     rows = {**DEFAULTS, **trainer}["per_device_train_batch_size"]
-    group, slice_size = plan.num_generations, rows * num_processes
+    group = plan.num_generations
     if total:
-        name, size, step = "generation_batch_size", total, math.lcm(slice_size, group)
+        name, size, step = "generation_batch_size", total, math.lcm(rows, group)
     else:
         slices = plan.num_completions // rows
         name, size = "per_device_train_batch_size", rows
@@ -209,5 +209,5 @@ def check_batch(trainer: Mapping[str, Any], num_processes: int = 1) -> list[str]
     sizes = " or ".join(str(number) for number in (below, below + step) if number)
     return [
         f"one generation makes {plan.num_completions} completions, which are not whole groups of "
-        f"num_generations {group} in passes of {slice_size}: set trainer.{name} to {sizes}"
+        f"num_generations {group} in passes of {rows}: set trainer.{name} to {sizes}"
     ]

@@ -67,5 +67,8 @@ def _machine(environment: Environment) -> list[str]:
         f".env: {environment.dotenv or 'none'}",
     ]
     if hardware.num_devices > 1:
-        lines.append(f"{hardware.num_devices} devices: set CUDA_VISIBLE_DEVICES=0 in .env for one")
+        lines.append(
+            f"{hardware.num_devices} devices: the first is used; CUDA_VISIBLE_DEVICES in .env "
+            f"chooses another"
+        )
     return lines

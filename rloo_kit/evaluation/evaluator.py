@@ -74,16 +74,6 @@ class Evaluation:
         """
         return cls(**{f.name: found[f.name] for f in fields(cls) if f.name in found})
 
-    @classmethod
-    def joined(cls, parts: "Sequence[Evaluation]") -> "Evaluation":
-        """Return one evaluation of all prompts from those of some each, in order."""
-        samples = [sample for part in parts for sample in part.samples]
-        means = {name: _mean([s["rewards"][name] for s in samples]) for name in parts[0].rewards}
-        num = sum(part.num_prompts for part in parts)
-        length = sum(part.mean_length * part.num_prompts for part in parts) / num
-        first = parts[0]
-        return cls(means, num, length, first.temperature, samples, first.num_samples)
-
     @property
     def by_prompt(self) -> list[list[dict[str, Any]]]:
         """The samples of each prompt."""

@@ -156,9 +156,9 @@ class LiveView:
         raise AttributeError(name)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start the clock; only rank 0 shows anything."""
+        """Start the clock."""
         self.close()
-        self._open = bool(getattr(state, "is_world_process_zero", True))
+        self._open = True
         self.progress = Progress(state.global_step, state.max_steps, time.monotonic())
         self._safely(self._begin)
 

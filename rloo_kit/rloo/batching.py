@@ -108,19 +108,6 @@ class TokenRows:
             room -= tokens
         return bundles, [rows for tokens, rows in sized if tokens > budget]
 
-    def deal(self, rows: Sequence[int], num_shares: int) -> list[list[int]]:
-        """Deal rows into shares of like many tokens: the longest first, to the least.
-
-        (Longest processing time first: Graham 1969, at most 4/3 of the best possible.)
-        """
-        shares: list[list[int]] = [[] for _ in range(num_shares)]
-        loads = [0] * num_shares
-        for tokens, row in sorted(((self.num_tokens([row]), row) for row in rows), reverse=True):
-            least = loads.index(min(loads))
-            shares[least].append(row)
-            loads[least] += tokens
-        return shares
-
     def pad(
         self,
         rows: Sequence[int],

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 
 from rloo_kit.errors import MemoryRanOutError
-from rloo_kit.processes import ALONE, Team
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
 from rloo_kit.rloo.guards import retry_smaller
 from rloo_kit.rloo.metrics import Tally
@@ -77,8 +76,6 @@ class Learner:
     # (level, cap) of the importance weights against the sampler's log-probabilities
     correction: tuple[str, float] | None = None
     pad_to_multiple_of: int | None = None
-    # The processes that divide the rows; each makes the passes of its share
-    team: Team = ALONE
     # Counts of the optimizer step in progress
     tally: Tally = field(default_factory=Tally)
     _warned: bool = False
@@ -88,21 +85,10 @@ class Learner:
         if rows:
             found = self.log_probs(rollout.sampled.tokens, rows, self.forward)
             rollout.old_log_probs[rows] = found[rows]
-            self.tally.old_rows += len(rows) * self.team.is_first
+            self.tally.old_rows += len(rows)
 
     def log_probs(self, tokens: TokenRows, rows: list[int], forward: Forward) -> torch.Tensor:
-        """Return ``(B, T)`` float32 log-probabilities, without gradient; 0 in other rows.
-
-        All processes call it together, with the same rows, and make the passes of some.
-        """
-        if self.team.size == 1:
-            return self._log_probs_here(tokens, rows, forward)
-        mine = tokens.deal(rows, self.team.size)[self.team.rank]
-        found = self._log_probs_here(tokens, sorted(mine), forward)
-        self.team.all_reduce([found])
-        return found
-
-    def _log_probs_here(self, tokens: TokenRows, rows: list[int], forward: Forward) -> torch.Tensor:
+        """Return ``(B, T)`` float32 log-probabilities, without gradient; 0 in other rows."""
         longest = max(map(len, tokens.completion_ids))
         found = torch.zeros(len(tokens), longest, device=self.device)  # (B, T)
         left = set(rows)
@@ -129,26 +115,8 @@ class Learner:
         """
         left = set(((weights > 0) & rollout.learnable).nonzero().flatten().tolist())
         in_step = (weights > 0).nonzero().flatten().tolist()
-        if self.team.is_first:
-            self.tally.rows += len(in_step)
-            self.tally.step_tokens += rollout.sampled.tokens.num_tokens(in_step)
-        if self.team.size == 1:
-            self._learn_here(rollout, left, weights)
-            return
-        tokens, rows = rollout.sampled.tokens, sorted(left)
-        if not all(rollout.settled[row // rollout.num_generations] for row in rows):
-            # rows are dealt one by one, so the KL of a group has to be known before
-            self.fill_old(rollout, rows)
-            rollout.compute_advantages()
-        mine = tokens.deal(rows, self.team.size)[self.team.rank]
-        self._learn_here(rollout, set(mine), weights)
-        if rollout.on_policy:
-            found = torch.zeros_like(rollout.old_log_probs)  # (B, T)
-            found[mine] = rollout.old_log_probs[mine]
-            self.team.all_reduce([found])
-            rollout.old_log_probs[rows] = found[rows]
-
-    def _learn_here(self, rollout: Rollout, left: set[int], weights: torch.Tensor) -> None:
+        self.tally.rows += len(in_step)
+        self.tally.step_tokens += rollout.sampled.tokens.num_tokens(in_step)
         self.tally.trained += len(left)
         pieces: list[list[int]] = []
 
@@ -172,9 +140,7 @@ class Learner:
         bundles, too_long = tokens.bundle(waiting, self.budget)
         if too_long:  # a group of its own is more than memory holds: a pass for its KL, then train
             rows = [row for rows in too_long for row in rows]
-            found = self._log_probs_here(tokens, rows, self.forward)
-            rollout.old_log_probs[rows] = found[rows]
-            self.tally.old_rows += len(rows)
+            self.fill_old(rollout, rows)
             rollout.compute_advantages([rows[0] // rollout.num_generations for rows in too_long])
         together = {row for bundle in bundles for row in bundle}
         for piece in self._cut(tokens, left - together):

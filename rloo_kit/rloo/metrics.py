@@ -180,15 +180,6 @@ class Tally:
         lists = {name: [*value] for name, value in vars(self).items() if isinstance(value, list)}
         return replace(self, **lists)
 
-    @classmethod
-    def of_all(cls, tallies: "list[Tally]") -> "Tally":
-        """Return the sum over processes; what all of them know is counted by rank 0."""
-        whole = cls()
-        for tally in tallies:
-            for name, value in vars(tally).items():
-                setattr(whole, name, getattr(whole, name) + value)
-        return whole
-
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step; means over rows count all of them."""
         rows, tokens = max(1, self.rows), max(1, self.completion_tokens)

@@ -7,8 +7,8 @@ Shapes: P prompts, G generations per prompt, B = P*G completions, T the longest 
 functions.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 import torch
@@ -66,49 +66,6 @@ class ScoredBatch:
         advantages = leave_one_out_advantages(scores.view(-1, num_generations))  # (P, G)
         return (advantages != 0).any(dim=1)
 
-    @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """Return several batches as one, in their order."""
-
-        def column(name: str) -> list[Any]:
-            return [value for part in parts for value in getattr(part, name)]
-
-        known = all(part.sampler_log_probs is not None for part in parts)
-        device = parts[0].scores.device
-        return cls(
-            prompts=column("prompts"),
-            completions=column("completions"),
-            tokens=TokenRows(
-                [ids for part in parts for ids in part.tokens.prompt_ids],
-                [ids for part in parts for ids in part.tokens.completion_ids],
-            ),
-            ended=column("ended"),
-            rewards=torch.cat([part.rewards.to(device) for part in parts]),  # (B, F)
-            scores=torch.cat([part.scores.to(device) for part in parts]),  # (B,)
-            sampler_log_probs=column("sampler_log_probs") if known else None,
-        )
-
-    def to(self, device: Any) -> Self:
-        """Return the batch with its tensors on a device."""
-        return replace(self, rewards=self.rewards.to(device), scores=self.scores.to(device))
-
-    def select(self, rows: Iterable[int]) -> Self:
-        """Return some rows, in the given order."""
-        rows = list(rows)
-
-        def pick(values: list[Any]) -> list[Any]:
-            return [values[row] for row in rows]
-
-        return type(self)(
-            prompts=pick(self.prompts),
-            completions=pick(self.completions),
-            tokens=TokenRows(pick(self.tokens.prompt_ids), pick(self.tokens.completion_ids)),
-            ended=pick(self.ended),
-            rewards=self.rewards[rows],
-            scores=self.scores[rows],
-            sampler_log_probs=self.sampler_log_probs and pick(self.sampler_log_probs),
-        )
-
     def replace_groups(
         self, groups: Sequence[int], other: Self, shaping: Shaping, num_generations: int
     ) -> Self:
@@ -123,7 +80,24 @@ class ScoredBatch:
             rows[old * num_generations : (old + 1) * num_generations] = range(
                 first, first + num_generations
             )
-        return self.joined([self, other]).select(rows)
+
+        def pick(mine: list[Any], others: list[Any]) -> list[Any]:
+            both = mine + others
+            return [both[row] for row in rows]
+
+        known, more = self.sampler_log_probs, other.sampler_log_probs
+        return type(self)(
+            prompts=pick(self.prompts, other.prompts),
+            completions=pick(self.completions, other.completions),
+            tokens=TokenRows(
+                pick(self.tokens.prompt_ids, other.tokens.prompt_ids),
+                pick(self.tokens.completion_ids, other.tokens.completion_ids),
+            ),
+            ended=pick(self.ended, other.ended),
+            rewards=torch.cat([self.rewards, other.rewards])[rows],
+            scores=torch.cat([self.scores, other.scores])[rows],
+            sampler_log_probs=None if known is None or more is None else pick(known, more),
+        )
 
 
 @dataclass

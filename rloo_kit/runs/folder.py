@@ -25,7 +25,6 @@ from rloo_kit.output_folder import (
     write_atomically,
     write_json,
 )
-from rloo_kit.processes import current_team
 from rloo_kit.text.redaction import redact_tree, without_hidden
 from rloo_kit.text.wording import format_value
 
@@ -180,7 +179,6 @@ def write_run_file(folder: Path, config: RunConfig) -> None:
 def _write_settings(folder: Path, config: RunConfig, environment: Environment) -> None:
     write_run_file(folder, config)
     facts = asdict(environment)
-    facts["processes"] = current_team().size
     facts["versions"] = {name: installed_version(name) for name in ("rloo_kit", *TESTED)}
     write_json(folder / "environment.json", redact_tree(facts), indent=2)
 

@@ -21,14 +21,6 @@ from rloo_kit.machine.memory import Released, add_to_session, session
 from rloo_kit.models.loading import save_adapter
 from rloo_kit.output_folder import free_folder, lock_folder
 from rloo_kit.planning.planner import remedy, room_here
-from rloo_kit.processes import (
-    ALONE,
-    Team,
-    current_team,
-    join_team,
-    launched_rank,
-    launched_size,
-)
 from rloo_kit.runs import summary
 from rloo_kit.runs.folder import (
     check_same_settings,
@@ -110,48 +102,25 @@ def train(
         from rloo_kit.runs.child import call_in_child
 
         return call_in_child(train, (source, overrides), say, resume=resume)
-    say = redacting(say) if launched_rank() == 0 else lambda line: None
+    say = redacting(say)
     config, base = read_config(source, overrides)
     # A run file that ships with the kit finds the user's own rewards in the working folder.
     rewards_base = Path() if base == EXAMPLES else base
     absolute = with_whole_paths(config, base, rewards_base)
     with terminate_as_interrupt(), session() as opened, contextlib.ExitStack() as held:
-        team = _join(config.model.backend)
-
-        def find_past() -> tuple[Path | None, bool]:
-            """Return the run to resume, locked, and whether it has finished."""
-            past = folder_to_resume(source, config, resume)
-            if past is None:
-                return None, False
+        past = folder_to_resume(source, config, resume)
+        if past is not None:
             held.enter_context(lock_folder(past))
             check_same_settings(past, absolute)
-            return past, has_finished(past, config.trainer.get("max_steps") or 0)
-
-        past, finished = team.run_on_first(find_past)
-        if past is not None and finished:
-            return _already_finished(past, say)
-        if resume and past is None:
+            if has_finished(past, config.trainer.get("max_steps") or 0):
+                return _already_finished(past, say)
+        elif resume:
             say(f"no run in {config.output_dir} to resume: a new one begins")
         made = _prepare(config, base, rewards_base, past, say)
         result = _train_and_score(made, absolute, past, say)
     result = replace(result, released=opened.released)
-    if launched_rank() == 0:
-        summary.conclude(say, result)
+    summary.conclude(say, result)
     return result
-
-
-def _join(backend: str) -> Team:
-    """Join the processes that a launcher started; a single process loads nothing for it."""
-    if launched_size() == 1:
-        return ALONE
-    return join_team(on_cpu=_set_up(backend).hardware.device == "cpu")
-
-
-def _set_up(backend: str) -> Environment:
-    environment = setup(backend)
-    # Report a wrong RLOO_KIT_LIVE, from .env too, before the model is loaded
-    live_progress()
-    return environment
 
 
 def _already_finished(folder: Path, say: Say) -> RunResult:
@@ -189,10 +158,11 @@ def _prepare(
         load_rewards(specs, base_dir=rewards_base, say=say)
     if config.model.trust_remote_code:
         say(f"code that comes with {config.model.name} may run: model.trust_remote_code is true")
-    environment, team = _set_up(config.model.backend), current_team()
+    environment = setup(config.model.backend)
+    live_progress()  # refuses a wrong RLOO_KIT_LIVE, from .env too, before the model is loaded
     prompts, held_out = read_prompts(config, base)
-    folder = past or team.run_on_first(lambda: free_folder(config.output_dir))
-    args = make_trainer_args(config, folder, team.size)
+    folder = past or free_folder(config.output_dir)
+    args = make_trainer_args(config, folder)
     check_engine(args)
     model, tokenizer = load_policy(config, base, args)
     load = functools.partial(
@@ -227,14 +197,10 @@ def _prepare(
 def _scorer(
     model: Any, tokenizer: Any, held_out: Any, judges: list[LoadedReward], how: dict[str, Any]
 ) -> Callable[[], Evaluation | None]:
-    """Return a function that scores the held-out prompts, divided between the processes."""
+    """Return a function that scores the held-out prompts."""
     if held_out is None:
         return lambda: None
-    team = current_team()
-    if team.size == 1 or len(held_out) < team.size:
-        return lambda: evaluate(model, tokenizer, held_out, judges, **how)
-    own = held_out.shard(team.size, team.rank, contiguous=True)
-    return lambda: Evaluation.joined(team.gather(evaluate(model, tokenizer, own, judges, **how)))
+    return lambda: evaluate(model, tokenizer, held_out, judges, **how)
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -244,14 +210,13 @@ def _train_and_score(
     made: _Prepared, absolute: RunConfig, past: Path | None, say: Say
 ) -> RunResult:
     """Run everything except the release; what is made here belongs to the open session."""
-    team = current_team()
-    checkpoint, before = team.run_on_first(lambda: _find_progress(past))
+    checkpoint, before = _find_progress(past)
     if past is None:
         opened = new_folder(made.folder, absolute, made.environment)
     else:
         opened = reopened_folder(past, absolute, made.environment, checkpoint)
-    with opened if team.is_first else contextlib.nullcontext() as recorder:
-        folder = team.broadcast(recorder.folder if recorder is not None else made.folder)
+    with opened as recorder:
+        folder = recorder.folder
         made.args.output_dir = str(folder)
         trainer = _make_trainer(made, recorder)
         score = made.score
@@ -263,12 +228,10 @@ def _train_and_score(
             say(f"before: {summary.means(before)}")
         _follow_scores(trainer, recorder, made, score, before, resumed=checkpoint is not None)
         seconds, by = _train(trainer, checkpoint, say)
-        if recorder is not None:
-            save_adapter(made.model, made.tokenizer, recorder.folder / "adapter")
+        save_adapter(made.model, made.tokenizer, folder / "adapter")
         after, by = _score_again(score, by)
         steps = trainer.state.global_step
-        if recorder is not None:
-            _finish(trainer, recorder, after, seconds, by)
+        _finish(trainer, recorder, after, seconds, by)
     summary.compare(say, before, after)
     return RunResult(
         folder,
@@ -292,7 +255,7 @@ def _find_progress(past: Path | None) -> tuple[Checkpoint | None, Evaluation | N
         return checkpoint, None
 
 
-def _make_trainer(made: _Prepared, recorder: "RunRecorder | None") -> "LeaveOneOutTrainer":
+def _make_trainer(made: _Prepared, recorder: "RunRecorder") -> "LeaveOneOutTrainer":
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
     try:
@@ -302,7 +265,7 @@ def _make_trainer(made: _Prepared, recorder: "RunRecorder | None") -> "LeaveOneO
             args=made.args,
             train_dataset=made.prompts,
             processing_class=made.tokenizer,
-            callbacks=[recorder] if recorder is not None else [],
+            callbacks=[recorder],
             engine=made.engine,
         )
     except (ValueError, NotImplementedError) as exc:
@@ -325,28 +288,25 @@ def _dry_run(trainer: Any, made: _Prepared, say: Say) -> None:
 
 def _follow_scores(
     trainer: Any,
-    recorder: "RunRecorder | None",
+    recorder: "RunRecorder",
     made: _Prepared,
     score: Callable[[], Evaluation | None],
     before: Evaluation | None,
     *,
     resumed: bool,
 ) -> None:
-    """Score held-out prompts during training, for the record and for the watch.
-
-    All processes score them together; only rank 0 has a recorder and a watch.
-    """
+    """Score held-out prompts during training, for the record and for the watch."""
     from rloo_kit.runs.recorder import HeldOutScores
 
     watch, every = trainer.watch, made.config.data.held_out_every
 
     def note(evaluation: Evaluation, step: int) -> None:
-        if recorder is not None and not (resumed and step == 0):
+        if not (resumed and step == 0):
             recorder.write_evaluation(evaluation, step)
         if watch is not None:
             watch.see_held_out(step, evaluation.as_dict())
 
-    if watch is not None and recorder is not None:
+    if watch is not None:
         watch.config = made.config
         watch.by_held_out = before is not None and bool(every)
         # After a power cut it may hold no line

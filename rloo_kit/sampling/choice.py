@@ -2,21 +2,17 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rloo_kit.errors import ConfigError, GenerationError, KitError
 from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
 from rloo_kit.machine.memory import add_to_session
 from rloo_kit.models.engine_memory import MAX_SEQUENCES
 from rloo_kit.models.shared_engine import EngineSettings, notes_of
-from rloo_kit.processes import Team, current_team
-from rloo_kit.sampling.engine import Choice, Engine, Generations, Sampling, choose, why_no_hot_swap
+from rloo_kit.sampling.engine import Choice, Engine, Sampling, choose, why_no_hot_swap
 from rloo_kit.text.wording import first_line, format_value
 
-T = TypeVar("T")
-
-WHY_NOT_SEVERAL = "several processes train, and vLLM samples for one"
 VLLM, TRANSFORMERS = "vllm", "transformers"
 ENGINES = {VLLM: "vLLM in this process", TRANSFORMERS: "transformers"}
 # TRL's settings of who samples, and the engines that obey each
@@ -69,8 +65,8 @@ def start_engine(
         GenerationError: What was asked for by name cannot be used, or does not start.
         ConfigError: Two settings contradict each other.
     """
-    asked, team = requested_engine(args), current_team()
-    why_not = why_not or _why_not_here(asked, team, model)
+    asked = requested_engine(args)
+    why_not = why_not or _why_not_here(asked, model)
     choice = choose(asked, on_gpu=model.device.type != "cpu", why_not=why_not)
     if trains:
         check_settings(args, choice.engine)
@@ -93,12 +89,9 @@ def start_engine(
         return None, Choice("transformers", str(exc))
 
 
-def _why_not_here(asked: str, team: Team, model: Any) -> str | None:
+def _why_not_here(asked: str, model: Any) -> str | None:
     """Return why vLLM cannot sample from this model in this process, or None."""
-    reason = None
-    if asked in ("vllm", "auto"):
-        # an engine in each process would open a process group of its own
-        reason = WHY_NOT_SEVERAL if team.size > 1 else why_not_vllm()
+    reason = why_not_vllm() if asked in ("vllm", "auto") else None
     if asked == "auto":  # by name, vLLM gets a copy of its own
         reason = reason or notes_of(model).why_not_shared
     return reason or why_no_hot_swap(model)
@@ -156,54 +149,6 @@ def _in_process(model: Any, args: Any, max_length: int) -> Engine:
     )
     add_to_session(engine)
     return engine
-
-
-class SharedEngine:
-    """One engine, started and held by rank 0, that samples for all processes together."""
-
-    def __init__(self, team: Team, start: Callable[[], Engine]) -> None:
-        self._team = team
-        self._engine: Engine | None = None
-
-        def facts() -> tuple[str, Any]:
-            self._engine = start()
-            return self._engine.name, self._engine.adapter_dtype
-
-        self.name, self.adapter_dtype = team.run_on_first(facts)
-        self.sync_seconds = 0.0
-
-    def _on_first(self, call: Callable[[Engine], T]) -> T:
-        """Call with the engine on rank 0, and return its result on every rank."""
-        return self._team.run_on_first(lambda: call(cast("Engine", self._engine)))
-
-    def sync(self, model: Any) -> None:
-        """Send what the first process's model computes; the others' are the same."""
-
-        def send(engine: Engine) -> float:
-            engine.sync(model)
-            return engine.sync_seconds
-
-        self.sync_seconds = self._on_first(send)
-
-    def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
-        """Complete this process's prompts, and the others', in one call."""
-        parts = self._team.gather(prompt_ids)
-        everything = [ids for part in parts for ids in part]
-        # rank 0 samples for all, and each rank keeps its own rows
-        drawn = self._on_first(lambda engine: engine.generate(everything, sampling, seed))
-        begin = sum(map(len, parts[: self._team.rank]))
-        mine = slice(begin, begin + len(prompt_ids))
-        return Generations(drawn.completion_ids[mine], drawn.log_probs[mine])
-
-    def sleep(self) -> None:
-        """Let the engine sleep; ``generate`` wakes it up."""
-        if self._engine is not None:
-            self._engine.sleep()
-
-    def close(self) -> None:
-        """Give the engine back."""
-        if self._engine is not None:
-            self._engine.close()
 
 
 def check_engine(args: Any, *, trains: bool = True) -> None:

@@ -13,7 +13,6 @@ from rloo_kit.config.settings import BY_DEVICE, OWN_FIELDS, TRL_DEFAULTS, KitSet
 from rloo_kit.config.trainer_settings import known_trainer_fields, translate_trainer_arguments
 from rloo_kit.errors import ConfigError
 from rloo_kit.machine.environment import setup
-from rloo_kit.processes import launched_size
 from rloo_kit.rloo.rollout import Shaping
 from rloo_kit.text.redaction import redact_tree
 from rloo_kit.text.wording import first_line
@@ -44,7 +43,7 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
         if isinstance(arguments.get("normalize_reward"), str):  # of a command line, perhaps "true"
             arguments["normalize_reward"] = read_value(arguments["normalize_reward"])
         of_unsloth = {name: arguments.pop(name) for name in _OF_UNSLOTH if name in arguments}
-        values = translate_trainer_arguments(arguments, launched_size()) | of_unsloth
+        values = translate_trainer_arguments(arguments) | of_unsloth
         for field in OWN_FIELDS:
             setattr(self, field.name, values.pop(field.name, field.default))
         hardware = setup().hardware
@@ -70,7 +69,6 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
             "vllm_enable_sleep_mode": not on_cpu,
             "dataloader_pin_memory": not on_cpu,
             "use_cpu": on_cpu,
-            **({"ddp_backend": "gloo"} if on_cpu and launched_size() > 1 else {}),
         }
         try:
             RLOOConfig.__init__(
@@ -78,6 +76,8 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
             )
         except Exception as exc:  # what the libraries below raise differs by the setting
             raise ConfigError(f"TRL refuses the trainer settings: {first_line(exc)}") from exc
+        # of several visible GPUs the first: transformers would divide every batch between all
+        self._n_gpu = min(1, self.n_gpu)
         if not self.bf16 and not self.fp16:
             self.mixed_precision = "no"  # else accelerate reads the variable that setup() sets
         self.follows_model = "gradient_checkpointing" not in arguments

@@ -21,7 +21,6 @@ from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.machine.hardware import GIB, detect_hardware
 from rloo_kit.machine.memory import is_out_of_memory, measure, return_to_system, take_peak
 from rloo_kit.models.shared_engine import notes_of
-from rloo_kit.processes import ALONE
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import NO_GRAD_FACTOR, Learner
 from rloo_kit.rloo.metrics import Tally
@@ -41,7 +40,7 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one step in the worst case took; of this process where several train."""
+    """What one step in the worst case took."""
 
     # the most that was held at once: on a GPU by tensors and by what lies outside of torch's
     # allocator (CUDA context, an engine), on a CPU the process's resident memory
@@ -89,8 +88,7 @@ def dry_run_if_wanted(
     if not wanted:
         return None
     found = dry_run(trainer, max_prompt_tokens=max_prompt_tokens, remedy=remedy)
-    if trainer.team.is_first:
-        say(str(found))
+    say(str(found))
     return found
 
 
@@ -115,7 +113,7 @@ def dry_run(
     started, args = time.perf_counter(), trainer.args
     ids = _longest_prompt(trainer, max_prompt_tokens)
     width = len(ids) + args.max_completion_length
-    rows = -(-args.generation_batch_size // trainer.team.size)
+    rows = args.generation_batch_size
     learner = trainer.steps.make_learner()  # its budget: what is free now
     budget, total = learner.budget, detect_hardware().total_memory
     take_peak()
@@ -241,7 +239,6 @@ def _stepped_optimizer(trainer: Any, parameters: list[torch.Tensor]) -> Iterator
 def _restored(trainer: "LeaveOneOutTrainer", learner: Learner) -> Iterator[None]:
     """Train as transformers' loop does; put back what the passes change."""
     args, model = trainer.args, trainer.model
-    team, learner.team = learner.team, ALONE  # every process runs the largest pass on its own
     states, training = random_states(), model.training
     enables = args.gradient_checkpointing and not model.is_gradient_checkpointing
     if enables:
@@ -260,5 +257,5 @@ def _restored(trainer: "LeaveOneOutTrainer", learner: Learner) -> Iterator[None]
             model.gradient_checkpointing_disable()
         for parameter in learner.parameters:
             parameter.grad = None
-        learner.team, learner.tally = team, Tally()
+        learner.tally = Tally()
         set_random_states(states)

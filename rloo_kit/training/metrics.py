@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.machine.hardware import GIB
@@ -89,23 +88,21 @@ class StepLog:
     def _flush_reward_logs(self, num_rows: int) -> None:
         """Move what rewards logged (``log_extra``, ``log_metric``) to TRL's tables."""
         trainer = self.trainer
-        logged = dict(trainer._pending_extra_logs), dict(trainer._pending_metrics)
-        columns, metrics = map(_joined, zip(*trainer.team.gather(logged), strict=True))
-        for column, values in columns.items():
+        for column, values in trainer._pending_extra_logs.items():
             # Dynamic sampling scores more rows than it trains: which is whose is then unknown.
             of_rows = values if len(values) == num_rows else [None] * num_rows
             trainer._logs["extra"][redact(column)].extend(redact_tree(of_rows))
-        for name, values in metrics.items():
+        for name, values in trainer._pending_metrics.items():
             self.note(name, sum(values) / len(values))
         trainer._pending_extra_logs.clear()
         trainer._pending_metrics.clear()
 
     def note_step(self, tally: Tally, learning_rate: float, skipped: int) -> None:
-        """Log an optimizer step: its tally of all processes, and the steps skipped so far."""
+        """Log an optimizer step: its tally, and the steps skipped so far."""
         learning = max(1e-9, self.seconds - self.elsewhere)
         self.note("step_time", self.seconds)
         self.note("speed/learning_tokens_per_second", tally.step_tokens / learning)
-        self.note("memory/peak_gib", max(self.trainer.team.gather(take_peak())) / GIB)
+        self.note("memory/peak_gib", take_peak() / GIB)
         self.note("lr", learning_rate)
         self.note_all(tally.metrics())
         if skipped:
@@ -135,9 +132,3 @@ class StepLog:
         self.seconds, self.elsewhere = state["times"]
         self.metrics.clear()
         self.metrics.update(state["metrics"])
-
-
-def _joined(parts: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    """Return dicts of lists as one, their lists joined."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: [v for part in parts for v in part.get(name, ())] for name in names}

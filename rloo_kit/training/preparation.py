@@ -1,7 +1,6 @@
 """What a run file asks for, made ready: settings, prompts, trainer arguments, the policy."""
 
 import json
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -15,7 +14,6 @@ from rloo_kit.config.run_file import (
     read_run_file,
     without_hidden_settings,
 )
-from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.data.prompts import (
     MAX_HELD_OUT,
     drop_long_prompts,
@@ -30,7 +28,6 @@ from rloo_kit.machine.environment import setup
 from rloo_kit.models.adapters import adapter_in, lora_settings
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.loading import attach_lora, load_model
-from rloo_kit.processes import launched_size
 from rloo_kit.sampling.choice import requested_engine
 from rloo_kit.scoring.loading import LoadedReward
 
@@ -133,16 +130,10 @@ def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
     return (order_by_level(train, config.seed) if data.curriculum else train), held_out
 
 
-def make_trainer_args(config: RunConfig, folder: Path, processes: int = 1) -> Any:
+def make_trainer_args(config: RunConfig, folder: Path) -> Any:
     """Return the run's ``LeaveOneOutConfig``: ``trainer:``, and what ``data:`` says to the trainer.
 
-    Args:
-        config: Of the run.
-        folder: That is written to.
-        processes: That divide the batch of the run file between them.
-
-    Raises:
-        ConfigError: The batch cannot be divided.
+    ``folder`` is written to.
     """
     from rloo_kit.training.config import LeaveOneOutConfig
 
@@ -151,40 +142,7 @@ def make_trainer_args(config: RunConfig, folder: Path, processes: int = 1) -> An
         settings["shuffle_dataset"] = False
     if config.data.enable_thinking is not None:
         settings["chat_template_kwargs"] = template_settings(config)
-    if processes > 1:
-        settings |= divided_batch(settings, processes)
     return LeaveOneOutConfig(**settings, output_dir=str(folder), seed=config.seed)
-
-
-def divided_batch(settings: dict[str, Any], processes: int) -> dict[str, int]:
-    """Return what each process does of a run file's batch: the step stays what it is.
-
-    Args:
-        settings: ``trainer:`` of the run file.
-        processes: How many.
-
-    Raises:
-        ConfigError: They cannot divide it into equal parts.
-    """
-    rows = settings.get("per_device_train_batch_size", DEFAULTS["per_device_train_batch_size"])
-    slices = settings.get("gradient_accumulation_steps", 1)
-    per_generation = settings.get("steps_per_generation") or slices
-    # accumulation is divided first, which leaves the rows of a pass as they are, then the rows
-    common = math.gcd(slices, processes)
-    rest = processes // common
-    if rows % rest or per_generation % common:
-        raise ConfigError(
-            f"{processes} processes cannot divide a batch of {rows} x {slices} rows: set "
-            f"trainer.per_device_train_batch_size to a multiple of {rest} and "
-            f"trainer.steps_per_generation to one of {common}"
-        )
-    divided = {
-        "per_device_train_batch_size": rows // rest,
-        "gradient_accumulation_steps": slices // common,
-    }
-    if settings.get("steps_per_generation"):
-        divided["steps_per_generation"] = per_generation // common
-    return divided
 
 
 def template_settings(config: RunConfig) -> dict[str, Any]:
@@ -223,7 +181,7 @@ def load_policy(config: RunConfig, base: Path, args: Any) -> tuple[Any, Any]:
 
 def _engine_arguments(args: Any) -> dict[str, Any]:
     """Return what ``load_model`` needs to load the base once for training and for vLLM."""
-    if requested_engine(args) == "transformers" or launched_size() > 1:
+    if requested_engine(args) == "transformers":
         return {}
     given = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization}
     return {

@@ -1,6 +1,6 @@
 """From prompts to a rollout: passes of the policy, sampling, rewards, dynamic sampling.
 
-Shapes: B completions of all processes, b of this one, T tokens, F reward functions.
+Shapes: B completions, T tokens, F reward functions.
 """
 
 import asyncio
@@ -52,7 +52,6 @@ class Policy:
     def score(self, batch: MicroBatch, *, entropies: bool, model: Any = None) -> Scored:
         """Return ``(N, C)`` log-probabilities of a micro-batch's completions, and entropies."""
         accelerator = self.trainer.accelerator
-        # unwrapped: the learner sums gradients, not DDP
         model = accelerator.unwrap_model(self.trainer.model if model is None else model)
         with accelerator.autocast():
             # No attention mask: rows are padded on the right alone. (Unsloth's kernels may drop it
@@ -90,7 +89,7 @@ class Policy:
             model = self.trainer.accelerator.unwrap_model(self.trainer.model)
             place = use_adapter(model, "ref" if "ref" in model.peft_config else None)
         with place:
-            learner.tally.reference_rows += len(rows) * learner.team.is_first
+            learner.tally.reference_rows += len(rows)
             return learner.log_probs(tokens, rows, forward)
 
 
@@ -116,9 +115,6 @@ class Sampler:
 
     def draw(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
         """Return completion ids, and their log-probabilities where an engine reports them.
-
-        Args:
-            prompt_ids: Of this process's rows.
 
         Raises:
             StalePolicyError: The engine sampled from another policy.
@@ -191,18 +187,13 @@ class RolloutMaker:
 
     def __init__(self, trainer: "LeaveOneOutTrainer") -> None:
         self.trainer = trainer
-        self.team = trainer.team
         # Statistics of `normalize_reward: moving`
         self.moments = RunningMoments()
         # Rows of the training set that dynamic sampling draws next
         self.prompt_order: deque[int] = deque()
 
     def make(self, inputs: list[Row], learner: Learner) -> Rollout:
-        """Return the scored rollout of all processes' rows.
-
-        Args:
-            inputs: The rows of this process; as many in each.
-            learner: Makes the reference pass.
+        """Return the scored rollout of some rows; the learner makes the reference pass.
 
         Raises:
             DivergedError: The weights are NaN or Inf.
@@ -210,7 +201,7 @@ class RolloutMaker:
         trainer, args, size = self.trainer, self.trainer.args, self.trainer.num_generations
         check_finite(learner.parameters, trainer.state.global_step)
         # Async rewards run while the reference pass computes, unless they decide who gets a pass.
-        overlap = bool(args.beta) and not args.dynamic_sampling and self.team.size == 1
+        overlap = bool(args.beta) and not args.dynamic_sampling
         batch, reference = self._sample(inputs, learner, overlap=overlap)
         without = (~batch.has_signal(args.shaping, size)).float().mean().item()
         trainer.step_log.note("signal/groups_without", without)
@@ -232,8 +223,7 @@ class RolloutMaker:
         """Generate and score; with ``overlap``, run the reference pass while async rewards run.
 
         Returns:
-            The batch of all processes, and the reference's ``(B, T)`` log-probabilities where they
-            were computed.
+            The batch, and the reference's ``(B, T)`` log-probabilities where they were computed.
         """
         trainer, started = self.trainer, time.perf_counter()
         prompts = [row["prompt"] for row in inputs]
@@ -257,12 +247,10 @@ class RolloutMaker:
             rows = [row for row, end in enumerate(ended) if end or not masks]
             reference = trainer.policy.reference_log_probs(learner, tokens, rows)
             reference_seconds = time.perf_counter() - generated
-        found = self.finish_rewards(columns, waiting)  # (b, F)
-        scores = (found * trainer.reward_weights.to(found.device)).nansum(dim=1)  # (b,)
+        found = self.finish_rewards(columns, waiting)  # (B, F)
+        scores = (found * trainer.reward_weights.to(found.device)).nansum(dim=1)  # (B,)
         scores = scores.masked_fill(found.isnan().all(dim=1), torch.nan)
         batch = ScoredBatch(prompts, completions, tokens, ended, found, scores, log_probs)
-        if self.team.size > 1:  # sent from the CPU: another rank has no GPU of that number
-            batch = ScoredBatch.joined(self.team.gather(batch.to("cpu"))).to(scores.device)
         trainer.step_log.note_drawn(batch, generated - started, trainer.state)
         trainer.step_log.elsewhere += time.perf_counter() - started - reference_seconds
         return batch, reference
@@ -303,7 +291,7 @@ class RolloutMaker:
     def finish_rewards(
         self, columns: dict[str, Any], started: dict[int, Future[Any]]
     ) -> torch.Tensor:
-        """Return ``(b, F)`` float32 rewards, NaN for None: call the rest, wait for the started."""
+        """Return ``(B, F)`` float32 rewards, NaN for None: call the rest, wait for the started."""
         functions, device = self.trainer.reward_funcs, self.trainer.accelerator.device
         found = torch.zeros(len(columns["prompts"]), len(functions), device=device)
         for place, function in enumerate(functions):
@@ -316,7 +304,7 @@ class RolloutMaker:
         return found
 
     def _scores_of_model(self, model: Any, place: int, columns: dict[str, Any]) -> torch.Tensor:
-        """Return ``(b,)`` logits of a sequence-classification model, read as TRL reads texts."""
+        """Return ``(B,)`` logits of a sequence-classification model, read as TRL reads texts."""
         tokenizer = self.trainer.reward_processing_classes[place]
         pairs = zip(columns["prompts"], columns["completions"], strict=True)
         texts = [prompt + completion for prompt, completion in pairs]
@@ -345,19 +333,11 @@ class RolloutMaker:
             inputs: list[Row] = []
             for _ in without:
                 inputs += [self.trainer.train_dataset[self._next_prompt()]] * size
-            more, _ = self._sample(self._my_part(inputs), learner, overlap=False)
-            more = more.select(range(len(inputs)))  # less the rows that filled up
+            more, _ = self._sample(inputs, learner, overlap=False)
             batch = batch.replace_groups(without, more, args.shaping, size)
             drawn += len(without)
         self.trainer.step_log.note("signal/groups_drawn_again", drawn)
         return batch
-
-    def _my_part(self, inputs: list[Row]) -> list[Row]:
-        """Return the rows of this process, as many as the others have: the last row fills up."""
-        size, rank = self.team.size, self.team.rank
-        each = -(-len(inputs) // size)
-        filled = inputs + [inputs[-1]] * (each * size - len(inputs))
-        return filled[rank * each : (rank + 1) * each]
 
     def _next_prompt(self) -> int:
         """Return the next row of a random order of the training set, apart from the run's own."""

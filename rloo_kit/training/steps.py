@@ -66,8 +66,6 @@ class OptimizerSteps:
             trainer.optimizer.train()
         if self._window_at[0] is not state or self._window_at[1] != state.global_step:
             self._window, self._window_at = [], (state, state.global_step)
-            if trainer.team.size > 1:
-                trainer.team.reseed(trainer.args.seed, state.global_step)
 
     def _next_slice(self, inputs: Any) -> tuple[Rollout, torch.Tensor]:
         """Return a rollout and the ``(rows,)`` of it that the next micro-step trains.
@@ -80,8 +78,7 @@ class OptimizerSteps:
             self._stage_weights()
             learner = self.make_learner()
             rollout = trainer.rollouts.make(inputs, learner)
-            order = trainer.team.broadcast(torch.randperm(len(rollout)))  # (B,)
-            parts = order.split(len(rollout) // slices)
+            parts = torch.randperm(len(rollout)).split(len(rollout) // slices)
             coming = trainer.current_gradient_accumulation_steps - len(self._window)
             first_step = {row for rows in parts[:coming] for row in rows.tolist()}
             rows = rows_needing_old_pass(rollout, first_step)
@@ -121,9 +118,6 @@ class OptimizerSteps:
         for parameter in learner.parameters:  # TRL steps with a gradient of 0, not with none
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if trainer.team.size > 1:
-            trainer.team.all_reduce([parameter.grad for parameter in learner.parameters])
-            learner.tally = Tally.of_all(trainer.team.gather(learner.tally))
         for rollout in rollouts.values():
             if rollout.on_policy:
                 records = trainer.step_log.note_rollout(rollout, trainer.state.global_step + 1)
@@ -160,7 +154,6 @@ class OptimizerSteps:
             epsilon=(trainer.epsilon_low, trainer.epsilon_high),
             correction=(level, cap) if level else None,
             pad_to_multiple_of=trainer.pad_to_multiple_of,
-            team=trainer.team,
         )
         return self.learner
 

@@ -27,7 +27,6 @@ from rloo_kit.live.view import live_progress
 from rloo_kit.machine.environment import precision_as_asked
 from rloo_kit.machine.memory import add_to_session, empty_model
 from rloo_kit.models.shared_engine import notes_of
-from rloo_kit.processes import Team, current_team
 from rloo_kit.sampling.choice import check_engine, start_engine
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.composition import WeightSchedule
@@ -51,9 +50,6 @@ RENAMED_PARTS = {
 
 class LeaveOneOutTrainer(RLOOTrainer):
     """TRL's ``RLOOTrainer``: same gradient, fewer passes, checked scores, honest metrics.
-
-    In several processes the batch is divided between them, and the step is the one that one process
-    would make (docs/how-to/processes.md).
 
     Args:
         model: As ``attach_lora`` returned it; anything TRL takes works too.
@@ -112,12 +108,11 @@ class LeaveOneOutTrainer(RLOOTrainer):
         _translate_parts(parts, others)
         asked = _own_config(parts.pop("args"))
         args = copy.copy(asked)  # the caller's stays as it is
-        self.team = current_team()
         self.resume = ExactResume(cast(Resumable, self))
         if engine is None:
             check_engine(asked)
         _follow_model(args, parts["model"])
-        _check_prompts(parts["train_dataset"], args, self.team)
+        _check_prompts(parts["train_dataset"], args)
         rewards = _load_weighted(parts.pop("reward_funcs"), args, parts["processing_class"])
         rewards = with_tokenizers(rewards, others.get("reward_processing_classes"))
         args.use_vllm = False  # the kit samples; TRL need not start an engine of its own
@@ -279,10 +274,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
         try:
             if not (resume_from_checkpoint or self.dry_run_done):
                 dry_run_if_wanted(self, print)
-            output = self.resume.run(train_from, resume_from_checkpoint)
-            # rank 0 may have put its best weights back
-            self.team.broadcast_tensors(list(self.trained_parameters().values()))
-            return output
+            return self.resume.run(train_from, resume_from_checkpoint)
         finally:
             for callback in self.callback_handler.callbacks:
                 if callable(close := getattr(callback, "close", None)):
@@ -344,9 +336,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
 
 
 def _views(trainer: LeaveOneOutTrainer, args: LeaveOneOutConfig, model: Any) -> list[Any]:
-    """Return the callbacks that show the training: on rank 0 alone."""
-    if not trainer.team.is_first:
-        return []
+    """Return the callbacks that show the training."""
     if not args.doctor:
         return [live_progress()]
     trainer.watch = RunWatch(
@@ -383,7 +373,7 @@ def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Any) -> list[
     return rewards
 
 
-def _check_prompts(dataset: Any, args: LeaveOneOutConfig, team: Team) -> None:
+def _check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
     """Raise DataError where the training set has no rows, no ``prompt``, or what is not trained."""
     columns, has_rows = getattr(dataset, "column_names", None), hasattr(dataset, "__len__")
     if has_rows and not len(dataset):
@@ -395,10 +385,10 @@ def _check_prompts(dataset: Any, args: LeaveOneOutConfig, team: Team) -> None:
         )
     if {"image", "images"} & set(columns or ()):
         raise DataError("train_dataset has images: train these with TRL's RLOOTrainer")
-    if not has_rows and (args.dynamic_sampling or team.size > 1):
+    if not has_rows and args.dynamic_sampling:
         raise DataError(
-            "train_dataset is a stream, and dynamic_sampling and several processes need random "
-            "access: load it without streaming"
+            "train_dataset is a stream, and dynamic_sampling needs random access: load it without "
+            "streaming"
         )
 
 

@@ -205,11 +205,11 @@ def test_a_batch_is_right_exactly_where_trls_rule_says_so():
 def test_following_the_advice_makes_the_batch_right():
     advice = 0
     for batch in batches(range(1, 14), (1, 2, 3), (None, 2), (None, 12, 16), range(2, 10)):
-        for error in check_batch(batch, 2):
+        for error in check_batch(batch):
             if found := re.search(r"set trainer\.(\w+) to (.*)", error):
                 for size in map(int, found[2].split(" or ")):
                     advice += 1
-                    assert check_batch({**batch, found[1]: size}, 2) == [], (batch, error)
+                    assert check_batch({**batch, found[1]: size}) == [], (batch, error)
     assert advice > 100
 
 
@@ -227,23 +227,16 @@ def test_a_wrong_batch_says_what_to_set(batch, message):
     assert message in errors_of(batch)
 
 
-def test_more_processes_make_a_larger_batch():
-    assert check_batch({"per_device_train_batch_size": 2}) != []
-    assert check_batch({"per_device_train_batch_size": 2}, num_processes=2) == []
-
-
 @pytest.mark.parametrize(
-    ("batch", "processes", "expected"),
+    ("batch", "expected"),
     [
-        ({}, 1, (8, 4, 1, 2)),
-        ({"gradient_accumulation_steps": 3}, 1, (24, 4, 3, 6)),
-        ({"gradient_accumulation_steps": 3, "steps_per_generation": 2}, 1, (16, 4, 2, 4)),
-        ({"generation_batch_size": 32}, 1, (32, 4, 4, 8)),
-        ({"generation_batch_size": 32, "num_generations": 8}, 2, (32, 8, 2, 4)),
-        ({"steps_per_generation": 2}, 2, (32, 4, 2, 8)),
+        ({}, (8, 4, 1, 2)),
+        ({"gradient_accumulation_steps": 3}, (24, 4, 3, 6)),
+        ({"gradient_accumulation_steps": 3, "steps_per_generation": 2}, (16, 4, 2, 4)),
+        ({"generation_batch_size": 32, "num_generations": 8}, (32, 8, 4, 4)),
     ],
 )
-def test_the_plan_counts_completions_slices_and_prompts(batch, processes, expected):
-    plan = batch_plan(batch, processes)
+def test_the_plan_counts_completions_slices_and_prompts(batch, expected):
+    plan = batch_plan(batch)
     found = (plan.num_completions, plan.num_generations, plan.steps_per_generation)
     assert (*found, plan.num_prompts) == expected

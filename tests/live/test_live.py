@@ -63,7 +63,7 @@ FINDING = Finding(
 
 
 def start(view, max_steps=40):
-    state = SimpleNamespace(global_step=0, max_steps=max_steps, is_world_process_zero=True)
+    state = SimpleNamespace(global_step=0, max_steps=max_steps)
     view.on_train_begin(None, state, None, model=None)
     return state
 

@@ -47,7 +47,6 @@ CODES = {
 
 # Beginnings of commands that start processes, servers or other programs, or need a GPU.
 ELSEWHERE = (
-    *("rloo-kit train mine.yaml --processes", "accelerate launch", "torchrun"),  # tests/processes
     *("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", "rloo-kit serve"),  # tests/vllm
     "rloo-kit eval runs/quickstart --vllm",
     "rloo-kit export runs/mine --to gguf",  # tests/export, with llama.cpp's converter
