@@ -23,6 +23,11 @@ def adapter_in(name: str | Path) -> Path | None:
     return folder if found else None
 
 
+def is_path(name: str) -> bool:
+    """Return whether a model's name can only be a path, and no hub name."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
 def base_of(adapter: Path) -> str:
     """Return the base of an adapter: ``tiny-thinker``, a folder, or a hub name.
 
@@ -36,7 +41,7 @@ def base_of(adapter: Path) -> str:
     if path.parts[-3:] == EMBEDDED:
         return "tiny-thinker"
     found = next((one for one in (path.expanduser(), adapter / path) if one.exists()), None)
-    if not base or (found is None and (base[:1] in "./~" or base.count("/") > 1)):
+    if not base or (found is None and is_path(base)):
         raise ModelError(
             f"the adapter in {format_value(str(adapter))} is for the base {format_value(base)}, "
             "which is not there: put the path of the base into base_model_name_or_path of its "
@@ -57,10 +62,8 @@ def base_name(name: str) -> str:
 def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     """Return rank, alpha, dropout and layers of an adapter that is trained further.
 
-    Args:
-        adapter: Its folder.
-        given: Settings that the user gave; None: not given.
-        section: Their section of the run file, such as ``lora.``.
+    ``given`` are the user's settings, None where not given; ``section`` is their section of the run
+    file, such as ``lora.``.
 
     Raises:
         ConfigError: A given setting is not the adapter's.
@@ -81,10 +84,6 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
         "lora_dropout": config.get("lora_dropout", 0.0),
         "target_modules": [layers] if isinstance(layers, str) else sorted(layers),
     }
-    if not isinstance(found["r"], int) or found["r"] < 1:
-        raise ModelError(
-            f"the adapter in {where} has the rank {format_value(found['r'])}: save it again"
-        )
     for name, value in given.items():
         same = set(value) == set(found[name]) if name == "target_modules" and value else False
         if value is not None and not same and value != found[name]:

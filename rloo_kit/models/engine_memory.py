@@ -100,14 +100,8 @@ def engine_memory(
 
     The KV cache holds all completions at full length where that fits. An engine that sleeps while
     the model learns may take nine tenths of what is free, one that stays awake half of it.
-
-    Args:
-        size: As ``engine_size`` returned it.
-        free: Bytes that are free before the engine starts; where the weights are shared, before
-            they are loaded.
-        sleeps: Whether the engine frees its KV cache during the learning step.
-        card: Memory of the whole card, as torch reports it.
-        share: ``vllm_gpu_memory_utilization`` as the user set it; None: computed.
+    ``free`` bytes are so before the engine starts, or before weights that it shares are loaded;
+    ``share`` of the card is as the user set it, None: computed.
 
     Raises:
         GenerationError: Less would be left than the keys and values of one completion take.

@@ -6,7 +6,6 @@ is cached.
 
 import hashlib
 import os
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,8 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
     """Return a Hugging Face folder with the model of a GGUF file, converting it only once.
 
     The end-of-text token becomes the one that ends an assistant's turn in the chat template. The
-    folder's name holds the file's name and a hash of its path, size and modification time.
-
-    Args:
-        path: The ``.gguf`` file, with a tokenizer inside.
-        cache_dir: Parent of the folder; None: ``gguf`` in the kit's cache folder.
+    folder is in ``cache_dir``, or in the kit's cache folder; its name holds the file's name and a
+    hash of its path, size and modification time.
 
     Raises:
         ModelError: The file is missing, not a GGUF file, damaged, incomplete, or of an architecture
@@ -39,8 +35,7 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
     path = Path(path).expanduser().absolute()
     facts = _check_file(path)
     cache = Path(cache_dir or cache_folder() / "gguf").expanduser().absolute()
-    name = re.sub(r"[^\w.-]+", "-", path.stem)
-    goal = cache / f"{name}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+    goal = cache / f"{path.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
     if goal.is_dir():
         return goal
     if installed_version("gguf") is None:

@@ -14,7 +14,7 @@ from rloo_kit.errors import ConfigError, KitError, ModelError
 from rloo_kit.machine.environment import Environment, quiet, setup
 from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.machine.memory import add_to_session, is_out_of_memory
-from rloo_kit.models.adapters import WEIGHTS, adapter_in, base_of, lora_settings
+from rloo_kit.models.adapters import WEIGHTS, adapter_in, base_of, is_path, lora_settings
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.models.shared_engine import EngineSettings, load_shared, notes_of
@@ -326,7 +326,7 @@ def find_model(name: str | Path) -> str:
                 f"save_pretrained wrote"
             )
         return str(path)
-    if path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if path.is_file() or is_path(name):
         what = "is a file" if path.is_file() else "does not exist"
         raise ModelError(
             f"model {name!r} {what}: give a model's folder, a .gguf file or a hub name"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import ModelError
-from rloo_kit.models.adapters import adapter_in, base_of
+from rloo_kit.models.adapters import adapter_in, base_of, is_path
 from rloo_kit.text.wording import first_line, format_value
 
 TINY_THINKER = Path(__file__).parents[1] / "assets" / "tiny-thinker"
@@ -94,18 +94,15 @@ class ModelShape:
 def read_shape(name: str, *, trust_remote_code: bool = False) -> ModelShape:
     """Return the shape of a model; only its config is read.
 
-    A config on this machine comes first, then the kit's own table, then the hub.
-
-    Args:
-        name: A hub name, a folder (of a model, or of an adapter with its base), a ``.gguf`` file,
-            or ``tiny-thinker``.
-        trust_remote_code: Run the code that comes with the model, where it needs any.
+    A config on this machine comes first, then the kit's own table, then the hub. ``name`` is as for
+    ``load_model``; of an adapter it is the shape of the base.
 
     Raises:
         ModelError: There is no config, or transformers knows no such model.
     """
-    found = _base_of_adapter(name)
-    if not Path(found).expanduser().exists() and (found[:1] in "./~" or found.count("/") > 1):
+    folder = adapter_in(name)
+    found = name if folder is None else base_of(folder)
+    if not Path(found).expanduser().exists() and is_path(found):
         raise ModelError(
             f"model {format_value(name)} does not exist: give a model's folder, a .gguf file or a "
             "hub name"
@@ -159,12 +156,6 @@ def _published(name: str) -> Any:
     if "bnb-4bit" in name.lower():
         config.quantization_config = {"load_in_4bit": True}
     return config
-
-
-def _base_of_adapter(name: str) -> str:
-    """Return the base of the adapter in a folder; any other name as it is."""
-    folder = adapter_in(name)
-    return name if folder is None else base_of(folder)
 
 
 def shape_of_config(

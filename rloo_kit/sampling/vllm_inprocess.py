@@ -21,12 +21,7 @@ from rloo_kit.errors import GenerationError
 from rloo_kit.machine.environment import quiet
 from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.machine.memory import empty_model, empty_tensors, is_out_of_memory, live_tensors
-from rloo_kit.models.engine_memory import (
-    BATCHED_TOKENS,
-    cpu_cache,
-    engine_memory,
-    engine_size,
-)
+from rloo_kit.models.engine_memory import BATCHED_TOKENS, cpu_cache, engine_memory, engine_size
 from rloo_kit.models.shape import shape_of_config
 from rloo_kit.sampling.engine import (
     SHARED_MEMORY,
@@ -371,11 +366,10 @@ def _compute_dtype(model: Any) -> Any:
 
 def _why(exc: Exception) -> str:
     """Return one sentence for what vLLM raised while it started."""
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    refused = [line for line in lines if line.startswith("Value error, ")]  # pydantic's
-    text = (refused or lines or [type(exc).__name__])[0].removeprefix("Value error, ")[:300]
+    reason = str(exc).partition("Value error, ")[2]  # pydantic's, in a later line
+    text = first_line(ValueError(reason) if reason else exc)
     low = text.lower()
-    remedy = "set trainer.generation: transformers to sample without vLLM"
+    remedy = "set trainer.generation: transformers"
     if "one instance per process" in low:  # an earlier engine still holds memory
         remedy = "restart the kernel, or train with in_subprocess=True"
     elif "expandable" in low:
@@ -383,10 +377,7 @@ def _why(exc: Exception) -> str:
     elif "bitsandbytes" in low or "bnb" in low:
         remedy = "pip install vllm-bnb-plugin (vLLM 0.28 and later need it for 4-bit weights)"
     elif is_out_of_memory(exc) or "memory" in low:  # vLLM's own check is a ValueError
-        remedy = (
-            "lower model.max_seq_length or trainer.per_device_train_batch_size, or set "
-            "trainer.generation: transformers"
-        )
+        remedy = f"lower model.max_seq_length or trainer.per_device_train_batch_size, or {remedy}"
     return f"vLLM cannot start ({type(exc).__name__}: {text}): {remedy}"
 
 
