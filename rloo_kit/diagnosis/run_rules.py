@@ -117,7 +117,7 @@ def _moved(run: RunStatistics) -> str:
 @RULES.rule(
     "stale_sampler",
     "completions of another policy are trained as if they were this one's",
-    "restart the engine with the same model folder and temperature, or sample with transformers",
+    "restart the run, or sample with transformers",
     explains="kl_explosion reward_collapse",
 )
 def _stale_sampler(run: RunStatistics) -> Iterator[Seen]:
