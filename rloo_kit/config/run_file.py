@@ -110,10 +110,6 @@ class DataSection:
     level: int | list[int] | None = setting(
         None, "Difficulty of a built-in task, one or several; null: the task's first."
     )
-    curriculum: bool = setting(
-        False,
-        "Train in the order of the column `level`, easiest first, instead of a random one.",
-    )
     settings: dict[str, Any] | None = setting(None, "Of a reasoning-gym task, under its own names.")
     enable_thinking: bool | None = setting(
         None,

@@ -214,6 +214,7 @@ TRL_RULES: dict[str, Rule] = {
 # key is still known. A saved run.yaml may hold them, so reading one ignores them with a warning.
 REMOVED: frozenset[str] = frozenset(
     {
+        "data.curriculum",
         "model.fp32_lm_head",
         "model.fp8_kv_cache",
         "model.load_in_fp8",

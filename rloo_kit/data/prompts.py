@@ -4,8 +4,6 @@ Every dataset has a ``prompt`` column (chat messages, or a plain string with ``c
 other column reaches the reward functions under its own name.
 """
 
-import math
-import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +35,6 @@ def load_prompts(  # noqa: PLR0913
     seed: int = 42,
     columns: Mapping[str, str] | None = None,
     level: int | list[int] | None = None,
-    curriculum: bool = False,
     settings: dict[str, Any] | None = None,
 ) -> "Dataset":
     """Return prompts as a Dataset with a ``prompt`` column and whatever else the source has.
@@ -49,11 +46,10 @@ def load_prompts(  # noqa: PLR0913
         num_prompts: Keep the first so many (a task makes 1,024 when None).
         system: A system message put before every prompt.
         chat: Make a plain string a user message, so that the model's chat template is applied.
-        seed: Order and choice of a task's problems; order within a level of a curriculum.
+        seed: Order and choice of a task's problems.
         columns: Names in the kit -> names in the file or hub dataset, such as
             ``{"prompt": "question", "answer": "solution"}``; other columns keep their names.
         level: Difficulty of a built-in task, one or several in equal parts; None: its first.
-        curriculum: Order rows by the column ``level``; the trainer needs ``shuffle_dataset=False``.
         settings: Of a reasoning-gym task, under its own names.
 
     Raises:
@@ -74,8 +70,7 @@ def load_prompts(  # noqa: PLR0913
         source = read_source(name, split, num_prompts, columns, (*BUILTIN, f"{PREFIX}TASK"))
     if not len(source):
         raise DataError(f"{format_value(name)} has no rows: put at least one prompt in it")
-    dataset = _with_prompts(source, system, chat=chat)
-    return order_by_level(dataset, seed) if curriculum else dataset
+    return _with_prompts(source, system, chat=chat)
 
 
 def is_task(name: str) -> bool:
@@ -98,31 +93,6 @@ def split_held_out(dataset: "Dataset", held_out: int | None) -> "tuple[Dataset, 
     if kept == 0:
         return dataset, None
     return dataset.select(range(size - kept)), dataset.select(range(size - kept, size))
-
-
-def order_by_level(dataset: "Dataset", seed: int = 42) -> "Dataset":
-    """Return the rows ordered by the column ``level``, easiest first, shuffled within a level."""
-    if "level" not in dataset.column_names:
-        raise DataError(
-            f"a curriculum orders prompts by the column 'level', and there are only "
-            f"{format_value(sorted(dataset.column_names))}: name one with columns, as in "
-            "{level: difficulty}"
-        )
-    levels: list[float] = []
-    for number, level in enumerate(dataset["level"][:], 1):
-        try:
-            # Of a CSV file it is text.
-            levels.append(float(level))
-        except (TypeError, ValueError):
-            levels.append(math.nan)
-        if not math.isfinite(levels[-1]):
-            raise DataError(
-                f"the level of prompt {number} is {format_value(level)}, must be a number: number "
-                "the levels 1, 2, 3, easiest first"
-            )
-    order = list(range(len(levels)))
-    random.Random(f"{seed} curriculum").shuffle(order)
-    return dataset.select(sorted(order, key=levels.__getitem__))
 
 
 def drop_long_prompts(

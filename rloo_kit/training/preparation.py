@@ -19,7 +19,6 @@ from rloo_kit.data.prompts import (
     drop_long_prompts,
     is_task,
     load_prompts,
-    order_by_level,
     prompt_ids,
     split_held_out,
 )
@@ -127,7 +126,7 @@ def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
     else:
         everything = load_prompts(beside(data.prompts, base), split=data.split, **common)
         train, held_out = split_held_out(everything, data.held_out)
-    return (order_by_level(train, config.seed) if data.curriculum else train), held_out
+    return train, held_out
 
 
 def make_trainer_args(config: RunConfig, folder: Path) -> Any:
@@ -138,8 +137,6 @@ def make_trainer_args(config: RunConfig, folder: Path) -> Any:
     from rloo_kit.training.config import LeaveOneOutConfig
 
     settings = {**config.trainer}
-    if config.data.curriculum:
-        settings["shuffle_dataset"] = False
     if config.data.enable_thinking is not None:
         settings["chat_template_kwargs"] = template_settings(config)
     return LeaveOneOutConfig(**settings, output_dir=str(folder), seed=config.seed)

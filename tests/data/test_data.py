@@ -18,7 +18,6 @@ from rloo_kit.data.prompts import (
     NUM_BUILTIN_PROMPTS,
     drop_long_prompts,
     load_prompts,
-    order_by_level,
     prompt_ids,
     split_held_out,
 )
@@ -421,37 +420,6 @@ def test_prompt_ids_says_what_to_do_about_a_template_that_fails():
         prompt_ids(Bare(), [USER])
 
 
-# --- curriculum -----------------------------------------------------------------------------------
-
-
-def test_a_curriculum_goes_from_easy_to_hard_and_shuffles_within_a_level():
-    wanted = {"num_prompts": 60, "level": [3, 1, 2], "chat": False}
-    rows = load_prompts("arithmetic", **wanted)
-    ordered = load_prompts("arithmetic", **wanted, curriculum=True)
-    assert ordered["level"][:] == [1] * 20 + [2] * 20 + [3] * 20
-    assert sorted(ordered["prompt"]) == sorted(rows["prompt"])
-    first = [row["prompt"] for row in rows if row["level"] == 1]
-    assert sorted(ordered["prompt"][:20]) == sorted(first)
-    assert ordered["prompt"][:20] != first
-    assert list(order_by_level(rows)) == list(ordered)
-    assert order_by_level(rows, seed=1)["prompt"][:20] != ordered["prompt"][:20]
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([{"prompt": "a"}], "orders prompts by the column 'level', and there are only ['prompt']: "
-         "name one with columns, as in {level: difficulty}"),
-        ([{"prompt": "a", "level": "easy"}], "the level of prompt 1 is 'easy', must be a number"),
-        ([{"prompt": "a", "level": 1}, {"prompt": "b"}], "the level of prompt 2 is None, must be"),
-    ],
-)  # fmt: skip
-def test_a_curriculum_without_levels_is_refused(tmp_path, rows, message):
-    path = write(tmp_path, "p.jsonl", lines(*rows))
-    with pytest.raises(DataError, match=re.escape(message)):
-        load_prompts(path, curriculum=True)
-
-
 # --- reasoning-gym --------------------------------------------------------------------------------
 
 needs_gym = pytest.mark.skipif(
@@ -551,16 +519,6 @@ def test_a_runs_task_has_both_splits_at_the_levels_asked_for():
     assert read_prompts(config_of(prompts="countdown", held_out=0), Path())[1] is None
 
 
-def test_a_runs_curriculum_orders_what_is_trained_on_and_holds_out_of_all_levels(tmp_path):
-    rows = [{"q": str(n), "d": n % 3} for n in range(24)]
-    write(tmp_path, "p.jsonl", lines(*rows))
-    columns = {"prompt": "q", "level": "d"}
-    config = config_of(prompts="p.jsonl", columns=columns, curriculum=True, held_out=6, chat=False)
-    train, held_out = read_prompts(config, tmp_path)
-    assert train["level"][:] == [0] * 6 + [1] * 6 + [2] * 6
-    assert held_out["prompt"][:] == [str(n) for n in range(18, 24)]
-
-
 @needs_gym
 def test_a_runs_gym_task_takes_its_settings():
     config = config_of(
@@ -589,12 +547,6 @@ def test_the_last_rows_are_held_out(prompts, wanted, kept):
 def test_holding_everything_out_is_refused_with_the_largest_that_works(prompts):
     with pytest.raises(DataError, match="lower it to at most 39"):
         split_held_out(prompts, 40)
-
-
-def test_levels_of_a_csv_file_are_numbers(tmp_path):
-    (tmp_path / "p.csv").write_text("prompt,level\na,10\nb,9\n")
-    ordered = load_prompts(tmp_path / "p.csv", curriculum=True, chat=False)
-    assert ordered["prompt"][:] == ["b", "a"]
 
 
 def test_a_value_that_cannot_be_stored_is_named_with_its_column(tmp_path):

@@ -210,18 +210,13 @@ def test_saved_run_file_trains_again_from_another_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_curriculum_orders_prompts_and_long_ones_are_left_out(tmp_path, capsys):
-    lines = [
-        {"prompt": f"What is {n} + 222?", "answer": str(n + 222), "level": n % 4}
-        for n in range(100, 124)
-    ]
-    long = {"prompt": "What is " + "1 + " * 40 + "1?", "answer": "41", "level": 9}
+def test_long_prompts_are_left_out(tmp_path, capsys):
+    lines = [{"prompt": f"What is {n} + 222?", "answer": str(n + 222)} for n in range(100, 124)]
+    long = {"prompt": "What is " + "1 + " * 40 + "1?", "answer": "41"}
     text = "".join(json.dumps(row) + "\n" for row in [long, *lines])
     (tmp_path / "sums.jsonl").write_text(text)
     content = {
-        "data": {
-            "prompts": "sums.jsonl", "held_out": 0, "curriculum": True, "max_prompt_tokens": 60,
-        },
+        "data": {"prompts": "sums.jsonl", "held_out": 0, "max_prompt_tokens": 60},
         "trainer": {
             "max_steps": 6, "max_completion_length": 16, "per_device_train_batch_size": 8,
             "num_generations": 2,
@@ -233,7 +228,6 @@ def test_curriculum_orders_prompts_and_long_ones_are_left_out(tmp_path, capsys):
     asked = [row["prompt"] for row in rows("runs/run/completions.jsonl")]
     numbers = [int(re.search(r"What is (\d+) ", str(prompt))[1]) for prompt in asked[::2]]
     assert sorted(numbers) == [*range(100, 124)]
-    assert [n % 4 for n in numbers] == sorted(n % 4 for n in numbers)
 
 
 @pytest.mark.long
