@@ -19,7 +19,6 @@ ENGINES = {VLLM: "vLLM in this process", TRANSFORMERS: "transformers"}
 BOTH, NEITHER = (VLLM, TRANSFORMERS), ()
 SETTINGS: dict[str, tuple[str, ...]] = {
     "use_vllm": BOTH,
-    "vllm_mode": BOTH,
     "vllm_enable_sleep_mode": BOTH,
     "vllm_max_model_length": BOTH,
     "vllm_gpu_memory_utilization": BOTH,
@@ -30,6 +29,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "vllm_group_port": (TRANSFORMERS,),
     "vllm_model_impl": (TRANSFORMERS,),
     "vllm_tensor_parallel_size": (TRANSFORMERS,),
+    "vllm_mode": NEITHER,  # vLLM samples in this process, TRL's default
     "vllm_server_base_url": NEITHER,
     "vllm_server_host": NEITHER,
     "vllm_server_port": NEITHER,

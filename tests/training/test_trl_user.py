@@ -348,6 +348,7 @@ def test_every_field_of_trl_about_the_engine_is_obeyed_or_refused():
     [
         ({"vllm_structured_outputs_regex": "[0-9]+"}, ("vllm", "transformers")),
         ({"vllm_server_base_url": "http://127.0.0.1:9"}, ("vllm", "transformers")),
+        ({"vllm_mode": "server"}, ("vllm", "transformers")),
         ({"vllm_max_model_length": 128, "vllm_enable_sleep_mode": True}, ()),
         ({"cache_implementation": "static"}, ("vllm",)),
         ({}, ()),
