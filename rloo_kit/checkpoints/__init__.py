@@ -2,5 +2,5 @@
 
 Public: ``store.write_checkpoint``, ``find_checkpoint`` and ``Checkpoint``; ``resume.ExactResume``,
 which a trainer holds as a field; ``stopping.StopSignals`` and ``TimeLimit``.
-It must not know the trainer's class, only what ``resume.Resumable`` lists.
+It must not know the trainer's class, only what ``resume.ExactResume`` names.
 """

@@ -22,7 +22,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import TrainerCallback
@@ -69,36 +69,15 @@ class NothingLeftError(Exception):
     """The checkpoint has all steps of the run; transformers would make one more."""
 
 
-class Resumable(Protocol):
-    """What exact resume needs of a trainer; most of it is transformers' own."""
-
-    args: Any
-    state: Any
-    control: Any
-    model: Any
-    optimizer: Any
-    lr_scheduler: Any
-    accelerator: Any
-    reward_funcs: list[Any]
-    reward_func_names: list[str]
-    train_dataset: Any
-    state_dict: Callable[[], dict[str, Any]]
-    """Returns the trainer's own state, in copies."""
-    load_state_dict: Callable[[dict[str, Any]], None]
-    notify: Callable[..., None]
-    """Calls the callbacks that have a method of that name."""
-    trained_parameters: Callable[[], dict[str, torch.Tensor]]
-    add_callback: Callable[[Any], None]
-    remove_callback: Callable[[Any], None]
-
-
 class ExactResume:
     """Writes checkpoints of a trainer, resumes from them, and stops it gracefully.
 
-    The trainer's hooks call its methods; ``run`` is around a whole training.
+    The trainer's hooks call its methods; ``run`` is around a whole training. Of the trainer it
+    needs, besides what transformers' has: ``state_dict`` and ``load_state_dict`` (of its own state,
+    in copies), ``trained_parameters``, and ``notify``, which calls the callbacks.
     """
 
-    def __init__(self, trainer: Resumable) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.stop_reason: str | None = None
         self.resumed_from: Checkpoint | None = None
@@ -377,7 +356,7 @@ class _Restore(TrainerCallback):
 # --- which run -----------------------------------------------------------------------------------
 
 
-def facts_of(trainer: Resumable) -> dict[str, Any]:
+def facts_of(trainer: Any) -> dict[str, Any]:
     """Return what identifies a run: versions, model, prompts, rewards and settings."""
     args = json.loads(json.dumps(trainer.args.to_dict(), default=str))
     args["rows_per_step"] = _rows_per_step(args)
@@ -445,7 +424,7 @@ def _rows_per_step(settings: dict[str, Any]) -> int:
 # --- weights and other parts ---------------------------------------------------------------------
 
 
-def write_weights(trainer: Resumable, folder: Path) -> None:
+def write_weights(trainer: Any, folder: Path) -> None:
     """Write the adapters as PEFT does, or the trained weights of a model without adapter."""
     from safetensors.torch import save_file
 
@@ -462,7 +441,7 @@ def write_weights(trainer: Resumable, folder: Path) -> None:
         config.save_pretrained(str(place))
 
 
-def read_weights(trainer: Resumable, folder: Path) -> None:
+def read_weights(trainer: Any, folder: Path) -> None:
     """Load what ``write_weights`` wrote into the model, in place."""
     from safetensors.torch import load_file
 

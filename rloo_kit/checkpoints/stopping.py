@@ -25,18 +25,13 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, raised as Ctrl-C is, so that everything that cleans up after Ctrl-C does it."""
 
 
-def exit_code(received: int | KeyboardInterrupt) -> int:
+def exit_code(raised: KeyboardInterrupt) -> int:
     """Return the exit code by which a shell knows that a signal ended a program.
 
-    Args:
-        received: The number of the signal, or what was raised for it.
-
-    >>> exit_code(signal.SIGINT), exit_code(signal.SIGTERM), exit_code(Terminated())
-    (130, 143, 143)
+    >>> exit_code(KeyboardInterrupt()), exit_code(Terminated())
+    (130, 143)
     """
-    if isinstance(received, KeyboardInterrupt):
-        received = signal.SIGTERM if isinstance(received, Terminated) else signal.SIGINT
-    return 128 + received
+    return 128 + (signal.SIGTERM if isinstance(raised, Terminated) else signal.SIGINT)
 
 
 def interrupt_for(received: int) -> KeyboardInterrupt:
@@ -63,13 +58,6 @@ def handled(handle: Callable[[int, FrameType | None], Any], *numbers: int) -> It
 
 class StopSignals:
     """Note the first SIGINT or SIGTERM, and raise every further one.
-
-    Example:
-        with StopSignals(say=print) as stop:
-            while not stop.received:
-                step()
-        if stop.received:
-            sys.exit(exit_code(stop.received))
 
     Args:
         say: Called with a line for the user, from a thread of its own; None: nothing is said.

@@ -166,7 +166,6 @@ TRL_RULES: dict[str, Rule] = {
     "bf16": Rule(by_device=True, resume="must"),
     "chat_template_kwargs": _MUST,
     "dataloader_pin_memory": _BY_DEVICE,
-    "ddp_backend": _BY_DEVICE,
     # SIGTERM saves a checkpoint anyway, and this would handle the signal too
     "enable_jit_checkpoint": Rule(choices=(False,)),
     "epsilon": Rule(minimum=0, resume="must"),

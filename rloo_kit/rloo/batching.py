@@ -21,13 +21,11 @@ class MicroBatch:
 
     rows: torch.Tensor  # (N,) int64, their places in the generation batch
     input_ids: torch.Tensor  # (N, W) int64: prompt, completion, padding
-    # `(N, W)` int64: the completion's ids where they stand, `IGNORED` elsewhere
-    labels: torch.Tensor
+    labels: torch.Tensor  # (N, W) int64: the completion's ids where they are, else `IGNORED`
     # `(N, C)` int64: the column of each completion token; any column where there is none
     places: torch.Tensor
     completion_mask: torch.Tensor  # (N, C) bool, True on completion tokens
-    # Positions that hold a token
-    num_tokens: int
+    num_tokens: int  # positions that hold a token
 
     @property
     def num_positions(self) -> int:
@@ -61,10 +59,7 @@ class TokenRows:
         Of all ways to cut the rows sorted by length, the cheapest is taken: positions, plus
         ``overhead`` for each micro-batch.
 
-        Args:
-            rows: Places in the batch, in any order.
-            budget: No micro-batch has more positions, except a single row that does by itself.
-            overhead: What one more pass costs besides its positions, in positions.
+        No micro-batch has more positions than ``budget``, except a single row that has by itself.
         """
         lengths = self.lengths
         order = sorted(rows, key=lambda row: (lengths[row], row))

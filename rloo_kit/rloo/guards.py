@@ -28,19 +28,13 @@ class StepGuard:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        # Steps skipped so far
-        self.skipped = 0
-        # Steps skipped since the last good one that count towards the limit
-        self.in_a_row = 0
+        self.skipped = 0  # steps so far
+        self.in_a_row = 0  # since the last good one, those that count towards the limit
 
     def check(self, loss: float, parameters: Sequence[Any], step: int, scaler: Any = None) -> bool:
         """Return whether the optimizer may step; drop the gradients where not.
 
-        Args:
-            loss: Of the step.
-            parameters: Those that train, with their gradients.
-            step: The number of the step, for the message.
-            scaler: fp16's loss scaler; None where there is none.
+        ``scaler`` is fp16's loss scaler, where there is one.
 
         Raises:
             DivergedError: Too many steps in a row were skipped, or the weights are NaN/Inf.
@@ -139,8 +133,7 @@ class Pieces:
     def __init__(self, what: str, remedy: str) -> None:
         self.what = what
         self.remedy = remedy
-        # Rows of a piece; None: memory has not run out yet
-        self.size: int | None = None
+        self.size: int | None = None  # rows of a piece; None: memory has not run out yet
 
     def run(
         self, call: Callable[[Sequence[Row]], list[Found]], rows: Sequence[Row], at_most: int

@@ -57,27 +57,19 @@ def stashed_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 class Learner:
     """Runs forward and backward passes; lowers its token budget when memory runs out."""
 
-    # Log-probabilities and entropies of a micro-batch under the policy
-    forward: Forward
-    # Takes a scalar loss
-    backward: Callable[[torch.Tensor], None]
-    # Gives the context that passes without gradient run in
-    no_grad: Callable[[], AbstractContextManager[None]]
-    # Those that train
-    parameters: list[torch.Tensor]
-    # Positions of a training micro-batch
-    budget: int
-    # What one more pass costs, in positions
-    overhead: int
+    forward: Forward  # under the policy
+    backward: Callable[[torch.Tensor], None]  # takes a scalar loss
+    no_grad: Callable[[], AbstractContextManager[None]]  # around passes without gradient
+    parameters: list[torch.Tensor]  # those that train
+    budget: int  # positions of a training micro-batch
+    overhead: int  # what one more pass costs, in positions
     pad_token_id: int
     device: torch.device
-    # The two clipping ranges, low and high
-    epsilon: tuple[float, float]
+    epsilon: tuple[float, float]  # the two clipping ranges, low and high
     # (level, cap) of the importance weights against the sampler's log-probabilities
     correction: tuple[str, float] | None = None
     pad_to_multiple_of: int | None = None
-    # Counts of the optimizer step in progress
-    tally: Tally = field(default_factory=Tally)
+    tally: Tally = field(default_factory=Tally)  # of the optimizer step in progress
     _warned: bool = False
 
     def fill_old(self, rollout: Rollout, rows: list[int]) -> None:

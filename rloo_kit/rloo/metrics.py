@@ -15,12 +15,7 @@ from rloo_kit.rloo.rollout import Rollout, is_token_level
 
 
 def rollout_metrics(rollout: Rollout, names: list[str]) -> dict[str, float]:
-    """Return means over a rollout.
-
-    Args:
-        rollout: Its advantages are final.
-        names: Of the reward functions.
-    """
+    """Return means over a rollout with final advantages; ``names`` are those of its rewards."""
     sampled, size, beta = rollout.sampled, rollout.num_generations, rollout.shaping.beta
     raw, scores = sampled.scores, rollout.scores
     ended = torch.tensor(sampled.ended, dtype=torch.float32)
@@ -63,12 +58,7 @@ def completion_metrics(lengths: list[int], ended: list[bool]) -> dict[str, float
 
 
 def completion_records(rollout: Rollout, names: list[str]) -> list[dict[str, Any]]:
-    """Return one dict per completion, as completions.jsonl holds it; None is unscorable.
-
-    Args:
-        rollout: Its advantages are final.
-        names: Of the reward functions.
-    """
+    """Return one dict per completion, as completions.jsonl holds it; None is unscorable."""
     sampled, size = rollout.sampled, rollout.num_generations
     rewards = rollout.scores.clone()
     if not is_token_level(rollout.shaping):

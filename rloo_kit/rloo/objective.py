@@ -24,8 +24,7 @@ class RunningMoments:
 
     count: int = 0
     mean: float = 0.0
-    # Of the deviations from the mean
-    sum_of_squares: float = 0.0
+    sum_of_squares: float = 0.0  # of the deviations from the mean
 
     @property
     def std(self) -> float:
@@ -97,12 +96,10 @@ class Surrogate:
 
     # `(N,)`, with gradient: -min(rho A, clip(rho) A), summed over tokens where those differ
     losses: torch.Tensor
-    # `(N,)` probability ratios of whole completions, detached
-    ratios: torch.Tensor
+    ratios: torch.Tensor  # (N,) probability ratios of whole completions, detached
     # `(N,)` in [0, 1]: share of the row's terms without gradient because rho is too small
     clipped_low: torch.Tensor
-    # `(N,)` in [0, 1]: the same, too large
-    clipped_high: torch.Tensor
+    clipped_high: torch.Tensor  # the same, too large
 
 
 def surrogate(

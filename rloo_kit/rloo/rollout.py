@@ -15,12 +15,7 @@ import torch
 
 from rloo_kit.rloo.advantages import leave_one_out_advantages
 from rloo_kit.rloo.batching import TokenRows
-from rloo_kit.rloo.objective import (
-    RunningMoments,
-    normalise,
-    subtract_kl,
-    token_kl,
-)
+from rloo_kit.rloo.objective import RunningMoments, normalise, subtract_kl, token_kl
 
 
 @dataclass(frozen=True)
@@ -30,8 +25,7 @@ class Shaping:
     beta: float = 0.0
     missing_eos_penalty: float | None = None
     reward_clip_range: tuple[float, float] | None = None
-    # None, `batch` or `moving`
-    normalize_reward: str | None = None
+    normalize_reward: str | None = None  # `batch` or `moving`
     normalize_advantages: bool = False
     token_level_kl: bool = False
     kl_estimator: str = "k1"
@@ -124,8 +118,7 @@ class Rollout:
     comparable: torch.Tensor  # (B,) bool: scorable rows with at least one scorable sibling
     # `(B, T)` float32 as the engine reported them; None where it does not
     sampler_log_probs: torch.Tensor | None = None
-    # Whether no optimizer step was made since it was sampled
-    on_policy: bool = True
+    on_policy: bool = True  # whether no optimizer step was made since it was sampled
 
     @classmethod
     def scored(
@@ -217,10 +210,7 @@ class Rollout:
     def compute_advantages(self, groups: list[int] | None = None) -> None:
         """Compute KL, reward and advantage of groups whose log-probabilities are known.
 
-        ``objective.subtract_kl`` has the two formulas, at sequence and at token level.
-
-        Args:
-            groups: Their numbers; None: all.
+        ``objective.subtract_kl`` has the two formulas. ``groups`` are numbers; None: all.
         """
         shaping, size = self.shaping, self.num_generations
         numbers = torch.arange(len(self.settled)) if groups is None else torch.tensor(groups)

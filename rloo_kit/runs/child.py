@@ -129,8 +129,8 @@ def _main(order: str, answer: str) -> None:
         try:
             function = operator.attrgetter(name)(importlib.import_module(module))
             result = (True, function(*args, **keywords))
-        except Terminated:  # not the parent's to raise, unless it was asked too
-            sys.exit(exit_code(signal.SIGTERM))
+        except Terminated as exc:  # not the parent's to raise, unless it was asked too
+            sys.exit(exit_code(exc))
         except BaseException as exc:
             if not isinstance(exc, KitError):
                 exc.add_note(f"in the subprocess:\n{traceback.format_exc()}")

@@ -164,12 +164,6 @@ def reopened_folder(
         yield recorder
 
 
-def earlier_scores(folder: Path) -> dict[str, Any] | None:
-    """Return the scores on held-out prompts from before the training, if there are any."""
-    found = (read_json(folder / "evaluation.json") or {}).get("before")
-    return found if isinstance(found, dict) else None
-
-
 def write_run_file(folder: Path, config: RunConfig) -> None:
     """Write the settings to run.yaml atomically."""
     text = yaml.safe_dump(redact_tree(config.as_dict()), sort_keys=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rloo_kit.checkpoints.stopping import Terminated, terminate_as_interrupt
 from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint
 from rloo_kit.config.run_file import EXAMPLES, RunConfig
-from rloo_kit.diagnosis.record import read_run
+from rloo_kit.diagnosis.record import read_json, read_run
 from rloo_kit.errors import ConfigError, DataError, KitError
 from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
 from rloo_kit.live.view import live_progress
@@ -24,7 +24,6 @@ from rloo_kit.planning.planner import remedy, room_here
 from rloo_kit.runs import summary
 from rloo_kit.runs.folder import (
     check_same_settings,
-    earlier_scores,
     folder_to_resume,
     has_finished,
     new_folder,
@@ -188,19 +187,16 @@ def _prepare(
     for judge in judges:
         add_to_session(judge.func)
     how = settings_of(args) | {"engine": engine, "num_samples": config.data.held_out_samples}
-    score = _scorer(model, tokenizer, held_out, judges, how)
+
+    def score() -> Evaluation | None:
+        """Score the held-out prompts, if there are any."""
+        if held_out is None:
+            return None
+        return evaluate(model, tokenizer, held_out, judges, **how)
+
     return _Prepared(
         config, base, environment, folder, args, model, tokenizer, rewards, prompts, engine, score
     )
-
-
-def _scorer(
-    model: Any, tokenizer: Any, held_out: Any, judges: list[LoadedReward], how: dict[str, Any]
-) -> Callable[[], Evaluation | None]:
-    """Return a function that scores the held-out prompts."""
-    if held_out is None:
-        return lambda: None
-    return lambda: evaluate(model, tokenizer, held_out, judges, **how)
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -210,6 +206,8 @@ def _train_and_score(
     made: _Prepared, absolute: RunConfig, past: Path | None, say: Say
 ) -> RunResult:
     """Run everything except the release; what is made here belongs to the open session."""
+    from rloo_kit.training.dry_run import dry_run_if_wanted
+
     checkpoint, before = _find_progress(past)
     if past is None:
         opened = new_folder(made.folder, absolute, made.environment)
@@ -221,7 +219,12 @@ def _train_and_score(
         trainer = _make_trainer(made, recorder)
         score = made.score
         if checkpoint is None:
-            _dry_run(trainer, made, say)
+            dry_run_if_wanted(
+                trainer,
+                say,
+                max_prompt_tokens=made.config.data.max_prompt_tokens,
+                remedy=lambda: remedy(made.config, room_here(), base=made.base),
+            )
         if before is None:
             before = score()
         if before:
@@ -248,10 +251,12 @@ def _train_and_score(
 def _find_progress(past: Path | None) -> tuple[Checkpoint | None, Evaluation | None]:
     """Return the checkpoint to resume from, and the scores from before the training."""
     checkpoint = find_checkpoint(past) if past is not None else None
-    found = earlier_scores(past) if past is not None and checkpoint is not None else None
+    if past is None or checkpoint is None:
+        return None, None
+    found = (read_json(past / "evaluation.json") or {}).get("before") or {}
     try:
-        return checkpoint, None if found is None else Evaluation.from_dict(found)
-    except TypeError:  # another version's, or damaged: score again
+        return checkpoint, Evaluation.from_dict(found)
+    except TypeError:  # there are none, or another version's, or damaged ones: score again
         return checkpoint, None
 
 
@@ -272,18 +277,6 @@ def _make_trainer(made: _Prepared, recorder: "RunRecorder") -> "LeaveOneOutTrain
         if isinstance(exc, KitError):
             raise
         raise ConfigError(f"TRL refuses the trainer settings: {first_line(exc)}") from exc
-
-
-def _dry_run(trainer: Any, made: _Prepared, say: Say) -> None:
-    """Try the longest step before the first."""
-    from rloo_kit.training.dry_run import dry_run_if_wanted
-
-    dry_run_if_wanted(
-        trainer,
-        say,
-        max_prompt_tokens=made.config.data.max_prompt_tokens,
-        remedy=lambda: remedy(made.config, room_here(), base=made.base),
-    )
 
 
 def _follow_scores(

@@ -45,17 +45,12 @@ class DryRun:
     # the most that was held at once: on a GPU by tensors and by what lies outside of torch's
     # allocator (CUDA context, an engine), on a CPU the process's resident memory
     peak_bytes: int
-    # memory of the card, or of the machine
-    device_bytes: int
+    device_bytes: int  # of the card, or of the machine
     seconds: float
-    # Completions of a generation batch
-    rows: int
-    # Of each, its prompt included
-    tokens: int
-    # `tokens_per_micro_batch` from here on
-    budget: int
-    # Whether that had to be lowered because memory ran out
-    lowered: bool
+    rows: int  # completions of a generation batch
+    tokens: int  # of each, its prompt included
+    budget: int  # `tokens_per_micro_batch` from here on
+    lowered: bool  # whether that had to be lowered because memory ran out
 
     def __str__(self) -> str:
         text = (
@@ -100,11 +95,13 @@ def dry_run(
 ) -> DryRun:
     """Take the memory of one learning step in the worst case, and give it back.
 
+    Nothing of the trainer, which has not begun to train, changes but the token budget of its
+    passes, which halves where memory runs out.
+
     Args:
-        trainer: One that has not begun to train. Nothing of it changes but the token budget of its
-            passes, which halves where memory runs out.
-        max_prompt_tokens: The longest prompt of a stream, whose prompts are not known; None: what
-            the model's ``max_seq_length`` leaves.
+        trainer: Whose step.
+        max_prompt_tokens: Of a stream, whose prompts are not known; None: what the model's
+            ``max_seq_length`` leaves.
         remedy: Called when memory ran out: what to change, as a part of a sentence.
 
     Raises:

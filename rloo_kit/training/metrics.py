@@ -6,12 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rloo_kit.machine.hardware import GIB
 from rloo_kit.machine.memory import take_peak
-from rloo_kit.rloo.metrics import (
-    Tally,
-    completion_metrics,
-    completion_records,
-    rollout_metrics,
-)
+from rloo_kit.rloo.metrics import Tally, completion_metrics, completion_records, rollout_metrics
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch
 from rloo_kit.text.redaction import redact, redact_tree
 from rloo_kit.text.thoughts import ThoughtFinder
@@ -29,15 +24,10 @@ class StepLog:
         self.metrics: dict[str, list[float]] = trainer._metrics["train"]
         self.names: list[str] = trainer.reward_func_names
         self.thoughts = ThoughtFinder(trainer._tokenizer)
-        # Completions that were trained on so far
-        self.episodes = 0
-        # That the optimizer step in progress took so far
-        self.seconds = 0.0
-        # ... and those of them that were not learning
-        self.elsewhere = 0.0
-        # A step, and how many groups it has learned from so far
-        self.groups_of_step = (0, 0)
-        # When the first step began
+        self.episodes = 0  # completions that were trained on so far
+        self.seconds = 0.0  # that the optimizer step in progress took so far
+        self.elsewhere = 0.0  # ... and those of them that were not learning
+        self.groups_of_step = (0, 0)  # a step, and the groups it has learned from so far
         self.first_started: float | None = None
 
     def note(self, name: str, value: float) -> None:

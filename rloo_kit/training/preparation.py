@@ -53,12 +53,7 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
 
 
 def _with_its_lora(config: RunConfig, base: Path) -> RunConfig:
-    """Return the settings with ``lora:`` of the adapter that ``model.name`` names, if it does.
-
-    Raises:
-        ConfigError: ``lora:`` says something else than the adapter.
-        ModelError: The adapter cannot be trained further.
-    """
+    """Return the settings with ``lora:`` of the adapter that ``model.name`` names, if it does."""
     adapter = adapter_in(beside(config.model.name, base))
     if adapter is None:
         return config
@@ -75,10 +70,7 @@ def beside(name: str, base: Path) -> str:
 def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunConfig:
     """Return the settings with whole paths, so that they mean the same from any folder.
 
-    Args:
-        config: As it was read.
-        base: Folder that the paths of model and prompts start from.
-        rewards_base: Folder that those of the rewards start from.
+    Paths of model and prompts start from ``base``, those of rewards from ``rewards_base``.
     """
     name, prompts = (beside(text, base) for text in (config.model.name, config.data.prompts))
     model, data = config.model, config.data
@@ -130,10 +122,7 @@ def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
 
 
 def make_trainer_args(config: RunConfig, folder: Path) -> Any:
-    """Return the run's ``LeaveOneOutConfig``: ``trainer:``, and what ``data:`` says to the trainer.
-
-    ``folder`` is written to.
-    """
+    """Return the run's ``LeaveOneOutConfig``: ``trainer:``, and what ``data:`` says to it."""
     from rloo_kit.training.config import LeaveOneOutConfig
 
     settings = {**config.trainer}
@@ -231,11 +220,8 @@ def held_out_judges(
 ) -> list[LoadedReward]:
     """Return what held-out prompts are scored by: accuracy, what else judges, what is paid.
 
-    Args:
-        rewards: Of the run.
-        held_out: Prompts; accuracy judges where they have answers.
-        load: Makes rewards of specs.
-        named: ``data.held_out_rewards``.
+    ``load`` makes rewards of specs, ``named`` is ``data.held_out_rewards``. Accuracy judges where
+    the prompts have answers.
     """
     paid = {reward.name: reward for reward in rewards}
     found = []

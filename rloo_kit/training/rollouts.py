@@ -96,9 +96,7 @@ class Policy:
 class Sampler:
     """Draws completions: by an engine where there is one, else by the model itself.
 
-    Args:
-        trainer: Whose policy samples.
-        generate: TRL's ``_generate_single_turn``.
+    ``generate`` is TRL's ``_generate_single_turn``.
     """
 
     def __init__(
@@ -108,7 +106,6 @@ class Sampler:
     ) -> None:
         self.trainer = trainer
         self.generate = generate
-        self.engine: Engine | None = None
         self.pieces = Pieces("sampling", SAMPLING_REMEDY)
         self.canary: Canary | None = None
         self._synced: tuple[Any, int] = (None, -1)
@@ -120,18 +117,18 @@ class Sampler:
             StalePolicyError: The engine sampled from another policy.
             MemoryRanOutError: Not even a single completion fits.
         """
-        trainer = self.trainer
-        if self.engine is None:
+        trainer, engine = self.trainer, self.trainer.engine
+        if engine is None:
             return self._draw_here(prompt_ids), None
-        self._sync_engine(self.engine, prompt_ids)
+        self._sync_engine(engine, prompt_ids)
         seed = int(torch.randint(2**31, ()))  # of the run's own random state
-        drawn = self.engine.generate(
+        drawn = engine.generate(
             prompt_ids, make_sampling(trainer.args, trainer.eos_token_ids), seed
         )
-        self.engine.sleep()  # the canary, the rewards and the learning step need its memory
+        engine.sleep()  # the canary, the rewards and the learning step need its memory
         if self.canary is not None and trainer.model.training:
             tokens = TokenRows(prompt_ids, drawn.completion_ids)
-            trainer.step_log.note_all(self.canary.check(tokens, drawn.log_probs, self.engine.name))
+            trainer.step_log.note_all(self.canary.check(tokens, drawn.log_probs, engine.name))
         return drawn.completion_ids, drawn.log_probs
 
     def _draw_here(self, prompt_ids: list[list[int]]) -> list[list[int]]:
@@ -239,7 +236,16 @@ class RolloutMaker:
             completions = [[{"role": "assistant", "content": text}] for text in completions]
         generated = time.perf_counter()
 
-        columns = self._reward_columns(inputs, prompts, completions, completion_ids)
+        names = set(inputs[0]) - {"prompt", "completion", "completion_ids"}
+        columns = {
+            **{name: [row[name] for row in inputs] for name in sorted(names)},
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            "trainer_state": trainer.state,
+            "log_extra": trainer._log_completion_extra,  # of TRL, as the two others
+            "log_metric": trainer._log_metric,
+        }
         waiting = self._start_rewards(columns)
         reference, reference_seconds = None, 0.0
         if waiting and overlap:
@@ -256,25 +262,6 @@ class RolloutMaker:
         return batch, reference
 
     # --- rewards ---------------------------------------------------------------------------------
-
-    def _reward_columns(
-        self,
-        inputs: list[Row],
-        prompts: list[Any],
-        completions: list[Any],
-        completion_ids: list[list[int]],
-    ) -> dict[str, Any]:
-        """Return a reward's keywords: TRL's, the dataset's columns, and TRL's three helpers."""
-        names = set(inputs[0]) - {"prompt", "completion", "completion_ids"}
-        return {
-            **{name: [row[name] for row in inputs] for name in sorted(names)},
-            "prompts": prompts,
-            "completions": completions,
-            "completion_ids": completion_ids,
-            "trainer_state": self.trainer.state,
-            "log_extra": self.trainer._log_completion_extra,
-            "log_metric": self.trainer._log_metric,
-        }
 
     def _start_rewards(self, columns: dict[str, Any]) -> dict[int, Future[Any]]:
         """Start every async reward; return, by its place, what its scores will be in."""

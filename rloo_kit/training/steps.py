@@ -100,9 +100,6 @@ class OptimizerSteps:
         """Add the gradient of the collected slices; return their loss.
 
         Where it is NaN or Inf, no gradient is left, and the optimizer's step moves nothing.
-
-        Raises:
-            DivergedError: That has happened too often in a row, or the weights are at fault.
         """
         trainer, learner = self.trainer, self.make_learner()
         device = trainer.accelerator.device
@@ -123,15 +120,11 @@ class OptimizerSteps:
                 records = trainer.step_log.note_rollout(rollout, trainer.state.global_step + 1)
                 trainer.notify("on_completions", records=records, rollout=rollout)
             rollout.on_policy = False
-        self._guard_step(learner.tally.loss, learner.parameters)
-        return torch.tensor(learner.tally.loss, device=device)
-
-    def _guard_step(self, loss: float, parameters: list[Any]) -> None:
-        """Drop the gradients of a step whose loss or gradients are NaN or Inf."""
-        step, scaler = self.trainer.state.global_step + 1, self.trainer.accelerator.scaler
-        if not self.guard.check(loss, parameters, step, scaler):
+        loss, step = learner.tally.loss, trainer.state.global_step + 1
+        if not self.guard.check(loss, learner.parameters, step, trainer.accelerator.scaler):
             # not the 0 of a norm over no gradients
-            self.trainer.step_log.note("grad_norm", math.nan)
+            trainer.step_log.note("grad_norm", math.nan)
+        return torch.tensor(loss, device=device)
 
     def make_learner(self) -> Learner:
         """Return what runs the passes; the first call sets its token budget by the free memory."""

@@ -18,7 +18,7 @@ from transformers import PrinterCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from trl import RLOOConfig, RLOOTrainer  # pyright: ignore[reportPrivateImportUsage] # patched
 
-from rloo_kit.checkpoints.resume import Boundary, ExactResume, NothingLeftError, Resumable
+from rloo_kit.checkpoints.resume import Boundary, ExactResume, NothingLeftError
 from rloo_kit.config.run_file import ModelSection, RunConfig
 from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.diagnosis.watch import RunWatch
@@ -84,6 +84,8 @@ class LeaveOneOutTrainer(RLOOTrainer):
     chat_template_kwargs: Any
     _tokenizer: Any
     _buffered_inputs: Any
+    # what samples; None: the model itself
+    engine: Engine | None
     # the doctor's rules on this training; None where `args.doctor` is off
     watch: RunWatch | None = None
 
@@ -108,7 +110,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
         _translate_parts(parts, others)
         asked = _own_config(parts.pop("args"))
         args = copy.copy(asked)  # the caller's stays as it is
-        self.resume = ExactResume(cast(Resumable, self))
+        self.resume = ExactResume(self)
         if engine is None:
             check_engine(asked)
         _follow_model(args, parts["model"])
@@ -185,15 +187,6 @@ class LeaveOneOutTrainer(RLOOTrainer):
     # --- what others use -------------------------------------------------------------------------
 
     @property
-    def engine(self) -> Engine | None:
-        """What samples; None: the model itself."""
-        return self.sampler.engine
-
-    @engine.setter
-    def engine(self, engine: Engine | None) -> None:
-        self.sampler.engine = engine
-
-    @property
     def stop_reason(self) -> str | None:
         """Why the training ended before its last step."""
         return self.resume.stop_reason
@@ -201,10 +194,6 @@ class LeaveOneOutTrainer(RLOOTrainer):
     def stop(self, reason: str) -> None:
         """End the training after this step, and say why."""
         self.resume.stop(reason)
-
-    def check_weights(self) -> None:
-        """Raise DivergedError where trained weights hold NaN or Inf."""
-        self.resume.check_weights()
 
     def trained_parameters(self) -> dict[str, torch.Tensor]:
         """Return what trains, by name."""
@@ -421,7 +410,7 @@ def _follow_model(args: LeaveOneOutConfig, model: Any) -> None:
     if isinstance(model, str):  # TRL loads it
         return
     choice = notes_of(model).gradient_checkpointing
-    if choice is not None and getattr(args, "follows_model", False):
+    if choice is not None and args.follows_model:
         args.gradient_checkpointing = bool(choice)
 
 

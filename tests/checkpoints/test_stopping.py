@@ -15,7 +15,6 @@ from jupyter_client.manager import start_new_kernel
 from rloo_kit.checkpoints.stopping import (
     APART,
     StopSignals,
-    exit_code,
     terminate_as_interrupt,
 )
 
@@ -57,7 +56,7 @@ def run():
             time.sleep(float(sys.argv[1]))
             assert time.monotonic() - started >= float(sys.argv[1])
         print("saved", NAMES[stop.received], flush=True)
-    return exit_code(stop.received)
+    return exit_code(interrupt_for(stop.received))
 
 try:
     sys.exit(run())
@@ -123,7 +122,7 @@ def test_an_echo_of_a_signal_is_no_second_one(number):
         time.sleep(0.002)
     lines, code = rest_of(child)
     assert lines[-1].startswith("saved")
-    assert code == exit_code(number)
+    assert code == 128 + number
 
 
 # --- in this process ------------------------------------------------------------------------------
@@ -167,7 +166,7 @@ def test_a_signal_while_loading_cleans_up(number, times, tmp_path):
     for _ in range(times):
         child.send_signal(number)
         time.sleep(0.005)
-    assert rest_of(child) == ([], exit_code(number))
+    assert rest_of(child) == ([], 128 + number)
     assert list(tmp_path.iterdir()) == []
 
 
