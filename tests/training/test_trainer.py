@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
 import rloo_kit as rk
 from rloo_kit.models.loading import TINY_THINKER
@@ -48,6 +49,11 @@ def odd_characters(completions, **_):
 def test_wrong_settings_are_refused_with_the_remedy(tmp_path, settings, remedy):
     with pytest.raises(rk.ConfigError, match=remedy):
         config(tmp_path, **settings)
+
+
+def test_of_several_gpus_one_trains(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 4)
+    assert config(tmp_path)._n_gpu == 1  # else transformers wraps the model in DataParallel
 
 
 def test_training_moves_the_adapter_alone_and_in_float32(policy, tmp_path):
