@@ -48,12 +48,9 @@ class Checkpoint:
     """A valid checkpoint."""
 
     folder: Path
-    step: int
-    """Optimizer steps that were made when it was written."""
-    score: float | None
-    """What ``keep_best`` compares; higher is better."""
-    facts: dict[str, Any]
-    """What the writer gave, as JSON keeps it."""
+    step: int  # optimizer steps that were made when it was written
+    score: float | None  # what ``keep_best`` compares; higher is better
+    facts: dict[str, Any]  # what the writer gave, as JSON keeps it
 
 
 # --- writing -------------------------------------------------------------------------------------

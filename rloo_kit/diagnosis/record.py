@@ -32,14 +32,12 @@ SIGNIFICANT = 3.0
 class RunRecord:
     """What a run left in its folder."""
 
-    metrics: list[dict[str, Any]]
-    """One row per step, as in metrics.jsonl."""
+    metrics: list[dict[str, Any]]  # one row per step, as in metrics.jsonl
     completions: list[dict[str, Any]] = field(default_factory=list)
     """One row per completion; of a large file the first and the last ones."""
     evaluation: dict[str, Any] | None = None
     """``before`` and ``after`` on held-out prompts; None without an evaluation."""
-    config: RunConfig | None = None
-    """None if run.yaml is missing or cannot be read."""
+    config: RunConfig | None = None  # None if run.yaml is missing or cannot be read
     end: dict[str, Any] = field(default_factory=dict)
     """How it ended: ``how``, ``reason``, ``steps``, ``seconds``, ``time``; of a run that a finding
     stopped also ``finding`` and ``kept_step``. {} while it runs, and of a killed one."""
@@ -168,8 +166,7 @@ class HeldOut:
     name: str
     before: float
     after: float
-    error: float
-    """Standard error of the difference; the prompts are the same."""
+    error: float  # standard error of the difference; the prompts are the same
     num: int
 
     @property

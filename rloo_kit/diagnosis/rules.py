@@ -23,13 +23,11 @@ class Finding:
     kind: str
     level: str
     """``error``: the run cannot learn from this; ``warning``: it can, and something is off."""
-    reward: str | None
-    """None: it concerns all of them."""
+    reward: str | None  # None: it concerns all of them
     evidence: str
     why: str
     remedy: str
-    setting: str = ""
-    """For the run file, or after ``--set``; "" if there is none."""
+    setting: str = ""  # for the run file, or after ``--set``; "" if there is none
 
     def as_dict(self) -> dict[str, str | None]:
         """Return plain values for JSON."""
@@ -43,11 +41,9 @@ class Seen:
     evidence: str
     level: str = "error"
     reward: str | None = None
-    remedy: str = ""
-    """"": that of the kind."""
+    remedy: str = ""  # "": that of the kind
     setting: str = ""
-    kind: str = ""
-    """"": that of the rule."""
+    kind: str = ""  # "": that of the rule
 
 
 @dataclass(frozen=True)
@@ -56,12 +52,9 @@ class Kind:
 
     why: str
     remedy: str
-    stops: bool
-    """Of a reward: a run with it stops at its first step."""
-    about_signal: bool
-    """It says, or explains, that the scores of a group do not differ."""
-    explains: frozenset[str]
-    """Kinds that it causes, and so replaces."""
+    stops: bool  # of a reward: a run with it stops at its first step
+    about_signal: bool  # it says, or explains, that the scores of a group do not differ
+    explains: frozenset[str]  # kinds that it causes, and so replaces
 
 
 class Rules:

@@ -34,18 +34,12 @@ class HeldOut:
     """Prompts, rewards and sampling that are the same for every model."""
 
     config: RunConfig
-    args: Any
-    """``LeaveOneOutConfig`` of that run file."""
-    prompts: Any
-    """A ``datasets.Dataset`` of n prompts with their columns."""
-    source: str
-    """Where they come from."""
-    batch_size: int | None = None
-    """Completions at one time; None: as many as are known to fit."""
-    engine_required: bool = False
-    """Whether an engine that cannot be used is an error."""
-    why_not: str | None = None
-    """Why vLLM cannot sample for all of the models."""
+    args: Any  # ``LeaveOneOutConfig`` of that run file
+    prompts: Any  # a ``datasets.Dataset`` of n prompts with their columns
+    source: str  # where they come from
+    batch_size: int | None = None  # completions at one time; None: as many as are known to fit
+    engine_required: bool = False  # whether an engine that cannot be used is an error
+    why_not: str | None = None  # why vLLM cannot sample for all of the models
     fitted: bool = False
 
     def fit(self, tokenizer: Any) -> "HeldOut":
@@ -128,10 +122,8 @@ class Sampler:
     """Completes and scores held-out prompts with the models on one base."""
 
     held_out: HeldOut
-    base: LoadedBase
-    """Its adapters are loaded."""
-    engine: Engine | None
-    """Samples instead of transformers."""
+    base: LoadedBase  # its adapters are loaded
+    engine: Engine | None  # samples instead of transformers
 
     @property
     def name(self) -> str:

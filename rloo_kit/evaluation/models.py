@@ -24,16 +24,11 @@ from rloo_kit.text.wording import first_line, format_value
 class TrainedModel:
     """A base and, where something was trained, the adapter on it; nothing is loaded yet."""
 
-    name: str
-    """For people: what they gave, or ``base of`` it."""
-    base: str
-    """A hub name, a folder, a .gguf file, or ``tiny-thinker``."""
-    adapter: Path | None = None
-    """Folder in PEFT's layout; None: the base alone."""
-    run: Path | None = None
-    """Folder of the run that trained it."""
-    config: RunConfig | None = None
-    """Of that run."""
+    name: str  # for people: what they gave, or ``base of`` it
+    base: str  # a hub name, a folder, a .gguf file, or ``tiny-thinker``
+    adapter: Path | None = None  # folder in PEFT's layout; None: the base alone
+    run: Path | None = None  # folder of the run that trained it
+    config: RunConfig | None = None  # of that run
 
     @property
     def model(self) -> ModelSection:

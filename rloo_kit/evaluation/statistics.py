@@ -57,11 +57,9 @@ class Estimate:
     """A mean over prompts with its confidence interval."""
 
     mean: float
-    low: float
-    """Of the interval of 95% confidence."""
+    low: float  # of the interval of 95% confidence
     high: float
-    num: int
-    """Prompts."""
+    num: int  # prompts
 
     def __str__(self) -> str:
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
@@ -71,8 +69,7 @@ class Estimate:
 class Difference(Estimate):
     """How much more one model has than another on the same prompts."""
 
-    p_value: float
-    """Chance of a mean this far from 0 where both models were alike."""
+    p_value: float  # chance of a mean this far from 0 where both models were alike
 
     @property
     def is_real(self) -> bool:

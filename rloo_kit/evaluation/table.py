@@ -31,8 +31,7 @@ class Row:
     model: str
     evaluation: Evaluation
     seconds: float
-    sampler: str = "transformers"
-    """Who drew the completions."""
+    sampler: str = "transformers"  # who drew the completions
 
     @property
     def mode(self) -> str:
@@ -61,12 +60,10 @@ class Compared:
 class EvalTable:
     """What ``evaluate_models`` found."""
 
-    prompts: str
-    """Where they come from."""
+    prompts: str  # where they come from
     rows: list[Row]
     compared: list[Compared]
-    folder: Path | None = None
-    """It was written there."""
+    folder: Path | None = None  # it was written there
 
     def __str__(self) -> str:
         samplers = " and ".join(sorted({row.sampler for row in self.rows}))

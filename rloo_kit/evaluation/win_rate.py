@@ -32,16 +32,13 @@ class WinRate:
     model: str
     against: str
     judge: str
-    mode: str
-    """How the completions were drawn."""
+    mode: str  # how the completions were drawn
     prompts: str
     wins: int
     losses: int
     ties: int
-    unjudged: int
-    """Prompts that the judge gave no verdict on; they are not counted."""
-    found: Difference
-    """Of the rate from one half, over prompts."""
+    unjudged: int  # prompts that the judge gave no verdict on; they are not counted
+    found: Difference  # of the rate from one half, over prompts
 
     @property
     def rate(self) -> float:
@@ -137,12 +134,10 @@ class Side:
 
     name: str
     texts: list[str]
-    scores: list[float | None]
-    """Of a judge that scores each alone."""
+    scores: list[float | None]  # of a judge that scores each alone
     judge: LoadedReward
     tokenizer: Any
-    sampler: str = "transformers"
-    """Who drew the completions."""
+    sampler: str = "transformers"  # who drew the completions
 
 
 def _answers(

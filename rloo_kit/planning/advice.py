@@ -19,8 +19,7 @@ class Change:
     """Something to change in a run file, and what that saves."""
 
     settings: Option
-    saves: int
-    """Bytes of the peak, together with the changes before it."""
+    saves: int  # bytes of the peak, together with the changes before it
 
     @property
     def lines(self) -> list[str]:

@@ -79,8 +79,7 @@ class Job:
     budget: int | None = None  # `tokens_per_micro_batch`; None: from the memory that is free
     scores: bool = True
     """Whether passes without gradient are made: a reference, or old log-probabilities."""
-    keeps_graphs: bool = True
-    """Whether whole groups run forward before any of them runs backward."""
+    keeps_graphs: bool = True  # whether whole groups run forward before any of them runs backward
     engine: str = "transformers"
     """``transformers``, ``vllm``, or ``shared`` (vLLM on Unsloth's weights)."""
     sleeps: bool = True
@@ -102,10 +101,8 @@ class MemoryPlan:
     """What a training run holds, part by part and phase by phase."""
 
     parts: dict[str, Held]
-    budget: int
-    """Positions of a training pass (rows times width)."""
-    phases: dict[str, int]
-    """Bytes on the device, or of the process on a CPU."""
+    budget: int  # positions of a training pass (rows times width)
+    phases: dict[str, int]  # bytes on the device, or of the process on a CPU
 
     @property
     def phase(self) -> str:

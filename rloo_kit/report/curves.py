@@ -17,12 +17,9 @@ class Line:
     """One line of a chart."""
 
     label: str
-    metrics: tuple[str, ...]
-    """Names in metrics.jsonl; the first that the run has is drawn."""
-    band: tuple[str, ...] = ()
-    """One: the spread around the line. Two: from the one to the other."""
-    from_one: bool = False
-    """Draw one minus the metric."""
+    metrics: tuple[str, ...]  # names in metrics.jsonl; the first that the run has is drawn
+    band: tuple[str, ...] = ()  # one: the spread around the line. Two: from the one to the other
+    from_one: bool = False  # draws one minus the metric
 
 
 @dataclass(frozen=True)
@@ -31,15 +28,11 @@ class Chart:
 
     id: str
     title: str
-    note: str
-    """Unit and meaning, in a line."""
+    note: str  # unit and meaning, in a line
     lines: tuple[Line, ...]
-    band_note: str = ""
-    """What the band is."""
-    share: bool = False
-    """Values are shares from 0 to 1."""
-    held_out: tuple[str, ...] = ()
-    """Rewards whose means on held-out prompts are drawn as points."""
+    band_note: str = ""  # what the band is
+    share: bool = False  # values are shares from 0 to 1
+    held_out: tuple[str, ...] = ()  # rewards whose means on held-out prompts are drawn as points
 
 
 _SPREAD, _LENGTHS = ("score/raw_group_std",), ("completions/min_length", "completions/max_length")

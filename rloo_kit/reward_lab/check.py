@@ -16,19 +16,13 @@ HEAD = ("weight", "mean", "std", "in-group", "low", "high", "fires", "none", "ms
 class RewardCheck:
     """What the rewards of a run say of the completions it would train on."""
 
-    verdict: str
-    """Whether RLOO will learn from them, in one sentence."""
-    findings: list[Finding]
-    """The most harmful first."""
-    table: list[RewardStats]
-    """One row a reward."""
-    total: RewardStats
-    """The same of the weighted sum."""
+    verdict: str  # whether RLOO will learn from them, in one sentence
+    findings: list[Finding]  # the most harmful first
+    table: list[RewardStats]  # one row a reward
+    total: RewardStats  # the same of the weighted sum
     signal: Signal
-    samples: list[dict[str, Any]]
-    """Every prompt, completion, its rewards and its score, in order."""
-    notes: list[str] = field(default_factory=list)
-    """What was not checked, and why."""
+    samples: list[dict[str, Any]]  # every prompt, completion, its rewards and its score, in order
+    notes: list[str] = field(default_factory=list)  # what was not checked, and why
 
     @property
     def has_errors(self) -> bool:

@@ -28,11 +28,9 @@ class Batch:
     """B completions and what is known of them."""
 
     texts: list[str]
-    groups: list[list[int]]
-    """Rows of each prompt."""
+    groups: list[list[int]]  # rows of each prompt
     num_tokens: list[int] | None = None
-    truncated: list[bool] | None = None
-    """Whether the completion ended because it reached the limit."""
+    truncated: list[bool] | None = None  # whether the completion ended because it reached the limit
 
     @property
     def lengths(self) -> list[int]:
@@ -44,8 +42,7 @@ class Batch:
 class Fault:
     """Why a reward gave no usable scores."""
 
-    kind: str
-    """``raises``, ``timeout``, ``missing_column`` or ``wrong_output``."""
+    kind: str  # ``raises``, ``timeout``, ``missing_column`` or ``wrong_output``
     text: str
 
 
@@ -55,13 +52,11 @@ class Probed:
 
     name: str
     weight: float
-    scores: list[Score]
-    """B, as the run would get them; all None with a fault."""
+    scores: list[Score]  # B, as the run would get them; all None with a fault
     # Of one completion
     seconds: float = 0.0
     fault: Fault | None = None
-    rows: list[int] = field(default_factory=list)
-    """That the probes were called with."""
+    rows: list[int] = field(default_factory=list)  # that the probes were called with
     probes: dict[str, list[Score]] = field(default_factory=dict)
     """Scores of those rows by probe; see ``wanted_probes``."""
     probe_errors: dict[str, str] = field(default_factory=dict)
@@ -102,15 +97,11 @@ class RewardStats:
 class Signal:
     """Whether scores differ within groups, which is all that RLOO learns from."""
 
-    num_groups: int
-    """With at least two scored completions."""
+    num_groups: int  # with at least two scored completions
     num_with_signal: int
-    group_std: float | None
-    """Mean standard deviation of the score within a group."""
-    all_lowest: int
-    """Groups whose scores all are the lowest of the batch ..."""
-    all_highest: int
-    """... and the highest."""
+    group_std: float | None  # mean standard deviation of the score within a group
+    all_lowest: int  # groups whose scores all are the lowest of the batch ...
+    all_highest: int  # ... and the highest
 
     @property
     def share(self) -> float:

@@ -56,23 +56,15 @@ ABOVE_0 = ("r", "lora_alpha", "max_length", "learning_rate", "held_out")
 class RewardModelResult:
     """A trained reward model; accuracies are of held-out pairs."""
 
-    folder: Path
-    """Adapter, score head, tokenizer, ``calibration.json`` and ``reward_model.json``."""
-    accuracy: float
-    """Share of pairs whose chosen text scores higher."""
-    accuracy_before: float
-    """The same before the first step, with an untrained score head."""
-    margin: float
-    """Mean score of the chosen minus that of the rejected, in the model's own units."""
-    num_pairs: int
-    """Trained on."""
+    folder: Path  # adapter, score head, tokenizer, ``calibration.json`` and ``reward_model.json``
+    accuracy: float  # share of pairs whose chosen text scores higher
+    accuracy_before: float  # the same before the first step, with an untrained score head
+    margin: float  # mean score of the chosen minus that of the rejected, in the model's own units
+    num_pairs: int  # trained on
     num_held_out: int
-    seconds: float
-    """Training alone."""
-    interrupted: bool = False
-    """By Ctrl-C or SIGTERM."""
-    terminated: bool = False
-    """By SIGTERM."""
+    seconds: float  # training alone
+    interrupted: bool = False  # by Ctrl-C or SIGTERM
+    terminated: bool = False  # by SIGTERM
 
 
 @dataclass(frozen=True)
@@ -81,8 +73,7 @@ class Pair:
 
     chosen: Text
     rejected: Text
-    group: str
-    """Pairs of one group are held out together, so that no prompt is on both sides."""
+    group: str  # pairs of one group are held out together, so that no prompt is on both sides
 
 
 @dataclass(frozen=True)
@@ -96,8 +87,7 @@ class _Job:
     max_length: int
     keep_thought: bool
     seed: int
-    settings: dict[str, Any]
-    """Of TRL's ``RewardConfig``."""
+    settings: dict[str, Any]  # of TRL's ``RewardConfig``
 
     @property
     def place(self) -> str:
