@@ -303,7 +303,7 @@ def _predict(path: Path, options: argparse.Namespace, answer: Answer) -> None:
         return
     gpu = f"{options.card}GB" if device_here() == "cuda" else None
     plan = rk.plan(path, gpu=gpu)
-    answer.note(predicted=int(plan.peak_bytes), fits=bool(plan.fits), plan=plan.as_dict())
+    answer.note(predicted=int(plan.peak_bytes), fits=bool(plan.fits), plan=str(plan))
 
 
 def _measured(folder: Path, peaks: Peaks, others: int, answer: Answer) -> None:

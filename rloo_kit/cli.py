@@ -283,9 +283,9 @@ def _doctor(args: argparse.Namespace) -> int:
         return int(any(finding.level == "error" for finding in diagnose(args.run)))
     from rloo_kit.diagnosis.machine import examine
 
-    report = examine()
-    print("\n".join(report.lines))
-    return 0 if report.can_train else 1
+    lines, can_train = examine()
+    print("\n".join(lines))
+    return 0 if can_train else 1
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -382,7 +382,8 @@ def _reward_model_train(args: argparse.Namespace) -> int:
     settings = {"model": args.model, "output_dir": args.output_dir, **read_settings(args.set)}
     for name in {"pairs", "say"} & set(settings):
         raise ConfigError(f"--set {name!r} is no setting of a reward model: leave it out")
-    return _code_of(train_reward_model(args.pairs, **settings))
+    train_reward_model(args.pairs, **settings)
+    return 0
 
 
 def _show_warning(

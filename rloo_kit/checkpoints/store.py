@@ -118,12 +118,9 @@ def write_checkpoint(
 
 
 def _checksums_of(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return size and sha256 of every file below, by its relative name with slashes."""
+    """Return the sha256 of every file below, by its relative name with slashes."""
     return {
-        path.relative_to(folder).as_posix(): {
-            "bytes": path.stat().st_size,
-            "sha256": _checksum_of_file(path),
-        }
+        path.relative_to(folder).as_posix(): {"sha256": _checksum_of_file(path)}
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
@@ -263,7 +260,6 @@ def _read(folder: Path) -> Checkpoint:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Return a manifest as it was written, with all its files there."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
     except (OSError, ValueError, RecursionError) as exc:

@@ -1,7 +1,6 @@
 """Check of the machine for ``rloo-kit doctor``: versions, device, backends, what to install."""
 
 import importlib
-from dataclasses import dataclass
 
 from rloo_kit.errors import KitError
 from rloo_kit.machine.environment import Environment, setup
@@ -12,34 +11,29 @@ OPTIONAL = ("unsloth", "unsloth_zoo", "vllm")
 NEEDED = tuple(name for name in TESTED if name not in OPTIONAL)
 
 
-@dataclass(frozen=True)
-class Examination:
-    """What was found, as lines of text."""
+def examine() -> tuple[list[str], bool]:
+    """Return versions, device and backends as lines, and whether training can start here.
 
-    lines: list[str]
-    can_train: bool
-
-
-def examine() -> Examination:
-    """Look at versions, device and backends; import what training would import."""
+    What training would import is imported.
+    """
     versions = {name: installed_version(name) for name in TESTED}
     lines = [_version_line(name, found) for name, found in versions.items()]
     missing = [f"{name}=={TESTED[name]}" for name in NEEDED if versions[name] is None]
     if missing:
         lines.append(f"training cannot start: pip install {' '.join(missing)}")
-        return Examination(lines, can_train=False)
+        return lines, False
     try:
         environment = setup()
         for name in NEEDED:
             importlib.import_module(name)
     except KitError as exc:
-        return Examination([*lines, f"training cannot start: {exc}"], can_train=False)
+        return [*lines, f"training cannot start: {exc}"], False
     except Exception as exc:  # whatever a broken installation raises
         lines.append(
             f"training cannot start: {type(exc).__name__}: {first_line(exc)}; install the tested "
             f"set: pip install {' '.join(f'{name}=={TESTED[name]}' for name in NEEDED)}"
         )
-        return Examination(lines, can_train=False)
+        return lines, False
     backends = {
         "unsloth": environment.why_not_unsloth,
         "transformers": None,
@@ -47,7 +41,7 @@ def examine() -> Examination:
     }
     lines = [*_machine(environment), "versions:", *lines, "backends:"]
     lines += [f"  {name:<13} {reason or 'starts'}" for name, reason in backends.items()]
-    return Examination(lines, can_train=True)
+    return lines, True
 
 
 def _version_line(name: str, found: str | None) -> str:

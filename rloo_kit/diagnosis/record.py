@@ -256,7 +256,7 @@ class RunStatistics:
         groups: dict[tuple[Any, Any], set[str]] = {}
         for row in self.completions(at_end=at_end):
             key = (finite_number(row.get("step")), finite_number(row.get("group")))
-            groups.setdefault(key, set()).add(text_of_row(row))
+            groups.setdefault(key, set()).add(text_of(row.get("completion")))
         return mean([len(texts) for texts in groups.values()])
 
     @cached_property
@@ -339,9 +339,10 @@ def _prompt_means(samples: object, name: str, size: int) -> list[float | None]:
     return [mean_or_none(finite_numbers(group)) for group in groups]
 
 
-def text_of_row(row: dict[str, Any]) -> str:
-    """Return the completion of a row of completions.jsonl as text."""
-    completion = row.get("completion")
+def text_of(completion: object) -> str:
+    """Return the text of a completion, plain or conversational; its content may be parts."""
     if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
         completion = completion[-1].get("content")
+    if isinstance(completion, list):
+        completion = "".join(part.get("text") or "" for part in completion)
     return completion if isinstance(completion, str) else ""

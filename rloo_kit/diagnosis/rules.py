@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import wraps
 from typing import ParamSpec
 
@@ -28,10 +28,6 @@ class Finding:
     why: str
     remedy: str
     setting: str = ""  # for the run file, or after ``--set``; "" if there is none
-
-    def as_dict(self) -> dict[str, str | None]:
-        """Return plain values for JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

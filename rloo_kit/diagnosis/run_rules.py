@@ -19,7 +19,7 @@ from rloo_kit.diagnosis.record import (
     finite_numbers,
     mean,
     read_run,
-    text_of_row,
+    text_of,
 )
 from rloo_kit.diagnosis.rules import (
     ALMOST_NONE,
@@ -185,7 +185,7 @@ def _all_truncated(run: RunStatistics) -> Iterator[Seen]:
 )
 def _empty_output(run: RunStatistics) -> Iterator[Seen]:
     rows = run.completions(at_end=True)
-    blank = sum(not text_of_row(row).strip() for row in rows)
+    blank = sum(not text_of(row.get("completion")).strip() for row in rows)
     if blank > len(rows) / 2 and not run.better:
         yield Seen(
             f"{blank} of the last {len(rows)} completions hold no text; {_moved(run)}",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rloo_kit.data.prompts import prompt_ids
 from rloo_kit.errors import ConfigError, DataError
@@ -23,13 +23,6 @@ if TYPE_CHECKING:
 # Arguments of a reward that the kit fills itself; a column of that name is not passed
 RESERVED = ("prompt", "prompts", "completions", "completion_ids")
 REMEDY = "lower max_completion_length, use a smaller model, or set model.load_in_4bit"
-
-
-class Rows(Protocol):
-    """Prompts with their columns: a ``datasets.Dataset``, or a list of dicts."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -139,7 +132,7 @@ class Evaluation:
 def evaluate(
     model: Any,
     tokenizer: Any,
-    dataset: Rows,
+    dataset: Any,
     rewards: "Sequence[LoadedReward]",
     *,
     max_completion_length: int = 256,
@@ -156,7 +149,8 @@ def evaluate(
     Args:
         model: A causal language model, with or without an adapter.
         tokenizer: Its tokenizer.
-        dataset: ``prompt`` (text or chat messages) and the columns the rewards ask for; n rows.
+        dataset: A ``datasets.Dataset`` or a list of dicts with ``prompt`` (text or chat messages)
+            and the columns the rewards ask for; n rows.
         rewards: As ``load_rewards`` returned them, each of another name.
         max_completion_length: Tokens.
         temperature: Of sampling; 0 is greedy.
@@ -192,7 +186,7 @@ def evaluate(
     return Evaluation(means, len(dataset), length, temperature, samples, num_samples)
 
 
-def _repeat(dataset: Rows, num_samples: int, temperature: float) -> list[dict[str, Any]]:
+def _repeat(dataset: Any, num_samples: int, temperature: float) -> list[dict[str, Any]]:
     if num_samples > 1 and temperature == 0:
         raise ConfigError(
             f"{num_samples} greedy completions of a prompt are all the same: sample them at a "

@@ -81,7 +81,12 @@ class HeldOut:
         template = self.args.chat_template_kwargs
         ids = [prompt_ids(base.tokenizer, row["prompt"], template) for row in self.prompts]
         length = max(map(len, ids)) + self.args.max_completion_length
-        self._check_length(base, length)
+        limit = getattr(base.model.config, "max_position_embeddings", None)
+        if limit is not None and length > limit:
+            raise DataError(
+                f"prompt and completion may have {length} tokens, and the model takes {limit}: "
+                "lower trainer.max_completion_length, or leave long prompts out"
+            )
         base.load(models)
         engine = self._start_engine(base, length, say)
         try:
@@ -90,16 +95,6 @@ class HeldOut:
             if engine is not None:
                 engine.close()
                 remove_from_session(engine)
-
-    def _check_length(self, base: LoadedBase, length: int) -> None:
-        limit = getattr(base.model.config, "max_position_embeddings", None)
-        completion = self.args.max_completion_length
-        if limit is not None and length > limit:
-            raise DataError(
-                f"a prompt of {length - completion} tokens and a completion of {completion} are "
-                f"more than the {limit} of the model: lower trainer.max_completion_length, or "
-                f"leave long prompts out"
-            )
 
     def _start_engine(self, base: LoadedBase, length: int, say: Say) -> Engine | None:
         # nothing trains next to the engine: it never sleeps, and takes as many rows as it can
@@ -149,7 +144,6 @@ class Sampler:
 
 def read_held_out(
     models: Sequence[TrainedModel],
-    *,
     overrides: Sequence[str] = (),
     prompts: str | Path | None = None,
     num_prompts: int | None = None,

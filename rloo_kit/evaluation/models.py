@@ -14,7 +14,7 @@ from rloo_kit.checkpoints.store import find_checkpoint
 from rloo_kit.config.run_file import ModelSection, RunConfig, read_run_file, without_hidden_settings
 from rloo_kit.errors import ConfigError, ModelError
 from rloo_kit.machine.memory import remove_from_session
-from rloo_kit.models.adapters import CONFIG, WEIGHTS, adapter_in, base_of
+from rloo_kit.models.adapters import CONFIG, adapter_in, base_of
 from rloo_kit.models.loading import load_model
 from rloo_kit.sampling.engine import active_adapter, why_no_hot_swap
 from rloo_kit.text.wording import first_line, format_value
@@ -179,11 +179,6 @@ class LoadedBase:
     def _load(self, adapter: Path, name: str) -> None:
         from peft import PeftModel
 
-        if not (adapter / WEIGHTS).is_file():
-            raise ModelError(
-                f"the adapter in {format_value(str(adapter))} holds no {WEIGHTS}: save it again, "
-                "its weights as safetensors"
-            )
         try:
             if self._names:
                 self.model.load_adapter(str(adapter), adapter_name=name)

@@ -1,9 +1,9 @@
 """rloo-kit eval: several models on the same prompts in one table, with paired differences."""
 
-import contextlib
 import itertools
 import json
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -128,13 +128,7 @@ def evaluate_models(  # noqa: PLR0913
     how = [{"temperature": 0.0}] if greedy else []
     how += [{"num_samples": num_samples}] if num_samples else []
     with session():
-        held_out = read_held_out(
-            found,
-            overrides=overrides,
-            prompts=prompts,
-            num_prompts=num_prompts,
-            batch_size=batch_size,
-        )
+        held_out = read_held_out(found, overrides, prompts, num_prompts, batch_size)
         rows = list(_rows(held_out, found, how, say))
     table = EvalTable(held_out.source, rows, list(compare(rows)), folder)
     if folder is not None:
@@ -247,9 +241,14 @@ def check_writable(folder: Path) -> None:
     Raises:
         ConfigError: It cannot be written.
     """
-    with _writing(folder / ".written") as path:
-        path.touch()
-        path.unlink()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as exc:
+        raise ConfigError(
+            f"{str(folder)!r} cannot be written ({exc}): give another folder with --output"
+        ) from exc
 
 
 def write_results(
@@ -263,9 +262,6 @@ def write_results(
     """Add a result to ``{name: [result, ...]}``, replace its samples, write a run's report again.
 
     A file that cannot be read is kept under another name.
-
-    Raises:
-        ConfigError: The folder cannot be written.
     """
     found = read_json(path)
     if found is None and path.exists():
@@ -273,19 +269,7 @@ def write_results(
     earlier = (found or {}).get(name)
     results = [*(earlier if isinstance(earlier, list) else []), result]
     lines = "".join(json.dumps(redact_tree(row)) + "\n" for row in rows)
-    with _writing(path):
-        write_json(path, redact_tree({name: results}), indent=1)
-        write_atomically(samples, lines.encode())
+    write_json(path, redact_tree({name: results}), indent=1)
+    write_atomically(samples, lines.encode())
     if (path.parent / "run.yaml").is_file():
         say(f"written to {path} and {write_report([path.parent])}")
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[Path]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield path
-    except OSError as exc:
-        raise ConfigError(
-            f"{str(path)!r} cannot be written ({exc}): give another folder with --output"
-        ) from exc

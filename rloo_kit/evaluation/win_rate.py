@@ -103,13 +103,7 @@ def judge_models(  # noqa: PLR0913
     spec = read_value(by) if isinstance(by, str) and by.lstrip().startswith("{") else by
     folder = Path(output) if output is not None else mine.run
     with session():
-        held_out = read_held_out(
-            [mine, other],
-            overrides=overrides,
-            prompts=prompts,
-            num_prompts=num_prompts,
-            batch_size=batch_size,
-        )
+        held_out = read_held_out([mine, other], overrides, prompts, num_prompts, batch_size)
         if folder is not None:
             check_writable(folder)
         how = {} if sampled else {"temperature": 0.0}
@@ -143,10 +137,7 @@ class Side:
 def _answers(
     held_out: HeldOut, models: list[TrainedModel], spec: Any, how: dict[str, Any]
 ) -> tuple[HeldOut, list[Side]]:
-    """Return the prompts that were used, and the completions of each model.
-
-    They are scored where the judge scores each alone.
-    """
+    """Return the prompts that were used, and the completions of each model."""
     found: dict[str, Side] = {}
     for base, on_it in by_base(models):
         held_out = held_out.fit(base.tokenizer)

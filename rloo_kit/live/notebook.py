@@ -8,17 +8,17 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
-from rloo_kit.live.view import REFRESH_SECONDS, LiveView, Progress, finding_line
+from rloo_kit.live.view import LiveView, Progress, finding_line
 
-# Of the run's time, at most, that goes into the drawings of a notebook
-DRAWING_SHARE = 0.02
+# Least time between two drawings, each of which takes a part of a second
+DRAWING_SECONDS = 10.0
 
 
 class NotebookFigure(LiveView):
     """A figure with a line of numbers and the findings, updated in place without a widget.
 
-    It is drawn at the first and the last step, and between them as often as fits into 2% of the
-    run's time. Without matplotlib only the text is updated.
+    It is drawn at the first and the last step, and between them every ten seconds. Without
+    matplotlib only the text is updated.
     """
 
     def __init__(self) -> None:
@@ -42,12 +42,9 @@ class NotebookFigure(LiveView):
             self._handle = None
 
     def _update(self) -> None:
-        started = time.monotonic()
         can_draw = self.progress.steps and find_spec("matplotlib") is not None
         self._handle.update(self._content(figure_png(self.progress) if can_draw else b""), raw=True)
-        now = time.monotonic()
-        # The next drawing is expected to cost as much as this one.
-        self._due = now + max(REFRESH_SECONDS, (now - started) / DRAWING_SHARE)
+        self._due = time.monotonic() + DRAWING_SECONDS
 
     def _content(self, picture: bytes) -> dict[str, str]:
         """Return the output as HTML and as plain text."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, TextIO
 
-from rloo_kit.diagnosis.record import finite_number, finite_numbers, mean_or_none, text_of_row
+from rloo_kit.diagnosis.record import finite_number, finite_numbers, mean_or_none, text_of
 from rloo_kit.live.view import (
     REFRESH_SECONDS,
     LiveView,
@@ -164,8 +164,8 @@ def _completions(progress: Progress) -> list[Any]:
     for name, row in [("best", row) for row in ranked[-1:]] + [
         ("worst", row) for row in ranked[:-1][:1]
     ]:
-        thought, end, answer = text_of_row(row).rpartition(THOUGHT_ENDS)
-        prompt = text_of_row({"completion": row.get("prompt")})
+        thought, end, answer = text_of(row.get("completion")).rpartition(THOUGHT_ENDS)
+        prompt = text_of(row.get("prompt"))
         grid.add_row(f"{name} {row['score']:.3f}", _text(prompt, "dim"))
         if end:
             grid.add_row(" thought", _text(thought, "italic dim"))

@@ -9,10 +9,9 @@ import logging
 import os
 import platform
 import sys
-import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,6 @@ class Environment:
     backend: str  # "unsloth" or "transformers"
     why_not_unsloth: str | None
     hardware: Hardware
-    hidden: dict[str, str] = field(default_factory=dict)  # packages that fail at import, and why
     dotenv: str | None = None  # the file that was read
 
 
@@ -95,7 +93,7 @@ def setup(backend: str = "auto") -> Environment:
         reason = "backend: transformers was asked for"
     elif reason is None:
         check_import_order()
-    hidden = _hide_broken_packages()
+    _hide_broken_packages()
     with quiet():
         reason = reason or _import_unsloth()
         if reason and backend == "unsloth":
@@ -105,7 +103,7 @@ def setup(backend: str = "auto") -> Environment:
 
         route_trl_lm_head()
     chosen = "transformers" if reason else "unsloth"
-    _environment = Environment(chosen, reason, hardware, hidden, dotenv)
+    _environment = Environment(chosen, reason, hardware, dotenv)
     return _environment
 
 
@@ -174,20 +172,17 @@ def cache_folder() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "rloo-kit"
 
 
-def _hide_broken_packages() -> dict[str, str]:
+def _hide_broken_packages() -> None:
     """Make ``find_spec`` answer None for optional packages that fail at import."""
-    hidden = {}
     for name in OPTIONAL_PACKAGES:
         if name in sys.modules or find_spec(name) is None:
             continue
         try:
             importlib.import_module(name)
-        except Exception as exc:  # such as an operator that this build of torch lacks
+        except Exception:  # such as an operator that this build of torch lacks
             for loaded in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
                 del sys.modules[loaded]
             sys.modules[name] = None  # type: ignore[assignment]  # import machinery: "not there"
-            hidden[name] = first_line(exc)
-    return hidden
 
 
 def _import_unsloth() -> str | None:
@@ -195,13 +190,8 @@ def _import_unsloth() -> str | None:
     try:
         importlib.import_module("unsloth")
     except Exception as exc:
-        last = traceback.extract_tb(exc.__traceback__)[-1]
-        text = str(exc).splitlines()[0] if str(exc) else ""
         found = installed_version("unsloth")
-        return (
-            f"Unsloth {found} failed at import: {type(exc).__name__}: {text[:200]} "
-            f"({Path(last.filename).name}:{last.lineno})"
-        )
+        return f"Unsloth {found} failed at import: {type(exc).__name__}: {first_line(exc)}"
     return None
 
 

@@ -89,16 +89,10 @@ def detect_hardware() -> Hardware:
             bf16 = api.is_bf16_supported(including_emulation=False)
             name = api.get_device_properties(0).name
             return Hardware(kind, name, total, free, bf16, api.device_count())
-    total, free = host_memory()
-    return Hardware("cpu", _cpu_name(), total, free, _cpu_has_bf16(), 1)
-
-
-def host_memory() -> tuple[int, int]:
-    """Return (total, available) memory of the machine in bytes."""
     import psutil
 
     memory = psutil.virtual_memory()
-    return memory.total, memory.available
+    return Hardware("cpu", _cpu_name(), memory.total, memory.available, _cpu_has_bf16(), 1)
 
 
 def installed_version(package: str) -> str | None:

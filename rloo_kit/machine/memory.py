@@ -126,7 +126,7 @@ def take_peak() -> int:
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
-def release(*things: Any, clear_notebook: bool = False) -> Released:
+def release(*things: Any) -> Released:
     """Give back the memory of trainers, models and engines, also while variables point at them.
 
     Weights, gradients, optimizer states and buffers are replaced by empty tensors: the objects stay
@@ -135,21 +135,17 @@ def release(*things: Any, clear_notebook: bool = False) -> Released:
 
     Args:
         *things: Trainers, models, engines, or anything with a ``release`` method (a reward model).
-        clear_notebook: Also forget what a notebook keeps: ``Out``, ``_``, and the last error with
-            the variables of its frames.
 
     Returns:
         What was given back, and what is left.
     """
-    released, errors = _release_all(things, clear_notebook=clear_notebook)
+    released, errors = _release_all(things)
     if errors:
         raise errors[0]
     return released
 
 
-def _release_all(
-    things: tuple[Any, ...], *, clear_notebook: bool
-) -> tuple[Released, list[Exception]]:
+def _release_all(things: Iterable[Any]) -> tuple[Released, list[Exception]]:
     """Release every thing, also after one that raised."""
     before, errors = measure(), []
     for thing in sorted(things, key=_is_engine):  # engines last: see VllmEngine.close
@@ -157,8 +153,6 @@ def _release_all(
             _release_one(thing)
         except Exception as exc:
             errors.append(exc)
-    if clear_notebook:
-        _clear_notebook()
     return_to_system()
     return Released(before, measure()), errors
 
@@ -191,10 +185,10 @@ _sessions: list[Session] = []
 
 
 @contextlib.contextmanager
-def session(*, clear_notebook: bool = False) -> Iterator[Session]:
+def session() -> Iterator[Session]:
     """Release every model, trainer and engine that the body makes, also when it raises.
 
-    ``clear_notebook`` is that of ``release``. Example:
+    Example:
         with rk.session() as session:
             model, tokenizer = rk.load_model("tiny-thinker")
             ...
@@ -209,7 +203,7 @@ def session(*, clear_notebook: bool = False) -> Iterator[Session]:
     finally:
         _sessions.remove(opened)
         things, opened.things = opened.things[::-1], []
-        opened.released, errors = _release_all(tuple(things), clear_notebook=clear_notebook)
+        opened.released, errors = _release_all(things)
         if errors and not raised:  # the body's own error says more
             raise errors[0]
 
@@ -252,18 +246,6 @@ def shutdown_kernel() -> None:
         return
     print("shutting down the kernel: all memory returns to the system")  # noqa: T201
     kernel.do_shutdown(restart=False)
-
-
-def _clear_notebook() -> None:
-    for name in ("last_exc", "last_value", "last_traceback", "last_type"):
-        if hasattr(sys, name):
-            delattr(sys, name)
-    if "IPython" in sys.modules:
-        from IPython import get_ipython
-
-        shell = get_ipython()
-        if shell is not None:
-            shell.displayhook.flush()
 
 
 def empty_model(model: Any) -> None:

@@ -70,9 +70,8 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
     accumulation = trainer.get("gradient_accumulation_steps", 1)
     completion = trainer.get("max_completion_length") or DEFAULTS["max_completion_length"]
     beta = trainer.get("beta", DEFAULTS["beta"])
-    passes = trainer.get("num_iterations", 1) > 1 or batch.steps_per_generation > accumulation
     # an old-log-prob pass is needed once an optimizer step comes between sampling and learning
-    on_policy = not passes
+    on_policy = trainer.get("num_iterations", 1) == 1 and batch.steps_per_generation <= accumulation
     left = max(1, config.model.max_seq_length - completion)
     return Job(
         shape=facts.shape,
@@ -120,8 +119,6 @@ def assumptions(config: RunConfig, facts: Facts, job: Job) -> Iterator[str]:
         yield "transformers samples, since vLLM is not installed here"
     if any(isinstance(one, dict) and one.get("name") == "reward_model" for one in config.rewards):
         yield "the memory of reward models is not counted"
-    if not job.on_gpu and job.engine in ("vllm", "shared"):
-        yield "vLLM's own memory on a CPU is not counted"
 
 
 def _checkpointing(config: RunConfig, facts: Facts) -> str:

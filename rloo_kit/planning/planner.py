@@ -8,29 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.errors import KitError
 from rloo_kit.machine.environment import quiet, setup
-from rloo_kit.machine.hardware import (
-    GIB,
-    USABLE,
-    Card,
-    detect_hardware,
-    find_card,
-)
+from rloo_kit.machine.hardware import GIB, USABLE, Card, detect_hardware, find_card
 from rloo_kit.models.engine_memory import MIB
 from rloo_kit.planning.advice import Change, find_changes, peak_with
 from rloo_kit.planning.job import Facts, assumptions, make_job, read_facts
-from rloo_kit.planning.memory import (
-    CONTEXT,
-    DOING,
-    Job,
-    MemoryPlan,
-    plan_memory,
-    planned_engine,
-)
+from rloo_kit.planning.memory import CONTEXT, DOING, Job, MemoryPlan, plan_memory, planned_engine
 from rloo_kit.training.preparation import read_config
 
 # Columns of the longest bar and of a part's name: 80 with the number
@@ -101,25 +87,6 @@ class Plan:
             return f"{what}: {self.refusal}"
         tight = " (tight)" if left < 3 * (1 - USABLE) * self.room else ""
         return f"{what}: fits{tight}, {_gib(left)} of {_gib(self.room)} stay free"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        phase = self.memory.phase
-        return {
-            "verdict": self.verdict,
-            "card": self.facts.card.name,
-            "room": self.room,
-            "peak": self.peak_bytes,
-            "fits": self.fits,
-            "phase": phase,
-            "doing": DOING[phase],
-            "phases": self.memory.phases,
-            "parts": [{"name": name, "bytes": size} for name, size in self.memory.at(phase)],
-            "budget": self.memory.budget,
-            "vllm_share": self.vllm_share,
-            "changes": [line for change in self.changes for line in change.lines],
-            "notes": self.notes,
-        }
 
     def __repr__(self) -> str:
         return "\n".join(_picture(self))

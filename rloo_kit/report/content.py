@@ -5,6 +5,7 @@ import math
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rloo_kit.config.run_file import RunConfig
@@ -18,7 +19,7 @@ from rloo_kit.diagnosis.record import (
 )
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
-from rloo_kit.report.curves import Chart, curves_of, held_out_points, rows_of
+from rloo_kit.report.curves import Chart, as_dict, curves_of, held_out_points, rows_of
 from rloo_kit.report.examples import completion_parts, kept_groups, messages_of
 from rloo_kit.text.redaction import redact_tree
 
@@ -59,12 +60,8 @@ def run_content(
 # --- plain values out of files that anybody may have written --------------------------------------
 
 
-def _dict(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
 def _numbers(value: object) -> dict[str, float | None]:
-    return {name: finite_number(number) for name, number in _dict(value).items()}
+    return {name: finite_number(number) for name, number in as_dict(value).items()}
 
 
 def _list(value: object) -> list[Any]:
@@ -78,7 +75,7 @@ def _finding(finding: Finding, record: RunRecord) -> dict[str, Any]:
     # Several settings are one text, "a.b=1, a.c=2"; a value may hold a comma too.
     settings = re.split(r", (?=[\w.]+=)", finding.setting) if finding.setting else []
     command = " ".join([_command(record), *(f"--set {shlex.quote(one)}" for one in settings)])
-    return {**finding.as_dict(), "settings": settings, "command": command if settings else ""}
+    return {**asdict(finding), "settings": settings, "command": command if settings else ""}
 
 
 def _end(record: RunRecord) -> dict[str, Any]:
@@ -128,7 +125,7 @@ def _reward_name(reward: object) -> str:
 def _held_out(record: RunRecord) -> dict[str, Any]:
     """Return every reward before and after, and what their difference amounts to."""
     found = record.evaluation or {}
-    parts = {name: found[name] for name in ("before", "after") if _dict(found.get(name))}
+    parts = {name: found[name] for name in ("before", "after") if as_dict(found.get(name))}
     means = {name: _numbers(part.get("rewards")) for name, part in parts.items()}
     compared = {one.name: one for one in RunStatistics(record).scored_twice}
     rewards = []
@@ -154,7 +151,7 @@ def _samples(record: RunRecord, most: int) -> dict[str, Any]:
     """Return held-out prompts with both completions, those whose rewards changed most first."""
     found = record.evaluation or {}
     before, after = (
-        [_dict(one) for one in _list(_dict(found.get(name)).get("samples"))]
+        [as_dict(one) for one in _list(as_dict(found.get(name)).get("samples"))]
         for name in ("before", "after")
     )
     if len(before) != len(after):  # the run still trains, or scored other prompts
@@ -173,7 +170,7 @@ def _samples(record: RunRecord, most: int) -> dict[str, Any]:
 
 
 def _total(sample: dict[str, Any]) -> float:
-    return math.fsum(finite_numbers(_dict(sample.get("rewards")).values()))
+    return math.fsum(finite_numbers(as_dict(sample.get("rewards")).values()))
 
 
 def _sample(sample: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +200,6 @@ def _settings(config: RunConfig | None) -> list[dict[str, Any]]:
 
 
 def _flat(config: RunConfig) -> dict[str, str]:
-    """Return the settings as texts, by ``section.key``."""
     found = {}
     for name, value in redact_tree(config.as_dict()).items():
         if isinstance(value, dict):
@@ -224,14 +220,14 @@ def _text(value: object) -> str:
 def _environment(record: RunRecord) -> list[tuple[str, str]]:
     """Return hardware, backend and versions as pairs of name and value."""
     facts = (read_json(record.folder / "environment.json") if record.folder else None) or {}
-    hardware, found = _dict(facts.get("hardware")), []
+    hardware, found = as_dict(facts.get("hardware")), []
     if hardware.get("name"):
         memory = finite_number(hardware.get("total_memory"))
         size = f", {memory / (1 << 30):.0f} GiB" if memory else ""
         found.append(("hardware", f"{hardware['name']}{size}"))
     if facts.get("backend"):
         found.append(("backend", str(facts["backend"])))
-    versions = _dict(facts.get("versions")).items()
+    versions = as_dict(facts.get("versions")).items()
     return found + [(str(name), str(version or "not installed")) for name, version in versions]
 
 

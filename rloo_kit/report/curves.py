@@ -141,20 +141,21 @@ def held_out_points(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
     last = finite_number(record.end.get("kept_step"))
     last = max(rows_of(record).steps, default=0) if last is None else last
     parts = [
-        {"step": 0, **_dict(found.get("before"))},
-        *map(_dict, during if isinstance(during, list) else []),
-        {"step": last, **_dict(found.get("after"))},
+        {"step": 0, **as_dict(found.get("before"))},
+        *map(as_dict, during if isinstance(during, list) else []),
+        {"step": last, **as_dict(found.get("after"))},
     ]
     points: dict[str, list[tuple[int, float]]] = {}
     for part in parts:
-        for name, value in _dict(part.get("rewards")).items():
+        for name, value in as_dict(part.get("rewards")).items():
             if (number := finite_number(value)) is not None:
                 step = int(finite_number(part.get("step")) or 0)
                 points.setdefault(name, []).append((step, number))
     return points
 
 
-def _dict(value: object) -> dict[str, Any]:
+def as_dict(value: object) -> dict[str, Any]:
+    """Return a dict; an empty one for a damaged or missing value."""
     return value if isinstance(value, dict) else {}
 
 

@@ -4,10 +4,10 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
+from rloo_kit.diagnosis.record import text_of
 from rloo_kit.diagnosis.rules import Finding, findings_text
 from rloo_kit.reward_lab.statistics import RewardStats, Signal
 from rloo_kit.text.wording import printable
-from rloo_kit.types import Completion
 
 HEAD = ("weight", "mean", "std", "in-group", "low", "high", "fires", "none", "ms", "length")
 
@@ -41,16 +41,6 @@ class RewardCheck:
             findings_text(self.findings) or "nothing is wrong with the rewards",
         ]
         return "\n\n".join([*parts, _samples_text(self.samples), *self.notes])
-
-
-def text_of(completion: Completion) -> str:
-    """Return the text of a completion, plain or conversational."""
-    if isinstance(completion, str):
-        return completion
-    content = completion[-1].get("content") if completion else ""
-    if isinstance(content, list):
-        return "".join(part.get("text") or "" for part in content)
-    return content or ""
 
 
 def _row_text(row: RewardStats) -> str:

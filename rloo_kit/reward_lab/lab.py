@@ -14,19 +14,19 @@ from typing import Any
 
 from rloo_kit.config.run_file import EXAMPLES, RunConfig
 from rloo_kit.data.files import read_rows
+from rloo_kit.diagnosis.record import text_of
 from rloo_kit.errors import ConfigError, DataError, KitError
 from rloo_kit.evaluation.evaluator import RESERVED, evaluate, settings_of
 from rloo_kit.machine.environment import setup
 from rloo_kit.machine.memory import add_to_session, session
 from rloo_kit.models.loading import find_model
 from rloo_kit.output_folder import free_folder
-from rloo_kit.reward_lab.check import RewardCheck, text_of
+from rloo_kit.reward_lab.check import RewardCheck
 from rloo_kit.reward_lab.probes import probe
 from rloo_kit.reward_lab.rules import find_all, verdict
 from rloo_kit.reward_lab.statistics import (
     Batch,
     Probed,
-    Settings,
     signal_of,
     statistics_of,
     total_scores,
@@ -56,7 +56,8 @@ class _Material:
     rows: list[Row]
     """``prompt``, ``completion`` and what a reward may ask for, as ``--completions`` reads it."""
     rewards: list[LoadedReward]
-    settings: Settings
+    max_completion_length: int | None = None
+    max_seq_length: int | None = None
     timeout: float | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -166,7 +167,8 @@ def _sampled(
     return _Material(
         rows,
         load(tokenizer, args.chat_template_kwargs),
-        Settings(args.max_completion_length, config.model.max_seq_length),
+        args.max_completion_length,
+        config.model.max_seq_length,
         args.reward_timeout_seconds,
     )
 
@@ -188,12 +190,15 @@ def _read(
     rewards = load(tokenizer, template_settings(config))
     note = "note: without a tokenizer, rewards that look for thinking tokens use Qwen3's"
     notes = [note] if tokenizer is None else []
-    trainer, settings = config.trainer, Settings()
-    if base is not None:
-        limit, length = trainer.get("max_completion_length", 512), config.model.max_seq_length
-        settings = Settings(limit, length)
-    timeout = trainer.get("reward_timeout_seconds")
-    return _Material(rows, rewards, settings, timeout, notes=notes)
+    material = _Material(rows, rewards, notes=notes)
+    if base is None:
+        return material
+    return replace(
+        material,
+        max_completion_length=config.trainer.get("max_completion_length", 512),
+        max_seq_length=config.model.max_seq_length,
+        timeout=config.trainer.get("reward_timeout_seconds"),
+    )
 
 
 def _tokenizer(config: RunConfig, base: Path) -> Any:
@@ -262,14 +267,13 @@ def _columns_of(rows: list[Row]) -> dict[str, Any]:
 
 
 def _batch_of(material: _Material, columns: dict[str, Any]) -> Batch:
-    """Return what is known of the completions."""
     rows, ids = material.rows, columns.get("completion_ids")
     groups: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
         # A run's completions.jsonl counts the groups of every step from 0.
         key = [row["prompt"]] if row.get("group") is None else [row.get("step"), row["group"]]
         groups.setdefault(json.dumps(key, default=str), []).append(number)
-    truncated, limit = columns.get("truncated"), material.settings.max_completion_length
+    truncated, limit = columns.get("truncated"), material.max_completion_length
     if truncated is None and ids is not None and limit:
         truncated = [len(row) >= limit for row in ids]
     return Batch(
@@ -277,11 +281,12 @@ def _batch_of(material: _Material, columns: dict[str, Any]) -> Batch:
         groups=list(groups.values()),
         num_tokens=ids and [len(row) for row in ids],
         truncated=truncated and [bool(value) for value in truncated],
+        max_completion_length=limit,
+        max_seq_length=material.max_seq_length,
     )
 
 
 def _examined(material: _Material) -> RewardCheck:
-    """Call and probe every reward, and draw the conclusions."""
     columns = _columns_of(material.rows)
     batch, notes, probed = _batch_of(material, columns), list(material.notes), []
     for reward in material.rewards:
@@ -292,7 +297,7 @@ def _examined(material: _Material) -> RewardCheck:
             notes.append(f"note: {reward.name} is a model object, which was not checked")
     totals = total_scores(probed, batch)
     signal = signal_of(totals, batch)
-    findings = find_all(probed, batch, material.settings, signal)
+    findings = find_all(probed, batch, signal)
     samples = [
         {
             "prompt": row["prompt"],

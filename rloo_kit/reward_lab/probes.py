@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rloo_kit.diagnosis.record import text_of
 from rloo_kit.errors import RewardContractError
-from rloo_kit.reward_lab.check import text_of
 from rloo_kit.reward_lab.rules import wanted_probes
 from rloo_kit.reward_lab.statistics import Batch, Fault, Probed
 from rloo_kit.scoring.contract import CheckedReward, OverdueError, guarded, take_rows

@@ -17,7 +17,6 @@ from rloo_kit.diagnosis.run_rules import four_times_longer
 from rloo_kit.reward_lab.statistics import (
     Batch,
     Probed,
-    Settings,
     Signal,
     both_scored,
     is_constant,
@@ -125,11 +124,11 @@ def _never_applies(probed: Probed) -> Iterator[Seen]:
     "a truncated completion never reaches its answer, so rewards cannot tell one from another",
     "raise the limit on completion length, or make the thoughts shorter",
 )
-def _truncated(batch: Batch, settings: Settings, *, harmful: bool) -> Iterator[Seen]:
-    num, count, limit = sum(batch.truncated or []), len(batch.texts), settings.max_completion_length
+def _truncated(batch: Batch, *, harmful: bool) -> Iterator[Seen]:
+    num, count, limit = sum(batch.truncated or []), len(batch.texts), batch.max_completion_length
     if num > count / 2:
         level = "error" if num >= MOSTLY * count and harmful else "warning"
-        longer = four_times_longer(limit, settings.max_seq_length) if limit else ""
+        longer = four_times_longer(limit, batch.max_seq_length) if limit else ""
         what = f"the limit of {limit} tokens" if limit else "the limit"
         yield Seen(f"{num} of {count} completions reached {what}", level, setting=longer)
 
@@ -303,12 +302,10 @@ def _no_signal(signal: Signal) -> Iterator[Seen]:
 # --- all findings, and the verdict ---------------------------------------------------------------
 
 
-def find_all(
-    rewards: Sequence[Probed], batch: Batch, settings: Settings, signal: Signal
-) -> list[Finding]:
+def find_all(rewards: Sequence[Probed], batch: Batch, signal: Signal) -> list[Finding]:
     """Return every finding, the most harmful first; a cause replaces what it explains."""
     dull = any(r.counts and is_constant(r.scores) for r in rewards)
-    fault = _truncated(batch, settings, harmful=dull or signal.share < LITTLE_SIGNAL)
+    fault = _truncated(batch, harmful=dull or signal.share < LITTLE_SIGNAL)
     excused = any(finding.level == "error" for finding in fault)
     found = [f for r in rewards for f in find_in_reward(r, batch, excused=excused)]
     dead = {finding.reward for finding in found if KINDS[finding.kind].about_signal}

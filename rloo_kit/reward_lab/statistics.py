@@ -16,21 +16,15 @@ from rloo_kit.types import Score
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings of the run that findings depend on; None where they are not known."""
-
-    max_completion_length: int | None = None
-    max_seq_length: int | None = None
-
-
-@dataclass(frozen=True)
 class Batch:
-    """B completions and what is known of them."""
+    """B completions and what is known of them, and of the run's limits."""
 
     texts: list[str]
     groups: list[list[int]]  # rows of each prompt
     num_tokens: list[int] | None = None
     truncated: list[bool] | None = None  # whether the completion ended because it reached the limit
+    max_completion_length: int | None = None
+    max_seq_length: int | None = None
 
     @property
     def lengths(self) -> list[int]:

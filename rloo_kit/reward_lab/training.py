@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import statistics
 import tempfile
 import time
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.checkpoints.stopping import StopSignals
 from rloo_kit.config.run_file import PROJECTIONS
 from rloo_kit.config.settings import Rule
 from rloo_kit.config.values import check_value
@@ -29,7 +27,7 @@ from rloo_kit.machine.memory import add_to_session, is_out_of_memory, session
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.output_folder import free_folder, write_json
 from rloo_kit.text.redaction import redact_tree
-from rloo_kit.text.wording import did_you_mean, format_value
+from rloo_kit.text.wording import format_value
 from rloo_kit.types import Completion, Row
 
 Say = Callable[[str], None]
@@ -63,8 +61,6 @@ class RewardModelResult:
     num_pairs: int  # trained on
     num_held_out: int
     seconds: float  # training alone
-    interrupted: bool = False  # by Ctrl-C or SIGTERM
-    terminated: bool = False  # by SIGTERM
 
 
 @dataclass(frozen=True)
@@ -132,7 +128,7 @@ def train_reward_model(  # noqa: PLR0913
             default.
 
     Returns:
-        The folder and how good it is. Ctrl-C during training saves what was learned.
+        The folder and how good it is.
 
     Raises:
         KitError: The pairs, a setting or the base is wrong, or a training pass does not fit.
@@ -267,7 +263,7 @@ def _train_and_save(
         say(f"{len(train_ids):,} pairs to train on, {len(held_ids):,} held out")
         trainer = _make_trainer(arguments, model, tokenizer, train_ids, say)
         before = _scores(trainer, held_ids)
-        seconds, received = _train(trainer, say)
+        seconds = _train(trainer)
         after = _scores(trainer, held_ids)
     result = RewardModelResult(
         folder=folder,
@@ -277,8 +273,6 @@ def _train_and_save(
         num_pairs=len(train_ids),
         num_held_out=len(held_ids),
         seconds=round(seconds, 1),
-        interrupted=received is not None,
-        terminated=received == signal.SIGTERM,
     )
     _save(job, trainer, result, after)
     say(
@@ -336,20 +330,13 @@ def _read(tokenizer: Any, pairs: list[Pair], job: _Job) -> list[Ids]:
 
 
 def _arguments(job: _Job, folder: str, hardware: Hardware) -> Any:
-    """Return TRL's configuration."""
     from trl.trainer.reward_config import RewardConfig
 
-    fields = [field for field in dataclasses.fields(RewardConfig) if field.init]
-    known = sorted({field.name for field in fields} - {*FIXED, "output_dir", "use_cpu"})
-    for name in job.settings:
-        if name not in known:
-            raise ConfigError(
-                f"a reward model has no setting {name!r}: give a field of TRL's RewardConfig that "
-                f"the kit does not set itself{did_you_mean(name, known)}"
-            )
     on_cpu = hardware.device == "cpu"
     half = None if on_cpu else hardware.mixed_precision
+    fixed = {**FIXED, "output_dir": folder, "use_cpu": on_cpu}
     # Unsloth changes defaults of the classes of TRL that it patches.
+    fields = [one for one in dataclasses.fields(RewardConfig) if one.init and one.name not in fixed]
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     defaults |= {
         "bf16": half == "bf16",
@@ -360,9 +347,8 @@ def _arguments(job: _Job, folder: str, hardware: Hardware) -> Any:
         "logging_steps": 1,
         "seed": job.seed,
     }
-    values = {**defaults, **job.settings, **FIXED, "output_dir": folder, "use_cpu": on_cpu}
     try:
-        arguments = RewardConfig(**values)
+        arguments = RewardConfig(**fixed, **{**defaults, **job.settings})
     except (ValueError, TypeError) as exc:
         raise ConfigError(f"TRL refuses the settings of the reward model: {exc}") from exc
     if not arguments.bf16 and not arguments.fp16:
@@ -399,12 +385,6 @@ def _progress(say: Say) -> Any:
     from transformers import TrainerCallback
 
     class Progress(TrainerCallback):
-        stop: StopSignals | None = None
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if self.stop and self.stop.received is not None:
-                control.should_training_stop = True
-
         def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # it also gets the logs
             self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any
         ) -> None:
@@ -412,19 +392,15 @@ def _progress(say: Say) -> Any:
             if "loss" in logs and (step % max(1, total // PROGRESS_LINES) == 0 or step == total):
                 loss, accuracy = float(logs["loss"]), logs["accuracy"]
                 say(f"step {step}/{total}  loss {loss:.3f}  accuracy {accuracy:.2f}")
-            # A signal may have come meanwhile.
-            self.on_step_end(args, state, control)
 
     return Progress()
 
 
-def _train(trainer: Any, say: Say) -> tuple[float, int | None]:
-    """Train; return seconds and the signal that ended it. A second one is raised at once."""
+def _train(trainer: Any) -> float:
+    """Train; return the seconds."""
     start = time.monotonic()
-    progress = next(one for one in trainer.callback_handler.callbacks if hasattr(one, "stop"))
     try:
-        with StopSignals(say) as progress.stop:
-            trainer.train()
+        trainer.train()
     except Exception as exc:
         if not is_out_of_memory(exc):
             raise
@@ -432,10 +408,7 @@ def _train(trainer: Any, say: Say) -> tuple[float, int | None]:
             "out of memory while training the reward model: lower per_device_train_batch_size (and "
             "raise gradient_accumulation_steps by as much) or max_length"
         ) from exc
-    received = progress.stop.received
-    if received is not None:
-        say(f"interrupted after step {trainer.state.global_step}: saving what was learned")
-    return time.monotonic() - start, received
+    return time.monotonic() - start
 
 
 def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:
@@ -494,7 +467,7 @@ def _facts(job: _Job, result: RewardModelResult, steps: int) -> dict[str, Any]:
             with contextlib.suppress(ValueError):
                 # No relative path leads to another drive of Windows.
                 facts["base_folder"] = Path(os.path.relpath(place, folder)).as_posix()
-    kept = {k: v for k, v in vars(result).items() if k not in ("folder", "terminated")}
+    kept = {k: v for k, v in vars(result).items() if k != "folder"}
     return facts | {
         **{k: v for k, v in vars(job).items() if k != "model"},
         **kept,

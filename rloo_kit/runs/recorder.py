@@ -9,6 +9,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ class RunRecorder(TrainerCallback):
         if self.resumed_at:
             end["resumed_at"] = self.resumed_at
         if watch is not None and watch.stopped_on:
-            end["finding"] = watch.stopped_on.as_dict()
+            end["finding"] = asdict(watch.stopped_on)
             end["kept_step"] = watch.best.step if watch.best else None
         write_json(self.folder / "end.json", redact_tree({**end, "time": time.time()}))
 

@@ -3,7 +3,7 @@
 import json
 import math
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import fmean
 
 import pytest
@@ -375,7 +375,7 @@ def test_odd_metrics_raise_no_error(broken, worsened, sampled, scored):
 def ended(**end):
     finding = find_in_run(record({"kl": line(0.1, 3.0), "reward": line(0.9, 0.1)}))[0]
     assert finding.kind == "kl_explosion"
-    return {"how": "stopped", "finding": finding.as_dict(), **end}
+    return {"how": "stopped", "finding": asdict(finding), **end}
 
 
 def test_the_finding_that_stopped_a_run_stays_first():

@@ -277,18 +277,6 @@ def test_votes_come_from_the_reward_that_says_right_or_wrong():
     assert _answer_of(rewards, scores | {"right": [None, None]})("x</think>") is None
 
 
-def test_an_adapter_in_a_pickle_is_not_opened(run, tmp_path):
-    shutil.copytree(run / "adapter", tmp_path / "adapter")
-    weights = tmp_path / "adapter" / "adapter_model.safetensors"
-    weights.rename(weights.with_name("adapter_model.bin"))
-    one = load_base(find_trained("tiny-thinker"))
-    with (
-        pytest.raises(ModelError, match="its weights as safetensors"),
-        one.using(find_trained(tmp_path / "adapter")),
-    ):
-        pytest.fail("it answered")
-
-
 def test_results_that_cannot_be_read_are_kept(tmp_path):
     file = tmp_path / "eval.json"
     file.write_text('{"evaluations": [{"cut')

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
 
@@ -13,7 +14,6 @@ from rloo_kit.reward_lab.rules import KINDS, find_all, verdict
 from rloo_kit.reward_lab.statistics import (
     Batch,
     Probed,
-    Settings,
     is_constant,
     rank_correlation,
     ranks,
@@ -123,7 +123,7 @@ def test_signal_counts_groups_at_either_end():
 
 def find(rewards, group, **given):
     found = signal_of(total_scores(rewards, group), group)
-    findings = find_all(rewards, group, Settings(**given), found)
+    findings = find_all(rewards, replace(group, **given), found)
     return findings, verdict(found, findings)
 
 

