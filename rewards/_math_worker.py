@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 
 _DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed|\\begin\{(?:equation|align)")
 # From here on a float holds no six decimals
-_LARGE = 10**15
 # Characters of a line that may be bare mathematics; a loop of 4,000 takes seconds to read
 _MAX_LINE = 200
 _WRAPPED = re.compile(r"\\text\{[^{}]*\}")
@@ -65,9 +64,7 @@ def main() -> None:
         request = json.loads(line)
         _end_after(seconds + 1)  # the parent ends this process first, unless it is gone
         try:
-            if "vote" in request:
-                reply = key_of(read(request["vote"]))
-            elif "answer" in request:
+            if "answer" in request:
                 gold, answer = read(request["gold"]), read(request["answer"])
                 reply = bool(math_verify.verify(gold, answer, timeout_seconds=None))
             else:
@@ -89,26 +86,6 @@ def expressions(text: str, parse: Callable[[str], list[Any]]) -> list[Any]:
     if is_line and not _is_prose(line):
         return parse(bare) or parse(text)
     return parse(text) or (parse(bare) if is_line else [])
-
-
-def key_of(found: list[Any]) -> str | None:
-    """Return one text for answers that are equal: of what math-verify read, its first reading.
-
-    A number to six decimals, as math-verify compares them; of ``x = 5`` the 5; a term expanded.
-    """
-    import sympy
-
-    if not found or isinstance(found[0], str):
-        return found[0].strip() or None if found else None
-    read = found[0]
-    if isinstance(read, sympy.Equality) and read.lhs.is_Symbol:
-        read = read.rhs
-    if isinstance(read, sympy.Expr):
-        read = sympy.expand(read.doit())  # a percentage is a product that was not multiplied out
-        if not read.free_symbols and abs(read) < _LARGE:
-            real, imaginary = (round(float(part), 6) for part in read.evalf().as_real_imag())
-            return str(complex(real, imaginary) if imaginary else real + 0.0)
-    return str(read)
 
 
 def _is_prose(line: str) -> bool:

@@ -182,22 +182,6 @@ class Accuracy(TemplateAware):
         rows = self.rows(completions, prompts)
         return [self._score(*row, answer) for row, answer in zip(rows, answers, strict=True)]
 
-    def answer_key(self, text: str) -> str | None:
-        """Return what answers that mean the same have in common, for a vote; None: no answer.
-
-        >>> Accuracy().answer_key("hm</think> 1,234.0 "), Accuracy().answer_key("hm</think>")
-        ('1234', None)
-        >>> Accuracy(match="choice").answer_key("so it is **(B)**")
-        'B'
-        """
-        given = text_after_thought(text).strip()
-        if self.match == "choice":
-            return chosen_letter(given)
-        number = last_number(given) if self.match == "number" else parse_number(given)
-        if number is not None:
-            return format(number.normalize(), "f")
-        return given or None if self.match != "number" else None
-
     def _score(self, text: str, opened: bool, answer: Answer) -> Score:
         expected = self._expected(answer)
         if expected is None:

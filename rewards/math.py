@@ -35,9 +35,7 @@ class _Worker:
         """Pickle as a worker that has not started."""
         return type(self), ()
 
-    def ask(
-        self, request: dict[str, str], timeout_seconds: float, memory_mib: int
-    ) -> bool | str | None:
+    def ask(self, request: dict[str, str], timeout_seconds: float, memory_mib: int) -> bool | None:
         """Return the reply, or None where the process took too long or died of the request.
 
         Raises:
@@ -170,23 +168,11 @@ class Math(TemplateAware):
             scores.append(scored[pair])
         return scores
 
-    def answer_key(self, text: str) -> str | None:
-        r"""Return what answers that are equal have in common, for a vote; None: no answer.
-
-        >>> reward = Math()
-        >>> reward.answer_key(r"hm</think>$x = \frac{2}{4}$") == reward.answer_key("0.5")
-        True
-        >>> reward.release()
-        """
-        answer = self._answer(text, self.is_opened(""))
-        key = self._ask({"vote": answer}) if answer else None
-        return key if isinstance(key, str) else None
-
     def release(self) -> None:
         """End the process that compares; the next call starts one again."""
         self._worker.end()
 
-    def _ask(self, request: dict[str, str]) -> bool | str | None:
+    def _ask(self, request: dict[str, str]) -> bool | None:
         return self._worker.ask(request, self.timeout_seconds, self.memory_mib)
 
     def _answer(self, text: str, opened: bool) -> str:

@@ -120,7 +120,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def _add_eval(commands: Any) -> None:
-    text = "score models on the same held-out prompts: accuracy, pass@k, maj@k, their intervals"
+    text = "score models on the same held-out prompts: accuracy, pass@k, their intervals"
     command = _command(commands, "eval", _eval, text)
     command.add_argument(
         "models", nargs="+", metavar="RUN", help="a run, a checkpoint, an adapter or a model"

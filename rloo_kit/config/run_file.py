@@ -91,7 +91,7 @@ class DataSection:
     )
     held_out_samples: int = setting(
         1,
-        "Completions of each held-out prompt; with several, pass@k and maj@k are reported.",
+        "Completions of each held-out prompt; with several, pass@k is reported.",
         minimum=1,
         maximum=1 << 16,
     )

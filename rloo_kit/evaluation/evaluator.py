@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from statistics import fmean
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from rloo_kit.data.prompts import prompt_ids
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.evaluation.statistics import Estimate, estimate, majority, pass_at_k
+from rloo_kit.evaluation.statistics import Estimate, estimate, pass_at_k
 from rloo_kit.rloo.guards import Pieces, check_finite, finite_logits
 from rloo_kit.sampling.engine import Sampling
-from rloo_kit.text.thoughts import THOUGHT_ENDS, ThoughtFinder
+from rloo_kit.text.thoughts import ThoughtFinder
 
 if TYPE_CHECKING:
     from rloo_kit.sampling.engine import Engine
@@ -38,7 +38,7 @@ class Evaluation:
     """0 for greedy."""
     samples: list[dict[str, Any]]
     """Every prompt, completion, its scores and token counts; the completions of a prompt together,
-    the prompts in order. ``answer`` is its vote in maj@k."""
+    the prompts in order."""
     num_samples: int = 1
     """Completions of each prompt."""
     judged_by: str | None = None
@@ -54,7 +54,6 @@ class Evaluation:
             found |= {
                 "correct_by": self.correct_by,
                 "pass_at_k": {str(k): one.mean for k, one in self.pass_at.items()},
-                "maj_at_k": {str(k): one.mean for k, one in self.maj_at.items()},
             }
         return found
 
@@ -96,27 +95,15 @@ class Evaluation:
     @cached_property
     def pass_at(self) -> dict[int, Estimate]:
         """pass@k over the prompts that ``correct_by`` applies to; k is n, or a power of two."""
-        rows = [[right for right, _ in one] for one in self._verdicts]
+        name = self.correct_by
+        scores = [[s["rewards"][name] for s in one] for one in self.by_prompt] if name else []
+        rows = [one for one in scores if None not in one]
         powers = {2**power for power in range(self.num_samples.bit_length())}
         reported = sorted({k for k in powers if k <= self.num_samples} | {self.num_samples})
         return {
-            k: estimate([pass_at_k(len(one), sum(one), k) for one in rows])
+            k: estimate([pass_at_k(len(one), one.count(1.0), k) for one in rows])
             for k in (reported if rows else [])
         }
-
-    @cached_property
-    def maj_at(self) -> dict[int, Estimate]:
-        """maj@n over the same prompts: of equal answers, the most frequent one."""
-        rows = [([answer for _, answer in one], [ok for ok, _ in one]) for one in self._verdicts]
-        return {self.num_samples: estimate([majority(*row) for row in rows])} if rows else {}
-
-    @cached_property
-    def _verdicts(self) -> list[list[tuple[bool, Hashable]]]:
-        name = self.correct_by
-        if name is None:
-            return []
-        whole = [one for one in self.by_prompt if None not in [s["rewards"][name] for s in one]]
-        return [[(s["rewards"][name] == 1.0, s.get("answer")) for s in one] for one in whole]
 
     @property
     def thinking_length(self) -> float | None:
@@ -159,7 +146,7 @@ def evaluate(
         batch_size: Completions at one time.
         seed: Of sampling.
         engine: Samples instead of ``model.generate``; it is sent the adapter first.
-        num_samples: Completions of each prompt, for pass@k and maj@k.
+        num_samples: Completions of each prompt, for pass@k.
 
     Raises:
         ConfigError: Several greedy completions of a prompt: they would all be the same.
@@ -208,7 +195,7 @@ def _score(
     """Return the samples of an evaluation."""
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     scores = score_texts(rows, texts, ids, rewards)
-    find, answer_of = ThoughtFinder(tokenizer), _answer_of(rewards, scores)
+    find = ThoughtFinder(tokenizer)
     return [
         {
             "prompt": row["prompt"],
@@ -217,7 +204,6 @@ def _score(
             "tokens": len(ids[i]),
             "thought_tokens": find(ids[i], text)["thought_tokens"],
             "cut_off": not ids[i] or ids[i][-1] not in ends,
-            "answer": answer_of(text),
         }
         for i, (row, text) in enumerate(zip(rows, texts, strict=True))
     ]
@@ -252,21 +238,6 @@ def score_texts(
         found = reward.func(**columns)
         scores[reward.name] = asyncio.run(found) if inspect.iscoroutine(found) else found
     return scores
-
-
-def _answer_of(
-    rewards: "Sequence[LoadedReward]", scores: Mapping[str, list[float | None]]
-) -> Callable[[str], str | None]:
-    """Return the function that gives a completion's vote.
-
-    The reward that says right or wrong may know which answers mean the same (``answer_key``); else
-    it is the text after the thought. An empty one is no answer.
-    """
-    judge = next((one for one in rewards if _right_or_wrong(scores[one.name])), None)
-    key: Any = getattr(getattr(judge and judge.func, "reward", None), "answer_key", None)
-    if key is not None:
-        return key
-    return lambda text: " ".join(text.rpartition(THOUGHT_ENDS)[2].casefold().split()) or None
 
 
 def settings_of(args: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Statistics of n completions of each prompt: pass@k, maj@n, intervals, paired differences.
+"""Statistics of n completions of each prompt: pass@k, intervals, paired differences.
 
 Completions of one prompt are alike, so prompts are resampled with all their completions, and two
 models are compared prompt by prompt.
@@ -6,7 +6,7 @@ models are compared prompt by prompt.
 
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,24 +29,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
         raise ValueError(f"pass@{k} of {num_samples} completions, {num_correct} right, is nothing")
     wrong = num_samples - num_correct
     return 1.0 - math.comb(wrong, k) / math.comb(num_samples, k)
-
-
-def majority(answers: Sequence[Hashable], right: Sequence[bool]) -> float:
-    """Return whether the most frequent of n answers is right, as a share where that is not sure.
-
-    Wang et al. 2022, arXiv 2203.11171 (self-consistency). Ties count by their mean, and so does an
-    answer that was judged in two ways. None is no answer, and has no vote.
-
-    >>> majority(["7", "7", "8"], [True, True, False]), majority(["7", "8"], [True, False])
-    (1.0, 0.5)
-    """
-    judged: dict[Hashable, list[bool]] = {}
-    for answer, is_right in zip(answers, right, strict=True):
-        if answer is not None:
-            judged.setdefault(answer, []).append(is_right)
-    most = max(map(len, judged.values()), default=0)
-    shares = [sum(found) / most for found in judged.values() if len(found) == most]
-    return sum(shares) / len(shares) if shares else 0.0
 
 
 # --- intervals and tests -------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def evaluate_models(  # noqa: PLR0913
         overrides: ``section.key=value`` of that run file, such as ``trainer.temperature=0.6``.
         prompts: A file, task or dataset instead of the run's held-out prompts.
         num_prompts: At most so many.
-        num_samples: Sampled completions of each prompt, for pass@k and maj@k; 0: greedy alone.
+        num_samples: Sampled completions of each prompt, for pass@k; 0: greedy alone.
         greedy: Also one greedy completion of each prompt.
         base: Put the base, without any adapter, first.
         batch_size: Completions at one time; None: as many as are known to fit.
@@ -204,9 +204,8 @@ def _cells(row: Row) -> dict[str, str]:
     cells = {"model": row.model, "drawn": row.mode}
     for name in found.rewards:
         cells[name] = _shown(found.estimate(name))
-    # of one completion pass@1 is the mean itself, and of two there is no majority
+    # of one completion pass@1 is the mean itself
     cells |= {f"pass@{k}": _shown(one) for k, one in found.pass_at.items() if k > 1}
-    cells |= {f"maj@{k}": _shown(one) for k, one in found.maj_at.items() if k > 2}
     thinking = found.thinking_length
     cells["thinking"] = "none" if thinking is None else f"{thinking:.1f}"
     cells["tokens"] = f"{found.mean_length:.1f}"

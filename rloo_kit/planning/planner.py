@@ -72,11 +72,6 @@ class Plan:
         return None if self.vllm_share is None else planned_engine(self.job).refusal
 
     @property
-    def notes(self) -> list[str]:
-        """What is assumed."""
-        return list(assumptions(self.config, self.facts, self.job))
-
-    @property
     def verdict(self) -> str:
         """In one line."""
         what = f"{self.config.model.name} on {self.facts.card.name}"
@@ -193,7 +188,7 @@ def _picture(made: Plan) -> list[str]:
     ]
     if made.vllm_share is not None:
         lines.append(f"vLLM gets {made.vllm_share:.3f} of the card (vllm_gpu_memory_utilization)")
-    lines += [f"note: {note}" for note in made.notes]
+    lines += [f"note: {note}" for note in assumptions(made.config, made.facts, made.job)]
     if made.changes:
         lines += ["", "to make it fit:"]
         lines += [

@@ -198,17 +198,19 @@ def _points(
         low, high = edges
     found = {"y": _means(values, cuts)}
     if low is not values or len(cuts) < len(values):
-        found["lo"] = [_rounded(min(finite_numbers(low[cut]), default=None)) for cut in cuts]
-        found["hi"] = [_rounded(max(finite_numbers(high[cut]), default=None)) for cut in cuts]
+        found["lo"] = [rounded(min(finite_numbers(low[cut]), default=None)) for cut in cuts]
+        found["hi"] = [rounded(max(finite_numbers(high[cut]), default=None)) for cut in cuts]
     return found
 
 
 def _means(values: Sequence[float | None], cuts: list[slice]) -> list[float | None]:
-    return [_rounded(mean_or_none(finite_numbers(values[cut]))) for cut in cuts]
+    return [rounded(mean_or_none(finite_numbers(values[cut]))) for cut in cuts]
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.5g}")
+def rounded(value: object) -> float | None:
+    """Return a finite number with six digits, which a page need not exceed; else None."""
+    number = finite_number(value)
+    return None if number is None else float(f"{number:.6g}")
 
 
 def _other_metrics(run: Rows, charts: Sequence[Chart]) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.diagnosis.record import finite_number
+from rloo_kit.report.curves import rounded
 from rloo_kit.text.thoughts import THOUGHT_ENDS
 
 # Characters of a completion
@@ -86,14 +87,9 @@ def _completion(row: dict[str, Any], limit: int) -> dict[str, Any]:
     return {
         **completion_parts(row, limit),
         "truncated": row.get("truncated") is True,
-        "rewards": {name: _rounded(value) for name, value in rewards.items()},
-        **{name: _rounded(row.get(name)) for name in NUMBERS},
+        "rewards": {name: rounded(value) for name, value in rewards.items()},
+        **{name: rounded(row.get(name)) for name in NUMBERS},
     }
-
-
-def _rounded(value: object) -> float | None:
-    number = finite_number(value)
-    return None if number is None else float(f"{number:.6g}")
 
 
 # --- texts ---------------------------------------------------------------------------------------

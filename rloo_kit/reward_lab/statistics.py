@@ -72,7 +72,6 @@ class RewardStats:
 
     name: str
     weight: float
-    num_scored: int
     none_share: float
     mean: float | None
     std: float | None
@@ -155,7 +154,6 @@ def statistics_of(probed: Probed, batch: Batch) -> RewardStats:
     return RewardStats(
         name=probed.name,
         weight=probed.weight,
-        num_scored=len(values),
         none_share=1 - len(values) / len(probed.scores),
         mean=fmean(values) if values else None,
         std=pstdev(values) if values else None,

@@ -20,7 +20,7 @@ from rloo_kit.config.run_file import PROJECTIONS
 from rloo_kit.config.settings import Rule
 from rloo_kit.config.values import check_value
 from rloo_kit.data.files import check_messages, local_path, read_rows
-from rloo_kit.errors import ConfigError, DataError, MemoryRanOutError, ModelError
+from rloo_kit.errors import ConfigError, DataError, MemoryRanOutError
 from rloo_kit.machine.environment import precision_as_asked, quiet, setup
 from rloo_kit.machine.hardware import TESTED, Hardware, installed_version
 from rloo_kit.machine.memory import add_to_session, is_out_of_memory, session
@@ -237,13 +237,6 @@ def _check(given: dict[str, Any]) -> None:
     errors += check_value("seed", given["seed"], int, Rule(minimum=0))
     if errors:
         raise ConfigError("; ".join(errors))
-    model = given["model"]
-    is_path = model.startswith((".", "/")) or model.count("/") > 1 or Path(model).exists()
-    if is_path and not (Path(model) / "config.json").is_file():
-        raise ModelError(
-            f"the base {model!r} of a reward model is no folder with a config.json: give the "
-            "folder of a whole model as save_pretrained wrote it, or a hub name"
-        )
 
 
 def _train_and_save(

@@ -6,7 +6,6 @@ import shutil
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -21,7 +20,7 @@ from rloo_kit.errors import (
     GenerationError,
     ModelError,
 )
-from rloo_kit.evaluation.evaluator import Evaluation, _answer_of
+from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.evaluation.held_out import choose_engine
 from rloo_kit.evaluation.models import find_trained, load_base
 from rloo_kit.evaluation.table import Row, compare, judge_alike, write_results
@@ -57,7 +56,7 @@ def table(run):
 # --- during a run ---------------------------------------------------------------------------------
 
 
-def test_a_run_reports_pass_majority_and_intervals(run):
+def test_a_run_reports_pass_and_intervals(run):
     found = json.loads((run / "evaluation.json").read_text())
     assert [row["step"] for row in found["during"]] == [1]  # eval_steps; the last step is "after"
     for part in ("before", "after"):
@@ -69,7 +68,6 @@ def test_a_run_reports_pass_majority_and_intervals(run):
         passed = one["pass_at_k"]
         assert passed["1"] == pytest.approx(one["rewards"]["accuracy"])
         assert passed["1"] <= passed["2"] <= passed["4"] <= 1
-        assert list(one["maj_at_k"]) == ["4"]
         low, high = one["intervals"]["accuracy"]
         assert low <= one["rewards"]["accuracy"] <= high
         by_prompt = [
@@ -137,7 +135,6 @@ def test_models_in_one_table(run, table):
         assert one.found.mean == pytest.approx(after - before)
     text = str(table)
     assert "pass@4" in text
-    assert "maj@4" in text
     assert re.search(r"accuracy, greedy: [+-]0\.\d+ \[", text)
 
 
@@ -257,24 +254,6 @@ def test_all_rows_share_the_reward_that_says_right_or_wrong():
     rows = [Row("x", evaluation(0.0, 0.0), 1.0), Row("y", evaluation(0.0, 0.5), 1.0)]
     assert [row.evaluation.correct_by for row in rows] == ["a", "b"]
     assert [row.evaluation.correct_by for row in judge_alike(rows)] == ["b", "b"]
-
-
-def test_votes_come_from_the_reward_that_says_right_or_wrong():
-    class Keyed:
-        def __init__(self, key):
-            self.answer_key = lambda text: key
-
-    def loaded(name, *key):
-        return SimpleNamespace(
-            name=name, func=SimpleNamespace(**({"reward": Keyed(*key)} if key else {}))
-        )
-
-    rewards = [loaded("style", "s"), loaded("right", "r"), loaded("plain")]
-    scores = {"style": [0.5, 1.0], "right": [0.0, None], "plain": [1.0, 0.0]}
-    assert _answer_of(rewards, scores)("hm</think> So  42") == "r"
-    assert _answer_of(rewards[2:], scores)("hm</think> So  42") == "so 42"
-    assert _answer_of(rewards[:1], scores)("hm</think> So  42") == "so 42"
-    assert _answer_of(rewards, scores | {"right": [None, None]})("x</think>") is None
 
 
 def test_results_that_cannot_be_read_are_kept(tmp_path):

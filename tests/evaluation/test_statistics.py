@@ -1,4 +1,4 @@
-"""pass@k, maj@k and intervals: by hand, by brute force, by simulation."""
+"""pass@k and intervals: by hand, by brute force, by simulation."""
 
 import itertools
 import math
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from rloo_kit.evaluation.statistics import (
     difference,
     estimate,
-    majority,
     pass_at_k,
 )
 
@@ -41,26 +40,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(num, data):
 
 def test_pass_at_k_of_very_many_is_exact():
     assert pass_at_k(100_000, 1, 50_000) == pytest.approx(0.5, abs=1e-12)
-
-
-# --- maj@n ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("answers", "right", "value"),
-    [
-        (["7", "7", "8"], "110", 1.0),
-        (["7", "8", "8"], "100", 0.0),
-        (["7", "8"], "10", 0.5),  # a tie
-        (["7", "8", "9"], "100", 1 / 3),
-        (["7", "7", "8", "8", "9"], "11000", 0.5),
-        ([None, None, "7"], "001", 1.0),  # no answer, no vote
-        ([None, None], "00", 0.0),
-        (["7", "7"], "10", 0.5),  # judged in two ways: the share
-    ],
-)
-def test_majority_by_hand(answers, right, value):
-    assert majority(answers, [r == "1" for r in right]) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
