@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 _DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed|\\begin\{(?:equation|align)")
-# From here on a float holds no six decimals
 # Characters of a line that may be bare mathematics; a loop of 4,000 takes seconds to read
 _MAX_LINE = 200
 _WRAPPED = re.compile(r"\\text\{[^{}]*\}")
