@@ -111,7 +111,7 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
     """Hold the lock of a run's folder, which the system releases however the process ends.
 
     Raises:
-        ConfigError: Another run holds it, or the folder cannot be written.
+        ConfigError: Another run holds it.
     """
     from filelock import FileLock, Timeout
 
@@ -122,11 +122,6 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
         raise ConfigError(
             f"run folder {str(folder)!r} is in use by another run: wait for it, or choose another "
             f"output_dir"
-        ) from exc
-    except OSError as exc:
-        raise ConfigError(
-            f"run folder {str(folder)!r} cannot be locked ({exc}): make it writable, or choose "
-            f"another output_dir"
         ) from exc
     try:
         yield

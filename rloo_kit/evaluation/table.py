@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -258,15 +257,8 @@ def write_results(
     rows: list[dict[str, Any]],
     say: Say,
 ) -> None:
-    """Add a result to ``{name: [result, ...]}``, replace its samples, write a run's report again.
-
-    A file that cannot be read is kept under another name.
-    """
-    found = read_json(path)
-    if found is None and path.exists():
-        os.replace(path, path.with_name(f"{path.name}.damaged"))
-    earlier = (found or {}).get(name)
-    results = [*(earlier if isinstance(earlier, list) else []), result]
+    """Add a result to ``{name: [result, ...]}``, replace its samples, write the report again."""
+    results = [*(read_json(path) or {}).get(name, []), result]
     lines = "".join(json.dumps(redact_tree(row)) + "\n" for row in rows)
     write_json(path, redact_tree({name: results}), indent=1)
     write_atomically(samples, lines.encode())

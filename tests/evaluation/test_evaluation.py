@@ -23,7 +23,7 @@ from rloo_kit.errors import (
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.evaluation.held_out import choose_engine
 from rloo_kit.evaluation.models import find_trained, load_base
-from rloo_kit.evaluation.table import Row, compare, judge_alike, write_results
+from rloo_kit.evaluation.table import Row, compare, judge_alike
 from rloo_kit.evaluation.win_rate import Side, verdicts
 from rloo_kit.sampling.choice import requested_engine
 from rloo_kit.sampling.engine import active_adapter
@@ -254,16 +254,6 @@ def test_all_rows_share_the_reward_that_says_right_or_wrong():
     rows = [Row("x", evaluation(0.0, 0.0), 1.0), Row("y", evaluation(0.0, 0.5), 1.0)]
     assert [row.evaluation.correct_by for row in rows] == ["a", "b"]
     assert [row.evaluation.correct_by for row in judge_alike(rows)] == ["b", "b"]
-
-
-def test_results_that_cannot_be_read_are_kept(tmp_path):
-    file = tmp_path / "eval.json"
-    file.write_text('{"evaluations": [{"cut')
-    samples = tmp_path / "samples.jsonl"
-    for number in (1, 2):
-        write_results(file, "evaluations", {"n": number}, samples, [{"n": number}], print)
-    assert json.loads(file.read_text()) == {"evaluations": [{"n": 1}, {"n": 2}]}
-    assert (tmp_path / "eval.json.damaged").read_text().endswith("cut")
 
 
 # --- who samples ----------------------------------------------------------------------------------
