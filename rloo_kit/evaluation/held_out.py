@@ -152,9 +152,6 @@ def read_held_out(
     """Return the prompts for some models, by the run file of the first that is a run.
 
     Where none is a run, the kit's defaults are used. Arguments are those of ``evaluate_models``.
-
-    Raises:
-        ConfigError, DataError, BackendError: With the remedy.
     """
     for name, value in (("num-prompts", num_prompts), ("batch-size", batch_size)):
         if value is not None and value < 1:

@@ -110,9 +110,6 @@ def evaluate_models(  # noqa: PLR0913
         batch_size: Completions at one time; None: as many as are known to fit.
         output: Folder for ``eval.json`` and ``eval_samples.jsonl``; None: that of the run.
         say: For lines.
-
-    Raises:
-        KitError: With the remedy.
     """
     if not models:
         raise ConfigError("there is no model to evaluate: give the folder of a run")

@@ -90,9 +90,6 @@ def judge_models(  # noqa: PLR0913
         batch_size: Completions at one time.
         output: Folder for ``judge.json``; None: that of the run.
         say: For lines.
-
-    Raises:
-        KitError: With the remedy.
     """
     mine = find_trained(model)
     other = mine.without_adapter() if str(against) == "base" else find_trained(against)

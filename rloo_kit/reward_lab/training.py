@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config.run_file import PROJECTIONS
 from rloo_kit.config.settings import Rule
 from rloo_kit.config.values import check_value
 from rloo_kit.data.files import check_messages, local_path, read_rows
@@ -296,11 +295,8 @@ def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(job.place, trust_remote_code=False)
     add_to_session(model)
     reader.set_up_tokenizer(model, tokenizer, job.model)
-    leaves = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
-    targets = [name for name in PROJECTIONS if name in leaves] or "all-linear"
-    lora = LoraConfig(
-        task_type="SEQ_CLS", r=job.r, lora_alpha=job.lora_alpha, target_modules=targets
-    )
+    size = {"r": job.r, "lora_alpha": job.lora_alpha}
+    lora = LoraConfig(task_type="SEQ_CLS", target_modules="all-linear", **size)
     return get_peft_model(model, lora), tokenizer
 
 
