@@ -91,8 +91,10 @@ def detect_hardware() -> Hardware:
             return Hardware(kind, name, total, free, bf16, api.device_count())
     import psutil
 
-    memory = psutil.virtual_memory()
-    return Hardware("cpu", _cpu_name(), memory.total, memory.available, _cpu_has_bf16(), 1)
+    memory, capabilities = psutil.virtual_memory(), torch.cpu.get_capabilities()
+    name = f"{capabilities.get('cpu_name') or 'CPU'}, {os.cpu_count()} cores"
+    bf16 = any(capabilities.get(one) for one in ("avx512_bf16", "amx_bf16", "bf16"))
+    return Hardware("cpu", name, memory.total, memory.available, bf16, 1)
 
 
 def installed_version(package: str) -> str | None:
@@ -120,18 +122,3 @@ def why_not_vllm() -> str | None:
     """Return why vLLM cannot start, or None when it is installed."""
     missing = 'vLLM is not installed (pip install "rloo-kit[vllm]")'
     return None if installed_version("vllm") else missing
-
-
-def _cpu_capabilities() -> dict[str, object]:
-    import torch
-
-    return dict(torch.cpu.get_capabilities()) if hasattr(torch.cpu, "get_capabilities") else {}
-
-
-def _cpu_name() -> str:
-    return f"{_cpu_capabilities().get('cpu_name') or 'CPU'}, {os.cpu_count()} cores"
-
-
-def _cpu_has_bf16() -> bool:
-    capabilities = _cpu_capabilities()
-    return any(bool(capabilities.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16"))
