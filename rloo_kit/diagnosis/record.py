@@ -344,5 +344,6 @@ def text_of(completion: object) -> str:
     if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
         completion = completion[-1].get("content")
     if isinstance(completion, list):
-        completion = "".join(part.get("text") or "" for part in completion)
+        parts = (part for part in completion if isinstance(part, dict))
+        completion = "".join(str(part.get("text") or "") for part in parts)
     return completion if isinstance(completion, str) else ""
