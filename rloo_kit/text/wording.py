@@ -30,6 +30,10 @@ class _Short(reprlib.Repr):
         """Return a text without secrets: half of a secret would not be recognised later."""
         return super().repr_str(redact(x), level)
 
+    def repr_int(self, x: int, level: int) -> str:
+        """Return a whole number, or its size where Python refuses to write it out."""
+        return repr(x) if x.bit_length() < 256 else f"a whole number of {x.bit_length()} bits"
+
 
 _SHORT = _Short()
 
@@ -48,7 +52,10 @@ def format_name(value: object) -> str:
 
 def first_line(exc: BaseException) -> str:
     """Return the first line of an error's text, cut to 160 characters; its type if it has none."""
-    lines = redact(str(exc)).strip().splitlines()
+    try:
+        lines = redact(str(exc)).strip().splitlines()
+    except Exception:  # str() of a user's own error class may fail
+        lines = []
     return printable(lines[0][:LONGEST_REASON]) if lines else type(exc).__name__
 
 
