@@ -332,7 +332,7 @@ def test_the_embedded_model_can_be_sampled_and_its_reward_is_good(tmp_path, caps
     # Its thoughts are all of the same band, so that the second reward says nothing yet.
     assert found_again == [("blind_to_thought", "tags"), ("constant", "thinking")]
     accuracy = found.table[0]
-    assert accuracy.num_scored == 64
+    assert accuracy.none_share == 0
     assert 0.3 < accuracy.mean < 0.8
     printed = capsys.readouterr().out
     assert "sampling 8 prompts x 8 completions of tiny-thinker, temperature 1" in printed
