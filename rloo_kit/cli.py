@@ -191,12 +191,10 @@ def _add_chat(commands: Any) -> None:
 
 def _add_serve(commands: Any) -> None:
     text = "serve a trained model by vLLM's own OpenAI-compatible server"
-    more = "; further options are vLLM's, such as --quantization bitsandbytes"
+    more = "; further options are vLLM's, such as --port 9000"
     command = commands.add_parser("serve", help=text, description=text + more, allow_abbrev=False)
     command.set_defaults(call=_serve)
     command.add_argument("model", metavar="RUN", help="a run, a checkpoint, an adapter or a model")
-    command.add_argument("--host", default="127.0.0.1", help="default: this machine alone")
-    command.add_argument("--port", type=int, default=8000)
 
 
 def _add_report(commands: Any) -> None:
@@ -340,8 +338,7 @@ def _chat(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace) -> int:
     from rloo_kit.export.serve import serve
 
-    more = [word for word in args.rest if word != "--"]
-    serve(args.model, host=args.host, port=args.port, more=more)
+    serve(args.model, [word for word in args.rest if word != "--"])
     return 0
 
 

@@ -102,7 +102,6 @@ def test_terminal_dims_the_thought_and_escapes_control_characters():
     [
         (["chat", "tiny-thinker", "--base"], "is its own base"),
         (["chat", "./nowhere"], "does not exist"),
-        (["serve", "tiny-thinker", "--port", "99999"], "must be between 1 and 65535"),
     ],
 )
 def test_bad_input_gives_one_sentence(arguments, expected, capsys):
@@ -119,7 +118,7 @@ def test_server_command_has_base_and_adapter(run, monkeypatch):
     monkeypatch.setattr(
         "rloo_kit.export.serve.why_not_vllm", lambda: None
     )  # tests/vllm starts a real one
-    command = server_command(run, port=8123, more=["--quantization", "bitsandbytes"])
+    command = server_command(run, ["--port", "8123"])
     given = dict(itertools.pairwise(command))
     assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     assert given["--model"].endswith("tiny-thinker")
@@ -127,7 +126,7 @@ def test_server_command_has_base_and_adapter(run, monkeypatch):
     assert served == {"name": "polite", "path": str(run.resolve() / "adapter")}
     assert given["--max-lora-rank"] == "8"
     assert given["--host"] == "127.0.0.1"
-    assert command[-2:] == ["--quantization", "bitsandbytes"]
+    assert command[-2:] == ["--port", "8123"]
     alone = server_command("tiny-thinker")
     assert "--enable-lora" not in alone
     file = run / "adapter" / "adapter_config.json"
@@ -142,5 +141,3 @@ def test_serve_without_vllm_is_refused(capsys):
         pytest.skip("vLLM is here; tests/vllm starts it")
     with pytest.raises(rk.KitError, match="vLLM's server cannot be started here"):
         server_command("tiny-thinker")
-    with pytest.raises(ConfigError):
-        server_command("tiny-thinker", port=0)
