@@ -295,8 +295,9 @@ def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(job.place, trust_remote_code=False)
     add_to_session(model)
     reader.set_up_tokenizer(model, tokenizer, job.model)
-    size = {"r": job.r, "lora_alpha": job.lora_alpha}
-    lora = LoraConfig(task_type="SEQ_CLS", target_modules="all-linear", **size)
+    lora = LoraConfig(
+        task_type="SEQ_CLS", r=job.r, lora_alpha=job.lora_alpha, target_modules="all-linear"
+    )
     return get_peft_model(model, lora), tokenizer
 
 
