@@ -23,65 +23,46 @@ HIDDEN = re.compile(r"\[hidden(?:: [\w.-]{1,64})?\]")
 
 # --- which names and values are those of secrets -------------------------------------------------
 
-# Of a name in lower case with `_` between its words: any value is a secret
-ALWAYS_SECRET = re.compile(
+# Of a name in lower case with `_` between its words
+SECRET = re.compile(
     r"passw(or)?d|passphrase|secret|credential|api_?keys?(?![a-z])"
     r"|(access|api|auth|hf|hub|bot|refresh|bearer|session)_?token(?![a-z])"
     r"|(access|private|auth|account|encryption|signing|master)_key(?![a-z])"
 )
-# A word of a name: the value is a secret unless it is plain (see `is_plain`)
-OFTEN_SECRET = re.compile("auth|authorization|bearer|cookie|jwt|key|pass|pat|pwd|token")
+# Last words of the names of other secrets, the second of variables of the environment alone
+LAST_WORD = re.compile("auth|authorization|cookie|jwt|pat|pwd")
+LAST_WORD_OF_VARIABLE = re.compile("key|pass|token")
 # A last word that makes the value a fact about a secret
 NOT_THE_VALUE = re.compile(
     "column|dir|endpoint|env|field|file|format|length|limit|name|path|size|sock|timeout|type|url"
 )
-# A word before `token` that makes it one of a vocabulary
-OF_A_TOKENIZER = re.compile("bos|cls|end|eos|image|mask|pad|per|sep|special|start|stop|think|unk")
-PLAIN = re.compile(
-    r"""[0-9]{1,11}|(?=.{1,30}$)[-+0-9]+([-.,:/eE_ ][-+0-9]+)+        # a number, a date
-    |(?=.{1,40}$)([a-z]+(_[a-z]+)+|[A-Z]+(_[A-Z]+)+)                  # a name in code
-    |(?=.{1,16}$)(([A-Z]?[a-z]*|[A-Z]+|[0-9]{1,4})([-_.,:/ ]|$))+     # a few words
-    |\[hidden(:\ [\w.-]{1,64})?\]""",
-    re.VERBOSE,
-)
-
-
-def is_secret_name(name: str) -> bool:
-    """Return whether the name of a variable or setting says that its value is a secret."""
-    return _how_secret(name) is not None
 
 
 @lru_cache(maxsize=4096)
-def _how_secret(name: str) -> str | None:
-    """Return ``always``, ``often`` or None."""
+def is_secret_name(name: str) -> bool:
+    """Return whether the name of a variable or setting says that its value is a secret."""
     last = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.rsplit(".", 1)[-1]).lower()
     words = [word for word in re.split(r"[^a-z]+", last) if word]
     if not words or NOT_THE_VALUE.fullmatch(words[-1]) or "public" in words:
-        return None
-    # AWS_ACCESS_KEY_ID is half of a secret, pad_token_id is none.
-    is_id = words[-1] == "id"
-    if ALWAYS_SECRET.search("_".join(words)):
-        return "often" if is_id else "always"
-    telling = words if name.isupper() else words[-1:]
-    if is_id or ("token" in words and any(map(OF_A_TOKENIZER.fullmatch, words))):
-        return None
-    return "often" if any(map(OFTEN_SECRET.fullmatch, telling)) else None
+        return False
+    if SECRET.search("_".join(words)) or LAST_WORD.fullmatch(words[-1]):
+        return True
+    return name.isupper() and bool(LAST_WORD_OF_VARIABLE.fullmatch(words[-1]))
 
 
 def is_plain(value: str) -> bool:
     """Return whether a value is too usual to be masked wherever it occurs.
 
-    That is a value below ``MIN_LENGTH`` characters, a number, a few words, a path, or an address
-    without a password.
+    That is a short one, a number or date, a word, a path, or an address without a password.
     """
     text = value.strip()
-    if len(text) < MIN_LENGTH or PLAIN.fullmatch(text):
+    has_digit = any(map(str.isdigit, text))
+    if len(text) < MIN_LENGTH or not any(map(str.isalpha, text)) or HIDDEN.fullmatch(text):
         return True
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
         return not any(_passwords_in(text))
-    # A key in base64 may begin with / too, and holds a long part of mixed letters and digits.
-    mixed = r"(?=[^/]*[a-z])(?=[^/]*[A-Z])(?=[^/]*[0-9])[^/]{12,}"
-    return bool(re.match(r"[~.]{0,2}/.*[/.]", text)) and not re.search(mixed, text)
+    # A key in base64 may begin with / too, and holds digits
+    return not has_digit and (len(text) < 2 * MIN_LENGTH or bool(re.match("[~.]{0,2}/", text)))
 
 
 # --- known values --------------------------------------------------------------------------------
@@ -206,11 +187,7 @@ def _redact(text: str) -> str:
 
 
 def redact_tree(value: Any, name: str = "") -> Any:
-    """Return nested dicts and lists with every secret in their texts and keys masked.
-
-    A value whose name says that it is a secret is masked, whatever it is; under a name that is only
-    often one's, such as ``token``, unless it is plain (see ``is_plain``).
-    """
+    """Return nested dicts and lists with every secret in their texts and keys masked."""
     _remember_environment()
     return _redact_tree(value, name)
 
@@ -222,10 +199,9 @@ def _redact_tree(value: Any, name: str) -> Any:
     if isinstance(value, list | tuple):
         items = [_redact_tree(item, name) for item in value]
         return items if isinstance(value, list) else tuple(items)
-    how = _how_secret(name) if name else None
     if isinstance(value, str):
-        hides = how == "always" or (how == "often" and not is_plain(value))
-        return _label(name) if value and hides and not HIDDEN.fullmatch(value) else _redact(value)
+        hides = value and is_secret_name(name) and not HIDDEN.fullmatch(value)
+        return _label(name) if hides else _redact(value)
     if isinstance(value, Path) and (text := _redact(str(value))) != str(value):
         return text
     return value
