@@ -9,7 +9,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from statistics import fmean, variance
+from statistics import fmean
 from typing import Any
 
 from transformers import TrainerCallback
@@ -28,85 +28,56 @@ BY_HELD_OUT = frozenset({"reward_hacking"})
 TIME_SHARE = 0.005
 # Completions of the beginning that the rules see, and as many of the end
 KEPT_ROWS = 1000
-# Batches whose mean reward says how good the weights are
+# Batches whose mean score says how good the weights are
 BEST_OVER = 4
 
 
 class BestWeights:
-    """A copy in main memory of the trained weights at their best.
-
-    Best are the latest whose mean reward over ``BEST_OVER`` batches is at most one standard error
-    below the highest: a lucky first batch does not outlast what is learned later.
+    """A copy in main memory of the trained weights that scored highest.
 
     Args:
         parameters: The trained ones.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
-        self.step = 0
-        """Optimizer steps that made these weights."""
+        self.step = 0  # optimizer steps that made these weights
         self.value = -math.inf
-        """Mean reward, or score on held-out prompts."""
         self._parameters = list(parameters)
-        self._batches: deque[list[float]] = deque(maxlen=BEST_OVER)
-        self._top = (-math.inf, 0.0)
+        self._batches: deque[float] = deque(maxlen=BEST_OVER)
         self._kept: list[Any] = []
 
-    def see_batch(self, step: int, group_means: list[float], *, healthy: bool) -> None:
-        """Copy the weights if the batch that they just sampled puts them among the best.
+    def see_batch(self, step: int, score: float) -> None:
+        """Take the mean score of a batch that the weights of ``step`` just sampled.
 
-        Args:
-            step: Optimizer steps that made the weights.
-            group_means: Mean score of each group of the batch, as the rewards gave it.
-            healthy: Whether no finding is suspected that would stop the run.
+        One batch is noisy, so the mean of the last ``BEST_OVER`` is compared, and a batch below
+        that mean never makes its weights the best.
         """
-        if not group_means:
-            return
-        self._batches.append(group_means)
-        means = [mean for batch in self._batches for mean in batch]
-        spread = variance(means) if len(means) > 1 else 0.0
-        # The batch alone must be good, too: the mean of those before it would vouch for weights
-        # that were just ruined.
-        top, top_error = self._top
-        alone = fmean(group_means) >= top - math.sqrt(spread / len(group_means) + top_error)
-        if not self._kept or (healthy and alone):
-            self._see(step, fmean(means), spread / len(means))
+        self._batches.append(score)
+        mean = fmean(self._batches)
+        if len(self._batches) == BEST_OVER and score >= mean:
+            self.see(step, mean)
 
-    def see_held_out(self, step: int, scores: list[float]) -> None:
-        """Copy the weights if the scores of held-out prompts put them among the best."""
-        if len(scores) > 1:
-            self._see(step, fmean(scores), variance(scores) / len(scores))
-
-    def _see(self, step: int, value: float, error: float) -> None:
-        top, top_error = self._top
-        if self._kept and value < top - math.sqrt(error + top_error):
-            return
-        if value > top:
-            self._top = (value, error)
-        self.step, self.value = step, value
-        self._kept = [values.detach().to("cpu", copy=True) for values in self._parameters]
+    def see(self, step: int, score: float) -> None:
+        """Copy the weights if their score is the highest so far, or equals it."""
+        if score >= self.value:
+            self.step, self.value = step, score
+            self._kept = [values.detach().to("cpu", copy=True) for values in self._parameters]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps; the weights are never changed in place."""
-        return {
-            "step": self.step,
-            "value": self.value,
-            "top": self._top,
-            "batches": list(self._batches),
-            "weights": list(self._kept),
-        }
+        batches, weights = list(self._batches), list(self._kept)
+        return {"step": self.step, "value": self.value, "batches": batches, "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
-        self.step, self.value, self._top = state["step"], state["value"], state["top"]
-        self._batches.extend(state["batches"])
-        self._kept = state["weights"]
+        self.step, self.value, self._kept = state["step"], state["value"], state["weights"]
+        # Version 0.1.0 kept the score of each group
+        self._batches.extend(one for one in state["batches"] if isinstance(one, float))
 
-    def restore(self) -> bool:
-        """Put the best weights into the model; return whether there were any."""
+    def restore(self) -> None:
+        """Put the best weights into the model."""
         for parameter, values in zip(self._parameters, self._kept, strict=False):
             parameter.data.copy_(values)
-        return bool(self._kept)
 
     def release(self) -> None:
         """Drop the references to the model's weights and their copies."""
@@ -141,15 +112,13 @@ class RunWatch(TrainerCallback):
                 stacklevel=2,
             )
         self.parameters = parameters
+        # Whether held-out prompts are scored during training, and say which weights are best
         self.by_held_out = False
-        """Whether held-out prompts are scored during training, and say which weights are best."""
-        self.past: RunRecord | None = None
-        """The record of a resumed run."""
+        self.past: RunRecord | None = None  # of a resumed run
         self._begin()
 
     def _begin(self) -> None:
-        self.findings: list[Finding] = []
-        """Reported last."""
+        self.findings: list[Finding] = []  # reported last
         self.stopped_on: Finding | None = None
         self.best: BestWeights | None = None
         self._metrics: list[dict[str, Any]] = []
@@ -201,8 +170,8 @@ class RunWatch(TrainerCallback):
         if self.best is not None and not self.by_held_out:
             scores = rollout.sampled.scores.view(-1, rollout.num_generations)  # (P, G)
             means = finite_numbers(scores.nanmean(dim=1).tolist())
-            healthy = not self.stop_on & self._suspected
-            self.best.see_batch(state.global_step, means, healthy=healthy)
+            if means and not self.stop_on & self._suspected:
+                self.best.see_batch(state.global_step, fmean(means))
 
     def _keep(self, records: list[dict[str, Any]]) -> None:
         room = KEPT_ROWS - len(self._first)
@@ -225,9 +194,9 @@ class RunWatch(TrainerCallback):
 
     def _see_scores(self, step: int, evaluation: dict[str, Any]) -> None:
         name = next(iter(evaluation["rewards"]), None)
-        if self.best is not None:
-            rewards = (sample["rewards"].get(name) for sample in evaluation["samples"])
-            self.best.see_held_out(step, finite_numbers(rewards))
+        scores = finite_numbers(one["rewards"].get(name) for one in evaluation["samples"])
+        if self.best is not None and scores:
+            self.best.see(step, fmean(scores))
 
     def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # transformers passes logs
         self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any
