@@ -85,8 +85,7 @@ class ExactResume:
         """The checkpoint's state, from reading it until the first step."""
         self._snapshot: dict[str, Any] | None = None
         self._facts: dict[str, Any] = {}
-        self.saved_at = -1
-        """Step of the last checkpoint."""
+        self.saved_at = -1  # step of the last checkpoint
         self._signals: StopSignals | None = None
         self._started = 0.0
 

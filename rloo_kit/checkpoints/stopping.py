@@ -68,8 +68,7 @@ class StopSignals:
     """
 
     def __init__(self, say: Callable[[str], object] | None = None) -> None:
-        self.received: int | None = None
-        """Number of the first signal."""
+        self.received: int | None = None  # number of the first signal
         self._received_at = 0.0
         self._say = say
         self._handlers = handled(self._handle, *SIGNALS)

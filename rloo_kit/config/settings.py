@@ -17,15 +17,11 @@ class Rule:
 
     help: str = ""
     minimum: float | None = None
-    above: float | None = None
-    """Lower bound that is not allowed itself."""
+    above: float | None = None  # lower bound that is not allowed itself
     maximum: float | None = None
-    below: float | None = None
-    """Upper bound that is not allowed itself."""
-    choices: tuple[Any, ...] = ()
-    """Of the value, or of each item of a list."""
-    default: Any = None
-    """What the kit sets in place of TRL's default; None: nothing."""
+    below: float | None = None  # upper bound that is not allowed itself
+    choices: tuple[Any, ...] = ()  # of the value, or of each item of a list
+    default: Any = None  # what the kit sets in place of TRL's default; None: nothing
     by_device: bool = False
     """The default follows the machine and the model; None leaves the choice to the kit."""
     resume: Resume = "free"

@@ -23,8 +23,7 @@ class Task(NamedTuple):
     """A kind of problem that is made on the spot."""
 
     make: Maker
-    levels: int
-    """Number of levels; 1 is the easiest."""
+    levels: int  # number of levels; 1 is the easiest
 
 
 def make_rows(

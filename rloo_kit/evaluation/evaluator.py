@@ -32,15 +32,12 @@ class Evaluation:
     rewards: dict[str, float | None]
     """Mean of each reward function over the rows it applies to; None where it applies to none."""
     num_prompts: int
-    mean_length: float
-    """Completion tokens."""
-    temperature: float
-    """0 for greedy."""
+    mean_length: float  # completion tokens
+    temperature: float  # 0 for greedy
     samples: list[dict[str, Any]]
     """Every prompt, completion, its scores and token counts; the completions of a prompt together,
     the prompts in order."""
-    num_samples: int = 1
-    """Completions of each prompt."""
+    num_samples: int = 1  # completions of each prompt
     judged_by: str | None = None
     """The reward that says right or wrong, "" for none; None: found from the scores."""
 
@@ -89,8 +86,8 @@ class Evaluation:
         return next(filter(self.says_right_or_wrong, self.rewards), None)
 
     def says_right_or_wrong(self, name: str) -> bool:
-        """Return whether all scores of a reward are 0 or 1."""
-        return _right_or_wrong([sample["rewards"][name] for sample in self.samples])
+        """Return whether a reward has scores, and all of them are 0 or 1."""
+        return {None} != {sample["rewards"][name] for sample in self.samples} <= {0.0, 1.0, None}
 
     @cached_property
     def pass_at(self) -> dict[int, Estimate]:
@@ -251,11 +248,6 @@ def settings_of(args: Any) -> dict[str, Any]:
         "batch_size": args.per_device_train_batch_size,
         "seed": args.seed,
     }
-
-
-def _right_or_wrong(scores: Sequence[float | None]) -> bool:
-    """Return whether there are scores, and all of them are 0 or 1."""
-    return {None} != {*scores} <= {0.0, 1.0, None}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -93,7 +93,6 @@ def export_model(  # noqa: PLR0913
             f"{format_value(str(run))} is no trained model: give the folder of a run or of an "
             "adapter"
         )
-    command = find_converter(converter) if to == "gguf" else []
     goal = free_folder(output or trained.adapter.parent / f"export-{to}")
     export = _Export(trained, trained.adapter, to, base, num_prompts if check else 0, say)
     with _whole_folder(goal) as folder:
@@ -102,7 +101,7 @@ def export_model(  # noqa: PLR0913
         elif to == "merged":
             export.merged(folder)
         else:
-            export.gguf(folder, dtype, command)
+            export.gguf(folder, dtype, find_converter(converter))
     say(f"{to} written to {goal}")
     return goal
 
@@ -113,15 +112,10 @@ def _to_hub(
     """Export the adapter and upload its folder."""
     if repo is None or not is_hub_name(repo):
         raise ConfigError("--to hub needs the name of a repository: add --repo OWNER/NAME")
-    folder = export_model(run, "adapter", **options, say=say)
-    _upload(folder, repo, public, say)
-    return folder
-
-
-def _upload(folder: Path, repo: str, public: bool, say: Say) -> None:
     from httpx import HTTPError
     from huggingface_hub import HfApi
 
+    folder = export_model(run, "adapter", **options, say=say)
     try:
         place = HfApi().create_repo(repo, private=not public, exist_ok=True)
         HfApi().upload_folder(repo_id=place.repo_id, folder_path=str(folder))
@@ -131,6 +125,7 @@ def _upload(folder: Path, repo: str, public: bool, say: Say) -> None:
             f"upload the export, which is in {folder}"
         ) from exc
     say(f"uploaded to {place}")
+    return folder
 
 
 def _check_arguments(to: str, dtype: str, num_prompts: int) -> None:
@@ -173,8 +168,7 @@ class _Export:
     adapter: Path
     kind: str
     base: str | None
-    num_prompts: int
-    """That are compared; 0: it is not checked."""
+    num_prompts: int  # that are compared; 0: it is not checked
     say: Say
 
     def adapter_files(self, folder: Path) -> None:
@@ -304,10 +298,12 @@ def _base_in_16_bit(
 
 
 def _save(model: Any, adapter: Path, tokenizer: Any, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
     model.config.use_cache = True  # off while it trained
     model.save_pretrained(str(folder))
     if any(adapter.glob("tokenizer*")):
-        tokenizer = _tokenizer_in(adapter)
+        tokenizer = AutoTokenizer.from_pretrained(str(adapter), trust_remote_code=False)
     if longest := getattr(model.config, "max_position_embeddings", None):
         tokenizer.model_max_length = longest  # not the run's max_seq_length
     tokenizer.save_pretrained(str(folder))
@@ -327,12 +323,6 @@ def copy_adapter(adapter: Path, folder: Path, base: str) -> None:
     if config is None or not weights.is_file():
         raise ModelError(f"the adapter in {format_value(str(adapter))} is not whole: save it again")
     write_json(config_file, config | {"base_model_name_or_path": base}, indent=2)
-
-
-def _tokenizer_in(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
 
 
 def _title(trained: TrainedModel) -> str:

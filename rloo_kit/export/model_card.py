@@ -30,20 +30,13 @@ DATA_SUFFIXES = (".jsonl", ".csv", ".parquet", ".gguf")
 class CardFacts:
     """What a card is written from."""
 
-    kind: str
-    """adapter, merged or gguf."""
-    name: str
-    """Title."""
-    base: str
-    """Name of the base; a folder is shown by its last part."""
-    licence: str = "unknown"
-    """Of the base."""
-    record: RunRecord | None = None
-    """None for an adapter without a run."""
-    environment: Mapping[str, Any] = field(default_factory=dict)
-    """As in environment.json."""
-    notes: tuple[str, ...] = ()
-    """Sentences on how it was exported and checked."""
+    kind: str  # adapter, merged or gguf
+    name: str  # title
+    base: str  # name of the base; a folder is shown by its last part
+    licence: str = "unknown"  # of the base
+    record: RunRecord | None = None  # none for an adapter without a run
+    environment: Mapping[str, Any] = field(default_factory=dict)  # as in environment.json
+    notes: tuple[str, ...] = ()  # sentences on how it was exported and checked
 
     @property
     def config(self) -> RunConfig | None:

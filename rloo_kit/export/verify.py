@@ -25,14 +25,10 @@ class Answers:
     """What a model answered."""
 
     prompts: list[str | list[dict[str, Any]]]
-    settings: dict[str, Any]
-    """Of the chat template."""
-    ids: list[list[int]]
-    """Of prompt and answer, as this model's tokenizer reads them."""
-    starts: list[int]
-    """Tokens of each prompt."""
-    log_probs: list[list[float]]
-    """Of each token of each answer, in nats."""
+    settings: dict[str, Any]  # of the chat template
+    ids: list[list[int]]  # of prompt and answer, as this model's tokenizer reads them
+    starts: list[int]  # tokens of each prompt
+    log_probs: list[list[float]]  # of each token of each answer, in nats
 
 
 def default_prompts(tokenizer: Any) -> list[Any]:

@@ -126,7 +126,7 @@ def take_peak() -> int:
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
-def release(*things: Any) -> Released:
+def release(*things: Any, clear_notebook: bool = False) -> Released:
     """Give back the memory of trainers, models and engines, also while variables point at them.
 
     Weights, gradients, optimizer states and buffers are replaced by empty tensors: the objects stay
@@ -135,10 +135,14 @@ def release(*things: Any) -> Released:
 
     Args:
         *things: Trainers, models, engines, or anything with a ``release`` method (a reward model).
+        clear_notebook: Also forget what a notebook keeps: ``Out``, ``_``, and the last error with
+            the variables of its frames.
 
     Returns:
         What was given back, and what is left.
     """
+    if clear_notebook:
+        _clear_notebook()
     released, errors = _release_all(things)
     if errors:
         raise errors[0]
@@ -246,6 +250,14 @@ def shutdown_kernel() -> None:
         return
     print("shutting down the kernel: all memory returns to the system")  # noqa: T201
     kernel.do_shutdown(restart=False)
+
+
+def _clear_notebook() -> None:
+    for name in ("last_exc", "last_value", "last_traceback", "last_type"):
+        sys.__dict__.pop(name, None)
+    ipython = sys.modules.get("IPython")
+    if ipython and (shell := ipython.get_ipython()):
+        shell.displayhook.flush()
 
 
 def empty_model(model: Any) -> None:

@@ -40,10 +40,8 @@ class RunRecorder(TrainerCallback):
 
     def __init__(self, folder: Path, begin: Callable[[], None] = lambda: None) -> None:
         self.folder = folder
-        self.steps = 0
-        """Optimizer steps that were recorded."""
-        self.resumed_at: list[int] = []
-        """Steps after which the run was resumed."""
+        self.steps = 0  # optimizer steps that were recorded
+        self.resumed_at: list[int] = []  # steps after which the run was resumed
         self.began = False
         self._begin = begin
         self._started, self._earlier = time.monotonic(), 0.0

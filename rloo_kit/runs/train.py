@@ -61,12 +61,9 @@ class RunResult:
     before: Evaluation | None
     after: Evaluation | None
     steps: int
-    seconds: float
-    """Of the training alone, since the last resume."""
-    interrupted: bool
-    """By Ctrl-C or SIGTERM."""
-    terminated: bool = False
-    """By SIGTERM."""
+    seconds: float  # of the training alone, since the last resume
+    interrupted: bool  # by Ctrl-C or SIGTERM
+    terminated: bool = False  # by SIGTERM
     released: Released | None = None
 
 
@@ -136,8 +133,7 @@ class _Prepared:
     """All that a training needs, checked; nothing is on the disk yet."""
 
     config: RunConfig
-    base: Path
-    """Folder that relative paths of model and prompts start from."""
+    base: Path  # folder that relative paths of model and prompts start from
     environment: Environment
     folder: Path
     args: Any

@@ -21,8 +21,7 @@ class Parameter:
     """One parameter of a reward, as a table in a run file gives it."""
 
     name: str
-    default: str
-    """As Python writes it; "" where there is none."""
+    default: str  # as Python writes it; "" where there is none
     text: str
 
 
@@ -31,10 +30,8 @@ class Entry:
     """One reward that has a short name."""
 
     name: str
-    summary: str
-    """First line of its docstring."""
-    text: str
-    """The whole docstring."""
+    summary: str  # first line of its docstring
+    text: str  # the whole docstring
     parameters: tuple[Parameter, ...]
 
 

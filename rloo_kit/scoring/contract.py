@@ -26,15 +26,11 @@ MAX_SCORE = 3.4028234663852886e38
 class CheckedReward:
     """A reward called with the keywords it accepts, whose scores are verified at every call."""
 
-    reward: Any
-    """A callable; it may have the methods ``bind(tokenizer)`` and ``release()``."""
+    reward: Any  # a callable; it may have the methods ``bind(tokenizer)`` and ``release()``
     name: str
-    accepted: frozenset[str] | None
-    """Keywords it takes; None: all of them."""
-    required: tuple[str, ...]
-    """Keywords without a default."""
-    timeout: float | None = None
-    """Seconds a call may take; None: no limit."""
+    accepted: frozenset[str] | None  # keywords it takes; None: all of them
+    required: tuple[str, ...]  # keywords without a default
+    timeout: float | None = None  # seconds a call may take; None: no limit
     on_error: str = "stop"
     """``stop`` raises; ``skip`` gives None to the rows that could not be scored and counts them
     under the metric ``rewards/NAME/errors``."""

@@ -52,8 +52,7 @@ _MODEL_FILES = ("config.json", "adapter_config.json")
 class LoadedReward:
     """A checked reward, the name of its metric, and its weight in the score."""
 
-    func: Any
-    """A ``CheckedReward``; a sequence-classification model is handed to TRL as it is."""
+    func: Any  # a ``CheckedReward``; a sequence-classification model is handed to TRL as it is
     name: str
     weight: Weight = 1.0
 
@@ -155,10 +154,8 @@ def _builtin() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Finder:
-    base: Path
-    """Folder that relative paths start from."""
-    say: Say | None = None
-    """Called before code that is not the kit's is imported."""
+    base: Path  # folder that relative paths start from
+    say: Say | None = None  # called before code that is not the kit's is imported
 
     def reward_and_weight(self, spec: RewardSpec) -> tuple[Any, Weight]:
         """Return the reward of a spec and its weight."""
@@ -234,7 +231,7 @@ class _Finder:
         is_own = name in _builtin()
         if is_own:
             name = _builtin()[name]
-        elif self._is_model(name):
+        elif name and any((self._path(name) / file).is_file() for file in _MODEL_FILES):
             return _reward_model(str(self._path(name)))
         elif re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) and not (
             name.endswith(".py") or self._path(name).exists()
@@ -268,9 +265,6 @@ class _Finder:
         except (OSError, ValueError, RuntimeError):  # too long, or bytes that no path has
             raise RewardLoadError(_unknown(text)) from None
         return path
-
-    def _is_model(self, text: str) -> bool:
-        return bool(text) and any((self._path(text) / file).is_file() for file in _MODEL_FILES)
 
 
 def _checked_weight(value: Any, name: Any) -> Weight:

@@ -70,7 +70,6 @@ def is_plain(value: str) -> bool:
 _known: set[str] = set()
 # (text, replacement), longest first
 _forms: list[tuple[str, str]] = []
-_seen_variables: set[tuple[str, str]] = set()
 
 
 def remember_secret(value: object, name: str = "") -> None:
@@ -108,10 +107,8 @@ def remember_arguments(arguments: Iterable[str]) -> None:
 
 
 def _remember_environment() -> None:
-    for variable in os.environ.items():
-        if variable not in _seen_variables:
-            _seen_variables.add(variable)
-            remember_settings(variable[1], variable[0])
+    for name, value in os.environ.items():
+        remember_settings(value, name)
 
 
 def _label(name: str) -> str:

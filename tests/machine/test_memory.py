@@ -1,5 +1,7 @@
 """Memory comes back, also while variables still point at the model."""
 
+import sys
+
 import psutil
 import pytest
 
@@ -67,3 +69,11 @@ def test_a_reward_with_release_is_released():
 def test_shutting_down_outside_of_a_notebook_says_so(capsys):
     rk.shutdown_kernel()
     assert "memory returns when the program ends" in capsys.readouterr().out
+
+
+def test_a_notebooks_last_error_is_forgotten_when_asked(monkeypatch):
+    monkeypatch.setattr(sys, "last_value", ValueError("holds frames"), raising=False)
+    rk.release()
+    assert hasattr(sys, "last_value")
+    rk.release(clear_notebook=True)
+    assert not hasattr(sys, "last_value")

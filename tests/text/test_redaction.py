@@ -44,7 +44,6 @@ def nothing_known(monkeypatch):
             monkeypatch.delenv(name)
     monkeypatch.setattr(redaction, "_known", set())
     monkeypatch.setattr(redaction, "_forms", [])
-    monkeypatch.setattr(redaction, "_seen_variables", set())
 
 
 def some(length, letters=LETTERS):
