@@ -54,8 +54,9 @@ class BestWeights:
         """
         self._batches.append(score)
         mean = fmean(self._batches)
-        if len(self._batches) == BEST_OVER and score >= mean:
-            self.see(step, mean)
+        if score >= mean:
+            # Fewer batches say too little to be compared with later ones
+            self.see(step, mean if len(self._batches) == BEST_OVER else -math.inf)
 
     def see(self, step: int, score: float) -> None:
         """Copy the weights if their score is the highest so far, or equals it."""

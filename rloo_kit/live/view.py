@@ -56,8 +56,7 @@ class Progress:
         self.logs: dict[str, Any] = {}
         self.steps: list[int] = []
         self.series: dict[str, list[float | None]] = {name: [] for name in METRICS}
-        self.rewards: dict[str, list[float | None]] = {}
-        """Name of a reward function -> its mean at each step."""
+        self.rewards: dict[str, list[float | None]] = {}  # name -> its mean at each step
         self.completions: list[dict[str, Any]] = []
         self.findings: list[Finding] = []
         self.tokens_per_second = 0.0

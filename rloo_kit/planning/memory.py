@@ -80,8 +80,7 @@ class Job:
     scores: bool = True
     """Whether passes without gradient are made: a reference, or old log-probabilities."""
     keeps_graphs: bool = True  # whether whole groups run forward before any of them runs backward
-    engine: str = "transformers"
-    """``transformers``, ``vllm``, or ``shared`` (vLLM on Unsloth's weights)."""
+    engine: str = "transformers"  # or `vllm`, or `shared` (vLLM on Unsloth's weights)
     sleeps: bool = True
     share: float | None = None  # of the GPU, for vLLM; None: computed (`engine_memory`)
     batched_tokens: int = BATCHED_TOKENS  # prompt tokens that vLLM reads in one pass

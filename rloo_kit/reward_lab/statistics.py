@@ -51,10 +51,8 @@ class Probed:
     seconds: float = 0.0
     fault: Fault | None = None
     rows: list[int] = field(default_factory=list)  # that the probes were called with
-    probes: dict[str, list[Score]] = field(default_factory=dict)
-    """Scores of those rows by probe; see ``wanted_probes``."""
-    probe_errors: dict[str, str] = field(default_factory=dict)
-    """What the reward raised on altered completions."""
+    probes: dict[str, list[Score]] = field(default_factory=dict)  # those rows' scores by probe
+    probe_errors: dict[str, str] = field(default_factory=dict)  # what the reward raised on them
 
     @property
     def counts(self) -> bool:

@@ -6,9 +6,11 @@ import inspect
 import math
 import signal
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -105,7 +107,7 @@ class CheckedReward:
             columns["log_metric"](f"rewards/{self.name}/errors", float(count))
 
     def _raised(self, exc: BaseException, columns: dict[str, Any]) -> list[Score]:
-        raised = f" raised {type(exc).__name__}: {first_line(exc)}"
+        raised = f" raised {type(exc).__name__}: {first_line(exc)}{_place_of(exc)}"
         remedy = "correct it, or return None for a row it cannot score"
         return self._failed(f"{raised}; {remedy}", columns, exc)
 
@@ -240,6 +242,14 @@ def _number(value: Any) -> Score:
         # A whole number too large for a float.
         return math.nan
     return score if abs(score) <= MAX_SCORE else math.nan
+
+
+def _place_of(exc: BaseException) -> str:
+    """Return the last line of the reward's own file that an error came through, as text."""
+    frames = traceback.extract_tb(exc.__traceback__)
+    frames = [one for one in frames if Path(one.filename).parent != Path(__file__).parent]
+    own = [one for one in frames if one.filename == frames[0].filename]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
 
 
 def _excerpt(completion: Completion) -> str:

@@ -27,7 +27,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -364,8 +364,9 @@ def _unknown(name: str) -> str:
 
 
 def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
-    """Return a reward: a class or built-in factory called, a function filled in."""
-    known, takes_any, _ = keywords_of(target)
+    """Return a reward: a class or built-in factory called, an instance or function filled in."""
+    is_instance = is_dataclass(target) and not inspect.isclass(target)
+    known, takes_any, _ = keywords_of(type(target) if is_instance else target)
     for parameter in parameters:
         if parameter not in known and not (takes_any and inspect.isclass(target)):
             raise RewardLoadError(
@@ -376,6 +377,8 @@ def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
     try:
         if inspect.isclass(target) or name in _builtin():
             return target(**parameters)
+        if is_instance:
+            return replace(target, **parameters)
     except (TypeError, ValueError) as exc:
         raise RewardLoadError(
             f"reward {format_value(name)} cannot be made from {format_value(parameters)} "
