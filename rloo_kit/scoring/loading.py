@@ -27,7 +27,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -365,7 +365,7 @@ def _unknown(name: str) -> str:
 
 def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
     """Return a reward: a class or built-in factory called, an instance or function filled in."""
-    is_instance = is_dataclass(target) and not inspect.isclass(target)
+    is_instance = hasattr(target, "__dataclass_fields__") and not inspect.isclass(target)
     known, takes_any, _ = keywords_of(type(target) if is_instance else target)
     for parameter in parameters:
         if parameter not in known and not (takes_any and inspect.isclass(target)):
