@@ -29,7 +29,7 @@ test-all: setup setup-gym
 # Faults on purpose: signals, kills, full disks, broken checkpoints (docs/reference/reliability.md lists them); and
 # trainings at the limit of memory.
 test-faults: setup
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile --durations=8 \
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=8 \
 	  -m "faults and not slow" \
 	  tests/faults tests/checkpoints tests/training
 
