@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-pytestmark = [pytest.mark.vllm, pytest.mark.notebook]
+pytestmark = [pytest.mark.vllm, pytest.mark.notebook, pytest.mark.slow]
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "02_thinking_model.ipynb"
 
 
