@@ -81,8 +81,7 @@ class ExactResume:
         self.trainer = trainer
         self.stop_reason: str | None = None
         self.resumed_from: Checkpoint | None = None
-        self.state_read: dict[str, Any] | None = None
-        """The checkpoint's state, from reading it until the first step."""
+        self.state_read: dict[str, Any] | None = None  # a checkpoint's, until the first step
         self._snapshot: dict[str, Any] | None = None
         self._facts: dict[str, Any] = {}
         self.saved_at = -1  # step of the last checkpoint

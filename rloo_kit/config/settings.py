@@ -22,8 +22,7 @@ class Rule:
     below: float | None = None  # upper bound that is not allowed itself
     choices: tuple[Any, ...] = ()  # of the value, or of each item of a list
     default: Any = None  # what the kit sets in place of TRL's default; None: nothing
-    by_device: bool = False
-    """The default follows the machine and the model; None leaves the choice to the kit."""
+    by_device: bool = False  # the default follows machine and model; None lets the kit choose
     resume: Resume = "free"
     """``must``: it decides what is sampled and learned, so a resumed run keeps it. ``may``: a new
     value is used from the next step and reported. ``free``: it may change without notice."""

@@ -21,8 +21,7 @@ class Finding:
     """One fault: what was seen, why it matters, what to change."""
 
     kind: str
-    level: str
-    """``error``: the run cannot learn from this; ``warning``: it can, and something is off."""
+    level: str  # `error`: the run cannot learn from this; `warning`: something is off
     reward: str | None  # None: it concerns all of them
     evidence: str
     why: str

@@ -29,8 +29,7 @@ REMEDY = "lower max_completion_length, use a smaller model, or set model.load_in
 class Evaluation:
     """n held-out prompts, ``num_samples`` completions of each, and their scores."""
 
-    rewards: dict[str, float | None]
-    """Mean of each reward function over the rows it applies to; None where it applies to none."""
+    rewards: dict[str, float | None]  # means; None where a reward applies to no row
     num_prompts: int
     mean_length: float  # completion tokens
     temperature: float  # 0 for greedy
@@ -38,8 +37,7 @@ class Evaluation:
     """Every prompt, completion, its scores and token counts; the completions of a prompt together,
     the prompts in order."""
     num_samples: int = 1  # completions of each prompt
-    judged_by: str | None = None
-    """The reward that says right or wrong, "" for none; None: found from the scores."""
+    judged_by: str | None = None  # says right or wrong; "": none does; None: by the scores
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, with the statistics of the samples."""

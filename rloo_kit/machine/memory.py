@@ -141,15 +141,13 @@ def release(*things: Any, clear_notebook: bool = False) -> Released:
     Returns:
         What was given back, and what is left.
     """
-    if clear_notebook:
-        _clear_notebook()
-    released, errors = _release_all(things)
+    released, errors = _release_all(things, clear_notebook)
     if errors:
         raise errors[0]
     return released
 
 
-def _release_all(things: Iterable[Any]) -> tuple[Released, list[Exception]]:
+def _release_all(things: Iterable[Any], clear_notebook: bool) -> tuple[Released, list[Exception]]:
     """Release every thing, also after one that raised."""
     before, errors = measure(), []
     for thing in sorted(things, key=_is_engine):  # engines last: see VllmEngine.close
@@ -157,6 +155,8 @@ def _release_all(things: Iterable[Any]) -> tuple[Released, list[Exception]]:
             _release_one(thing)
         except Exception as exc:
             errors.append(exc)
+    if clear_notebook:
+        _clear_notebook()
     return_to_system()
     return Released(before, measure()), errors
 
@@ -189,7 +189,7 @@ _sessions: list[Session] = []
 
 
 @contextlib.contextmanager
-def session() -> Iterator[Session]:
+def session(*, clear_notebook: bool = False) -> Iterator[Session]:
     """Release every model, trainer and engine that the body makes, also when it raises.
 
     Example:
@@ -207,7 +207,7 @@ def session() -> Iterator[Session]:
     finally:
         _sessions.remove(opened)
         things, opened.things = opened.things[::-1], []
-        opened.released, errors = _release_all(things)
+        opened.released, errors = _release_all(things, clear_notebook)
         if errors and not raised:  # the body's own error says more
             raise errors[0]
 

@@ -68,8 +68,7 @@ class Job:
     rank: int = 16
     targets: tuple[str, ...] = ()  # names of the linear layers with an adapter
     optimizer: str = "adamw_torch"  # TRL's `optim`
-    checkpointing: str = "none"
-    """``none``, ``plain``, or ``unsloth``, which keeps the inputs of layers in main memory."""
+    checkpointing: str = "none"  # or `plain`, or `unsloth`: inputs of layers in main memory
     rows: int = 8  # completions that are sampled at once
     step_rows: int = 8  # completions of an optimizer step
     group: int = 4
@@ -77,8 +76,7 @@ class Job:
     completion: int = 512
     max_length: int = 1024  # most of both together
     budget: int | None = None  # `tokens_per_micro_batch`; None: from the memory that is free
-    scores: bool = True
-    """Whether passes without gradient are made: a reference, or old log-probabilities."""
+    scores: bool = True  # whether passes without gradient are made
     keeps_graphs: bool = True  # whether whole groups run forward before any of them runs backward
     engine: str = "transformers"  # or `vllm`, or `shared` (vLLM on Unsloth's weights)
     sleeps: bool = True

@@ -31,8 +31,7 @@ class Plan:
 
     config: RunConfig
     facts: Facts
-    changes: tuple[Change, ...] = ()
-    """What makes it fit, the least harmful first; empty where it fits, or where nothing helps."""
+    changes: tuple[Change, ...] = ()  # what makes it fit, the least harmful first
 
     @property
     def room(self) -> int:

@@ -53,8 +53,7 @@ Say = Callable[[str], None]
 class _Material:
     """What the rewards are called with, and what is known of it."""
 
-    rows: list[Row]
-    """``prompt``, ``completion`` and what a reward may ask for, as ``--completions`` reads it."""
+    rows: list[Row]  # as `--completions` reads them
     rewards: list[LoadedReward]
     max_completion_length: int | None = None
     max_seq_length: int | None = None

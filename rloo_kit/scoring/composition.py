@@ -71,8 +71,7 @@ class WeightSchedule:
     [1.0, 0.5, 0.0]
     """
 
-    points: tuple[tuple[float, float], ...]
-    """Progress in [0, 1] (share of the optimizer steps done) and the weight there, in order."""
+    points: tuple[tuple[float, float], ...]  # progress in [0, 1] and the weight there, in order
 
     @classmethod
     def of(cls, points: Mapping[Any, Any]) -> "WeightSchedule":

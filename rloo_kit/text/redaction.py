@@ -23,31 +23,40 @@ HIDDEN = re.compile(r"\[hidden(?:: [\w.-]{1,64})?\]")
 
 # --- which names and values are those of secrets -------------------------------------------------
 
-# Of a name in lower case with `_` between its words
-SECRET = re.compile(
+# Of a name in lower case with `_` between its words: any value is a secret
+ALWAYS_SECRET = re.compile(
     r"passw(or)?d|passphrase|secret|credential|api_?keys?(?![a-z])"
     r"|(access|api|auth|hf|hub|bot|refresh|bearer|session)_?token(?![a-z])"
     r"|(access|private|auth|account|encryption|signing|master)_key(?![a-z])"
 )
-# Last words of the names of other secrets, the second of variables of the environment alone
-LAST_WORD = re.compile("auth|authorization|cookie|jwt|pat|pwd")
-LAST_WORD_OF_VARIABLE = re.compile("key|pass|token")
+# A word of a name: the value is a secret unless it is plain (see `is_plain`)
+OFTEN_SECRET = re.compile("auth|authorization|bearer|cookie|jwt|key|pass|pat|pwd|token")
+# A word before `token` that makes it one of a vocabulary
+OF_A_TOKENIZER = re.compile("bos|cls|end|eos|image|mask|pad|per|sep|special|start|stop|think|unk")
 # A last word that makes the value a fact about a secret
 NOT_THE_VALUE = re.compile(
     "column|dir|endpoint|env|field|file|format|length|limit|name|path|size|sock|timeout|type|url"
 )
 
 
-@lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
     """Return whether the name of a variable or setting says that its value is a secret."""
+    return _how_secret(name) is not None
+
+
+@lru_cache(maxsize=4096)
+def _how_secret(name: str) -> str | None:
+    """Return ``always``, ``often`` or None."""
     last = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.rsplit(".", 1)[-1]).lower()
     words = [word for word in re.split(r"[^a-z]+", last) if word]
     if not words or NOT_THE_VALUE.fullmatch(words[-1]) or "public" in words:
-        return False
-    if SECRET.search("_".join(words)) or LAST_WORD.fullmatch(words[-1]):
-        return True
-    return name.isupper() and bool(LAST_WORD_OF_VARIABLE.fullmatch(words[-1]))
+        return None
+    if ALWAYS_SECRET.search("_".join(words)):
+        return "always"
+    if words[-1] == "id" or ("token" in words and any(map(OF_A_TOKENIZER.fullmatch, words))):
+        return None
+    telling = words if name.isupper() else words[-1:]
+    return "often" if any(map(OFTEN_SECRET.fullmatch, telling)) else None
 
 
 def is_plain(value: str) -> bool:
@@ -197,8 +206,9 @@ def _redact_tree(value: Any, name: str) -> Any:
         items = [_redact_tree(item, name) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, str):
-        hides = value and is_secret_name(name) and not HIDDEN.fullmatch(value)
-        return _label(name) if hides else _redact(value)
+        how = _how_secret(name)
+        hides = how == "always" or (how == "often" and not is_plain(value))
+        return _label(name) if value and hides and not HIDDEN.fullmatch(value) else _redact(value)
     if isinstance(value, Path) and (text := _redact(str(value))) != str(value):
         return text
     return value

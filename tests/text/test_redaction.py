@@ -57,7 +57,7 @@ def some(length, letters=LETTERS):
 @pytest.mark.parametrize(
     "name",
     ["HF_TOKEN", "OPENAI_API_KEY_2", "AWS_ACCESS_KEY_ID", "PGPASSWORD", "GITHUB_PAT", "apiKey",
-     "x-api-key", "Authorization", "trainer.hub_token", "credentials"],
+     "token", "x-api-key", "Authorization", "trainer.hub_token", "credentials"],
 )  # fmt: skip
 def test_name_of_a_secret_is_recognised(name):
     assert is_secret_name(name)
@@ -198,6 +198,7 @@ def test_settings_are_masked_by_name():
     settings = {
         "trainer": {"hub_token": "abc", "beta": 0.1, "pad_token": "<pad>"},
         "rewards": [{"name": "judge", "api_key": "EMPTY", "api_key_env": "OPENAI_API_KEY"}],
+        "own": {"token": SECRET, "auth": "basic"},
         "model": {"name": f"https://me:{SECRET}@example.org/m", "token": True, "key": "question"},
         "passwords": ["x", "y"],
         "empty": {"token": None, "api_key": ""},
@@ -211,6 +212,7 @@ def test_settings_are_masked_by_name():
         "rewards": [
             {"name": "judge", "api_key": "[hidden: api_key]", "api_key_env": "OPENAI_API_KEY"}
         ],
+        "own": {"token": "[hidden: token]", "auth": "basic"},
         "model": {"name": "https://me:[hidden]@example.org/m", "token": True, "key": "question"},
         "passwords": ["[hidden: passwords]"] * 2,
         "empty": {"token": None, "api_key": ""},

@@ -7,16 +7,27 @@ import rloo_kit as rk
 from rloo_kit.evaluation.evaluator import prompt_ids
 
 
-@pytest.fixture
-def policy():
-    """The embedded model in 16 bit with an adapter that does something, and 64 prompts."""
-    with rk.session():
+@pytest.fixture(scope="session")
+def adapted_model():
+    """Return a loader of the embedded model in 16 bit with an adapter that does something."""
+
+    def load():
         model, tokenizer = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
         model = rk.attach_lora(model, r=16)
         torch.manual_seed(0)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.2)
+        return model, tokenizer
+
+    return load
+
+
+@pytest.fixture
+def policy(adapted_model):
+    """That model, and 64 prompts."""
+    with rk.session():
+        model, tokenizer = adapted_model()
         rows = rk.load_prompts("arithmetic", num_prompts=64)
         yield model, tokenizer, [prompt_ids(tokenizer, row["prompt"]) for row in rows]
 

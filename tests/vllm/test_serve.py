@@ -8,7 +8,6 @@ import time
 
 import httpx
 import pytest
-import torch
 
 import rloo_kit as rk
 
@@ -42,16 +41,11 @@ def end(process):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def served(tmp_path_factory, adapted_model):
     """An adapter that changes what is said; greedy answers with it, and without."""
     folder = tmp_path_factory.mktemp("served") / "polite"
     with rk.session():
-        model, tokenizer = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
-        model = rk.attach_lora(model, r=16)
-        torch.manual_seed(0)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.2)
+        model, tokenizer = adapted_model()
         rk.save_adapter(model, tokenizer, folder)
         prompts = rk.load_prompts("arithmetic", split="held_out", num_prompts=8)
         settings = {"max_completion_length": 48, "temperature": 0.0}
