@@ -90,6 +90,11 @@ class KitSettings:
         "far (`moving`).",
         resume="must",
     )
+    baseline: Literal["leave_one_out", "shrinkage"] = setting(
+        "leave_one_out",
+        "`leave_one_out`, or `shrinkage`: pulled towards the mean of the other prompts.",
+        resume="must",
+    )
     on_reward_error: Literal["stop", "skip"] = setting(
         "stop", "`stop`, or `skip`: what a reward cannot score counts as unscorable and is logged."
     )

@@ -102,6 +102,11 @@ def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[
         errors += check_value(f"trainer.{name}", value, hint, rule)
     if values.get("stop_on") and values.get("doctor") is False:
         errors.append("trainer.stop_on needs the doctor, and trainer.doctor is false: remove one")
+    if values.get("baseline") == "shrinkage" and values.get("dynamic_sampling"):
+        errors.append(
+            "trainer.baseline shrinkage learns from groups of equal scores, and "
+            "trainer.dynamic_sampling drops them, which would bias the gradient: remove one"
+        )
     return errors
 
 

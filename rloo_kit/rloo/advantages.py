@@ -1,7 +1,8 @@
 """The leave-one-out maths, as pure functions on tensors.
 
-Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning
-from Human Feedback in LLMs" (arXiv 2402.14740), section 3. P prompts, G generations per prompt.
+Sources: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning
+from Human Feedback in LLMs" (arXiv 2402.14740), section 3; for the shrinkage Zeng et al. 2025,
+"Shrinking the Variance" (arXiv 2511.03710). P prompts, G generations per prompt.
 """
 
 import torch
@@ -44,3 +45,35 @@ def leave_one_out_advantages(rewards: torch.Tensor) -> torch.Tensor:
     highest = rewards.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
     # Rounding of the sum must not turn "all alike" into a tiny signal.
     return advantages.masked_fill(lowest >= highest, 0.0)
+
+
+def shrinkage_advantages(rewards: torch.Tensor) -> torch.Tensor:
+    """Return advantages whose baselines are pulled towards the mean of the other prompts.
+
+    ``b_i = (1 - l) * b_i_loo + l * m``, ``l = v / (v + d)`` (James-Stein, two-level leave-one-out),
+    all from the K other groups with two scorable rewards at least: m is the mean of their means, v
+    their mean variance over the number of siblings (so of ``b_i_loo``), d the squared distance
+    from m to expect of a further group's mean, ``(1 + 1 / K) * var(means)``. The authors' code has
+    G in place of the siblings, and no ``1 / K``. l and m see nothing of the group, ``b_i_loo`` only
+    siblings: no baseline depends on its own reward, so the policy gradient stays unbiased.
+
+    Args:
+        rewards: ``(P, G)`` floats; NaN marks an unscorable completion.
+
+    Returns:
+        ``(P, G)`` of the same dtype and device, finite: those of ``leave_one_out_advantages`` where
+        K is below 2 or the rewards of each other group are equal; 0 where a completion is
+        unscorable or has no scorable sibling. Equal rewards in a group can give others than 0.
+    """
+    advantages = leave_one_out_advantages(rewards)
+    known = (~rewards.isnan()).sum(dim=1, keepdim=True)  # (P, 1)
+    # from the advantages, because those are exactly 0 where the rewards are equal
+    within = advantages.square().sum(dim=1, keepdim=True) * (known - 1) / known**2  # (P, 1)
+    hidden = torch.eye(len(rewards), dtype=torch.bool, device=rewards.device) | (known < 2).T
+    means = rewards.nanmean(dim=1).masked_fill(hidden, torch.nan)  # (P, P): of the other groups
+    mean = means.nanmean(dim=1, keepdim=True)  # (P, 1)
+    others = (~hidden).sum(dim=1, keepdim=True)  # (P, 1) K
+    distance = (means - mean).square().nansum(dim=1, keepdim=True) / (others - 1) * (1 + 1 / others)
+    noise = within.T.masked_fill(hidden, torch.nan).nanmean(dim=1, keepdim=True) / (known - 1)
+    pull = noise / (noise + distance) * (leave_one_out_baselines(rewards) - mean)  # (P, G)
+    return advantages + pull.nan_to_num(nan=0.0)

@@ -66,7 +66,7 @@ def completion_records(rollout: Rollout, names: list[str]) -> list[dict[str, Any
     columns = {
         "score": rollout.scores,
         "kl": rollout.kl,
-        "baseline": leave_one_out_baselines(rewards.view(-1, size)).view(-1),
+        "baseline": leave_one_out_baselines(rewards.view(-1, size)).view(-1) - rollout.pull,
         "advantage": rollout.row_advantages,
     }
     lists = {name: _numbers(values) for name, values in columns.items()}

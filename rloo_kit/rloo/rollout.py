@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from rloo_kit.rloo.advantages import leave_one_out_advantages
+from rloo_kit.rloo.advantages import leave_one_out_advantages, shrinkage_advantages
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.objective import RunningMoments, normalise, subtract_kl, token_kl
 
@@ -30,6 +30,7 @@ class Shaping:
     token_level_kl: bool = False
     kl_estimator: str = "k1"
     mask_truncated_completions: bool = False
+    baseline: str = "leave_one_out"  # or `shrinkage`
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,9 @@ class Rollout:
         grouped = scores.view(-1, num_generations)  # (P, G)
         siblings = (~grouped.isnan()).sum(dim=1, keepdim=True) > 1
         comparable = (~grouped.isnan() & siblings).view(-1)
-        score_advantages = leave_one_out_advantages(grouped).view(-1)
+        shrinks = shaping.baseline == "shrinkage"
+        over_baseline = shrinkage_advantages if shrinks else leave_one_out_advantages
+        score_advantages = over_baseline(grouped).view(-1)
         empty = torch.zeros(mask.shape, device=device)
         rollout = cls(
             sampled=sampled,
@@ -207,10 +210,18 @@ class Rollout:
         tokens = self.completion_mask.sum(1).clamp(min=1)
         return (self.advantages * self.completion_mask).sum(1) / tokens
 
+    @property
+    def pull(self) -> torch.Tensor:
+        """``(B,)`` what shrinkage adds to leave-one-out advantages; exactly 0 without it."""
+        grouped = self.scores.view(-1, self.num_generations)  # (P, G)
+        return self.score_advantages - leave_one_out_advantages(grouped).view(-1)
+
     def compute_advantages(self, groups: list[int] | None = None) -> None:
         """Compute KL, reward and advantage of groups whose log-probabilities are known.
 
-        ``objective.subtract_kl`` has the two formulas. ``groups`` are numbers; None: all.
+        ``objective.subtract_kl`` has the two formulas. Shrinkage pulls the baseline of the scores;
+        that of the KL stays leave-one-out, so that a group needs the KL of no other one. ``groups``
+        are numbers; None: all.
         """
         shaping, size = self.shaping, self.num_generations
         numbers = torch.arange(len(self.settled)) if groups is None else torch.tensor(groups)
@@ -229,6 +240,7 @@ class Rollout:
             else:
                 rewards = subtract_kl(self.scores[rows], self.kl[rows], shaping.beta)
                 advantages = leave_one_out_advantages(rewards.view(-1, size)).view(-1)
+                advantages = advantages + self.pull[rows]
         if shaping.normalize_advantages:
             advantages = self._normalised(advantages, rows)
         self.advantages[rows] = advantages * (

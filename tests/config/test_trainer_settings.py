@@ -117,6 +117,7 @@ def test_a_setting_takes_right_values_and_names_wrong_ones(name):
     [
         ({"stop_on": ["kl_explosio"]}, "did you mean 'kl_explosion'?"),
         ({"stop_on": ["kl_explosion"], "doctor": False}, "needs the doctor"),
+        ({"baseline": "shrinkage", "dynamic_sampling": True}, "trainer.baseline shrinkage learns"),
         ({"normalise_reward": True}, "'normalise_reward'; did you mean 'normalize_reward'?"),
         ({"reward_timeout": 3}, "did you mean 'reward_timeout_seconds'?"),
         ({"klcoef": 1}, "did you mean 'kl_coef'?"),

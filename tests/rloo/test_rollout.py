@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rloo_kit.rloo.advantages import shrinkage_advantages
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.metrics import completion_records, rollout_metrics
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping, rows_needing_old_pass
@@ -229,6 +230,38 @@ def test_with_a_kl_a_group_of_equal_scores_still_learns():
     rollout = settled(NO_SIGNAL, 3, beta=0.1)
     assert rollout.groups == [[0, 1, 2], [3, 4, 5], [], [10, 11]]
     assert (rollout.advantages[:3] != 0).all()
+
+
+# --- shrinkage -----------------------------------------------------------------------------------
+
+
+def test_shrinkage_makes_groups_of_equal_scores_learn():
+    scores = [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+    plain, rollout = (settled(scores, 2, baseline=b) for b in ("leave_one_out", "shrinkage"))
+    assert plain.groups == [[], [2, 3], [], [6, 7]]
+    assert rollout.groups == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    close(rollout.advantages, shrinkage_advantages(torch.tensor(scores).view(4, 2)).view(-1))
+    assert (rollout.advantages[:2] > 0).all()
+    assert (rollout.advantages[4:6] < 0).all()
+    # what dynamic sampling and `signal/groups_without` count is the scores alone
+    assert rollout.sampled.has_signal(rollout.shaping, 2).tolist() == [False, True, False, True]
+
+
+@pytest.mark.parametrize("baseline", ["leave_one_out", "shrinkage"])
+def test_the_baseline_of_the_kl_stays_leave_one_out(baseline):
+    whole = scored(SCORES, 4, lengths=LENGTHS, beta=0.3, baseline=baseline)
+    fill(whole).compute_advantages()
+    kl = torch.tensor([sum(kl_by_hand(whole, row)) for row in range(12)])
+    penalty = advantages_by_hand(kl.masked_fill(whole.scores.isnan(), NAN).tolist(), 4)
+    close(whole.advantages, (whole.score_advantages - 0.3 * penalty) * whole.learnable)
+    one_by_one = fill(scored(SCORES, 4, lengths=LENGTHS, beta=0.3, baseline=baseline))
+    for group in (2, 0, 1):
+        one_by_one.compute_advantages([group])
+    close(one_by_one.advantages, whole.advantages)
+    records = completion_records(whole, ["a", "b"])
+    for row in whole.learnable_rows:
+        reward = records[row]["score"] - 0.3 * records[row]["kl"]
+        assert reward - records[row]["baseline"] == pytest.approx(records[row]["advantage"])
 
 
 # --- normalised advantages -----------------------------------------------------------------------
