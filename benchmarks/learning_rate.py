@@ -1,0 +1,228 @@
+"""Learning rate, rank, alpha and layers of the adapter: one short training for each combination.
+
+    python benchmarks/learning_rate.py                            # the embedded model, all cells
+    python benchmarks/learning_rate.py --cells /alpha16/all/ seed1    # those with both in the name
+    python benchmarks/learning_rate.py --model smollm2 --minutes 60
+    python benchmarks/learning_rate.py --report                  # the picture and the page
+
+A cell is a run file of examples/ with another ``learning_rate``, ``r``, ``lora_alpha``,
+``target_modules`` and ``seed``. Its result is appended to a file in benchmarks/results as one
+line, and cells that are there are not run again: stop it when you like, and start it again.
+``--minutes`` begins no further cell after that time.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "explanation" / "learning-rate.md"
+PICTURE = ROOT / "docs" / "pictures" / "learning_rate.svg"
+RATES = (3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
+RANKS = (1, 8, 32)
+ALPHAS = (16, 32)
+ATTENTION = "[q_proj,k_proj,v_proj,o_proj]"
+LAYERS = {"all": f"{ATTENTION[:-1]},gate_proj,up_proj,down_proj]", "attention": ATTENTION}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A run file, what a cell changes in it, and how many seeds tell a difference from chance."""
+
+    run_file: str
+    seeds: int
+    metric: str  # of the held-out prompts
+    overrides: tuple[str, ...]
+
+
+SUBJECTS = {
+    "tiny-thinker": Subject(
+        "quickstart",
+        5,
+        "accuracy",
+        ("trainer.max_steps=24", "trainer.per_device_train_batch_size=32", "data.held_out=128"),
+    ),
+    "smollm2": Subject(str(ROOT / "examples" / "smollm2.yaml"), 2, "rouge", ()),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training."""
+
+    learning_rate: float
+    r: int
+    alpha: int
+    layers: str  # "all" or "attention"
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The settings in one word, for ``--cells``."""
+        return f"{self.learning_rate:g}/r{self.r}/alpha{self.alpha}/{self.layers}/seed{self.seed}"
+
+    def overrides(self) -> list[str]:
+        """The settings as they are given to a run file."""
+        return [
+            f"trainer.learning_rate={self.learning_rate}",
+            f"lora.r={self.r}",
+            f"lora.lora_alpha={self.alpha}",
+            f"lora.target_modules={LAYERS[self.layers]}",
+            f"seed={self.seed}",
+        ]
+
+
+def cells(seeds: int) -> Iterator[Cell]:
+    """Every cell, seed by seed, so that a run that is stopped early has seen most settings."""
+    for seed, layers, alpha in itertools.product(range(1, seeds + 1), LAYERS, ALPHAS):
+        for r, rate in itertools.product(RANKS, RATES):
+            yield Cell(rate, r, alpha, layers, seed)
+
+
+def results(model: str) -> Path:
+    """The file of a model's cells."""
+    return RESULTS / f"learning_rate_{model}.jsonl"
+
+
+def read(model: str) -> list[dict]:
+    """The cells that have been run, one dict each."""
+    path = results(model)
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run(cell: Cell, subject: Subject) -> dict:
+    """Train and score one cell."""
+    import rloo_kit as rk
+    from rloo_kit.diagnosis.record import read_run
+
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        fixed = ["trainer.save_strategy='no'", "trainer.generation=transformers"]
+        fixed += [f"output_dir={folder}/run", *subject.overrides]
+        try:
+            result = rk.train(subject.run_file, [*fixed, *cell.overrides()], say=str)
+        except rk.DivergedError:
+            return {**asdict(cell), "score": None, "diverged": True}
+        metrics = [row for row in read_run(result.folder).metrics if "reward" in row]
+    last = metrics[-max(1, len(metrics) // 4) :]
+    return {
+        **asdict(cell),
+        "steps": result.steps,
+        "before": result.before.rewards[subject.metric],
+        "score": result.after.rewards[subject.metric],
+        "reward": statistics.fmean(row["reward"] for row in last),
+        "kl": statistics.fmean(row["kl/sequence"] for row in last),
+        "seconds": round(time.monotonic() - began),
+    }
+
+
+def sweep(model: str, wanted: list[str], minutes: float) -> None:
+    """Run the cells that are not in the result file."""
+    subject, end = SUBJECTS[model], time.monotonic() + 60 * minutes
+    known = {Cell(*(row[name] for name in Cell.__annotations__)) for row in read(model)}
+    for cell in cells(subject.seeds):
+        if cell in known or not all(text in cell.name for text in wanted):
+            continue
+        if time.monotonic() > end:
+            print("out of time: start it again to go on")
+            return
+        row = run(cell, subject)
+        with results(model).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{cell.name}: {subject.metric} {row['score']}, {row.get('seconds')} s", flush=True)
+
+
+def mean_and_range(rows: list[dict]) -> tuple[float, float, float]:
+    """Mean, lowest and highest score of the seeds of one setting; a run that diverged scores 0."""
+    scores = [row["score"] or 0.0 for row in rows]
+    return statistics.fmean(scores), min(scores), max(scores)
+
+
+def grouped(model: str) -> dict[tuple, dict[float, list[dict]]]:
+    """Rows by (layers, alpha, r) and learning rate."""
+    found: dict[tuple, dict[float, list[dict]]] = {}
+    for row in sorted(read(model), key=lambda row: (row["layers"], row["alpha"], row["r"])):
+        setting = row["layers"], row["alpha"], row["r"]
+        found.setdefault(setting, {}).setdefault(row["learning_rate"], []).append(row)
+    return found
+
+
+def table(model: str) -> str:
+    """Held-out score of every setting that was run, as Markdown."""
+    settings = grouped(model)
+    rates = sorted({rate for runs in settings.values() for rate in runs})
+    lines = [
+        "| layers | alpha | r | " + " | ".join(f"{rate:.0e}" for rate in rates) + " |",
+        "|---" * (3 + len(rates)) + "|",
+    ]
+    for (layers, alpha, r), runs in settings.items():
+        values = []
+        for rate in rates:
+            mean, low, high = mean_and_range(runs[rate]) if rate in runs else (math.nan,) * 3
+            spread = f" ({low:.2f} to {high:.2f})" if low < high else ""
+            values.append("" if math.isnan(mean) else f"{mean:.2f}{spread}")
+        lines.append(f"| {layers} | {alpha} | {r} | {' | '.join(values)} |")
+    rows, subject = read(model), SUBJECTS[model]
+    whole = len(list(cells(subject.seeds)))
+    before = statistics.fmean(row["before"] for row in rows if row.get("before") is not None)
+    lines += [
+        "",
+        f"Held-out {subject.metric} by learning rate, mean (range) of the seeds that ran; "
+        f"{before:.2f} before training. {len(rows)} of {whole} cells have run.",
+    ]
+    return "\n".join(lines)
+
+
+def picture(model: str) -> None:
+    """Score over learning rate, a line for each setting, bars from the lowest seed to the best."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "rloo-kit"  # the same results give the same file
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.2, 3.8), layout="constrained")
+    settings = grouped(model)
+    for place, ((layers, alpha, r), runs) in enumerate(settings.items()):
+        rates = sorted(runs)
+        means, lows, highs = zip(*(mean_and_range(runs[rate]) for rate in rates), strict=True)
+        bars = [[m - low for m, low in zip(means, lows, strict=True)],
+                [high - m for m, high in zip(means, highs, strict=True)]]  # fmt: skip
+        aside = 1 + 0.03 * (place - len(settings) / 2)  # bars of equal rates stay apart
+        label = f"r {r}, alpha {alpha}, {layers}"
+        axes.errorbar([rate * aside for rate in rates], means, bars, marker=".", label=label)
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel(f"held-out {SUBJECTS[model].metric}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(PICTURE, metadata={"Date": None})
+
+
+def main() -> None:
+    """Run cells, or write what they found."""
+    parser = argparse.ArgumentParser(description="Sweep learning rate, rank, alpha and layers.")
+    parser.add_argument("--model", choices=SUBJECTS, default="tiny-thinker")
+    parser.add_argument("--cells", nargs="*", default=[], help="only those with all these texts")
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--report", action="store_true", help="picture and page from the results")
+    arguments = parser.parse_args()
+    if arguments.report:
+        from learn_step_report import put
+
+        put(PAGE, "learning-rate", table(arguments.model))
+        picture(arguments.model)
+        return
+    sweep(arguments.model, arguments.cells, arguments.minutes)
+
+
+if __name__ == "__main__":
+    main()
