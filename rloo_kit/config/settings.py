@@ -113,6 +113,18 @@ class KitSettings:
         maximum=100,
         resume="must",
     )
+    prompt_selection: Literal["history"] | None = setting(
+        None,
+        "`history`: prompts whose last groups had equal scores are skipped half of the time, then "
+        "three times in four, and so on to 99%; others take their place.",
+        resume="must",
+    )
+    prompt_retire_at: float | None = setting(
+        None,
+        "With `prompt_selection`: a prompt is drawn no more once the mean score of its group is so "
+        "high, such as 0.9 where right answers score 1.",
+        resume="must",
+    )
     generation: Literal["auto", "vllm", "transformers"] = setting(
         "auto",
         "Who samples: `vllm` (in this process), `transformers`, or `auto`: vLLM on a GPU where it "

@@ -107,6 +107,11 @@ def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[
             "trainer.baseline shrinkage learns from groups of equal scores, and "
             "trainer.dynamic_sampling drops them, which would bias the gradient: remove one"
         )
+    if values.get("prompt_retire_at") is not None and values.get("prompt_selection") is None:
+        errors.append(
+            f"trainer.prompt_retire_at is {format_value(values['prompt_retire_at'])} and needs "
+            f"trainer.prompt_selection: set that to history, or remove this"
+        )
     return errors
 
 

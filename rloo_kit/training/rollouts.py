@@ -17,6 +17,7 @@ from trl.data_utils import apply_chat_template, is_conversational
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
+from rloo_kit.data.history import PromptHistory
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
 from rloo_kit.rloo.guards import Pieces, check_finite, finite_logits
 from rloo_kit.rloo.learner import Learner, Scored
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 SAMPLING_REMEDY = (
     "lower trainer.max_completion_length, take a smaller model, or set model.load_in_4bit"
 )
+# Further rows that are looked at for one that the history does not skip; then the last is taken
+MOST_TRIES = 100
 
 # A row of the training set, with `prompt`
 Row = Mapping[str, Any]
@@ -186,8 +189,10 @@ class RolloutMaker:
         self.trainer = trainer
         # Statistics of `normalize_reward: moving`
         self.moments = RunningMoments()
-        # Rows of the training set that dynamic sampling draws next
+        # Rows of the training set that dynamic and prompt selection draw next
         self.prompt_order: deque[int] = deque()
+        args = trainer.args
+        self.history = PromptHistory(args.prompt_retire_at) if args.prompt_selection else None
 
     def make(self, inputs: list[Row], learner: Learner) -> Rollout:
         """Return the scored rollout of some rows; the learner makes the reference pass.
@@ -199,11 +204,13 @@ class RolloutMaker:
         check_finite(learner.parameters, trainer.state.global_step)
         # Async rewards run while the reference pass computes, unless they decide who gets a pass.
         overlap = bool(args.beta) and not args.dynamic_sampling
-        batch, reference = self._sample(inputs, learner, overlap=overlap)
+        batch, reference = self._sample(self._select(inputs), learner, overlap=overlap)
         without = (~batch.has_signal(args.shaping, size)).float().mean().item()
         trainer.step_log.note("signal/groups_without", without)
         if args.dynamic_sampling:
             batch = self._draw_again(batch, learner)
+        if self.history is not None:
+            trainer.step_log.note_all(self.history.metrics())
         rollout = Rollout.scored(batch, size, args.shaping, self.moments)
         if args.beta and reference is None:
             reference = trainer.policy.reference_log_probs(
@@ -257,6 +264,7 @@ class RolloutMaker:
         scores = (found * trainer.reward_weights.to(found.device)).nansum(dim=1)  # (B,)
         scores = scores.masked_fill(found.isnan().all(dim=1), torch.nan)
         batch = ScoredBatch(prompts, completions, tokens, ended, found, scores, log_probs)
+        self._remember(batch)
         trainer.step_log.note_drawn(batch, generated - started, trainer.state)
         trainer.step_log.elsewhere += time.perf_counter() - started - reference_seconds
         return batch, reference
@@ -308,7 +316,15 @@ class RolloutMaker:
         with torch.inference_mode():
             return model(**inputs.to(self.trainer.accelerator.device)).logits[:, 0]
 
-    # --- dynamic sampling ------------------------------------------------------------------------
+    # --- which prompts ---------------------------------------------------------------------------
+
+    def _select(self, inputs: list[Row]) -> list[Row]:
+        """Replace prompts that the history skips by further prompts (``prompt_selection``)."""
+        if self.history is None:
+            return inputs
+        size, keeps = self.trainer.num_generations, self.history.keeps
+        rows = [row if keeps(row["prompt"]) else self._next_row() for row in inputs[::size]]
+        return [row for row in rows for _ in range(size)]
 
     def _draw_again(self, batch: ScoredBatch, learner: Learner) -> ScoredBatch:
         """Replace groups without signal by groups of further prompts (``dynamic_sampling``)."""
@@ -319,27 +335,50 @@ class RolloutMaker:
                 break
             inputs: list[Row] = []
             for _ in without:
-                inputs += [self.trainer.train_dataset[self._next_prompt()]] * size
+                inputs += [self._next_row()] * size
             more, _ = self._sample(inputs, learner, overlap=False)
             batch = batch.replace_groups(without, more, args.shaping, size)
             drawn += len(without)
         self.trainer.step_log.note("signal/groups_drawn_again", drawn)
         return batch
 
-    def _next_prompt(self) -> int:
+    def _remember(self, batch: ScoredBatch) -> None:
+        """Note in the history how the groups of a batch have scored."""
+        if self.history is not None:
+            size = self.trainer.num_generations
+            means = batch.scores.view(-1, size).nanmean(dim=1).tolist()
+            signal = batch.has_signal(self.trainer.args.shaping, size).tolist()
+            self.history.note(batch.prompts[::size], means, signal)
+
+    def _next_row(self) -> Row:
+        """Return the next row that the history does not skip."""
+        row = self._any_row()
+        for _ in range(MOST_TRIES):
+            if self.history is None or self.history.keeps(row["prompt"]):
+                break
+            row = self._any_row()
+        return row
+
+    def _any_row(self) -> Row:
         """Return the next row of a random order of the training set, apart from the run's own."""
         trainer = self.trainer
         if not self.prompt_order:
             generator = torch.Generator().manual_seed(trainer.args.seed + trainer._step)
             order = torch.randperm(len(trainer.train_dataset), generator=generator)
             self.prompt_order.extend(order.tolist())
-        return self.prompt_order.popleft()
+        return trainer.train_dataset[self.prompt_order.popleft()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept from batch to batch."""
-        return {"moments": asdict(self.moments), "prompt_order": list(self.prompt_order)}
+        return {
+            "moments": asdict(self.moments),
+            "prompt_order": list(self.prompt_order),
+            "history": self.history and self.history.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
         self.moments = RunningMoments(**state["moments"])
         self.prompt_order = deque(state["prompt_order"])
+        if self.history is not None:
+            self.history.load_state_dict(state["history"])

@@ -374,11 +374,12 @@ def _check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
         )
     if {"image", "images"} & set(columns or ()):
         raise DataError("train_dataset has images: train these with TRL's RLOOTrainer")
-    if not has_rows and args.dynamic_sampling:
-        raise DataError(
-            "train_dataset is a stream, and dynamic_sampling needs random access: load it without "
-            "streaming"
-        )
+    for name in ("dynamic_sampling", "prompt_selection"):
+        if not has_rows and getattr(args, name):
+            raise DataError(
+                f"train_dataset is a stream, and {name} needs random access: load it without "
+                f"streaming"
+            )
 
 
 def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:

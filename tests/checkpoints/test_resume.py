@@ -30,6 +30,10 @@ def lottery(completions, **_):
     return [zlib.crc32(c[-1]["content"].encode()) % 100 / 100 for c in completions]
 
 
+def coin(completions, **_):
+    return [float(zlib.crc32(c[-1]["content"].encode()) % 4 == 0) for c in completions]
+
+
 class Moody:
     """A reward that pays by what it has seen before."""
 
@@ -112,6 +116,17 @@ def assert_the_same(one, other):
             {"num_prompts": 5, "dynamic_sampling": True, "lr_scheduler_type": "cosine"},
             marks=pytest.mark.faults,
             id="num_prompts,dynamic_sampling,lr_scheduler_type",
+        ),
+        pytest.param(
+            {
+                "reward": lambda: coin,
+                "num_prompts": 5,
+                "dynamic_sampling": True,
+                "prompt_selection": "history",
+                "prompt_retire_at": 0.7,
+            },
+            marks=pytest.mark.faults,
+            id="num_prompts,dynamic_sampling,prompt_selection,prompt_retire_at",
         ),
         pytest.param(
             {"dropout": 0.2, "beta": 0.1, "token_level_kl": True, "warmup_steps": 2},
