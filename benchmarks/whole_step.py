@@ -1,0 +1,274 @@
+"""The whole step, sampling and rewards included: rloo-kit against TRL's RLOO and GRPO trainers.
+
+    python benchmarks/whole_step.py                          # every cell: hours on two CPU cores
+    python benchmarks/whole_step.py --cells embedded --pairs 1
+    .venv-vllm/bin/python benchmarks/whole_step.py --cells smollm2 --sampler vllm --name ...
+
+Arms (kit, trl-rloo, trl-grpo) take turns in one process, from the same adapter, with the same
+prompts, reward, seed and settings. TRL's classes are those that Unsloth patches, where it is
+installed. Completions differ from arm to arm, since each draws its own, so tokens are printed too.
+Each step is timed whole, and sampling, rewards and learning (the rest) apart. The first turn of
+each arm warms up and is not counted. SmolLM2 is fetched by scripts/fetch_smollm2.py.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import rloo_kit as rk
+
+environment = rk.setup()
+
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback
+from transformers.utils import logging
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from rloo_kit.live.view import LiveView
+from rloo_kit.machine.hardware import installed_version
+from rloo_kit.machine.lm_head import route_trl_lm_head
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+SMOLLM2 = ROOT / ".cache" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+SEED = 42
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model, its prompts and what is drawn."""
+
+    model: str
+    prompts: str
+    groups: int
+    generations: int
+    longest: int
+    beta: float
+    load_in_4bit: bool = False
+
+
+CELLS = {
+    # The quickstart: 48 tokens at most, nearly even lengths
+    "embedded": Cell("tiny-thinker", "arithmetic", 8, 8, 48, 0.02, load_in_4bit=True),
+    # Natural lengths: about 50 tokens on average, the longest cut at 256
+    "smollm2": Cell(str(SMOLLM2), "posts", 2, 8, 256, 0.02),
+    # Prompts of 400 tokens, answers of at most 16
+    "long-prompt": Cell(str(SMOLLM2), "several-posts", 2, 8, 16, 0.02),
+}
+
+
+def prompts_of(cell: Cell, steps: int) -> Dataset:
+    """Return as many prompts as the steps take."""
+    if cell.prompts == "arithmetic":
+        return rk.load_prompts("arithmetic", num_prompts=cell.groups * steps, seed=SEED)
+    posts = [json.loads(one) for one in (ROOT / "examples" / "posts.jsonl").open()]
+    at_once = 5 if cell.prompts == "several-posts" else 1
+    texts = [
+        "\n\n".join(post["post"] for post in posts[at_once * n : at_once * n + at_once])
+        + "\n\nSum up in one short sentence."
+        for n in range(cell.groups * steps)
+    ]
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": t}] for t in texts]})
+
+
+@dataclass
+class Clock:
+    """Seconds and tokens of one turn."""
+
+    sampling: float = 0.0
+    rewards: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+
+    def sampled(self, draw):
+        """Return ``draw``, timed; it returns completion ids, alone or first of a tuple."""
+
+        def timed(*args, **kwargs):
+            start = time.perf_counter()
+            drawn = draw(*args, **kwargs)
+            self.sampling += time.perf_counter() - start
+            ids = drawn[0] if isinstance(drawn, tuple) else drawn
+            self.tokens += map(len, ids)
+            return drawn
+
+        return timed
+
+    def reward(self, completions, **columns):
+        """Different for each text, and cheap: the share of letters among its characters."""
+        start = time.perf_counter()
+        texts = [one[-1]["content"] if isinstance(one, list) else one for one in completions]
+        scores = [sum(map(str.isalpha, text)) / (len(text) + 1) for text in texts]
+        self.rewards += time.perf_counter() - start
+        return scores
+
+
+class Arm:
+    """One trainer class on a model of its own."""
+
+    def __init__(self, name: str, cell: Cell, options: argparse.Namespace) -> None:
+        self.name, self.cell, self.options = name, cell, options
+        self.turns: list[dict[str, float]] = []
+        model, self.tokenizer = rk.load_model(
+            cell.model, max_seq_length=1024, load_in_4bit=cell.load_in_4bit
+        )
+        self.model = rk.attach_lora(model, r=16, seed=SEED)
+        self.start = {
+            n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad
+        }
+
+    def trainer(self, clock: Clock):
+        """Make the trainer of one turn."""
+        cell, kinds = (
+            self.cell,
+            {
+                "kit": (rk.LeaveOneOutTrainer, rk.LeaveOneOutConfig),
+                "trl-rloo": (RLOOTrainer, RLOOConfig),
+                "trl-grpo": (GRPOTrainer, GRPOConfig),
+            },
+        )
+        rows, (kind, config) = cell.groups * cell.generations, kinds[self.name]
+        settings = {
+            "max_steps": self.options.steps,
+            "per_device_train_batch_size": rows,
+            "num_generations": cell.generations,
+            "max_completion_length": cell.longest,
+            "temperature": 1.0,
+            "beta": cell.beta,
+            "learning_rate": 1e-6,  # so that lengths stay what they are
+            "save_strategy": "no",
+            "report_to": "none",
+            "logging_strategy": "no",
+            "disable_tqdm": True,
+            "bf16": False,
+            "seed": SEED,
+            "use_cpu": not torch.cuda.is_available(),
+        }
+        if self.name == "kit":
+            settings |= {"dry_run": False, "doctor": False, "generation": self.options.sampler}
+        made = kind(
+            model=self.model,
+            reward_funcs=clock.reward,
+            args=config(output_dir=tempfile.gettempdir(), **settings),
+            train_dataset=prompts_of(cell, self.options.steps),
+            processing_class=self.tokenizer,
+        )
+        for callback in (PrinterCallback, LiveView):
+            made.remove_callback(callback)
+        if self.name == "kit":
+            made.sampler.draw = clock.sampled(made.sampler.draw)
+        else:
+            made._generate_single_turn = clock.sampled(made._generate_single_turn)
+        return made
+
+    def turn(self) -> dict[str, float]:
+        """Train from the first adapter; return seconds a step."""
+        for name, parameter in self.model.named_parameters():
+            if name in self.start:
+                parameter.data = self.start[name].clone()
+        clock = Clock()
+        trainer = self.trainer(clock)
+        torch.manual_seed(SEED + len(self.turns))
+        gc.collect()
+        start = time.perf_counter()
+        trainer.train()
+        whole, steps = time.perf_counter() - start, self.options.steps
+        if getattr(trainer, "engine", None) is not None:
+            trainer.engine.close()
+        if "ref" in self.model.peft_config:
+            self.model.delete_adapter("ref")
+        seconds = {
+            "step": whole / steps,
+            "sampling": clock.sampling / steps,
+            "rewards": clock.rewards / steps,
+            "learning": (whole - clock.sampling - clock.rewards) / steps,
+            "tokens": sum(clock.tokens) / steps,
+            "mean_length": statistics.mean(clock.tokens),
+            "longest": max(clock.tokens),
+        }
+        self.turns.append(seconds)
+        return seconds
+
+
+def compare(name: str, options: argparse.Namespace) -> dict[str, object]:
+    """Let the arms take turns; return medians and the ratios pair by pair."""
+    arms = [Arm(one, CELLS[name], options) for one in options.arms]
+    for turn in range(options.pairs + 1):
+        for arm in arms:
+            seconds = arm.turn()
+            warm = "" if turn else "  (warming up)"
+            print(
+                f"{name:<12} {arm.name:<9} {seconds['step']:8.2f} s a step: sampling "
+                f"{seconds['sampling']:.2f}, rewards {seconds['rewards']:.2f}, learning "
+                f"{seconds['learning']:.2f}; {seconds['tokens']:.0f} tokens, mean "
+                f"{seconds['mean_length']:.0f}, longest {seconds['longest']:.0f}{warm}",
+                flush=True,
+            )
+    row: dict[str, object] = {"cell": name, "sampler": options.sampler, "steps": options.steps}
+    counted = {arm.name: arm.turns[1:] for arm in arms}
+    for arm, turns in counted.items():
+        row[arm] = {key: statistics.median(one[key] for one in turns) for key in turns[0]}
+    for arm in options.arms[1:]:
+        pairs = list(zip(counted[arm], counted["kit"], strict=True))
+        ratios = [theirs["step"] / ours["step"] for theirs, ours in pairs]
+        speeds = [
+            (ours["tokens"] / ours["sampling"]) / (theirs["tokens"] / theirs["sampling"])
+            for theirs, ours in pairs
+        ]
+        row[f"faster than {arm}"] = statistics.median(ratios)
+        row[f"ratios to {arm}"] = ratios
+        row[f"tokens a second against {arm}"] = statistics.median(speeds)
+        print(
+            f"{name:<12} kit against {arm}: step {statistics.median(ratios):.2f}x "
+            f"({', '.join(f'{one:.2f}' for one in ratios)}), sampled tokens a second "
+            f"{statistics.median(speeds):.2f}x"
+        )
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cells", nargs="*", default=list(CELLS), choices=CELLS)
+    parser.add_argument(
+        "--arms", nargs="*", default=["kit", "trl-rloo", "trl-grpo"],
+        choices=["kit", "trl-rloo", "trl-grpo"], help="kit first",
+    )  # fmt: skip
+    parser.add_argument("--sampler", default="transformers", choices=["transformers", "vllm"])
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a turn")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--name", help="of the file in benchmarks/results")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.set_verbosity_error()
+    route_trl_lm_head()
+    rows = []
+    for name in options.cells:
+        rows.append(compare(name, options))
+        if options.name:
+            write(options, rows)
+
+
+def write(options: argparse.Namespace, rows: list[dict[str, object]]) -> None:
+    """Write what there is so far, so that a run that is stopped leaves its cells."""
+    content = {
+        "command": "python benchmarks/whole_step.py " + " ".join(sys.argv[1:]),
+        "machine": f"{environment.hardware.name}, {os.cpu_count()} cores",
+        "versions": {
+            name: installed_version(name)
+            for name in ("torch", "trl", "transformers", "peft", "unsloth", "vllm")
+        },
+        "rows": rows,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{options.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

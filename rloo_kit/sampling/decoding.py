@@ -1,0 +1,180 @@
+"""Sampling by transformers in which a prompt runs once and finished rows leave the batch.
+
+``generate`` runs a prompt again for each of its completions, and decodes every row until the
+longest has ended. ``sample_rows`` is a decoding method for its ``custom_generate`` argument: same
+distribution, since logits processors, stopping criteria, masks and cache layers are generate's own.
+
+Shapes: B rows, U different prompts, L rows that still grow, W prompt tokens, C completion tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+# Ended rows leave once they are this share of the batch: selecting rows copies the cache
+LEAVING_SHARE = 1 / 8
+# Columns by which a cache grows at least
+GROWTH = 64
+
+
+def complete(
+    model: Any, prompt_ids: Sequence[list[int]], pad_token_id: int, ends: Sequence[int], **how: Any
+) -> list[list[int]]:
+    """Return a completion of each of B prompts, up to and including the first of ``ends``.
+
+    Args:
+        model: A causal language model of transformers, also under PEFT.
+        prompt_ids: Equal ones one after another share their prefill.
+        pad_token_id: Fills prompts on the left.
+        ends: Ids of the tokens that end a completion.
+        how: Arguments of ``generate``.
+    """
+    width = max(map(len, prompt_ids))
+    device = model.device
+    padded = [[pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids]
+    mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
+    rows = model.generate(
+        input_ids=torch.tensor(padded, device=device),  # (B, W)
+        attention_mask=torch.tensor(mask, device=device),
+        # Unsloth's GPU models decode by a loop of their own
+        custom_generate=None if hasattr(model, "for_inference") else sample_rows,
+        **how,
+    )
+    return [_until_end(row[width:].tolist(), ends) for row in rows]  # of (B, W + C)
+
+
+def _until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
+    last = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+    return ids[: last + 1]
+
+
+class GrowingLayer(DynamicLayer):
+    """A dynamic layer with spare columns: a token's keys are written in place, not concatenated."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add keys and values, both ``(L, heads, tokens, size)``; return all of them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._spare: dict[str, torch.Tensor] = {}
+        self.keys = self._grown("keys", key_states)
+        self.values = self._grown("values", value_states)
+        return self.keys, self.values
+
+    def _grown(self, name: str, new: torch.Tensor) -> torch.Tensor:
+        old, spare = getattr(self, name), self._spare.get(name)
+        start = old.shape[-2] if old.numel() else 0
+        end = start + new.shape[-2]
+        # After rows were selected the keys are a copy, and the spare columns are of another batch
+        is_own = spare is not None and spare.data_ptr() == old.data_ptr()
+        if spare is None or not is_own or spare.shape[-2] < end:
+            num_rows, num_heads, _, size = new.shape
+            spare = new.new_empty(num_rows, num_heads, end + max(GROWTH, end // 4), size)
+            if start:
+                spare[..., :start, :] = old
+            self._spare[name] = spare
+        spare[..., start:end, :] = new
+        return spare[..., :end, :]
+
+
+def _lets_rows_leave(cache: Any) -> bool:
+    """Return whether rows of this cache can be selected: every layer keeps keys and values."""
+    plain = (DynamicLayer, DynamicSlidingWindowLayer)
+    return (
+        isinstance(cache, Cache)
+        and not cache.offloading
+        and bool(cache.layers)
+        and all(type(layer) in plain for layer in cache.layers)
+    )
+
+
+def sample_rows(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return ``(B, W + C)`` prompts and completions; for ``generate(custom_generate=...)``.
+
+    Models whose cache cannot select rows (state-space layers, static and quantised caches), and
+    processors that hold a state for each row, take ``generate``'s own loop.
+    """
+    cache = kwargs.get("past_key_values")
+    num_rows, width = input_ids.shape
+    if not _lets_rows_leave(cache) or _has_row_state(logits_processor, num_rows):
+        return type(model)._sample(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
+        )
+    cache.layers = [GrowingLayer() if type(one) is DynamicLayer else one for one in cache.layers]
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("synced_gpus", "streamer")}
+    logits, kwargs = _shared_prefill(model, input_ids, generation_config, kwargs)
+    pad = int(generation_config.pad_token_id or 0)
+    all_ids = input_ids.new_full((num_rows, stopping_criteria.max_length), pad)
+    all_ids[:, :width] = input_ids
+    live = torch.arange(num_rows, device=input_ids.device)  # (L,) their places in the batch
+    ended = torch.zeros_like(live, dtype=torch.bool)  # (L,)
+    while True:
+        tokens = _draw(logits_processor(input_ids, logits), generation_config.do_sample)
+        tokens = tokens.masked_fill(ended, pad)
+        input_ids = torch.cat([input_ids, tokens[:, None]], 1)
+        all_ids[live, input_ids.shape[1] - 1] = tokens
+        ended = ended | stopping_criteria(input_ids, None)
+        num_ended = int(ended.sum())
+        if num_ended == len(live):
+            return all_ids[:, : input_ids.shape[1]]
+        if num_ended >= max(1, LEAVING_SHARE * len(live)):
+            stay = (~ended).nonzero().flatten()
+            kwargs = _select(kwargs, stay, len(live))
+            input_ids, live, ended = input_ids[stay], live[stay], ended[stay]
+        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs)
+        outputs = model(**inputs, return_dict=True)
+        kwargs = model._update_model_kwargs_for_generation(outputs, kwargs)
+        logits = outputs.logits[:, -1].float()  # (L, vocabulary)
+
+
+def _draw(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:
+    """Return ``(L,)`` tokens of ``(L, vocabulary)`` scores: drawn, or the best."""
+    if do_sample:
+        return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
+    return scores.argmax(-1)
+
+
+def _shared_prefill(
+    model: Any, input_ids: torch.Tensor, generation_config: Any, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Run each different prompt once; return ``(B, vocabulary)`` logits and the arguments of B."""
+    differs = (input_ids[1:] != input_ids[:-1]) | (
+        kwargs["attention_mask"][1:] != kwargs["attention_mask"][:-1]
+    )
+    is_new = torch.cat([differs.new_ones(1), differs.any(1)])  # (B,)
+    first, place = is_new.nonzero().flatten(), is_new.cumsum(0) - 1  # (U,), (B,)
+    kwargs = _select(kwargs, first, len(is_new))
+    outputs = model._prefill(input_ids[first], generation_config, kwargs)
+    kwargs = model._update_model_kwargs_for_generation(outputs, kwargs)
+    return outputs.logits[:, -1].float()[place], _select(kwargs, place, len(first))
+
+
+def _select(kwargs: dict[str, Any], rows: torch.Tensor, size: int) -> dict[str, Any]:
+    """Return a model's arguments for some rows of a batch of ``size``."""
+    cache = kwargs["past_key_values"]
+    if cache.get_seq_length():
+        cache.batch_select_indices(rows)
+    return {
+        name: value[rows]
+        if isinstance(value, torch.Tensor) and value.dim() and len(value) == size
+        else value
+        for name, value in kwargs.items()
+    }
+
+
+def _has_row_state(processors: Any, num_rows: int) -> bool:
+    """Return whether a logits processor holds something for each completion, as guidance does."""
+    values = [value for one in processors for value in vars(one).values()]
+    return num_rows > 1 and any(
+        isinstance(one, dict) or (isinstance(one, torch.Tensor) and one.dim() > 1) for one in values
+    )

@@ -1,0 +1,128 @@
+"""Sampling by transformers: the same completions as ``generate``, in less work."""
+
+import collections
+
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig
+
+from rloo_kit.sampling.decoding import GrowingLayer, complete, sample_rows
+
+VOCABULARY = 96
+# Many tokens end a completion, so that lengths differ
+ENDS = list(range(7, 17))
+SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
+    "max_position_embeddings": 128, "pad_token_id": 0, "eos_token_id": ENDS, "bos_token_id": 1,
+}  # fmt: skip
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 6},
+    "gemma2": {"sliding_window": 6},
+    "gemma3_text": {"sliding_window": 6, "sliding_window_pattern": 2},
+    "phi3": {},
+    "olmo2": {},
+    "gpt_neox": {},
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    # State-space layers, whose rows cannot be selected
+    "mamba": {"state_size": 4},
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4},
+}
+PROMPTS = [[20, 21, 22]] * 4 + [[30, 31, 32, 33, 34]] * 4 + [[n] for n in range(40, 60)]
+
+
+def make(family):
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.for_model(family, **SMALL | FAMILIES[family])
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    return model.eval()
+
+
+def settings(**more):
+    return GenerationConfig(
+        **{"max_new_tokens": 40, "pad_token_id": 0, "eos_token_id": ENDS, "do_sample": False} | more
+    )
+
+
+def by_generate(model, prompts, config):
+    """What ``generate`` gives to each prompt alone, without padding."""
+    rows = [model.generate(torch.tensor([ids]), generation_config=config)[0] for ids in prompts]
+    return [row[len(ids) :].tolist() for row, ids in zip(rows, prompts, strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_completions_equal_generates(family):
+    model = make(family)
+    found = complete(model, PROMPTS, 0, ENDS, generation_config=settings())
+    assert found == by_generate(model, PROMPTS, settings())
+    assert len({*map(len, found)}) > 1
+
+
+def test_a_prompt_runs_once_and_ended_rows_leave():
+    model, sizes = make("qwen3"), []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    torch.manual_seed(0)
+    drawn = settings(do_sample=True, top_k=0)
+    found = complete(model, PROMPTS, 0, ENDS, generation_config=drawn)
+    assert sizes[0] == (22, 5)
+    rows = [num for num, _ in sizes[1:]]
+    assert rows[0] >= len(PROMPTS) - 1
+    assert rows == sorted(rows, reverse=True)
+    assert len(rows) == max(map(len, found)) - 1
+    assert sum(rows) < 1.2 * sum(map(len, found))
+
+
+@pytest.mark.parametrize("more", [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5}])
+def test_sampled_completions_have_generates_distribution(more):
+    model, drawn = make("llama"), {"do_sample": True, "top_k": 0, "max_new_tokens": 2} | more
+    torch.manual_seed(1)
+    found = complete(model, [[20, 21]] * 20_000, 0, ENDS, generation_config=settings(**drawn))
+    torch.manual_seed(2)
+    rows = model.generate(torch.tensor([[20, 21]] * 20_000), generation_config=settings(**drawn))[
+        :, 2:
+    ]
+    theirs = [tuple(row[: 1 if row[0] in ENDS else 2].tolist()) for row in rows]
+    ours, others = collections.Counter(map(tuple, found)), collections.Counter(theirs)
+    common = [key for key in ours | others if ours[key] + others[key] >= 40]
+    assert len(common) > 5
+    # Difference of two counts over its deviation; 4.5 is exceeded once in 100,000
+    assert max(abs(ours[k] - others[k]) / (ours[k] + others[k]) ** 0.5 for k in common) < 4.5
+
+
+def test_processors_see_the_rows_that_are_left():
+    model, config = make("qwen3"), settings(repetition_penalty=1.5, no_repeat_ngram_size=2)
+    found = complete(model, PROMPTS, 0, ENDS, generation_config=config)
+    padded = torch.tensor([[0] * (5 - len(ids)) + ids for ids in PROMPTS])
+    rows = model.generate(padded, attention_mask=(padded != 0).long(), generation_config=config)[
+        :, 5:
+    ]
+    assert found == [row[: len(ids)].tolist() for row, ids in zip(rows, found, strict=True)]
+
+
+def test_a_growing_layer_holds_what_a_dynamic_one_does():
+    growing, plain = GrowingLayer(), transformers.cache_utils.DynamicLayer()
+    torch.manual_seed(0)
+    rows = 4
+    for length in (5, 1, 1, 70, 1):
+        new = torch.randn(rows, 2, length, 3), torch.randn(rows, 2, length, 3)
+        assert all(map(torch.equal, growing.update(*new), plain.update(*new)))
+        if rows == 4:
+            rows = 2
+            for layer in (growing, plain):
+                layer.batch_select_indices(torch.tensor([3, 1]))
+
+
+def test_guidance_takes_generates_own_loop():
+    model, config = make("qwen3"), settings(guidance_scale=1.5, max_new_tokens=5)
+    padded = torch.tensor([[20, 21, 22], [30, 31, 32]])
+    theirs = model.generate(padded, generation_config=config)
+    assert torch.equal(
+        model.generate(padded, generation_config=config, custom_generate=sample_rows), theirs
+    )
