@@ -268,31 +268,25 @@ def _complete(
     """Return completion token ids up to and including EOS, one list a prompt."""
     import torch
 
+    from rloo_kit.sampling.decoding import complete
+
     # the settings of the model's own generation_config are not the run's
-    settings: dict[str, Any] = {"repetition_penalty": how.repetition_penalty, "do_sample": False}
+    settings: dict[str, Any] = {
+        "max_new_tokens": how.max_tokens,
+        "repetition_penalty": how.repetition_penalty,
+        "do_sample": False,
+        "use_cache": True,
+    }
     if how.temperature > 0:
         drawn = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k}
         settings |= {"do_sample": True, "min_p": how.min_p or None, **drawn}
 
-    def complete(piece: Sequence[list[int]]) -> list[list[int]]:
-        inputs = tokenizer.pad(
-            {"input_ids": list(piece)}, return_tensors="pt", padding_side="left"
-        ).to(model.device)
+    def draw(piece: Sequence[list[int]]) -> list[list[int]]:
         with torch.inference_mode(), finite_logits():
-            output = model.generate(
-                **inputs, use_cache=True, max_new_tokens=how.max_tokens, **settings
-            )
-        # (B, W + C): the prompts are padded on the left, so completions begin at column W
-        width = inputs["input_ids"].shape[1]
-        return [_until_end(row[width:].tolist(), how.stop_token_ids) for row in output]
+            return complete(model, piece, tokenizer.pad_token_id, how.stop_token_ids, **settings)
 
     with _inference(model, seed):
-        return Pieces("evaluating", REMEDY).run(complete, prompts, batch_size)
-
-
-def _until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
-    last = next((place for place, token in enumerate(ids) if token in ends), len(ids))
-    return ids[: last + 1]
+        return Pieces("evaluating", REMEDY).run(draw, prompts, batch_size)
 
 
 @contextlib.contextmanager

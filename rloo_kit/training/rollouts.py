@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from trl.data_utils import apply_chat_template, is_conversational
-from trl.models.utils import disable_gradient_checkpointing
+from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 from trl.trainer.utils import use_adapter
 
 from rloo_kit.data.history import PromptHistory
@@ -25,6 +25,7 @@ from rloo_kit.rloo.objective import RunningMoments
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch
 from rloo_kit.sampling.canary import Canary
 from rloo_kit.sampling.choice import blame_generation_kwargs, make_sampling
+from rloo_kit.sampling.decoding import complete
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.contract import AsyncCheckedReward
 
@@ -99,16 +100,18 @@ class Policy:
 class Sampler:
     """Draws completions: by an engine where there is one, else by the model itself.
 
-    ``generate`` is TRL's ``_generate_single_turn``.
+    Args:
+        trainer: Whose policy samples.
+        trl_generate: TRL's ``_generate_single_turn``, for continuous batching.
     """
 
     def __init__(
         self,
         trainer: "LeaveOneOutTrainer",
-        generate: Callable[[list[list[int]], Any, Any], list[list[int]]],
+        trl_generate: Callable[[list[list[int]], Any, Any], list[list[int]]],
     ) -> None:
         self.trainer = trainer
-        self.generate = generate
+        self.trl_generate = trl_generate
         self.pieces = Pieces("sampling", SAMPLING_REMEDY)
         self.canary: Canary | None = None
         self._synced: tuple[Any, int] = (None, -1)
@@ -144,9 +147,26 @@ class Sampler:
                 self.trainer.model, args.gradient_checkpointing_kwargs
             )
             with blame_generation_kwargs(args), finite_logits(), off:
-                return self.generate(prompts, None, {})
+                return self.generate(prompts)
 
         return self.pieces.run(draw, prompt_ids, len(prompt_ids))
+
+    def generate(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """Return the model's own completions."""
+        trainer = self.trainer
+        if trainer.use_transformers_continuous_batching:
+            return self.trl_generate(prompt_ids, None, {})
+        unwrapped = unwrap_model_for_generation(
+            trainer.model_wrapped, trainer.accelerator, generation_kwargs=trainer.generation_kwargs
+        )
+        with unwrapped as model, torch.no_grad():
+            return complete(
+                model,
+                prompt_ids,
+                trainer._tokenizer.pad_token_id,
+                trainer.eos_token_ids,
+                generation_config=trainer.generation_config,
+            )
 
     def _sync_engine(self, engine: Engine, prompt_ids: list[list[int]]) -> None:
         """Send the adapter where it has changed; before the first step, prove that it arrives."""
