@@ -4,20 +4,37 @@ A forward pass pays for every position of its rectangle, ``rows * longest``. Thi
 few very long completions among many short ones, so a rectangle over a whole generation batch is
 mostly padding. Rows begin at the left edge, prompt and completion without a gap, and are padded on
 the right only: causal attention then never meets a pad, and no attention mask is needed.
+
+Where prompts are long, the rows of a group can share one pass over theirs: completions then attend
+to its keys and values, and the gradient is the same.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 # Label of a position whose token is not scored
 IGNORED = -100
 
 
 @dataclass(frozen=True)
+class SharedPrompts:
+    """The U different prompts of a micro-batch, without their last tokens: each runs once."""
+
+    input_ids: torch.Tensor  # (U, S) int64, padded on the right
+    lengths: torch.Tensor  # (U,) int64, without padding
+    of_row: torch.Tensor  # (N,) int64: the prompt that a row continues
+
+
+@dataclass(frozen=True)
 class MicroBatch:
-    """Some rows as tensors. W is the longest prompt with completion, C the longest completion."""
+    """Some rows as tensors. W is the longest prompt with completion, C the longest completion.
+
+    Where prompts are shared, a row has only the last token of its prompt.
+    """
 
     rows: torch.Tensor  # (N,) int64, their places in the generation batch
     input_ids: torch.Tensor  # (N, W) int64: prompt, completion, padding
@@ -26,11 +43,43 @@ class MicroBatch:
     places: torch.Tensor
     completion_mask: torch.Tensor  # (N, C) bool, True on completion tokens
     num_tokens: int  # positions that hold a token
+    shared: SharedPrompts | None = None
 
     @property
     def num_positions(self) -> int:
-        """Positions the pass pays for, padding included."""
-        return self.input_ids.numel()
+        """Positions the passes pay for, padding included."""
+        prompts = 0 if self.shared is None else self.shared.input_ids.numel()
+        return self.input_ids.numel() + prompts
+
+
+@dataclass
+class Extent:
+    """What some rows cost as one micro-batch, in positions."""
+
+    num_rows: int = 0
+    longest: int = 0
+    longest_completion: int = 0
+    longest_prompt: int = 0
+    prompts: set[int] = field(default_factory=set)
+
+    def add(self, prompt: int, prompt_length: int, completion_length: int) -> None:
+        """Add a row; ``prompt`` is a number, the same for equal prompts."""
+        self.num_rows += 1
+        self.longest = max(self.longest, prompt_length + completion_length)
+        self.longest_completion = max(self.longest_completion, completion_length)
+        self.longest_prompt = max(self.longest_prompt, prompt_length)
+        self.prompts.add(prompt)
+
+    @property
+    def apart(self) -> int:
+        """Each row with its prompt."""
+        return self.num_rows * self.longest
+
+    @property
+    def shared(self) -> int:
+        """Each prompt once, without its last token, which begins every row."""
+        rows = self.num_rows * (self.longest_completion + 1)
+        return rows + len(self.prompts) * (self.longest_prompt - 1)
 
 
 @dataclass(frozen=True)
@@ -53,11 +102,31 @@ class TokenRows:
         """Return the tokens of some rows, prompts included."""
         return sum(len(self.prompt_ids[row]) + len(self.completion_ids[row]) for row in rows)
 
-    def cut(self, rows: Sequence[int], budget: int, overhead: int = 0) -> list[list[int]]:
+    @cached_property
+    def prompt_numbers(self) -> list[int]:
+        """A number of each row's prompt, the same for equal prompts."""
+        numbers: dict[tuple[int, ...], int] = {}
+        return [numbers.setdefault(tuple(ids), len(numbers)) for ids in self.prompt_ids]
+
+    def _add(self, extent: Extent, row: int) -> Extent:
+        prompt, completion = self.prompt_ids[row], self.completion_ids[row]
+        extent.add(self.prompt_numbers[row], len(prompt), len(completion))
+        return extent
+
+    def is_cheaper_shared(self, rows: Sequence[int], overhead: int = 0) -> bool:
+        """Return whether running each prompt once, which is one more pass, costs less."""
+        extent = Extent()
+        for row in rows:
+            self._add(extent, row)
+        return extent.shared + overhead < extent.apart
+
+    def cut(
+        self, rows: Sequence[int], budget: int, overhead: int = 0, *, share: bool = False
+    ) -> list[list[int]]:
         """Cut rows into the micro-batches that cost the least together; every row comes once.
 
         Of all ways to cut the rows sorted by length, the cheapest is taken: positions, plus
-        ``overhead`` for each micro-batch.
+        ``overhead`` for each pass. With ``share``, a micro-batch may run its prompts once.
 
         No micro-batch has more positions than ``budget``, except a single row that has by itself.
         """
@@ -65,10 +134,11 @@ class TokenRows:
         order = sorted(rows, key=lambda row: (lengths[row], row))
         cost, cut_before = [0], [0]  # of the first n rows: the lowest cost, where the last cut is
         for end in range(1, len(order) + 1):
-            longest = lengths[order[end - 1]]
-            options = []
+            options, extent = [], Extent()
             for start in range(end - 1, -1, -1):
-                positions = (end - start) * longest
+                positions = self._add(extent, order[start]).apart
+                if share:
+                    positions = min(positions, extent.shared + overhead)
                 if positions > budget and options:
                     break
                 options.append((cost[start] + positions + overhead, start))
@@ -109,9 +179,17 @@ class TokenRows:
         pad_token_id: int,
         device: torch.device | str = "cpu",
         multiple_of: int | None = None,
+        *,
+        share: bool = False,
     ) -> MicroBatch:
-        """Return some rows as tensors as wide as the longest, rounded up to ``multiple_of``."""
+        """Return some rows as tensors as wide as the longest, rounded up to ``multiple_of``.
+
+        With ``share`` prompts are apart from the rows (``MicroBatch.shared``).
+        """
         prompts = [self.prompt_ids[row] for row in rows]
+        shared = self._shared_prompts(rows, pad_token_id, device) if share else None
+        if share:
+            prompts = [prompt[-1:] for prompt in prompts]
         completions = [self.completion_ids[row] for row in rows]
         pairs = list(zip(prompts, completions, strict=True))
         num_tokens = [len(prompt) + len(completion) for prompt, completion in pairs]
@@ -132,7 +210,24 @@ class TokenRows:
             labels=labels.to(device),
             places=(begin + columns).clamp(max=width - 1).to(device),
             completion_mask=(columns < length).to(device),
-            num_tokens=sum(num_tokens),
+            num_tokens=sum(num_tokens) + (0 if shared is None else int(shared.lengths.sum())),
+            shared=shared,
+        )
+
+    def _shared_prompts(
+        self, rows: Sequence[int], pad_token_id: int, device: torch.device | str
+    ) -> SharedPrompts:
+        first = {self.prompt_numbers[row]: row for row in reversed(rows)}
+        place = {number: place for place, number in enumerate(first)}
+        heads = [
+            torch.tensor(self.prompt_ids[row][:-1], dtype=torch.long) for row in first.values()
+        ]
+        padded = pad_sequence(heads, batch_first=True, padding_value=pad_token_id)
+        of_row = [place[self.prompt_numbers[row]] for row in rows]
+        return SharedPrompts(
+            padded.to(device),
+            torch.tensor([len(head) for head in heads], device=device),
+            torch.tensor(of_row, device=device),
         )
 
 

@@ -69,6 +69,8 @@ class Learner:
     # (level, cap) of the importance weights against the sampler's log-probabilities
     correction: tuple[str, float] | None = None
     pad_to_multiple_of: int | None = None
+    # Whether the model, as it is now, can continue several completions from one pass of a prompt
+    may_share: Callable[[], bool] = lambda: False
     tally: Tally = field(default_factory=Tally)  # of the optimizer step in progress
     _warned: bool = False
 
@@ -227,10 +229,13 @@ class Learner:
         tally.clipped_high.append(objective.clipped_high.cpu())
 
     def _cut(self, tokens: TokenRows, rows: Iterable[int], factor: int = 1) -> list[list[int]]:
-        return tokens.cut(sorted(rows), factor * self.budget, self.overhead)
+        share = self.may_share()
+        return tokens.cut(sorted(rows), factor * self.budget, self.overhead, share=share)
 
     def _pad(self, tokens: TokenRows, rows: list[int]) -> MicroBatch:
-        return tokens.pad(rows, self.pad_token_id, self.device, self.pad_to_multiple_of)
+        share = self.may_share() and tokens.is_cheaper_shared(rows, self.overhead)
+        multiple_of = self.pad_to_multiple_of
+        return tokens.pad(rows, self.pad_token_id, self.device, multiple_of, share=share)
 
     def _count_positions(self, batch: MicroBatch) -> None:
         self.tally.tokens += batch.num_tokens

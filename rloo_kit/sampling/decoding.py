@@ -7,11 +7,20 @@ distribution, since logits processors, stopping criteria, masks and cache layers
 Shapes: B rows, U different prompts, L rows that still grow, W prompt tokens, C completion tokens.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from rloo_kit.sampling.dense import dense_layers
 
 # Ended rows leave once they are this share of the batch: selecting rows copies the cache
 LEAVING_SHARE = 1 / 8
@@ -35,14 +44,30 @@ def complete(
     device = model.device
     padded = [[pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids]
     mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
-    rows = model.generate(
-        input_ids=torch.tensor(padded, device=device),  # (B, W)
-        attention_mask=torch.tensor(mask, device=device),
-        # Unsloth's GPU models decode by a loop of their own
-        custom_generate=None if hasattr(model, "for_inference") else sample_rows,
-        **how,
-    )
+    decodes_itself = _decodes_itself(model)
+    with contextlib.nullcontext() if decodes_itself else dense_layers(model):
+        rows = model.generate(
+            input_ids=torch.tensor(padded, device=device),  # (B, W)
+            attention_mask=torch.tensor(mask, device=device),
+            custom_generate=None if decodes_itself else sample_rows,
+            **how,
+        )
     return [_until_end(row[width:].tolist(), ends) for row in rows]  # of (B, W + C)
+
+
+def _decodes_itself(model: Any) -> bool:
+    """Return whether Unsloth has replaced the model's forward pass, as it does on a GPU."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return "unsloth" in type(base).forward.__module__
+
+
+def continues_prompts(model: Any) -> bool:
+    """Return whether several completions can continue one pass of a prompt, by its cache."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if _decodes_itself(model) or not isinstance(base, PreTrainedModel) or base._is_stateful:
+        return False
+    layers = DynamicCache(config=base.config.get_text_config()).layers
+    return all(type(layer) is DynamicLayer for layer in layers)
 
 
 def _until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
@@ -104,7 +129,7 @@ def sample_rows(
     Models whose cache cannot select rows (state-space layers, static and quantised caches), and
     processors that hold a state for each row, take ``generate``'s own loop.
     """
-    cache = kwargs.get("past_key_values")
+    cache: Any = kwargs.get("past_key_values")
     num_rows, width = input_ids.shape
     if not _lets_rows_leave(cache) or _has_row_state(logits_processor, num_rows):
         return type(model)._sample(
@@ -119,7 +144,10 @@ def sample_rows(
     live = torch.arange(num_rows, device=input_ids.device)  # (L,) their places in the batch
     ended = torch.zeros_like(live, dtype=torch.bool)  # (L,)
     while True:
-        tokens = _draw(logits_processor(input_ids, logits), generation_config.do_sample)
+        scores = logits_processor(input_ids, logits)
+        # of all rows, so that what is drawn does not depend on which of them have left
+        chances = torch.rand(num_rows, dtype=torch.float64, device=input_ids.device)[live]
+        tokens = _draw(scores, chances) if generation_config.do_sample else scores.argmax(-1)
         tokens = tokens.masked_fill(ended, pad)
         input_ids = torch.cat([input_ids, tokens[:, None]], 1)
         all_ids[live, input_ids.shape[1] - 1] = tokens
@@ -137,11 +165,13 @@ def sample_rows(
         logits = outputs.logits[:, -1].float()  # (L, vocabulary)
 
 
-def _draw(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:
-    """Return ``(L,)`` tokens of ``(L, vocabulary)`` scores: drawn, or the best."""
-    if do_sample:
-        return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
-    return scores.argmax(-1)
+def _draw(scores: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
+    """Return ``(L,)`` tokens of ``(L, vocabulary)`` scores, by ``(L,)`` numbers in [0, 1)."""
+    sums = scores.softmax(-1).double().cumsum(-1)
+    if not sums[:, -1].isfinite().all():
+        raise RuntimeError("probability tensor contains NaN or Inf")  # as torch.multinomial says
+    # The first token whose sum is greater has a probability above 0
+    return torch.searchsorted(sums, (chances * sums[:, -1])[:, None], right=True).squeeze(1)
 
 
 def _shared_prefill(

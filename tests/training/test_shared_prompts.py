@@ -1,0 +1,98 @@
+"""Prompts that run once for their group: the same log-probabilities and gradient."""
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from transformers import AutoTokenizer
+
+import rloo_kit as rk
+from rloo_kit.models.loading import TINY_THINKER
+from rloo_kit.rloo.batching import TokenRows
+from rloo_kit.sampling.decoding import continues_prompts
+from rloo_kit.training.rollouts import Policy
+
+SMALL = {
+    "vocab_size": 261, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
+    "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2,
+}  # fmt: skip
+FAMILIES = ["llama", "qwen3", "olmo2", "phi3"]
+# Sliding windows see the padding of a shorter prompt, and state-space layers hold no keys
+OTHERS = {
+    "gemma3_text": {"sliding_window": 6},
+    "mistral": {"sliding_window": 6},
+    "mamba": {"state_size": 4},
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4},
+}
+PROMPTS = [[50 + n for n in range(40)]] * 4 + [[90, 91, 92]] * 4 + [[95]] * 2
+COMPLETIONS = [[(7 * row + n) % 200 for n in range(3 + 2 * row)] for row in range(10)]
+
+
+def make(family, **more):
+    torch.manual_seed(1)
+    config = transformers.AutoConfig.for_model(family, **SMALL | more)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def trainer_of(model, folder, **settings):
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return rk.LeaveOneOutTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=rk.LeaveOneOutConfig(
+            output_dir=str(folder), bf16=False, use_cpu=True, doctor=False, **settings
+        ),
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=4),
+        processing_class=AutoTokenizer.from_pretrained(TINY_THINKER),
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_and_gradient_are_the_same(family, tmp_path):
+    trainer = trainer_of(make(family), tmp_path, gradient_checkpointing=False)
+    tokens = TokenRows(PROMPTS, COMPLETIONS)
+    found = []
+    for share in (False, True):
+        trainer.model.zero_grad()
+        batch = tokens.pad(range(10), 0, share=share)
+        scored = Policy(trainer).score(batch, entropies=True)
+        weights = torch.randn(scored.log_probs.shape, generator=torch.Generator().manual_seed(2))
+        (scored.log_probs * weights).sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in trainer.trained_parameters().values()])
+        found.append((scored.log_probs.detach(), scored.entropies, gradient))
+    (log_probs, entropies, gradient), (shared, other_entropies, shared_gradient) = found
+    assert continues_prompts(trainer.model)
+    torch.testing.assert_close(shared, log_probs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(other_entropies, entropies, atol=1e-4, rtol=1e-4)
+    assert (shared_gradient - gradient).norm() < 1e-4 * gradient.norm()
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_models_that_cannot_continue_a_prompt_are_known(family):
+    assert not continues_prompts(make(family, **OTHERS[family]))
+
+
+def test_checkpointing_runs_prompts_with_their_rows(tmp_path):
+    trainer = trainer_of(make("llama"), tmp_path, gradient_checkpointing=True)
+    assert not trainer.policy.may_share()
+    with trainer.policy.no_grad():
+        assert trainer.policy.may_share()
+
+
+def test_a_training_shares_its_prompts(tmp_path):
+    trainer = trainer_of(
+        make("llama"), tmp_path,
+        gradient_checkpointing=False, max_steps=1, max_completion_length=4, num_generations=4,
+        per_device_train_batch_size=8, beta=0.0, report_to="none", save_strategy="no",
+    )  # fmt: skip
+    widths = []
+    score = trainer.policy.score
+    trainer.policy.score = lambda batch, **k: (widths.append(batch.shared), score(batch, **k))[1]
+    trainer.reward_funcs = [lambda completions, **_: [float(n) for n in range(len(completions))]]
+    trainer.steps.make_learner().overhead = 0
+    trainer.train()
+    assert [len(shared.input_ids) for shared in widths] == [2]
