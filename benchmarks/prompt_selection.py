@@ -1,6 +1,6 @@
 """What prompt_selection saves: held-out score against completions sampled, on the embedded model.
 
-    python benchmarks/prompt_selection.py               # a quarter of an hour of one core
+    python benchmarks/prompt_selection.py               # twenty minutes of one core
     python benchmarks/prompt_selection.py --minutes 4   # part of it; the next call goes on
 
 32 prompts, eight epochs. Half of the prompts are sums of two numbers, which the model learns; the
@@ -30,7 +30,7 @@ from rloo_kit.scoring.loading import load_rewards
 
 RESULTS = Path(__file__).parent / "results" / "prompt_selection.json"
 SEEDS = range(5)
-T_95 = 2.776  # of Student's t, 4 degrees of freedom
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's t, by the number of seeds
 PROMPTS, GROUPS, GENERATIONS, EPOCHS = 32, 8, 4, 8
 HELD_OUT, TOKENS, THRESHOLDS = 128, 48, (0.7, 0.8)
 HISTORY = {"prompt_selection": "history"}
@@ -120,7 +120,7 @@ def completions_until(points, threshold):
 
 def interval(values):
     """Return mean, and the ends of its 95% interval."""
-    half = T_95 * statistics.stdev(values) / math.sqrt(len(values))
+    half = T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
     mean = statistics.fmean(values)
     return [round(mean, 3), round(mean - half, 3), round(mean + half, 3)]
 
@@ -129,14 +129,15 @@ def summary(runs):
     """Return for every arm its scores, and each seed's difference from the arm without history."""
     found = {}
     for arm in ARMS:
-        of = [runs.get(f"{arm}/{seed}") for seed in SEEDS]
         base = "dynamic sampling" if arm.startswith("dynamic") else "off"
-        without = [runs.get(f"{base}/{seed}") for seed in SEEDS]
-        if None in of + without:
+        seeds = [n for n in SEEDS if {f"{arm}/{n}", f"{base}/{n}"} <= runs.keys()]
+        if len(seeds) < 2:
             continue
+        of, without = ([runs[f"{one}/{seed}"] for seed in seeds] for one in (arm, base))
         curves, base_curves = ([one["curve"] for one in each] for each in (of, without))
         ends, base_ends = ([curve[-1][1] for curve in each] for each in (curves, base_curves))
         found[arm] = {
+            "seeds": len(seeds),
             "held_out_at_the_end": interval(ends),
             "more_than_without": interval([e - o for e, o in zip(ends, base_ends, strict=True)]),
             "completions_in_all": interval([curve[-1][0] for curve in curves]),
