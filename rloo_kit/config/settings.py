@@ -131,6 +131,12 @@ class KitSettings:
         "can.",
         resume="may",
     )
+    speculative_decoding: Literal["suffix", "ngram"] | None = setting(
+        None,
+        "vLLM guesses tokens and draws as before: `suffix` from completions of the same prompt and "
+        "others (`pip install arctic-inference==0.1.1`), `ngram` from the row itself; on a GPU.",
+        resume="may",
+    )
     canary: bool = setting(
         True, "Prove on every batch that vLLM samples from the policy that trains; stop where not."
     )

@@ -101,6 +101,7 @@ class HeldOut:
         args = copy.copy(self.args)
         args.vllm_max_model_length, args.vllm_enable_sleep_mode = length, False
         args.generation_batch_size = self.batch_size or NUM_SEQUENCES
+        args.speculative_decoding = None  # a prompt has few completions here
         try:
             engine, choice = start_engine(base.model, args, why_not=self.why_not, trains=False)
         except GenerationError as exc:

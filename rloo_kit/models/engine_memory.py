@@ -18,6 +18,9 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 MAX_SEQUENCES = 255
 # Prompt tokens that vLLM reads in one pass; longer prompts are read in several
 BATCHED_TOKENS = 4096
+# Tokens that `speculative_decoding` guesses for a completion in one pass, at most. vLLM takes an
+# adapter only where max_num_batched_tokens holds them and one more for every completion.
+DRAFT_TOKENS = 4
 SMALLEST_CACHE = 64 * MIB
 # What vLLM counts as its own and no formula here names: its process group, small buffers
 UNMEASURED = 128 * MIB
@@ -67,11 +70,13 @@ def engine_size(  # noqa: PLR0913
     max_length: int,
     value_bytes: int = 2,
     batched_tokens: int = BATCHED_TOKENS,
+    draft_tokens: int = 0,
 ) -> EngineSize:
     """Return what an engine needs for so many completions at one time.
 
     ``max_length`` is of prompt plus completion, ``batched_tokens`` of the prompt tokens that it
-    reads in one pass, ``value_bytes`` of an activation.
+    reads in one pass, ``draft_tokens`` are guessed for a completion in one pass, ``value_bytes`` of
+    an activation.
     """
     rows = min(num_sequences, MAX_SEQUENCES)
     trained = sum(
@@ -80,7 +85,8 @@ def engine_size(  # noqa: PLR0913
     activations = batched_tokens * (2 * shape.intermediate_size + 4 * shape.hidden_size)
     # keys and values, 2 bytes each
     sequence = 2 * 2 * shape.num_layers * shape.kv_size * max_length
-    logits = 12 * rows * shape.vocab_size  # in float32, their softmax, and what sampling keeps
+    # in float32, their softmax, and what sampling keeps
+    logits = 12 * rows * (1 + draft_tokens) * shape.vocab_size
     return EngineSize(
         weights=weight_bytes(shape, in_4bit=in_4bit, value_bytes=value_bytes),
         trained=trained,

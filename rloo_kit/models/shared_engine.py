@@ -6,6 +6,7 @@ the load itself fails. What the kit remembers of any loaded model is in ``ModelN
 
 import contextlib
 import gc
+import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,12 +14,20 @@ from typing import Any
 
 from rloo_kit.errors import ConfigError, GenerationError
 from rloo_kit.machine.hardware import detect_hardware
-from rloo_kit.models.engine_memory import BATCHED_TOKENS, MAX_SEQUENCES, engine_memory, engine_size
+from rloo_kit.models.engine_memory import (
+    BATCHED_TOKENS,
+    DRAFT_TOKENS,
+    MAX_SEQUENCES,
+    engine_memory,
+    engine_size,
+)
 from rloo_kit.models.shape import ModelShape, read_shape
 from rloo_kit.text.wording import first_line
 
 # Whether Unsloth's engine can sleep. Its default in the kit is 1 (`environment`).
 STANDBY = "UNSLOTH_VLLM_STANDBY"
+# Whether it guesses tokens by suffix decoding, or JSON with settings of that
+SUFFIX_DECODING = "UNSLOTH_VLLM_SUFFIX_DECODING"
 SPLIT = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 # Linear layers of the models whose weights Unsloth can read out of vLLM
 JOINED = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
@@ -60,6 +69,7 @@ class EngineSettings:
     share: float | None = None  # of the card; None: computed
     sleeps: bool = True  # whether it frees its KV cache while the model learns
     required: bool = False  # whether it is an error that the engine cannot start
+    speculative_decoding: str | None = None  # "suffix"
     extra: dict[str, Any] = field(default_factory=dict)  # of Unsloth's load_vllm
     not_shared: tuple[str, ...] = ()  # settings of an engine with its own copy: an error if shared
 
@@ -76,6 +86,7 @@ class EngineSettings:
             num_sequences=self.num_sequences,
             max_length=self.max_seq_length,
             batched_tokens=self.extra.get("max_num_batched_tokens", BATCHED_TOKENS),
+            draft_tokens=DRAFT_TOKENS if self.speculative_decoding else 0,
         )
         found = engine_memory(size, free, sleeps=self.sleeps, card=card, share=self.share)
         share = self.share or found.share(card)
@@ -109,6 +120,8 @@ def load_shared(
 
     shape = read_shape(source, trust_remote_code=trust_remote_code)
     reason = why_not_shared(shape, trust_remote_code=trust_remote_code)
+    if engine.speculative_decoding == "ngram":
+        reason = reason or "Unsloth's vLLM has no speculative_decoding: ngram, only suffix"
     if reason is None:
         _check_tables(engine)
         hardware = detect_hardware()
@@ -161,12 +174,16 @@ def _check_tables(engine: EngineSettings) -> None:
 
 @contextlib.contextmanager
 def engine_variables(engine: EngineSettings) -> Iterator[None]:
-    """Set the environment variable that Unsloth reads when it starts an engine; restore it."""
-    before = os.environ.get(STANDBY)
-    os.environ[STANDBY] = "1" if engine.sleeps else "0"
+    """Set the environment variables that Unsloth reads when it starts an engine; restore them."""
+    values = {STANDBY: "1" if engine.sleeps else "0"}
+    if engine.speculative_decoding:
+        values[SUFFIX_DECODING] = json.dumps({"num_speculative_tokens": DRAFT_TOKENS})
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        os.environ.pop(STANDBY)
-        if before is not None:
-            os.environ[STANDBY] = before
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value

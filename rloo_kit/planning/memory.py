@@ -82,6 +82,7 @@ class Job:
     sleeps: bool = True
     share: float | None = None  # of the GPU, for vLLM; None: computed (`engine_memory`)
     batched_tokens: int = BATCHED_TOKENS  # prompt tokens that vLLM reads in one pass
+    draft_tokens: int = 0  # that it guesses for a completion in one pass
 
     @property
     def width(self) -> int:
@@ -239,6 +240,7 @@ def planned_engine(job: Job) -> EngineMemory:
         max_length=job.max_length,
         value_bytes=job.value_bytes,
         batched_tokens=job.batched_tokens,
+        draft_tokens=job.draft_tokens,
     )
     free = job.room - CONTEXT
     if job.engine != "shared":  # the trainer's model and adapter are on the card already

@@ -151,6 +151,7 @@ class VllmEngine:
             num_sequences=num_sequences,
             max_length=max_length,
             batched_tokens=extra.get("max_num_batched_tokens", BATCHED_TOKENS),
+            draft_tokens=(extra.get("speculative_config") or {}).get("num_speculative_tokens", 0),
         )
         free, card = hardware.free_memory, hardware.total_memory
         if hardware.device == "cpu":

@@ -173,6 +173,7 @@ def _engine_arguments(args: Any) -> dict[str, Any]:
     return {
         "fast_inference": "auto",
         "num_sequences": args.generation_batch_size,
+        "speculative_decoding": args.speculative_decoding,
         "unsloth_vllm_standby": args.vllm_enable_sleep_mode,
         **(given if args.memory_share_given else {}),
     }

@@ -51,6 +51,26 @@ def found_in(config, name):
     return [getattr(part, name) for part in parts if name in vars(part)]
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_guessing_tokens_goes_with_lora_sleep_and_log_probs(
+    large_policy, vllm_starts, start, method, tmp_path, monkeypatch
+):
+    from rloo_kit.sampling.choice import _speculation
+
+    (tmp_path / "arctic_inference").mkdir()
+    (tmp_path / "arctic_inference" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    model = large_policy(qwen3("qwen3-0.6b"), four_bit=True)
+    vllm_starts(141)
+    engine, _ = start(model, num_sequences=255, extra=_speculation(method))
+    config = engine._llm.llm_engine.vllm_config
+    assert config.speculative_config.method == method
+    assert config.speculative_config.num_speculative_tokens == 4
+    assert config.lora_config is not None
+    assert config.model_config.enable_sleep_mode
+    assert config.model_config.logprobs_mode == "processed_logprobs"
+
+
 @pytest.mark.parametrize("share", [None, 0.25], ids=["computed", "given"])
 def test_every_argument_is_in_the_configuration(large_policy, vllm_starts, start, share):
     model = large_policy(qwen3("qwen3-0.6b"), four_bit=True)

