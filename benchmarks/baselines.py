@@ -1,4 +1,4 @@
-"""The shrinkage baseline against plain leave-one-out: variance of the gradient, steps to a score.
+"""Variance of the gradient and steps to a score: the shrinkage baseline, and drawing of rows.
 
     python benchmarks/baselines.py --variance --train
     python benchmarks/baselines.py --train --minutes 4    # what fits; the next call goes on
@@ -29,13 +29,15 @@ rk.setup()
 import torch
 from transformers import TrainerCallback
 
-from rloo_kit.rloo.advantages import leave_one_out_advantages, shrinkage_advantages
+from rloo_kit.rloo.advantages import (
+    inclusion_probabilities,
+    leave_one_out_advantages,
+    shrinkage_advantages,
+)
 from rloo_kit.rloo.rollout import Rollout
 
 RESULT = Path(__file__).parent / "results" / "baselines_cpu.json"
 PAGE = Path(__file__).parents[1] / "docs" / "explanation" / "trainer.md"
-BEGIN = "<!-- baselines: written by benchmarks/baselines.py -->"
-END = "<!-- /baselines -->"
 SEEDS, STEPS, WINDOW = range(1, 6), 30, 6
 STAGES = (0, 10)
 POOL_PROMPTS, POOL_SIZE = 32, 32
@@ -71,7 +73,7 @@ class Recorder(TrainerCallback):
 
     def __init__(self) -> None:
         self.trainer: rk.LeaveOneOutTrainer | None = None
-        self.scores = self.norms = torch.zeros(0)  # (prompts, completions)
+        self.scores = self.norms = self.lengths = torch.zeros(0)  # (prompts, completions)
 
     def on_completions(self, *_: Any, rollout: Rollout, **__: Any) -> None:
         assert self.trainer is not None
@@ -84,6 +86,7 @@ class Recorder(TrainerCallback):
             norms.append(sum(float(gradient.square().sum()) for gradient in gradients))
         self.norms = torch.tensor(norms).view(-1, POOL_SIZE)
         self.scores = rollout.sampled.scores.view(-1, POOL_SIZE)
+        self.lengths = rollout.completion_mask.sum(1).view(-1, POOL_SIZE)
 
 
 def record(policy: Any, folder: str) -> Recorder:
@@ -122,6 +125,38 @@ def compare(recorded: Recorder, num_prompts: int, num_generations: int) -> dict[
     return {"ratio": round(float(ratios.mean()), 3), "standard_error": round(error, 3)}
 
 
+def compare_draws(recorded: Recorder, num_prompts: int, size: int, kept: int) -> dict[str, float]:
+    """Return what drawing ``kept`` of ``size`` completions multiplies the variance by.
+
+    A row of size a = A^2 |grad log pi|^2 counts a / p in place of a: by |A| times length
+    (``drawn``), and where every row is as likely as another (``at_random``). ``passes`` is the
+    share of rows with an advantage that get a training pass.
+    """
+    generator = torch.Generator().manual_seed(kept)
+    sums = torch.zeros(5, dtype=torch.float64)
+    for _ in range(DRAWS):
+        prompts = torch.randperm(POOL_PROMPTS, generator=generator)[:num_prompts]
+        rows = torch.rand(num_prompts, POOL_SIZE, generator=generator).argsort(1)[:, :size]
+        scores, norms, lengths = (
+            values[prompts].gather(1, rows)
+            for values in (recorded.scores, recorded.norms, recorded.lengths)
+        )
+        advantages = leave_one_out_advantages(scores).flatten()
+        parts = (advantages.square() * norms.flatten()).double()
+        signal = advantages != 0
+        wanted = kept * num_prompts
+        chances = inclusion_probabilities(advantages.abs() * lengths.flatten(), wanted)
+        even = inclusion_probabilities(signal.float(), wanted)
+        drawn, at_random = (parts[signal] / p[signal] for p in (chances, even))
+        one = [parts.sum(), drawn.sum(), at_random.sum(), chances.sum(), signal.sum()]
+        sums += torch.stack([value.double() for value in one])
+    return {
+        "drawn": round(float(sums[1] / sums[0]), 3),
+        "at_random": round(float(sums[2] / sums[0]), 3),
+        "passes": round(float(sums[3] / sums[4]), 3),
+    }
+
+
 def measure_variance(stage: int) -> list[dict[str, Any]]:
     """Return the cells of a model that was trained for so many steps."""
     policy = make_policy(0)
@@ -141,6 +176,10 @@ def measure_variance(stage: int) -> list[dict[str, Any]]:
             found = compare(recorded, num_prompts, size)
             cells.append({**about, "prompts": num_prompts, "generations": size, **found})
             print(cells[-1], flush=True)
+    for kept in (1, 2, 4):
+        cell = {**about, "prompts": 8, "generations": 8, "learn_from": kept}
+        cells.append(cell | compare_draws(recorded, 8, 8, kept))
+        print(cells[-1], flush=True)
     return cells
 
 
@@ -194,7 +233,12 @@ def write_page(results: dict[str, Any]) -> None:
         "| prompts of a batch | steps trained | score | G = 2 | G = 4 | G = 8 |",
         "|---|---|---|---|---|---|",
     ]
-    cells = {(c["prompts"], c["steps_before"], c["generations"]): c for c in results["variance"]}
+    draws = [cell for cell in results["variance"] if "learn_from" in cell]
+    cells = {
+        (cell["prompts"], cell["steps_before"], cell["generations"]): cell
+        for cell in results["variance"]
+        if "ratio" in cell
+    }
     for prompts, stage in sorted({key[:2] for key in cells}):
         row = [cells[prompts, stage, size] for size in sizes]
         ratios = " | ".join(f"{cell['ratio']:.2f}" for cell in row)
@@ -213,9 +257,22 @@ def write_page(results: dict[str, Any]) -> None:
             f"| {row['generations']} | `{name}` | {row['seeds']} | {steps} | "
             f"{row['mean_score']} | {row['last_score']} |"
         )
+    replace_part("baselines", lines)
+    lines = [
+        "| `learn_from` | steps trained | passes | variance | with equal chances |",
+        "|---|---|---|---|---|",
+    ]
+    for cell in sorted(draws, key=lambda cell: (cell["learn_from"], cell["steps_before"])):
+        about = f"| {cell['learn_from']} | {cell['steps_before']} | {cell['passes']:.0%} "
+        lines.append(f"{about}| {cell['drawn']:.2f}x | {cell['at_random']:.2f}x |")
+    replace_part("learn-from", lines)
+
+
+def replace_part(name: str, lines: list[str]) -> None:
+    begin, end = f"<!-- {name}: written by benchmarks/baselines.py -->", f"<!-- /{name} -->"
     text = PAGE.read_text()
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    PAGE.write_text(before + "\n".join([BEGIN, *lines, END]) + after)
+    before, after = text.split(begin)[0], text.split(end)[1]
+    PAGE.write_text(before + "\n".join([begin, *lines, end]) + after)
 
 
 def main() -> None:

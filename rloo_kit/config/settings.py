@@ -101,6 +101,13 @@ class KitSettings:
     reward_timeout_seconds: float | None = setting(
         None, "A reward function that takes longer is an error; null: no limit.", above=0
     )
+    learn_from: int | None = setting(
+        None,
+        "Completions per prompt, on average, that get a training pass, drawn so that the gradient "
+        "stays unbiased; null: all. Needs `beta` 0.",
+        minimum=1,
+        resume="must",
+    )
     dynamic_sampling: bool = setting(
         False,
         "Draw further prompts in place of groups of equal scores.",

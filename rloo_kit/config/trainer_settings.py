@@ -102,6 +102,11 @@ def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[
         errors += check_value(f"trainer.{name}", value, hint, rule)
     if values.get("stop_on") and values.get("doctor") is False:
         errors.append("trainer.stop_on needs the doctor, and trainer.doctor is false: remove one")
+    if not errors and values.get("learn_from") and {**DEFAULTS, **values}["beta"]:
+        errors.append(
+            "trainer.learn_from needs trainer.beta 0: with a KL penalty every advantage needs the "
+            "passes of its whole group"
+        )
     if values.get("baseline") == "shrinkage" and values.get("dynamic_sampling"):
         errors.append(
             "trainer.baseline shrinkage learns from groups of equal scores, and "

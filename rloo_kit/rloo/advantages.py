@@ -2,7 +2,8 @@
 
 Sources: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning
 from Human Feedback in LLMs" (arXiv 2402.14740), section 3; for the shrinkage Zeng et al. 2025,
-"Shrinking the Variance" (arXiv 2511.03710). P prompts, G generations per prompt.
+"Shrinking the Variance" (arXiv 2511.03710); for the drawing of rows Hartley and Rao 1962,
+"Sampling with Unequal Probabilities and without Replacement". P prompts, G generations per prompt.
 """
 
 import torch
@@ -77,3 +78,39 @@ def shrinkage_advantages(rewards: torch.Tensor) -> torch.Tensor:
     noise = within.T.masked_fill(hidden, torch.nan).nanmean(dim=1, keepdim=True) / (known - 1)
     pull = noise / (noise + distance) * (leave_one_out_baselines(rewards) - mean)  # (P, G)
     return advantages + pull.nan_to_num(nan=0.0)
+
+
+def inclusion_probabilities(sizes: torch.Tensor, wanted: int) -> torch.Tensor:
+    """Return ``p_i = min(1, c * size_i)`` with the c at which they sum to ``wanted``.
+
+    Args:
+        sizes: ``(N,)`` floats, 0 or more; a row of size 0 is never drawn.
+        wanted: How many rows to draw; where no more have a size, each of them gets 1.
+
+    Returns:
+        ``(N,)`` float64.
+    """
+    chances = (sizes > 0).double()
+    shared = sizes > 0  # rows whose chance is below 1, as far as known
+    while shared.any():
+        left = wanted - int((chances == 1).sum()) + int(shared.sum())
+        scaled = sizes.double() * left / sizes[shared].double().sum()
+        certain = shared & (scaled >= 1)
+        if not certain.any():
+            return torch.where(shared, scaled, chances)
+        shared = shared & ~certain
+    return chances
+
+
+def draw_rows(chances: torch.Tensor, start: float) -> torch.Tensor:
+    """Return ``(N,)`` bool: rows drawn without replacement, row i with probability ``chances[i]``.
+
+    Systematic sampling: the rows lie one after another, each as long as its chance, and those under
+    the marks ``start``, ``start + 1``, ... are drawn. It draws as many as the chances sum to.
+
+    Args:
+        chances: ``(N,)`` in [0, 1].
+        start: Uniform in [0, 1).
+    """
+    ends = (chances.double().cumsum(0) - start).ceil()  # how many marks lie before each end
+    return ends.diff(prepend=ends.new_zeros(1)) > 0

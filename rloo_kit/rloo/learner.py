@@ -188,6 +188,8 @@ class Learner:
         if advantages.ndim == 2:
             advantages = advantages[:, :width]
         row_weights, token_weights = weights[rows], None
+        if rollout.draw_weights is not None:
+            row_weights = row_weights * rollout.draw_weights[rows]
         if self.correction is not None and rollout.sampler_log_probs is not None:
             sampler = rollout.sampler_log_probs[rows, :width]
             factors = rollout_weights(old, sampler, mask, *self.correction)

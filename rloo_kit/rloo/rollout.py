@@ -13,7 +13,12 @@ from typing import Any, Self
 
 import torch
 
-from rloo_kit.rloo.advantages import leave_one_out_advantages, shrinkage_advantages
+from rloo_kit.rloo.advantages import (
+    draw_rows,
+    inclusion_probabilities,
+    leave_one_out_advantages,
+    shrinkage_advantages,
+)
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.objective import RunningMoments, normalise, subtract_kl, token_kl
 
@@ -119,6 +124,8 @@ class Rollout:
     comparable: torch.Tensor  # (B,) bool: scorable rows with at least one scorable sibling
     # `(B, T)` float32 as the engine reported them; None where it does not
     sampler_log_probs: torch.Tensor | None = None
+    # `(B,)` one over the probability that the row was drawn; None where all rows are learned from
+    draw_weights: torch.Tensor | None = None
     on_policy: bool = True  # whether no optimizer step was made since it was sampled
 
     @classmethod
@@ -209,6 +216,21 @@ class Rollout:
             return self.advantages
         tokens = self.completion_mask.sum(1).clamp(min=1)
         return (self.advantages * self.completion_mask).sum(1) / tokens
+
+    def draw(self, wanted: int, start: float) -> None:
+        """Learn from ``wanted`` rows alone, drawn by the size of their part of the gradient.
+
+        That is estimated as |A| times length; weights of one over the probability keep the gradient
+        of the whole batch unbiased. Advantages must be final.
+
+        Args:
+            wanted: Rows to learn from; all where no more have a gradient.
+            start: Uniform in [0, 1).
+        """
+        sizes = self.row_advantages.abs() * self.completion_mask.sum(1)  # (B,)
+        chances = inclusion_probabilities(sizes * self.learnable, wanted)
+        self.learnable = draw_rows(chances, start)
+        self.draw_weights = torch.where(self.learnable, 1 / chances, 0.0).to(self.scores.dtype)
 
     @property
     def pull(self) -> torch.Tensor:

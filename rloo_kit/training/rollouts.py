@@ -267,6 +267,12 @@ class RolloutMaker:
             )
         if reference is not None:
             rollout.reference_log_probs = reference
+        if args.learn_from is not None:
+            with_gradient = len(rollout.learnable_rows)
+            start = float(torch.rand(()))  # of the run's own random state
+            rollout.draw(args.learn_from * len(rollout) // size, start)
+            share = len(rollout.learnable_rows) / max(1, with_gradient)
+            trainer.step_log.note("signal/drawn", share)
         trainer.step_log.episodes += len(rollout)
         return rollout
 

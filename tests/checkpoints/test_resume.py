@@ -103,9 +103,16 @@ def assert_the_same(one, other):
     [
         pytest.param({}, id="plain"),
         pytest.param(
-            {"beta": 0.0, "num_iterations": 2, "normalize_reward": "moving"},
+            {
+                "beta": 0.0,
+                "num_iterations": 2,
+                "normalize_reward": "moving",
+                "num_generations": 2,
+                "baseline": "shrinkage",
+                "learn_from": 1,
+            },
             marks=pytest.mark.faults,
-            id="beta,num_iterations,normalize_reward",
+            id="beta,num_iterations,normalize_reward,num_generations,baseline,learn_from",
         ),
         pytest.param(
             {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "logging_steps": 2},

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from rloo_kit.rloo.advantages import (
+    draw_rows,
+    inclusion_probabilities,
     leave_one_out_advantages,
     leave_one_out_baselines,
     shrinkage_advantages,
@@ -141,3 +143,35 @@ def test_no_baseline_depends_on_its_own_reward():
 def test_too_little_to_shrink_by_is_plain_leave_one_out(rewards):
     rewards = torch.tensor(rewards)
     assert torch.equal(shrinkage_advantages(rewards), leave_one_out_advantages(rewards))
+
+
+# --- drawing rows --------------------------------------------------------------------------------
+
+SIZES = torch.tensor([3.0, 0.0, 40.0, 1.0, 1.0, 0.5, 20.0, 2.0])
+
+
+@pytest.mark.parametrize("wanted", range(1, 7))
+def test_chances_are_proportional_up_to_one_and_sum_to_what_is_wanted(wanted):
+    chances = inclusion_probabilities(SIZES, wanted)
+    assert float(chances.sum()) == pytest.approx(wanted)
+    assert float(chances.max()) <= 1
+    below = (chances < 1) & (SIZES > 0)
+    scale = chances[below] / SIZES[below]
+    torch.testing.assert_close(scale, scale[:1].expand_as(scale))
+    assert (SIZES[(chances == 1)] * scale[0] >= 1).all()
+
+
+@pytest.mark.parametrize("wanted", [7, 8, 100])
+def test_all_rows_are_drawn_where_no_more_are_wanted(wanted):
+    chances = inclusion_probabilities(SIZES, wanted)
+    assert chances.tolist() == [float(size > 0) for size in SIZES]
+    assert draw_rows(chances, 0.3).tolist() == (SIZES > 0).tolist()
+    assert not draw_rows(inclusion_probabilities(torch.zeros(4), 2), 0.3).any()
+
+
+@pytest.mark.parametrize("wanted", [1, 3, 6])
+def test_each_row_is_drawn_with_its_chance_and_the_number_is_fixed(wanted):
+    chances = inclusion_probabilities(SIZES, wanted)
+    drawn = torch.stack([draw_rows(chances, (step + 0.5) / 5000) for step in range(5000)])
+    assert (drawn.sum(1) == wanted).all()
+    torch.testing.assert_close(drawn.double().mean(0), chances, atol=4e-4, rtol=0)
