@@ -1,0 +1,80 @@
+"""Write the results of whole_step.py into docs/explanation/whole_step.md, and its picture.
+
+.venv/bin/python benchmarks/whole_step_report.py
+"""
+
+import json
+import re
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("svg")
+mpl.rcParams["svg.hashsalt"] = "rloo-kit"  # the same results give the same file
+from matplotlib import pyplot
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "explanation" / "whole_step.md"
+PICTURE = ROOT / "docs" / "pictures" / "whole_step.svg"
+ARMS = {"kit": "kit", "trl-rloo": "TRL RLOO", "trl-grpo": "TRL GRPO"}
+COLORS = {"sampling": "#3b6ea5", "rewards": "#999999", "learning": "#d08c3c"}
+CELLS = {
+    "embedded": "embedded model, 64 completions of about 28 tokens",
+    "smollm2": "SmolLM2-135M, 16 completions of at most 256 tokens",
+    "long-prompt": "SmolLM2-135M, long prompts, answers of at most 16 tokens",
+}
+
+
+def rows() -> list[dict]:
+    """The cells of every result file."""
+    files = sorted((ROOT / "benchmarks" / "results").glob("whole_step_*.json"))
+    found = [row for file in files for row in json.loads(file.read_text())["rows"]]
+    return sorted(found, key=lambda row: (list(CELLS).index(row["cell"]), row["sampler"]))
+
+
+def table() -> str:
+    """Seconds of a step and ratios, as Markdown."""
+    lines = [
+        "| cell, the kit's sampler | kit s | TRL RLOO | TRL GRPO | faster than RLOO | than GRPO "
+        "| sampled tokens a second against RLOO |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows():
+        seconds = " | ".join(f"{row[arm]['step']:.1f}" for arm in ARMS)
+        ratios = " | ".join(f"{row[f'faster than {arm}']:.2f}x" for arm in list(ARMS)[1:])
+        lines.append(
+            f"| {CELLS[row['cell']]}; {row['sampler']} | {seconds} | {ratios} "
+            f"| {row['tokens a second against trl-rloo']:.2f}x |"
+        )
+    return "\n".join(lines)
+
+
+def picture() -> None:
+    """What a step consists of, for each cell and arm."""
+    found = rows()
+    figure, axes = pyplot.subplots(
+        1, len(found), figsize=(3.2 * len(found), 3.2), layout="constrained", squeeze=False
+    )
+    for axis, row in zip(axes[0], found, strict=True):
+        bottom = [0.0] * len(ARMS)
+        for part, color in COLORS.items():
+            heights = [row[arm][part] for arm in ARMS]
+            axis.bar(list(ARMS.values()), heights, bottom=bottom, label=part, color=color)
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+        axis.set_title(f"{row['cell']}, {row['sampler']}", fontsize=9)
+        axis.set_ylabel("seconds a step")
+        axis.tick_params(labelsize=8)
+    axes[0][0].legend(fontsize=8)
+    figure.savefig(PICTURE, metadata={"Date": None})
+
+
+def main() -> None:
+    text = PAGE.read_text()
+    marks = r"(<!-- whole-step: .*? -->\n).*?(<!-- /whole-step -->)"
+    text = re.sub(marks, lambda m: f"{m[1]}{table()}\n{m[2]}", text, flags=re.DOTALL)
+    PAGE.write_text(text)
+    picture()
+
+
+if __name__ == "__main__":
+    main()
