@@ -23,13 +23,13 @@ import rloo_kit as rk
 environment = rk.setup()
 
 import torch
+from rloo_kit.rewards.accuracy import Accuracy
 from transformers import PrinterCallback, TrainerCallback
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from rloo_kit.live.view import LiveView
 from rloo_kit.machine.lm_head import route_trl_lm_head
-from rloo_kit.rewards.accuracy import Accuracy
 
 RESULT = Path(__file__).parent / "results" / "time_to_score_cpu.json"
 ARMS = {

@@ -5,6 +5,7 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 import matplotlib as mpl
@@ -14,6 +15,7 @@ mpl.rcParams["svg.hashsalt"] = "rloo-kit"  # the same results give the same file
 from matplotlib import pyplot
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "explanation" / "whole_step.md"
 PICTURE = ROOT / "docs" / "pictures" / "whole_step.svg"
 ARMS = {"kit": "kit", "trl-rloo": "TRL RLOO", "trl-grpo": "TRL GRPO"}
@@ -27,7 +29,7 @@ CELLS = {
 
 def rows() -> list[dict]:
     """The cells of every result file."""
-    files = sorted((ROOT / "benchmarks" / "results").glob("whole_step_*.json"))
+    files = sorted(RESULTS.glob("whole_step_*.json"))
     found = [row for file in files for row in json.loads(file.read_text())["rows"]]
     return sorted(found, key=lambda row: (list(CELLS).index(row["cell"]), row["sampler"]))
 
@@ -45,6 +47,24 @@ def table() -> str:
         lines.append(
             f"| {CELLS[row['cell']]}; {row['sampler']} | {seconds} | {ratios} "
             f"| {row['tokens a second against trl-rloo']:.2f}x |"
+        )
+    return "\n".join(lines)
+
+
+def scores() -> str:
+    """Median wall time and steps to the score, with the lowest and the highest, as Markdown."""
+    content = json.loads((RESULTS / "time_to_score_cpu.json").read_text())
+    lines = [
+        f"| to a score of {content['score']:g} | seconds (lowest, highest) | steps |",
+        "|---|---|---|",
+    ]
+    for arm, name in ARMS.items():
+        found = [row for row in content["rows"] if row["arm"] == arm and row["seconds"]]
+        seconds = [row["seconds"] for row in found]
+        steps = statistics.median(row["steps"] for row in found)
+        lines.append(
+            f"| {name}, {len(found)} seeds | {statistics.median(seconds):.0f} "
+            f"({min(seconds):.0f}, {max(seconds):.0f}) | {steps:g} |"
         )
     return "\n".join(lines)
 
@@ -70,8 +90,10 @@ def picture() -> None:
 
 def main() -> None:
     text = PAGE.read_text()
-    marks = r"(<!-- whole-step: .*? -->\n).*?(<!-- /whole-step -->)"
-    text = re.sub(marks, lambda m: f"{m[1]}{table()}\n{m[2]}", text, flags=re.DOTALL)
+    for name, content in (("whole-step", table()), ("time-to-score", scores())):
+        marks = rf"(<!-- {name}: .*? -->\n).*?(<!-- /{name} -->)"
+        filled = f"{content}\n"
+        text = re.sub(marks, lambda m, f=filled: m[1] + f + m[2], text, flags=re.DOTALL)
     PAGE.write_text(text)
     picture()
 
