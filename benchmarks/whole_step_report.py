@@ -1,4 +1,4 @@
-"""Write the results of whole_step.py into docs/explanation/whole_step.md, and its picture.
+"""Write the results of whole_step.py into docs/explanation/whole_step.md, the README, a picture.
 
 .venv/bin/python benchmarks/whole_step_report.py
 """
@@ -16,6 +16,7 @@ from matplotlib import pyplot
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+SCORES = RESULTS / "time_to_score_cpu.json"
 PAGE = ROOT / "docs" / "explanation" / "whole_step.md"
 PICTURE = ROOT / "docs" / "pictures" / "whole_step.svg"
 ARMS = {"kit": "kit", "trl-rloo": "TRL RLOO", "trl-grpo": "TRL GRPO"}
@@ -51,9 +52,22 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def sentence() -> str:
+    """What the README says."""
+    found = [
+        f"{row['faster than trl-rloo']:.1f}x and {row['faster than trl-grpo']:.1f}x ({name})"
+        for cell, name in (("embedded", "embedded model"), ("smollm2", "SmolLM2-135M"))
+        for row in rows()
+        if (row["cell"], row["sampler"]) == (cell, "transformers")
+    ]
+    return (
+        f"Whole step against TRL's RLOO and GRPO, all sampling by transformers: {', '.join(found)}."
+    )
+
+
 def scores() -> str:
     """Median wall time and steps to the score, with the lowest and the highest, as Markdown."""
-    content = json.loads((RESULTS / "time_to_score_cpu.json").read_text())
+    content = json.loads(SCORES.read_text())
     lines = [
         f"| to a score of {content['score']:g} | seconds (lowest, highest) | steps |",
         "|---|---|---|",
@@ -88,13 +102,18 @@ def picture() -> None:
     figure.savefig(PICTURE, metadata={"Date": None})
 
 
+def fill(file: Path, name: str, content: str) -> None:
+    """Put a text between two marks."""
+    marks = rf"(<!-- {name}: .*? -->\n).*?(<!-- /{name} -->)"
+    text = re.sub(marks, lambda m: f"{m[1]}{content}\n{m[2]}", file.read_text(), flags=re.DOTALL)
+    file.write_text(text)
+
+
 def main() -> None:
-    text = PAGE.read_text()
-    for name, content in (("whole-step", table()), ("time-to-score", scores())):
-        marks = rf"(<!-- {name}: .*? -->\n).*?(<!-- /{name} -->)"
-        filled = f"{content}\n"
-        text = re.sub(marks, lambda m, f=filled: m[1] + f + m[2], text, flags=re.DOTALL)
-    PAGE.write_text(text)
+    fill(PAGE, "whole-step", table())
+    if SCORES.exists():
+        fill(PAGE, "time-to-score", scores())
+    fill(ROOT / "README.md", "whole-step", sentence())
     picture()
 
 

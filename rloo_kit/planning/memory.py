@@ -255,15 +255,24 @@ def planned_engine(job: Job) -> EngineMemory:
 def _by_transformers(job: Job) -> dict[str, Held]:
     shape, wide = job.shape, job.value_bytes
     cache = 2 * shape.num_layers * shape.kv_size * wide * job.rows * job.width
-    prompts = job.rows * min(job.prompt, job.width) * _forward_bytes(job.shape, wide)
-    # in 16 bit and float32, their softmax, and what is drawn
+    cache += cache // max(1, shape.num_layers)  # a layer is copied when it grows
+    # Unsloth's models on a GPU decode by a loop of their own, and run a prompt for each completion
+    prompts = job.rows if job.on_gpu else -(-job.rows // job.group)
+    read = prompts * min(job.prompt, job.width) * _forward_bytes(job.shape, wide)
+    # of every row: logits, the same in float32, their softmax, and what is drawn
     logits = job.rows * shape.vocab_size * (wide + 12)
-    if not job.on_gpu and wide == 2:  # bmm of oneDNN copies the LM head for every row
-        logits = wide * job.rows * shape.vocab_size * shape.hidden_size
+    matrices = 0
+    if not job.on_gpu:
+        cache = cache * 5 // 4  # spare columns
+        logits = job.rows * shape.vocab_size * (wide + 24)
+        if wide == 2:  # bmm of oneDNN copies the LM head for every prompt
+            logits = max(logits, wide * prompts * shape.vocab_size * shape.hidden_size)
+        matrices = wide * sum(linear.count * linear.size for linear in _adapted(job))
     return {
-        "keys and values": {SAMPLE: cache + cache // max(1, shape.num_layers)},
-        "prompts, read at once": {SAMPLE: prompts},
+        "keys and values": {SAMPLE: cache},
+        "prompts, read at once": {SAMPLE: read},
         "logits of the next token": {SAMPLE: logits},
+        "base and adapter as one matrix": {SAMPLE: matrices if 4 * matrices < job.room else 0},
     }
 
 

@@ -1,0 +1,136 @@
+"""The transformers sampler against ``generate``: tokens a second and peak memory, A B A B.
+
+    python benchmarks/sampler.py --name sampler_smollm2        # about 10 minutes on two CPU cores
+
+SmolLM2-135M with an adapter, two prompts with eight completions each; their lengths are given (mean
+52, longest 256, as it draws them in training), so that both decode the same tokens. Peak memory is
+the process's largest resident set while it samples, beyond what it had before.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+import rloo_kit as rk
+
+environment = rk.setup()
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.utils import logging
+
+from rloo_kit.machine.memory import take_peak
+from rloo_kit.sampling.decoding import complete
+
+ROOT = Path(__file__).parents[1]
+SMOLLM2 = ROOT / ".cache" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+# Drawn from the model once; the mean is 52
+LENGTHS = [10, 14, 17, 17, 19, 21, 22, 27, 27, 35, 42, 50, 57, 74, 144, 256]
+MIB = 1024**2
+
+
+class GivenLengths(LogitsProcessor):
+    """Ends each completion at its length; its first token says which one it is."""
+
+    def __init__(self, lengths: list[int], start: int, end: int) -> None:
+        self.lengths, self.start, self.end = torch.tensor(lengths), start, end
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        done = input_ids.size(1) - self.start
+        if not done:
+            return torch.full_like(scores, -torch.inf).scatter(
+                1, torch.arange(len(scores))[:, None] + 1000, 0.0
+            )
+        ends = self.lengths[input_ids[:, self.start].cpu() - 1000] == done + 1
+        scores = scores.clone()
+        scores[:, self.end] = -torch.inf
+        return torch.where(
+            ends[:, None], torch.full_like(scores, -torch.inf).index_fill(
+                1, torch.tensor(self.end), 0.0
+            ), scores,
+        )  # fmt: skip
+
+
+def measure(draw: Callable[[], list[list[int]]]) -> tuple[float, float]:
+    """Return tokens a second, and MiB beyond those before."""
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    take_peak()
+    started = time.perf_counter()
+    completions = draw()
+    seconds, peak = time.perf_counter() - started, take_peak()
+    assert [len(ids) for ids in completions] == LENGTHS
+    return sum(LENGTHS) / seconds, (peak - before) / MIB
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--name", help="of the file in benchmarks/results")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.set_verbosity_error()
+    model, tokenizer = rk.load_model(str(SMOLLM2), max_seq_length=1024, load_in_4bit=False)
+    model = rk.attach_lora(model, r=16, seed=1).eval()
+    posts = [json.loads(line)["post"] for line in (ROOT / "examples" / "posts.jsonl").open()][:2]
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"{post}\n\nSum up in one short sentence."}],
+            add_generation_prompt=True, return_dict=True,
+        )["input_ids"]
+        for post in posts for _ in range(8)
+    ]  # fmt: skip
+    width, pad, end = max(map(len, prompts)), tokenizer.pad_token_id, tokenizer.eos_token_id
+    how = {
+        "generation_config": GenerationConfig(
+            max_new_tokens=256, do_sample=True, top_k=0, pad_token_id=pad, eos_token_id=end
+        ),
+        "logits_processor": LogitsProcessorList([GivenLengths(LENGTHS, width, end)]),
+    }
+
+    def by_generate() -> list[list[int]]:
+        padded = tokenizer.pad({"input_ids": prompts}, return_tensors="pt", padding_side="left")
+        rows = model.generate(**padded, **how)[:, width:].tolist()
+        return [ids[: ids.index(end) + 1] for ids in rows]
+
+    arms = {"kit": lambda: complete(model, prompts, pad, [end], **how), "generate": by_generate}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
+    with torch.no_grad():
+        for pair in range(options.pairs + 1):  # the first warms up
+            for name, draw in arms.items():
+                speed, memory = measure(draw)
+                print(f"{name:<9} {speed:6.1f} tokens a second, {memory:+.0f} MiB", flush=True)
+                if pair:
+                    found[name].append((speed, memory))
+    ratios = [a[0] / b[0] for a, b in zip(found["kit"], found["generate"], strict=True)]
+    print(f"kit against generate: {statistics.median(ratios):.2f}x")
+    if options.name:
+        content = {
+            "command": "python benchmarks/sampler.py " + " ".join(sys.argv[1:]),
+            "machine": f"{environment.hardware.name}, {os.cpu_count()} cores",
+            "lengths": LENGTHS,
+            "ratio": statistics.median(ratios),
+            "ratios": ratios,
+            **{
+                name: {
+                    "tokens_per_second": statistics.median(speed for speed, _ in rows),
+                    "peak_mib": statistics.median(memory for _, memory in rows),
+                }
+                for name, rows in found.items()
+            },
+        }
+        file = ROOT / "benchmarks" / "results" / f"{options.name}.json"
+        file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
