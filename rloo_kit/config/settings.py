@@ -54,6 +54,7 @@ STOP_ON = (
     "reward_hacking",
     "entropy_collapse",
     "no_signal",
+    "prompts_used_up",
     "learning_rate_too_low",
     "high_variance",
 )

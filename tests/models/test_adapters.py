@@ -274,7 +274,7 @@ def test_a_second_run_trains_the_first_ones_adapter_further(tmp_path, monkeypatc
 model: {name: runs/first/adapter, max_seq_length: 256}
 data: {prompts: arithmetic, held_out: 64}
 trainer:
-  max_steps: 10
+  max_steps: 16
   per_device_train_batch_size: 64
   num_generations: 8
   max_completion_length: 48
