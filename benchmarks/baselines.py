@@ -1,7 +1,7 @@
 """Variance of the gradient and steps to a score: the shrinkage baseline, and drawing of rows.
 
     python benchmarks/baselines.py --variance --train
-    python benchmarks/baselines.py --train --minutes 4    # what fits; the next call goes on
+    python benchmarks/baselines.py --train --minutes 4    # what fits; the next call continues
 
 Variance: 32 completions of each of 32 prompts are recorded, with the squared norm of the adapter's
 gradient of each one's log-probability. Batches of P prompts and G completions are drawn from them;

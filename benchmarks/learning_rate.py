@@ -132,7 +132,7 @@ def sweep(model: str, wanted: list[str], minutes: float) -> None:
         if cell in known or not all(text in cell.name for text in wanted):
             continue
         if time.monotonic() > end:
-            print("out of time: start it again to go on")
+            print("out of time: start it again to continue")
             return
         row = run(cell, subject)
         with results(model).open("a") as file:

@@ -1,7 +1,7 @@
 """What prompt_selection saves: held-out score against completions sampled, on the embedded model.
 
     python benchmarks/prompt_selection.py               # twenty minutes of one core
-    python benchmarks/prompt_selection.py --minutes 4   # part of it; the next call goes on
+    python benchmarks/prompt_selection.py --minutes 4   # part of it; the next call continues
 
 32 prompts, eight epochs. Half of the prompts are sums of two numbers, which the model learns; the
 others are sums of three, which it never solves. Every arm trains the same steps from the same

@@ -16,7 +16,6 @@ from matplotlib import pyplot
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-SCORES = RESULTS / "time_to_score_cpu.json"
 PAGE = ROOT / "docs" / "explanation" / "whole_step.md"
 PICTURE = ROOT / "docs" / "pictures" / "whole_step.svg"
 ARMS = {"kit": "kit", "trl-rloo": "TRL RLOO", "trl-grpo": "TRL GRPO"}
@@ -65,9 +64,20 @@ def sentence() -> str:
     )
 
 
+def sampler() -> str:
+    """Speed and memory of the sampler against ``generate``, as Markdown."""
+    content = json.loads((RESULTS / "sampler_smollm2.json").read_text())
+    lines = ["| sampler | tokens a second | peak memory, MiB |", "|---|---|---|"]
+    for name in ("kit", "generate"):
+        row = content[name]
+        lines.append(f"| {name} | {row['tokens_per_second']:.1f} | {row['peak_mib']:+.0f} |")
+    pairs = ", ".join(f"{one:.2f}x" for one in content["ratios"])
+    return "\n".join(lines) + f"\n\n{content['ratio']:.2f}x; single pairs: {pairs}."
+
+
 def scores() -> str:
     """Median wall time and steps to the score, with the lowest and the highest, as Markdown."""
-    content = json.loads(SCORES.read_text())
+    content = json.loads((RESULTS / "time_to_score_cpu.json").read_text())
     lines = [
         f"| to a score of {content['score']:g} | seconds (lowest, highest) | steps |",
         "|---|---|---|",
@@ -111,8 +121,8 @@ def fill(file: Path, name: str, content: str) -> None:
 
 def main() -> None:
     fill(PAGE, "whole-step", table())
-    if SCORES.exists():
-        fill(PAGE, "time-to-score", scores())
+    fill(PAGE, "sampler", sampler())
+    fill(PAGE, "time-to-score", scores())
     fill(ROOT / "README.md", "whole-step", sentence())
     picture()
 

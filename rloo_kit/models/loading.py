@@ -111,7 +111,15 @@ def _engine_settings(
     speculative = kwargs.pop("speculative_decoding", None)
     extra = {name: kwargs.pop(name) for name in SHARED_ENGINE_NAMES & set(kwargs)}
     required = fast_inference != "auto" or bool(extra)
-    return EngineSettings(*sizes, share, sleeps, required, speculative, extra, not_shared)
+    return EngineSettings(
+        *sizes,
+        share=share,
+        sleeps=sleeps,
+        required=required,
+        speculative_decoding=speculative,
+        extra=extra,
+        not_shared=not_shared,
+    )
 
 
 def _why_not_shared(environment: Environment, fast_inference: bool | str) -> str | None:

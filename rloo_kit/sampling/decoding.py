@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from rloo_kit.sampling.dense import dense_layers
 
@@ -55,15 +50,19 @@ def complete(
     return [_until_end(row[width:].tolist(), ends) for row in rows]  # of (B, W + C)
 
 
+def _base(model: Any) -> Any:
+    """Return the model of transformers that PEFT may have wrapped."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def _decodes_itself(model: Any) -> bool:
     """Return whether Unsloth has replaced the model's forward pass, as it does on a GPU."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return "unsloth" in type(base).forward.__module__
+    return "unsloth" in type(_base(model)).forward.__module__
 
 
 def continues_prompts(model: Any) -> bool:
     """Return whether several completions can continue one pass of a prompt, by its cache."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base(model)
     if _decodes_itself(model) or not isinstance(base, PreTrainedModel) or base._is_stateful:
         return False
     layers = DynamicCache(config=base.config.get_text_config()).layers

@@ -1,9 +1,9 @@
 """Base and adapter as one matrix, while the model samples.
 
-A decoding step is short, and half of it is what LoRA layers add: casts, two small products, and the
-dequantising of a 4-bit base. Meanwhile ordinary linear layers stand in their places. The sums are
-rounded as the base is, which moves log-probabilities no more than 16-bit arithmetic itself does
-(docs/explanation/whole-step.md has the numbers); the layers themselves are not touched.
+LoRA layers add casts and two small products to every decoding step, and a 4-bit base is dequantised
+each time: half of the step. So ordinary linear layers replace them while the model samples, and the
+LoRA layers come back untouched. In 16 bit the sums are rounded, which moves log-probabilities about
+as much as any 16-bit rounding does (tests/sampling/test_dense.py).
 """
 
 import contextlib
@@ -47,10 +47,10 @@ def _is_plain(layer: Any) -> bool:
     if not isinstance(layer, LoraLayer) or layer.merged_adapters or layer.lora_variant:
         return False
     base = layer.get_base_layer()
+    if not isinstance(base, torch.nn.Linear) or any(layer.lora_bias.values()):
+        return False
     is_offloaded = hasattr(base, "_hf_hook") or base.weight.is_meta
-    return (
-        isinstance(base, torch.nn.Linear) and not any(layer.lora_bias.values()) and not is_offloaded
-    )
+    return not is_offloaded
 
 
 @torch.no_grad()

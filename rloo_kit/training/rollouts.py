@@ -61,7 +61,7 @@ class Policy:
         with accelerator.autocast():
             # No attention mask: rows are padded on the right alone. (Unsloth's kernels may drop it
             # while they train, and TRL's left-padded prompts would then attend to their padding.)
-            after = {} if batch.shared is None else _run_prompts(model, batch.shared, batch)
+            after = {} if batch.shared is None else _run_prompts(model, batch.shared, batch.labels)
             output = model(
                 input_ids=batch.input_ids, labels=batch.labels, fused_lm_head=True, **after
             )
@@ -106,8 +106,8 @@ class Policy:
             return learner.log_probs(tokens, rows, forward)
 
 
-def _run_prompts(model: Any, shared: SharedPrompts, batch: MicroBatch) -> dict[str, Any]:
-    """Run each prompt once; return the arguments with which the ``(N, W)`` rows continue them.
+def _run_prompts(model: Any, shared: SharedPrompts, rows: torch.Tensor) -> dict[str, Any]:
+    """Run each prompt once; return the arguments with which ``(N, W)`` rows continue them.
 
     The cache is part of the graph: the gradient of a prompt is the sum over its rows.
     """
@@ -115,14 +115,12 @@ def _run_prompts(model: Any, shared: SharedPrompts, batch: MicroBatch) -> dict[s
     model.get_decoder()(input_ids=shared.input_ids, past_key_values=cache, use_cache=True)
     cache.batch_select_indices(shared.of_row)
     begin = shared.lengths[shared.of_row].unsqueeze(1)  # (N, 1)
-    (_, num_keys), (_, width) = shared.input_ids.shape, batch.input_ids.shape
-    of_prompt = torch.arange(num_keys, device=begin.device) < begin  # (N, S)
-    columns = torch.arange(width, device=begin.device)
+    is_prompt = torch.arange(shared.input_ids.size(1), device=begin.device) < begin  # (N, S)
     return {
         "past_key_values": cache,
         "use_cache": True,
-        "attention_mask": torch.cat([of_prompt, torch.ones_like(batch.labels).bool()], 1).long(),
-        "position_ids": begin + columns,  # (N, W)
+        "attention_mask": torch.cat([is_prompt.long(), torch.ones_like(rows)], 1),  # (N, S + W)
+        "position_ids": begin + torch.arange(rows.size(1), device=begin.device),  # (N, W)
     }
 
 
