@@ -72,7 +72,8 @@ class DataSection:
 
     prompts: str = setting(
         "arithmetic",
-        "A built-in task, `reasoning_gym:TASK`, a .jsonl, .csv or .parquet file, or a hub dataset.",
+        "A built-in task, `reasoning_gym:TASK`, `gsm8k`, `dapo-math`, a .jsonl, .csv or .parquet "
+        "file, or a hub dataset.",
     )
     split: str = setting("train", "Split of a hub dataset.")
     num_prompts: int | None = setting(
@@ -99,7 +100,9 @@ class DataSection:
         help="Rewards that judge the held-out prompts and are never paid, as in `rewards:`.",
         default_factory=list,
     )
-    system: str | None = setting(None, "A system message put before every prompt.")
+    system: str | None = setting(
+        None, "A system message put before every prompt; null: the one of `gsm8k`, `dapo-math`."
+    )
     chat: bool = setting(
         True, "Make a plain text a user message; false for a model without a chat template."
     )
@@ -108,7 +111,9 @@ class DataSection:
         "Names in the kit -> names in the source, such as `{prompt: question, answer: solution}`.",
     )
     level: int | list[int] | None = setting(
-        None, "Difficulty of a built-in task, one or several; null: the task's first."
+        None,
+        "Difficulty of a built-in or reasoning-gym task, one or several; null: the first (what "
+        "`settings` say in reasoning-gym).",
     )
     settings: dict[str, Any] | None = setting(None, "Of a reasoning-gym task, under its own names.")
     enable_thinking: bool | None = setting(
@@ -159,6 +164,13 @@ class RunConfig:
         return dataclasses.asdict(self)
 
 
+# Task -> its reward where the run file names none
+_NUMBER = {"name": "accuracy", "match": "number"}
+TASK_REWARDS: dict[str, Any] = {
+    "countdown": "countdown",
+    "gsm8k": _NUMBER,
+    "dapo-math": _NUMBER,
+}
 SECTIONS: dict[str, type] = {"model": ModelSection, "lora": LoraSection, "data": DataSection}
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # In an editable install the folder lies next to the package
@@ -336,6 +348,9 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
             values[key] = value
     if not errors:
         config = RunConfig(**values)
+        reward = TASK_REWARDS.get(config.data.prompts.partition(":")[0])
+        if reward is not None and "rewards" not in values:
+            config = dataclasses.replace(config, rewards=[reward])
         errors = _check_together(config)
         if not errors:
             return config

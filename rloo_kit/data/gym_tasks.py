@@ -24,13 +24,55 @@ def make_gym_rows(
     split: str = "train",
     seed: int = 42,
     settings: dict[str, Any] | None = None,
+    level: int | list[int] | None = None,
 ) -> list[Row]:
     """Return up to ``num`` different problems of the reasoning-gym task ``reasoning_gym:TASK``.
 
     A quarter of all questions is held out, by their text. Rows hold ``prompt``, ``task``, ``entry``
     (the whole entry and the settings as JSON, for the verifier), and ``answer`` if there is one.
+    ``level``, one or several in equal parts, is a level of the task's curriculum, counted from 1;
+    ``settings`` go before its own. Rows have it then too.
     """
-    task, settings = name.removeprefix(PREFIX), settings or {}
+    if level is None:
+        return _make_rows(name, num, split, seed, settings or {})
+    rows, levels = [], level if isinstance(level, list) else [level]
+    for place, one in enumerate(levels[:num]):
+        own = {**_level_settings(name, one), **(settings or {})}
+        made = _make_rows(name, (num - place - 1) // len(levels) + 1, split, seed, own)
+        rows += [{**row, "level": one} for row in made]
+    return rows
+
+
+def count_gym_levels(name: str) -> int:
+    """Return how many levels the curriculum of a task has; 0: it has none."""
+    task = name.removeprefix(PREFIX)
+    curriculum = _factory(task).CURRICULA.get(task)
+    attributes = curriculum().attributes.values() if curriculum else ()
+    return max((len(attribute.levels) for attribute in attributes), default=0)
+
+
+def _level_settings(name: str, level: int) -> dict[str, Any]:
+    """Return the settings of one level: each attribute at this level, or at its last."""
+    last, task = count_gym_levels(name), name.removeprefix(PREFIX)
+    if type(level) is not int or not 1 <= level <= last:
+        there = f"the levels 1 to {last}, not {format_value(level)}" if last else "no levels"
+        raise DataError(f"{format_name(name)} has {there}: change data.level or set data.settings")
+    module = importlib.import_module("reasoning_gym.coaching.base_curriculum")
+    curriculum = _factory(task).CURRICULA[task]()
+    curriculum.set_global_level(level - 1)
+    mode = module.DefaultCurriculumContext(mode=module.RangeAttributeMode.UPPER_BOUND)
+    config = vars(curriculum.generate_configuration({}, mode))
+    fields = ("field_name", "lower_field_name", "upper_field_name")
+    return {
+        vars(attribute)[field]: config[vars(attribute)[field]]
+        for attribute in curriculum.attributes.values()
+        for field in fields
+        if field in vars(attribute)
+    }
+
+
+def _make_rows(name: str, num: int, split: str, seed: int, settings: dict[str, Any]) -> list[Row]:
+    task = name.removeprefix(PREFIX)
     found: dict[str, Row] = {}
     for start in range(seed, seed + _CHUNK * (num + 1), _CHUNK):
         before = len(found)
@@ -47,7 +89,7 @@ def make_gym_rows(
             f"{name} has only {len(found)} different prompts of the {num} asked for: other "
             "data.settings may give more",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     return list(found.values())
 
@@ -65,7 +107,10 @@ def _as_row(name: str, entry: dict[str, Any], settings: dict[str, Any]) -> Row:
 
 
 def _entries(task: str, seed: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    create, where = _task_maker(task, settings), format_name(f"{PREFIX}{task}")
+    where = format_name(f"{PREFIX}{task}")
+    for key in {"seed", "size"} & set(settings):
+        raise DataError(f"data.settings has {key!r}: use seed or data.num_prompts in its place")
+    create = _factory(task).create_dataset
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             dataset = create(task, size=_CHUNK, seed=seed, **settings)
@@ -74,32 +119,30 @@ def _entries(task: str, seed: int, settings: dict[str, Any]) -> list[dict[str, A
         # Each task checks in its own way, most by assert.
         raise DataError(
             f"{where} makes no problems with the settings {format_value(settings)} "
-            f"({first_line(exc)}): change data.settings, or the seed"
+            f"({first_line(exc)}): change data.settings, the level or the seed"
         ) from exc
 
 
-def _task_maker(task: str, settings: dict[str, Any]) -> Any:
-    """Return ``reasoning_gym.create_dataset`` if the task and its settings have known names."""
+def _factory(task: str) -> Any:
+    """Return the module ``reasoning_gym.factory`` if there is such a task."""
     try:
         with warnings.catch_warnings():
             # A library of it has invalid escapes.
             warnings.simplefilter("ignore")
-            package = importlib.import_module("reasoning_gym")
-            known = importlib.import_module("reasoning_gym.factory").DATASETS
+            importlib.import_module("reasoning_gym")
+            factory = importlib.import_module("reasoning_gym.factory")
     except ImportError as exc:
         raise DataError(
             f"{format_name(PREFIX + task)} needs the package reasoning-gym ({first_line(exc)}): "
             'pip install "rloo-kit[gym]"'
         ) from exc
     # A mixture: its entries name other tasks.
-    names = set(known) - {"composite"}
+    names = set(factory.DATASETS) - {"composite"}
     if task not in names:
         raise DataError(
             f"reasoning-gym has no task {format_value(task)}{did_you_mean(task, names)}"
         )
-    for key in {"seed", "size"} & set(settings):
-        raise DataError(f"data.settings has {key!r}: use seed or data.num_prompts in its place")
-    return package.create_dataset
+    return factory
 
 
 # --- an entry as text ----------------------------------------------------------------------------

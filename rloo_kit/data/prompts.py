@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.data.files import as_dataset, raw_prompts, read_source
-from rloo_kit.data.gym_tasks import PREFIX, make_gym_rows
+from rloo_kit.data.gym_tasks import PREFIX, count_gym_levels, make_gym_rows
+from rloo_kit.data.hub_tasks import HUB_TASKS, SYSTEM, has_held_out_split, hub_task, read_hub_task
 from rloo_kit.data.tasks import SPLITS, TASKS, make_rows
 from rloo_kit.errors import DataError
 from rloo_kit.text.wording import first_line, format_name, format_value
@@ -40,42 +41,56 @@ def load_prompts(  # noqa: PLR0913
     """Return prompts as a Dataset with a ``prompt`` column and whatever else the source has.
 
     Args:
-        name: A built-in task, ``reasoning_gym:TASK``, a .jsonl, .csv or .parquet file, or a hub
-            dataset.
+        name: A built-in task, ``reasoning_gym:TASK``, a dataset of ``hub_tasks.py`` (``gsm8k``, or
+            ``gsm8k:PATH`` for a copy), a .jsonl, .csv or .parquet file, or a hub dataset.
         split: Of a hub dataset; ``train`` or ``held_out`` of a task.
         num_prompts: Keep the first so many (a task makes 1,024 when None).
-        system: A system message put before every prompt.
+        system: A system message put before every prompt; None: that of ``gsm8k`` and its like, or
+            none.
         chat: Make a plain string a user message, so that the model's chat template is applied.
         seed: Order and choice of a task's problems.
         columns: Names in the kit -> names in the file or hub dataset, such as
             ``{"prompt": "question", "answer": "solution"}``; other columns keep their names.
-        level: Difficulty of a built-in task, one or several in equal parts; None: its first.
+        level: Difficulty of a built-in or reasoning-gym task, one or several in equal parts; None:
+            the first, or what ``settings`` say.
         settings: Of a reasoning-gym task, under its own names.
 
     Raises:
         DataError: No such source, no ``prompt``, no rows, a bad line, or a needless argument.
     """
     name = str(name)
+    is_made, is_known = name in BUILTIN or name.startswith(PREFIX), hub_task(name) is not None
     useless = {
-        "columns": columns and is_task(name),
-        "level": level is not None and name not in BUILTIN,
+        "columns": columns and (is_made or is_known),
+        "level": level is not None and not is_made,
         "settings": settings and not name.startswith(PREFIX),
     }
     for key in useless:
         if useless[key]:
             raise DataError(f"{key} has no effect on the prompts {format_value(name)}: drop it")
-    if is_task(name):
+    if is_made:
         source = _make_task(name, num_prompts or NUM_BUILTIN_PROMPTS, split, seed, level, settings)
+    elif is_known:
+        source = read_hub_task(name, split)[:num_prompts]
+        system = SYSTEM if system is None and chat else system
     else:
-        source = read_source(name, split, num_prompts, columns, (*BUILTIN, f"{PREFIX}TASK"))
+        known = (*BUILTIN, *HUB_TASKS, f"{PREFIX}TASK")
+        source = read_source(name, split, num_prompts, columns, known)
     if not len(source):
         raise DataError(f"{format_value(name)} has no rows: put at least one prompt in it")
     return _with_prompts(source, system, chat=chat)
 
 
 def is_task(name: str) -> bool:
-    """Return whether prompts of this name are made on the spot, with a held-out split."""
-    return name in BUILTIN or name.startswith(PREFIX)
+    """Return whether prompts of this name have a held-out split of their own."""
+    return name in BUILTIN or name.startswith(PREFIX) or has_held_out_split(name)
+
+
+def count_levels(name: str) -> int:
+    """Return how many levels a task has; 0: it has none, or the prompts are no task."""
+    if name.startswith(PREFIX):
+        return count_gym_levels(name)
+    return TASKS[name].levels if name in BUILTIN else 0
 
 
 def split_held_out(dataset: "Dataset", held_out: int | None) -> "tuple[Dataset, Dataset | None]":
@@ -155,7 +170,7 @@ def _make_task(
         )
     if name in BUILTIN:
         return make_rows(name, num, split=split, seed=seed, level=level)
-    return make_gym_rows(name, num, split=split, seed=seed, settings=settings)
+    return make_gym_rows(name, num, split=split, seed=seed, settings=settings, level=level)
 
 
 def _with_prompts(source: "list[Row] | Dataset", system: str | None, *, chat: bool) -> "Dataset":

@@ -14,6 +14,7 @@ from rloo_kit.config.run_file import (
     read_run_file,
     without_hidden_settings,
 )
+from rloo_kit.data.hub_tasks import hub_task
 from rloo_kit.data.prompts import (
     MAX_HELD_OUT,
     drop_long_prompts,
@@ -67,17 +68,32 @@ def beside(name: str, base: Path) -> str:
     return str(candidate) if not Path(name).exists() and candidate.exists() else name
 
 
+def prompts_beside(name: str, base: Path) -> str:
+    """Return the name of prompts, its path relative to the run file where one exists there."""
+    task, path = _path_in(name)
+    return task + beside(path, base) if path else name
+
+
+def _path_in(name: str) -> tuple[str, str]:
+    """Return what comes before the path in the name of prompts, and the path or ""."""
+    task, colon, path = name.partition(":")
+    if hub_task(name):
+        return task + colon, path
+    return "", "" if is_task(name) else name
+
+
 def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunConfig:
     """Return the settings with whole paths, so that they mean the same from any folder.
 
     Paths of model and prompts start from ``base``, those of rewards from ``rewards_base``.
     """
-    name, prompts = (beside(text, base) for text in (config.model.name, config.data.prompts))
+    name, prompts = beside(config.model.name, base), prompts_beside(config.data.prompts, base)
     model, data = config.model, config.data
     if Path(name).exists() and name != "tiny-thinker":
         model = replace(model, name=str(Path(name).resolve()))
-    if Path(prompts).exists() and not is_task(prompts):
-        data = replace(data, prompts=str(Path(prompts).resolve()))
+    task, path = _path_in(prompts)
+    if path and Path(path).exists():
+        data = replace(data, prompts=f"{task}{Path(path).resolve()}")
     data = replace(data, held_out_rewards=_with_whole_paths(data.held_out_rewards, rewards_base))
     rewards = _with_whole_paths(config.rewards, rewards_base)
     return replace(config, model=model, data=data, rewards=rewards)
@@ -109,14 +125,20 @@ def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
         "level": data.level,
         "settings": data.settings,
     }
-    if is_task(data.prompts):
-        train, held_out = load_prompts(data.prompts, **common), None
+    name, task = prompts_beside(data.prompts, base), hub_task(data.prompts)
+    if task is not None and task.train is None:
+        raise DataError(
+            f"{data.prompts} is for evaluation: rloo-kit eval RUN --prompts {data.prompts}, and "
+            "train on gsm8k or dapo-math"
+        )
+    if is_task(name):
+        train, held_out = load_prompts(name, **common), None
         number = MAX_HELD_OUT if data.held_out is None else data.held_out
         if number:
             common["num_prompts"] = number
-            held_out = load_prompts(data.prompts, split="held_out", **common)
+            held_out = load_prompts(name, split="held_out", **common)
     else:
-        everything = load_prompts(beside(data.prompts, base), split=data.split, **common)
+        everything = load_prompts(name, split=data.split, **common)
         train, held_out = split_held_out(everything, data.held_out)
     return train, held_out
 

@@ -16,6 +16,7 @@ from rloo_kit.data.gym_tasks import make_gym_rows
 from rloo_kit.data.prompts import (
     BUILTIN,
     NUM_BUILTIN_PROMPTS,
+    count_levels,
     drop_long_prompts,
     load_prompts,
     prompt_ids,
@@ -221,7 +222,7 @@ def test_a_hub_name_that_cannot_be_loaded_says_what_to_check():
     with pytest.raises(
         DataError,
         match=r"'nobody/nothing' is neither built in \(arithmetic, countdown, "
-        r"reasoning_gym:TASK\), a file here, nor a hub dataset "
+        r"gsm8k, dapo-math, math500, reasoning_gym:TASK\), a file here, nor a hub dataset "
         r".*check the name, its split 'test' and the network",
     ):
         load_prompts("nobody/nothing", split="test")
@@ -457,6 +458,31 @@ def test_gym_prompts_of_two_splits_differ_whatever_the_seeds():
     assert prompts("train", 0) == train
     assert prompts("train", 0)[:7] == train[:7]
     assert prompts("train", 5) != train
+
+
+@needs_gym
+def test_a_gym_task_has_the_levels_of_its_curriculum():
+    name = "reasoning_gym:chain_sum"
+    assert count_levels(name) == 11
+    rows = load_prompts(name, num_prompts=7, level=[1, 3], settings={"max_terms": 5})
+    assert rows["level"] == [1] * 4 + [3] * 3
+    settings = [json.loads(entry)["settings"] for entry in rows["entry"]]
+    assert settings[0] == {"min_terms": 2, "max_terms": 5, "min_digits": 1, "max_digits": 1}
+    assert settings[-1] == {"min_terms": 4, "max_terms": 5, "min_digits": 3, "max_digits": 3}
+
+
+@needs_gym
+@pytest.mark.parametrize(
+    ("name", "level", "message"),
+    [
+        ("chain_sum", 12, "reasoning_gym:chain_sum has the levels 1 to 11, not 12"),
+        ("chain_sum", [1, True], "has the levels 1 to 11, not True"),
+        ("composite", 1, "reasoning-gym has no task 'composite'"),
+    ],
+)
+def test_a_level_that_a_gym_task_has_not_is_refused(name, level, message):
+    with pytest.raises(DataError, match=re.escape(message)):
+        load_prompts(f"reasoning_gym:{name}", level=level)
 
 
 @needs_gym

@@ -1,0 +1,142 @@
+"""Math datasets under short names: their place on the hub, their splits, their columns.
+
+``gsm8k`` is the hub's dataset at a fixed commit; ``gsm8k:PATH`` reads the same columns from a file,
+or from a folder such as a download of the dataset.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rloo_kit.data.files import FILE_TYPES, PlacedRow, local_path, read_rows
+from rloo_kit.errors import DataError
+from rloo_kit.text.wording import first_line, format_value
+from rloo_kit.types import Row
+
+# Of the model cards of Qwen2.5-Math and Qwen3; where `data.system` says nothing else
+SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
+# What DAPO puts around each problem
+_INSTRUCTION = re.compile(
+    r"\A\s*Solve the following math problem step by step\..*?\n\n"
+    r"|\s*Remember to put your answer on its own line after \"Answer:\"\.?\s*\Z",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class HubTask:
+    """A dataset of questions with one right answer each."""
+
+    repository: str
+    revision: str  # commit, so that a run means the same next year
+    subset: str | None  # what datasets calls a config
+    train: str | None  # its split to train on; None: it is for evaluation only
+    held_out: str | None  # None: the last rows of the other
+    needs: str  # columns
+    convert: Callable[[Row], Row]  # a row of the dataset -> prompt, answer, ...
+
+
+def _gsm8k(row: Row) -> Row:
+    worked, mark, answer = row["answer"].rpartition("####")
+    if not mark:
+        raise ValueError(f"the answer {format_value(worked or answer)} has no ####")
+    return {"prompt": row["question"], "answer": answer.strip().replace(",", "")}
+
+
+def _dapo_math(row: Row) -> Row:
+    prompt = row["prompt"]
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    answer = row["reward_model"]["ground_truth"]
+    return {"prompt": _INSTRUCTION.sub("", text).strip(), "answer": str(answer)}
+
+
+def _math500(row: Row) -> Row:
+    columns = {"level": row.get("level"), "subject": row.get("subject")}
+    return {"prompt": row["problem"], "answer": row["answer"], **columns}
+
+
+HUB_TASKS = {
+    "gsm8k": HubTask(
+        "openai/gsm8k",
+        "740312add88f781978c0658806c59bc2815b9866",
+        *("main", "train", "test", "question, answer", _gsm8k),
+    ),
+    "dapo-math": HubTask(
+        "open-r1/DAPO-Math-17k-Processed",
+        "31dd309567e3da778038cc87d868b6097a3ccf68",
+        *("en", "train", None, "prompt, reward_model.ground_truth", _dapo_math),
+    ),
+    "math500": HubTask(
+        "HuggingFaceH4/MATH-500",
+        "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be",
+        *(None, None, "test", "problem, answer", _math500),
+    ),
+}
+
+
+def hub_task(name: str) -> HubTask | None:
+    """Return the dataset that ``NAME`` or ``NAME:PATH`` means; None: it is another source."""
+    return HUB_TASKS.get(name.partition(":")[0])
+
+
+def has_held_out_split(name: str) -> bool:
+    """Return whether a dataset has two splits: on the hub or in a folder, not in one file."""
+    task, path = hub_task(name), name.partition(":")[2]
+    has_both = task is not None and None not in (task.train, task.held_out)
+    return has_both and (not path or os.path.isdir(local_path(path)))
+
+
+def read_hub_task(name: str, split: str) -> list[Row]:
+    """Return the rows of ``train`` or ``held_out``, or of a whole file, each question once.
+
+    Raises:
+        DataError: It cannot be loaded, or a row has other columns.
+    """
+    short, _, path = name.partition(":")
+    task = HUB_TASKS[short]
+    own = task.held_out if split == "held_out" else task.train or task.held_out
+    if own is None:
+        raise DataError(f"{short} has no held-out split: data.held_out takes its last rows")
+    placed = _read_files(local_path(path), task, own) if path else _read_hub(short, task, own)
+    rows: dict[str, Row] = {}
+    for place, row in placed:
+        try:
+            converted = task.convert(row)
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as exc:
+            raise DataError(
+                f"{place}: is no row of {short}, which has {task.needs} "
+                f"({type(exc).__name__}: {first_line(exc)}): fix it, or name the columns with "
+                "data.columns and the file without the task"
+            ) from exc
+        rows.setdefault(converted["prompt"], converted)
+    return list(rows.values())
+
+
+def _read_files(path: Path, task: HubTask, split: str) -> list[PlacedRow]:
+    if not path.is_dir():
+        return read_rows(path)
+    folder = path / task.subset if task.subset and (path / task.subset).is_dir() else path
+    files = [one for one in sorted(folder.rglob(f"{split}*")) if one.suffix in FILE_TYPES]
+    if not files:
+        raise DataError(
+            f"the folder {format_value(str(folder))} has no file {split}*.parquet, .jsonl or .csv: "
+            "give the path of a file, or of a folder that has one"
+        )
+    return [placed for one in files for placed in read_rows(one)]
+
+
+def _read_hub(short: str, task: HubTask, split: str) -> list[PlacedRow]:
+    import datasets
+
+    name, revision = task.repository, task.revision
+    try:
+        rows = datasets.load_dataset(name, task.subset, split=split, revision=revision)
+    except Exception as exc:
+        # Hub, network and split errors have no common base.
+        raise DataError(
+            f"{short} cannot be loaded from the hub now ({type(exc).__name__}: {first_line(exc)}): "
+            f"check the network, or give a copy of {name} as {short}:PATH"
+        ) from exc
+    return [(f"{name}, row {number}", dict(row)) for number, row in enumerate(rows, 1)]

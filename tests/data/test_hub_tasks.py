@@ -1,0 +1,204 @@
+"""Known datasets: rows in exactly their schema from files and folders, what the hub is asked."""
+
+import json
+from dataclasses import replace
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rloo_kit.config.run_file import TASK_REWARDS, DataSection, RunConfig, make_run_config
+from rloo_kit.data.hub_tasks import HUB_TASKS, SYSTEM
+from rloo_kit.data.prompts import load_prompts
+from rloo_kit.errors import DataError
+from rloo_kit.training.preparation import read_prompts, with_whole_paths
+
+INSTRUCTION = (
+    "Solve the following math problem step by step. The last line of your response should be of "
+    "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+    '{}\n\nRemember to put your answer on its own line after "Answer:".'
+)
+PROBLEM = "Find $x$.\n\nIt is larger than 2."
+
+
+def gsm8k(first, num):
+    worked = "He has 1,000+{0}=<<1000+{0}=1{0:03}>>1,{0:03} eggs.\n#### 1,{0:03}"
+    numbers = range(first, first + num)
+    return {
+        "question": [f"How many eggs are 1,000 and {n}?" for n in numbers],
+        "answer": [worked.format(n) for n in numbers],
+    }
+
+
+def dapo(prompt):
+    return {
+        "data_source": "math_dapo",
+        "prompt": prompt,
+        "ability": "MATH",
+        "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
+    }
+
+
+def write(path, columns):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A download of openai/gsm8k: two subsets of two splits."""
+    for split, first, num in (("train", 0, 20), ("test", 100, 6)):
+        for subset in ("main", "socratic"):
+            name = f"{split}-00000-of-00001.parquet"
+            write(tmp_path / "gsm8k" / subset / name, gsm8k(first, num))
+    return tmp_path / "gsm8k"
+
+
+def questions(dataset):
+    return [prompt[-1]["content"] for prompt in dataset["prompt"]]
+
+
+def test_gsm8k_answers_are_the_numbers_after_the_mark(tmp_path):
+    file = write(tmp_path / "train.parquet", gsm8k(7, 3))
+    dataset = load_prompts(f"gsm8k:{file}")
+    assert dataset["answer"] == ["1007", "1008", "1009"]
+    assert dataset["prompt"][0] == [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": "How many eggs are 1,000 and 7?"},
+    ]
+    assert len(load_prompts(f"gsm8k:{file}", num_prompts=2)) == 2
+
+
+def test_gsm8k_in_a_folder_has_its_own_held_out_split(copy):
+    data = DataSection(prompts=f"gsm8k:{copy}", num_prompts=12, held_out=4)
+    train, held_out = read_prompts(RunConfig(data=data), copy)
+    assert train["answer"] == [str(1000 + n) for n in range(12)]
+    assert held_out["answer"] == ["1100", "1101", "1102", "1103"]
+
+
+def test_gsm8k_in_one_file_holds_out_its_last_rows(copy):
+    data = DataSection(prompts="gsm8k:train-00000-of-00001.parquet", held_out=5)
+    train, held_out = read_prompts(RunConfig(data=data), copy / "main")
+    assert train["answer"] == [str(1000 + n) for n in range(15)]
+    assert held_out["answer"] == [str(1000 + n) for n in range(15, 20)]
+
+
+@pytest.mark.parametrize(
+    "prompt", [[{"content": INSTRUCTION.format(PROBLEM), "role": "user"}], PROBLEM]
+)
+def test_dapo_math_is_the_problem_alone_and_once(prompt, tmp_path):
+    file = tmp_path / "dapo.parquet"
+    pq.write_table(pa.Table.from_pylist([dapo(prompt)] * 3), file)
+    dataset = load_prompts(f"dapo-math:{file}")
+    assert questions(dataset) == [PROBLEM]
+    assert dataset["answer"] == ["34"]
+
+
+def test_math500_keeps_levels_and_is_not_trained_on(tmp_path):
+    row = {
+        "problem": "Convert $(0,3)$ to polar coordinates.",
+        "solution": r"We have $r = 3.$ So \boxed{\left( 3, \frac{\pi}{2} \right)}.",
+        "answer": r"\left( 3, \frac{\pi}{2} \right)",
+        "subject": "Precalculus",
+        "level": 2,
+        "unique_id": "test/precalculus/807.json",
+    }
+    (tmp_path / "test.jsonl").write_text(json.dumps(row))
+    name = f"math500:{tmp_path}"
+    [read] = load_prompts(name)
+    assert questions(load_prompts(name)) == [row["problem"]]
+    assert {key: read[key] for key in ("answer", "level", "subject")} == {
+        key: row[key] for key in ("answer", "level", "subject")
+    }
+    with pytest.raises(DataError, match=r"math500:.* is for evaluation"):
+        read_prompts(RunConfig(data=DataSection(prompts=name)), tmp_path)
+
+
+@pytest.mark.parametrize(("system", "roles"), [("", ["user"]), ("Be brief.", ["system", "user"])])
+def test_another_system_message_or_none(system, roles, copy):
+    [prompt] = load_prompts(f"gsm8k:{copy}", system=system, num_prompts=1)["prompt"]
+    assert [message["role"] for message in prompt] == roles
+    assert prompt[0]["content"].startswith(system)
+
+
+def test_plain_prompts_have_no_system_message(copy):
+    [prompt] = load_prompts(f"gsm8k:{copy}", chat=False, num_prompts=1)["prompt"]
+    assert prompt == "How many eggs are 1,000 and 0?"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"problem": "1 + 1?", "answer": "#### 2"}, "line 1: is no row of gsm8k, which has quest"),
+        ({"question": "1 + 1?", "answer": "2"}, "the answer '2' has no ####"),
+        ({"question": "1 + 1?", "answer": None}, "line 1: is no row of gsm8k"),
+    ],
+)
+def test_a_row_of_another_dataset_is_named(row, message, tmp_path):
+    (tmp_path / "mine.jsonl").write_text(json.dumps(row))
+    with pytest.raises(DataError, match=message):
+        load_prompts(f"gsm8k:{tmp_path / 'mine.jsonl'}")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gsm8k:nothing.jsonl", {}, "'nothing.jsonl' does not exist"),
+        ("gsm8k", {"columns": {"prompt": "question"}}, "columns has no effect"),
+        ("dapo-math", {"level": 2}, "level has no effect"),
+        ("dapo-math", {"split": "held_out"}, "dapo-math has no held-out split"),
+    ],
+)
+def test_what_a_known_dataset_has_not_is_refused(name, options, message):
+    with pytest.raises(DataError, match=message):
+        load_prompts(name, **options)
+
+
+def test_a_folder_without_the_split_says_which_files_are_missing(tmp_path):
+    with pytest.raises(DataError, match=r"has no file train\*\.parquet"):
+        load_prompts(f"gsm8k:{tmp_path}")
+
+
+def test_the_hub_is_asked_for_a_fixed_commit(monkeypatch):
+    asked = []
+
+    def load_dataset(*place, **options):
+        asked.append((*place, options))
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for name, split in (("gsm8k", "held_out"), ("dapo-math", "train"), ("math500", "train")):
+        with pytest.raises(DataError, match=rf"no network.* as {name}:PATH"):
+            load_prompts(name, split=split)
+    commits = {name: task.revision for name, task in HUB_TASKS.items()}
+    assert all(len(commit) == 40 for commit in commits.values())
+    assert asked == [
+        ("openai/gsm8k", "main", {"split": "test", "revision": commits["gsm8k"]}),
+        (
+            *("open-r1/DAPO-Math-17k-Processed", "en"),
+            {"split": "train", "revision": commits["dapo-math"]},
+        ),
+        ("HuggingFaceH4/MATH-500", None, {"split": "test", "revision": commits["math500"]}),
+    ]
+
+
+def test_paths_start_at_the_run_file(copy, monkeypatch, tmp_path):
+    config = RunConfig(data=DataSection(prompts="gsm8k:gsm8k"))
+    whole = with_whole_paths(config, copy.parent, copy.parent).data.prompts
+    assert whole == f"gsm8k:{copy}"
+    monkeypatch.chdir(copy.parent)  # a folder of the task's name is not what is meant
+    named = replace(config, data=DataSection(prompts="gsm8k"))
+    assert with_whole_paths(named, copy.parent, copy.parent).data.prompts == "gsm8k"
+
+
+def test_a_task_brings_its_reward_unless_the_run_file_has_one():
+    for prompts in ("gsm8k", "dapo-math:copy.parquet"):
+        made = make_run_config({"data": {"prompts": prompts}})
+        assert made.rewards == [{"name": "accuracy", "match": "number"}]
+    assert make_run_config({"data": {"prompts": "countdown"}}).rewards == ["countdown"]
+    assert make_run_config({}, ["data.prompts=gsm8k", "rewards=[math]"]).rewards == ["math"]
+    assert make_run_config({}).rewards == ["accuracy"]
+    assert set(TASK_REWARDS) <= {*HUB_TASKS, "countdown"}
