@@ -26,6 +26,7 @@ _HOMES = {
     "RewardError": "errors",
     "RunConfig": "config.run_file",
     "attach_lora": "models.loading",
+    "calibrate": "runs.calibrate",
     "check_rewards": "reward_lab.lab",
     "diagnose": "diagnosis.run_rules",
     "evaluate": "evaluation.evaluator",

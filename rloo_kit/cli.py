@@ -82,7 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     text = "what this machine can run; or, of a run, what went wrong and what to change"
     doctor = _command(commands, "doctor", _doctor, text)
     doctor.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run")
-    for add in (_add_plan, _add_report, _add_eval, _add_judge, _add_chat, _add_serve, _add_export):
+    for add in (_add_plan, _add_calibrate, _add_report, _add_eval, _add_judge):
+        add(commands)
+    for add in (_add_chat, _add_serve, _add_export):
         add(commands)
     rewards = commands.add_parser("rewards", help="the reward library")
     verbs = rewards.add_subparsers(required=True, metavar="VERB")
@@ -117,6 +119,22 @@ def _add_plan(commands: Any) -> None:
         help="memory of a card (12GB), or this machine's (default)",
     )
     _add_set(plan)
+
+
+def _add_calibrate(commands: Any) -> None:
+    text = "sample every level before a run, and write a run file with the level that teaches"
+    command = _command(commands, "calibrate", _calibrate, text)
+    command.add_argument("run_file", metavar="RUN.yaml", help="or the folder of a run")
+    command.add_argument(
+        "--num-prompts", type=int, default=32, metavar="N", help="of each level (default 32)"
+    )
+    command.add_argument(
+        "--num-generations", type=int, metavar="G", help="of each prompt; as in the run file"
+    )
+    command.add_argument(
+        "--output", metavar="FILE.yaml", help="default: RUN-calibrated.yaml; nothing is overwritten"
+    )
+    _add_set(command)
 
 
 def _add_eval(commands: Any) -> None:
@@ -310,6 +328,14 @@ def _plan(args: argparse.Namespace) -> int:
     plan = make_plan(config, args.gpu, base=base)
     print(plan)
     return 0 if plan.fits else 1
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from rloo_kit.runs.calibrate import calibrate
+
+    options = _options(args, "num_prompts", "num_generations", "output")
+    calibrate(args.run_file, overrides=args.set, **options)
+    return 0
 
 
 def _eval(args: argparse.Namespace) -> int:

@@ -32,6 +32,7 @@ MORE = {
     "train": "explanation/trainer how-to/resume how-to/watch",
     "doctor": "how-to/doctor how-to/troubleshooting",
     "plan": "how-to/plan",
+    "calibrate": "how-to/prompts",
     "report": "how-to/watch",
     "rewards": "how-to/rewards reference/rewards",
     "rewards check": "how-to/reward_lab",

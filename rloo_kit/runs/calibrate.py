@@ -1,0 +1,216 @@
+"""Calibration before a run: sample the model at every level, and choose one where it can learn.
+
+A group of completions that are all right or all wrong has advantages of 0, so a run learns from
+prompts that its model solves sometimes.
+"""
+
+import json
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from rloo_kit.config.run_file import EXAMPLES, SECTIONS, RunConfig
+from rloo_kit.data.prompts import count_levels
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.evaluation.evaluator import evaluate, settings_of
+from rloo_kit.machine.environment import setup
+from rloo_kit.machine.memory import add_to_session, session
+from rloo_kit.output_folder import write_atomically
+from rloo_kit.sampling.choice import start_engine
+from rloo_kit.scoring.contract import guarded
+from rloo_kit.scoring.loading import load_rewards
+from rloo_kit.text.redaction import redact_tree, redacting
+from rloo_kit.text.wording import format_value
+from rloo_kit.training.preparation import (
+    fitting_prompts,
+    load_policy,
+    make_trainer_args,
+    read_config,
+    read_prompts,
+    with_whole_paths,
+)
+from rloo_kit.types import Row
+
+Say = Callable[[str], None]
+# Share of completions that are right, of a level that may be chosen
+LOW, HIGH = 0.2, 0.8
+
+
+@dataclass(frozen=True)
+class Level:
+    """What the model's completions scored at one level."""
+
+    level: Any  # None: the prompts have no levels
+    num_prompts: int
+    solved: float  # mean score of the judge, in [0, 1]
+    signal: float  # share of the groups whose scores differ
+    with_signal: list[Row]  # their prompts
+
+
+def calibrate(
+    source: str | Path | RunConfig,
+    *,
+    overrides: Sequence[str] = (),
+    num_prompts: int = 32,
+    num_generations: int | None = None,
+    output: str | Path | None = None,
+    say: Say = print,
+) -> Path:
+    """Sample prompts of every level, write a run file with the level to train on, and return it.
+
+    Chosen is the level with the largest share of groups whose scores differ, among those solved 20
+    to 80% of the time. The judge is the run's reward of the largest weight. A task with levels gets
+    ``data.level``. Other prompts are grouped by their column ``level``, if there is one; those of
+    the chosen level that were sampled and are neither always nor never solved are written to a
+    .jsonl file next to the run file, and behind them the level's held-out prompts.
+
+    Args:
+        source: As ``train`` takes it; it is not changed.
+        overrides: ``section.key=value``, as after ``--set``; written to the new run file too.
+        num_prompts: Prompts of each level.
+        num_generations: Completions of each; None: as in the run file.
+        output: The new file; None: the name of ``source`` with ``-calibrated``, next to it.
+        say: Called with each line for the user.
+
+    Raises:
+        KitError: A setting is wrong, the new file exists, or no level is in range; nothing is
+            written then.
+    """
+    if num_prompts < 1 or (num_generations or 2) < 2:
+        given = f"num_prompts {num_prompts} and num_generations {num_generations}"
+        raise ConfigError(f"{given} must be at least 1 and 2")
+    say, file = redacting(say), _free_file(source, output)
+    config, base = read_config(source, overrides)
+    with session():
+        levels, held_out = _tried(config, base, num_prompts, num_generations, say)
+    say(table := _table(levels))
+    chosen = _chosen(levels)
+    made = with_whole_paths(config, base, Path() if base == EXAMPLES else base)
+    new: dict[str, Any] = {"level": chosen.level}
+    what = f"data.level: {chosen.level}"
+    if not count_levels(config.data.prompts):
+        kept, lines = chosen.with_signal, file.with_suffix(".jsonl")
+        held_out = [row for row in held_out if row.get("level") == chosen.level] or held_out
+        text = "".join(f"{json.dumps(row)}\n" for row in [*kept, *held_out])
+        write_atomically(lines, text.encode())
+        new = dict.fromkeys(("num_prompts", "columns", "level", "settings"))
+        new |= {"prompts": lines.name, "held_out": len(held_out)}
+        what = f"{len(kept)} prompts that are neither always nor never solved"
+    made = replace(made, data=replace(made.data, **new))
+    settings = yaml.safe_dump(redact_tree(_changed(made.as_dict())), sort_keys=False)
+    comment = f"made by rloo-kit calibrate\n{table}".replace("\n", "\n# ")
+    write_atomically(file, f"# {comment}\n{settings}".encode())
+    say(f"{what}; train with rloo-kit train {file}")
+    return file
+
+
+def _free_file(source: str | Path | RunConfig, output: str | Path | None) -> Path:
+    """Return where the new run file goes; neither it nor its prompts exist."""
+    old = Path("run.yaml" if isinstance(source, RunConfig) else source)
+    place = old.parent if old.is_file() else Path()
+    file = place / f"{old.stem}-calibrated.yaml" if output is None else Path(output)
+    taken = any(os.path.lexists(one) for one in (file, file.with_suffix(".jsonl")))
+    if taken or file.suffix != ".yaml" or not file.absolute().parent.is_dir():
+        raise ConfigError(
+            f"the output {format_value(str(file))} must be a .yaml file in a folder that exists, "
+            "and neither it nor a .jsonl of its name may exist: name one with --output"
+        )
+    return file
+
+
+def _changed(settings: dict[str, Any], default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the rewards, and the settings that differ from the defaults."""
+    default = RunConfig().as_dict() if default is None else default
+    parts = {n: _changed(v, default[n]) if n in SECTIONS else v for n, v in settings.items()}
+    return {n: v for n, v in parts.items() if n == "rewards" or v not in ({}, default[n])}
+
+
+def _tried(
+    config: RunConfig, base: Path, num_prompts: int, num_generations: int | None, say: Say
+) -> tuple[list[Level], list[Row]]:
+    """Return what every level scored, and the held-out prompts."""
+    rewards_base = Path() if base == EXAMPLES else base
+    # A wrong name costs a second then, not a model load.
+    load_rewards(config.rewards, base_dir=rewards_base, say=say)
+    setup(config.model.backend)
+    data = config.data
+    if last := count_levels(data.prompts):
+        wanted = data.level if isinstance(data.level, list) else list(range(1, last + 1))
+        size = num_prompts * len(wanted)
+        data = replace(data, level=wanted, num_prompts=size, held_out=0)
+    prompts, held_out = read_prompts(replace(config, data=data), base)
+    args = make_trainer_args(config, Path(config.output_dir))
+    model, tokenizer = load_policy(config, base, args)
+    prompts, held_out = fitting_prompts(tokenizer, prompts, held_out, config, args, say)
+    rows, size = _drawn(prompts, num_prompts, config.seed), num_generations or args.num_generations
+    say(
+        f"sampling {len(rows)} prompts x {size} completions of {config.model.name}, temperature "
+        f"{args.temperature:g}, at most {args.max_completion_length} tokens"
+    )
+    rewards = load_rewards(config.rewards, tokenizer, rewards_base, args.chat_template_kwargs)
+    judge = max(rewards, key=lambda reward: reward.weight_at(0.0))
+    judge = replace(judge, func=guarded(judge.func, args.reward_timeout_seconds, "stop"))
+    add_to_session(judge.func)
+    how = settings_of(args) | {"engine": start_engine(model, args)[0], "num_samples": size}
+    found = evaluate(model, tokenizer, rows, [judge], **how).by_prompt
+    scores = [[one["rewards"][judge.name] for one in group] for group in found]
+    return _by_level(rows, scores, judge.name), [*(held_out or [])]
+
+
+def _drawn(prompts: Any, num: int, seed: int) -> list[Row]:
+    """Return ``num`` prompts of every level, or all that there are."""
+    groups: dict[Any, list[int]] = {}
+    levels = prompts["level"] if "level" in prompts.column_names else [None] * len(prompts)
+    for number, level in enumerate(levels):
+        groups.setdefault(level, []).append(number)
+    drawn, order = random.Random(seed), [groups[level] for level in sorted(groups, key=str)]
+    return [*prompts.select([n for own in order for n in drawn.sample(own, min(num, len(own)))])]
+
+
+def _by_level(rows: list[Row], scores: list[list[float | None]], judge: str) -> list[Level]:
+    known = [[score for score in group if score is not None] for group in scores]
+    if not all(0 <= score <= 1 for group in known for score in group) or not any(known):
+        raise ConfigError(
+            f"the reward {judge} weighs most, and its scores are not in [0, 1]: set its scaled_by, "
+            "or raise the weight of another"
+        )
+    groups: dict[Any, list[tuple[Row, list[float]]]] = {}
+    for row, group in zip(rows, known, strict=True):
+        if group:
+            groups.setdefault(row.get("level"), []).append((row, group))
+    levels = []
+    for level, own in groups.items():
+        differ = [row for row, group in own if min(group) < max(group)]
+        solved = fmean(fmean(group) for _, group in own)
+        levels.append(Level(level, len(own), solved, len(differ) / len(own), differ))
+    return levels
+
+
+def _chosen(levels: list[Level]) -> Level:
+    fitting = [one for one in levels if LOW <= one.solved <= HIGH and one.with_signal]
+    if fitting:
+        return max(fitting, key=lambda one: one.signal)
+    shares = [one.solved for one in levels]
+    what = "others"
+    if min(shares) > HIGH:
+        what = "harder ones"
+    elif max(shares) < LOW:
+        what = "easier ones, allow longer completions, or train on worked examples first"
+    raise DataError(
+        "no level of the prompts is solved 20 to 80% of the time "
+        f"(the least {min(shares):.0%}, the most {max(shares):.0%}): take {what}"
+    )
+
+
+def _table(levels: list[Level]) -> str:
+    lines = ["level     prompts  solved  with signal"]
+    for one in levels:
+        name = "all" if one.level is None else str(one.level)
+        lines.append(f"{name:<10}{one.num_prompts:>7}{one.solved:>8.0%}{one.signal:>13.0%}")
+    return "\n".join(lines)
