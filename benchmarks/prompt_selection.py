@@ -19,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import intervals
+
 import rloo_kit as rk
 
 rk.setup()
@@ -30,7 +32,6 @@ from rloo_kit.scoring.loading import load_rewards
 
 RESULTS = Path(__file__).parent / "results" / "prompt_selection.json"
 SEEDS = range(5)
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's t, by the number of seeds
 PROMPTS, GROUPS, GENERATIONS, EPOCHS = 32, 8, 4, 8
 HELD_OUT, TOKENS, THRESHOLDS = 128, 48, (0.7, 0.8)
 HISTORY = {"prompt_selection": "history"}
@@ -120,9 +121,7 @@ def completions_until(points, threshold):
 
 def interval(values):
     """Return mean, and the ends of its 95% interval."""
-    half = T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-    mean = statistics.fmean(values)
-    return [round(mean, 3), round(mean - half, 3), round(mean + half, 3)]
+    return [round(value, 3) for value in intervals.interval(values)]
 
 
 def summary(runs):

@@ -12,31 +12,21 @@ import argparse
 import json
 import os
 import statistics
-import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
-import rloo_kit as rk
+from compared import TRAINERS, environment, make_trainer, prepare  # sets Unsloth up
 
-environment = rk.setup()
+# isort: split
 
 import torch
 from rloo_kit.rewards.accuracy import Accuracy
-from transformers import PrinterCallback, TrainerCallback
-from transformers.utils import logging
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from transformers import TrainerCallback
 
-from rloo_kit.live.view import LiveView
-from rloo_kit.machine.lm_head import route_trl_lm_head
+import rloo_kit as rk
 
 RESULT = Path(__file__).parent / "results" / "time_to_score_cpu.json"
-ARMS = {
-    "kit": (rk.LeaveOneOutTrainer, rk.LeaveOneOutConfig),
-    "trl-rloo": (RLOOTrainer, RLOOConfig),
-    "trl-grpo": (GRPOTrainer, GRPOConfig),
-}
 SCORE, WINDOW, MOST_STEPS = 0.9, 4, 60
 
 
@@ -70,24 +60,13 @@ def train(arm: str, seed: int) -> dict[str, Any]:
     model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
     model = rk.attach_lora(model, r=16, lora_alpha=16, seed=seed)
     until = UntilScore()
-    trainer_class, config_class = ARMS[arm]
-    own = {"doctor": False, "dry_run": False} if arm == "kit" else {}
-    trainer = trainer_class(
-        model=model,
-        reward_funcs=accuracy,
-        args=config_class(
-            output_dir=tempfile.gettempdir(), seed=seed, max_steps=MOST_STEPS,
-            per_device_train_batch_size=64, num_generations=8, max_completion_length=48,
-            learning_rate=1e-3, lr_scheduler_type="constant", beta=0.02, temperature=1.0,
-            save_strategy="no", report_to="none", logging_steps=1, disable_tqdm=True, bf16=False,
-            use_cpu=not torch.cuda.is_available(), **own,
-        ),
-        train_dataset=rk.load_prompts("arithmetic", num_prompts=8 * MOST_STEPS, seed=seed),
-        processing_class=tokenizer,
-        callbacks=[until],
+    trainer = make_trainer(
+        arm, (model, tokenizer), accuracy,
+        rk.load_prompts("arithmetic", num_prompts=8 * MOST_STEPS, seed=seed), [until],
+        seed=seed, max_steps=MOST_STEPS, per_device_train_batch_size=64, num_generations=8,
+        max_completion_length=48, learning_rate=1e-3, lr_scheduler_type="constant", beta=0.02,
+        temperature=1.0, logging_steps=1,
     )  # fmt: skip
-    for callback in (PrinterCallback, LiveView):
-        trainer.remove_callback(callback)
     trainer.train()
     return {
         "arm": arm,
@@ -101,13 +80,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3, 4, 5])
     options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.set_verbosity_error()
-    route_trl_lm_head()
+    prepare()
     rows = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
     done = {(row["arm"], row["seed"]) for row in rows}
     for seed in options.seeds:
-        for arm in ARMS:
+        for arm in TRAINERS:
             if (arm, seed) in done:
                 continue
             rows.append(train(arm, seed))

@@ -17,25 +17,19 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import rloo_kit as rk
+from compared import TRAINERS, environment, make_trainer, prepare  # sets Unsloth up
 
-environment = rk.setup()
+# isort: split
 
 import torch
 from datasets import Dataset
-from transformers import PrinterCallback
-from transformers.utils import logging
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from rloo_kit.live.view import LiveView
+import rloo_kit as rk
 from rloo_kit.machine.hardware import installed_version
-from rloo_kit.machine.lm_head import route_trl_lm_head
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -126,42 +120,22 @@ class Arm:
 
     def trainer(self, clock: Clock):
         """Make the trainer of one turn."""
-        cell, kinds = (
-            self.cell,
-            {
-                "kit": (rk.LeaveOneOutTrainer, rk.LeaveOneOutConfig),
-                "trl-rloo": (RLOOTrainer, RLOOConfig),
-                "trl-grpo": (GRPOTrainer, GRPOConfig),
-            },
-        )
-        rows, (kind, config) = cell.groups * cell.generations, kinds[self.name]
+        cell = self.cell
         settings = {
             "max_steps": self.options.steps,
-            "per_device_train_batch_size": rows,
+            "per_device_train_batch_size": cell.groups * cell.generations,
             "num_generations": cell.generations,
             "max_completion_length": cell.longest,
             "temperature": 1.0,
             "beta": cell.beta,
             "learning_rate": 1e-6,  # so that lengths stay what they are
-            "save_strategy": "no",
-            "report_to": "none",
             "logging_strategy": "no",
-            "disable_tqdm": True,
-            "bf16": False,
             "seed": SEED,
-            "use_cpu": not torch.cuda.is_available(),
         }
         if self.name == "kit":
-            settings |= {"dry_run": False, "doctor": False, "generation": self.options.sampler}
-        made = kind(
-            model=self.model,
-            reward_funcs=clock.reward,
-            args=config(output_dir=tempfile.gettempdir(), **settings),
-            train_dataset=prompts_of(cell, self.options.steps),
-            processing_class=self.tokenizer,
-        )
-        for callback in (PrinterCallback, LiveView):
-            made.remove_callback(callback)
+            settings["generation"] = self.options.sampler
+        policy, prompts = (self.model, self.tokenizer), prompts_of(cell, self.options.steps)
+        made = make_trainer(self.name, policy, clock.reward, prompts, **settings)
         if self.name == "kit":
             made.sampler.draw = clock.sampled(made.sampler.draw)
         else:
@@ -237,17 +211,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cells", nargs="*", default=list(CELLS), choices=CELLS)
     parser.add_argument(
-        "--arms", nargs="*", default=["kit", "trl-rloo", "trl-grpo"],
-        choices=["kit", "trl-rloo", "trl-grpo"], help="kit first",
+        "--arms", nargs="*", default=list(TRAINERS), choices=TRAINERS, help="kit first",
     )  # fmt: skip
     parser.add_argument("--sampler", default="transformers", choices=["transformers", "vllm"])
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a turn")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--name", help="of the file in benchmarks/results")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.set_verbosity_error()
-    route_trl_lm_head()
+    prepare()
     rows = []
     for name in options.cells:
         rows.append(compare(name, options))

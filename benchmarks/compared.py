@@ -1,0 +1,58 @@
+"""Trainers that benchmarks set beside each other."""
+
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import rloo_kit as rk
+
+environment = rk.setup()  # before TRL
+
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback
+from transformers.utils import logging
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from rloo_kit.live.view import LiveView
+from rloo_kit.machine.lm_head import route_trl_lm_head
+
+TRAINERS: dict[str, tuple[Any, Any]] = {
+    "kit": (rk.LeaveOneOutTrainer, rk.LeaveOneOutConfig),
+    "trl-rloo": (RLOOTrainer, RLOOConfig),
+    "trl-grpo": (GRPOTrainer, GRPOConfig),
+}
+
+
+def prepare() -> None:
+    """Silence warnings, and let TRL's trainers start without a GPU."""
+    warnings.filterwarnings("ignore")
+    logging.set_verbosity_error()
+    route_trl_lm_head()
+
+
+def make_trainer(
+    kind: str,
+    policy: tuple[Any, Any],
+    reward: Callable[..., list[float]],
+    prompts: Dataset,
+    callbacks: Sequence[Any] = (),
+    **settings: Any,
+) -> Any:
+    """Return one of ``TRAINERS`` in float32, without checkpoints, reports and progress."""
+    trainer_class, config_class = TRAINERS[kind]
+    fixed = {"output_dir": tempfile.gettempdir(), "save_strategy": "no", "report_to": "none"}
+    fixed |= {"disable_tqdm": True, "bf16": False, "use_cpu": not torch.cuda.is_available()}
+    fixed |= {"doctor": False, "dry_run": False} if kind == "kit" else {}
+    made = trainer_class(
+        model=policy[0],
+        reward_funcs=reward,
+        args=config_class(**{**fixed, **settings}),
+        train_dataset=prompts,
+        processing_class=policy[1],
+        callbacks=list(callbacks),
+    )
+    for callback in (PrinterCallback, LiveView):
+        made.remove_callback(callback)
+    return made

@@ -1,0 +1,120 @@
+"""The page and the picture of study.py: docs/explanation/study.md."""
+
+import statistics
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from intervals import interval
+from learn_step_report import put, pyplot
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "explanation" / "study.md"
+PICTURE = ROOT / "docs" / "pictures" / "study.svg"
+BASE = "kit RLOO"
+Runs = dict[str, dict[int, dict[str, Any]]]  # arm -> seed -> row
+
+
+def shown(values: list[float], sign: str = "") -> str:
+    """Return a mean with its interval; of fewer than three seeds the values."""
+    if len(values) < 3:
+        return ", ".join(f"{value:{sign}.2f}" for value in values)
+    mean, low, high = interval(values)
+    return f"{mean:{sign}.2f} [{low:{sign}.2f}, {high:{sign}.2f}]"
+
+
+def score_at(row: dict[str, Any], seconds: float) -> float:
+    """Return the score of a run after so many seconds, between two evaluations in proportion."""
+    for (_, t0, y0, _), (_, t1, y1, _) in pairwise(row["curve"]):
+        if seconds <= t1:
+            return y0 + (y1 - y0) * (seconds - t0) / (t1 - t0)
+    return row["curve"][-1][2]
+
+
+def above_base(runs: Runs, arm: str) -> list[float]:
+    """Return by how much each seed ends above the kit's RLOO."""
+    base, mine = runs.get(BASE, {}), runs[arm]
+    return [mine[s]["curve"][-1][2] - base[s]["curve"][-1][2] for s in base if s in mine]
+
+
+def quiet(runs: Runs, arm: str) -> dict[int, dict[str, Any]]:
+    """Return the runs whose seconds count."""
+    return {seed: row for seed, row in runs.get(arm, {}).items() if row["quiet"]}
+
+
+def cells(runs: Runs, arm: str) -> list[str]:
+    """Return the columns of an arm."""
+    curves = [row["curve"] for row in runs[arm].values()]
+    timed, base = quiet(runs, arm), quiet(runs, BASE)
+    paces = [row["curve"][-1][1] / row["curve"][-1][0] for row in timed.values()]
+    same_time = [score_at(timed[s], base[s]["curve"][-1][1]) for s in base if s in timed]
+    return [
+        str(len(curves)),
+        shown([curve[-1][2] for curve in curves]),
+        "" if arm == BASE else shown(above_base(runs, arm), "+"),
+        shown([statistics.fmean(point[2] for point in curve) for curve in curves]),
+        f"{statistics.fmean(curve[-1][3] for curve in curves):.2f}",
+        f"{statistics.median(paces):.2f}" if paces else "",
+        shown(same_time),
+    ]
+
+
+def verdict(runs: Runs) -> str:
+    """Say which arms differ from the kit's RLOO by more than chance."""
+    enough = {arm: above_base(runs, arm) for arm in runs if arm != BASE}
+    enough = {arm: values for arm, values in enough.items() if len(values) >= 3}
+    apart = [
+        f"{arm} ends {shown(values, '+')} from the kit's RLOO"
+        for arm, values in enough.items()
+        if not interval(values)[1] <= 0 <= interval(values)[2]
+    ]
+    none = "no arm ends above or below the kit's RLOO by more than chance"
+    return ("; ".join(apart) or none) if enough else "too few seeds have run to tell arms apart"
+
+
+def picture(tasks: dict[str, Runs]) -> None:
+    """Score over steps, and over seconds where nothing else ran; means of the seeds."""
+    timed = any(quiet(runs, arm) for runs in tasks.values() for arm in runs)
+    units = ("steps", "seconds") if timed else ("steps",)
+    size = 4.2 * len(units), 3 * len(tasks)
+    figure, axes = pyplot.subplots(
+        len(tasks), len(units), figsize=size, layout="constrained", squeeze=False
+    )
+    for (title, runs), pair in zip(tasks.items(), axes, strict=True):
+        for place, (axis, unit) in enumerate(zip(pair, units, strict=True)):
+            for arm in runs:
+                counted = quiet(runs, arm) if place else runs[arm]
+                steps = list(zip(*(row["curve"] for row in counted.values()), strict=True))
+                x, y = (
+                    [statistics.fmean(p[i] for p in step) for step in steps] for i in (place, 2)
+                )
+                if steps:
+                    axis.plot(x, y, marker=".", label=arm)
+            axis.set(xlabel=unit, ylabel="held-out score", title=title)
+            axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].legend(frameon=False, fontsize=8)
+    figure.savefig(PICTURE, metadata={"Date": None})
+
+
+def write(rows: list[dict[str, Any]], titles: dict[str, str], planned: int) -> None:
+    """Write the table, the sentences and the picture."""
+    tasks: dict[str, Runs] = {}
+    for row in rows:
+        runs = tasks.setdefault(titles[row["task"]], {})
+        runs.setdefault(row["arm"], {})[row["seed"]] = row
+    lines = [
+        "| task | arm | seeds | score at the end | above kit RLOO | mean of the curve | KL "
+        "| s a step | score when kit RLOO has ended |",
+        "|---" * 9 + "|",
+    ]
+    lines += [
+        f"| {title} | {arm} | {' | '.join(cells(runs, arm))} |"
+        for title, runs in tasks.items()
+        for arm in runs
+    ]
+    put(PAGE, "study", "\n".join(lines))
+    said = [f"- **{title}**: at equal steps {verdict(runs)}." for title, runs in tasks.items()]
+    done = len({(r["task"], r["arm"], r["seed"]) for r in rows if "GSM8K" not in titles[r["task"]]})
+    said.append(f"- {done} of {planned} runs on a CPU are done.")
+    put(PAGE, "study-verdicts", "\n".join(said))
+    picture(tasks)

@@ -1,0 +1,48 @@
+"""The table and the sentences of benchmarks/study.py."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def report(monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("study_report")
+
+
+def run(end, seconds=10.0, quiet=True):
+    return {"quiet": quiet, "curve": [[0, 0.0, 0.5, 0.0], [10, seconds, end, 1.5]]}
+
+
+def runs(**ends):
+    return {
+        arm.replace("_", " "): {seed: run(end) for seed, end in enumerate(values)}
+        for arm, values in ends.items()
+    }
+
+
+def test_an_arm_is_apart_only_where_its_interval_leaves_0_out(report):
+    base = [0.80, 0.85, 0.90]
+    apart = runs(kit_RLOO=base, TRL_GRPO=[0.70, 0.76, 0.80])
+    assert "TRL GRPO ends -0.10 [" in report.verdict(apart)
+    assert report.verdict(runs(kit_RLOO=base, TRL_GRPO=[0.70, 0.95, 0.90])).startswith("no arm")
+    assert "too few" in report.verdict(runs(kit_RLOO=base[:2], TRL_GRPO=[0.1, 0.1]))
+
+
+def test_seconds_come_from_quiet_runs_alone(report):
+    found = {"kit RLOO": {1: run(0.9, 10.0)}, "TRL RLOO": {1: run(0.9, 20.0)}}
+    *_, pace, same_time = report.cells(found, "TRL RLOO")
+    assert (pace, same_time) == ("2.00", "0.70")  # halfway from 0.5 to 0.9
+    found["TRL RLOO"][1]["quiet"] = False
+    *_, pace, same_time = report.cells(found, "TRL RLOO")
+    assert (pace, same_time) == ("", "")
+
+
+def test_seeds_are_compared_with_the_same_seed(report):
+    found = {"kit RLOO": {1: run(0.9), 2: run(0.5)}, "TRL RLOO": {2: run(0.6)}}
+    assert report.above_base(found, "TRL RLOO") == pytest.approx([0.1])
