@@ -38,7 +38,7 @@ test-notebooks: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadgroup --durations=8 \
 	  -m "notebook or tracker" tests/docs tests/live
 
-# The report's page in a real Chromium; no library of the training is loaded for it.
+# The report and the notebook's form in a real Chromium; no library of the training is loaded here for it.
 test-browser: setup-browser
 	$(PY) -m pytest -q -n $(JOBS) --confcutdir=tests/browser tests/browser
 
@@ -69,7 +69,7 @@ setup-gym: .venv/gym
 
 setup-browser: .venv/browser
 
-# axe-core, and a Chromium with its driver where there is none.
+# axe-core, JupyterLab, and a Chromium with its driver where there is none.
 .venv/browser: requirements/browser.lock .venv/made
 	$(UV) pip install --quiet --python $(PY) --no-deps --require-hashes -r requirements/browser.lock
 	command -v chromium && command -v chromedriver || { \
@@ -132,6 +132,12 @@ lock: | $(UV)
 	  --custom-compile-command "make lock" -c .cache/constraints.txt $$names \
 	  --no-emit-package=rloo-kit --extra gym pyproject.toml -o requirements/gym.lock
 	$(GPU_LOCK)
+	names=$$(sed 's/==.*//' .cache/constraints.txt | sed 's/^/--no-emit-package=/'); \
+	printf '%s\n' "jupyterlab>=4.4,<5" "axe-playwright-python==0.1.8" \
+	  | $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+	  --custom-compile-command "make lock" -c .cache/constraints.txt $$names \
+	  --no-emit-package=playwright --no-emit-package=pyee --no-emit-package=greenlet \
+	  - -o requirements/browser.lock
 	printf '%s\n' "mkdocs<2" "mkdocs-material>=9.8,<10" "mkdocstrings[python]>=1,<2" \
 	  | $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --custom-compile-command "make lock" - -o requirements/docs.lock

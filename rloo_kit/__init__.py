@@ -32,6 +32,7 @@ _HOMES = {
     "evaluate": "evaluation.evaluator",
     "evaluate_models": "evaluation.table",
     "export_model": "export.exporter",
+    "form": "notebook_form",
     "gated": "scoring.composition",
     "judge_models": "evaluation.win_rate",
     "leave_one_out_advantages": "rloo.advantages",

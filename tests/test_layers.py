@@ -35,7 +35,7 @@ LAYERS = [
     {"runs"},
     {"reward_lab"},
     {"export"},
-    {"cli"},
+    {"cli", "notebook_form"},
     {"__main__", "__init__"},
 ]
 

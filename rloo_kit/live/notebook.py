@@ -29,7 +29,7 @@ class NotebookFigure(LiveView):
     def _begin(self) -> None:
         from IPython.display import display
 
-        self._handle = display(self._content(b""), raw=True, display_id=True)
+        self._handle = display(page_of(self.progress), raw=True, display_id=True)
         self._due = time.monotonic()
 
     def _show_step(self) -> None:
@@ -42,21 +42,22 @@ class NotebookFigure(LiveView):
             self._handle = None
 
     def _update(self) -> None:
-        can_draw = self.progress.steps and find_spec("matplotlib") is not None
-        self._handle.update(self._content(figure_png(self.progress) if can_draw else b""), raw=True)
+        self._handle.update(page_of(self.progress), raw=True)
         self._due = time.monotonic() + DRAWING_SECONDS
 
-    def _content(self, picture: bytes) -> dict[str, str]:
-        """Return the output as HTML and as plain text."""
-        line = self.progress.line
-        findings = [finding_line(finding) for finding in self.progress.findings]
-        findings = findings or ["the doctor finds nothing"] * bool(self.progress.steps)
-        text = "\n".join([line, *findings])
-        page = f'<pre style="white-space: pre-wrap; margin: 0 0 4px">{html.escape(text)}</pre>'
-        if picture:
-            source = f"data:image/png;base64,{base64.b64encode(picture).decode('ascii')}"
-            page += f'<img alt="{html.escape(line)}" width="900" src="{source}">'
-        return {"text/plain": text, "text/html": page}
+
+def page_of(progress: Progress) -> dict[str, str]:
+    """Return a run so far as HTML and as plain text."""
+    line = progress.line
+    findings = [finding_line(finding) for finding in progress.findings]
+    findings = findings or ["the doctor finds nothing"] * bool(progress.steps)
+    text = "\n".join([line, *findings])
+    page = f'<pre style="white-space: pre-wrap; margin: 0 0 4px">{html.escape(text)}</pre>'
+    if progress.steps and find_spec("matplotlib") is not None:
+        picture = base64.b64encode(figure_png(progress)).decode("ascii")
+        source = f"data:image/png;base64,{picture}"
+        page += f'<img alt="{html.escape(line)}" width="900" src="{source}">'
+    return {"text/plain": text, "text/html": page}
 
 
 def figure_png(progress: Progress) -> bytes:

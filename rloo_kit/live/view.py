@@ -13,8 +13,9 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any, TextIO
 
-from rloo_kit.diagnosis.record import finite_number, finite_numbers
+from rloo_kit.diagnosis.record import RunRecord, finite_number, finite_numbers
 from rloo_kit.diagnosis.rules import Finding
+from rloo_kit.diagnosis.run_rules import find_in_run
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.wording import format_duration, printable
 
@@ -116,6 +117,17 @@ class Progress:
                 parts.append(f"{name} {share:.0%}")
         left = format_duration(self.seconds_left)
         return "  ".join([*parts, f"{self.tokens_per_second:.0f} tokens/s", f"{left} left"])
+
+
+def progress_of(record: RunRecord) -> Progress:
+    """Return where a recorded run is, with the curves of all its steps."""
+    rows = [row for row in record.metrics if "reward" in row]
+    total = record.config.trainer.get("max_steps") if record.config else None
+    progress = Progress(now=rows[0]["time"] if rows else 0.0)
+    for row in rows:
+        progress.add(row["step"], total or rows[-1]["step"], row, row["time"])
+    progress.findings = find_in_run(record)
+    return progress
 
 
 def _reward_names(logs: dict[str, Any]) -> list[str]:

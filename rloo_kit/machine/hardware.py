@@ -75,7 +75,7 @@ def find_card(text: str) -> Card:
     size = re.fullmatch(r"\s*([0-9]{1,4}(?:\.[0-9]+)?)\s*Gi?B?\s*", text, re.IGNORECASE)
     if size and 1 <= float(size[1]) <= 1024:
         return Card(f"a card of {float(size[1]):g} GB", int(float(size[1]) * GIB))
-    raise ConfigError(f"--gpu {format_value(text)} is no size of a card: give one such as 12GB")
+    raise ConfigError(f"{format_value(text)} is no size of a card: give one such as 12GB")
 
 
 def detect_hardware() -> Hardware:

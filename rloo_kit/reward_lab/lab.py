@@ -250,7 +250,7 @@ def _load(
 # --- calling the rewards -------------------------------------------------------------------------
 
 
-def _columns_of(rows: list[Row]) -> dict[str, Any]:
+def columns_of(rows: list[Row]) -> dict[str, Any]:
     """Return what the trainer would call a reward with."""
     names = dict.fromkeys(name for row in rows for name in row if name not in RESERVED)
     columns: dict[str, Any] = {n: [row.get(n) for row in rows] for n in names if n != "completion"}
@@ -286,7 +286,7 @@ def _batch_of(material: _Material, columns: dict[str, Any]) -> Batch:
 
 
 def _examined(material: _Material) -> RewardCheck:
-    columns = _columns_of(material.rows)
+    columns = columns_of(material.rows)
     batch, notes, probed = _batch_of(material, columns), list(material.notes), []
     for reward in material.rewards:
         if isinstance(reward.func, CheckedReward):

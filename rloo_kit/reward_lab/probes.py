@@ -37,7 +37,7 @@ def probe(
     bare = Probed(reward.name, reward.weight_at(0.0), [None] * count)
     started = time.perf_counter()
     try:
-        scores = _call(func, columns)
+        scores = call_reward(func, columns)
     except RewardContractError as exc:
         return replace(bare, fault=_fault(func, columns, exc))
     seconds = (time.perf_counter() - started) / count
@@ -62,7 +62,7 @@ class _Answers:
             limit = min(func.timeout or REPEATED_SECONDS, REPEATED_SECONDS)
             func, columns = guarded(func, limit, "stop"), take_rows(columns, [0])
         try:
-            self.scores[name] = _call(func, _altered(name, columns))
+            self.scores[name] = call_reward(func, _altered(name, columns))
         except RewardContractError as exc:
             cause = exc.__cause__
             self.errors[name] = printable(f"{type(cause).__name__}: {cause}" if cause else str(exc))
@@ -90,7 +90,7 @@ def _with_probes(
     return replace(probed, probes=answers.scores, probe_errors=answers.errors, seconds=seconds)
 
 
-def _call(func: CheckedReward, columns: dict[str, Any]) -> list[Score]:
+def call_reward(func: CheckedReward, columns: dict[str, Any]) -> list[Score]:
     """Return the scores of one call, awaited where the reward is async."""
     found: Any = func(**columns)
     if inspect.isawaitable(found):

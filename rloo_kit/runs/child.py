@@ -31,7 +31,12 @@ from rloo_kit.errors import KitError, SetupError
 
 
 def call_in_child(
-    function: Callable[..., Any], args: tuple[Any, ...], say: Callable, **keywords: Any
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    say: Callable,
+    *,
+    started: Callable[[subprocess.Popen], None] = lambda process: None,
+    **keywords: Any,
 ) -> Any:
     """Return ``function(*args, **keywords)``, called in a subprocess.
 
@@ -42,6 +47,7 @@ def call_in_child(
         function: Importable by its module and name.
         args: Picklable.
         say: Called with each line that the subprocess prints.
+        started: Called with the subprocess, for a thread: no signal reaches one.
         **keywords: Picklable.
 
     Raises:
@@ -56,6 +62,7 @@ def call_in_child(
             pickle.dumps((function.__module__, function.__qualname__, args, keywords))
         )
         with _started(order, answer) as process:
+            started(process)
 
             def forward(number: int, _: object) -> None:
                 received.append(number)

@@ -1,0 +1,178 @@
+"""The form in JupyterLab in a real Chromium: from an empty notebook to the report."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from importlib.util import find_spec
+
+import nbformat
+import pytest
+from selenium.webdriver import ActionChains, Keys
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support import expected_conditions
+from selenium.webdriver.support.ui import WebDriverWait
+
+from rloo_kit.config.run_file import read_run_file
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not shutil.which("chromium"), reason="there is no Chromium"),
+    pytest.mark.skipif(find_spec("jupyterlab") is None, reason="there is no JupyterLab"),
+]
+
+SECONDS = 90  # for whatever is waited for
+SMALL = "trainer.per_device_train_batch_size=16\ndata.held_out=16\n"
+
+
+@pytest.fixture
+def lab(tmp_path):
+    """The address of JupyterLab in a folder with an empty notebook."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    cells = [nbformat.v4.new_code_cell("")]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), tmp_path / "empty.ipynb")
+    own = {name: str(tmp_path / name.lower()) for name in
+           ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_SETTINGS_DIR",
+            "JUPYTERLAB_WORKSPACES_DIR", "IPYTHONDIR")}  # fmt: skip
+    command = [
+        sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}",
+        "--IdentityProvider.token=", f"--ServerApp.root_dir={tmp_path}",
+        "--LabApp.extension_manager=readonly",
+    ]  # fmt: skip
+    environment = {**os.environ, **own, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "server.log").open("w") as log:
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        for _ in range(10 * SECONDS):
+            try:
+                urllib.request.urlopen(f"{address}/api").close()
+                break
+            except OSError:
+                assert server.poll() is None, (tmp_path / "server.log").read_text()
+                time.sleep(0.1)
+        yield address
+    finally:
+        server.terminate()  # ends its kernels too
+        try:
+            server.wait(30)
+        finally:
+            server.kill()
+
+
+class FormPage:
+    """The form as a person sees it."""
+
+    def __init__(self, driver):
+        self.driver = driver
+        self.wait = WebDriverWait(driver, SECONDS, poll_frequency=0.2)
+
+    def open(self, address):
+        self.driver.set_window_size(1500, 1400)
+        self.driver.get(f"{address}/lab/tree/empty.ipynb")
+        line = (By.CSS_SELECTOR, ".jp-Notebook .jp-CodeCell .cm-line")
+        self.wait.until(expected_conditions.element_to_be_clickable(line)).click()
+        ActionChains(self.driver).send_keys(
+            "import rloo_kit as rk", Keys.ENTER, "rk.form()"
+        ).perform()
+        # Nothing is run while the kernel starts, whatever the page says of it
+        WebDriverWait(self.driver, SECONDS, poll_frequency=3).until(self.runs_the_cell)
+        self.wait.until(lambda d: self.field("model").is_displayed(), "the form is not shown")
+
+    def runs_the_cell(self, driver):
+        prompt = driver.find_element(By.CSS_SELECTOR, ".jp-CodeCell .jp-InputPrompt")
+        if prompt.text != "[ ]:":
+            return True
+        keys = ActionChains(driver).key_down(Keys.CONTROL)
+        keys.send_keys(Keys.ENTER).key_up(Keys.CONTROL).perform()
+        return False
+
+    def field(self, name):
+        label = f"//label[normalize-space()='{name}']"
+        path = f"{label}/following-sibling::*[self::input or self::textarea]"
+        return self.driver.find_element(By.XPATH, path)
+
+    def part(self, name):
+        return self.driver.find_element(By.CSS_SELECTOR, f".rloo-kit-{name}")
+
+    def button(self, name):
+        path = f"//button[contains(@class, 'widget-button') and normalize-space()='{name}']"
+        return self.driver.find_element(By.XPATH, path)
+
+    def type(self, name, text):
+        field = self.field(name)
+        field.click()
+        ActionChains(self.driver).key_down(Keys.CONTROL).send_keys("a").key_up(
+            Keys.CONTROL
+        ).perform()
+        ActionChains(self.driver).send_keys(text or Keys.DELETE).perform()
+
+    def says(self, name, text):
+        self.wait.until(lambda d: text in self.part(name).text, f"{name} does not say {text!r}")
+
+    def is_beside(self, name):
+        """Whether the sentence of a field is to its right, at the same height."""
+        field, sentence = self.field(name).rect, self.part(name).rect
+        middle = sentence["y"] + 10
+        return (
+            sentence["x"] >= field["x"] + field["width"]
+            and field["y"] <= middle <= field["y"] + field["height"]
+        )
+
+
+MISTAKES = {
+    "model": ("./nowhere", "model './nowhere' does not exist: give a model's folder"),
+    "prompts": ("nowhere.jsonl", "data file 'nowhere.jsonl' does not exist: give the path"),
+    "rewards": ("acuracy", "did you mean 'accuracy'?"),
+    "card": ("large", "'large' is no size of a card: give one such as 12GB"),
+    "settings": ("trainer.num_generation=8", "did you mean 'num_generations'?"),
+}
+
+
+def a_mistake_in_each_field_gives_its_sentence(page):
+    for name, (text, sentence) in MISTAKES.items():
+        right = page.field(name).get_attribute("value")
+        page.type(name, text)
+        page.says(name, sentence)
+        assert page.is_beside(name)
+        assert not page.button("train").is_enabled()
+        page.type(name, right)
+        page.says("status", "ready")
+        assert page.part(name).text == ""
+
+
+def test_from_an_empty_notebook_to_the_report(lab, chromium, tmp_path):
+    page = FormPage(chromium)
+    page.open(lab)
+    page.says("status", "ready")
+    page.says("plan", "fits")
+    assert page.part("samples").text.count("accuracy 1.000") == 3
+    a_mistake_in_each_field_gives_its_sentence(page)
+
+    page.type("settings", f"{SMALL}trainer.max_steps=3")
+    page.says("run-file", "max_steps: 3")
+    page.button("train").click()
+    page.says("status", "train: 3 steps, in runs/quickstart")
+    figure = page.part("figure")
+    assert figure.find_element(By.TAG_NAME, "img").is_displayed()
+    assert "step 3/3" in figure.text
+    chromium.switch_to.frame(page.part("report").find_element(By.TAG_NAME, "iframe"))
+    page.wait.until(lambda d: d.find_element(By.ID, "name").text == "quickstart")
+    chromium.switch_to.default_content()
+    assert read_run_file(tmp_path / "form.yaml").trainer["max_steps"] == 3
+
+    # The notebook's own stop button, and then resume
+    page.type("settings", f"{SMALL}trainer.max_steps=400\noutput_dir=runs/long")
+    page.says("status", "ready")
+    page.button("train").click()
+    page.says("log", "step   2/400")
+    chromium.find_element(By.CSS_SELECTOR, "[data-command='notebook:interrupt-kernel']").click()
+    page.says("status", "steps, in runs/long")
+    assert "Ctrl-C" in (tmp_path / "runs/long/end.json").read_text()
+    assert page.button("resume").is_enabled()
