@@ -179,6 +179,9 @@ class Form:
         self._folder: Path | None = None  # of the run that is shown
         self._log: deque[str] = deque(maxlen=LOG_LINES)
         self._due = 0.0
+        self._loop: Any = None  # of the kernel's main thread; a click may come in another one
+        with contextlib.suppress(RuntimeError):
+            self._loop = asyncio.get_running_loop()
         self._make_widgets()
         self._begin_with(self.path if self.path.exists() else "quickstart")
 
@@ -309,11 +312,11 @@ class Form:
         for part in BELOW:
             self._put(part, "")
         self._show(f"{name}: starting")
-        with contextlib.suppress(RuntimeError):  # no kernel, no loop
-            # Between cells a kernel ignores the notebook's stop button. Its handler is set later,
-            # since the kernel restores its own when it has handled this click.
+        if self._loop is not None:
+            # Between cells a kernel ignores the notebook's stop button. The handler is set when the
+            # kernel has handled this click, after which it restores its own.
             handler = (signal.SIGINT, lambda *_: self._stop())
-            asyncio.get_running_loop().call_later(1.0, signal.signal, *handler)
+            self._loop.call_soon_threadsafe(self._loop.call_later, 1.0, signal.signal, *handler)
         threading.Thread(target=self._work, args=(name,), daemon=True).start()
 
     def _stop(self) -> None:

@@ -168,10 +168,10 @@ def test_from_an_empty_notebook_to_the_report(lab, chromium, tmp_path):
     assert read_run_file(tmp_path / "form.yaml").trainer["max_steps"] == 3
 
     # The notebook's own stop button, and then resume
-    page.type("settings", f"{SMALL}trainer.max_steps=400\noutput_dir=runs/long")
+    page.type("settings", f"{SMALL}trainer.max_steps=100\noutput_dir=runs/long")
     page.says("status", "ready")
     page.button("train").click()
-    page.says("log", "step   2/400")
+    page.says("log", "step   2/100")
     chromium.find_element(By.CSS_SELECTOR, "[data-command='notebook:interrupt-kernel']").click()
     page.says("status", "steps, in runs/long")
     assert "Ctrl-C" in (tmp_path / "runs/long/end.json").read_text()
