@@ -117,7 +117,8 @@ def remember_arguments(arguments: Iterable[str]) -> None:
 
 def _remember_environment() -> None:
     for name, value in os.environ.items():
-        remember_settings(value, name)
+        if name != "PWD":  # the shell's working folder, no password
+            remember_settings(value, name)
 
 
 def _label(name: str) -> str:
