@@ -12,9 +12,6 @@ import os
 import struct
 import sys
 
-if sys.platform != "win32":
-    import resource
-
 READY, REFUSED = "ready", "refused"
 LAYERS = ("landlock", "seccomp", "namespaces", "tmpfs", "other_user", "rlimits")
 # Without one of these a program can reach files, the network or other processes
@@ -102,6 +99,8 @@ def confine(folder: str, parent: int, limits: tuple[int, int, int]) -> list[str]
 
     The limits are CPU seconds, MiB of memory and MiB of files.
     """
+    import resource  # noqa: F401 - before files are restricted; Windows has none
+
     held = ["rlimits"]
     os.chmod(folder, 0o755)  # for another user; it is empty
     libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -131,6 +130,8 @@ def _limit(limits: tuple[int, int, int], *, counted: bool, threads: bool) -> Non
     ``counted`` says that the kernel counts this process apart from the user's others, ``threads``
     that new processes are refused by other means; else threads are refused too.
     """
+    import resource
+
     seconds, memory, disk = limits
     wanted = {
         "RLIMIT_CORE": 0,

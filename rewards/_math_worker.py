@@ -37,6 +37,7 @@ def main() -> None:
     # A batch system sends it to every process of a job; the parent finishes its step first, and
     # this process ends with its input.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Windows sends Ctrl-C to this process too
     seconds, memory_mib = float(sys.argv[1]), int(sys.argv[2])
     replies = os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_WRONLY)

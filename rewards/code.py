@@ -15,7 +15,7 @@ from rloo_kit.errors import RewardContractError
 from rloo_kit.types import Completion, Score
 
 from . import _code_harness
-from ._sandbox import Limits, run_python
+from ._sandbox import Limits, check_system, run_python
 from ._text import check_least, column_of, is_unclosed, text_after_thought
 from .thinking import TemplateAware
 
@@ -112,7 +112,8 @@ class Code(TemplateAware):
     """Score 0.0 for a thought that was opened, in the prompt or the completion, and not closed."""
 
     def __post_init__(self) -> None:
-        """Refuse limits that no program could keep."""
+        """Refuse a system without the sandbox, and limits that no program could keep."""
+        check_system(allow_weak=self.allow_weak)
         _ = self._limits
         if self.max_workers is not None:
             check_least("max_workers", self.max_workers, 1)

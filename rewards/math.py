@@ -4,10 +4,10 @@ import contextlib
 import importlib.util
 import json
 import os
-import select
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -79,7 +79,10 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+            env={
+                "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+                "SYSTEMROOT": os.environ.get("SYSTEMROOT", ""),  # without it Windows loads no DLL
+            },
             start_new_session=True,  # Ctrl-C is for this process
         )
         weakref.finalize(self, process.kill)
@@ -94,12 +97,19 @@ class _Worker:
 
 
 def _reply(process: "subprocess.Popen[bytes]", seconds: float) -> dict[str, Any] | None:
-    """Return the next line of a process as an object; None where it ends or takes too long."""
+    """Return the next line of a process as an object; None where it ends or takes too long.
+
+    A process that takes too long is killed: Windows reads no pipe with a time limit.
+    """
     assert process.stdout is not None
-    if not select.select([process.stdout], [], [], seconds)[0]:
-        return None
-    line = process.stdout.readline()
-    return json.loads(line) if line.endswith(b"\n") else None
+    limit, start = threading.Timer(seconds, process.kill), time.monotonic()
+    try:
+        limit.start()
+        line = process.stdout.readline()
+    finally:
+        limit.cancel()
+    in_time = time.monotonic() - start < seconds  # measured after cancel: it was not killed
+    return json.loads(line) if in_time and line.endswith(b"\n") else None
 
 
 @dataclass(frozen=True)
@@ -135,12 +145,12 @@ class Math(TemplateAware):
     timeout_seconds: float = 3.0
     """Wall time of one row; a row that takes longer costs two seconds more, for a new process."""
     memory_mib: int = 1024
-    """Address space of the process that compares."""
+    """Address space of the process that compares, on Linux."""
     _worker: _Worker = field(default_factory=_Worker, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse limits that nothing could keep."""
-        check_least("timeout_seconds", self.timeout_seconds, 0.1, 2**31)
+        check_least("timeout_seconds", self.timeout_seconds, 0.1, 2**22)
         check_least("memory_mib", self.memory_mib, 256, 2**31)
 
     def __call__(

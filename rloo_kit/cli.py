@@ -6,6 +6,7 @@ check) or would not fit (plan); 2 the input is wrong, with one sentence that say
 """
 
 import argparse
+import io
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Secrets are masked in messages, logs, warnings and the traceback of an unexpected error.
     """
     remember_arguments(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # one that is not UTF-8 shows a ? instead
+        sys.stdout.reconfigure(errors="replace")
     with redacted_logs():
         return _run(argv)
 

@@ -126,6 +126,7 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # first: a name that is free means a free lock
-        Path(folder, LOCK).unlink(missing_ok=True)
+        # first: a name that is free means a free lock; Windows removes it with the release
+        with contextlib.suppress(PermissionError):
+            Path(folder, LOCK).unlink(missing_ok=True)
         lock.release()

@@ -19,6 +19,7 @@ PURE = {
     "rewards",
     "test_layers.py",
     "test_packaging.py",
+    "test_other_systems.py",
     "test_output_folder.py",
 }
 """Packages and files whose tests import none of the heavy libraries: they start in a second."""

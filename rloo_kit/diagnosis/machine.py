@@ -1,6 +1,9 @@
 """Check of the machine for ``rloo-kit doctor``: versions, device, backends, what to install."""
 
 import importlib
+import shutil
+import sys
+from pathlib import Path
 
 from rloo_kit.errors import KitError
 from rloo_kit.machine.environment import Environment, setup
@@ -9,6 +12,10 @@ from rloo_kit.text.wording import first_line
 
 OPTIONAL = ("unsloth", "unsloth_zoo", "vllm")
 NEEDED = tuple(name for name in TESTED if name not in OPTIONAL)
+# Constraint files of pip; in an editable install next to the package
+SETS = Path(__file__).resolve().parents[1] / "requirements"
+if not SETS.is_dir():
+    SETS = SETS.parents[1] / "requirements"
 
 
 def examine() -> tuple[list[str], bool]:
@@ -17,8 +24,9 @@ def examine() -> tuple[list[str], bool]:
     What training would import is imported.
     """
     versions = {name: installed_version(name) for name in TESTED}
-    lines = [_version_line(name, found) for name, found in versions.items()]
-    missing = [f"{name}=={TESTED[name]}" for name in NEEDED if versions[name] is None]
+    constraints, tested = tested_set(versions["torch"])
+    lines = [_version_line(name, found, tested[name]) for name, found in versions.items()]
+    missing = [f"{name}=={tested[name]}" for name in NEEDED if versions[name] is None]
     if missing:
         lines.append(f"training cannot start: pip install {' '.join(missing)}")
         return lines, False
@@ -31,7 +39,7 @@ def examine() -> tuple[list[str], bool]:
     except Exception as exc:  # whatever a broken installation raises
         lines.append(
             f"training cannot start: {type(exc).__name__}: {first_line(exc)}; install the tested "
-            f"set: pip install {' '.join(f'{name}=={TESTED[name]}' for name in NEEDED)}"
+            f"set: pip install {' '.join(f'{name}=={tested[name]}' for name in NEEDED)}"
         )
         return lines, False
     backends = {
@@ -41,11 +49,33 @@ def examine() -> tuple[list[str], bool]:
     }
     lines = [*_machine(environment), "versions:", *lines, "backends:"]
     lines += [f"  {name:<13} {reason or 'starts'}" for name, reason in backends.items()]
-    return lines, True
+    return [*lines, f"install: {install_command(constraints)}"], True
 
 
-def _version_line(name: str, found: str | None) -> str:
-    tested, line = TESTED[name], f"  {name:<13} {found or 'not installed'}"
+def tested_set(torch: str | None) -> tuple[Path | None, dict[str, str]]:
+    """Return the constraint file for a version of torch, if there is one, and its versions."""
+    minor = ".".join((torch or "").split(".")[:2])
+    path = SETS / f"constraints-torch{minor}.txt"
+    if not path.is_file():
+        return None, TESTED
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return path, TESTED | dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def install_command(constraints: Path | None) -> str:
+    """Return the pip command for this machine; with a card it keeps the minor version of torch."""
+    if shutil.which("nvidia-smi") is None:
+        return "pip install rloo-kit"
+    if sys.platform != "linux":
+        return 'pip install "rloo-kit[unsloth]"'
+    if constraints is None:
+        return 'pip install "rloo-kit[unsloth,vllm]"'
+    first, _, _ = constraints.read_text(encoding="utf-8").partition("\n")
+    return first.removeprefix("# ").replace(constraints.name, f'"{constraints}"')
+
+
+def _version_line(name: str, found: str | None, tested: str) -> str:
+    line = f"  {name:<13} {found or 'not installed'}"
     if found is None:
         return line if name in NEEDED else f"{line} (optional)"
     is_tested = found.split("+")[0] == tested
@@ -60,6 +90,8 @@ def _machine(environment: Environment) -> list[str]:
         f"precision: {hardware.mixed_precision}",
         f".env: {environment.dotenv or 'none'}",
     ]
+    if hardware.device == "cpu" and shutil.which("nvidia-smi"):
+        lines.append("nvidia-smi is here and torch finds no card: install torch's build for CUDA")
     if hardware.num_devices > 1:
         lines.append(
             f"{hardware.num_devices} devices: the first is used; CUDA_VISIBLE_DEVICES in .env "

@@ -53,7 +53,7 @@ def write_gguf(model: Path, file: Path, dtype: str, command: Sequence[str]) -> N
     """
     _remove_byte_fallback(model / "tokenizer.json")
     words = [*command, str(model), "--outfile", str(file), "--outtype", dtype]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, errors="replace")
+    done = subprocess.run(words, capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode == 0 and file.is_file():
         return
     lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]

@@ -207,7 +207,7 @@ def quiet() -> Iterator[None]:
         logger.setLevel(logging.ERROR)
     try:
         # a file, since vLLM asks for its descriptor
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        with open(os.devnull, "w", encoding="utf-8") as null, contextlib.redirect_stdout(null):
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):

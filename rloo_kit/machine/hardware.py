@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -120,5 +121,8 @@ def why_not_unsloth(device: str) -> str | None:
 
 def why_not_vllm() -> str | None:
     """Return why vLLM cannot start, or None when it is installed."""
-    missing = 'vLLM is not installed (pip install "rloo-kit[vllm]")'
-    return None if installed_version("vllm") else missing
+    if installed_version("vllm"):
+        return None
+    if sys.platform != "linux":
+        return f"vLLM needs Linux or WSL, and this is {sys.platform}"
+    return 'vLLM is not installed (pip install "rloo-kit[vllm]")'

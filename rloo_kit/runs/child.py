@@ -29,6 +29,8 @@ from rloo_kit.checkpoints.stopping import (
 )
 from rloo_kit.errors import KitError, SetupError
 
+POSIX = hasattr(os, "killpg")  # process groups; without them what a subprocess started may live on
+
 
 def call_in_child(
     function: Callable[..., Any],
@@ -68,7 +70,8 @@ def call_in_child(
                 received.append(number)
                 if len(received) > 2:
                     raise interrupt_for(number)
-                process.send_signal(number)
+                if POSIX:  # Windows sends Ctrl-C to both
+                    process.send_signal(number)
 
             with handled(forward, *SIGNALS):
                 assert process.stdout is not None
@@ -98,16 +101,23 @@ def _started(order: Path, answer: Path) -> Iterator[subprocess.Popen]:
         # The system closes our end when this process dies
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         errors="replace",
         # Ctrl-C reaches it once, through us
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "PYTHONIOENCODING": "utf-8:replace",
+        },
     )
 
     def kill() -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            if POSIX:
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                process.kill()
 
     def kill_the_rest() -> None:
         process.wait()
@@ -158,7 +168,9 @@ def _end_with_the_parent(folder: Path) -> None:
     # Returns when the parent's end is closed: nothing is ever written
     os.read(0, 1)
     shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
+    if POSIX:
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
 
 
 if __name__ == "__main__":
