@@ -55,7 +55,7 @@ test-gpu-contract: setup-gpu
 setup: .venv/made
 
 .venv/made: requirements/requirements.lock pyproject.toml | $(UV)
-	$(UV) venv --quiet --clear --python ">=3.11,<3.13" .venv
+	$(UV) venv --quiet --clear --python ">=3.11,<3.14" .venv
 	$(UV) pip sync --quiet --python $(PY) --require-hashes requirements/requirements.lock
 	$(UV) pip install --quiet --python $(PY) --no-deps --no-build-isolation -e .
 	@touch $@
@@ -98,7 +98,7 @@ setup-gpu: .venv-gpu/made
 
 # What a machine with a GPU gets: Unsloth, the CUDA build of torch and vLLM, all with hashes.
 .venv-gpu/made: requirements/gpu.lock pyproject.toml | $(UV)
-	$(UV) venv --quiet --clear --python ">=3.11,<3.13" .venv-gpu
+	$(UV) venv --quiet --clear --python ">=3.11,<3.14" .venv-gpu
 	$(UV) pip sync --quiet --python $(GPY) --require-hashes requirements/gpu.lock
 	$(UV) pip install --quiet --python $(GPY) --no-deps --no-build-isolation -e .
 	@touch $@
@@ -121,7 +121,7 @@ $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --
   pyproject.toml -o requirements/gpu.lock
 endef
 
-# Every package and hash of the tested set, for Python 3.11 and 3.12; no download address.
+# Every package and hash of the tested set, for Python 3.11 to 3.13; no download address.
 lock: | $(UV)
 	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --custom-compile-command "make lock" --extra unsloth --extra dev \
@@ -151,7 +151,7 @@ lint: setup setup-types
 setup-types: .cache/types/made
 
 .cache/types/made: Makefile | $(UV)
-	$(UV) venv --quiet --clear --python ">=3.11,<3.13" .cache/types
+	$(UV) venv --quiet --clear --python ">=3.11,<3.14" .cache/types
 	$(UV) pip install --quiet --python .cache/types/bin/python "pyright[nodejs]==1.1.414"
 	@touch $@
 
@@ -164,7 +164,7 @@ audit: setup setup-audit
 setup-audit: .cache/audit/made
 
 .cache/audit/made: Makefile | $(UV)
-	$(UV) venv --quiet --clear --python ">=3.11,<3.13" .cache/audit
+	$(UV) venv --quiet --clear --python ">=3.11,<3.14" .cache/audit
 	$(UV) pip install --quiet --python .cache/audit/bin/python "pip-audit==2.10.1"
 	@touch $@
 
@@ -177,7 +177,7 @@ docs: setup-docs
 setup-docs: .cache/docs/made
 
 .cache/docs/made: requirements/docs.lock | $(UV)
-	$(UV) venv --quiet --clear --python ">=3.11,<3.13" .cache/docs
+	$(UV) venv --quiet --clear --python ">=3.11,<3.14" .cache/docs
 	$(UV) pip sync --quiet --python .cache/docs/bin/python --require-hashes requirements/docs.lock
 	@touch $@
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import rloo_kit
+from rloo_kit.diagnosis.machine import install_command, tested_set
+from rloo_kit.machine.hardware import TESTED
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -49,7 +51,7 @@ def test_the_wheel_holds_the_kit_its_rewards_examples_and_model(built):
     expected = {
         f"rloo_kit/{path}"
         for path in map(Path.as_posix, project_files())
-        if path.startswith(("rewards/", "examples/"))
+        if path.startswith(("rewards/", "examples/", "requirements/constraints-"))
     } | {path for path in map(Path.as_posix, project_files()) if path.startswith("rloo_kit/")}
     assert {
         "rloo_kit/py.typed", "rloo_kit/rewards/accuracy.py", "rloo_kit/examples/quickstart.yaml",
@@ -97,3 +99,32 @@ def test_no_file_names_a_registry_or_a_place_of_one_machine():
             continue
         found += [f"{name}: {match[0]}" for match in NOT_TO_BE_NAMED.finditer(text)]
     assert found == []
+
+
+# --- what the doctor says to install --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("torch", "card", "system", "command"),
+    [
+        ("2.13.0", False, "linux", "pip install rloo-kit"),
+        ("2.13.0+cu130", True, "linux", 'pip install "rloo-kit[unsloth,vllm]" -c "{2.13}"'),
+        ("2.11.0", True, "linux", 'pip install "rloo-kit[unsloth]" vllm -c "{2.11}"'),
+        ("2.12.1", True, "linux", 'pip install "rloo-kit[unsloth,vllm]"'),
+        (None, True, "linux", 'pip install "rloo-kit[unsloth,vllm]"'),
+        ("2.13.0", True, "win32", 'pip install "rloo-kit[unsloth]"'),
+    ],
+)
+def test_doctor_names_the_command_for_the_machine(torch, card, system, command, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: card or None)
+    monkeypatch.setattr(sys, "platform", system)
+    for minor in ("2.11", "2.13"):
+        path = ROOT / f"requirements/constraints-torch{minor}.txt"
+        command = command.replace(f"{{{minor}}}", str(path))
+    assert install_command(tested_set(torch)[0]) == command
+
+
+def test_constraints_are_the_tested_set_but_for_torch_and_vllm():
+    different = {name for name in TESTED if tested_set("2.11.0")[1][name] != TESTED[name]}
+    assert different == {"torch", "vllm"}
+    assert all(tested_set("2.13.0")[1][name] == TESTED[name] for name in TESTED)

@@ -1,11 +1,14 @@
 """Every notebook runs from top to bottom in a kernel of its own, with public names only."""
 
 import ast
+import importlib.util
 import re
+import shutil
 from pathlib import Path
 
 import nbformat
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from nbclient import NotebookClient
 
 import rloo_kit as rk
@@ -24,7 +27,7 @@ def cells_of(path, kind):
 
 @every_notebook
 def test_uses_public_names_only(path):
-    tree = ast.parse("\n".join(cells_of(path, "code")))
+    tree = ast.parse("\n".join(cells_of(path, "code")[1:]))
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             kit = [n for n in node.names if n.name.startswith("rloo_kit")]
@@ -49,8 +52,28 @@ def test_outputs_are_stripped_and_links_resolve(path):
 
 @every_notebook
 def test_one_line_switches_to_a_real_model(path):
-    (names,) = SWITCH.findall(cells_of(path, "code")[0])
+    (names,) = SWITCH.findall(cells_of(path, "code")[1])
     assert all(read_run_file(name).trainer["max_completion_length"] > 0 for name in names)
+
+
+@every_notebook
+@pytest.mark.parametrize(
+    ("found", "card", "installs"),
+    [
+        (True, True, []),
+        (False, False, ['pip install --quiet "rloo-kit[notebook]"']),
+        (False, True, ['pip install --quiet "rloo-kit[notebook,unsloth,vllm]"']),
+    ],
+)
+def test_first_cell_installs_only_where_the_kit_is_missing(
+    path, found, card, installs, monkeypatch
+):
+    shell, said = InteractiveShell(), []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found or None)
+    monkeypatch.setattr(shutil, "which", lambda name: card or None)
+    monkeypatch.setattr(shell, "system", said.append)
+    assert shell.run_cell(cells_of(path, "code")[0]).success
+    assert [command.partition(" -m ")[2] for command in said] == installs
 
 
 # Run by tests/vllm.

@@ -1,0 +1,75 @@
+"""Write and check requirements/constraints-torchX.Y.txt: what fits one minor version of torch.
+
+python scripts/update_constraints.py [--check]
+
+Each file keeps pip, with the extras unsloth and vllm, at that version of torch. Each is resolved on
+Linux for every version of Python; nothing is installed. ``--check`` writes nothing.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# Minor version of torch -> extras. vLLM pins torch: 0.26 takes 2.11, 0.27 to 0.31 take 2.13. The
+# plug-in in the extra vllm is for vLLM 0.28 and later.
+SETS = {"2.11": ("unsloth",), "2.13": ("unsloth", "vllm")}
+PYTHONS = ("3.11", "3.12", "3.13")
+UV = shutil.which("uv") or str(ROOT / ".cache/uv/bin/uv")
+OPTIONS = (
+    *("pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python-platform", "linux"),
+)
+# What a resolver could choose wrong; Unsloth is bounded by the extra
+NAMES = (
+    *("torch", "torchvision", "torchaudio", "triton", "vllm", "vllm-bnb-plugin", "xformers"),
+    *("transformers", "trl", "peft", "accelerate", "bitsandbytes", "datasets", "numpy"),
+)
+
+
+def resolve(constraints: str, extras: tuple[str, ...], python: str) -> dict[str, str]:
+    """Return the version of every package of the kit with Unsloth and vLLM, on Linux.
+
+    Raises:
+        SystemExit: Nothing fits, with what the resolver says.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
+        file.write(constraints)
+        file.flush()
+        words = [UV, *OPTIONS, *(f"--extra={name}" for name in extras), "--python-version", python]
+        done = subprocess.run(
+            [*words, "-c", file.name, "pyproject.toml", "-"],
+            cwd=ROOT, input="vllm", capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    if done.returncode:
+        sys.exit(f"Python {python}, {constraints.strip()}:\n{done.stderr}")
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", done.stdout, re.M))
+
+
+def main() -> None:
+    """Write every file, or check each with every version of Python."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args().check
+    for minor, extras in SETS.items():
+        path = ROOT / f"requirements/constraints-torch{minor}.txt"
+        if not check:
+            found = resolve(f"torch=={minor}.*\n", extras, PYTHONS[0])
+            pins = [f"{name}=={found[name]}" for name in NAMES if name in found]
+            more = "" if "vllm" in extras else " vllm"
+            head = f'# pip install "rloo-kit[{",".join(extras)}]"{more} -c {path.name}'
+            path.write_text("\n".join([head, *pins, ""]), encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        for python in PYTHONS:
+            found = resolve(text, extras, python)
+            for name, version in re.findall(r"^([\w.-]+)==(\S+)", text, re.M):
+                assert found.get(name, version) == version, (path.name, python, name)
+            some = " ".join(f"{n} {found[n]}" for n in ("torch", "vllm", "unsloth", "trl"))
+            print(f"{path.name}, Python {python}: {len(found)} packages, {some}")
+
+
+if __name__ == "__main__":
+    main()
