@@ -42,21 +42,21 @@ def quiet(runs: Runs, arm: str) -> dict[int, dict[str, Any]]:
     return {seed: row for seed, row in runs.get(arm, {}).items() if row["quiet"]}
 
 
-def cells(runs: Runs, arm: str) -> list[str]:
+def cells(runs: Runs, arm: str) -> dict[str, str]:
     """Return the columns of an arm."""
     curves = [row["curve"] for row in runs[arm].values()]
     timed, base = quiet(runs, arm), quiet(runs, BASE)
     paces = [row["curve"][-1][1] / row["curve"][-1][0] for row in timed.values()]
-    same_time = [score_at(timed[s], base[s]["curve"][-1][1]) for s in base if s in timed]
-    return [
-        str(len(curves)),
-        shown([curve[-1][2] for curve in curves]),
-        "" if arm == BASE else shown(above_base(runs, arm), "+"),
-        shown([statistics.fmean(point[2] for point in curve) for curve in curves]),
-        f"{statistics.fmean(curve[-1][3] for curve in curves):.2f}",
-        f"{statistics.median(paces):.2f}" if paces else "",
-        shown(same_time),
-    ]
+    return {
+        "seeds": str(len(curves)),
+        "score at the end": shown([curve[-1][2] for curve in curves]),
+        "above kit RLOO": "" if arm == BASE else shown(above_base(runs, arm), "+"),
+        "KL": f"{statistics.fmean(curve[-1][3] for curve in curves):.2f}",
+        "s a step": f"{statistics.median(paces):.2f}" if paces else "",
+        "score when kit RLOO has ended": shown(
+            [score_at(timed[s], base[s]["curve"][-1][1]) for s in base if s in timed]
+        ),
+    }
 
 
 def verdict(runs: Runs) -> str:
@@ -76,7 +76,7 @@ def picture(tasks: dict[str, Runs]) -> None:
     """Score over steps, and over seconds where nothing else ran; means of the seeds."""
     timed = any(quiet(runs, arm) for runs in tasks.values() for arm in runs)
     units = ("steps", "seconds") if timed else ("steps",)
-    size = 4.2 * len(units), 3 * len(tasks)
+    size = 5.4 * len(units), 3 * len(tasks)
     figure, axes = pyplot.subplots(
         len(tasks), len(units), figsize=size, layout="constrained", squeeze=False
     )
@@ -90,7 +90,8 @@ def picture(tasks: dict[str, Runs]) -> None:
                 )
                 if steps:
                     axis.plot(x, y, marker=".", label=arm)
-            axis.set(xlabel=unit, ylabel="held-out score", title=title)
+            axis.set(xlabel=unit, ylabel="held-out score")
+            axis.set_title(title, fontsize=10)
             axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].legend(frameon=False, fontsize=8)
     figure.savefig(PICTURE, metadata={"Date": None})
@@ -102,17 +103,14 @@ def write(rows: list[dict[str, Any]], titles: dict[str, str], planned: int) -> N
     for row in rows:
         runs = tasks.setdefault(titles[row["task"]], {})
         runs.setdefault(row["arm"], {})[row["seed"]] = row
-    lines = [
-        "| task | arm | seeds | score at the end | above kit RLOO | mean of the curve | KL "
-        "| s a step | score when kit RLOO has ended |",
-        "|---" * 9 + "|",
-    ]
-    lines += [
-        f"| {title} | {arm} | {' | '.join(cells(runs, arm))} |"
+    table = [
+        {"task": title, "arm": arm} | cells(runs, arm)
         for title, runs in tasks.items()
         for arm in runs
     ]
-    put(PAGE, "study", "\n".join(lines))
+    names = [name for name in table[0] if any(row[name] for row in table)]
+    lines = [names, ["---"] * len(names), *([row[name] for name in names] for row in table)]
+    put(PAGE, "study", "\n".join(f"| {' | '.join(line)} |" for line in lines))
     said = [f"- **{title}**: at equal steps {verdict(runs)}." for title, runs in tasks.items()]
     done = len({(r["task"], r["arm"], r["seed"]) for r in rows if "GSM8K" not in titles[r["task"]]})
     said.append(f"- {done} of {planned} runs on a CPU are done.")
