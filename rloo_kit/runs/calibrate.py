@@ -37,7 +37,6 @@ from rloo_kit.training.preparation import (
 )
 from rloo_kit.types import Row
 
-Say = Callable[[str], None]
 # Share of completions that are right, of a level that may be chosen
 LOW, HIGH = 0.2, 0.8
 
@@ -60,7 +59,7 @@ def calibrate(
     num_prompts: int = 32,
     num_generations: int | None = None,
     output: str | Path | None = None,
-    say: Say = print,
+    say: Callable[[str], None] = print,
 ) -> Path:
     """Sample prompts of every level, write a run file with the level to train on, and return it.
 
@@ -132,7 +131,7 @@ def _changed(settings: dict[str, Any], default: dict[str, Any] | None = None) ->
 
 
 def _tried(
-    config: RunConfig, base: Path, num_prompts: int, num_generations: int | None, say: Say
+    config: RunConfig, base: Path, num_prompts: int, size: int | None, say: Callable[[str], None]
 ) -> tuple[list[Level], list[Row]]:
     """Return what every level scored, and the held-out prompts."""
     rewards_base = Path() if base == EXAMPLES else base
@@ -142,17 +141,13 @@ def _tried(
     data = config.data
     if last := count_levels(data.prompts):
         wanted = data.level if isinstance(data.level, list) else list(range(1, last + 1))
-        size = num_prompts * len(wanted)
-        data = replace(data, level=wanted, num_prompts=size, held_out=0)
+        data = replace(data, level=wanted, num_prompts=num_prompts * len(wanted), held_out=0)
     prompts, held_out = read_prompts(replace(config, data=data), base)
     args = make_trainer_args(config, Path(config.output_dir))
     model, tokenizer = load_policy(config, base, args)
     prompts, held_out = fitting_prompts(tokenizer, prompts, held_out, config, args, say)
-    rows, size = _drawn(prompts, num_prompts, config.seed), num_generations or args.num_generations
-    say(
-        f"sampling {len(rows)} prompts x {size} completions of {config.model.name}, temperature "
-        f"{args.temperature:g}, at most {args.max_completion_length} tokens"
-    )
+    rows, size = _drawn(prompts, num_prompts, config.seed), size or args.num_generations
+    say(f"sampling {len(rows)} prompts x {size} completions of {config.model.name}")
     rewards = load_rewards(config.rewards, tokenizer, rewards_base, args.chat_template_kwargs)
     judge = max(rewards, key=lambda reward: reward.weight_at(0.0))
     judge = replace(judge, func=guarded(judge.func, args.reward_timeout_seconds, "stop"))
@@ -176,10 +171,8 @@ def _drawn(prompts: Any, num: int, seed: int) -> list[Row]:
 def _by_level(rows: list[Row], scores: list[list[float | None]], judge: str) -> list[Level]:
     known = [[score for score in group if score is not None] for group in scores]
     if not all(0 <= score <= 1 for group in known for score in group) or not any(known):
-        raise ConfigError(
-            f"the reward {judge} weighs most, and its scores are not in [0, 1]: set its scaled_by, "
-            "or raise the weight of another"
-        )
+        remedy = "set its scaled_by, or raise the weight of another"
+        raise ConfigError(f"the reward {judge} weighs most and is not in [0, 1]: {remedy}")
     groups: dict[Any, list[tuple[Row, list[float]]]] = {}
     for row, group in zip(rows, known, strict=True):
         if group:

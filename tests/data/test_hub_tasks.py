@@ -51,9 +51,9 @@ def write(path, columns):
 def copy(tmp_path):
     """A download of openai/gsm8k: two subsets of two splits."""
     for split, first, num in (("train", 0, 20), ("test", 100, 6)):
-        for subset in ("main", "socratic"):
+        for subset, start in (("main", first), ("another", first + 500)):
             name = f"{split}-00000-of-00001.parquet"
-            write(tmp_path / "gsm8k" / subset / name, gsm8k(first, num))
+            write(tmp_path / "gsm8k" / subset / name, gsm8k(start, num))
     return tmp_path / "gsm8k"
 
 

@@ -132,7 +132,7 @@ def test_prompts_without_a_score_do_not_count():
 
 @pytest.mark.parametrize("scores", [[[-1.0, 1.0]], [[0.0, 2.0]], [[None, None]]])
 def test_a_reward_that_is_no_share_is_refused(scores):
-    with pytest.raises(ConfigError, match=r"reward length .* not in \[0, 1\]"):
+    with pytest.raises(ConfigError, match=r"reward length .* not in \[0, 1\]: set its scaled_by"):
         _by_level([{}], scores, "length")
 
 
