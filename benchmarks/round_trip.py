@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--base", help="as rloo-kit export takes it")
     args = parser.parse_args()
     rk.setup()
-    from rloo_kit.data.prompts import prompt_ids
+    from rloo_kit.data.lengths import prompt_ids
     from rloo_kit.evaluation.evaluator import score_texts
     from rloo_kit.evaluation.held_out import read_held_out
     from rloo_kit.evaluation.models import find_trained, load_base

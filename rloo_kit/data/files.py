@@ -4,10 +4,13 @@ A text file is read as rows, so that an error names its line. A table (Parquet, 
 a Dataset, so that images stay as they are.
 """
 
+import contextlib
 import csv
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 FILE_TYPES = (".jsonl", ".csv", ".parquet")
+# Rows that are Python objects at a time
+CHUNK = 10_000
 # A row's file and line, as errors show it, and the row
 PlacedRow = tuple[str, Row]
 
@@ -29,7 +34,7 @@ def read_source(
     num: int | None = None,
     columns: Mapping[str, str] | None = None,
     builtin: Iterable[str] = (),
-) -> "list[Row] | Dataset":
+) -> "Iterable[Row] | Dataset":
     """Return the first ``num`` rows of a file or a hub dataset.
 
     ``columns`` is name in the kit -> name in the source; an error lists the tasks ``builtin``.
@@ -43,7 +48,8 @@ def read_source(
     _check_file(path)
     if path.suffix.lower() == ".parquet":
         return _checked_table(_read_parquet(path), str(path), num, columns)
-    return _checked_rows(read_rows(path), columns)[:num]
+    there = dict.fromkeys(key for _, row in _iter_rows(path) for key in row) if columns else {}
+    return islice(_checked_rows(_iter_rows(path), _new_names(columns, list(there))), num)
 
 
 def local_path(name: str) -> Path:
@@ -53,6 +59,10 @@ def local_path(name: str) -> Path:
 
 def read_rows(path: Path) -> list[PlacedRow]:
     """Return every row of a .jsonl, .csv or .parquet file, with its file and line."""
+    return list(_iter_rows(path))
+
+
+def _iter_rows(path: Path) -> Iterator[PlacedRow]:
     _check_file(path)
     readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet_rows}
     reader = readers.get(path.suffix.lower())
@@ -62,7 +72,7 @@ def read_rows(path: Path) -> list[PlacedRow]:
             "to .jsonl"
         )
     try:
-        return list(reader(path))
+        yield from reader(path)
     except (OSError, UnicodeDecodeError) as exc:
         raise DataError(
             f"data file {format_value(str(path))} cannot be read: {first_line(exc)}; save it as "
@@ -70,29 +80,84 @@ def read_rows(path: Path) -> list[PlacedRow]:
         ) from exc
 
 
-def as_dataset(rows: list[Row]) -> "Dataset":
+def as_dataset(rows: Iterable[Row]) -> "Dataset":
     """Return rows as a Dataset; a column that some rows lack is None there."""
+    import pyarrow
+
+    parts: dict[str, list[Any]] = {}  # column -> arrays, one for each chunk of rows
+    lengths: list[int] = []
+    left = iter(rows)
+    while chunk := list(islice(left, CHUNK)):
+        for name in dict.fromkeys([*parts, *(key for row in chunk for key in row)]):
+            arrays = parts.setdefault(name, [pyarrow.nulls(length) for length in lengths])
+            with _storing(name):
+                arrays.append(pyarrow.array([row.get(name) for row in chunk]))
+        lengths.append(len(chunk))
+    table = pyarrow.table({name: _joined(name, arrays) for name, arrays in parts.items()})
+    return _dataset(table)
+
+
+def _joined(name: str, arrays: list[Any]) -> Any:
+    """Return one column of arrays whose types may differ, as integers and numbers do."""
+    import pyarrow
+
+    kinds = [pyarrow.schema([("", one)]) for one in {array.type for array in arrays}]
+    with _storing(name):
+        kind = pyarrow.unify_schemas(kinds, promote_options="permissive").field(0).type
+        return pyarrow.chunked_array([array.cast(kind) for array in arrays], kind)
+
+
+@contextlib.contextmanager
+def _storing(name: str) -> Iterator[None]:
+    try:
+        name.encode()
+        yield
+    except Exception as exc:
+        # From pyarrow: mixed types, values or names that it cannot hold.
+        raise DataError(
+            f"the column {format_value(name)} cannot be stored ({first_line(exc)}): give it "
+            "values of one type, text in valid Unicode and numbers of at most 64 bits"
+        ) from exc
+
+
+def _dataset(table: Any, features: Any = None) -> "Dataset":
     import datasets
 
-    columns: dict[str, list[Any]] = {}
-    for name in dict.fromkeys(key for row in rows for key in row):
-        columns[name] = [row.get(name) for row in rows]
-        try:
-            made = datasets.Dataset.from_dict({name: columns[name]})
-            made.with_format("arrow")[:1].column(name)  # type: ignore[union-attr]
-        except Exception as exc:
-            # From pyarrow: mixed types, values or names that it cannot hold.
-            raise DataError(
-                f"the column {format_value(name)} cannot be stored ({first_line(exc)}): give it "
-                "values of one type, text in valid Unicode and numbers of at most 64 bits"
-            ) from exc
-    return datasets.Dataset.from_dict(columns)
+    return datasets.Dataset(
+        datasets.table.InMemoryTable(table),  # pyright: ignore[reportAttributeAccessIssue] - a submodule that datasets imports
+        info=features and datasets.DatasetInfo(features=features),
+        # datasets would pickle the whole table for a name of its content
+        fingerprint=uuid.uuid4().hex,
+    )
 
 
-def raw_prompts(dataset: "Dataset") -> list[Any]:
-    """Return the prompts as they are stored; an image in one is its bytes or path."""
-    table: Any = dataset.select_columns("prompt").with_format("arrow")[:]
-    return table.column("prompt").to_pylist()
+def iter_prompts(dataset: "Dataset") -> Iterator[Any]:
+    """Yield the prompts as they are stored; an image in one is its bytes or path."""
+    for table in dataset.select_columns("prompt").with_format("arrow").iter(CHUNK):
+        yield from table.column("prompt").to_pylist()  # type: ignore[union-attr]
+
+
+def with_changed_prompts(dataset: "Dataset", change: Callable[[Any], Any]) -> "Dataset":
+    """Return the dataset with other prompts; messages keep their type, for there may be images."""
+    import datasets
+    import pyarrow
+
+    features, kind, arrays, is_same = None, None, [], True
+    if not isinstance(next(iter_prompts(dataset), ""), str):
+        features = datasets.Features({"prompt": dataset.features["prompt"]})
+        kind = features.arrow_schema.field(0).type
+    prompts = iter_prompts(dataset)
+    while chunk := list(islice(prompts, CHUNK)):
+        changed = [change(prompt) for prompt in chunk]
+        is_same = is_same and changed == chunk
+        arrays.append(pyarrow.array(changed, kind))
+    if is_same:
+        return dataset
+    made = _dataset(pyarrow.table({"prompt": pyarrow.chunked_array(arrays)}), features)
+    if dataset.column_names == ["prompt"]:
+        return made
+    both = datasets.concatenate_datasets([made, dataset.remove_columns("prompt")], axis=1)
+    return both.select_columns(dataset.column_names)
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -144,17 +209,16 @@ def _read_csv(path: Path) -> Iterator[PlacedRow]:
 
 
 def _read_parquet_rows(path: Path) -> Iterator[PlacedRow]:
-    for number, row in enumerate(_read_parquet(path).with_format("arrow")[:].to_pylist(), 1):  # type: ignore[union-attr]
+    tables: Any = _read_parquet(path).with_format("arrow").iter(CHUNK)
+    for number, row in enumerate((row for table in tables for row in table.to_pylist()), 1):
         yield _place(path, "row", number), row
 
 
 def _read_parquet(path: Path) -> "Dataset":
-    import datasets
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
-        return datasets.Dataset(datasets.table.InMemoryTable(table))  # pyright: ignore[reportAttributeAccessIssue] - a submodule that datasets imports
+        return _dataset(pyarrow.parquet.read_table(path))
     except Exception as exc:
         # Errors of pyarrow and of datasets.
         raise DataError(
@@ -180,14 +244,11 @@ def _read_hub(name: str, split: str, builtin: Iterable[str]) -> "Dataset":
 # --- columns and prompts -------------------------------------------------------------------------
 
 
-def _checked_rows(placed: list[PlacedRow], columns: Mapping[str, str] | None) -> list[Row]:
-    new_names = _new_names(columns, list({key: None for _, row in placed for key in row}))
-    rows = []
+def _checked_rows(placed: Iterable[PlacedRow], new_names: Mapping[str, str]) -> Iterator[Row]:
     for place, row in placed:
         renamed = {new_names.get(key, key): value for key, value in row.items()}
         _check_prompt(renamed, place, row)
-        rows.append(renamed)
-    return rows
+        yield renamed
 
 
 def _checked_table(
@@ -199,7 +260,7 @@ def _checked_table(
     renamed = dataset.rename_columns(new_names) if new_names else dataset
     if "prompt" not in renamed.column_names:
         _check_prompt({}, name, dataset.column_names)
-    for number, prompt in enumerate(raw_prompts(renamed), 1):
+    for number, prompt in enumerate(iter_prompts(renamed), 1):
         _check_prompt({"prompt": prompt}, f"{name}, row {number}")
     return renamed
 

@@ -4,16 +4,16 @@ Every dataset has a ``prompt`` column (chat messages, or a plain string with ``c
 other column reaches the reward functions under its own name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rloo_kit.data.files import as_dataset, raw_prompts, read_source
+from rloo_kit.data.files import as_dataset, read_source, with_changed_prompts
 from rloo_kit.data.gym_tasks import PREFIX, count_gym_levels, make_gym_rows
 from rloo_kit.data.hub_tasks import HUB_TASKS, SYSTEM, has_held_out_split, hub_task, read_hub_task
 from rloo_kit.data.tasks import SPLITS, TASKS, make_rows
 from rloo_kit.errors import DataError
-from rloo_kit.text.wording import first_line, format_name, format_value
+from rloo_kit.text.wording import format_name, format_value
 from rloo_kit.types import Row
 
 if TYPE_CHECKING:
@@ -76,9 +76,10 @@ def load_prompts(  # noqa: PLR0913
     else:
         known = (*BUILTIN, *HUB_TASKS, f"{PREFIX}TASK")
         source = read_source(name, split, num_prompts, columns, known)
-    if not len(source):
+    dataset = _with_prompts(source, system, chat=chat)
+    if not len(dataset):
         raise DataError(f"{format_value(name)} has no rows: put at least one prompt in it")
-    return _with_prompts(source, system, chat=chat)
+    return dataset
 
 
 def is_task(name: str) -> bool:
@@ -110,43 +111,6 @@ def split_held_out(dataset: "Dataset", held_out: int | None) -> "tuple[Dataset, 
     return dataset.select(range(size - kept)), dataset.select(range(size - kept, size))
 
 
-def drop_long_prompts(
-    dataset: "Dataset",
-    tokenizer: Any,
-    max_prompt_tokens: int,
-    chat_template_kwargs: dict[str, Any] | None = None,
-) -> "tuple[Dataset, int]":
-    """Return the prompts of at most so many tokens, images aside, and how many were left out."""
-    lengths = [
-        len(prompt_ids(tokenizer, prompt, chat_template_kwargs)) for prompt in raw_prompts(dataset)
-    ]
-    kept = [row for row, length in enumerate(lengths) if length <= max_prompt_tokens]
-    if not kept:
-        raise DataError(
-            f"max_prompt_tokens {max_prompt_tokens} leaves none of the {len(lengths)} prompts: "
-            f"raise it, the shortest has {min(lengths)} tokens"
-        )
-    return dataset.select(kept), len(lengths) - len(kept)
-
-
-def prompt_ids(
-    tokenizer: Any, prompt: str | list[dict[str, Any]], settings: dict[str, Any] | None = None
-) -> list[int]:
-    """Return the tokens of a prompt as the policy sees it: T ints."""
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    try:
-        return tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **(settings or {})
-        )["input_ids"]
-    except Exception as exc:
-        # A template is a program of its own: it may divide by zero.
-        raise DataError(
-            f"the model's chat template cannot render a prompt ({first_line(exc)}): set data.chat: "
-            "false for a model without one, or change roles and data.system"
-        ) from exc
-
-
 # --- one source ----------------------------------------------------------------------------------
 
 
@@ -173,27 +137,15 @@ def _make_task(
     return make_gym_rows(name, num, split=split, seed=seed, settings=settings, level=level)
 
 
-def _with_prompts(source: "list[Row] | Dataset", system: str | None, *, chat: bool) -> "Dataset":
+def _with_prompts(
+    source: "Iterable[Row] | Dataset", system: str | None, *, chat: bool
+) -> "Dataset":
     """Return the source as a Dataset whose prompts are as the model gets them."""
-    if isinstance(source, list):
+    if not hasattr(source, "column_names"):
         return as_dataset(
-            [{**row, "prompt": _as_prompt(row["prompt"], system, chat=chat)} for row in source]
+            {**row, "prompt": _as_prompt(row["prompt"], system, chat=chat)} for row in source
         )
-    stored = raw_prompts(source)
-    prompts = [_as_prompt(prompt, system, chat=chat) for prompt in stored]
-    if prompts == stored:
-        return source
-    import datasets
-
-    features = None
-    if not isinstance(stored[0], str):
-        # Messages keep their column's type: there may be images.
-        features = datasets.Features({"prompt": source.features["prompt"]})
-    made = datasets.Dataset.from_dict({"prompt": prompts}, features=features)
-    if source.column_names == ["prompt"]:
-        return made
-    both = datasets.concatenate_datasets([made, source.remove_columns("prompt")], axis=1)
-    return both.select_columns(source.column_names)
+    return with_changed_prompts(source, lambda prompt: _as_prompt(prompt, system, chat=chat))
 
 
 def _as_prompt(prompt: Any, system: str | None, *, chat: bool) -> Any:

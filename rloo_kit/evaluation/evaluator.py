@@ -9,7 +9,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rloo_kit.data.prompts import prompt_ids
+from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.statistics import Estimate, estimate, pass_at_k
 from rloo_kit.rloo.guards import Pieces, check_finite, finite_logits

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.run_file import EXAMPLES, RunConfig, make_run_config, read_overrides
-from rloo_kit.data.prompts import drop_long_prompts, is_task, load_prompts, prompt_ids
+from rloo_kit.data.lengths import drop_long_prompts, prompt_ids
+from rloo_kit.data.prompts import is_task, load_prompts
 from rloo_kit.errors import ConfigError, DataError, GenerationError
 from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
 from rloo_kit.evaluation.models import LoadedBase, TrainedModel, why_not_by_vllm

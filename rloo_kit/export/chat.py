@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import DEFAULTS
-from rloo_kit.data.prompts import prompt_ids
+from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.models import find_trained, load_base
 from rloo_kit.machine.memory import session

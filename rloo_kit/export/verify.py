@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rloo_kit.data.prompts import prompt_ids
+from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.errors import DataError, ModelError
 from rloo_kit.evaluation.evaluator import evaluate
 

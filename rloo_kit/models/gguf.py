@@ -4,9 +4,11 @@ transformers reads the file and dequantizes its weights to bf16, 2 bytes per par
 is cached.
 """
 
+import contextlib
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +35,12 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
             that transformers cannot read; or the package ``gguf`` is not installed.
     """
     path = Path(path).expanduser().absolute()
-    facts = _check_file(path)
-    cache = Path(cache_dir or cache_folder() / "gguf").expanduser().absolute()
-    goal = cache / f"{path.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+    goal = _goal(path, cache_dir)
     if goal.is_dir():
         return goal
-    if installed_version("gguf") is None:
-        raise ModelError(
-            "reading a .gguf file needs the package gguf; install it with "
-            'pip install "rloo-kit[gguf]"'
-        )
-    try:
+    with _reading(path):
         model, tokenizer, missing = _read(path)
         _repair_tokens(model, tokenizer)
-    except Exception as exc:  # every architecture has readers of its own
-        raise ModelError(
-            f"transformers cannot read {format_value(str(path))} ({first_line(exc)}): it is "
-            "damaged, or of an architecture that transformers does not know; download it again, or "
-            "use the model's Hugging Face folder or name"
-        ) from exc
     if missing:  # transformers would start them at random
         raise ModelError(
             f"{format_value(str(path))} lacks {len(missing)} weights of its model, {missing[0]!r} "
@@ -66,6 +55,55 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
             f"({first_line(exc)}); free some space there"
         ) from exc
     return goal
+
+
+def read_tokenizer(path: Path, cache_dir: Path | None = None) -> Any:
+    """Return the tokenizer of a GGUF file, without its weights.
+
+    Raises:
+        ModelError: As ``convert`` does.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(path).expanduser().absolute()
+    goal = _goal(path, cache_dir)
+    if goal.is_dir():
+        return AutoTokenizer.from_pretrained(goal)
+    with _reading(path):
+        return AutoTokenizer.from_pretrained(**_source(path))
+
+
+def _goal(path: Path, cache_dir: Path | None) -> Path:
+    """Return the folder that a GGUF file is converted into, whether it exists or not."""
+    facts = _check_file(path)
+    cache = Path(cache_dir or cache_folder() / "gguf").expanduser().absolute()
+    return cache / f"{path.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise what transformers raises while it reads a GGUF file as a ModelError."""
+    if installed_version("gguf") is None:
+        raise ModelError(
+            "reading a .gguf file needs the package gguf; install it with "
+            'pip install "rloo-kit[gguf]"'
+        )
+    try:
+        yield
+    except Exception as exc:  # every architecture has readers of its own
+        raise ModelError(
+            f"transformers cannot read {format_value(str(path))} ({first_line(exc)}): it is "
+            "damaged, or of an architecture that transformers does not know; download it again, or "
+            "use the model's Hugging Face folder or name"
+        ) from exc
+
+
+def _source(path: Path) -> dict[str, Any]:
+    return {
+        "pretrained_model_name_or_path": str(path.parent),
+        "gguf_file": path.name,
+        "trust_remote_code": False,  # of files in the same folder
+    }
 
 
 def _check_file(path: Path) -> str:
@@ -92,11 +130,7 @@ def _read(path: Path) -> tuple[Any, Any, list[str]]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    source: dict[str, Any] = {
-        "pretrained_model_name_or_path": str(path.parent),
-        "gguf_file": path.name,
-        "trust_remote_code": False,  # of files in the same folder
-    }
+    source = _source(path)
     tokenizer = AutoTokenizer.from_pretrained(**source)
     auto_model: Any = AutoModelForCausalLM  # its stub leaves out output_loading_info
     model, info = auto_model.from_pretrained(

@@ -90,6 +90,26 @@ def load_model(
     return (model if adapter is None else _with_adapter(model, adapter)), tokenizer
 
 
+def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """Return the tokenizer of a model as ``load_model`` takes its name, without the weights.
+
+    Raises:
+        ModelError: As ``load_model`` does.
+    """
+    from transformers import AutoTokenizer
+
+    with _as_model_errors(str(name)), quiet():
+        if str(name).endswith(".gguf"):
+            from rloo_kit.models.gguf import read_tokenizer
+
+            return read_tokenizer(Path(name))
+        source = find_model(name)
+        adapter = adapter_in(source)
+        if adapter is not None and not (adapter / "tokenizer_config.json").is_file():
+            return load_tokenizer(base_of(adapter), trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+
+
 def _refuse_unused(extra: Mapping[str, Any], why_not_shared: str | None) -> None:
     """Raise ConfigError where settings of a shared engine are given and there is none."""
     if extra and why_not_shared:

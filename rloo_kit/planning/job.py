@@ -139,18 +139,15 @@ def _longest_prompt(config: RunConfig, name: str, base: Path) -> int | None:
         return None
     from transformers import AutoTokenizer
 
-    from rloo_kit.data.files import raw_prompts
-    from rloo_kit.data.prompts import prompt_ids
+    from rloo_kit.data.lengths import longest_prompt
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         prompts, _ = read_prompts(config, base)
-        settings = template_settings(config)
-        lengths = [len(prompt_ids(tokenizer, prompt, settings)) for prompt in raw_prompts(prompts)]
+        longest = len(longest_prompt(prompts, tokenizer, template_settings(config)))
     except (KitError, OSError, ValueError):  # the run itself reports what is wrong with the prompts
         return None
-    limit = config.data.max_prompt_tokens
-    return max((n for n in lengths if limit is None or n <= limit), default=None)
+    return min(longest, config.data.max_prompt_tokens or longest)
 
 
 def _engine(config: RunConfig, facts: Facts) -> str:

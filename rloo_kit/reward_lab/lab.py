@@ -43,6 +43,7 @@ from rloo_kit.training.preparation import (
     read_config,
     read_prompts,
     template_settings,
+    tokenizer_of,
 )
 from rloo_kit.types import Row, Score
 
@@ -134,8 +135,8 @@ def _sampled(
     setup(config.model.backend)
     prompts, _ = read_prompts(config, base)
     args = make_trainer_args(config, Path(config.output_dir))
+    prompts, _ = fitting_prompts(tokenizer_of(config, base), prompts, None, config, args, say)
     model, tokenizer = load_policy(config, base, args)
-    prompts, _ = fitting_prompts(tokenizer, prompts, None, config, args, say)
     num_prompts, size = min(chosen[0], len(prompts)), chosen[1] or args.num_generations
     numbers = sorted(random.Random(config.seed).sample(range(len(prompts)), num_prompts))
     say(

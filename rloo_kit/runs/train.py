@@ -42,6 +42,7 @@ from rloo_kit.training.preparation import (
     make_trainer_args,
     read_config,
     read_prompts,
+    tokenizer_of,
     with_whole_paths,
 )
 
@@ -159,7 +160,8 @@ def _prepare(
     folder = past or free_folder(config.output_dir)
     args = make_trainer_args(config, folder)
     check_engine(args)
-    model, tokenizer = load_policy(config, base, args)
+    # All that a tokenizer can tell comes before the weights, which may take minutes
+    tokenizer = tokenizer_of(config, base)
     load = functools.partial(
         load_rewards,
         base_dir=rewards_base,
@@ -168,6 +170,7 @@ def _prepare(
     )
     rewards = load(config.rewards)
     prompts, held_out = fitting_prompts(tokenizer, prompts, held_out, config, args, say)
+    model, tokenizer = load_policy(config, base, args)
     engine, choice = start_engine(model, args)
     summary.introduce(say, config, environment)
     num_held_out = 0 if held_out is None else len(held_out)

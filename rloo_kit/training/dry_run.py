@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rloo_kit.checkpoints.store import random_states, set_random_states
-from rloo_kit.data.files import raw_prompts
-from rloo_kit.data.prompts import prompt_ids
+from rloo_kit.data.lengths import longest_prompt
 from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.machine.hardware import GIB, detect_hardware
 from rloo_kit.machine.memory import is_out_of_memory, measure, return_to_system, take_peak
@@ -155,9 +154,7 @@ def _longest_prompt(trainer: "LeaveOneOutTrainer", max_prompt_tokens: int | None
     """Return the ids of the longest prompt; of a stream, as many as it may have at most."""
     tokenizer, dataset = trainer._tokenizer, trainer.train_dataset
     if hasattr(dataset, "__len__"):
-        prompts = raw_prompts(dataset)
-        found = (prompt_ids(tokenizer, one, trainer.chat_template_kwargs) for one in prompts)
-        return max(found, key=len)
+        return longest_prompt(dataset, tokenizer, trainer.chat_template_kwargs)
     longest = notes_of(trainer.model).max_seq_length
     if longest is None:
         longest = trainer.model.config.get_text_config().max_position_embeddings

@@ -15,19 +15,18 @@ from rloo_kit.config.run_file import (
     without_hidden_settings,
 )
 from rloo_kit.data.hub_tasks import hub_task
+from rloo_kit.data.lengths import drop_long_prompts, longer_prompts
 from rloo_kit.data.prompts import (
     MAX_HELD_OUT,
-    drop_long_prompts,
     is_task,
     load_prompts,
-    prompt_ids,
     split_held_out,
 )
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.machine.environment import setup
 from rloo_kit.models.adapters import adapter_in, lora_settings
 from rloo_kit.models.engine_memory import reserved_rank
-from rloo_kit.models.loading import attach_lora, load_model
+from rloo_kit.models.loading import attach_lora, load_model, load_tokenizer
 from rloo_kit.sampling.choice import requested_engine
 from rloo_kit.scoring.loading import LoadedReward
 
@@ -201,6 +200,12 @@ def _engine_arguments(args: Any) -> dict[str, Any]:
     }
 
 
+def tokenizer_of(config: RunConfig, base: Path) -> Any:
+    """Return the tokenizer of the run's model; its weights are not read."""
+    model = config.model
+    return load_tokenizer(beside(model.name, base), trust_remote_code=model.trust_remote_code)
+
+
 def fitting_prompts(
     tokenizer: Any,
     prompts: Any,
@@ -223,14 +228,16 @@ def fitting_prompts(
         if dropped:
             say(f"{dropped:,} prompts of more than {limit} tokens left out")
     room = config.model.max_seq_length - args.max_completion_length
-    rows: list[Any] = [*prompts, *(held_out or [])]
-    for number, row in enumerate(rows, 1):
-        length = len(prompt_ids(tokenizer, row["prompt"], settings))
-        if length > room:
+    for split, before in ((prompts, 0), (held_out, len(prompts))):
+        longer = {} if split is None else longer_prompts(split, tokenizer, room, settings)
+        if longer:
+            row, length = next(iter(longer.items()))
+            longest = max(longer.values())
             raise DataError(
-                f"prompt {number} has {length} tokens, and {room} fit before a completion of "
-                f"{args.max_completion_length}: set model.max_seq_length to at least "
-                f"{length + args.max_completion_length}, or shorten the prompt"
+                f"prompt {before + row + 1} has {length} tokens, and {room} fit before a "
+                f"completion of {args.max_completion_length}: set model.max_seq_length to "
+                f"at least {longest + args.max_completion_length}, or leave such prompts out with "
+                f"data.max_prompt_tokens: {room}"
             )
     return prompts, held_out
 

@@ -13,13 +13,12 @@ import pytest
 
 from rloo_kit.config.run_file import make_run_config
 from rloo_kit.data.gym_tasks import make_gym_rows
+from rloo_kit.data.lengths import drop_long_prompts, prompt_ids
 from rloo_kit.data.prompts import (
     BUILTIN,
     NUM_BUILTIN_PROMPTS,
     count_levels,
-    drop_long_prompts,
     load_prompts,
-    prompt_ids,
     split_held_out,
 )
 from rloo_kit.data.tasks import make_rows

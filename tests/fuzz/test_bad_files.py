@@ -106,7 +106,7 @@ def test_a_reward_file_that_ends_the_program_is_refused(source, remedy, tmp_path
     "template", [b"{{ 1 / 0 }}", b"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"], ids=range(2)
 )
 def test_a_chat_template_that_fails_is_reported_with_the_prompts(template, tmp_path):
-    from rloo_kit.data.prompts import prompt_ids
+    from rloo_kit.data.lengths import prompt_ids
     from rloo_kit.models.loading import TINY_THINKER, load_model
     from rloo_kit.scoring.loading import load_rewards
 
