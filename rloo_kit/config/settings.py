@@ -85,6 +85,12 @@ class KitSettings:
         minimum=0,
         resume="must",
     )
+    combine: Literal["sum", "normalize_then_sum"] = setting(
+        "sum",
+        "Several rewards: the weighted `sum`, or each over its own spread first "
+        "(`normalize_then_sum`).",
+        resume="must",
+    )
     normalize_reward: bool | Literal["batch", "moving"] | None = setting(
         None,
         "Scores over mean and spread of the generation batch (true, `batch`) or of all batches so "

@@ -80,6 +80,32 @@ def shrinkage_advantages(rewards: torch.Tensor) -> torch.Tensor:
     return advantages + pull.nan_to_num(nan=0.0)
 
 
+def normalised_sum(
+    rewards: torch.Tensor, weights: torch.Tensor, num_generations: int
+) -> torch.Tensor:
+    """Return weighted sums of rewards, each of which is divided by its own spread first.
+
+    The spread of a reward is the root mean square of its leave-one-out advantages over the batch,
+    so a reward of a hundred points counts as much as one of 0 or 1. GDPO (Liu et al. 2026, arXiv
+    2601.05242, section 3) divides by the spread in each group, which gives prompts that are nearly
+    always or never solved more weight; one number for the batch does not, as leave-one-out itself.
+
+    Args:
+        rewards: ``(B, F)`` floats of F functions, groups one after another; NaN is unscorable.
+        weights: ``(F,)``.
+        num_generations: G, completions of a group.
+
+    Returns:
+        ``(B,)`` of the same dtype and device; NaN where every reward is. A reward that differs in
+        no group adds nothing.
+    """
+    grouped = rewards.T.reshape(-1, num_generations)  # (F * P, G)
+    advantages = leave_one_out_advantages(grouped).view_as(rewards.T)  # (F, B)
+    spread = advantages.square().mean(dim=1).sqrt()  # (F,)
+    factors = torch.where(spread > 0, weights.to(rewards) / spread, 0.0)
+    return (rewards * factors).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
+
+
 def inclusion_probabilities(sizes: torch.Tensor, wanted: int) -> torch.Tensor:
     """Return ``p_i = min(1, c * size_i)`` with the c at which they sum to ``wanted``.
 

@@ -17,6 +17,7 @@ from rloo_kit.rloo.advantages import (
     draw_rows,
     inclusion_probabilities,
     leave_one_out_advantages,
+    normalised_sum,
     shrinkage_advantages,
 )
 from rloo_kit.rloo.batching import TokenRows
@@ -36,6 +37,7 @@ class Shaping:
     kl_estimator: str = "k1"
     mask_truncated_completions: bool = False
     baseline: str = "leave_one_out"  # or `shrinkage`
+    combine: str = "sum"  # or `normalize_then_sum`
 
 
 @dataclass(frozen=True)
@@ -51,18 +53,24 @@ class ScoredBatch:
     scores: torch.Tensor  # (B,) float32 weighted sums; NaN where every function returned None
     # Of the completion tokens, as the engine reported them; None where it does not
     sampler_log_probs: list[list[float]] | None = None
+    weights: torch.Tensor | None = None  # (F,) of the rewards; None: they are not known
 
-    def shaped_scores(self, shaping: Shaping) -> tuple[torch.Tensor, torch.Tensor]:
+    def shaped_scores(
+        self, shaping: Shaping, num_generations: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(B,)`` scores after missing-EOS penalty and clip, and ``(B,)`` masked rows."""
-        ended = torch.tensor(self.ended, dtype=torch.bool, device=self.scores.device)  # (B,)
-        scores = self.scores - (shaping.missing_eos_penalty or 0.0) * ~ended  # the EOS trick
+        scores = self.scores
+        if shaping.combine == "normalize_then_sum" and self.weights is not None:
+            scores = normalised_sum(self.rewards, self.weights, num_generations)
+        ended = torch.tensor(self.ended, dtype=torch.bool, device=scores.device)  # (B,)
+        scores = scores - (shaping.missing_eos_penalty or 0.0) * ~ended  # the EOS trick
         if shaping.reward_clip_range:
             scores = scores.clamp(*shaping.reward_clip_range)
         return scores, ~ended & shaping.mask_truncated_completions
 
     def has_signal(self, shaping: Shaping, num_generations: int) -> torch.Tensor:
         """Return ``(P,)`` bool: whether the scores of a group differ at all, before any KL."""
-        scores, _ = self.shaped_scores(shaping)
+        scores, _ = self.shaped_scores(shaping, num_generations)
         advantages = leave_one_out_advantages(scores.view(-1, num_generations))  # (P, G)
         return (advantages != 0).any(dim=1)
 
@@ -97,6 +105,7 @@ class ScoredBatch:
             rewards=torch.cat([self.rewards, other.rewards])[rows],
             scores=torch.cat([self.scores, other.scores])[rows],
             sampler_log_probs=None if known is None or more is None else pick(known, more),
+            weights=self.weights,
         )
 
 
@@ -138,7 +147,7 @@ class Rollout:
     ) -> Self:
         """Shape the scores: missing-EOS penalty, clip, normalisation (updates ``moments``)."""
         device = sampled.scores.device
-        scores, masked = sampled.shaped_scores(shaping)
+        scores, masked = sampled.shaped_scores(shaping, num_generations)
         if shaping.normalize_reward == "moving" and moments is not None:
             moments.update(scores)
             scores = normalise(scores, moments)

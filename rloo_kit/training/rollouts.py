@@ -314,9 +314,12 @@ class RolloutMaker:
             reference = trainer.policy.reference_log_probs(learner, tokens, rows)
             reference_seconds = time.perf_counter() - generated
         found = self.finish_rewards(columns, waiting)  # (B, F)
-        scores = (found * trainer.reward_weights.to(found.device)).nansum(dim=1)  # (B,)
+        weights = trainer.reward_weights.to(found.device)
+        scores = (found * weights).nansum(dim=1)  # (B,)
         scores = scores.masked_fill(found.isnan().all(dim=1), torch.nan)
-        batch = ScoredBatch(prompts, completions, tokens, ended, found, scores, log_probs)
+        batch = ScoredBatch(
+            prompts, completions, tokens, ended, found, scores, log_probs, weights.clone()
+        )
         self._remember(batch)
         trainer.step_log.note_drawn(batch, generated - started, trainer.state)
         trainer.step_log.elsewhere += time.perf_counter() - started - reference_seconds

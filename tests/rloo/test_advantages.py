@@ -11,6 +11,7 @@ from rloo_kit.rloo.advantages import (
     inclusion_probabilities,
     leave_one_out_advantages,
     leave_one_out_baselines,
+    normalised_sum,
     shrinkage_advantages,
 )
 
@@ -175,3 +176,35 @@ def test_each_row_is_drawn_with_its_chance_and_the_number_is_fixed(wanted):
     drawn = torch.stack([draw_rows(chances, (step + 0.5) / 5000) for step in range(5000)])
     assert (drawn.sum(1) == wanted).all()
     torch.testing.assert_close(drawn.double().mean(0), chances, atol=4e-4, rtol=0)
+
+
+# --- several rewards, normalised apart -----------------------------------------------------------
+
+TWO_REWARDS = torch.tensor([[1.0, 30.0], [0.0, 10.0], [0.0, 10.0], [0.0, 30.0]])
+
+
+def test_each_reward_counts_by_its_own_spread():
+    # leave-one-out advantages of the groups: 1, -1, 0, 0 and 20, -20, -20, 20
+    sums = normalised_sum(TWO_REWARDS, torch.tensor([1.0, 0.5]), 2)
+    expected = TWO_REWARDS[:, 0] / math.sqrt(0.5) + 0.5 * TWO_REWARDS[:, 1] / 20
+    torch.testing.assert_close(sums, expected)
+
+
+def test_the_scale_of_a_reward_does_not_matter():
+    weights = torch.tensor([1.0, 1.0])
+    scaled = TWO_REWARDS * torch.tensor([1.0, 1000.0])
+    expected = normalised_sum(TWO_REWARDS, weights, 2)
+    torch.testing.assert_close(normalised_sum(scaled, weights, 2), expected)
+
+
+def test_a_reward_without_differences_adds_nothing():
+    rewards = torch.tensor([[1.0, 5.0], [0.0, 5.0], [0.0, 7.0], [0.0, 7.0]])
+    alone = normalised_sum(rewards[:, :1], torch.ones(1), 2)
+    assert normalised_sum(rewards, torch.ones(2), 2).equal(alone)
+
+
+def test_normalised_sums_of_unscorable_rewards():
+    rewards = torch.tensor([[NAN, 3.0], [NAN, NAN], [1.0, NAN], [0.0, 1.0]])
+    sums = normalised_sum(rewards, torch.ones(2), 2)
+    assert sums.isnan().tolist() == [False, True, False, False]
+    torch.testing.assert_close(sums[[2, 3]], torch.tensor([1.0, 0.0]) / math.sqrt(0.5))

@@ -232,6 +232,21 @@ def test_with_a_kl_a_group_of_equal_scores_still_learns():
     assert (rollout.advantages[:3] != 0).all()
 
 
+# --- several rewards ------------------------------------------------------------------------------
+
+
+def test_rewards_normalised_apart_leave_the_logged_score_alone():
+    batch = replace(sampled([1.0, 0.0, 0.0, 0.0]), weights=torch.tensor([1.0, 1.0]))
+    plain, rollout = (
+        Rollout.scored(batch, 2, Shaping(combine=one)) for one in ("sum", "normalize_then_sum")
+    )
+    assert rollout.sampled.scores.equal(plain.sampled.scores)
+    close(plain.advantages, torch.tensor([1.0, -1.0, 0.0, 0.0]))
+    # the second reward is twice the first, so both count alike
+    close(rollout.advantages, torch.tensor([1.0, -1.0, 0.0, 0.0]) * 2 * math.sqrt(2))
+    assert rollout.groups == plain.groups
+
+
 # --- shrinkage -----------------------------------------------------------------------------------
 
 
