@@ -151,6 +151,13 @@ class KitSettings:
         "others (`pip install arctic-inference==0.1.1`), `ngram` from the row itself; on a GPU.",
         resume="may",
     )
+    thinking_budget: int | None = setting(
+        None,
+        "A thought that is still open after so many tokens ends its completion there, as one that "
+        "was cut off; null: no limit but `max_completion_length`.",
+        minimum=1,
+        resume="must",
+    )
     canary: bool = setting(
         True, "Prove on every batch that vLLM samples from the policy that trains; stop where not."
     )

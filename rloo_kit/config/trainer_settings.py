@@ -112,6 +112,14 @@ def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[
             "trainer.baseline shrinkage learns from groups of equal scores, and "
             "trainer.dynamic_sampling drops them, which would bias the gradient: remove one"
         )
+    budget, longest = (
+        {**DEFAULTS, **values}[name] for name in ("thinking_budget", "max_completion_length")
+    )
+    if not errors and budget is not None and budget >= longest:
+        errors.append(
+            f"trainer.thinking_budget {budget} leaves no space for an answer in "
+            f"trainer.max_completion_length {longest}: lower it, or raise the latter"
+        )
     if values.get("prompt_retire_at") is not None and values.get("prompt_selection") is None:
         errors.append(
             f"trainer.prompt_retire_at is {format_value(values['prompt_retire_at'])} and needs "

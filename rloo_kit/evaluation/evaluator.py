@@ -13,7 +13,8 @@ from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.statistics import Estimate, estimate, pass_at_k
 from rloo_kit.rloo.guards import Pieces, check_finite, finite_logits
-from rloo_kit.sampling.engine import Sampling
+from rloo_kit.sampling.choice import thought_limit
+from rloo_kit.sampling.engine import Sampling, draw_from
 from rloo_kit.text.thoughts import ThoughtFinder
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ def evaluate(
     seed: int = 42,
     engine: "Engine | None" = None,
     num_samples: int = 1,
+    thinking_budget: int | None = None,
 ) -> Evaluation:
     """Complete every prompt and score the completions; random states are left as they were.
 
@@ -142,9 +144,11 @@ def evaluate(
         seed: Of sampling.
         engine: Samples instead of ``model.generate``; it is sent the adapter first.
         num_samples: Completions of each prompt, for pass@k.
+        thinking_budget: Tokens after which an open thought ends its completion; None: no limit.
 
     Raises:
-        ConfigError: Several greedy completions of a prompt: they would all be the same.
+        ConfigError: Several greedy completions of a prompt: they would all be the same. Or a
+            thinking budget, and a model without tokens for a thought.
         DataError: The dataset is empty.
         DivergedError: A trained weight is NaN or Inf.
         MemoryRanOutError: Not even a single completion fits; until then fewer are drawn at a time.
@@ -155,12 +159,13 @@ def evaluate(
     prompts = [prompt_ids(tokenizer, row["prompt"], chat_template_kwargs) for row in rows]
     ends = tuple(model.generation_config.eos_token_id)
     given = {name: value for name, value in (sampling or {}).items() if value is not None}
-    how = Sampling(max_completion_length, ends, temperature, **given)
+    limit = thought_limit(tokenizer, thinking_budget)
+    how = Sampling(max_completion_length, ends, temperature, **given, thought=limit)
     if engine is None:
         ids = _complete(model, tokenizer, prompts, how, batch_size=batch_size, seed=seed)
     else:
         engine.sync(model)
-        ids = engine.generate(prompts, how, seed).completion_ids
+        ids = draw_from(engine, prompts, how, seed).completion_ids
         engine.sleep()  # rewards on the GPU need its memory
     samples = _score(tokenizer, rows, ids, rewards, ends)
     means = {one.name: _mean([s["rewards"][one.name] for s in samples]) for one in rewards}
@@ -245,6 +250,7 @@ def settings_of(args: Any) -> dict[str, Any]:
         "chat_template_kwargs": args.chat_template_kwargs,
         "batch_size": args.per_device_train_batch_size,
         "seed": args.seed,
+        "thinking_budget": args.thinking_budget,
     }
 
 
@@ -281,12 +287,14 @@ def _complete(
         drawn = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k}
         settings |= {"do_sample": True, "min_p": how.min_p or None, **drawn}
 
-    def draw(piece: Sequence[list[int]]) -> list[list[int]]:
+    ends, limit = how.stop_token_ids, how.thought
+
+    def of_piece(piece: Sequence[list[int]]) -> list[list[int]]:
         with torch.inference_mode(), finite_logits():
-            return complete(model, piece, tokenizer.pad_token_id, how.stop_token_ids, **settings)
+            return complete(model, piece, tokenizer.pad_token_id, ends, limit, **settings)
 
     with _inference(model, seed):
-        return Pieces("evaluating", REMEDY).run(draw, prompts, batch_size)
+        return Pieces("evaluating", REMEDY).run(of_piece, prompts, batch_size)
 
 
 @contextlib.contextmanager

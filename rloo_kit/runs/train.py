@@ -29,7 +29,7 @@ from rloo_kit.runs.folder import (
     new_folder,
     reopened_folder,
 )
-from rloo_kit.sampling.choice import check_engine, start_engine
+from rloo_kit.sampling.choice import check_engine, start_engine, thought_limit
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
@@ -162,6 +162,7 @@ def _prepare(
     check_engine(args)
     # All that a tokenizer can tell comes before the weights, which may take minutes
     tokenizer = tokenizer_of(config, base)
+    thought_limit(tokenizer, args.thinking_budget)
     load = functools.partial(
         load_rewards,
         base_dir=rewards_base,

@@ -11,7 +11,15 @@ from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
 from rloo_kit.machine.memory import add_to_session
 from rloo_kit.models.engine_memory import DRAFT_TOKENS, MAX_SEQUENCES
 from rloo_kit.models.shared_engine import EngineSettings, notes_of
-from rloo_kit.sampling.engine import Choice, Engine, Sampling, choose, why_no_hot_swap
+from rloo_kit.sampling.engine import (
+    Choice,
+    Engine,
+    Sampling,
+    ThoughtLimit,
+    choose,
+    why_no_hot_swap,
+)
+from rloo_kit.text.thoughts import THOUGHT_ENDS, token_id
 from rloo_kit.text.wording import first_line, format_value
 
 VLLM, TRANSFORMERS = "vllm", "transformers"
@@ -300,7 +308,26 @@ def requested_engine(args: Any) -> str:
     return "vllm"
 
 
-def make_sampling(args: Any, stop_token_ids: list[int]) -> Sampling:
+def thought_limit(tokenizer: Any, tokens: int | None) -> ThoughtLimit | None:
+    """Return the limit that ``trainer.thinking_budget`` sets.
+
+    Raises:
+        ConfigError: The tokenizer has no tokens for a thought.
+    """
+    if tokens is None:
+        return None
+    start, end = (token_id(tokenizer, one) for one in ("<think>", THOUGHT_ENDS))
+    if start is None or end is None:
+        raise ConfigError(
+            f"trainer.thinking_budget is {tokens}, and this model has no single tokens <think> and "
+            "</think>: leave it out, or use a thinking model"
+        )
+    return ThoughtLimit(tokens, start, end)
+
+
+def make_sampling(
+    args: Any, stop_token_ids: list[int], thought: ThoughtLimit | None = None
+) -> Sampling:
     """Return how a ``LeaveOneOutConfig`` draws completions; each stop token ends one."""
     return Sampling(
         max_tokens=args.max_completion_length,
@@ -311,4 +338,5 @@ def make_sampling(args: Any, stop_token_ids: list[int]) -> Sampling:
         min_p=args.min_p or 0.0,
         repetition_penalty=args.repetition_penalty,
         others=dict(args.generation_kwargs or {}),
+        thought=thought,
     )

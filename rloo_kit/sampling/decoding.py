@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from rloo_kit.sampling.dense import dense_layers
+from rloo_kit.sampling.engine import ThoughtLimit
 
 # Ended rows leave once they are this share of the batch: selecting rows copies the cache
 LEAVING_SHARE = 1 / 8
@@ -24,7 +25,12 @@ GROWTH = 64
 
 
 def complete(
-    model: Any, prompt_ids: Sequence[list[int]], pad_token_id: int, ends: Sequence[int], **how: Any
+    model: Any,
+    prompt_ids: Sequence[list[int]],
+    pad_token_id: int,
+    ends: Sequence[int],
+    thought: ThoughtLimit | None = None,
+    **how: Any,
 ) -> list[list[int]]:
     """Return a completion of each of B prompts, up to and including the first of ``ends``.
 
@@ -33,6 +39,7 @@ def complete(
         prompt_ids: Equal ones one after another share their prefill.
         pad_token_id: Fills prompts on the left.
         ends: Ids of the tokens that end a completion.
+        thought: Ends a completion whose thought is too long, without an end token.
         how: Arguments of ``generate``.
     """
     width = max(map(len, prompt_ids))
@@ -40,6 +47,8 @@ def complete(
     padded = [[pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids]
     mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
     decodes_itself = _decodes_itself(model)
+    if thought is not None:
+        how["stopping_criteria"] = StoppingCriteriaList([_LongThought(width, thought)])
     with contextlib.nullcontext() if decodes_itself else dense_layers(model):
         rows = model.generate(
             input_ids=torch.tensor(padded, device=device),  # (B, W)
@@ -47,7 +56,24 @@ def complete(
             custom_generate=None if decodes_itself else sample_rows,
             **how,
         )
-    return [_until_end(row[width:].tolist(), ends) for row in rows]  # of (B, W + C)
+    drawn = [row[width:].tolist() for row in rows]  # of (B, W + C)
+    if thought is not None:
+        drawn = [thought.cut(*pair) for pair in zip(prompt_ids, drawn, strict=True)]
+    return [_until_end(ids, ends) for ids in drawn]
+
+
+class _LongThought(StoppingCriteria):
+    """Stops the rows whose thought is open at the limit."""
+
+    def __init__(self, width: int, limit: ThoughtLimit) -> None:
+        self.width, self.limit = width + limit.tokens, limit
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if input_ids.shape[1] != self.width:
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        places = torch.arange(1, self.width + 1, device=input_ids.device)
+        started, ended = (((input_ids == one) * places).amax(1) for one in self.limit.ids)
+        return started > ended
 
 
 def _base(model: Any) -> Any:

@@ -8,13 +8,36 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from rloo_kit.errors import GenerationError
 from rloo_kit.machine.hardware import SHARED_MEMORY
 from rloo_kit.models.engine_memory import LORA_RANKS, reserved_rank
+
+
+@dataclass(frozen=True)
+class ThoughtLimit:
+    """A thought that is open after so many tokens ends its completion there, as truncated."""
+
+    tokens: int
+    start_id: int  # of <think>, in the prompt or in the completion
+    end_id: int  # of </think>
+
+    def exceeds(self, prompt_ids: list[int], ids: list[int]) -> bool:
+        """Return whether the thought is open at the limit."""
+        known = [one for one in (*prompt_ids, *ids[: self.tokens]) if one in self.ids]
+        return len(ids) >= self.tokens and known[-1:] == [self.start_id]
+
+    def cut(self, prompt_ids: list[int], ids: list[int]) -> list[int]:
+        """Return a completion up to the limit, where its thought exceeds it."""
+        return ids[: self.tokens] if self.exceeds(prompt_ids, ids) else ids
+
+    @property
+    def ids(self) -> tuple[int, int]:
+        """Both ids."""
+        return self.start_id, self.end_id
 
 
 @dataclass(frozen=True)
@@ -29,6 +52,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     others: dict[str, Any] = field(default_factory=dict)  # of vLLM's `SamplingParams`, by name
+    thought: ThoughtLimit | None = None
 
     @property
     def whole_distribution(self) -> bool:
@@ -40,7 +64,7 @@ class Sampling:
         """Return the arguments of vLLM's ``SamplingParams``; log-probs of the drawn tokens only."""
         values = asdict(self)
         return {
-            **{name: value for name, value in values.items() if name != "others"},
+            **{n: value for n, value in values.items() if n not in ("others", "thought")},
             "stop_token_ids": list(self.stop_token_ids),
             "top_k": max(0, self.top_k),
             "logprobs": 0,
@@ -75,6 +99,36 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Give everything back. Safe to call twice."""
+
+
+def draw_from(
+    engine: Engine, prompt_ids: list[list[int]], sampling: Sampling, seed: int
+) -> Generations:
+    """Complete each of B prompts once, within ``sampling.thought``.
+
+    The engine's own limits of a thought force its closing token, which the policy has not drawn.
+    So completions are drawn up to the limit first, and those that may continue do.
+    """
+    limit = sampling.thought
+    if limit is None or limit.tokens >= sampling.max_tokens:
+        return engine.generate(prompt_ids, sampling, seed)
+    first = engine.generate(prompt_ids, replace(sampling, max_tokens=limit.tokens), seed)
+    rows = [
+        row
+        for row, ids in enumerate(first.completion_ids)
+        if len(ids) == limit.tokens
+        and ids[-1] not in sampling.stop_token_ids
+        and not limit.exceeds(prompt_ids[row], ids)
+    ]
+    if not rows:
+        return first
+    begun = [prompt_ids[row] + first.completion_ids[row] for row in rows]
+    left = sampling.max_tokens - limit.tokens
+    rest = engine.generate(begun, replace(sampling, max_tokens=left), seed + 1)
+    for row, ids, log_probs in zip(rows, rest.completion_ids, rest.log_probs, strict=True):
+        first.completion_ids[row] += ids
+        first.log_probs[row] += log_probs
+    return first
 
 
 # Settings of PEFT's LoraConfig that vLLM cannot load

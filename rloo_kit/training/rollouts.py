@@ -25,9 +25,9 @@ from rloo_kit.rloo.learner import Learner, Scored
 from rloo_kit.rloo.objective import RunningMoments
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch
 from rloo_kit.sampling.canary import Canary
-from rloo_kit.sampling.choice import blame_generation_kwargs, make_sampling
+from rloo_kit.sampling.choice import blame_generation_kwargs, make_sampling, thought_limit
 from rloo_kit.sampling.decoding import complete, continues_prompts
-from rloo_kit.sampling.engine import Engine
+from rloo_kit.sampling.engine import Engine, draw_from
 from rloo_kit.scoring.contract import AsyncCheckedReward
 
 if TYPE_CHECKING:
@@ -140,6 +140,7 @@ class Sampler:
         self.trainer = trainer
         self.trl_generate = trl_generate
         self.pieces = Pieces("sampling", SAMPLING_REMEDY)
+        self.thought = thought_limit(trainer._tokenizer, trainer.args.thinking_budget)
         self.canary: Canary | None = None
         self._synced: tuple[Any, int] = (None, -1)
 
@@ -155,9 +156,8 @@ class Sampler:
             return self._draw_here(prompt_ids), None
         self._sync_engine(engine, prompt_ids)
         seed = int(torch.randint(2**31, ()))  # of the run's own random state
-        drawn = engine.generate(
-            prompt_ids, make_sampling(trainer.args, trainer.eos_token_ids), seed
-        )
+        sampling = make_sampling(trainer.args, trainer.eos_token_ids, self.thought)
+        drawn = draw_from(engine, prompt_ids, sampling, seed)
         engine.sleep()  # the canary, the rewards and the learning step need its memory
         if self.canary is not None and trainer.model.training:
             tokens = TokenRows(prompt_ids, drawn.completion_ids)
@@ -192,6 +192,7 @@ class Sampler:
                 prompt_ids,
                 trainer._tokenizer.pad_token_id,
                 trainer.eos_token_ids,
+                self.thought,
                 generation_config=trainer.generation_config,
             )
 

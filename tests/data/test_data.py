@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import sys
+import weakref
 from pathlib import Path
 
 import datasets
@@ -12,6 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from rloo_kit.config.run_file import make_run_config
+from rloo_kit.data import files
 from rloo_kit.data.gym_tasks import make_gym_rows
 from rloo_kit.data.lengths import drop_long_prompts, prompt_ids
 from rloo_kit.data.prompts import (
@@ -579,3 +581,53 @@ def test_a_value_that_cannot_be_stored_is_named_with_its_column(tmp_path):
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match="the column 'note' cannot be stored"):
         load_prompts(tmp_path / "p.jsonl")
+
+
+# --- rows in chunks ------------------------------------------------------------------------------
+
+
+def test_rows_are_not_all_in_memory(monkeypatch):
+    monkeypatch.setattr(files, "CHUNK", 10)
+    alive, most = weakref.WeakSet(), 0
+
+    class Row(dict):
+        __hash__ = object.__hash__
+
+    def rows():
+        nonlocal most
+        for number in range(200):
+            row = Row(prompt=str(number))
+            alive.add(row)
+            most = max(most, len(alive))
+            yield row
+
+    assert len(files.as_dataset(rows())) == 200
+    assert most <= 20
+
+
+@pytest.mark.parametrize(
+    ("values", "stored"),
+    [
+        ([1, 2, 3.5], [1.0, 2.0, 3.5]),
+        ([None, None, "a"], [None, None, "a"]),
+        ([{"a": 1}, {"a": 2}, {"b": "x"}], [{"a": 1, "b": None}] * 1),
+        ([[], [], ["a"]], [[], [], ["a"]]),
+    ],
+)
+def test_columns_whose_chunks_differ_are_joined(monkeypatch, values, stored):
+    monkeypatch.setattr(files, "CHUNK", 2)
+    column = files.as_dataset({"prompt": "a", "extra": value} for value in values)["extra"][:]
+    assert column[: len(stored)] == stored
+
+
+def test_a_column_of_two_types_is_named(monkeypatch):
+    monkeypatch.setattr(files, "CHUNK", 2)
+    rows = [{"prompt": "a", "answer": value} for value in (1, 2, "three")]
+    with pytest.raises(DataError, match="the column 'answer' cannot be stored"):
+        files.as_dataset(rows)
+
+
+def test_a_column_that_begins_late(monkeypatch):
+    monkeypatch.setattr(files, "CHUNK", 2)
+    rows = [{"prompt": "a"}] * 3 + [{"prompt": "b", "answer": "4"}]
+    assert files.as_dataset(rows)["answer"][:] == [None, None, None, "4"]

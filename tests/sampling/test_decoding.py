@@ -8,6 +8,7 @@ import transformers
 from transformers import GenerationConfig
 
 from rloo_kit.sampling.decoding import GrowingLayer, complete, sample_rows
+from rloo_kit.sampling.engine import Generations, Sampling, ThoughtLimit, draw_from
 
 VOCABULARY = 96
 # Many tokens end a completion, so that lengths differ
@@ -126,3 +127,70 @@ def test_guidance_takes_generates_own_loop():
     assert torch.equal(
         model.generate(padded, generation_config=config, custom_generate=sample_rows), theirs
     )
+
+
+# --- the limit of a thought ----------------------------------------------------------------------
+
+
+def limited(ids, prompt, limit):
+    """By hand: cut where the last of the two tokens, up to the limit, is the one that opens."""
+    tokens, start, end = limit.tokens, limit.start_id, limit.end_id
+    seen = [one for one in prompt + ids[:tokens] if one in (start, end)]
+    return ids[:tokens] if len(ids) >= tokens and seen and seen[-1] == start else ids
+
+
+def limits():
+    """Limits by which some completions of PROMPTS are cut, and some are not."""
+    return [ThoughtLimit(5, 20, 61), ThoughtLimit(9, 32, 33), ThoughtLimit(3, 22, 62)]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mamba"])
+def test_a_long_thought_ends_a_completion(family):
+    model = make(family)
+    whole = by_generate(model, PROMPTS, settings())
+    cut = 0
+    for limit in limits():
+        found = complete(model, PROMPTS, 0, ENDS, limit, generation_config=settings())
+        expected = [limited(ids, one, limit) for ids, one in zip(whole, PROMPTS, strict=True)]
+        assert found == expected
+        cut += sum(ids != other for ids, other in zip(expected, whole, strict=True))
+    assert cut
+
+
+class Sequences:
+    """An engine whose next token follows from what is there, so that it can continue anything."""
+
+    def __init__(self):
+        self.calls = []
+
+    def generate(self, prompt_ids, sampling, seed):
+        self.calls.append((len(prompt_ids), sampling.max_tokens, seed))
+        rows = [self.row(ids, sampling) for ids in prompt_ids]
+        return Generations(rows, [[-float(token) for token in row] for row in rows])
+
+    def row(self, ids, sampling):
+        made = []
+        while len(made) < sampling.max_tokens:
+            made.append((7 * sum(ids + made) + len(ids + made)) % 64)
+            if made[-1] in sampling.stop_token_ids:
+                break
+        return made
+
+
+@pytest.mark.parametrize("limit", limits())
+def test_an_engine_draws_up_to_the_limit_and_then_the_rest(limit):
+    plain, engine = Sampling(40, tuple(ENDS)), Sequences()
+    whole = draw_from(engine, PROMPTS, plain, 3)
+    found = draw_from(engine, PROMPTS, Sampling(40, tuple(ENDS), thought=limit), 3)
+    expected = [
+        limited(ids, prompt, limit)
+        for ids, prompt in zip(whole.completion_ids, PROMPTS, strict=True)
+    ]
+    assert found.completion_ids == expected
+    assert found.log_probs == [[-float(token) for token in row] for row in expected]
+    sizes = [size for size, *_ in engine.calls]
+    assert sizes[:2] == [len(PROMPTS)] * 2
+    assert 0 < sizes[2] < len(PROMPTS)
+    assert engine.calls[1][1:] == (limit.tokens, 3)
+    assert engine.calls[2][1:] == (40 - limit.tokens, 4)
+    assert "thought" not in plain.as_vllm()

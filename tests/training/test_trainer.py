@@ -170,3 +170,40 @@ def test_a_scheduled_weight_and_a_gate_in_training(policy, tmp_path):
     for row in logs:
         parts = row["rewards/odd_characters/weight"] * row["rewards/odd_characters/mean"] + 3.0
         assert row["reward"] == pytest.approx(parts, abs=1e-5)
+
+
+# --- thinking budget -----------------------------------------------------------------------------
+
+
+def test_a_long_thought_ends_its_completion_as_truncated(policy, tmp_path):
+    model, tokenizer = policy
+    lengths, closing = [], tokenizer.convert_tokens_to_ids("</think>")
+
+    def note(completion_ids, **_):
+        lengths.extend((len(ids), closing in ids[:12]) for ids in completion_ids)
+        return [float(len(ids)) for ids in completion_ids]
+
+    trainer = rk.LeaveOneOutTrainer(
+        model=model,
+        reward_funcs=note,
+        args=config(tmp_path, thinking_budget=12, max_completion_length=48, max_steps=2),
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=16),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    assert all(closed or length <= 12 for length, closed in lengths)
+    assert any(length == 12 for length, _ in lengths)
+    truncated = [one["completions/truncated"] for one in trainer.state.log_history[:2]]
+    assert min(truncated) > 0
+
+
+def test_a_thinking_budget_needs_tokens_for_a_thought(policy, tmp_path):
+    class Plain:
+        def convert_tokens_to_ids(self, token):
+            return 3
+
+        def convert_ids_to_tokens(self, number):
+            return "<unk>"
+
+    with pytest.raises(ConfigError, match=r"thinking_budget is 12, and this model has no single"):
+        thought_limit(Plain(), 12)

@@ -1,16 +1,13 @@
 """Lengths of prompts: as counted one by one, and mostly without a tokenizer."""
 
 import random
-import weakref
 
 import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from rloo_kit.data import files
 from rloo_kit.data.lengths import longer_prompts, longest_prompt, prompt_ids
 from rloo_kit.data.prompts import load_prompts
-from rloo_kit.errors import DataError
 from rloo_kit.models.shape import TINY_THINKER
 
 
@@ -67,50 +64,3 @@ def test_short_prompts_need_no_tokenizer(tokenizer):
     dataset = load_prompts("arithmetic", num_prompts=3000)
     assert longer_prompts(dataset, tokenizer, 200) == {}
     assert tokenizer.calls == 1
-
-
-def test_rows_are_not_all_in_memory(monkeypatch):
-    monkeypatch.setattr(files, "CHUNK", 10)
-    alive, most = weakref.WeakSet(), 0
-
-    class Row(dict):
-        __hash__ = object.__hash__
-
-    def rows():
-        nonlocal most
-        for number in range(200):
-            row = Row(prompt=str(number))
-            alive.add(row)
-            most = max(most, len(alive))
-            yield row
-
-    assert len(files.as_dataset(rows())) == 200
-    assert most <= 20
-
-
-@pytest.mark.parametrize(
-    ("values", "stored"),
-    [
-        ([1, 2, 3.5], [1.0, 2.0, 3.5]),
-        ([None, None, "a"], [None, None, "a"]),
-        ([{"a": 1}, {"a": 2}, {"b": "x"}], [{"a": 1, "b": None}] * 1),
-        ([[], [], ["a"]], [[], [], ["a"]]),
-    ],
-)
-def test_columns_whose_chunks_differ_are_joined(monkeypatch, values, stored):
-    monkeypatch.setattr(files, "CHUNK", 2)
-    column = files.as_dataset({"prompt": "a", "extra": value} for value in values)["extra"][:]
-    assert column[: len(stored)] == stored
-
-
-def test_a_column_of_two_types_is_named(monkeypatch):
-    monkeypatch.setattr(files, "CHUNK", 2)
-    rows = [{"prompt": "a", "answer": value} for value in (1, 2, "three")]
-    with pytest.raises(DataError, match="the column 'answer' cannot be stored"):
-        files.as_dataset(rows)
-
-
-def test_a_column_that_begins_late(monkeypatch):
-    monkeypatch.setattr(files, "CHUNK", 2)
-    rows = [{"prompt": "a"}] * 3 + [{"prompt": "b", "answer": "4"}]
-    assert files.as_dataset(rows)["answer"][:] == [None, None, None, "4"]
