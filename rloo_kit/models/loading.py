@@ -35,6 +35,7 @@ def load_model(
     max_seq_length: int = 1024,
     load_in_4bit: bool = True,
     backend: str = "auto",
+    precision: str = "auto",
     fast_inference: bool | str = False,
     max_lora_rank: int = 64,
     num_sequences: int = 64,
@@ -50,6 +51,8 @@ def load_model(
         max_seq_length: Longest prompt plus completion, tokens.
         load_in_4bit: NF4 weights (bitsandbytes), double quantisation.
         backend: ``auto`` (Unsloth where it starts), ``unsloth`` or ``transformers``.
+        precision: ``bf16``, ``fp16`` or ``fp32``: what its arithmetic, and weights that are not
+            4-bit, are in; ``auto``: bf16 where the device has it, else fp16, and fp32 on a CPU.
         fast_inference: On a GPU with Unsloth and vLLM, one copy of the base for training and vLLM;
             ``auto``: where Unsloth cannot share it, load without vLLM. Ignored elsewhere.
         max_lora_rank: Largest LoRA rank of this shared engine.
@@ -75,6 +78,7 @@ def load_model(
     why_not_shared = _why_not_shared(environment, fast_inference)
     _refuse_unused(engine.extra, why_not_shared)
     kwargs |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}
+    kwargs |= {"dtype": _dtype(precision, environment)}
     load_base = _load_unsloth if environment.backend == "unsloth" else _load_transformers
     load = functools.partial(load_base, source, max_seq_length, load_in_4bit, **kwargs)
     if why_not_shared is None:
@@ -427,6 +431,22 @@ def _what_failed(name: str, exc: Exception) -> str:
 # --- backends ------------------------------------------------------------------------------------
 
 
+def _dtype(precision: str, environment: Environment) -> Any:
+    """Return torch's type of a precision; None, where Unsloth shall choose."""
+    import torch
+
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    if precision == "auto":
+        if environment.backend == "unsloth":
+            return None
+        return kinds.get(environment.hardware.mixed_precision, torch.float32)
+    if precision not in kinds:
+        raise ConfigError(
+            f"precision {format_value(precision)} is none of auto, {', '.join(kinds)}"
+        )
+    return kinds[precision]
+
+
 def _load_unsloth(
     source: str, max_seq_length: int, load_in_4bit: bool, **kwargs: Any
 ) -> tuple[Any, Any]:
@@ -438,15 +458,10 @@ def _load_unsloth(
 
 
 def _load_transformers(
-    source: str, max_seq_length: int, load_in_4bit: bool, **kwargs: Any
+    source: str, max_seq_length: int, load_in_4bit: bool, dtype: Any, **kwargs: Any
 ) -> tuple[Any, Any]:
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-    hardware = setup().hardware
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
-        hardware.mixed_precision, torch.float32
-    )
     if load_in_4bit and not any(mark in source.lower() for mark in PREQUANTIZED):
         kwargs["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
@@ -455,7 +470,7 @@ def _load_transformers(
             bnb_4bit_compute_dtype=dtype,
         )
     tokenizer_name = kwargs.pop("tokenizer_name", source)
-    place = {"": hardware.device}
+    place = {"": setup().hardware.device}
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=place, **kwargs)
     model.config.use_cache = False  # training forwards keep no KV cache; generate asks for its own
     tokenizer = AutoTokenizer.from_pretrained(

@@ -135,6 +135,8 @@ class LeaveOneOutTrainer(RLOOTrainer):
                 **parts,
                 **others,
             )
+        if self.accelerator.mixed_precision == "fp16":
+            _scale_loss(self.accelerator)
         _restore(self.model, adapter)
         if not args.beta or _starts_at_base(adapter):
             _drop_old_reference(self.model)  # the adapter switched off is the same, and cheaper
@@ -446,6 +448,15 @@ def _restore(model: Any, adapter: dict[str, torch.Tensor]) -> None:
     for name, parameter in model.named_parameters():
         if name in adapter:
             parameter.data = adapter[name].to(parameter.device).float()
+
+
+def _scale_loss(accelerator: Any) -> None:
+    """Scale the loss of float16 passes, also on a CPU, where accelerate does not.
+
+    A scale that overflows costs a whole sampled batch, so it starts at 2^10, not torch's 2^16.
+    """
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, init_scale=2.0**10)
 
 
 def _starts_at_base(adapter: dict[str, torch.Tensor]) -> bool:

@@ -110,9 +110,11 @@ def assert_the_same(one, other):
                 "num_generations": 2,
                 "baseline": "shrinkage",
                 "learn_from": 1,
+                "combine": "normalize_then_sum",
+                "thinking_budget": 12,
             },
             marks=pytest.mark.faults,
-            id="beta,num_iterations,normalize_reward,num_generations,baseline,learn_from",
+            id="beta,num_iterations,normalize_reward,num_generations,baseline,learn_from,combine",
         ),
         pytest.param(
             {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "logging_steps": 2},
