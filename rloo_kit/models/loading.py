@@ -441,9 +441,8 @@ def _dtype(precision: str, environment: Environment) -> Any:
             return None
         return kinds.get(environment.hardware.mixed_precision, torch.float32)
     if precision not in kinds:
-        raise ConfigError(
-            f"precision {format_value(precision)} is none of auto, {', '.join(kinds)}"
-        )
+        known = ", ".join(["auto", *kinds])
+        raise ConfigError(f"precision {format_value(precision)} is none of {known}: name one")
     return kinds[precision]
 
 

@@ -177,7 +177,7 @@ def load_policy(config: RunConfig, base: Path, args: Any) -> tuple[Any, Any]:
         max_seq_length=model.max_seq_length,
         load_in_4bit=model.load_in_4bit,
         backend=model.backend,
-        precision="bf16" if args.bf16 else "fp16" if args.fp16 else "auto",
+        precision="fp16" if args.fp16 else "auto",
         trust_remote_code=model.trust_remote_code,
         max_lora_rank=reserved_rank(config.lora.r),
         vllm=config.vllm,
