@@ -1,0 +1,74 @@
+"""What a million prompts cost: wall time and peak memory of a one-step run, against a thousand.
+
+    python benchmarks/large_file.py      # about two minutes
+
+Each run is a process of its own, in the order A B A B; the first pair warms up. The file is
+.jsonl, with a prompt and an answer in a row. Peak memory is the process's largest resident set.
+"""
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+RESULT = Path(__file__).parent / "results" / "large_file.json"
+SIZES = (1_000, 1_000_000)
+PAIRS = 2
+
+
+def write_rows(path: Path, size: int) -> Path:
+    rng = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(size):
+            a, b = rng.randint(100, 999), rng.randint(100, 999)
+            file.write(json.dumps({"prompt": f"What is {a} + {b}?", "answer": str(a + b)}) + "\n")
+    return path
+
+
+def run(file: Path, folder: Path) -> tuple[float, int]:
+    """Return seconds and peak bytes of a training of one step."""
+    command = [
+        sys.executable, "-m", "rloo_kit", "train", "quickstart", "--set", f"data.prompts={file}",
+        "--set", "data.held_out=0", "--set", "trainer.max_steps=1",
+        "--set", f"output_dir={folder / 'run'}",
+    ]  # fmt: skip
+    start = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"the run on {file.name} failed with {process.returncode}")
+    return time.monotonic() - start, usage.ru_maxrss * 1024
+
+
+def main() -> None:
+    found: dict[int, list[tuple[float, int]]] = {size: [] for size in SIZES}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        files = {size: write_rows(folder / f"{size}.jsonl", size) for size in SIZES}
+        for _ in range(PAIRS + 1):
+            for size, file in files.items():
+                found[size].append(run(file, folder))
+    few, many = ([statistics.median(c) for c in zip(*found[one][1:], strict=True)] for one in SIZES)
+    content = {
+        "machine": f"{os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB",
+        "rows": list(SIZES),
+        "seconds": [few[0], many[0]],
+        "peak_mib": [few[1] / 2**20, many[1] / 2**20],
+    }
+    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+    print(
+        f"{SIZES[1]:,} rows against {SIZES[0]:,}: {many[0] - few[0]:+.1f} s, "
+        f"{(many[1] - few[1]) / 2**20:+.0f} MiB"
+    )
+
+
+if __name__ == "__main__":
+    main()
