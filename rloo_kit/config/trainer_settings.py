@@ -107,6 +107,12 @@ def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[
             "trainer.learn_from needs trainer.beta 0: with a KL penalty every advantage needs the "
             "passes of its whole group"
         )
+    drawn, group = ({**DEFAULTS, **values}[name] or 0 for name in ("learn_from", "num_generations"))
+    if not errors and drawn >= group:
+        errors.append(
+            f"trainer.learn_from {drawn} is not below trainer.num_generations {group}: lower it, or "
+            "leave it out to learn from all"
+        )
     if values.get("baseline") == "shrinkage" and values.get("dynamic_sampling"):
         errors.append(
             "trainer.baseline shrinkage learns from groups of equal scores, and "
@@ -150,7 +156,8 @@ def translate_trainer_arguments(
     known = known_trainer_fields()
     for name, value in arguments.items():
         if name in known:
-            values[name] = value
+            # YAML reads `no` as false
+            values[name] = "no" if name.endswith("_strategy") and value is False else value
         elif name in RENAMED:
             _rename(name, value, values, arguments, errors)
         else:

@@ -126,6 +126,7 @@ def test_a_setting_takes_right_values_and_names_wrong_ones(name):
         ({"prompt_retire_at": 0.9}, "prompt_retire_at is 0.9 and needs trainer.prompt_selection"),
         ({"prompt_selection": "history", "prompt_retire_at": "most"}, "must be a number or null"),
         ({"learn_from": 2}, "trainer.learn_from needs trainer.beta 0"),
+        ({"learn_from": 4, "beta": 0}, "learn_from 4 is not below trainer.num_generations 4"),
         (
             {"thinking_budget": 64, "max_completion_length": 64},
             "thinking_budget 64 leaves no space for an answer in trainer.max_completion_length 64",
@@ -138,6 +139,10 @@ def test_a_setting_takes_right_values_and_names_wrong_ones(name):
 )
 def test_an_error_names_the_nearest_name(arguments, part):
     assert part in errors_of(arguments)
+
+
+def test_no_as_yaml_reads_it_is_a_strategy():
+    assert translate_trainer_arguments({"save_strategy": False}) == {"save_strategy": "no"}
 
 
 # --- older names ----------------------------------------------------------------------------------
