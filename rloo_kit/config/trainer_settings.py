@@ -100,38 +100,36 @@ def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[
             errors.append(f"trainer.{name} is None, must be a number")
             continue
         errors += check_value(f"trainer.{name}", value, hint, rule)
-    if values.get("stop_on") and values.get("doctor") is False:
-        errors.append("trainer.stop_on needs the doctor, and trainer.doctor is false: remove one")
-    if not errors and values.get("learn_from") and {**DEFAULTS, **values}["beta"]:
-        errors.append(
-            "trainer.learn_from needs trainer.beta 0: with a KL penalty every advantage needs the "
-            "passes of its whole group"
-        )
-    drawn, group = ({**DEFAULTS, **values}[name] or 0 for name in ("learn_from", "num_generations"))
-    if not errors and drawn >= group:
-        errors.append(
-            f"trainer.learn_from {drawn} is not below trainer.num_generations {group}: lower it, or "
-            "leave it out to learn from all"
-        )
-    if values.get("baseline") == "shrinkage" and values.get("dynamic_sampling"):
-        errors.append(
-            "trainer.baseline shrinkage learns from groups of equal scores, and "
-            "trainer.dynamic_sampling drops them, which would bias the gradient: remove one"
-        )
-    budget, longest = (
-        {**DEFAULTS, **values}[name] for name in ("thinking_budget", "max_completion_length")
-    )
-    if not errors and budget is not None and budget >= longest:
-        errors.append(
-            f"trainer.thinking_budget {budget} leaves no space for an answer in "
-            f"trainer.max_completion_length {longest}: lower it, or raise the latter"
-        )
-    if values.get("prompt_retire_at") is not None and values.get("prompt_selection") is None:
-        errors.append(
-            f"trainer.prompt_retire_at is {format_value(values['prompt_retire_at'])} and needs "
-            f"trainer.prompt_selection: set that to history, or remove this"
-        )
-    return errors
+    return errors or _check_together(values)
+
+
+def _check_together(given: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong between settings that are right one by one."""
+    values = {**DEFAULTS, **given}
+    drawn, group = values["learn_from"], values["num_generations"]
+    budget, longest = values["thinking_budget"], values["max_completion_length"]
+    is_wrong = {
+        "trainer.stop_on needs the doctor, and trainer.doctor is false: remove one": (
+            values["stop_on"] and not values["doctor"]
+        ),
+        "trainer.learn_from needs trainer.beta 0: with a KL penalty every advantage needs the "
+        "passes of its whole group": drawn and values["beta"],
+        f"trainer.learn_from {drawn} is not below trainer.num_generations {group}: lower it, or "
+        "leave it out to learn from all": drawn and not values["beta"] and drawn >= group,
+        f"trainer.thinking_budget {budget} leaves no space for an answer in "
+        f"trainer.max_completion_length {longest}: lower it, or raise the latter": (
+            budget and budget >= longest
+        ),
+        "trainer.baseline shrinkage learns from groups of equal scores, and "
+        "trainer.dynamic_sampling drops them, which would bias the gradient: remove one": (
+            values["baseline"] == "shrinkage" and values["dynamic_sampling"]
+        ),
+        f"trainer.prompt_retire_at is {format_value(values['prompt_retire_at'])} and needs "
+        "trainer.prompt_selection: set that to history, or remove this": (
+            values["prompt_retire_at"] is not None and values["prompt_selection"] is None
+        ),
+    }
+    return [error for error, wrong in is_wrong.items() if wrong]
 
 
 def _has_range(name: str) -> bool:
