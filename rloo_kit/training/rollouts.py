@@ -182,7 +182,9 @@ class Sampler:
         """Return the model's own completions."""
         trainer = self.trainer
         if trainer.use_transformers_continuous_batching:
-            return self.trl_generate(prompt_ids, None, {})
+            drawn = self.trl_generate(prompt_ids, None, {})
+            cut = self.thought.cut if self.thought else lambda _, ids: ids
+            return [cut(*pair) for pair in zip(prompt_ids, drawn, strict=True)]
         unwrapped = unwrap_model_for_generation(
             trainer.model_wrapped, trainer.accelerator, generation_kwargs=trainer.generation_kwargs
         )
