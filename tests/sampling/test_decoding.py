@@ -1,6 +1,7 @@
 """Sampling by transformers: the same completions as ``generate``, in less work."""
 
 import collections
+import random
 
 import pytest
 import torch
@@ -171,7 +172,7 @@ class Sequences:
     def row(self, ids, sampling):
         made = []
         while len(made) < sampling.max_tokens:
-            made.append((7 * sum(ids + made) + len(ids + made)) % 64)
+            made.append(random.Random(str(ids + made)).randrange(17, VOCABULARY))
             if made[-1] in sampling.stop_token_ids:
                 break
         return made
@@ -179,9 +180,9 @@ class Sequences:
 
 @pytest.mark.parametrize("limit", limits())
 def test_an_engine_draws_up_to_the_limit_and_then_the_rest(limit):
-    plain, engine = Sampling(40, tuple(ENDS)), Sequences()
+    plain, engine = Sampling(40, (17, 18)), Sequences()
     whole = draw_from(engine, PROMPTS, plain, 3)
-    found = draw_from(engine, PROMPTS, Sampling(40, tuple(ENDS), thought=limit), 3)
+    found = draw_from(engine, PROMPTS, Sampling(40, (17, 18), thought=limit), 3)
     expected = [
         limited(ids, prompt, limit)
         for ids, prompt in zip(whole.completion_ids, PROMPTS, strict=True)

@@ -1,0 +1,50 @@
+"""float16, for cards without bf16 (T4, RTX 20): the same code on a CPU."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rloo_kit as rk
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "float16.py"
+
+
+@pytest.mark.long
+def test_steps_in_float16(tmp_path):
+    command = [sys.executable, SCRIPT, str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    plain, overflowing = json.loads(done.stdout.splitlines()[-1])
+    for one in (plain, overflowing):
+        assert (one["model"], one["pass"]) == ("torch.float16", "torch.float16")
+        assert one["adapter"] == ["torch.float32"]
+    assert (plain["skipped"], plain["moved"], plain["scale"]) == (0, True, 2.0**10)
+    # scaled gradients would have norms of hundreds
+    assert all(0 < norm < 20 for norm in plain["norms"])
+    # a scale that overflows: no step, and half of the scale for the next one
+    assert (overflowing["skipped"], overflowing["moved"]) == (2, False)
+    assert overflowing["scale"] == 2.0**58
+    assert all(math.isnan(norm) for norm in overflowing["norms"])
+
+
+def test_an_unknown_precision_is_named():
+    with pytest.raises(rk.ConfigError, match="precision 'half' is none of auto, bf16, fp16, fp32"):
+        rk.load_model("tiny-thinker", precision="half")
+
+
+@pytest.mark.slow
+def test_the_embedded_model_learns_in_float16(tmp_path):
+    """About three minutes: a CPU computes float16 slowly."""
+    command = [
+        sys.executable, "-m", "rloo_kit", "train", "quickstart", "--set", "trainer.fp16=true",
+        "--set", "trainer.bf16=false", "--set", "model.backend=transformers",
+        "--set", f"output_dir={tmp_path}/run",
+    ]  # fmt: skip
+    subprocess.run(command, check=True)
+    scores = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert scores["before"]["means"]["accuracy"] < 0.7
+    assert scores["after"]["means"]["accuracy"] > 0.95
