@@ -1,7 +1,6 @@
 """float16, for cards without bf16 (T4, RTX 20): the same code on a CPU."""
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +27,7 @@ def test_steps_in_float16(tmp_path):
     # a scale that overflows: no step, and half of the scale for the next one
     assert (overflowing["skipped"], overflowing["moved"]) == (2, False)
     assert overflowing["scale"] == 2.0**58
-    assert all(math.isnan(norm) for norm in overflowing["norms"])
+    assert overflowing["norms"] == [None, None]  # NaN in the log
 
 
 def test_an_unknown_precision_is_named():
