@@ -4,6 +4,7 @@ Every dataset has a ``prompt`` column (chat messages, or a plain string with ``c
 other column reaches the reward functions under its own name.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,11 +142,11 @@ def _with_prompts(
     source: "Iterable[Row] | Dataset", system: str | None, *, chat: bool
 ) -> "Dataset":
     """Return the source as a Dataset whose prompts are as the model gets them."""
-    if not hasattr(source, "column_names"):
-        return as_dataset(
-            {**row, "prompt": _as_prompt(row["prompt"], system, chat=chat)} for row in source
-        )
-    return with_changed_prompts(source, lambda prompt: _as_prompt(prompt, system, chat=chat))
+    change = functools.partial(_as_prompt, system=system, chat=chat)
+    table: Any = source
+    if hasattr(table, "column_names"):
+        return with_changed_prompts(table, change)
+    return as_dataset({**row, "prompt": change(row["prompt"])} for row in table)
 
 
 def _as_prompt(prompt: Any, system: str | None, *, chat: bool) -> Any:

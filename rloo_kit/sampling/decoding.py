@@ -68,7 +68,8 @@ class _LongThought(StoppingCriteria):
     def __init__(self, width: int, limit: ThoughtLimit) -> None:
         self.width, self.limit = width + limit.tokens, limit
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Return ``(L,)`` bool of ``(L, W + t)`` ids."""
         if input_ids.shape[1] != self.width:
             return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         places = torch.arange(1, self.width + 1, device=input_ids.device)
