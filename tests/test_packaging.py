@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import rloo_kit
-from rloo_kit.diagnosis.machine import install_command, tested_set
+from rloo_kit.diagnosis.machine import install_command, set_for
 from rloo_kit.machine.hardware import TESTED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,10 +121,10 @@ def test_doctor_names_the_command_for_the_machine(torch, card, system, command, 
     for minor in ("2.11", "2.13"):
         path = ROOT / f"requirements/constraints-torch{minor}.txt"
         command = command.replace(f"{{{minor}}}", str(path))
-    assert install_command(tested_set(torch)[0]) == command
+    assert install_command(set_for(torch)[0]) == command
 
 
-def test_constraints_are_the_tested_set_but_for_torch_and_vllm():
-    different = {name for name in TESTED if tested_set("2.11.0")[1][name] != TESTED[name]}
+def test_constraints_are_the_set_for_but_for_torch_and_vllm():
+    different = {name for name in TESTED if set_for("2.11.0")[1][name] != TESTED[name]}
     assert different == {"torch", "vllm"}
-    assert all(tested_set("2.13.0")[1][name] == TESTED[name] for name in TESTED)
+    assert all(set_for("2.13.0")[1][name] == TESTED[name] for name in TESTED)

@@ -24,7 +24,7 @@ def examine() -> tuple[list[str], bool]:
     What training would import is imported.
     """
     versions = {name: installed_version(name) for name in TESTED}
-    constraints, tested = tested_set(versions["torch"])
+    constraints, tested = set_for(versions["torch"])
     lines = [_version_line(name, found, tested[name]) for name, found in versions.items()]
     missing = [f"{name}=={tested[name]}" for name in NEEDED if versions[name] is None]
     if missing:
@@ -52,7 +52,7 @@ def examine() -> tuple[list[str], bool]:
     return [*lines, f"install: {install_command(constraints)}"], True
 
 
-def tested_set(torch: str | None) -> tuple[Path | None, dict[str, str]]:
+def set_for(torch: str | None) -> tuple[Path | None, dict[str, str]]:
     """Return the constraint file for a version of torch, if there is one, and its versions."""
     minor = ".".join((torch or "").split(".")[:2])
     path = SETS / f"constraints-torch{minor}.txt"
