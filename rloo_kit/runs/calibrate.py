@@ -33,6 +33,7 @@ from rloo_kit.training.preparation import (
     make_trainer_args,
     read_config,
     read_prompts,
+    tokenizer_of,
     with_whole_paths,
 )
 from rloo_kit.types import Row
@@ -144,8 +145,9 @@ def _tried(
         data = replace(data, level=wanted, num_prompts=num_prompts * len(wanted), held_out=0)
     prompts, held_out = read_prompts(replace(config, data=data), base)
     args = make_trainer_args(config, Path(config.output_dir))
-    model, tokenizer = load_policy(config, base, args)
+    tokenizer = tokenizer_of(config, base)
     prompts, held_out = fitting_prompts(tokenizer, prompts, held_out, config, args, say)
+    model, tokenizer = load_policy(config, base, args)
     rows, size = _drawn(prompts, num_prompts, config.seed), size or args.num_generations
     say(f"sampling {len(rows)} prompts x {size} completions of {config.model.name}")
     rewards = load_rewards(config.rewards, tokenizer, rewards_base, args.chat_template_kwargs)
