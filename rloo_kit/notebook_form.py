@@ -32,6 +32,7 @@ from rloo_kit.config.run_file import (
     read_run_file,
     read_value,
 )
+from rloo_kit.data.hub_tasks import HUB_TASKS
 from rloo_kit.data.prompts import BUILTIN
 from rloo_kit.diagnosis.record import read_run, text_of
 from rloo_kit.errors import KitError, ModelError, SetupError
@@ -87,7 +88,7 @@ def preview(content: dict[str, Any], fields: dict[str, str], base: Path) -> Prev
         except KitError as exc:
             errors.setdefault("model" if isinstance(exc, ModelError) else name, redact(str(exc)))
 
-    settings, card = fields["settings"].splitlines(), fields["card"]
+    settings, card = [*filter(str.strip, fields["settings"].splitlines())], fields["card"]
     rewards = {"rewards": read_value(f"[{fields['rewards']}]")}
     content["model"] = {**(content.get("model") or {}), "name": fields["model"]}
     content["data"] = {**(content.get("data") or {}), "prompts": fields["prompts"]}
@@ -106,7 +107,7 @@ def preview(content: dict[str, Any], fields: dict[str, str], base: Path) -> Prev
     if errors:
         return Preview(errors)
     for key, value in read_overrides(settings).items():
-        content[key] = {**content.get(key, {}), **value} if isinstance(value, dict) else value
+        content[key] = {**(content.get(key) or {}), **value} if isinstance(value, dict) else value
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
     return Preview({}, str(plan), samples, text, config.output_dir)
 
@@ -191,7 +192,7 @@ class Form:
         shipped = sorted(file.stem for file in EXAMPLES.glob("*.yaml"))
         options = {
             "model": [*dict.fromkeys(read_run_file(name).model.name for name in shipped)],
-            "prompts": [*BUILTIN],
+            "prompts": [*BUILTIN, *HUB_TASKS],
             "card": ["this", "8GB", "12GB", "16GB", "24GB"],
         }
         wide = {"layout": {"width": "36em"}, "style": {"description_width": "6em"}}
@@ -227,7 +228,7 @@ class Form:
         self.fields["model"].value = beside(config.model.name, base)
         self.fields["prompts"].value = beside(config.data.prompts, base)
         self.fields["rewards"].value = rewards.strip()[1:-1]
-        self.fields["card"].value = self.fields["card"].value or "this"
+        self.fields["card"].value = "this"
         self.fields["settings"].value = ""
         self._typed()
 
@@ -242,6 +243,8 @@ class Form:
     def _read(self) -> None:
         with self._reading:
             fields = self._values()
+            if self.found is not None or self.state != "idle":
+                return  # another thread has read them
             try:
                 made = {"mp_context": get_context("spawn"), "initializer": _follow_the_kernel}
                 self._reader = self._reader or ProcessPoolExecutor(1, **made)

@@ -43,12 +43,14 @@ def test_shows_plan_three_samples_and_run_file(tmp_path):
 def test_the_run_file_says_what_the_fields_say(tmp_path):
     rewards = "accuracy:2, {name: length_band, low: 6, high: 20, weight: 0.5}"
     settings = "trainer.max_steps=3\ntrainer.learning_rate=5e-4\noutput_dir=runs/mine"
-    settings += "\nvllm.enforce_eager=true"
+    settings += "\n  \nvllm.enforce_eager=true"
     found = read(tmp_path, rewards=rewards, settings=settings)
     path = tmp_path / "form.yaml"
     path.write_text(found.run_file, encoding="utf-8")
     expected = quickstart() | {"rewards": yaml.safe_load(f"[{rewards}]")}
-    assert read_run_file(path) == make_run_config(expected, settings.splitlines())
+    assert read_run_file(path) == make_run_config(
+        expected, settings.replace("  \n", "").splitlines()
+    )
     assert read_run_file(path).trainer["learning_rate"] == 5e-4
 
 
