@@ -44,7 +44,7 @@ from rloo_kit.output_folder import free_folder, latest_folder, write_atomically
 from rloo_kit.planning.planner import make_plan
 from rloo_kit.reward_lab.lab import check_rewards, columns_of
 from rloo_kit.reward_lab.probes import call_reward
-from rloo_kit.runs.child import call_in_child
+from rloo_kit.runs.child import POSIX, call_in_child
 from rloo_kit.runs.train import train
 from rloo_kit.scoring.contract import AsyncCheckedReward, CheckedReward
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
@@ -323,9 +323,9 @@ class Form:
         threading.Thread(target=self._work, args=(name,), daemon=True).start()
 
     def _stop(self) -> None:
-        """Ask the run to finish its step and save; asked again it ends at once."""
+        """Ask the run to finish its step and save; asked again, or on Windows, it ends at once."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGINT)
+            self._process.send_signal(signal.SIGINT if POSIX else signal.SIGTERM)
 
     def _started(self, process: subprocess.Popen) -> None:
         self._process, self.state = process, "running"
