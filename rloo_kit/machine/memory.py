@@ -117,8 +117,8 @@ def take_peak() -> int:
         torch.cuda.reset_peak_memory_stats()
         return peak
     try:
-        status = Path("/proc/self/status").read_text()
-        Path("/proc/self/clear_refs").write_text("5")
+        status = Path("/proc/self/status").read_text("utf-8")
+        Path("/proc/self/clear_refs").write_text("5", "utf-8")
     except OSError:
         import psutil
 
