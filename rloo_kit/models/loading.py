@@ -46,19 +46,17 @@ def load_model(
     """Return a causal language model and its tokenizer, ready for ``attach_lora``.
 
     Args:
-        name: A hub name, a folder, a ``.gguf`` file, ``tiny-thinker`` (embedded), or the folder of
-            a LoRA adapter: its base is loaded with this adapter on it, to train further.
+        name: A hub name, a folder, a .gguf file, ``tiny-thinker``, or an adapter to train further.
         max_seq_length: Longest prompt plus completion, tokens.
         load_in_4bit: NF4 weights (bitsandbytes), double quantisation.
         backend: ``auto`` (Unsloth where it starts), ``unsloth`` or ``transformers``.
-        precision: ``bf16``, ``fp16`` or ``fp32``: what its arithmetic, and weights that are not
-            4-bit, are in; ``auto``: bf16 where the device has it, else fp16, and fp32 on a CPU.
+        precision: ``bf16``, ``fp16``, ``fp32``, or ``auto``: the first that the device computes.
         fast_inference: On a GPU with Unsloth and vLLM, one copy of the base for training and vLLM;
             ``auto``: where Unsloth cannot share it, load without vLLM. Ignored elsewhere.
         max_lora_rank: Largest LoRA rank of this shared engine.
         num_sequences: Completions that it samples at a time.
         trust_remote_code: Run code that comes with the model: only for a source you trust.
-        vllm: Further ``EngineArgs`` of vLLM for an engine with a copy of the weights of its own.
+        vllm: Further ``EngineArgs`` of vLLM, where it has a copy of the weights of its own.
         **kwargs: For ``from_pretrained`` of Unsloth or transformers, and for the shared engine
             ``gpu_memory_utilization``, ``speculative_decoding`` and ``unsloth_vllm_standby``.
 
@@ -66,10 +64,9 @@ def load_model(
         ModelError: Not found, no model, too large, no safetensors, or it needs code of its own.
         ConfigError, GenerationError: A setting cannot be obeyed here.
     """
-    environment = setup(backend)
-    source, adapter = find_model(name), None
+    environment, source = setup(backend), find_model(name)
     if (adapter := adapter_in(source)) is not None:
-        if (adapter / "tokenizer_config.json").is_file():  # its chat template is trained with it
+        if _has_tokenizer(adapter):  # its chat template is trained with it
             kwargs.setdefault("tokenizer_name", str(adapter))
         max_lora_rank = max(lora_settings(adapter, {})["r"], max_lora_rank)
         source = find_model(base_of(adapter))
@@ -77,8 +74,8 @@ def load_model(
     engine = _engine_settings(sizes, kwargs, fast_inference, tuple(vllm or ()))
     why_not_shared = _why_not_shared(environment, fast_inference)
     _refuse_unused(engine.extra, why_not_shared)
+    kwargs = {"dtype": _dtype(precision, environment)} | kwargs
     kwargs |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}
-    kwargs |= {"dtype": _dtype(precision, environment)}
     load_base = _load_unsloth if environment.backend == "unsloth" else _load_transformers
     load = functools.partial(load_base, source, max_seq_length, load_in_4bit, **kwargs)
     if why_not_shared is None:
@@ -86,10 +83,10 @@ def load_model(
     with _as_model_errors(str(name)), _progress_bars(shown=not Path(source).is_dir()), quiet():
         model, tokenizer = load()
         _prepare_tokenizer(model, tokenizer)
-    keep_trainable_layout(model)
+        keep_trainable_layout(model)
     notes = notes_of(model)
-    notes.backend, notes.max_seq_length = environment.backend, max_seq_length
-    notes.vllm = dict(vllm or {})
+    notes.backend, notes.vllm = environment.backend, dict(vllm or {})
+    notes.max_seq_length = max_seq_length
     add_to_session(model)
     return (model if adapter is None else _with_adapter(model, adapter)), tokenizer
 
@@ -109,9 +106,13 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
             return read_tokenizer(Path(name))
         source = find_model(name)
         adapter = adapter_in(source)
-        if adapter is not None and not (adapter / "tokenizer_config.json").is_file():
+        if adapter is not None and not _has_tokenizer(adapter):
             return load_tokenizer(base_of(adapter), trust_remote_code=trust_remote_code)
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer_config.json").is_file()
 
 
 def _refuse_unused(extra: Mapping[str, Any], why_not_shared: str | None) -> None:
