@@ -68,7 +68,7 @@ def read_tokenizer(path: Path, cache_dir: Path | None = None) -> Any:
     path = Path(path).expanduser().absolute()
     goal = _goal(path, cache_dir)
     if goal.is_dir():
-        return AutoTokenizer.from_pretrained(goal)
+        return AutoTokenizer.from_pretrained(goal, trust_remote_code=False)
     with _reading(path):
         return AutoTokenizer.from_pretrained(**_source(path))
 
