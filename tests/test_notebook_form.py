@@ -140,8 +140,9 @@ def form(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     form = Form("form.yaml")
     yield form
+    form._timer.cancel()
     form._stop()
-    form._end_reader(wait=False)
+    form._end_reader()  # other tests count the processes that are left
 
 
 def test_the_form_begins_with_the_quickstart(form):

@@ -111,7 +111,7 @@ def assert_the_same(one, other):
                 "baseline": "shrinkage",
                 "learn_from": 1,
                 "combine": "normalize_then_sum",
-                "thinking_budget": 12,
+                "thinking_budget": 6,
             },
             marks=pytest.mark.faults,
             id="beta,num_iterations,normalize_reward,num_generations,baseline,learn_from,combine",
