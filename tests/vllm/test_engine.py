@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 import rloo_kit as rk
 from rloo_kit.sampling import vllm_inprocess as vllm_engine
@@ -121,8 +122,20 @@ def test_seeds_decide_the_completions(policy):
 
 def test_it_trains_and_the_log_probs_agree(policy, make_trainer):
     model, tokenizer, _ = policy
-    trainer = make_trainer(model, tokenizer, rollout_correction="token", max_steps=4)
+    # completions go on in a second call after so many tokens, or end where the thought is open
+    budget = {"thinking_budget": 24, "rollout_correction": "token"}
+    trainer, lengths = make_trainer(model, tokenizer, max_steps=4, **budget), []
+    closing = tokenizer.convert_tokens_to_ids("</think>")
+
+    def note(args, state, control, rollout, **_):
+        drawn = rollout.sampled.tokens.completion_ids
+        lengths.extend((len(ids), closing in ids[:24]) for ids in drawn)
+
+    trainer.add_callback(type("Note", (TrainerCallback,), {"on_completions": staticmethod(note)})())
     trainer.train()
+    assert all(closed or length <= 24 for length, closed in lengths)
+    assert max(length for length, _ in lengths) > 24
+    assert any(length == 24 and not closed for length, closed in lengths)
     logs = [log for log in trainer.state.log_history if "sampling/sync_seconds" in log]
     assert len(logs) == 4
     mean = sum(log["sampling/logp_difference_mean"] for log in logs) / len(logs)
