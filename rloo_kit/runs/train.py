@@ -162,7 +162,7 @@ def _prepare(
     check_engine(args)
     # All that a tokenizer can tell comes before the weights, which may take minutes
     tokenizer = tokenizer_of(config, base)
-    thought_limit(tokenizer, args.thinking_budget)
+    thought_limit(tokenizer, args.thinking_budget)  # refuses a model without thoughts
     load = functools.partial(
         load_rewards,
         base_dir=rewards_base,
