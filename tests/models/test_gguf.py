@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rloo_kit.errors import ModelError
-from rloo_kit.models.gguf import convert
+from rloo_kit.models.gguf import convert, read_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMOLLM2 = REPOSITORY / ".cache" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -163,6 +163,31 @@ def test_answers_end_with_the_token_of_the_template(tmp_path, template, file_eos
     assert model.generation_config.eos_token_id == ends
     assert model.config.pad_token_id == tokenizer.pad_token_id
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+
+
+def answers(tokenizer):
+    """What a tokenizer makes of a text and a chat, and back."""
+    chat = [{"role": "user", "content": "Is the 3 Ünal?"}, {"role": "assistant", "content": "no"}]
+    ids = tokenizer(" t s the 你好 <|im_end|> ").input_ids
+    shown = tokenizer.decode(ids), tokenizer.decode(ids, skip_special_tokens=True)
+    return ids, shown, tokenizer.apply_chat_template(chat)["input_ids"], tokenizer.eos_token
+
+
+@pytest.mark.parametrize("template", [CHATML, NAMES_EOS])
+def test_the_tokenizer_read_first_is_that_of_the_folder(tmp_path, template):
+    path, cache = write_gguf(tmp_path / "tiny.gguf", template=template), tmp_path / "cache"
+    first = read_tokenizer(path, cache)
+    assert not cache.exists()
+    assert answers(first) == answers(load(convert(path, cache))[1])
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_the_tokenizer_read_first_is_that_of_transformers(tmp_path, architecture):
+    from transformers import AutoTokenizer
+
+    path = write_gguf(tmp_path / "tiny.gguf", architecture=architecture)
+    slow = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    assert answers(read_tokenizer(path, tmp_path))[:3] == answers(slow)[:3]
 
 
 def test_the_folder_is_reused_until_the_file_changes(tmp_path):
