@@ -19,7 +19,6 @@ from rloo_kit.errors import ConfigError, DataError, KitError
 from rloo_kit.evaluation.evaluator import RESERVED, evaluate, settings_of
 from rloo_kit.machine.environment import setup
 from rloo_kit.machine.memory import add_to_session, session
-from rloo_kit.models.loading import find_model
 from rloo_kit.output_folder import free_folder
 from rloo_kit.reward_lab.check import RewardCheck
 from rloo_kit.reward_lab.probes import probe
@@ -36,7 +35,6 @@ from rloo_kit.scoring.contract import CheckedReward
 from rloo_kit.scoring.loading import LoadedReward, RewardSpec, load_rewards
 from rloo_kit.text.redaction import redact_tree
 from rloo_kit.training.preparation import (
-    beside,
     fitting_prompts,
     load_policy,
     make_trainer_args,
@@ -203,13 +201,8 @@ def _read(
 
 def _tokenizer(config: RunConfig, base: Path) -> Any:
     """Return the run's tokenizer; None where its model is not on this machine."""
-    from transformers import AutoTokenizer
-
     try:
-        place = find_model(beside(config.model.name, base))
-        return AutoTokenizer.from_pretrained(
-            place, trust_remote_code=config.model.trust_remote_code
-        )
+        return tokenizer_of(config, base)
     except (KitError, OSError, ValueError):
         return None
 
