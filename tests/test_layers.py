@@ -191,3 +191,19 @@ def test_examples_in_docstrings_are_true(name):
     result = doctest.testmod(importlib.import_module(name))
     assert result.attempted > 0
     assert result.failed == 0
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "scripts"])
+def test_programs_import_names_that_exist(folder):
+    """Most programs of these folders take too long for a test to run."""
+    wanted = {
+        (node.module, alias.name)
+        for path in (ROOT / folder).glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rloo_kit")
+        for alias in node.names
+    }
+    assert wanted
+    for module, name in sorted(wanted):
+        whole = importlib.import_module(module)
+        assert hasattr(whole, name) or importlib.import_module(f"{module}.{name}")
