@@ -1,9 +1,9 @@
 """Learning rate, rank, alpha and layers of the adapter: one short training for each combination.
 
     python benchmarks/learning_rate.py                            # the embedded model, all cells
-    python benchmarks/learning_rate.py --cells /alpha16/all/ seed1    # those with both in the name
+    python benchmarks/learning_rate.py --cells /r8/ seed1        # those with both in the name
     python benchmarks/learning_rate.py --model smollm2 --minutes 60
-    python benchmarks/learning_rate.py --report                  # the picture and the page
+    python benchmarks/learning_rate.py --report                  # the picture and the page, of both
 
 A cell is a run file of examples/ with another ``learning_rate``, ``r``, ``lora_alpha``,
 ``target_modules`` and ``seed``. Its result is appended to a file in benchmarks/results as one
@@ -12,7 +12,6 @@ line, and cells that are there are not run again: stop it when you like, and sta
 """
 
 import argparse
-import itertools
 import json
 import math
 import statistics
@@ -27,9 +26,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "explanation" / "learning-rate.md"
 PICTURE = ROOT / "docs" / "pictures" / "learning_rate.svg"
 RATES = (3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
-RANKS = (1, 8, 32)
-ALPHAS = (16, 32)
 ATTENTION = "[q_proj,k_proj,v_proj,o_proj]"
+# Rank, alpha, layers: one differs from the first
+SHAPES = ((8, 16, "all"), (1, 16, "all"), (32, 16, "all"), (8, 32, "all"), (8, 16, "attention"))
 LAYERS = {"all": f"{ATTENTION[:-1]},gate_proj,up_proj,down_proj]", "attention": ATTENTION}
 
 
@@ -40,6 +39,7 @@ class Subject:
     run_file: str
     seeds: int
     metric: str  # of the held-out prompts
+    rates: tuple[float, ...]
     overrides: tuple[str, ...]
 
 
@@ -48,9 +48,10 @@ SUBJECTS = {
         "quickstart",
         5,
         "accuracy",
+        RATES,
         ("trainer.max_steps=24", "trainer.per_device_train_batch_size=32", "data.held_out=128"),
     ),
-    "smollm2": Subject(str(ROOT / "examples" / "smollm2.yaml"), 2, "rouge", ()),
+    "smollm2": Subject(str(ROOT / "examples" / "smollm2.yaml"), 2, "rouge", RATES[3:], ()),
 }
 
 
@@ -80,11 +81,11 @@ class Cell:
         ]
 
 
-def cells(seeds: int) -> Iterator[Cell]:
+def cells(subject: Subject) -> Iterator[Cell]:
     """Every cell, seed by seed, so that a run that is stopped early has seen most settings."""
-    for seed, layers, alpha in itertools.product(range(1, seeds + 1), LAYERS, ALPHAS):
-        for r, rate in itertools.product(RANKS, RATES):
-            yield Cell(rate, r, alpha, layers, seed)
+    for seed in range(1, subject.seeds + 1):
+        for shape in SHAPES:
+            yield from (Cell(rate, *shape, seed) for rate in subject.rates)
 
 
 def results(model: str) -> Path:
@@ -118,6 +119,7 @@ def run(cell: Cell, subject: Subject) -> dict:
         "steps": result.steps,
         "before": result.before.rewards[subject.metric],
         "score": result.after.rewards[subject.metric],
+        "scores": result.after.rewards,
         "reward": statistics.fmean(row["reward"] for row in last),
         "kl": statistics.fmean(row["kl/sequence"] for row in last),
         "seconds": round(time.monotonic() - began),
@@ -128,7 +130,7 @@ def sweep(model: str, wanted: list[str], minutes: float) -> None:
     """Run the cells that are not in the result file."""
     subject, end = SUBJECTS[model], time.monotonic() + 60 * minutes
     known = {Cell(*(row[name] for name in Cell.__annotations__)) for row in read(model)}
-    for cell in cells(subject.seeds):
+    for cell in cells(subject):
         if cell in known or not all(text in cell.name for text in wanted):
             continue
         if time.monotonic() > end:
@@ -157,7 +159,7 @@ def grouped(model: str) -> dict[tuple, dict[float, list[dict]]]:
 
 def table(model: str) -> str:
     """Held-out score of every setting that was run, as Markdown."""
-    settings = grouped(model)
+    settings, rows, subject = grouped(model), read(model), SUBJECTS[model]
     rates = sorted({rate for runs in settings.values() for rate in runs})
     lines = [
         "| layers | alpha | r | " + " | ".join(f"{rate:.0e}" for rate in rates) + " |",
@@ -170,40 +172,37 @@ def table(model: str) -> str:
             spread = f" ({low:.2f} to {high:.2f})" if low < high else ""
             values.append("" if math.isnan(mean) else f"{mean:.2f}{spread}")
         lines.append(f"| {layers} | {alpha} | {r} | {' | '.join(values)} |")
-    rows, subject = read(model), SUBJECTS[model]
-    whole = len(list(cells(subject.seeds)))
+    whole = len(list(cells(subject)))
     before = statistics.fmean(row["before"] for row in rows if row.get("before") is not None)
     lines += [
         "",
-        f"Held-out {subject.metric} by learning rate, mean (range) of the seeds that ran; "
+        f"{model}: held-out {subject.metric} by learning rate, mean (range) of the seeds that ran; "
         f"{before:.2f} before training. {len(rows)} of {whole} cells have run.",
     ]
     return "\n".join(lines)
 
 
-def picture(model: str) -> None:
+def picture(models: list[str]) -> None:
     """Score over learning rate, a line for each setting, bars from the lowest seed to the best."""
-    import matplotlib as mpl
+    from learn_step_report import pyplot
 
-    mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "rloo-kit"  # the same results give the same file
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.2, 3.8), layout="constrained")
-    settings = grouped(model)
-    for place, ((layers, alpha, r), runs) in enumerate(settings.items()):
-        rates = sorted(runs)
-        means, lows, highs = zip(*(mean_and_range(runs[rate]) for rate in rates), strict=True)
-        bars = [[m - low for m, low in zip(means, lows, strict=True)],
-                [high - m for m, high in zip(means, highs, strict=True)]]  # fmt: skip
-        aside = 1 + 0.03 * (place - len(settings) / 2)  # bars of equal rates stay apart
-        label = f"r {r}, alpha {alpha}, {layers}"
-        axes.errorbar([rate * aside for rate in rates], means, bars, marker=".", label=label)
-    axes.set_xscale("log")
-    axes.set_xlabel("learning rate")
-    axes.set_ylabel(f"held-out {SUBJECTS[model].metric}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    figure, panels = pyplot.subplots(
+        1, len(models), figsize=(6.4 * len(models), 3.8), layout="constrained", squeeze=False
+    )
+    for model, axes in zip(models, panels[0], strict=True):
+        settings = grouped(model)
+        for place, ((layers, alpha, r), runs) in enumerate(settings.items()):
+            rates = sorted(runs)
+            means, lows, highs = zip(*(mean_and_range(runs[rate]) for rate in rates), strict=True)
+            bars = [[m - low for m, low in zip(means, lows, strict=True)],
+                    [high - m for m, high in zip(means, highs, strict=True)]]  # fmt: skip
+            aside = 1 + 0.03 * (place - len(settings) / 2)  # bars of equal rates stay apart
+            label = f"r {r}, alpha {alpha}, {layers}"
+            axes.errorbar([rate * aside for rate in rates], means, bars, marker=".", label=label)
+        axes.set(xscale="log", xlabel="learning rate", title=model)
+        axes.set_ylabel(f"held-out {SUBJECTS[model].metric}")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].legend(frameon=False, fontsize=8)
     figure.savefig(PICTURE, metadata={"Date": None})
 
 
@@ -218,8 +217,9 @@ def main() -> None:
     if arguments.report:
         from learn_step_report import put
 
-        put(PAGE, "learning-rate", table(arguments.model))
-        picture(arguments.model)
+        models = [model for model in SUBJECTS if read(model)]
+        put(PAGE, "learning-rate", "\n\n".join(table(model) for model in models))
+        picture(models)
         return
     sweep(arguments.model, arguments.cells, arguments.minutes)
 

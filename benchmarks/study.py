@@ -35,7 +35,7 @@ from transformers import TrainerCallback
 
 import rloo_kit as rk
 from rloo_kit.config.run_file import find_run_file
-from rloo_kit.data.prompts import prompt_ids
+from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.evaluation.evaluator import evaluate, settings_of
 from rloo_kit.machine.lm_head import token_log_probs
 from rloo_kit.scoring.loading import load_rewards

@@ -1,6 +1,7 @@
 """The page and the picture of study.py: docs/explanation/study.md."""
 
 import statistics
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,13 @@ def above_base(runs: Runs, arm: str) -> list[float]:
     return [mine[s]["curve"][-1][2] - base[s]["curve"][-1][2] for s in base if s in mine]
 
 
+def above_base_in_time(runs: Runs, arm: str) -> list[float]:
+    """Return by how much each seed is above the kit's RLOO in the seconds that this one takes."""
+    base, mine = quiet(runs, BASE), quiet(runs, arm)
+    ends = {seed: row["curve"][-1] for seed, row in base.items() if seed in mine}
+    return [score_at(mine[seed], end[1]) - end[2] for seed, end in ends.items()]
+
+
 def quiet(runs: Runs, arm: str) -> dict[int, dict[str, Any]]:
     """Return the runs whose seconds count."""
     return {seed: row for seed, row in runs.get(arm, {}).items() if row["quiet"]}
@@ -59,17 +67,20 @@ def cells(runs: Runs, arm: str) -> dict[str, str]:
     }
 
 
-def verdict(runs: Runs) -> str:
+def verdict(runs: Runs, above: Callable[[Runs, str], list[float]]) -> str:
     """Say which arms differ from the kit's RLOO by more than chance."""
-    enough = {arm: above_base(runs, arm) for arm in runs if arm != BASE}
+    enough = {arm: above(runs, arm) for arm in runs if arm != BASE}
     enough = {arm: values for arm, values in enough.items() if len(values) >= 3}
     apart = [
-        f"{arm} ends {shown(values, '+')} from the kit's RLOO"
+        f"{arm} {shown(values, '+')}"
         for arm, values in enough.items()
         if not interval(values)[1] <= 0 <= interval(values)[2]
     ]
-    none = "no arm ends above or below the kit's RLOO by more than chance"
-    return ("; ".join(apart) or none) if enough else "too few seeds have run to tell arms apart"
+    if not enough:
+        return "too few seeds have run to tell arms apart"
+    if not apart:
+        return "no arm ends above or below the kit's RLOO by more than chance"
+    return f"these differ from the kit's RLOO by more than chance: {'; '.join(apart)}"
 
 
 def picture(tasks: dict[str, Runs]) -> None:
@@ -111,7 +122,12 @@ def write(rows: list[dict[str, Any]], titles: dict[str, str], planned: int) -> N
     names = [name for name in table[0] if any(row[name] for row in table)]
     lines = [names, ["---"] * len(names), *([row[name] for name in names] for row in table)]
     put(PAGE, "study", "\n".join(f"| {' | '.join(line)} |" for line in lines))
-    said = [f"- **{title}**: at equal steps {verdict(runs)}." for title, runs in tasks.items()]
+    said = []
+    for title, runs in tasks.items():
+        said.append(f"- **{title}**, equal steps: {verdict(runs, above_base)}.")
+        if any(quiet(runs, arm) for arm in runs if arm != BASE):
+            in_time = verdict(runs, above_base_in_time)
+            said.append(f"- **{title}**, equal seconds (those of the kit's RLOO): {in_time}.")
     done = len({(r["task"], r["arm"], r["seed"]) for r in rows if "GSM8K" not in titles[r["task"]]})
     said.append(f"- {done} of {planned} runs on a CPU are done.")
     put(PAGE, "study-verdicts", "\n".join(said))

@@ -29,9 +29,18 @@ def runs(**ends):
 def test_an_arm_is_apart_only_where_its_interval_leaves_0_out(report):
     base = [0.80, 0.85, 0.90]
     apart = runs(kit_RLOO=base, TRL_GRPO=[0.70, 0.76, 0.80])
-    assert "TRL GRPO ends -0.10 [" in report.verdict(apart)
-    assert report.verdict(runs(kit_RLOO=base, TRL_GRPO=[0.70, 0.95, 0.90])).startswith("no arm")
-    assert "too few" in report.verdict(runs(kit_RLOO=base[:2], TRL_GRPO=[0.1, 0.1]))
+    level, few = runs(kit_RLOO=base, TRL_GRPO=[0.70, 0.95, 0.90]), runs(kit_RLOO=[1], TRL_GRPO=[0])
+    assert "TRL GRPO -0.10 [" in report.verdict(apart, report.above_base)
+    assert report.verdict(level, report.above_base).startswith("no arm")
+    assert "too few" in report.verdict(few, report.above_base)
+
+
+def test_in_the_same_seconds_a_slower_arm_is_behind(report):
+    slow = {seed: run(0.9, 20.0) for seed in range(3)}
+    found = {"kit RLOO": {seed: run(0.9, 10.0) for seed in range(3)}, "TRL RLOO": slow}
+    assert report.above_base_in_time(found, "TRL RLOO") == pytest.approx([-0.2] * 3)
+    slow[0]["quiet"] = False
+    assert len(report.above_base_in_time(found, "TRL RLOO")) == 2
 
 
 def test_seconds_come_from_quiet_runs_alone(report):
