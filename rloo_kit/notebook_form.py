@@ -35,7 +35,7 @@ from rloo_kit.config.run_file import (
 from rloo_kit.data.hub_tasks import HUB_TASKS
 from rloo_kit.data.prompts import BUILTIN
 from rloo_kit.diagnosis.record import read_run, text_of
-from rloo_kit.errors import KitError, ModelError, SetupError
+from rloo_kit.errors import ConfigError, KitError, ModelError, SetupError
 from rloo_kit.live.notebook import DRAWING_SECONDS, page_of
 from rloo_kit.live.view import number_text, progress_of
 from rloo_kit.machine.environment import quiet
@@ -49,10 +49,15 @@ from rloo_kit.runs.train import train
 from rloo_kit.scoring.contract import AsyncCheckedReward, CheckedReward
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.redaction import redact
+from rloo_kit.text.wording import format_value
 from rloo_kit.training.preparation import beside, read_config, read_prompts
 
 # Seconds without a key before the fields are read, and that reading them may take
 PAUSE, LIMIT = 0.5, 120.0
+TOO_SLOW = (
+    f"reading the fields takes more than {LIMIT:.0f} s: if prompts are being downloaded, run "
+    "rk.load_prompts on them in a cell first, then change a field to try again"
+)
 SAMPLES = 3
 LOG_LINES = 200
 FIELDS = ("model", "prompts", "rewards", "card", "settings")
@@ -86,7 +91,9 @@ def preview(content: dict[str, Any], fields: dict[str, str], base: Path) -> Prev
         try:
             return call(*args, **options)
         except KitError as exc:
-            errors.setdefault("model" if isinstance(exc, ModelError) else name, redact(str(exc)))
+            text = redact(str(exc))
+            field = "model" if isinstance(exc, ModelError) else text.partition(":")[0]
+            errors.setdefault(field if field in FIELDS else name, text)
 
     settings, card = [*filter(str.strip, fields["settings"].splitlines())], fields["card"]
     rewards = {"rewards": read_value(f"[{fields['rewards']}]")}
@@ -95,7 +102,10 @@ def preview(content: dict[str, Any], fields: dict[str, str], base: Path) -> Prev
     if attempt("rewards", make_run_config, rewards):
         content |= rewards
     # Where the settings are wrong, the other fields are read without them.
-    config = attempt("settings", make_run_config, content, settings) or make_run_config(content)
+    config = attempt("settings", make_run_config, content, settings)
+    if "rewards" in errors:
+        content.pop("rewards", None)
+    config = config or make_run_config(content)
     config, _ = attempt("settings", read_config, config, ()) or (config, base)
     if card != "this":
         attempt("card", find_card, card)
@@ -159,8 +169,10 @@ def form(path: str | Path = "form.yaml") -> Any:
 
     Raises:
         SetupError: ipywidgets is not installed.
-        ConfigError: The run file is wrong.
+        ConfigError: The run file is wrong, or its folder does not exist.
     """
+    if not (folder := Path(path).absolute().parent).is_dir():
+        raise ConfigError(f"the folder {format_value(str(folder))} does not exist: make it first")
     if find_spec("ipywidgets") is None:
         raise SetupError('rk.form() needs ipywidgets: pip install "rloo-kit[notebook]"')
     return Form(path).page
@@ -192,7 +204,7 @@ class Form:
         shipped = sorted(file.stem for file in EXAMPLES.glob("*.yaml"))
         options = {
             "model": [*dict.fromkeys(read_run_file(name).model.name for name in shipped)],
-            "prompts": [*BUILTIN, *HUB_TASKS],
+            "prompts": [*BUILTIN, *(name for name, task in HUB_TASKS.items() if task.train)],
             "card": ["this", "8GB", "12GB", "16GB", "24GB"],
         }
         wide = {"layout": {"width": "36em"}, "style": {"description_width": "6em"}}
@@ -250,7 +262,10 @@ class Form:
                 self._reader = self._reader or ProcessPoolExecutor(1, **made)
                 asked = self._reader.submit(preview, self._content, fields, self.path.parent)
                 found = asked.result(LIMIT)
-            except Exception as exc:  # a library's, a reward's; too slow; the process was killed
+            except TimeoutError:
+                found = Preview({"prompts": TOO_SLOW})
+                self._end_reader(wait=False)
+            except Exception as exc:  # a library's, a reward's; the process was killed
                 found = Preview({"settings": _text_of(exc)})
                 self._end_reader(wait=False)
         if fields != self._values() or self.state != "idle":
@@ -308,7 +323,11 @@ class Form:
             self._stop()
             return
         assert self.found is not None
-        write_atomically(self.path, self.found.run_file.encode())
+        try:
+            write_atomically(self.path, self.found.run_file.encode())
+        except OSError as exc:
+            self._show(f"the run file {self.path} cannot be written ({exc.strerror})")
+            return
         folder = {"check": lambda _: None, "train": free_folder, "resume": latest_folder}[name]
         self._folder, self.state = folder(self.found.output_dir), "starting"
         self._log.clear()

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 import rloo_kit as rk
+from rloo_kit import notebook_form
 from rloo_kit.config.run_file import find_run_file, make_run_config, read_run_file
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.notebook_form import BUTTONS, FIELDS, Form, preview
@@ -91,6 +92,19 @@ def test_a_reward_whose_column_is_missing_is_found(tmp_path):
     assert sentence.startswith("reward 'accuracy' needs the dataset column 'answer'")
 
 
+def test_accuracy_of_a_worked_task_is_refused_at_the_rewards(tmp_path):
+    answer = "It is <<1+2=3>>3.\n#### 3"
+    rows = [{"question": f"Day {n}. 1 + 2?", "answer": answer} for n in range(300)]
+    (tmp_path / "copy.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = read(tmp_path, rewards="accuracy", prompts="gsm8k:copy.jsonl")
+    assert set(found.errors) == {"rewards"}
+    assert "write {name: accuracy, match: number}" in found.errors["rewards"]
+    right = "{name: accuracy, match: number}"
+    found = read(tmp_path, rewards=right, prompts="gsm8k:copy.jsonl")
+    assert not found.errors
+    assert "accuracy 1" in found.samples
+
+
 def test_paths_start_at_the_folder_of_the_run_file(tmp_path):
     (tmp_path / "mine.jsonl").write_text(json.dumps({"prompt": "Why?", "answer": "So"}) + "\n")
     (tmp_path / "polite.py").write_text(
@@ -122,6 +136,11 @@ def test_a_wrong_run_file_is_refused(tmp_path):
     (tmp_path / "mine.yaml").write_text("trainer: {betta: 1}")
     with pytest.raises(ConfigError, match="betta"):
         rk.form(tmp_path / "mine.yaml")
+
+
+def test_a_folder_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist: make it first"):
+        rk.form(tmp_path / "new" / "form.yaml")
 
 
 def until(form, condition, seconds=120):
@@ -209,6 +228,21 @@ def test_an_error_of_a_run_is_shown(form, tmp_path):
 
 
 @pytest.mark.long
+def test_reading_that_takes_too_long_is_said_at_the_prompts(form, monkeypatch):
+    monkeypatch.setattr(notebook_form, "LIMIT", 0.0)
+    form.fields["settings"].value = "trainer.max_steps=2"
+    until(form, lambda: form.parts["prompts"].value.count("to try again"))
+    assert "correct the fields first" in form.parts["status"].value
+
+
+def test_a_run_file_that_cannot_be_written_is_said(form):
+    until(form, lambda: "train" in pressable(form))
+    form.path = form.path.parent / "gone" / "form.yaml"
+    form.press("train")
+    assert "cannot be written (No such file or directory)" in form.parts["status"].value
+    assert form.state == "idle"
+
+
 def test_check_says_what_the_rewards_do(form):
     form.fields["settings"].value = "trainer.per_device_train_batch_size=8"
     until(form, lambda: form.found is not None)

@@ -403,16 +403,28 @@ def _check_trainer(values: dict[str, Any], errors: list[str]) -> dict[str, Any]:
         return values
 
 
+def _is_plain_accuracy(reward: Any) -> bool:
+    if isinstance(reward, dict):
+        return reward.get("name") == "accuracy" and reward.keys() <= {"name", "weight"}
+    return isinstance(reward, str) and reward.partition(":")[0] == "accuracy"
+
+
 def _check_together(config: RunConfig) -> list[str]:
     """Return what is wrong between settings that are right one by one."""
     model, data, stops = config.model, config.data, config.trainer.get("stop_on") or ()
     completion = config.trainer.get("max_completion_length") or DEFAULTS["max_completion_length"]
+    task = data.prompts.partition(":")[0]
+    plain = [_is_plain_accuracy(one) for one in config.rewards]
     is_wrong = {
         "lora.target_modules is empty: name at least one linear layer, such as q_proj": (
             not config.lora.target_modules
         ),
         "rewards: is empty, so there is nothing to learn from: give at least one": (
             not config.rewards
+        ),
+        f"rewards: accuracy compares the whole answer, and {task} asks for a worked one: write "
+        "{name: accuracy, match: number}": (
+            TASK_REWARDS.get(task) == _NUMBER and data.system is None and any(plain)
         ),
         f"output_dir is {config.output_dir!r}, must name a folder to make": (
             not Path(config.output_dir).name

@@ -96,8 +96,11 @@ def read_hub_task(name: str, split: str) -> list[Row]:
     """
     short, _, path = name.partition(":")
     task = HUB_TASKS[short]
+    if split not in ("train", "held_out"):
+        raise DataError(f"split {format_value(split)} of {short} must be train or held_out")
+    whole_file = path and not local_path(path).is_dir()
     own = task.held_out if split == "held_out" else task.train or task.held_out
-    if own is None:
+    if own is None or (whole_file and split == "held_out"):
         raise DataError(f"{short} has no held-out split: data.held_out takes its last rows")
     placed = _read_files(local_path(path), task, own) if path else _read_hub(short, task, own)
     rows: dict[str, Row] = {}

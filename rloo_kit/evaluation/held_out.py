@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.run_file import EXAMPLES, RunConfig, make_run_config, read_overrides
+from rloo_kit.data.hub_tasks import hub_task
 from rloo_kit.data.lengths import drop_long_prompts, prompt_ids
 from rloo_kit.data.prompts import is_task, load_prompts
 from rloo_kit.errors import ConfigError, DataError, GenerationError
@@ -198,21 +199,23 @@ def _prompts(
     config: RunConfig, prompts: str | Path | None, most: int | None, given: Mapping[str, Any]
 ) -> Any:
     data, name = config.data, str(prompts or config.data.prompts)
-    if prompts is not None and not is_task(name):
+    is_known = hub_task(name) is not None
+    has_own_split = is_task(name)
+    if prompts is not None and not has_own_split and not (is_known and name == data.prompts):
         asked = load_prompts(
             name,
-            split=data.split,
+            split="train" if is_known else data.split,
             num_prompts=most,
             system=data.system,
             chat=data.chat,
             seed=config.seed,
-            columns=data.columns,
+            columns=None if is_known else data.columns,
         )
     else:
         if name != data.prompts:  # another task has levels and settings of its own
             own = [key for key in ("level", "settings") if key not in given]
-            data = replace(data, prompts=name, columns=None, **dict.fromkeys(own))
-        if prompts is not None:
+            data = replace(data, prompts=name, split="train", columns=None, **dict.fromkeys(own))
+        if prompts is not None and has_own_split:
             data = replace(data, held_out=most or data.held_out or None)
         _, asked = read_prompts(replace(config, data=data), EXAMPLES)
     if asked is None:

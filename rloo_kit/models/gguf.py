@@ -19,6 +19,9 @@ from rloo_kit.text.chat_templates import end_of_turn_id
 from rloo_kit.text.wording import first_line, format_value
 
 MAGIC = b"GGUF"
+CONVERSION = 2  # counts changes of what a file is converted into
+# Values of `tokenizer.ggml.token_type`
+CONTROL, USER_DEFINED = 3, 4
 # Tokens to pad with where the file's own would end a completion
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>")
 
@@ -70,21 +73,48 @@ def read_tokenizer(path: Path, cache_dir: Path | None = None) -> Any:
     if goal.is_dir():
         return AutoTokenizer.from_pretrained(goal, trust_remote_code=False)
     with _reading(path):
-        return _read_tokenizer(path) or AutoTokenizer.from_pretrained(**_source(path))
+        metadata = _vocabulary(path)
+        made = _make_tokenizer(metadata) or AutoTokenizer.from_pretrained(**_source(path))
+        _register_tokens(made, metadata)
+    return made
 
 
-def _read_tokenizer(path: Path) -> Any | None:
-    """Return the tokenizer by transformers' fast reader of metadata, or None if it has no converter.
+def _vocabulary(path: Path) -> dict[str, Any]:
+    """Return the metadata of a file, of its lists only those of tokens."""
+    from transformers.integrations.gguf import read_gguf_metadata
+
+    return read_gguf_metadata(str(path), ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"))[0]
+
+
+def _register_tokens(tokenizer: Any, metadata: dict[str, Any]) -> None:
+    """Keep control and user-defined tokens whole, such as Qwen3's ``</think>``.
+
+    The converters of transformers 5.17 register three names for Qwen and none for Gemma; all others
+    would be split into pieces wherever a prompt has them.
+    """
+    from tokenizers import AddedToken
+
+    tokens = metadata["tokenizer.ggml.tokens"]
+    kinds = metadata.get("tokenizer.ggml.token_type", ())
+    known = tokenizer.get_added_vocab()
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=kind == CONTROL)
+            for token, kind in zip(tokens, kinds, strict=False)
+            if kind in (CONTROL, USER_DEFINED) and token not in known
+        ]
+    )
+
+
+def _make_tokenizer(metadata: dict[str, Any]) -> Any | None:
+    """Return a tokenizer by transformers' fast reader; None where it has no converter.
 
     AutoTokenizer takes that reader for one architecture only (transformers 5.17); its other one
     needs 4 s for 49,000 tokens, and runs twice.
     """
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations import ggml
-    from transformers.integrations.gguf import read_gguf_metadata
 
-    arrays = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
-    metadata, _ = read_gguf_metadata(str(path), arrays)
     architecture = metadata["general.architecture"]
     names = {architecture, f"{architecture}_text"} & ggml.GGUF_TO_FAST_CONVERTERS.keys()
     if not names:
@@ -137,7 +167,7 @@ def _source(path: Path) -> dict[str, Any]:
 
 
 def _check_file(path: Path) -> str:
-    """Return path, size and modification time of a file that starts like a GGUF file."""
+    """Return what the folder of a file that starts like a GGUF file depends on."""
     try:
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))
@@ -152,7 +182,7 @@ def _check_file(path: Path) -> str:
             f"{format_value(str(path))} is not a GGUF file: it starts with {magic!r}; give the "
             "path of a .gguf file, or download it again"
         )
-    return f"{path} {stat.st_size} {stat.st_mtime_ns}"
+    return f"{CONVERSION} {path} {stat.st_size} {stat.st_mtime_ns}"
 
 
 def _read(path: Path) -> tuple[Any, Any, list[str]]:
@@ -162,6 +192,7 @@ def _read(path: Path) -> tuple[Any, Any, list[str]]:
 
     source = _source(path)
     tokenizer = AutoTokenizer.from_pretrained(**source)
+    _register_tokens(tokenizer, _vocabulary(path))
     auto_model: Any = AutoModelForCausalLM  # its stub leaves out output_loading_info
     model, info = auto_model.from_pretrained(
         **source,

@@ -97,7 +97,7 @@ def calibrate(
     if not count_levels(config.data.prompts):
         kept, lines = chosen.with_signal, file.with_suffix(".jsonl")
         held_out = [row for row in held_out if row.get("level") == chosen.level] or held_out
-        text = "".join(f"{json.dumps(row)}\n" for row in [*kept, *held_out])
+        text = "".join(f"{json.dumps(row, default=str)}\n" for row in [*kept, *held_out])
         write_atomically(lines, text.encode())
         new = dict.fromkeys(("num_prompts", "columns", "level", "settings"))
         new |= {"prompts": lines.name, "held_out": len(held_out)}
@@ -114,7 +114,8 @@ def _free_file(source: str | Path | RunConfig, output: str | Path | None) -> Pat
     """Return where the new run file goes; neither it nor its prompts exist."""
     old = Path("run.yaml" if isinstance(source, RunConfig) else source)
     place = old.parent if old.is_file() else Path()
-    file = place / f"{old.stem}-calibrated.yaml" if output is None else Path(output)
+    name = old.stem if old.suffix in (".yaml", ".yml") else old.name  # qwen3-0.6b-8gb has no suffix
+    file = place / f"{name}-calibrated.yaml" if output is None else Path(output)
     taken = any(os.path.lexists(one) for one in (file, file.with_suffix(".jsonl")))
     if taken or file.suffix != ".yaml" or not file.absolute().parent.is_dir():
         raise ConfigError(

@@ -131,7 +131,7 @@ def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
             "train on gsm8k or dapo-math"
         )
     if is_task(name):
-        train, held_out = load_prompts(name, **common), None
+        train, held_out = load_prompts(name, split=data.split, **common), None
         number = MAX_HELD_OUT if data.held_out is None else data.held_out
         if number:
             common["num_prompts"] = number

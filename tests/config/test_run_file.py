@@ -123,6 +123,14 @@ WRONG = [
     ({"lora": {"target_modules": []}}, "name at least one linear layer"),
     ({"model": {"backend": "vllm"}}, "must be auto, unsloth or transformers"),
     ({"rewards": []}, "rewards: is empty"),
+    (
+        {"data": {"prompts": "gsm8k:copy"}, "rewards": ["thinking", "accuracy:0.5"]},
+        "rewards: accuracy compares the whole answer, and gsm8k asks for a worked one",
+    ),
+    (
+        {"data": {"prompts": "dapo-math"}, "rewards": [{"name": "accuracy", "weight": 2.0}]},
+        "write {name: accuracy, match: number}",
+    ),
     ({"model": {"max_seq_length": 512}}, "trainer.max_completion_length 512 leaves no space"),
     ({"output_dir": "."}, "output_dir is '.'"),
     ({"trainer": {"output_dir": "x"}}, "set output_dir, at the top of the run file"),
@@ -137,6 +145,12 @@ WRONG = [
 @pytest.mark.parametrize(("content", "message"), WRONG, ids=lambda value: str(value)[:40])
 def test_an_error_names_the_key_and_the_value(content, message):
     assert message in error_of(content)
+
+
+def test_accuracy_fits_a_worked_task_where_it_reads_the_number_or_the_prompt_is_ones_own():
+    data = {"prompts": "gsm8k"}
+    make_run_config({"data": data, "rewards": [{"name": "accuracy", "match": "number"}]})
+    make_run_config({"data": data | {"system": "The number alone."}, "rewards": ["accuracy"]})
 
 
 def test_all_errors_come_in_one_message():

@@ -12,6 +12,7 @@ from rloo_kit.config.run_file import TASK_REWARDS, DataSection, RunConfig, make_
 from rloo_kit.data.hub_tasks import HUB_TASKS, SYSTEM
 from rloo_kit.data.prompts import load_prompts
 from rloo_kit.errors import DataError
+from rloo_kit.evaluation.held_out import _prompts
 from rloo_kit.training.preparation import read_prompts, with_whole_paths
 
 INSTRUCTION = (
@@ -86,6 +87,30 @@ def test_gsm8k_in_one_file_holds_out_its_last_rows(copy):
     assert held_out["answer"] == [str(1000 + n) for n in range(15, 20)]
 
 
+def asked(config, name, most=None):
+    return _prompts(config, name, most, {})["answer"]
+
+
+def test_a_run_with_columns_is_evaluated_on_a_known_dataset(copy):
+    file = write(copy / "one.parquet", gsm8k(7, 3))
+    data = DataSection(prompts="mine.jsonl", columns={"prompt": "question"}, split="mine")
+    assert asked(RunConfig(data=data), f"gsm8k:{file}") == ["1007", "1008", "1009"]
+    assert asked(RunConfig(data=data), f"gsm8k:{copy}", 2) == ["1100", "1101"]
+
+
+def test_a_run_on_one_file_is_evaluated_on_the_rows_that_it_held_out(copy):
+    name = f"gsm8k:{copy / 'main' / 'train-00000-of-00001.parquet'}"
+    config = RunConfig(data=DataSection(prompts=name, held_out=5))
+    assert asked(config, name) == [str(1000 + n) for n in range(15, 20)]
+    assert asked(config, name, 3) == ["1015", "1016", "1017"]
+
+
+def test_another_split_of_a_task_is_refused(copy):
+    data = DataSection(prompts=f"gsm8k:{copy}", split="test")
+    with pytest.raises(DataError, match="must be train or held_out"):
+        read_prompts(RunConfig(data=data), copy)
+
+
 @pytest.mark.parametrize(
     "prompt", [[{"content": INSTRUCTION.format(PROBLEM), "role": "user"}], PROBLEM]
 )
@@ -150,6 +175,8 @@ def test_a_row_of_another_dataset_is_named(row, message, tmp_path):
         ("gsm8k", {"columns": {"prompt": "question"}}, "columns has no effect"),
         ("dapo-math", {"level": 2}, "level has no effect"),
         ("dapo-math", {"split": "held_out"}, "dapo-math has no held-out split"),
+        ("gsm8k:one.jsonl", {"split": "held_out"}, "gsm8k has no held-out split"),
+        ("gsm8k", {"split": "test"}, "split 'test' of gsm8k must be train or held_out"),
     ],
 )
 def test_what_a_known_dataset_has_not_is_refused(name, options, message):

@@ -11,6 +11,7 @@ from rloo_kit.models.gguf import convert, read_tokenizer
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMOLLM2 = REPOSITORY / ".cache" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+THINK = ["<think>", "</think>"]
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -52,7 +53,7 @@ def write_gguf(path, *, architecture="llama", template=CHATML, eos=2, tied=True,
     """Write a llama of one layer with random weights over raw bytes and three special tokens."""
     gguf = pytest.importorskip("gguf")
     numpy = pytest.importorskip("numpy")
-    tokens = [*SPECIAL, *byte_alphabet(), "Ġt", "Ġs"]
+    tokens = [*SPECIAL, *byte_alphabet(), "Ġt", "Ġs", *THINK, "<|turn|>"]
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
     for key, value in LLAMA.items():
@@ -61,7 +62,8 @@ def write_gguf(path, *, architecture="llama", template=CHATML, eos=2, tied=True,
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
-    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)))
+    plain = len(tokens) - len(SPECIAL) - len(THINK) - 1
+    writer.add_token_types([3] * len(SPECIAL) + [1] * plain + [4] * len(THINK) + [3])
     writer.add_token_merges(["Ġ t", "Ġ s"])  # two: transformers unpacks a list of one
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(eos)
@@ -168,7 +170,7 @@ def test_answers_end_with_the_token_of_the_template(tmp_path, template, file_eos
 def answers(tokenizer):
     """What a tokenizer makes of a text and a chat, and back."""
     chat = [{"role": "user", "content": "Is the 3 Ünal?"}, {"role": "assistant", "content": "no"}]
-    ids = tokenizer(" t s the 你好 <|im_end|> ").input_ids
+    ids = tokenizer(" t s the 你好 <think> <|im_end|> ").input_ids
     shown = tokenizer.decode(ids), tokenizer.decode(ids, skip_special_tokens=True)
     return ids, shown, tokenizer.apply_chat_template(chat)["input_ids"], tokenizer.eos_token
 
@@ -181,12 +183,25 @@ def test_the_tokenizer_read_first_is_that_of_the_folder(tmp_path, template):
     assert answers(first) == answers(load(convert(path, cache))[1])
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_control_and_user_defined_tokens_stay_whole(tmp_path, architecture):
+    path = write_gguf(tmp_path / "tiny.gguf", architecture=architecture)
+    tokenizer = read_tokenizer(path, tmp_path)
+    opened, closed, turn = tokenizer.convert_tokens_to_ids([*THINK, "<|turn|>"])
+    ids = tokenizer("<|turn|><think>t</think>").input_ids
+    assert [ids[0], ids[1], ids[-1]] == [turn, opened, closed]
+    assert max(ids) < 300
+    assert tokenizer.decode(ids) == "<|turn|><think>t</think>"
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>t</think>"
+
+
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 def test_the_tokenizer_read_first_is_that_of_transformers(tmp_path, architecture):
     from transformers import AutoTokenizer
 
     path = write_gguf(tmp_path / "tiny.gguf", architecture=architecture)
     slow = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    slow.add_tokens([*THINK, "<|turn|>"])  # which it splits
     assert answers(read_tokenizer(path, tmp_path))[:3] == answers(slow)[:3]
 
 

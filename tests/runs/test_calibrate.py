@@ -10,7 +10,7 @@ import yaml
 import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.runs.calibrate import Level, _by_level, _chosen
+from rloo_kit.runs.calibrate import Level, _by_level, _chosen, _free_file
 
 RUN = {
     "model": {"max_seq_length": 256},
@@ -153,3 +153,11 @@ def test_wrong_options_are_refused_before_anything_loads(options, message, capsy
     assert main(["calibrate", "quickstart", *options]) == 2
     assert message in capsys.readouterr().err
     assert Path("old.yaml").read_text() == Path("prompts.jsonl").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("qwen3-0.6b-8gb", "qwen3-0.6b-8gb"), ("quickstart", "quickstart"), ("runs/v1.2", "v1.2")],
+)
+def test_the_new_file_has_the_whole_name(source, name):
+    assert _free_file(source, None) == Path(f"{name}-calibrated.yaml")
