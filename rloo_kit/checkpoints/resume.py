@@ -43,7 +43,7 @@ from rloo_kit.checkpoints.store import (
     write_checkpoint,
     write_tree,
 )
-from rloo_kit.config.settings import on_resume
+from rloo_kit.config.settings import OWN_FIELDS, on_resume
 from rloo_kit.diagnosis.record import finite_numbers
 from rloo_kit.errors import CheckpointError, KitError
 from rloo_kit.rloo.guards import check_finite
@@ -389,6 +389,8 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
             )
     old, new = then.get("settings", {}), now["settings"]
     old.setdefault("rows_per_step", _rows_per_step(old))
+    for field in OWN_FIELDS:  # a setting that the version of the checkpoint did not have
+        old.setdefault(field.name, field.default)
     changed = ", ".join(
         f"trainer.{s} was {old.get(s)!r} and is {new[s]!r}"
         for s in MUST_STAY

@@ -53,7 +53,12 @@ TOKEN_SAMPLING = {
     "presence_penalty", "repetition_penalty", "temperature", "top_k", "top_p",
 }  # fmt: skip
 # Parameters of transformers' `generate` that TRL and the kit set
-FIXED = frozenset({"disable_compile", "num_return_sequences", "return_dict_in_generate"})
+FIXED = frozenset(
+    {"disable_compile", "num_return_sequences", "return_dict_in_generate"}
+    | {"eos_token_id", "pad_token_id"}
+)
+# Settings that count the tokens of a completion, which a thinking budget draws in two parts
+COUNTING = ("min_tokens", "presence_penalty", "frequency_penalty")
 
 
 def start_engine(
@@ -246,6 +251,11 @@ def _check_vllm(others: Mapping[str, Any], args: Any) -> None:
             f"it out, set generation: transformers, or give one of "
             f"{', '.join(sorted(TOKEN_SAMPLING))}"
         )
+    if args.thinking_budget and (counting := [name for name in COUNTING if name in others]):
+        raise ConfigError(
+            f"trainer.generation_kwargs gives {counting[0]!r}, which vLLM cannot obey with "
+            "trainer.thinking_budget: leave one of them out, or set generation: transformers"
+        )
     if others:
         from vllm import SamplingParams
 
@@ -257,11 +267,19 @@ def _check_vllm(others: Mapping[str, Any], args: Any) -> None:
 
 def _check_generate(others: Mapping[str, Any]) -> None:
     from transformers import GenerationConfig
+    from transformers.generation import GenerationMode
 
+    config = GenerationConfig(do_sample=True)
     try:
-        unknown = GenerationConfig(do_sample=True).update(**others)
+        unknown = config.update(**others)
+        mode = config.get_generation_mode()
     except (TypeError, ValueError) as exc:
         raise _refused(others, exc) from exc
+    if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
+        raise ConfigError(
+            f"trainer.generation_kwargs {format_value(dict(others))} asks for {mode.value}, and "
+            "completions must be sampled one token at a time: leave it out"
+        )
     for name in (*unknown, *FIXED.intersection(others)):
         raise ConfigError(
             f"trainer.generation_kwargs gives {name!r}, which cannot be given to generate of "

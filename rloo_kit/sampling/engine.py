@@ -124,7 +124,7 @@ def draw_from(
         return first
     begun = [prompt_ids[row] + first.completion_ids[row] for row in rows]
     left = sampling.max_tokens - limit.tokens
-    rest = engine.generate(begun, replace(sampling, max_tokens=left), seed + 1)
+    rest = engine.generate(begun, replace(sampling, max_tokens=left), seed + len(prompt_ids))
     for row, ids, log_probs in zip(rows, rest.completion_ids, rest.log_probs, strict=True):
         first.completion_ids[row] += ids
         first.log_probs[row] += log_probs

@@ -111,6 +111,7 @@ def dry_run(
     width = len(ids) + args.max_completion_length
     rows = args.generation_batch_size
     learner = trainer.steps.make_learner()  # its budget: what is free now
+    learner.may_share = lambda: False  # all rows have one prompt here, which would run once
     budget, total = learner.budget, detect_hardware().total_memory
     take_peak()
     try:

@@ -75,8 +75,9 @@ class Policy:
 
     def may_share(self) -> bool:
         """Return whether a prompt may run once for its group; checkpointing drops its keys."""
-        checkpoints = self.trainer.args.gradient_checkpointing and torch.is_grad_enabled()
-        return not checkpoints and continues_prompts(self.trainer.model)
+        args, model = self.trainer.args, self.trainer.model
+        checkpoints = args.gradient_checkpointing or model.is_gradient_checkpointing
+        return not (checkpoints and torch.is_grad_enabled()) and continues_prompts(model)
 
     @contextlib.contextmanager
     def no_grad(self) -> Iterator[None]:
@@ -122,6 +123,17 @@ def _run_prompts(model: Any, shared: SharedPrompts, rows: torch.Tensor) -> dict[
         "attention_mask": torch.cat([is_prompt.long(), torch.ones_like(rows)], 1),  # (N, S + W)
         "position_ids": begin + torch.arange(rows.size(1), device=begin.device),  # (N, W)
     }
+
+
+@contextlib.contextmanager
+def _uncast(args: Any) -> Iterator[None]:
+    """Keep TRL's continuous batching from casting the model that trains, its adapter included."""
+    given = args.bf16, args.fp16
+    args.bf16 = args.fp16 = False
+    try:
+        yield
+    finally:
+        args.bf16, args.fp16 = given
 
 
 class Sampler:
@@ -182,7 +194,8 @@ class Sampler:
         """Return the model's own completions."""
         trainer = self.trainer
         if trainer.use_transformers_continuous_batching:
-            drawn = self.trl_generate(prompt_ids, None, {})
+            with _uncast(trainer.args):
+                drawn = self.trl_generate(prompt_ids, None, {})
             cut = self.thought.cut if self.thought else lambda _, ids: ids
             return [cut(*pair) for pair in zip(prompt_ids, drawn, strict=True)]
         unwrapped = unwrap_model_for_generation(

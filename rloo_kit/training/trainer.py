@@ -409,12 +409,14 @@ def _drop_old_reference(model: Any) -> None:
 
 
 def _follow_model(args: LeaveOneOutConfig, model: Any) -> None:
-    """Let an unset ``gradient_checkpointing`` follow the choice of ``attach_lora``."""
+    """Let an unset ``gradient_checkpointing`` follow ``attach_lora``; obey one that is false."""
     if isinstance(model, str):  # TRL loads it
         return
     choice = notes_of(model).gradient_checkpointing
     if choice is not None and args.follows_model:
         args.gradient_checkpointing = bool(choice)
+    elif not args.gradient_checkpointing and getattr(model, "is_gradient_checkpointing", False):
+        model.gradient_checkpointing_disable()  # transformers only turns it on
 
 
 @contextlib.contextmanager
@@ -457,6 +459,8 @@ def _scale_loss(accelerator: Any) -> None:
     """
     accelerator.native_amp = True
     accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, init_scale=2.0**10)
+    # It makes its scale at the first use, and asks for it in a step that had nothing to learn too.
+    accelerator.scaler.scale(torch.zeros((), device=accelerator.device))
 
 
 def _starts_at_base(adapter: dict[str, torch.Tensor]) -> bool:

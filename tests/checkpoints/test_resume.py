@@ -1,5 +1,6 @@
 """A resumed training equals the uninterrupted one, bit for bit."""
 
+import copy
 import os
 import random
 import signal
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from transformers import TrainerCallback
 
 import rloo_kit as rk
+from rloo_kit.checkpoints.resume import check_same_run, facts_of
 from rloo_kit.checkpoints.stopping import Terminated
 from rloo_kit.checkpoints.store import (
+    Checkpoint,
     list_steps,
     random_states,
     read_tree,
@@ -302,6 +305,17 @@ def test_another_run_is_refused_with_what_differs(tmp_path, two_steps, asked, re
     with pytest.raises(CheckpointError, match=remedy):
         other.train(resume_from_checkpoint=two_steps)
     assert all(torch.equal(before[name], values) for name, values in weights(other).items())
+
+
+def test_a_checkpoint_that_lacks_a_newer_setting_had_its_default(tmp_path):
+    now = facts_of(new_trainer(tmp_path))
+    older = copy.deepcopy(now)
+    del older["settings"]["baseline"], older["settings"]["combine"]
+    check_same_run(Checkpoint(tmp_path, 1, None, older), now)
+    now["settings"]["baseline"] = "shrinkage"
+    del older["settings"]["baseline"]
+    with pytest.raises(CheckpointError, match="baseline was 'leave_one_out' and is 'shrinkage'"):
+        check_same_run(Checkpoint(tmp_path, 1, None, older), now)
 
 
 @pytest.mark.faults

@@ -193,5 +193,5 @@ def test_an_engine_draws_up_to_the_limit_and_then_the_rest(limit):
     assert sizes[:2] == [len(PROMPTS)] * 2
     assert 0 < sizes[2] < len(PROMPTS)
     assert engine.calls[1][1:] == (limit.tokens, 3)
-    assert engine.calls[2][1:] == (40 - limit.tokens, 4)
+    assert engine.calls[2][1:] == (40 - limit.tokens, 3 + len(PROMPTS))
     assert "thought" not in plain.as_vllm()

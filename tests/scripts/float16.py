@@ -1,4 +1,4 @@
-"""Train the embedded model for two steps in float16, twice; print what was seen as JSON.
+"""Train the embedded model for two steps in float16, three times; print what was seen as JSON.
 
 Unsloth keeps no float16 weights on a CPU, so transformers loads the model.
 """
@@ -17,15 +17,19 @@ def odd_ids(completion_ids, **_):
     return [sum(one % 2 for one in ids) / len(ids) for ids in completion_ids]
 
 
-def seen(folder, scale=None):
+def all_equal(completion_ids, **_):
+    return [1.0] * len(completion_ids)
+
+
+def seen(folder, scale=None, reward=odd_ids):
     model, tokenizer = rk.load_model("tiny-thinker", precision="fp16", max_seq_length=128)
     model = rk.attach_lora(model)
     trainer = rk.LeaveOneOutTrainer(
         model=model,
-        reward_funcs=odd_ids,
+        reward_funcs=reward,
         args=rk.LeaveOneOutConfig(
             folder, max_steps=2, max_completion_length=24, save_strategy="no", fp16=True,
-            bf16=False, learning_rate=1e-3,
+            bf16=False, learning_rate=1e-3, beta=0.0 if reward is all_equal else 0.05,
         ),
         train_dataset=rk.load_prompts("arithmetic", num_prompts=32),
         processing_class=tokenizer,
@@ -48,4 +52,5 @@ def seen(folder, scale=None):
     }
 
 
-print(json.dumps([seen(sys.argv[1]), seen(sys.argv[1], 2.0**60)]))
+folder = sys.argv[1]
+print(json.dumps([seen(folder), seen(folder, 2.0**60), seen(folder, reward=all_equal)]))

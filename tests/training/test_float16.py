@@ -17,8 +17,8 @@ def test_steps_in_float16(tmp_path):
     command = [sys.executable, SCRIPT, str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    plain, overflowing = json.loads(done.stdout.splitlines()[-1])
-    for one in (plain, overflowing):
+    plain, overflowing, nothing_to_learn = json.loads(done.stdout.splitlines()[-1])
+    for one in (plain, overflowing, nothing_to_learn):
         assert (one["model"], one["pass"]) == ("torch.float16", "torch.float16")
         assert one["adapter"] == ["torch.float32"]
     assert (plain["skipped"], plain["moved"], plain["scale"]) == (0, True, 2.0**10)
@@ -28,6 +28,7 @@ def test_steps_in_float16(tmp_path):
     assert (overflowing["skipped"], overflowing["moved"]) == (2, False)
     assert overflowing["scale"] == 2.0**58
     assert overflowing["norms"] == [None, None]  # NaN in the log
+    assert (nothing_to_learn["skipped"], nothing_to_learn["moved"]) == (0, False)
 
 
 def test_an_unknown_precision_is_named():

@@ -83,6 +83,16 @@ def test_checkpointing_runs_prompts_with_their_rows(tmp_path):
         assert trainer.policy.may_share()
 
 
+def test_checkpointing_that_a_model_brings_is_seen_and_turned_off_where_asked(tmp_path):
+    model = make("llama")
+    model.gradient_checkpointing_enable()
+    trainer = trainer_of(model, tmp_path, gradient_checkpointing=False)
+    assert not trainer.model.is_gradient_checkpointing
+    assert trainer.policy.may_share()
+    trainer.model.gradient_checkpointing_enable()  # its passes would lose a prompt's cache
+    assert not trainer.policy.may_share()
+
+
 def test_a_training_shares_its_prompts(tmp_path):
     trainer = trainer_of(
         make("llama"), tmp_path,

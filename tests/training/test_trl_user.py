@@ -17,6 +17,7 @@ from trl import ModelConfig, RLOOConfig, ScriptArguments, TrlParser
 import rloo_kit as rk
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.sampling.choice import SETTINGS, check_settings
+from rloo_kit.training.rollouts import _uncast
 
 HERE = Path(__file__).parents[1]
 
@@ -398,12 +399,28 @@ def test_speculative_decoding_is_obeyed_or_one_sentence(
         ("vllm", {"seed": 4}, "gives 'seed', .* set generation: transformers, or give one of all"),
         ("transformers", {"top_q": 0.5}, "gives 'top_q', which cannot be given to generate"),
         ("transformers", {"max_new_tokens": "many"}, "'many'} cannot be obeyed"),
+        ("transformers", {"eos_token_id": [7]}, "gives 'eos_token_id', which cannot be given"),
+        ("transformers", {"num_beams": 2}, "asks for beam_sample, and completions must be"),
     ],
 )
 def test_generation_kwargs_that_cannot_be_obeyed_are_one_sentence(tmp_path, engine, kwargs, words):
     args = rk.LeaveOneOutConfig(**few(tmp_path, generation_kwargs=kwargs))
     with pytest.raises(rk.ConfigError, match=f"^trainer.generation_kwargs [^\n]*{words}[^\n]*$"):
         check_settings(args, engine)
+
+
+def test_what_counts_tokens_needs_whole_completions_from_vllm(tmp_path):
+    given = {"generation_kwargs": {"min_tokens": 4}, "thinking_budget": 8}
+    args = rk.LeaveOneOutConfig(**few(tmp_path, **given))
+    with pytest.raises(rk.ConfigError, match="'min_tokens', which vLLM cannot obey with"):
+        check_settings(args, "vllm")
+
+
+def test_continuous_batching_does_not_cast_the_model_that_trains(tmp_path):
+    args = rk.LeaveOneOutConfig(**few(tmp_path, bf16=True))
+    with _uncast(args):
+        assert not args.bf16
+    assert args.bf16
 
 
 def test_generation_kwargs_that_can_be_obeyed_pass(tmp_path):
