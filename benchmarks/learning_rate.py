@@ -51,7 +51,7 @@ SUBJECTS = {
         RATES,
         ("trainer.max_steps=24", "trainer.per_device_train_batch_size=32", "data.held_out=128"),
     ),
-    "smollm2": Subject(str(ROOT / "examples" / "smollm2.yaml"), 2, "rouge", RATES[3:], ()),
+    "smollm2": Subject(str(ROOT / "examples" / "smollm2.yaml"), 2, "coverage", RATES[3:], ()),
 }
 
 
