@@ -267,7 +267,7 @@ def _check_vllm(others: Mapping[str, Any], args: Any) -> None:
 
 def _check_generate(others: Mapping[str, Any]) -> None:
     from transformers import GenerationConfig
-    from transformers.generation import GenerationMode
+    from transformers.generation.configuration_utils import GenerationMode
 
     config = GenerationConfig(do_sample=True)
     try:
