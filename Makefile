@@ -102,7 +102,7 @@ setup-gpu: .venv-gpu/made
 # What a machine with a GPU gets: Unsloth, the CUDA build of torch and vLLM, all with hashes.
 .venv-gpu/made: requirements/gpu.lock pyproject.toml | $(UV)
 	$(UV) venv --quiet --clear --python ">=3.11,<3.14" .venv-gpu
-	$(UV) pip sync --quiet --compile-bytecode --python $(GPY) --require-hashes requirements/gpu.lock
+	$(UV) pip sync --quiet --python $(GPY) --require-hashes requirements/gpu.lock
 	$(UV) pip install --quiet --python $(GPY) --no-deps --no-build-isolation -e .
 	@touch $@
 
