@@ -35,7 +35,7 @@ from rloo_kit.config.run_file import (
 from rloo_kit.data.hub_tasks import HUB_TASKS
 from rloo_kit.data.prompts import BUILTIN
 from rloo_kit.diagnosis.record import read_run, text_of
-from rloo_kit.errors import ConfigError, KitError, ModelError, SetupError
+from rloo_kit.errors import KitError, ModelError, SetupError
 from rloo_kit.live.notebook import DRAWING_SECONDS, page_of
 from rloo_kit.live.view import number_text, progress_of
 from rloo_kit.machine.environment import quiet
@@ -49,7 +49,6 @@ from rloo_kit.runs.train import train
 from rloo_kit.scoring.contract import AsyncCheckedReward, CheckedReward
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.redaction import redact
-from rloo_kit.text.wording import format_value
 from rloo_kit.training.preparation import beside, read_config, read_prompts
 
 # Seconds without a key before the fields are read, and that reading them may take
@@ -169,10 +168,8 @@ def form(path: str | Path = "form.yaml") -> Any:
 
     Raises:
         SetupError: ipywidgets is not installed.
-        ConfigError: The run file is wrong, or its folder does not exist.
+        ConfigError: The run file is wrong.
     """
-    if not (folder := Path(path).absolute().parent).is_dir():
-        raise ConfigError(f"the folder {format_value(str(folder))} does not exist: make it first")
     if find_spec("ipywidgets") is None:
         raise SetupError('rk.form() needs ipywidgets: pip install "rloo-kit[notebook]"')
     return Form(path).page
@@ -262,11 +259,9 @@ class Form:
                 self._reader = self._reader or ProcessPoolExecutor(1, **made)
                 asked = self._reader.submit(preview, self._content, fields, self.path.parent)
                 found = asked.result(LIMIT)
-            except TimeoutError:
-                found = Preview({"prompts": TOO_SLOW})
-                self._end_reader(wait=False)
-            except Exception as exc:  # a library's, a reward's; the process was killed
-                found = Preview({"settings": _text_of(exc)})
+            except Exception as exc:  # a library's, a reward's; too slow; the process was killed
+                is_slow = isinstance(exc, TimeoutError)
+                found = Preview({"prompts": TOO_SLOW} if is_slow else {"settings": _text_of(exc)})
                 self._end_reader(wait=False)
         if fields != self._values() or self.state != "idle":
             return  # typed meanwhile

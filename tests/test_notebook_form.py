@@ -138,11 +138,6 @@ def test_a_wrong_run_file_is_refused(tmp_path):
         rk.form(tmp_path / "mine.yaml")
 
 
-def test_a_folder_that_does_not_exist_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="does not exist: make it first"):
-        rk.form(tmp_path / "new" / "form.yaml")
-
-
 def until(form, condition, seconds=120):
     end = time.monotonic() + seconds
     while not condition():
@@ -227,7 +222,6 @@ def test_an_error_of_a_run_is_shown(form, tmp_path):
     assert pressable(form) == {"check", "train"}
 
 
-@pytest.mark.long
 def test_reading_that_takes_too_long_is_said_at_the_prompts(form, monkeypatch):
     monkeypatch.setattr(notebook_form, "LIMIT", 0.0)
     form.fields["settings"].value = "trainer.max_steps=2"
@@ -243,6 +237,7 @@ def test_a_run_file_that_cannot_be_written_is_said(form):
     assert form.state == "idle"
 
 
+@pytest.mark.long
 def test_check_says_what_the_rewards_do(form):
     form.fields["settings"].value = "trainer.per_device_train_batch_size=8"
     until(form, lambda: form.found is not None)

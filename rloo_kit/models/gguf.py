@@ -73,17 +73,18 @@ def read_tokenizer(path: Path, cache_dir: Path | None = None) -> Any:
     if goal.is_dir():
         return AutoTokenizer.from_pretrained(goal, trust_remote_code=False)
     with _reading(path):
-        metadata = _vocabulary(path)
-        made = _make_tokenizer(metadata) or AutoTokenizer.from_pretrained(**_source(path))
-        _register_tokens(made, metadata)
-    return made
+        return _tokenizer_of(path)
 
 
-def _vocabulary(path: Path) -> dict[str, Any]:
-    """Return the metadata of a file, of its lists only those of tokens."""
+def _tokenizer_of(path: Path) -> Any:
+    from transformers import AutoTokenizer
     from transformers.integrations.gguf import read_gguf_metadata
 
-    return read_gguf_metadata(str(path), ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"))[0]
+    arrays = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
+    metadata, _ = read_gguf_metadata(str(path), arrays)
+    tokenizer = _make_tokenizer(metadata) or AutoTokenizer.from_pretrained(**_source(path))
+    _register_tokens(tokenizer, metadata)
+    return tokenizer
 
 
 def _register_tokens(tokenizer: Any, metadata: dict[str, Any]) -> None:
@@ -167,7 +168,7 @@ def _source(path: Path) -> dict[str, Any]:
 
 
 def _check_file(path: Path) -> str:
-    """Return what the folder of a file that starts like a GGUF file depends on."""
+    """Check the magic bytes; return what the folder is named by: path, size, time, version."""
     try:
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))
@@ -188,11 +189,9 @@ def _check_file(path: Path) -> str:
 def _read(path: Path) -> tuple[Any, Any, list[str]]:
     """Return the file's bf16 model, its tokenizer, and the weights that it lacks."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, GgufConfig
 
     source = _source(path)
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    _register_tokens(tokenizer, _vocabulary(path))
     auto_model: Any = AutoModelForCausalLM  # its stub leaves out output_loading_info
     model, info = auto_model.from_pretrained(
         **source,
@@ -200,7 +199,7 @@ def _read(path: Path) -> tuple[Any, Any, list[str]]:
         quantization_config=GgufConfig(dequantize=True),
         output_loading_info=True,
     )
-    return model, tokenizer, sorted(info["missing_keys"])
+    return model, _tokenizer_of(path), sorted(info["missing_keys"])
 
 
 def _repair_tokens(model: Any, tokenizer: Any) -> None:

@@ -53,10 +53,10 @@ TOKEN_SAMPLING = {
     "presence_penalty", "repetition_penalty", "temperature", "top_k", "top_p",
 }  # fmt: skip
 # Parameters of transformers' `generate` that TRL and the kit set
-FIXED = frozenset(
-    {"disable_compile", "num_return_sequences", "return_dict_in_generate"}
-    | {"eos_token_id", "pad_token_id"}
-)
+FIXED = {
+    "disable_compile", "eos_token_id", "num_return_sequences", "pad_token_id",
+    "return_dict_in_generate",
+}  # fmt: skip
 # Settings that count the tokens of a completion, which a thinking budget draws in two parts
 COUNTING = ("min_tokens", "presence_penalty", "frequency_penalty")
 

@@ -147,7 +147,7 @@ def test_an_error_names_the_key_and_the_value(content, message):
     assert message in error_of(content)
 
 
-def test_accuracy_fits_a_worked_task_where_it_reads_the_number_or_the_prompt_is_ones_own():
+def test_accuracy_of_a_worked_task_needs_match_number_or_another_system_message():
     data = {"prompts": "gsm8k"}
     make_run_config({"data": data, "rewards": [{"name": "accuracy", "match": "number"}]})
     make_run_config({"data": data | {"system": "The number alone."}, "rewards": ["accuracy"]})

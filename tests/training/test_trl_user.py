@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import HfArgumentParser, TrainingArguments
 from trl import ModelConfig, RLOOConfig, ScriptArguments, TrlParser
@@ -17,7 +18,6 @@ from trl import ModelConfig, RLOOConfig, ScriptArguments, TrlParser
 import rloo_kit as rk
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.sampling.choice import SETTINGS, check_settings
-from rloo_kit.training.rollouts import _uncast
 
 HERE = Path(__file__).parents[1]
 
@@ -416,11 +416,21 @@ def test_what_counts_tokens_needs_whole_completions_from_vllm(tmp_path):
         check_settings(args, "vllm")
 
 
-def test_continuous_batching_does_not_cast_the_model_that_trains(tmp_path):
-    args = rk.LeaveOneOutConfig(**few(tmp_path, bf16=True))
-    with _uncast(args):
-        assert not args.bf16
-    assert args.bf16
+@pytest.mark.long
+def test_continuous_batching_does_not_cast_the_adapter(tmp_path):
+    """TRL casts the whole model before it samples this way."""
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
+    model = rk.attach_lora(model, r=4)
+    sampling = {"generation": "transformers", "use_transformers_continuous_batching": True}
+    trainer = rk.LeaveOneOutTrainer(
+        model=model,
+        reward_funcs="accuracy",
+        args=rk.LeaveOneOutConfig(**few(tmp_path, bf16=True, max_steps=1, **sampling)),
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=8),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    assert {p.dtype for p in trainer.trained_parameters().values()} == {torch.float32}
 
 
 def test_generation_kwargs_that_can_be_obeyed_pass(tmp_path):

@@ -122,7 +122,7 @@ def test_seeds_decide_the_completions(policy):
 
 def test_it_trains_and_the_log_probs_agree(policy, make_trainer):
     model, tokenizer, _ = policy
-    # completions go on in a second call after so many tokens, or end where the thought is open
+    # completions continue in a second call after so many tokens, or end inside the thought
     budget = {"thinking_budget": 24, "rollout_correction": "token"}
     trainer, lengths = make_trainer(model, tokenizer, max_steps=4, **budget), []
     closing = tokenizer.convert_tokens_to_ids("</think>")
