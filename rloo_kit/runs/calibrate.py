@@ -5,9 +5,10 @@ prompts that its model solves sometimes.
 """
 
 import json
+import math
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -21,10 +22,10 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.evaluator import evaluate, settings_of
 from rloo_kit.machine.environment import setup
 from rloo_kit.machine.memory import add_to_session, session
-from rloo_kit.output_folder import write_atomically
+from rloo_kit.output_folder import check_writable, write_atomically
 from rloo_kit.sampling.choice import start_engine
 from rloo_kit.scoring.contract import guarded
-from rloo_kit.scoring.loading import load_rewards
+from rloo_kit.scoring.loading import load_rewards, with_weights
 from rloo_kit.text.redaction import redact_tree, redacting
 from rloo_kit.text.wording import format_value
 from rloo_kit.training.preparation import (
@@ -53,13 +54,14 @@ class Level:
     with_signal: list[Row]  # their prompts
 
 
-def calibrate(
+def calibrate(  # noqa: PLR0913
     source: str | Path | RunConfig,
     *,
     overrides: Sequence[str] = (),
     num_prompts: int = 32,
     num_generations: int | None = None,
     output: str | Path | None = None,
+    precision: bool = False,
     say: Callable[[str], None] = print,
 ) -> Path:
     """Sample prompts of every level, write a run file with the level to train on, and return it.
@@ -67,8 +69,8 @@ def calibrate(
     Chosen is the level with the largest share of groups whose scores differ, among those solved 20
     to 80% of the time. The judge is the run's reward of the largest weight. A task with levels gets
     ``data.level``. Other prompts are grouped by their column ``level``, if there is one; those of
-    the chosen level that were sampled and are neither always nor never solved are written to a
-    .jsonl file next to the run file, and behind them the level's held-out prompts.
+    the chosen level are written to a .jsonl file next to the run file, without those that were
+    sampled and are always or never solved, and behind them the level's held-out prompts.
 
     Args:
         source: As ``train`` takes it; it is not changed.
@@ -76,6 +78,8 @@ def calibrate(
         num_prompts: Prompts of each level.
         num_generations: Completions of each; None: as in the run file.
         output: The new file; None: the name of ``source`` with ``-calibrated``, next to it.
+        precision: Load the model in bf16 and in float16 too, and write the one in which sampler and
+            learner differ less (``precision.mismatch``).
         say: Called with each line for the user.
 
     Raises:
@@ -87,27 +91,51 @@ def calibrate(
         raise ConfigError(f"{given} must be at least 1 and 2")
     say, file = redacting(say), _free_file(source, output)
     config, base = read_config(source, overrides)
+    if precision and setup(config.model.backend).hardware.mixed_precision == "fp16":
+        raise ConfigError("this card has no bf16, so a run takes float16: leave --precision out")
     with session():
-        levels, held_out = _tried(config, base, num_prompts, num_generations, say)
+        levels, others, held_out = _tried(config, base, num_prompts, num_generations, say)
     say(table := _table(levels))
     chosen = _chosen(levels)
+    if precision:
+        config, line = _in_best_precision(config, base, chosen.with_signal)
+        say(line)
+        table += f"\n{line}"
     made = with_whole_paths(config, base, Path() if base == EXAMPLES else base)
     new: dict[str, Any] = {"level": chosen.level}
     what = f"data.level: {chosen.level}"
     if not count_levels(config.data.prompts):
-        kept, lines = chosen.with_signal, file.with_suffix(".jsonl")
         held_out = [row for row in held_out if row.get("level") == chosen.level] or held_out
-        text = "".join(f"{json.dumps(row, default=str)}\n" for row in [*kept, *held_out])
-        write_atomically(lines, text.encode())
-        new = dict.fromkeys(("num_prompts", "columns", "level", "settings"))
-        new |= {"prompts": lines.name, "held_out": len(held_out)}
-        what = f"{len(kept)} prompts that are neither always nor never solved"
+        kept = [row for row in others if row.get("level") == chosen.level]
+        new = _write_prompts(file.with_suffix(".jsonl"), chosen.with_signal + kept, held_out)
+        dropped = chosen.num_prompts - len(chosen.with_signal)
+        what = f"the level's prompts without {dropped} that are always or never solved"
     made = replace(made, data=replace(made.data, **new))
     settings = yaml.safe_dump(redact_tree(_changed(made.as_dict())), sort_keys=False)
     comment = f"made by rloo-kit calibrate\n{table}".replace("\n", "\n# ")
     write_atomically(file, f"# {comment}\n{settings}".encode())
     say(f"{what}; train with rloo-kit train {file}")
     return file
+
+
+def _write_prompts(file: Path, train: list[Row], held_out: list[Row]) -> dict[str, Any]:
+    """Write both into one file; return the settings under ``data:`` that read it."""
+    text = "".join(f"{json.dumps(row, default=str)}\n" for row in [*train, *held_out])
+    write_atomically(file, text.encode())
+    settings: dict[str, Any] = dict.fromkeys(("num_prompts", "columns", "level", "settings"))
+    return settings | {"prompts": file.name, "held_out": len(held_out)}
+
+
+def _in_best_precision(config: RunConfig, base: Path, rows: Sequence[Row]) -> tuple[RunConfig, str]:
+    """Return the settings with ``bf16`` or ``fp16``, and what was measured."""
+    from rloo_kit.runs.precision import PRECISIONS, mismatch  # TRL, after Unsloth
+
+    found = {name: mismatch(config, base, rows, name) for name in PRECISIONS}
+    best = min(found, key=lambda name: (math.isnan(found[name]), found[name]))
+    others = {name: value for name, value in config.trainer.items() if name not in PRECISIONS}
+    measured = ", ".join(f"{name} {value:.5f}" for name, value in found.items())
+    line = f"sampler and learner differ by (nats a token): {measured}; trainer.{best}: true"
+    return replace(config, trainer={**others, best: True}), line
 
 
 def _free_file(source: str | Path | RunConfig, output: str | Path | None) -> Path:
@@ -122,6 +150,7 @@ def _free_file(source: str | Path | RunConfig, output: str | Path | None) -> Pat
             f"the output {format_value(str(file))} must be a .yaml file in a folder that exists, "
             "and neither it nor a .jsonl of its name may exist: name one with --output"
         )
+    check_writable(file.absolute().parent)
     return file
 
 
@@ -134,8 +163,8 @@ def _changed(settings: dict[str, Any], default: dict[str, Any] | None = None) ->
 
 def _tried(
     config: RunConfig, base: Path, num_prompts: int, size: int | None, say: Callable[[str], None]
-) -> tuple[list[Level], list[Row]]:
-    """Return what every level scored, and the held-out prompts."""
+) -> tuple[list[Level], Iterable[Row], list[Row]]:
+    """Return what every level scored, the prompts that were not sampled, and those held out."""
     rewards_base = Path() if base == EXAMPLES else base
     # A wrong name costs a second then, not a model load.
     load_rewards(config.rewards, base_dir=rewards_base, say=say)
@@ -149,26 +178,29 @@ def _tried(
     tokenizer = tokenizer_of(config, base)
     prompts, held_out = fitting_prompts(tokenizer, prompts, held_out, config, args, say)
     model, tokenizer = load_policy(config, base, args)
-    rows, size = _drawn(prompts, num_prompts, config.seed), size or args.num_generations
+    drawn, size = _drawn(prompts, num_prompts, config.seed), size or args.num_generations
+    rows = [*prompts.select(drawn)]
     say(f"sampling {len(rows)} prompts x {size} completions of {config.model.name}")
     rewards = load_rewards(config.rewards, tokenizer, rewards_base, args.chat_template_kwargs)
+    rewards = with_weights(rewards, args.reward_weights)
     judge = max(rewards, key=lambda reward: reward.weight_at(0.0))
     judge = replace(judge, func=guarded(judge.func, args.reward_timeout_seconds, "stop"))
     add_to_session(judge.func)
     how = settings_of(args) | {"engine": start_engine(model, args)[0], "num_samples": size}
     found = evaluate(model, tokenizer, rows, [judge], **how).by_prompt
     scores = [[one["rewards"][judge.name] for one in group] for group in found]
-    return _by_level(rows, scores, judge.name), [*(held_out or [])]
+    others = prompts.select(sorted(set(range(len(prompts))) - set(drawn)))
+    return _by_level(rows, scores, judge.name), others, [*(held_out or [])]
 
 
-def _drawn(prompts: Any, num: int, seed: int) -> list[Row]:
-    """Return ``num`` prompts of every level, or all that there are."""
+def _drawn(prompts: Any, num: int, seed: int) -> list[int]:
+    """Return the places of ``num`` prompts of every level, or of all that there are."""
     groups: dict[Any, list[int]] = {}
     levels = prompts["level"] if "level" in prompts.column_names else [None] * len(prompts)
     for number, level in enumerate(levels):
         groups.setdefault(level, []).append(number)
     drawn, order = random.Random(seed), [groups[level] for level in sorted(groups, key=str)]
-    return [*prompts.select([n for own in order for n in drawn.sample(own, min(num, len(own)))])]
+    return [n for own in order for n in drawn.sample(own, min(num, len(own)))]
 
 
 def _by_level(rows: list[Row], scores: list[list[float | None]], judge: str) -> list[Level]:

@@ -9,6 +9,7 @@ Shapes: B rows, U different prompts, L rows that still grow, W prompt tokens, C 
 
 import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def complete(
     decodes_itself = _decodes_itself(model)
     if thought is not None:
         how["stopping_criteria"] = StoppingCriteriaList([_LongThought(width, thought)])
-    with contextlib.nullcontext() if decodes_itself else dense_layers(model):
+    with as_sampled(model):
         rows = model.generate(
             input_ids=torch.tensor(padded, device=device),  # (B, W)
             attention_mask=torch.tensor(mask, device=device),
@@ -59,7 +60,12 @@ def complete(
     drawn = [row[width:].tolist() for row in rows]  # of (B, W + C)
     if thought is not None:
         drawn = [thought.cut(*pair) for pair in zip(prompt_ids, drawn, strict=True)]
-    return [_until_end(ids, ends) for ids in drawn]
+    return [until_end(ids, ends) for ids in drawn]
+
+
+def as_sampled(model: Any) -> AbstractContextManager[Any]:
+    """Return a context in which the model computes as it samples: base and adapter as one."""
+    return contextlib.nullcontext() if _decodes_itself(model) else dense_layers(model)
 
 
 class _LongThought(StoppingCriteria):
@@ -96,7 +102,8 @@ def continues_prompts(model: Any) -> bool:
     return all(type(layer) is DynamicLayer for layer in layers)
 
 
-def _until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
+def until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
+    """Return the ids up to and including the first of ``ends``."""
     last = next((place for place, token in enumerate(ids) if token in ends), len(ids))
     return ids[: last + 1]
 

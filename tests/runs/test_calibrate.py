@@ -2,6 +2,9 @@
 
 import json
 import random
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,7 +74,8 @@ def test_the_level_that_is_sometimes_solved_is_written_and_trains(capsys):
     source = [json.loads(line)["question"] for line in Path("sums.jsonl").read_text().splitlines()]
     asked = [row["prompt"][-1]["content"] for row in rows]
     assert [text in source[-12:] for text in asked] == [False] * (len(rows) - 4) + [True] * 4
-    assert 2 <= len(rows) - 4 <= 12
+    # of the twenty prompts of the level 16 are to train on, and 12 of them were sampled
+    assert 4 + 2 <= len(rows) - 4 <= 4 + 12
     assert rk.train("run-calibrated.yaml", say=lambda line: None).steps == 1
 
     assert main(["calibrate", "run.yaml"]) == 2
@@ -161,3 +165,37 @@ def test_wrong_options_are_refused_before_anything_loads(options, message, capsy
 )
 def test_the_new_file_has_the_whole_name(source, name):
     assert _free_file(source, None) == Path(f"{name}-calibrated.yaml")
+
+
+@pytest.mark.long
+def test_the_judge_is_the_reward_of_the_largest_weight(capsys):
+    write_run(levels=[2], num=8)
+    weights = ["--set", "rewards=[length, accuracy]", "--set", "trainer.reward_weights=[0.1, 1.0]"]
+    few = ["--num-prompts", "4", "--num-generations", "4", "--set", "data.held_out=2"]
+    main(["calibrate", "run.yaml", *few, *weights])
+    assert "weighs most" not in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_the_precision_with_the_smaller_difference_is_written():
+    write_run(levels=[2])
+    # Unsloth computes in bf16 on a CPU, and this process has it
+    command = [sys.executable, "-m", "rloo_kit", "calibrate", "run.yaml", "--precision"]
+    done = subprocess.run(
+        [*command, "--num-prompts", "12", "--set", "model.backend=transformers"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = re.search(r"bf16 (\S+), fp16 (\S+); trainer.(\S+): true", done.stdout)
+    assert 0 < float(said[2]) < float(said[1]) < 0.2
+    assert said[3] == "fp16"
+    made = rk.read_run_file("run-calibrated.yaml")
+    assert made.trainer["fp16"] is True
+    assert "bf16" not in made.trainer
+
+
+@pytest.mark.long
+def test_a_precision_that_cannot_be_had_is_said(capsys):
+    write_run(levels=[2])
+    assert main(["calibrate", "run.yaml", "--num-prompts", "12", "--precision"]) == 2
+    assert "set model.backend: transformers" in capsys.readouterr().err
