@@ -394,7 +394,7 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
     changed = ", ".join(
         f"trainer.{s} was {old.get(s)!r} and is {new[s]!r}"
         for s in MUST_STAY
-        if old.get(s) != new[s]
+        if s in old and old[s] != new[s]
     )
     if changed:
         raise CheckpointError(
@@ -405,11 +405,10 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
         for s in MAY_CHANGE
         if old.get(s) != new[s]
     ]
-    was_alone = then.get("processes", 1) == 1  # of a version that divided batches
-    if not was_alone or any(then.get(what) != now[what] for what in ("versions", "threads")):
+    if any(then.get(what) != now[what] for what in ("versions", "threads")):
         notes.append(
-            f"{name} was written with other versions, or another number of threads or processes: "
-            f"the run resumes, but not bit for bit"
+            f"{name} was written with other versions, or another number of threads: the run "
+            f"resumes, but not bit for bit"
         )
     for note in notes:
         warnings.warn(note, UserWarning, stacklevel=4)

@@ -123,7 +123,10 @@ def engine_memory(
             left * 9 // 10 if sleeps else left // 2,
         )
     if cache < size.smallest_cache:
-        taken, remedy = f"{free / GIB:.1f} GiB free", "lower model.max_seq_length"
+        taken, remedy = (
+            f"{free / GIB:.1f} GiB free",
+            "lower model.max_seq_length (of a loaded model, trainer.vllm_max_model_length)",
+        )
         if share is not None:
             taken, remedy = f"{share:g} of the card", "raise trainer.vllm_gpu_memory_utilization"
         raise GenerationError(

@@ -86,7 +86,7 @@ def load_model(
         keep_trainable_layout(model)
     notes = notes_of(model)
     notes.backend, notes.vllm = environment.backend, dict(vllm or {})
-    notes.max_seq_length = max_seq_length
+    notes.max_seq_length, notes.trust_remote_code = max_seq_length, trust_remote_code
     add_to_session(model)
     return (model if adapter is None else _with_adapter(model, adapter)), tokenizer
 

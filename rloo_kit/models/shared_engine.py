@@ -46,6 +46,7 @@ class ModelNotes:
     gradient_checkpointing: bool | str | None = None  # as the user set it; None: not set
     adapter: str | None = None  # the folder that the model's adapter was loaded from
     vllm: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's own copy
+    trust_remote_code: bool = False
     shared_engine: "EngineSettings | None" = None  # of the engine that shares the weights
     why_not_shared: str | None = None
 

@@ -30,7 +30,7 @@ from rloo_kit.runs.folder import (
     reopened_folder,
 )
 from rloo_kit.sampling.choice import check_engine, start_engine, thought_limit
-from rloo_kit.sampling.engine import Engine
+from rloo_kit.sampling.engine import Choice, Engine
 from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.redaction import redacting
@@ -155,6 +155,8 @@ def _prepare(
     if config.model.trust_remote_code:
         say(f"code that comes with {config.model.name} may run: model.trust_remote_code is true")
     environment = setup(config.model.backend)
+    from rloo_kit.training.trainer import check_prompts  # TRL, after Unsloth
+
     live_progress()  # refuses a wrong RLOO_KIT_LIVE, from .env too, before the model is loaded
     prompts, held_out = read_prompts(config, base)
     folder = past or free_folder(config.output_dir)
@@ -171,18 +173,18 @@ def _prepare(
     )
     rewards = load(config.rewards)
     prompts, held_out = fitting_prompts(tokenizer, prompts, held_out, config, args, say)
+    check_prompts(prompts, args)
     model, tokenizer = load_policy(config, base, args)
     engine, choice = start_engine(model, args)
+    if engine is None:
+        args.generation, args.use_vllm = "transformers", False  # the trainer starts none either
     summary.introduce(say, config, environment)
     num_held_out = 0 if held_out is None else len(held_out)
     say(f"{len(prompts):,} prompts to train on, {num_held_out:,} held out; run folder {folder}")
-    if engine is not None:
-        say(f"completions from {engine.name}, adapter sent after every step")
-    elif choice.reason:
-        say(f"completions from transformers and not vLLM: {choice.reason}")
+    _say_sampler(say, engine, choice)
     judges = [
         replace(judge, func=guarded(judge.func, args.reward_timeout_seconds, args.on_reward_error))
-        for judge in held_out_judges(rewards, held_out, load, config.data.held_out_rewards)
+        for judge in held_out_judges(rewards, held_out, load, config.data)
     ]
     for judge in judges:
         add_to_session(judge.func)
@@ -197,6 +199,13 @@ def _prepare(
     return _Prepared(
         config, base, environment, folder, args, model, tokenizer, rewards, prompts, engine, score
     )
+
+
+def _say_sampler(say: Say, engine: Engine | None, choice: Choice) -> None:
+    if engine is not None:
+        say(f"completions from {engine.name}, adapter sent after every step")
+    elif choice.reason:
+        say(f"completions from transformers and not vLLM: {choice.reason}")
 
 
 # --- training ------------------------------------------------------------------------------------

@@ -35,9 +35,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "transformers_continuous_batching_config": (TRANSFORMERS,),
     "use_transformers_continuous_batching": (TRANSFORMERS,),
     "use_transformers_paged": (TRANSFORMERS,),
-    "vllm_group_port": (TRANSFORMERS,),
-    "vllm_model_impl": (TRANSFORMERS,),
-    "vllm_tensor_parallel_size": (TRANSFORMERS,),
+    "vllm_group_port": NEITHER,
+    "vllm_model_impl": NEITHER,
+    "vllm_tensor_parallel_size": NEITHER,
     "vllm_mode": NEITHER,  # vLLM samples in this process, TRL's default
     "vllm_server_base_url": NEITHER,
     "vllm_server_host": NEITHER,
@@ -50,13 +50,19 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 # completions, their length, their ends and the log-probabilities to the kit
 TOKEN_SAMPLING = {
     "allowed_token_ids", "frequency_penalty", "ignore_eos", "logit_bias", "min_p", "min_tokens",
-    "presence_penalty", "repetition_penalty", "temperature", "top_k", "top_p",
+    "presence_penalty", "repetition_penalty", "top_k", "top_p",
 }  # fmt: skip
 # Parameters of transformers' `generate` that TRL and the kit set
 FIXED = {
     "disable_compile", "eos_token_id", "num_return_sequences", "pad_token_id",
     "return_dict_in_generate",
 }  # fmt: skip
+# What log-probabilities, lengths and the plan read from a setting of their own
+OWN_SETTINGS = {
+    "temperature": "temperature",
+    "max_new_tokens": "max_completion_length",
+    "max_length": "max_completion_length",
+}
 # Settings that count the tokens of a completion, which a thinking budget draws in two parts
 COUNTING = ("min_tokens", "presence_penalty", "frequency_penalty")
 
@@ -100,6 +106,8 @@ def start_engine(
     except GenerationError as exc:
         if asked != "auto" or notes.vllm:
             raise
+        if trains:
+            check_settings(args, TRANSFORMERS)
         return None, Choice("transformers", str(exc))
 
 
@@ -227,6 +235,12 @@ def check_settings(args: Any, engine: str) -> None:
             )
     _check_speculation(args.speculative_decoding, engine)
     others = getattr(args, "generation_kwargs", None) or {}
+    if twice := OWN_SETTINGS.keys() & others:
+        name = min(twice)
+        raise ConfigError(
+            f"trainer.generation_kwargs gives {name!r}, which trainer.{OWN_SETTINGS[name]} sets: "
+            "write it there"
+        )
     if engine == "transformers":
         _check_generate(others)
     else:
@@ -275,7 +289,7 @@ def _check_generate(others: Mapping[str, Any]) -> None:
         mode = config.get_generation_mode()
     except (TypeError, ValueError) as exc:
         raise _refused(others, exc) from exc
-    if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
+    if mode is not GenerationMode.SAMPLE:
         raise ConfigError(
             f"trainer.generation_kwargs {format_value(dict(others))} asks for {mode.value}, and "
             "completions must be sampled one token at a time: leave it out"

@@ -192,7 +192,7 @@ class AdapterFolders:
         if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
             parent = SHARED_MEMORY
             _remove_leftovers(parent)
-        self.root = Path(tempfile.mkdtemp(prefix=f"rloo-kit-{os.getpid()}-", dir=parent))
+        self.root = Path(tempfile.mkdtemp(prefix=folder_prefix(), dir=parent))
         self._number = 0
 
     def write(self, model: Any, dtype: Any) -> Path:
@@ -230,12 +230,22 @@ class AdapterFolders:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
+def folder_prefix() -> str:
+    """Return how names of this process's folders begin in shared memory."""
+    return f"rloo-kit-{_namespace()}-{os.getpid()}-"
+
+
+def _namespace() -> int:
+    """Return the number of this process's PID namespace: containers may share memory alone."""
+    return os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
+
+
 def _remove_leftovers(parent: Path) -> None:
     """Remove the folders of killed runs from shared memory."""
     import psutil
 
-    for folder in parent.glob("rloo-kit-*-*"):
-        pid = folder.name.split("-")[2]
+    for folder in parent.glob(f"rloo-kit-{_namespace()}-*-*"):
+        pid = folder.name.split("-")[3]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -23,6 +23,7 @@ from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.machine.memory import empty_model, empty_tensors, is_out_of_memory, live_tensors
 from rloo_kit.models.engine_memory import BATCHED_TOKENS, cpu_cache, engine_memory, engine_size
 from rloo_kit.models.shape import shape_of_config
+from rloo_kit.models.shared_engine import notes_of
 from rloo_kit.sampling.engine import (
     SHARED_MEMORY,
     AdapterFolders,
@@ -30,6 +31,7 @@ from rloo_kit.sampling.engine import (
     Sampling,
     active_adapter,
     adapter_tensors,
+    folder_prefix,
     plain_config,
     reserved_rank_of,
 )
@@ -98,6 +100,7 @@ class VllmEngine:
 
         arguments = {
             "model": model.get_base_model().config._name_or_path,
+            "trust_remote_code": notes_of(model).trust_remote_code,
             "skip_tokenizer_init": True,  # token ids in, token ids out
             "generation_config": "vllm",  # no sampling defaults but ours
             "dtype": str(self.adapter_dtype).removeprefix("torch."),
@@ -145,7 +148,11 @@ class VllmEngine:
         hardware = detect_hardware()
         config = model.get_base_model().config
         size = engine_size(
-            shape_of_config(config, str(config._name_or_path)),
+            shape_of_config(
+                config,
+                str(config._name_or_path),
+                trust_remote_code=notes_of(model).trust_remote_code,
+            ),
             in_4bit=_is_4bit(model) and hardware.device != "cpu",
             max_rank=reserved_rank_of(model),
             num_sequences=num_sequences,
@@ -332,7 +339,7 @@ def write_dequantised(model: Any, dtype: Any) -> Path:
     tensors = {n: t.detach().to("cpu", dtype).contiguous() for n, t in tensors.items()}
     settings = {k: v for k, v in base.config.to_dict().items() if k != "quantization_config"}
     parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    folder = Path(tempfile.mkdtemp(prefix=f"rloo-kit-{os.getpid()}-base-", dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix=f"{folder_prefix()}base-", dir=parent))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = type(base.config).from_dict(settings)
     config.dtype = dtype

@@ -24,6 +24,7 @@ from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import NO_GRAD_FACTOR, Learner
 from rloo_kit.rloo.metrics import Tally
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch
+from rloo_kit.training.rollouts import enable_checkpointing
 
 if TYPE_CHECKING:
     from rloo_kit.training.trainer import LeaveOneOutTrainer
@@ -111,6 +112,7 @@ def dry_run(
     width = len(ids) + args.max_completion_length
     rows = args.generation_batch_size
     learner = trainer.steps.make_learner()  # its budget: what is free now
+    shares = learner.may_share
     learner.may_share = lambda: False  # all rows have one prompt here, which would run once
     budget, total = learner.budget, detect_hardware().total_memory
     take_peak()
@@ -126,6 +128,7 @@ def dry_run(
             f"{total / GIB:.1f} GiB of memory: {(remedy and remedy()) or REMEDY}"
         ) from exc
     finally:
+        learner.may_share = shares
         return_to_system()
         take_peak()  # what training reports as its own peak begins here
     trainer.dry_run_done = True
@@ -168,15 +171,20 @@ def _learn(
 ) -> None:
     """Run the largest passes of a step; again where the budget had to be lowered."""
     args, budget = trainer.args, None
-    accumulated = rows // args.steps_per_generation * args.gradient_accumulation_steps
+    in_step = rows // args.steps_per_generation * args.gradient_accumulation_steps
+    is_off_policy = args.steps_per_generation > args.gradient_accumulation_steps
     while budget != learner.budget:
         budget = learner.budget
-        if args.beta or args.num_iterations > 1:
+        if args.beta or is_off_policy:
             for number, longest in largest_passes(rows, width, NO_GRAD_FACTOR * budget):
                 rollout = _rollout(trainer, ids, number, longest)
                 tokens, numbers = rollout.sampled.tokens, list(range(number))
-                trainer.policy.reference_log_probs(learner, tokens, numbers)
-        for number, longest in largest_passes(max(1, accumulated), width, budget):
+                if args.beta:
+                    trainer.policy.reference_log_probs(learner, tokens, numbers)
+                else:
+                    learner.log_probs(tokens, numbers, trainer.policy.forward)
+        # a step of several rollouts learns from one after another
+        for number, longest in largest_passes(max(1, min(rows, in_step)), width, budget):
             rollout = _rollout(trainer, ids, number, longest)
             weights = torch.zeros(len(rollout), device=learner.device)  # (B,)
             weights[:number] = 1 / number
@@ -237,10 +245,7 @@ def _restored(trainer: "LeaveOneOutTrainer", learner: Learner) -> Iterator[None]
     states, training = random_states(), model.training
     enables = args.gradient_checkpointing and not model.is_gradient_checkpointing
     if enables:
-        kwargs = dict(args.gradient_checkpointing_kwargs or {})
-        # transformers' own, the rest is for torch
-        own = {n: kwargs.pop(n) for n in ("every_n_layers", "offload") if n in kwargs}
-        model.gradient_checkpointing_enable(kwargs or None, **own)
+        enable_checkpointing(trainer)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="memory ran out")  # the result says it

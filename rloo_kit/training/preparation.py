@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.run_file import (
+    TASK_REWARDS,
+    DataSection,
     LoraSection,
     RunConfig,
     find_run_file,
     read_run_file,
     without_hidden_settings,
 )
-from rloo_kit.data.hub_tasks import hub_task
+from rloo_kit.data.hub_tasks import SYSTEM, hub_task
 from rloo_kit.data.lengths import drop_long_prompts, longer_prompts
 from rloo_kit.data.prompts import (
     MAX_HELD_OUT,
@@ -23,7 +25,7 @@ from rloo_kit.data.prompts import (
     split_held_out,
 )
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.machine.environment import setup
+from rloo_kit.machine.environment import load_env_file, setup
 from rloo_kit.models.adapters import adapter_in, lora_settings
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.loading import attach_lora, load_model, load_tokenizer
@@ -35,8 +37,9 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
     """Return the run's settings and the folder that its paths start from.
 
     The folder of a run holds the file that it was made with, but for secrets: those are then looked
-    for where they are kept, in the environment and .env.
+    for where they are kept, in the environment and .env, which is read here.
     """
+    load_env_file()
     if isinstance(source, RunConfig):
         return _with_its_lora(source, Path()), Path()
     if os.path.isdir(source):  # False for what can be no path at all
@@ -98,16 +101,16 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
     return replace(config, model=model, data=data, rewards=rewards)
 
 
-def _with_whole_paths(reward: Any, base: Path) -> Any:
+def _with_whole_paths(reward: Any, base: Path, *, is_path: bool = False) -> Any:
     """Return a reward as the run file has it, what is a path in it whole."""
     if isinstance(reward, dict):
-        return {key: _with_whole_paths(value, base) for key, value in reward.items()}
+        return {k: _with_whole_paths(v, base, is_path=k == "model") for k, v in reward.items()}
     if isinstance(reward, list):
         return [_with_whole_paths(value, base) for value in reward]
     if not isinstance(reward, str):
         return reward
     path, colon, rest = reward.partition(":")
-    if ("/" in path or path.endswith(".py")) and (base / path).exists():
+    if path and (is_path or "/" in path or path.endswith(".py")) and (base / path).exists():
         return f"{(base / path).resolve()}{colon}{rest}"
     return reward
 
@@ -158,6 +161,12 @@ def template_settings(config: RunConfig) -> dict[str, Any]:
     given = json.loads(given) if isinstance(given, str) else given  # TRL takes JSON text too
     wanted = config.data.enable_thinking
     return given if wanted is None else {**given, "enable_thinking": wanted}
+
+
+def system_message(data: DataSection) -> str | None:
+    """Return the system message of a run's prompts: tasks from the hub have one of their own."""
+    of_task = data.system is None and data.chat and hub_task(data.prompts)
+    return SYSTEM if of_task else data.system
 
 
 def load_policy(config: RunConfig, base: Path, args: Any) -> tuple[Any, Any]:
@@ -247,23 +256,26 @@ def held_out_judges(
     rewards: list[LoadedReward],
     held_out: Any,
     load: Callable[[Sequence[Any]], list[LoadedReward]],
-    named: Sequence[Any] = (),
+    data: DataSection,
 ) -> list[LoadedReward]:
     """Return what held-out prompts are scored by: accuracy, what else judges, what is paid.
 
-    ``load`` makes rewards of specs, ``named`` is ``data.held_out_rewards``. Accuracy judges where
-    the prompts have answers.
+    ``load`` makes rewards of specs. Where the prompts have answers, the reward of their task judges
+    first, else accuracy; not beside ``math``, which knows more right answers.
     """
     paid = {reward.name: reward for reward in rewards}
     found = []
-    for judge in load(named):
+    for judge in load(data.held_out_rewards):
         if judge.name not in paid:
             found.append(judge)
         elif judge.func.reward != paid[judge.name].func.reward:
             other = f"{judge.name}_held_out"  # the same kind of reward, otherwise made
             found.append(replace(judge, name=other, func=replace(judge.func, name=other)))
     found += rewards
-    has_answers = held_out is not None and "answer" in held_out.column_names
-    if has_answers and "accuracy" not in {one.name for one in found}:
-        found += load(["accuracy"])
-    return sorted(found, key=lambda judge: judge.name != "accuracy")
+    names, first = {one.name for one in found}, "accuracy"
+    if held_out is not None and "answer" in held_out.column_names:
+        (judge,) = load([TASK_REWARDS.get(data.prompts.partition(":")[0], first)])
+        first = judge.name
+        if not {first, "math"} & names:
+            found.append(judge)
+    return sorted(found, key=lambda judge: judge.name != first)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache
 from trl.data_utils import apply_chat_template, is_conversational
-from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
+from trl.models.utils import unwrap_model_for_generation
 from trl.trainer.utils import use_adapter
 
 from rloo_kit.data.history import PromptHistory
@@ -82,8 +82,7 @@ class Policy:
     @contextlib.contextmanager
     def no_grad(self) -> Iterator[None]:
         """Run passes without gradient, and without gradient checkpointing."""
-        kwargs = self.trainer.args.gradient_checkpointing_kwargs
-        with torch.no_grad(), disable_gradient_checkpointing(self.trainer.model, kwargs):
+        with torch.no_grad(), without_checkpointing(self.trainer):
             yield
 
     def reference_log_probs(
@@ -105,6 +104,27 @@ class Policy:
         with place:
             learner.tally.reference_rows += len(rows)
             return learner.log_probs(tokens, rows, forward)
+
+
+def enable_checkpointing(trainer: "LeaveOneOutTrainer") -> None:
+    """Turn gradient checkpointing on as transformers' loop does."""
+    kwargs = dict(trainer.args.gradient_checkpointing_kwargs or {})
+    # two arguments of transformers; the others are for torch
+    own = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
+    trainer.model.gradient_checkpointing_enable(kwargs or None, **own)
+
+
+@contextlib.contextmanager
+def without_checkpointing(trainer: "LeaveOneOutTrainer") -> Iterator[None]:
+    """Turn gradient checkpointing off, and on again where it was."""
+    was_enabled = trainer.model.is_gradient_checkpointing
+    if was_enabled:
+        trainer.model.gradient_checkpointing_disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            enable_checkpointing(trainer)
 
 
 def _run_prompts(model: Any, shared: SharedPrompts, rows: torch.Tensor) -> dict[str, Any]:
@@ -178,14 +198,12 @@ class Sampler:
 
     def _draw_here(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """Let the model sample, fewer rows at a time where memory runs out."""
-        args = self.trainer.args
+        trainer = self.trainer
 
         def draw(prompts: Any) -> list[list[int]]:
             # TRL turns checkpointing off to sample, and does not turn it on again after an error.
-            off = disable_gradient_checkpointing(
-                self.trainer.model, args.gradient_checkpointing_kwargs
-            )
-            with blame_generation_kwargs(args), finite_logits(), off:
+            off = without_checkpointing(trainer)
+            with blame_generation_kwargs(trainer.args), finite_logits(), off:
                 return self.generate(prompts)
 
         return self.pieces.run(draw, prompt_ids, len(prompt_ids))

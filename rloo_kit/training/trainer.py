@@ -26,6 +26,7 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.live.view import live_progress
 from rloo_kit.machine.environment import precision_as_asked
 from rloo_kit.machine.memory import add_to_session, empty_model
+from rloo_kit.models.loading import keep_trainable_layout
 from rloo_kit.models.shared_engine import notes_of
 from rloo_kit.sampling.choice import check_engine, start_engine
 from rloo_kit.sampling.engine import Engine
@@ -114,7 +115,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
         if engine is None:
             check_engine(asked)
         _follow_model(args, parts["model"])
-        _check_prompts(parts["train_dataset"], args)
+        check_prompts(parts["train_dataset"], args)
         rewards = _load_weighted(parts.pop("reward_funcs"), args, parts["processing_class"])
         rewards = with_tokenizers(rewards, others.get("reward_processing_classes"))
         args.use_vllm = False  # the kit samples; TRL need not start an engine of its own
@@ -138,6 +139,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
         if self.accelerator.mixed_precision == "fp16":
             _scale_loss(self.accelerator)
         _restore(self.model, adapter)
+        keep_trainable_layout(self.model)
         if not args.beta or _starts_at_base(adapter):
             _drop_old_reference(self.model)  # the adapter switched off is the same, and cheaper
         for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):  # one calm line instead
@@ -364,8 +366,8 @@ def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Any) -> list[
     return rewards
 
 
-def _check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
-    """Raise DataError where the training set has no rows, no ``prompt``, or what is not trained."""
+def check_prompts(dataset: Any, args: Any) -> None:
+    """Raise DataError where the training set has too few rows, or other columns than it needs."""
     columns, has_rows = getattr(dataset, "column_names", None), hasattr(dataset, "__len__")
     if has_rows and not len(dataset):
         raise DataError("train_dataset has no rows: give at least one prompt")
@@ -376,6 +378,12 @@ def _check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
         )
     if {"image", "images"} & set(columns or ()):
         raise DataError("train_dataset has images: train these with TRL's RLOOTrainer")
+    num = args.generation_batch_size // args.num_generations
+    if has_rows and len(dataset) < num:  # TRL drops what does not fill a batch
+        raise DataError(
+            f"there are {len(dataset)} prompts to train on, and one batch takes {num}: give more, "
+            f"or lower trainer.per_device_train_batch_size or gradient_accumulation_steps"
+        )
     for name in ("dynamic_sampling", "prompt_selection"):
         if not has_rows and getattr(args, name):
             raise DataError(
@@ -413,10 +421,15 @@ def _follow_model(args: LeaveOneOutConfig, model: Any) -> None:
     if isinstance(model, str):  # TRL loads it
         return
     choice = notes_of(model).gradient_checkpointing
+    of_unsloth = getattr(model, "_unsloth_gradient_checkpointing", None)
     if choice is not None and args.follows_model:
         args.gradient_checkpointing = bool(choice)
     elif not args.gradient_checkpointing and getattr(model, "is_gradient_checkpointing", False):
         model.gradient_checkpointing_disable()  # transformers only turns it on
+    if of_unsloth is not None and bool(of_unsloth) != args.gradient_checkpointing:
+        # its training obeys this and not the setting
+        kind = "unsloth" if model.device.type != "cpu" else True
+        model._unsloth_gradient_checkpointing = args.gradient_checkpointing and kind
 
 
 @contextlib.contextmanager
@@ -445,11 +458,14 @@ def _restore(model: Any, adapter: dict[str, torch.Tensor]) -> None:
     """Undo TRL's cast of a 4-bit model's adapter to bf16, and its rounding.
 
     With 8 bits of mantissa an update smaller than 1/256 of a weight is lost, and at learning rates
-    of 1e-6 to 1e-5 nearly all are.
+    of 1e-6 to 1e-5 nearly all are. Whole layers (``modules_to_save``) keep their type: sampling
+    computes with the base's.
     """
     for name, parameter in model.named_parameters():
-        if name in adapter:
-            parameter.data = adapter[name].to(parameter.device).float()
+        is_lora = parameter.requires_grad and "lora_" in name
+        if name in adapter or is_lora:  # one that TRL has made of `peft_config` is not in adapter
+            values: Any = adapter.get(name, parameter.data)
+            parameter.data = values.to(parameter.device, torch.float32 if is_lora else None)
 
 
 def _scale_loss(accelerator: Any) -> None:

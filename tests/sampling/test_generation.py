@@ -10,7 +10,6 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rloo_kit.config.run_file import make_run_config
 from rloo_kit.errors import ConfigError, GenerationError
 from rloo_kit.sampling.choice import make_sampling, requested_engine
 from rloo_kit.sampling.engine import (
@@ -140,12 +139,6 @@ def test_use_vllm_of_trl_is_understood():
         requested_engine(settings(use_vllm=True, generation="transformers"))
     with pytest.raises(ConfigError, match=r"vllm_mode is 'server'.*leave it out"):
         requested_engine(settings(use_vllm=True, vllm_mode="server"))
-
-
-def test_a_saved_run_that_a_server_sampled_for_is_read():
-    old = {"generation": "server", "vllm_server_base_url": "http://127.0.0.1:9"}
-    with pytest.warns(UserWarning, match=r"ignored: trainer.generation, trainer.vllm_server_base"):
-        assert make_run_config({"trainer": old}).trainer == {}
 
 
 @pytest.mark.parametrize("asked", ["auto", "vllm", "transformers"])

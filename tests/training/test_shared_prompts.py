@@ -10,7 +10,8 @@ import rloo_kit as rk
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.sampling.decoding import continues_prompts
-from rloo_kit.training.rollouts import Policy
+from rloo_kit.training.dry_run import dry_run
+from rloo_kit.training.rollouts import Policy, enable_checkpointing, without_checkpointing
 
 SMALL = {
     "vocab_size": 261, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -106,3 +107,37 @@ def test_a_training_shares_its_prompts(tmp_path):
     trainer.steps.make_learner().overhead = 0
     trainer.train()
     assert [len(shared.input_ids) for shared in widths] == [2]
+
+
+def test_layers_that_are_not_checkpointed_stay_so_after_sampling(tmp_path):
+    few = {"every_n_layers": 2, "use_reentrant": False}
+    trainer = trainer_of(
+        make("llama"), tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=few
+    )
+    enable_checkpointing(trainer)
+
+    def checkpointed():
+        layers = trainer.model.get_base_model().model.layers
+        return [layer.gradient_checkpointing for layer in layers]
+
+    before = checkpointed()
+    assert sorted(before) == [False, True]
+    with without_checkpointing(trainer):
+        assert not any(checkpointed())
+    assert checkpointed() == before
+
+
+@pytest.mark.parametrize("settings", [{}, {"steps_per_generation": 2}, {"num_iterations": 2}])
+def test_a_dry_run_leaves_sharing_on_and_needs_no_adapter(tmp_path, settings):
+    trainer = rk.LeaveOneOutTrainer(
+        model=make("llama"),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=rk.LeaveOneOutConfig(
+            output_dir=str(tmp_path), bf16=False, use_cpu=True, doctor=False, beta=0.0,
+            max_completion_length=4, **settings,
+        ),
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=4),
+        processing_class=AutoTokenizer.from_pretrained(TINY_THINKER),
+    )  # fmt: skip
+    dry_run(trainer)
+    assert trainer.steps.make_learner().may_share()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import TrainingArguments
 
 import rloo_kit as rk
@@ -209,3 +210,41 @@ def test_a_thinking_budget_needs_tokens_for_a_thought(policy, tmp_path):
 
     with pytest.raises(ConfigError, match=r"thinking_budget is 12, and this model has no single"):
         thought_limit(Plain(), 12)
+
+
+def test_fewer_prompts_than_a_batch_takes_are_refused(policy, tmp_path):
+    parts = {"model": policy[0], "processing_class": policy[1], "reward_funcs": "accuracy"}
+    with pytest.raises(rk.DataError, match="3 prompts to train on, and one batch takes 4: give"):
+        rk.LeaveOneOutTrainer(
+            args=config(tmp_path, per_device_train_batch_size=16),
+            train_dataset=rk.load_prompts("arithmetic", num_prompts=3),
+            **parts,
+        )
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_unsloth_is_told_of_gradient_checkpointing(policy, tmp_path, asked):
+    model, tokenizer = policy
+    model._unsloth_gradient_checkpointing = not asked  # its trainer on a GPU obeys this alone
+    rk.LeaveOneOutTrainer(
+        model=model,
+        reward_funcs=odd_characters,
+        args=config(tmp_path, max_steps=1, gradient_checkpointing=asked),
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=8),
+        processing_class=tokenizer,
+    )
+    assert model._unsloth_gradient_checkpointing is asked
+
+
+@pytest.mark.long
+def test_an_adapter_that_trl_makes_trains_in_float32(tmp_path):
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128, load_in_4bit=True)
+    trainer = rk.LeaveOneOutTrainer(
+        model=model,
+        reward_funcs=odd_characters,
+        args=config(tmp_path, max_steps=1),
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=8),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    )
+    assert {p.dtype for p in trainer.trained_parameters().values()} == {torch.float32}
