@@ -121,7 +121,7 @@ def test_doctor_names_the_command_for_the_machine(torch, card, system, command, 
     for minor in ("2.11", "2.13"):
         path = ROOT / f"requirements/constraints-torch{minor}.txt"
         command = command.replace(f"{{{minor}}}", str(path))
-    assert install_command(set_for(torch)[0]) == command
+    assert install_command(torch) == command
 
 
 def test_constraints_are_the_set_for_but_for_torch_and_vllm():

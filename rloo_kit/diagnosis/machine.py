@@ -24,7 +24,7 @@ def examine() -> tuple[list[str], bool]:
     What training would import is imported.
     """
     versions = {name: installed_version(name) for name in TESTED}
-    constraints, tested = set_for(versions["torch"])
+    _, tested = set_for(versions["torch"])
     lines = [_version_line(name, found, tested[name]) for name, found in versions.items()]
     missing = [f"{name}=={tested[name]}" for name in NEEDED if versions[name] is None]
     if missing:
@@ -49,7 +49,7 @@ def examine() -> tuple[list[str], bool]:
     }
     lines = [*_machine(environment), "versions:", *lines, "backends:"]
     lines += [f"  {name:<13} {reason or 'starts'}" for name, reason in backends.items()]
-    return [*lines, f"install: {install_command(constraints)}"], True
+    return [*lines, f"install: {install_command(versions['torch'])}"], True
 
 
 def set_for(torch: str | None) -> tuple[Path | None, dict[str, str]]:
@@ -62,8 +62,9 @@ def set_for(torch: str | None) -> tuple[Path | None, dict[str, str]]:
     return path, TESTED | dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
-def install_command(constraints: Path | None) -> str:
+def install_command(torch: str | None) -> str:
     """Return the pip command for this machine; with a card it keeps the minor version of torch."""
+    constraints, _ = set_for(torch)
     if shutil.which("nvidia-smi") is None:
         return "pip install rloo-kit"
     if sys.platform != "linux":
