@@ -125,7 +125,7 @@ def execute(command, folder, monkeypatch):
     if command.startswith(ELSEWHERE):
         return
     monkeypatch.chdir(folder)
-    words = shlex.split(re.sub(r"^until (.*); do sleep \d+; done$", r"\1", command))
+    words = shlex.split(re.sub(r"^until (.*?)( \|\| .*)?; do sleep \d+; done$", r"\1", command))
     while "=" in words[0]:
         monkeypatch.setenv(*words.pop(0).split("=", 1))
     monkeypatch.setattr("sys.stdin", io.StringIO("What is 2 + 3?\n"))  # for chat
