@@ -55,19 +55,6 @@ BUILTIN: dict[str, str] = {
     "thinking_questions": "rloo_kit.rewards.thinking:SelfQuestions",
 }
 
-# Parameters of 0.1.0 that are gone: a saved run that has one is read without it
-REMOVED = {
-    "code": ("disk_mib", "output_kib"),
-    "format": ("timeout",),
-    "judge": (
-        *("batch_timeout_seconds", "requests_per_minute", "backoff_seconds"),
-        *("max_consecutive_failures", "cache_size", "cache_file"),
-    ),
-    "reward_model": ("batch_size", "cache_size", "calibration", "clip"),
-    "thinking": ("question_token_ids",),
-    "thinking_questions": ("question_token_ids",),
-}
-
 # Public name -> its module
 _HOMES = {
     **{target.split(":")[1]: target.split(":")[0] for target in BUILTIN.values()},

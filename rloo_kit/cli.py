@@ -137,6 +137,11 @@ def _add_calibrate(commands: Any) -> None:
     command.add_argument(
         "--output", metavar="FILE.yaml", help="default: RUN-calibrated.yaml; nothing is overwritten"
     )
+    command.add_argument(
+        "--precision",
+        action="store_true",
+        help="load the model in bf16 and in float16 too, and write the better one",
+    )
     _add_set(command)
 
 
@@ -169,7 +174,7 @@ def _add_judge(commands: Any) -> None:
         "--by",
         metavar="REWARD",
         help="who judges: a reward as in a run file, such as 'models/my-reward-model' or "
-        "'{name: judge, model: NAME, mode: pairwise}'; as the run judges held-out prompts",
+        "'{name: judge, model: NAME, mode: pairwise}'; default: the held-out judge",
     )
     command.add_argument(
         "--sampled", action="store_true", help="draw at the run's temperature, not greedily"
@@ -180,12 +185,12 @@ def _add_judge(commands: Any) -> None:
 def _add_asked(command: argparse.ArgumentParser, file: str) -> None:
     """Add what eval and judge ask their models, and where they write."""
     command.add_argument(
-        "--prompts", metavar="SOURCE", help="a file, task or dataset; as held out by the run"
+        "--prompts", metavar="SOURCE", help="a file, task or dataset; default: the held-out prompts"
     )
     command.add_argument("--num-prompts", type=int, metavar="N", help="at most so many")
     command.add_argument("--batch-size", type=int, metavar="B", help="completions at one time")
     command.add_argument(
-        "--vllm", action="store_true", help="sample by vLLM; on a GPU it is, where it can be"
+        "--vllm", action="store_true", help="use vLLM (on a GPU the default, where it can run)"
     )
     command.add_argument(
         "--output", metavar="DIR", help=f"write {file} here instead of into the run's folder"
@@ -261,7 +266,7 @@ def _add_check(verbs: Any) -> None:
         "--generations", type=int, metavar="G", help="completions of each; as in the run file"
     )
     check.add_argument(
-        "--output-dir", metavar="DIR", help="write the table, the completions and a picture here"
+        "--output-dir", metavar="DIR", help="write the findings and the completions here"
     )
     _add_set(check)
 
@@ -336,7 +341,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _calibrate(args: argparse.Namespace) -> int:
     from rloo_kit.runs.calibrate import calibrate
 
-    options = _options(args, "num_prompts", "num_generations", "output")
+    options = _options(args, "num_prompts", "num_generations", "output", "precision")
     calibrate(args.run_file, overrides=args.set, **options)
     return 0
 

@@ -43,10 +43,9 @@ from rloo_kit.machine.hardware import find_card
 from rloo_kit.output_folder import free_folder, latest_folder, write_atomically
 from rloo_kit.planning.planner import make_plan
 from rloo_kit.reward_lab.lab import check_rewards, columns_of
-from rloo_kit.reward_lab.probes import call_reward
 from rloo_kit.runs.child import POSIX, call_in_child
 from rloo_kit.runs.train import train
-from rloo_kit.scoring.contract import AsyncCheckedReward, CheckedReward
+from rloo_kit.scoring.contract import AsyncCheckedReward, CheckedReward, call_reward
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.redaction import redact
 from rloo_kit.training.preparation import beside, read_config, read_prompts

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,22 @@ def make_run_folder(wanted: str | Path) -> Path:
     except OSError as exc:
         raise ConfigError(
             f"output_dir {str(wanted)!r} cannot be written ({exc}): choose another"
+        ) from exc
+
+
+def check_writable(folder: Path) -> None:
+    """Check a folder for results before anything is computed for it; nothing is made.
+
+    Raises:
+        ConfigError: It cannot be made or written.
+    """
+    nearest = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as exc:
+        raise ConfigError(
+            f"{str(folder)!r} cannot be written ({exc}): give another folder"
         ) from exc
 
 

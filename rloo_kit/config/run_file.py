@@ -7,7 +7,6 @@ import dataclasses
 import os
 import re
 import typing
-import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import yaml
 
 from rloo_kit.config.engine_tables import TABLES, check_table
-from rloo_kit.config.settings import DEFAULTS, REMOVED, setting
+from rloo_kit.config.settings import DEFAULTS, setting
 from rloo_kit.config.trainer_settings import translate_trainer_arguments
 from rloo_kit.config.values import check_keys, check_value, is_table, suggest
 from rloo_kit.errors import ConfigError
@@ -170,6 +169,7 @@ TASK_REWARDS: dict[str, Any] = {
     "countdown": "countdown",
     "gsm8k": _NUMBER,
     "dapo-math": _NUMBER,
+    "math500": "math",
 }
 SECTIONS: dict[str, type] = {"model": ModelSection, "lora": LoraSection, "data": DataSection}
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -315,6 +315,8 @@ ELSEWHERE = {
     "trust_remote_code": "model.trust_remote_code",
     "eval_strategy": "data.held_out_every",
     "eval_steps": "data.held_out_every",
+    "load_best_model_at_end": "trainer.keep_best",
+    "save_total_limit": "trainer.keep_last",
 }
 
 
@@ -328,7 +330,7 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
             f"a run file holds `section: {{key: value}}`, not a {type(content).__name__}; start "
             f"from examples/quickstart.yaml"
         )
-    content = _without_removed({str(key): value for key, value in content.items()})
+    content = {str(key): value for key, value in content.items()}
     errors = [error for override in overrides for error in _apply_override(content, override)]
     remember_settings(content)
     known = {one.name: one for one in dataclasses.fields(RunConfig)}
@@ -355,23 +357,6 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
         if not errors:
             return config
     raise ConfigError(format_errors(errors))
-
-
-def _without_removed(content: dict[str, Any]) -> dict[str, Any]:
-    """Leave out settings that older versions had; warn once."""
-    kept, gone = {}, []
-    for key, value in content.items():
-        if key in REMOVED:
-            gone.append(key)
-        elif isinstance(value, Mapping):
-            old = [n for n, one in value.items() if REMOVED & {f"{key}.{n}", f"{key}.{n}={one}"}]
-            kept[key] = {name: one for name, one in value.items() if name not in old}
-            gone += [f"{key}.{name}" for name in old]
-        else:
-            kept[key] = value
-    if gone:
-        warnings.warn(f"settings of an older rloo-kit are ignored: {', '.join(gone)}", stacklevel=3)
-    return kept
 
 
 def _make_section(name: str, value: object, errors: list[str]) -> Any:

@@ -38,17 +38,13 @@ def setting(default: Any = MISSING, help: str = "", **rule: Any) -> Any:
 
 
 # Findings of the doctor that can make a run worthless
-# clip_noise, negative_kl, saturated_reward, high_variance: of older run files, found no more
 STOP_ON = (
     "stale_sampler",
-    "clip_noise",
-    "negative_kl",
     "kl_explosion",
     "all_truncated",
     "empty_output",
     "length_explosion",
     "constant_reward",
-    "saturated_reward",
     "cold_start",
     "reward_collapse",
     "reward_hacking",
@@ -56,7 +52,6 @@ STOP_ON = (
     "no_signal",
     "prompts_used_up",
     "learning_rate_too_low",
-    "high_variance",
 )
 
 
@@ -159,7 +154,8 @@ class KitSettings:
         resume="must",
     )
     canary: bool = setting(
-        True, "Prove on every batch that vLLM samples from the policy that trains; stop where not."
+        True,
+        "Check on every batch that vLLM samples from the current policy; stop if it does not.",
     )
     rollout_correction: Literal["sequence", "token"] | None = setting(
         None,
@@ -234,6 +230,7 @@ TRL_RULES: dict[str, Rule] = {
     "repetition_penalty": _MUST,
     "report_to": Rule(default="none"),
     "reward_clip_range": _MUST,
+    "reward_weights": _MUST,
     "save_steps": Rule(default=10),
     "seed": _MUST,
     "shuffle_dataset": _MUST,
@@ -247,30 +244,6 @@ TRL_RULES: dict[str, Rule] = {
     "warmup_steps": _MAY,
     "weight_decay": _MUST,
 }
-
-# Settings of older versions, as `section.key`, a top-level key, or `section.key=value` where the
-# key is still known. A saved run.yaml may hold them, so reading one ignores them with a warning.
-REMOVED: frozenset[str] = frozenset(
-    {
-        "data.curriculum",
-        "model.fp32_lm_head",
-        "model.fp8_kv_cache",
-        "model.load_in_fp8",
-        "trainer.gate_on_score",
-        "trainer.generation=server",
-        "trainer.legacy_metrics",
-        "trainer.max_no_signal_fraction",
-        "trainer.rescue_dir",
-        "trainer.skip_no_signal",
-        "trainer.skip_old_pass",
-        "trainer.truncated_in_baseline",
-        "trainer.vllm_adapter_dir",
-        "trainer.vllm_server_base_url",
-        "trainer.vllm_server_host",
-        "trainer.vllm_server_port",
-        "trainer.vllm_server_timeout",
-    }
-)
 
 OWN_FIELDS = dataclasses.fields(KitSettings)
 RULES: dict[str, Rule] = {

@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import warnings
+from itertools import zip_longest
 from typing import Any
 
 from rloo_kit.data.tasks import is_kept_by_hash
@@ -30,17 +31,17 @@ def make_gym_rows(
 
     A quarter of all questions is held out, by their text. Rows hold ``prompt``, ``task``, ``entry``
     (the whole entry and the settings as JSON, for the verifier), and ``answer`` if there is one.
-    ``level``, one or several in equal parts, is a level of the task's curriculum, counted from 1;
-    ``settings`` go before its own. Rows have it then too.
+    ``level``, one or several in equal parts and in turn, is a level of the task's curriculum,
+    counted from 1; ``settings`` go before its own. Rows have it then too.
     """
     if level is None:
         return _make_rows(name, num, split, seed, settings or {})
-    rows, levels = [], level if isinstance(level, list) else [level]
+    by_level, levels = [], level if isinstance(level, list) else [level]
     for place, one in enumerate(levels[:num]):
         own = {**_level_settings(name, one), **(settings or {})}
         made = _make_rows(name, (num - place - 1) // len(levels) + 1, split, seed, own)
-        rows += [{**row, "level": one} for row in made]
-    return rows
+        by_level.append([{**row, "level": one} for row in made])
+    return [row for turn in zip_longest(*by_level) for row in turn if row is not None]
 
 
 def count_gym_levels(name: str) -> int:

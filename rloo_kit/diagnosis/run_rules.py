@@ -362,7 +362,7 @@ def _no_signal(run: RunStatistics) -> Iterator[Seen]:
 @RULES.rule(
     "learning_rate_too_low",
     "the scores say what to learn, and the model does not move",
-    "raise the learning rate: with LoRA 1e-6 to 1e-5 is usual, more for a tiny model",
+    "raise the learning rate: with LoRA 1e-5 is usual, more for a tiny model",
     about_signal=True,
 )
 def _learning_rate_too_low(run: RunStatistics) -> Iterator[Seen]:

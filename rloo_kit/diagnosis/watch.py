@@ -72,8 +72,7 @@ class BestWeights:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
         self.step, self.value, self._kept = state["step"], state["value"], state["weights"]
-        # Version 0.1.0 kept the score of each group
-        self._batches.extend(one for one in state["batches"] if isinstance(one, float))
+        self._batches.extend(state["batches"])
 
     def restore(self) -> None:
         """Put the best weights into the model."""
@@ -106,12 +105,6 @@ class RunWatch(TrainerCallback):
     ) -> None:
         self.config, self.tell, self.stop = config, tell, stop
         self.stop_on = frozenset(stop_on)
-        if unknown := sorted(self.stop_on - KINDS.keys()):
-            warnings.warn(
-                f"stop_on names {', '.join(unknown)}, which this version does not look for",
-                RuntimeWarning,
-                stacklevel=2,
-            )
         self.parameters = parameters
         # Whether held-out prompts are scored during training, and say which weights are best
         self.by_held_out = False

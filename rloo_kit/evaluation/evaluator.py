@@ -1,8 +1,6 @@
 """Score a model on prompts it never trained on."""
 
-import asyncio
 import contextlib
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -15,6 +13,7 @@ from rloo_kit.evaluation.statistics import Estimate, estimate, pass_at_k
 from rloo_kit.rloo.guards import Pieces, check_finite, finite_logits
 from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.engine import Sampling, draw_from
+from rloo_kit.scoring.contract import call_reward
 from rloo_kit.text.thoughts import ThoughtFinder
 
 if TYPE_CHECKING:
@@ -233,11 +232,7 @@ def score_texts(
         "log_extra": lambda column, values: None,
         "log_metric": lambda name, value: None,
     }
-    scores = {}
-    for reward in rewards:
-        found = reward.func(**columns)
-        scores[reward.name] = asyncio.run(found) if inspect.iscoroutine(found) else found
-    return scores
+    return {reward.name: call_reward(reward.func, columns) for reward in rewards}
 
 
 def settings_of(args: Any) -> dict[str, Any]:

@@ -21,7 +21,12 @@ from rloo_kit.sampling.choice import check_engine, requested_engine, start_engin
 from rloo_kit.sampling.engine import Choice, Engine, choose
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.wording import format_value
-from rloo_kit.training.preparation import held_out_judges, make_trainer_args, read_prompts
+from rloo_kit.training.preparation import (
+    held_out_judges,
+    make_trainer_args,
+    read_prompts,
+    system_message,
+)
 
 Say = Callable[[str], None]
 # On a CPU, of the prompts and completions that are drawn together; on a GPU the run's batch is
@@ -65,7 +70,8 @@ class HeldOut:
         load = functools.partial(load_rewards, tokenizer=tokenizer, chat_template_kwargs=template)
         found = load(self.config.rewards if specs is None else specs)
         if specs is None:
-            found = held_out_judges(found, self.prompts, load, self.config.data.held_out_rewards)
+            data = replace(self.config.data, prompts=self.source)
+            found = held_out_judges(found, self.prompts, load, data)
         for reward in found:
             add_to_session(reward.func)
         return found
@@ -206,7 +212,7 @@ def _prompts(
             name,
             split="train" if is_known else data.split,
             num_prompts=most,
-            system=data.system,
+            system=system_message(data),
             chat=data.chat,
             seed=config.seed,
             columns=None if is_known else data.columns,

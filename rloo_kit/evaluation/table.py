@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +15,7 @@ from rloo_kit.evaluation.held_out import HeldOut, Say, read_held_out
 from rloo_kit.evaluation.models import TrainedModel, by_base, find_trained
 from rloo_kit.evaluation.statistics import Difference, Estimate, difference
 from rloo_kit.machine.memory import session
-from rloo_kit.output_folder import write_atomically, write_json
+from rloo_kit.output_folder import check_writable, write_atomically, write_json
 from rloo_kit.report.page import write_report
 from rloo_kit.text.redaction import redact_tree
 
@@ -121,6 +120,7 @@ def evaluate_models(  # noqa: PLR0913
     folder = Path(output) if output is not None else next((m.run for m in found if m.run), None)
     if folder is not None:
         check_writable(folder)
+        folder.mkdir(parents=True, exist_ok=True)
     how = [{"temperature": 0.0}] if greedy else []
     how += [{"num_samples": num_samples}] if num_samples else []
     with session():
@@ -228,22 +228,6 @@ def _line(row: Row) -> str:
 
 
 # --- result files: eval.json and judge.json grow, their samples do not ---------------------------
-
-
-def check_writable(folder: Path) -> None:
-    """Make a folder for results before anything is computed for it.
-
-    Raises:
-        ConfigError: It cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as exc:
-        raise ConfigError(
-            f"{str(folder)!r} cannot be written ({exc}): give another folder with --output"
-        ) from exc
 
 
 def write_results(

@@ -17,8 +17,9 @@ from rloo_kit.evaluation.evaluator import score_texts
 from rloo_kit.evaluation.held_out import HeldOut, Say, read_held_out
 from rloo_kit.evaluation.models import TrainedModel, by_base, find_trained
 from rloo_kit.evaluation.statistics import Difference, difference
-from rloo_kit.evaluation.table import check_writable, write_results
+from rloo_kit.evaluation.table import write_results
 from rloo_kit.machine.memory import session
+from rloo_kit.output_folder import check_writable
 from rloo_kit.scoring.loading import LoadedReward
 
 FILE, SAMPLES = "judge.json", "judge_samples.jsonl"
@@ -46,7 +47,7 @@ class WinRate:
         return 0.5 + self.found.mean
 
     def __str__(self) -> str:
-        low, high = (0.5 + bound for bound in (self.found.low, self.found.high))
+        low, high = (min(1.0, max(0.0, 0.5 + end)) for end in (self.found.low, self.found.high))
         lines = [
             f"{self.model} wins {self.rate:.1%} [{low:.1%}, {high:.1%}] against {self.against}: "
             f"{self.wins} won, {self.ties} tied, {self.losses} lost of {self.found.num} prompts of "
@@ -103,6 +104,7 @@ def judge_models(  # noqa: PLR0913
         held_out = read_held_out([mine, other], overrides, prompts, num_prompts, batch_size)
         if folder is not None:
             check_writable(folder)
+            folder.mkdir(parents=True, exist_ok=True)
         how = {} if sampled else {"temperature": 0.0}
         held_out, sides = _answers(held_out, [mine, other], spec, how)
         for side in sides:

@@ -13,7 +13,7 @@ from rloo_kit.evaluation.models import find_trained, load_base
 from rloo_kit.machine.memory import session
 from rloo_kit.text.thoughts import THOUGHT_ENDS, token_id
 from rloo_kit.text.wording import printable
-from rloo_kit.training.preparation import template_settings
+from rloo_kit.training.preparation import system_message, template_settings
 
 
 def chat(
@@ -36,7 +36,8 @@ def chat(
     if base and trained.adapter is None:
         raise ConfigError(f"{model} has no adapter, so it is its own base: leave --base out")
     models = [trained, trained.without_adapter()] if base else [trained]
-    system = [_turn("system", config.data.system)] if config.data.system else []
+    text = system_message(config.data)
+    system = [_turn("system", text)] if text else []
     conversations = [list(system) for _ in models]
     with session():
         loaded = load_base(trained)

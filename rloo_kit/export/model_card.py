@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from rloo_kit.config.run_file import RunConfig
@@ -132,7 +132,9 @@ def _rewards(facts: CardFacts) -> list[str]:
 
 def _without_folders(value: Any) -> Any:
     if isinstance(value, str):
-        return value.rpartition("/")[2] if value.startswith(("/", "~")) or "\\" in value else value
+        paths = PurePosixPath(value), PureWindowsPath(value)
+        whole = [path for path in paths if path.is_absolute() or path.parts[:1] == ("~",)]
+        return whole[0].name if whole else value
     if isinstance(value, dict):
         return {name: _without_folders(one) for name, one in value.items()}
     return [_without_folders(one) for one in value] if isinstance(value, list) else value

@@ -9,6 +9,7 @@ from pathlib import Path
 from rloo_kit.diagnosis.record import read_json
 from rloo_kit.errors import GenerationError
 from rloo_kit.evaluation.models import find_trained
+from rloo_kit.machine.environment import load_env_file
 from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.models.adapters import CONFIG
 from rloo_kit.models.engine_memory import reserved_rank
@@ -30,6 +31,7 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
         GenerationError: vLLM cannot be used here.
         ModelError: The base is not available.
     """
+    load_env_file()
     if reason := why_not_vllm():
         raise GenerationError(f"vLLM's server cannot be started here: {reason}")
     trained = find_trained(model)

@@ -122,10 +122,11 @@ class Progress:
 def progress_of(record: RunRecord) -> Progress:
     """Return where a recorded run is, with the curves of all its steps."""
     rows = [row for row in record.metrics if "reward" in row]
-    total = record.config.trainer.get("max_steps") if record.config else None
-    progress = Progress(now=rows[0]["time"] if rows else 0.0)
+    total = (record.config.trainer.get("max_steps") if record.config else None) or 0
+    first = rows[0] if rows else {}
+    progress = Progress(now=first.get("time", 0.0) - first.get("step_time", 0.0))
     for row in rows:
-        progress.add(row["step"], total or rows[-1]["step"], row, row["time"])
+        progress.add(row["step"], max(total, rows[-1]["step"]), row, row["time"])
     progress.findings = find_in_run(record)
     return progress
 

@@ -84,7 +84,7 @@ def setup(backend: str = "auto") -> Environment:
     if _environment is not None:
         _check_same(backend, _environment)
         return _environment
-    dotenv = _load_dotenv()
+    dotenv = load_env_file()
     _set_variables()
     hardware = detect_hardware()
     os.environ.setdefault("ACCELERATE_MIXED_PRECISION", hardware.mixed_precision)
@@ -135,7 +135,11 @@ def _check_same(backend: str, environment: Environment) -> None:
     )
 
 
-def _load_dotenv() -> str | None:
+def load_env_file() -> str | None:
+    """Put the variables of ``.env`` that are not set into the environment; return its path.
+
+    It is in the working folder, or in one above.
+    """
     from dotenv import dotenv_values, find_dotenv, load_dotenv
 
     path = find_dotenv(usecwd=True)

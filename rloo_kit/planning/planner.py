@@ -193,7 +193,7 @@ def _picture(made: Plan) -> list[str]:
         lines += [
             f"  {', '.join(change.lines)}  (saves {_gib(change.saves)})" for change in made.changes
         ]
-    elif not made.fits:
+    elif not made.fits and made.refusal is None:
         lines += ["", "no setting makes it fit: use a smaller model"]
     return lines
 

@@ -17,9 +17,9 @@ from rloo_kit.data.files import read_rows
 from rloo_kit.diagnosis.record import text_of
 from rloo_kit.errors import ConfigError, DataError, KitError
 from rloo_kit.evaluation.evaluator import RESERVED, evaluate, settings_of
-from rloo_kit.machine.environment import setup
+from rloo_kit.machine.environment import load_env_file, setup
 from rloo_kit.machine.memory import add_to_session, session
-from rloo_kit.output_folder import free_folder
+from rloo_kit.output_folder import check_writable, free_folder
 from rloo_kit.reward_lab.check import RewardCheck
 from rloo_kit.reward_lab.probes import probe
 from rloo_kit.reward_lab.rules import find_all, verdict
@@ -32,7 +32,7 @@ from rloo_kit.reward_lab.statistics import (
 )
 from rloo_kit.sampling.choice import start_engine
 from rloo_kit.scoring.contract import CheckedReward
-from rloo_kit.scoring.loading import LoadedReward, RewardSpec, load_rewards
+from rloo_kit.scoring.loading import LoadedReward, RewardSpec, load_rewards, with_weights
 from rloo_kit.text.redaction import redact_tree
 from rloo_kit.training.preparation import (
     fitting_prompts,
@@ -98,6 +98,9 @@ def check_rewards(  # noqa: PLR0913
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}, must be at least 1")
     folder = None if output_dir is None else free_folder(output_dir)
+    if folder is not None:
+        check_writable(folder.parent)
+    load_env_file()
     config, base = RunConfig(), None
     if source is not None:
         config, base = read_config(source, overrides)
@@ -235,9 +238,7 @@ def _load(
         found = load(specs)
     else:
         found = load(config.rewards, base_dir=Path() if base == EXAMPLES else base)
-        if weights := config.trainer.get("reward_weights"):
-            pairs = zip(found, weights, strict=False)
-            found = [replace(reward, weight=float(weight)) for reward, weight in pairs]
+        found = with_weights(found, config.trainer.get("reward_weights"))
     return found
 
 

@@ -1,12 +1,9 @@
 """Call a reward as a run would, and then in other ways: again, in another order, altered."""
 
-import asyncio
-import inspect
 import random
 import re
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +11,13 @@ from rloo_kit.diagnosis.record import text_of
 from rloo_kit.errors import RewardContractError
 from rloo_kit.reward_lab.rules import wanted_probes
 from rloo_kit.reward_lab.statistics import Batch, Fault, Probed
-from rloo_kit.scoring.contract import CheckedReward, OverdueError, guarded, take_rows
+from rloo_kit.scoring.contract import (
+    CheckedReward,
+    OverdueError,
+    call_reward,
+    guarded,
+    take_rows,
+)
 from rloo_kit.scoring.loading import LoadedReward
 from rloo_kit.text.wording import printable
 from rloo_kit.types import Completion, Score
@@ -88,16 +91,6 @@ def _with_probes(
     for name in wanted_probes(batch, probed):
         answers.ask(name, own)
     return replace(probed, probes=answers.scores, probe_errors=answers.errors, seconds=seconds)
-
-
-def call_reward(func: CheckedReward, columns: dict[str, Any]) -> list[Score]:
-    """Return the scores of one call, awaited where the reward is async."""
-    found: Any = func(**columns)
-    if inspect.isawaitable(found):
-        with ThreadPoolExecutor(1) as pool:
-            # A notebook's thread has a running loop.
-            found = pool.submit(asyncio.run, found).result()  # type: ignore[arg-type]
-    return found
 
 
 def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractError) -> Fault:

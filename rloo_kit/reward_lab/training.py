@@ -24,7 +24,7 @@ from rloo_kit.machine.environment import precision_as_asked, quiet, setup
 from rloo_kit.machine.hardware import TESTED, Hardware, installed_version
 from rloo_kit.machine.memory import add_to_session, is_out_of_memory, session
 from rloo_kit.models.loading import TINY_THINKER
-from rloo_kit.output_folder import free_folder, write_json
+from rloo_kit.output_folder import check_writable, free_folder, write_json
 from rloo_kit.text.redaction import redact_tree
 from rloo_kit.text.wording import format_value
 from rloo_kit.types import Completion, Row
@@ -244,6 +244,7 @@ def _train_and_save(
     """Load, train, score and save; what is loaded here belongs to the open session."""
     hardware = setup().hardware
     folder = free_folder(output_dir)
+    check_writable(folder.parent)
     with tempfile.TemporaryDirectory() as scratch:
         arguments = _arguments(job, scratch, hardware)
         model, tokenizer = _load(job, hardware)

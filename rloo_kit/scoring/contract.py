@@ -9,6 +9,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -186,6 +187,19 @@ def guarded(reward: Any, timeout: float | None, on_error: str) -> Any:
     if not isinstance(reward, CheckedReward):
         return reward
     return replace(reward, timeout=timeout, on_error=on_error)
+
+
+def call_reward(func: Callable[..., Any], columns: dict[str, Any]) -> list[Score]:
+    """Return the scores of one call, awaited where the reward is async."""
+    found: Any = func(**columns)
+    if not inspect.iscoroutine(found):
+        return found
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(found)
+    with ThreadPoolExecutor(1) as pool:  # a notebook's thread has a running loop
+        return pool.submit(asyncio.run, found).result()
 
 
 def take_rows(columns: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:

@@ -25,8 +25,7 @@ import inspect
 import math
 import re
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -59,6 +58,18 @@ class LoadedReward:
     def weight_at(self, progress: float) -> float:
         """Return the weight at a share of the training, in [0, 1]."""
         return self.weight if isinstance(self.weight, int | float) else self.weight.at(progress)
+
+
+def with_weights(
+    rewards: list[LoadedReward], weights: Sequence[float] | None
+) -> list[LoadedReward]:
+    """Return the rewards with the weights of ``trainer.reward_weights``, where it is set."""
+    if not weights:
+        return rewards
+    return [
+        replace(reward, weight=float(weight))
+        for reward, weight in zip(rewards, weights, strict=False)
+    ]
 
 
 def load_rewards(
@@ -186,7 +197,6 @@ class _Finder:
                 path = self._path(model)
                 parameters["model"] = str(path) if path.is_dir() else model
             target = self.target(target_name)
-            parameters = _without_removed(parameters, target_name)
         reward = _with_parameters(target, parameters, target_name)
         reward = self._composed(reward, composing, target_name) if composing else reward
         return reward, weight if given is None else _checked_weight(given, name)
@@ -385,19 +395,6 @@ def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
             f"({first_line(exc)}); {_TABLE_HINT}"
         ) from exc
     return functools.partial(target, **parameters) if parameters else target
-
-
-def _without_removed(parameters: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the parameters without those that a built-in reward no longer has."""
-    removed = importlib.import_module("rloo_kit.rewards").REMOVED.get(name, ())
-    for parameter in sorted(parameters.keys() & set(removed)):
-        warnings.warn(
-            f"reward {name!r} no longer has the parameter {parameter!r}, which is ignored; "
-            "remove it",
-            UserWarning,
-            stacklevel=2,
-        )
-    return {key: value for key, value in parameters.items() if key not in removed}
 
 
 def _refuse_non_reward(func: Any, spec: object) -> None:

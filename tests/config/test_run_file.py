@@ -217,10 +217,3 @@ def test_settings_without_a_section():
     }
     with pytest.raises(ConfigError, match="key=value"):
         read_settings(["a.b=3"])
-
-
-def test_removed_setting_is_ignored_with_one_warning():
-    with pytest.warns(UserWarning, match="trainer.rescue_dir") as seen:
-        config = make_run_config({"trainer": {"rescue_dir": "elsewhere", "max_steps": 3}})
-    assert config.trainer == {"max_steps": 3}
-    assert len(seen) == 1

@@ -466,10 +466,10 @@ def test_a_gym_task_has_the_levels_of_its_curriculum():
     name = "reasoning_gym:chain_sum"
     assert count_levels(name) == 11
     rows = load_prompts(name, num_prompts=7, level=[1, 3], settings={"max_terms": 5})
-    assert rows["level"] == [1] * 4 + [3] * 3
+    assert rows["level"] == [1, 3, 1, 3, 1, 3, 1]  # so that the first of them are of all levels
     settings = [json.loads(entry)["settings"] for entry in rows["entry"]]
     assert settings[0] == {"min_terms": 2, "max_terms": 5, "min_digits": 1, "max_digits": 1}
-    assert settings[-1] == {"min_terms": 4, "max_terms": 5, "min_digits": 3, "max_digits": 3}
+    assert settings[1] == {"min_terms": 4, "max_terms": 5, "min_digits": 3, "max_digits": 3}
 
 
 @needs_gym

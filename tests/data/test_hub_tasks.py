@@ -219,6 +219,9 @@ def test_paths_start_at_the_run_file(copy, monkeypatch, tmp_path):
     monkeypatch.chdir(copy.parent)  # a folder of the task's name is not what is meant
     named = replace(config, data=DataSection(prompts="gsm8k"))
     assert with_whole_paths(named, copy.parent, copy.parent).data.prompts == "gsm8k"
+    rewards = [{"name": "reward_model", "model": "gsm8k"}, "accuracy"]
+    whole = with_whole_paths(replace(named, rewards=rewards), copy.parent, copy.parent).rewards
+    assert whole == [{"name": "reward_model", "model": str(copy)}, "accuracy"]
 
 
 def test_a_task_brings_its_reward_unless_the_run_file_has_one():

@@ -1,5 +1,6 @@
 """rloo-kit eval and judge: models on the same prompts, their intervals, whom a judge prefers."""
 
+import asyncio
 import json
 import re
 import shutil
@@ -14,17 +15,19 @@ import yaml
 
 import rloo_kit as rk
 from rloo_kit.cli import main
+from rloo_kit.config.run_file import DataSection
 from rloo_kit.diagnosis.record import RunStatistics, read_run
 from rloo_kit.errors import (
     ConfigError,
     GenerationError,
     ModelError,
 )
-from rloo_kit.evaluation.evaluator import Evaluation
+from rloo_kit.evaluation.evaluator import Evaluation, score_texts
 from rloo_kit.evaluation.held_out import choose_engine
 from rloo_kit.evaluation.models import find_trained, load_base
+from rloo_kit.evaluation.statistics import difference
 from rloo_kit.evaluation.table import Row, compare, judge_alike
-from rloo_kit.evaluation.win_rate import Side, verdicts
+from rloo_kit.evaluation.win_rate import Side, WinRate, verdicts
 from rloo_kit.sampling.choice import requested_engine
 from rloo_kit.sampling.engine import active_adapter
 from rloo_kit.training.preparation import held_out_judges
@@ -108,7 +111,8 @@ def test_judge_with_other_settings_than_the_reward_is_added():
     paid = rk.load_rewards(["length", "accuracy"])
 
     def names(*specs):
-        return [one.name for one in held_out_judges(paid, prompts, rk.load_rewards, specs)]
+        data = DataSection(prompts="arithmetic", held_out_rewards=list(specs))
+        return [one.name for one in held_out_judges(paid, prompts, rk.load_rewards, data)]
 
     assert names() == ["accuracy", "length"]
     assert names("length", "accuracy") == ["accuracy", "length"]
@@ -461,3 +465,35 @@ def test_server_judge_is_asked_in_both_orders(answer, rate, monkeypatch):
         thread.join(10)
     assert won == [rate] * 4
     assert len(Prefers.asked) == 2 * len(rows)
+
+
+def test_the_reward_of_a_task_judges_its_prompts():
+    prompts = rk.load_prompts("arithmetic", split="held_out", num_prompts=2)
+
+    def names(task, *paid):
+        rewards, data = rk.load_rewards(paid), DataSection(prompts=task)
+        found = held_out_judges(rewards, prompts, rk.load_rewards, data)
+        return [(one.name, getattr(one.func.reward, "match", None)) for one in found]
+
+    assert names("gsm8k:copy", "length") == [("accuracy", "number"), ("length", None)]
+    assert names("gsm8k", "math") == [("math", None)]
+    assert names("math500", {"name": "accuracy", "match": "number"})[0] == ("math", None)
+    assert names("mine.jsonl", "length") == [("accuracy", "auto"), ("length", None)]
+
+
+def test_an_async_reward_scores_where_a_loop_runs():
+    async def slow(completions, **_):
+        await asyncio.sleep(0)
+        return [0.5] * len(completions)
+
+    async def in_a_notebook():
+        return score_texts([{"prompt": "a"}], ["b"], [[1]], rk.load_rewards([slow]))
+
+    assert asyncio.run(in_a_notebook()) == {"slow": [0.5]}
+
+
+def test_a_win_rate_stays_between_none_and_all():
+    won = difference([0.5] * 10, [1.0] * 10)
+    shown = str(WinRate("a", "b", "judge", "greedy", "prompts", 10, 0, 0, 0, won))
+    assert "100.0% [" in shown
+    assert ", 100.0%]" in shown

@@ -13,10 +13,13 @@ import torch
 
 import rloo_kit as rk
 from rloo_kit.cli import main
+from rloo_kit.config.run_file import DataSection
+from rloo_kit.data.hub_tasks import SYSTEM
 from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.models import find_trained, load_base
 from rloo_kit.export.chat import Printer, _console, chat
 from rloo_kit.export.serve import server_command
+from rloo_kit.training.preparation import system_message
 
 QUESTION = "What is 252 + 409?"
 # The lowest temperature: greedy
@@ -141,3 +144,10 @@ def test_serve_without_vllm_is_refused(capsys):
         pytest.skip("vLLM is here; tests/vllm starts it")
     with pytest.raises(rk.KitError, match="vLLM's server cannot be started here"):
         server_command("tiny-thinker")
+
+
+def test_a_task_brings_its_system_message():
+    assert system_message(DataSection(prompts="gsm8k")) == SYSTEM
+    assert system_message(DataSection(prompts="gsm8k", system="Be brief.")) == "Be brief."
+    assert not system_message(DataSection(prompts="gsm8k", system=""))
+    assert system_message(DataSection(prompts="arithmetic")) is None

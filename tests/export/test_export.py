@@ -233,6 +233,8 @@ def test_card_hides_folders_and_secrets(run):
         data=dataclasses.replace(record.config.data, prompts="open-r1/maths"),
         rewards=[
             "/data/me/mine.py:polite:0.5",
+            r"C:\Users\me\other.py:kind",
+            {"name": "format", "pattern": r"<answer>\s*\d+</answer>"},
             {"name": "judge", "api_key": "sk-very-secret-9876"},
         ],
     )
@@ -246,7 +248,10 @@ def test_card_hides_folders_and_secrets(run):
     assert data.license == "unknown"
     assert "licence of the base is not known" in text
     assert "`mine.py:polite:0.5`" in text
+    assert "`other.py:kind`" in text
+    assert r"<answer>\\s*\\d+</answer>" in text
     assert "/data/me" not in text
+    assert "Users" not in text
     assert "sk-very-secret" not in text
 
 

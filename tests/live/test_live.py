@@ -428,3 +428,15 @@ def test_notebook_shows_one_figure_updated_in_place(tmp_path):
     assert "ended by" in failed[1].text
     assert without[0].data["text/plain"].startswith("step 3/3")
     assert "<img" not in without[0].data["text/html"]
+
+
+def test_a_recorded_run_begins_with_its_first_step():
+    row = ROW | {"step": 1, "time": 100.0, "step_time": 4.0}
+    rows = [row, row | {"step": 2, "time": 104.0}]
+    record = SimpleNamespace(metrics=rows, config=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live, "find_in_run", lambda _: [])
+        progress = live.progress_of(record)
+        assert list(progress._paces) == [4.0, 4.0]
+        record.config = SimpleNamespace(trainer={"max_steps": -1})
+        assert live.progress_of(record).total == 2

@@ -142,3 +142,11 @@ def test_docs_list_vllms_share_of_every_run_file():
 
     page = PAGE.read_text()
     assert written(page) == page, "run scripts/write_vllm_shares.py"
+
+
+def test_a_share_that_is_too_small_is_not_called_a_small_card():
+    given = ["trainer.vllm_gpu_memory_utilization=0.1", "trainer.generation=vllm"]
+    made = rloo_kit.plan("qwen3-4b-thinking", gpu="24GB", overrides=given)
+    assert not made.fits
+    assert "raise trainer.vllm_gpu_memory_utilization" in made.verdict
+    assert "use a smaller model" not in str(made)

@@ -4,6 +4,7 @@ The completions are made here, 16 prompts of 8, and follow a chat template that 
 """
 
 import json
+import os
 import random
 import re
 import time
@@ -341,3 +342,26 @@ def test_the_embedded_model_can_be_sampled_and_its_reward_is_good(tmp_path, caps
     again = check(specs, tmp_path / "out" / "completions.jsonl", source="quickstart")
     assert again.findings == found.findings
     assert again.samples == found.samples
+
+
+def test_an_output_that_cannot_be_written_is_said_first(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        check_rewards(
+            rewards=["accuracy"], completions=ROWS, output_dir=tmp_path / "file" / "checks"
+        )
+
+
+def test_env_file_is_read_before_rewards_are_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MY_ANSWER", raising=False)
+    (tmp_path / ".env").write_text("MY_ANSWER=42\n")
+    (tmp_path / "mine.py").write_text(
+        "import os\nANSWER = os.environ['MY_ANSWER']\n\n\n"
+        "def mine(completions, **_):\n    return [float(ANSWER)] * len(completions)\n"
+    )
+    try:
+        found = check_rewards(rewards=["mine.py:mine"], completions=ROWS)
+    finally:
+        os.environ.pop("MY_ANSWER", None)
+    assert found.table[0].mean == 42

@@ -230,9 +230,3 @@ def test_public_names_and_submodules_do_not_depend_on_import_order():
     assert rewards.length.length == rewards.Length()
     with pytest.raises(AttributeError, match="has no attribute 'lenght'"):
         _ = rewards.lenght
-
-
-def test_a_parameter_of_an_older_version_is_ignored_with_a_warning():
-    table = {"name": "reward_model", "model": "m", "cache_size": 9, "max_length": 5}
-    with pytest.warns(UserWarning, match="no longer has the parameter 'cache_size'"):
-        assert load_reward(table).func.reward.max_length == 5

@@ -289,13 +289,13 @@ def test_recorded_run_holds_no_secret(tmp_path, monkeypatch):
 
 
 def test_dotenv_secret_is_masked_beside_the_environments(tmp_path, monkeypatch):
-    from rloo_kit.machine.environment import _load_dotenv
+    from rloo_kit.machine.environment import load_env_file
 
     other = some(24)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MY_TOKEN", SECRET)
     (tmp_path / ".env").write_text(f"MY_TOKEN={other}\n")
-    assert _load_dotenv() == str(tmp_path / ".env")
+    assert load_env_file() == str(tmp_path / ".env")
     assert redact(f"{SECRET} {other}") == "[hidden: MY_TOKEN] [hidden: MY_TOKEN]"
 
 
