@@ -77,7 +77,7 @@ def verdict(runs: Runs, above: Callable[[Runs, str], list[float]]) -> str:
         if not interval(values)[1] <= 0 <= interval(values)[2]
     ]
     if not enough:
-        return "too few seeds have run to tell arms apart"
+        return "two seeds are too few to tell arms apart"
     if not apart:
         return "no arm ends above or below the kit's RLOO by more than chance"
     return f"these differ from the kit's RLOO by more than chance: {'; '.join(apart)}"
