@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import KitError
+from rloo_kit.machine.engines import shut_down_engine
+from rloo_kit.machine.tensors import empty_model
 
 MIB = 1024**2
 
@@ -157,6 +159,7 @@ def _release_all(things: Iterable[Any], clear_notebook: bool) -> tuple[Released,
             errors.append(exc)
     if clear_notebook:
         _clear_notebook()
+    _release_host_buffers()
     return_to_system()
     return Released(before, measure()), errors
 
@@ -169,12 +172,31 @@ def _release_one(thing: Any) -> None:
     if hasattr(thing, "release"):
         thing.release()
     elif hasattr(thing, "accelerator"):  # a trainer of TRL's or transformers' own
-        empty_model(thing.model)
+        release_model(thing.model)
         thing.accelerator.free_memory()
     elif hasattr(thing, "parameters"):
-        empty_model(thing)
+        release_model(thing)
     elif _is_engine(thing):
         thing.close()
+
+
+def release_model(model: Any) -> None:
+    """Empty a model, and end the engine that Unsloth loaded with it."""
+    empty_model(model)
+    llm = getattr(model, "vllm_engine", None)
+    if llm is not None:
+        shut_down_engine(llm, on_gpu=True)
+
+
+def _release_host_buffers() -> None:
+    """Free the pinned memory that Unsloth's offloading checkpoints grew; a training grows it again.
+
+    Unsloth shrinks it after a training that ended well, which keeps the memory.
+    """
+    checkpointing = sys.modules.get("unsloth_zoo.gradient_checkpointing")
+    if getattr(checkpointing, "CPU_BUFFERS", None):  # there from the first checkpoint on
+        dtype = checkpointing.GPU_BUFFER_DTYPE
+        checkpointing.initialize_unsloth_gradient_checkpointing(dtype)
 
 
 @dataclass
@@ -224,19 +246,6 @@ def remove_from_session(thing: Any) -> None:
         opened.things[:] = [one for one in opened.things if one is not thing]
 
 
-def live_tensors() -> Iterator[Any]:
-    """Yield every tensor of this process that has a storage of its own kind."""
-    import torch
-
-    for item in gc.get_objects():
-        kind = type(item)
-        if not issubclass(kind, torch.Tensor) or kind.__name__ == "FakeTensor" or item.is_meta:
-            continue
-        with contextlib.suppress(Exception):  # subclasses without a storage
-            item.untyped_storage().data_ptr()
-            yield item
-
-
 def shutdown_kernel() -> None:
     """End the Jupyter kernel, which gives back everything, the CUDA context included."""
     application = None
@@ -260,33 +269,6 @@ def _clear_notebook() -> None:
         shell.displayhook.flush()
 
 
-def empty_model(model: Any) -> None:
-    """Free a model's parameters, buffers, gradients and quantisation states; the modules stay."""
-    for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is None:
-                continue
-            tensor.grad = None
-            if getattr(tensor, "quant_state", None) is not None:
-                tensor.quant_state = None
-            empty_tensors([tensor])
-        if getattr(module, "quant_state", None) is not None:
-            module.quant_state = None
-
-
-def empty_tensors(values: Iterable[Any]) -> None:
-    """Free the memory of tensors, also of those in lists and tuples; they stay, empty."""
-    import torch
-
-    for value in values:
-        if isinstance(value, list | tuple):
-            empty_tensors(value)
-        elif isinstance(value, torch.Tensor):
-            for tensor in (value, value._base):  # a view keeps its base
-                if tensor is not None:
-                    tensor.data = torch.empty(0, dtype=tensor.dtype)
-
-
 def return_to_system() -> None:
     """Give back to the system, and to a GPU's driver, what nothing holds any more."""
     for thread in threading.enumerate():
@@ -300,6 +282,7 @@ def return_to_system() -> None:
     if torch is not None and torch.cuda.is_available():
         with contextlib.suppress(AttributeError, RuntimeError):
             torch._C._cuda_clearCublasWorkspaces()
+            torch.accelerator.empty_host_cache()  # pinned memory that nothing holds
         torch.cuda.empty_cache()
         torch.cuda.ipc_collect()
     with contextlib.suppress(OSError, AttributeError):  # glibc only

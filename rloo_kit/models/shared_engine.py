@@ -9,11 +9,13 @@ import gc
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rloo_kit.errors import ConfigError, GenerationError
+from rloo_kit.machine.engines import may_sleep
 from rloo_kit.machine.hardware import detect_hardware
+from rloo_kit.machine.memory import is_out_of_memory
 from rloo_kit.models.engine_memory import (
     BATCHED_TOKENS,
     DRAFT_TOKENS,
@@ -125,6 +127,7 @@ def load_shared(
         reason = reason or "Unsloth's vLLM has no speculative_decoding: ngram, only suffix"
     if reason is None:
         _check_tables(engine)
+        engine = replace(engine, sleeps=engine.sleeps and may_sleep())
         hardware = detect_hardware()
         try:
             arguments = engine.arguments(shape, hardware.free_memory, hardware.total_memory)
@@ -133,7 +136,7 @@ def load_shared(
         except GenerationError as exc:
             reason = str(exc)
         except REFUSALS as exc:
-            reason = f"Unsloth cannot start vLLM for this model ({first_line(exc)})"
+            reason = f"Unsloth: {why_no_start(exc)}"
         else:
             # Unsloth may load without vLLM, and then only prints why
             if getattr(model, "vllm_engine", None) is not None:
@@ -188,3 +191,18 @@ def engine_variables(engine: EngineSettings) -> Iterator[None]:
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value
+
+
+def why_no_start(exc: Exception) -> str:
+    """Return one sentence for what vLLM raised while it started."""
+    reason = str(exc).partition("Value error, ")[2]  # pydantic's, in a later line
+    text = first_line(ValueError(reason) if reason else exc)
+    low = text.lower()
+    remedy = "set trainer.generation: transformers"
+    if "expandable" in low:
+        remedy = "take expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF and restart"
+    elif "bitsandbytes" in low or "bnb" in low:
+        remedy = "pip install vllm-bnb-plugin (vLLM 0.28 and later need it for 4-bit weights)"
+    elif is_out_of_memory(exc) or "memory" in low:  # vLLM's own check is a ValueError
+        remedy = f"lower model.max_seq_length or trainer.per_device_train_batch_size, or {remedy}"
+    return f"vLLM cannot start ({type(exc).__name__}: {text}): {remedy}"

@@ -16,8 +16,9 @@ from rloo_kit.diagnosis.record import read_json, read_run
 from rloo_kit.errors import ConfigError, DataError, KitError
 from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
 from rloo_kit.live.view import live_progress
+from rloo_kit.machine.engines import sleep_pool_bytes
 from rloo_kit.machine.environment import Environment, setup
-from rloo_kit.machine.memory import Released, add_to_session, session
+from rloo_kit.machine.memory import MIB, Released, add_to_session, session
 from rloo_kit.models.loading import save_adapter
 from rloo_kit.output_folder import free_folder, lock_folder
 from rloo_kit.planning.planner import remedy, room_here
@@ -85,7 +86,8 @@ def train(
         say: Called with each line for the user.
         resume: Resume the newest run of ``output_dir`` (True) or the run in this folder, from its
             newest whole checkpoint; without a checkpoint the run starts from step 0.
-        in_subprocess: Train in a subprocess, which returns all its memory to the system.
+        in_subprocess: Train in a subprocess, which returns all its memory to the system. It also
+            does where an earlier vLLM engine of this process could not give back all of its memory.
 
     Returns:
         The folder, the scores before and after, and what was released. After Ctrl-C or SIGTERM
@@ -95,7 +97,12 @@ def train(
         KitError: With the remedy. Before the first step it leaves no folder; later the checkpoint
             of the last finished step is saved.
     """
-    if in_subprocess:
+    if left := 0 if in_subprocess else sleep_pool_bytes():
+        say(
+            f"an earlier vLLM engine of this process holds {left / MIB:,.0f} MiB: this training "
+            f"runs in a process of its own"
+        )
+    if in_subprocess or left:
         from rloo_kit.runs.child import call_in_child
 
         return call_in_child(train, (source, overrides), say, resume=resume)

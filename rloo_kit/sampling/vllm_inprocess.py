@@ -4,7 +4,6 @@ The engine is Unsloth's, which shares the base weights with the trainer (``load_
 fast_inference=True)`` on a GPU), or one of the kit's own.
 """
 
-import bisect
 import contextlib
 import gc
 import logging
@@ -17,13 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.errors import GenerationError
+from rloo_kit.errors import GenerationError, MemoryRanOutError
+from rloo_kit.machine.engines import may_sleep, shut_down_engine
 from rloo_kit.machine.environment import quiet
 from rloo_kit.machine.hardware import detect_hardware
-from rloo_kit.machine.memory import empty_model, empty_tensors, is_out_of_memory, live_tensors
+from rloo_kit.machine.memory import is_out_of_memory
 from rloo_kit.models.engine_memory import BATCHED_TOKENS, cpu_cache, engine_memory, engine_size
 from rloo_kit.models.shape import shape_of_config
-from rloo_kit.models.shared_engine import notes_of
+from rloo_kit.models.shared_engine import notes_of, why_no_start
 from rloo_kit.sampling.engine import (
     SHARED_MEMORY,
     AdapterFolders,
@@ -76,8 +76,16 @@ class VllmEngine:
         self._folders = AdapterFolders()
         self._base: Path | None = None
         if self.shared:
-            self._sleeps &= self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode
+            config = self._llm.llm_engine.vllm_config.model_config
+            self._sleeps &= config.enable_sleep_mode
+            if config.max_model_len < max_length:  # Unsloth lowers it where its cache is too small
+                raise GenerationError(
+                    f"vLLM started with the model for {config.max_model_len} tokens, and the run "
+                    f"needs {max_length}: lower model.max_seq_length, or set trainer.generation: "
+                    f"transformers"
+                )
             return
+        self._sleeps = self._sleeps and may_sleep()
         try:
             self._llm = self._start(
                 model, max_length, num_sequences, memory_share, {"seed": seed, **(extra or {})}
@@ -86,7 +94,7 @@ class VllmEngine:
             self.close()
             if isinstance(exc, GenerationError) or not isinstance(exc, Exception):
                 raise
-            raise GenerationError(_why(exc)) from exc
+            raise GenerationError(why_no_start(exc)) from exc
 
     def _start(
         self,
@@ -255,23 +263,24 @@ class VllmEngine:
             import torch
 
             torch.cuda.empty_cache()  # what the learning step let go of
-            self._llm.wake_up()
+            try:
+                self._llm.wake_up()
+            except Exception as exc:
+                if not is_out_of_memory(exc):
+                    raise
+                raise MemoryRanOutError(
+                    "the GPU has no memory left to wake vLLM: close other programs on it, lower "
+                    "trainer.vllm_gpu_memory_utilization, or set trainer.generation: transformers"
+                ) from exc
 
     def close(self) -> None:
         """Shut the engine down, its process groups, threads, caches and files included."""
         # A model that shares its weights with the engine is released first (`release`): vLLM gives
-        # the pool that holds them back with the engine, and freeing a block of that pool afterwards
-        # can end the process (vllm/device_allocator/cumem.py).
-        if self._llm is not None and self._on_gpu:
-            with contextlib.suppress(Exception):  # less is given back, and ``release`` says so
-                self._wake()  # a block that is not mapped cannot be freed
-                _empty_engine(self._llm)
+        # the pool that holds them back with the engine.
         llm, self._llm = self._llm, None
         self._request = None
         if llm is not None:
-            with contextlib.suppress(Exception), quiet():  # half-started, or already gone
-                llm.llm_engine.engine_core.shutdown()
-            _drop_caches(llm)
+            shut_down_engine(llm, on_gpu=self._on_gpu)
             del llm
         if "vllm.distributed.parallel_state" in sys.modules:  # also after a start that failed
             from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -370,78 +379,3 @@ def _compute_dtype(model: Any) -> Any:
 
     dtype = getattr(model.get_base_model().config, "dtype", None)
     return dtype if dtype in (torch.float16, torch.float32) else torch.bfloat16
-
-
-def _why(exc: Exception) -> str:
-    """Return one sentence for what vLLM raised while it started."""
-    reason = str(exc).partition("Value error, ")[2]  # pydantic's, in a later line
-    text = first_line(ValueError(reason) if reason else exc)
-    low = text.lower()
-    remedy = "set trainer.generation: transformers"
-    if "one instance per process" in low:  # an earlier engine still holds memory
-        remedy = "restart the kernel, or train with in_subprocess=True"
-    elif "expandable" in low:
-        remedy = "take expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF and restart"
-    elif "bitsandbytes" in low or "bnb" in low:
-        remedy = "pip install vllm-bnb-plugin (vLLM 0.28 and later need it for 4-bit weights)"
-    elif is_out_of_memory(exc) or "memory" in low:  # vLLM's own check is a ValueError
-        remedy = f"lower model.max_seq_length or trainer.per_device_train_batch_size, or {remedy}"
-    return f"vLLM cannot start ({type(exc).__name__}: {text}): {remedy}"
-
-
-def _empty_engine(llm: Any) -> None:
-    """Free an engine's weights, KV cache and CUDA graphs, whoever still refers to them.
-
-    torch's compile caches keep the modules of an engine alive after its shutdown, and the next
-    engine of this process asserts that the sleep allocator's pool is empty.
-    """
-    from vllm.compilation.cuda_graph import CUDAGraphWrapper
-
-    CUDAGraphWrapper.clear_all_graphs()
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    for module in runner.model.modules():
-        empty_tensors(vars(module).values())
-    empty_model(runner.model)
-    empty_tensors([runner.kv_caches])
-    cumem = sys.modules.get("vllm.device_allocator.cumem")
-    if cumem is not None and cumem.CuMemAllocator.instance is not None:
-        _empty_sleep_pools(cumem)
-
-
-def _empty_sleep_pools(cumem: Any) -> None:
-    """Prepare vLLM's sleep allocator, so that the shutdown frees all of its memory."""
-    import ctypes
-
-    # This frees the tensors in its pools (sampler buffers, quantisation states), and maps again the
-    # blocks that vLLM unmapped during the load. torch frees those too, but the allocator no longer
-    # knows them: its C callback raises a KeyError, and the blocks after it stay mapped (2.6 GiB of
-    # a 1.7B model, on an H100 with vLLM 0.26). The fix follows vLLM's csrc/cumem_allocator.cpp.
-    allocator = cumem.CuMemAllocator.instance
-    known = allocator.pointer_to_data
-    blocks = sorted((address, address + data.handle[1]) for address, data in known.items())
-    starts = [start for start, _ in blocks]
-    for tensor in list(live_tensors()):
-        address = tensor.untyped_storage().data_ptr()
-        place = bisect.bisect_right(starts, address) - 1
-        if tensor.is_cuda and place >= 0 and address < blocks[place][1]:
-            empty_tensors([tensor])
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype = ctypes.c_void_p
-    for tag, (pool, *_) in allocator.allocator_and_pools.items():
-        for segment in pool.snapshot():
-            address = segment["address"]
-            if address not in known:
-                handle = (segment["device"], segment["total_size"], address, libc.malloc(8))
-                cumem.create_and_map(handle)
-                known[address] = cumem.AllocationData(handle, tag)
-
-
-def _drop_caches(llm: Any) -> None:
-    """Break the cycles that keep an engine's tensors alive after its shutdown."""
-    import torch
-
-    torch._dynamo.reset()
-    engine = getattr(llm, "llm_engine", None)
-    for owner in (engine, getattr(getattr(engine, "engine_core", None), "engine_core", None), llm):
-        if owner is not None:
-            vars(owner).clear()

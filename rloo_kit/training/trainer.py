@@ -25,7 +25,7 @@ from rloo_kit.diagnosis.watch import RunWatch
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.live.view import live_progress
 from rloo_kit.machine.environment import precision_as_asked
-from rloo_kit.machine.memory import add_to_session, empty_model
+from rloo_kit.machine.memory import add_to_session, release_model
 from rloo_kit.models.loading import keep_trainable_layout
 from rloo_kit.models.shared_engine import notes_of
 from rloo_kit.sampling.choice import check_engine, start_engine
@@ -209,12 +209,12 @@ class LeaveOneOutTrainer(RLOOTrainer):
         # Weights that are shared with vLLM go before the engine: see VllmEngine.close.
         for model in (self.model, self.ref_model):
             if model is not None:
-                empty_model(model)
+                release_model(model)
         for reward in self.reward_funcs:
             if hasattr(reward, "release"):
                 reward.release()
             elif hasattr(reward, "parameters"):
-                empty_model(reward)
+                release_model(reward)
         if self.engine is not None:
             self.engine.close()
         if self.optimizer is not None:

@@ -105,6 +105,9 @@ class NoKernels(Executor):
     def on_compile_or_warm_up_model(self):
         return CompilationTimes(0.0, 0.0)
 
+    def on_apply_model(self, function):
+        return function(self.driver_worker.worker.model_runner.model)
+
     def on_get_supported_tasks(self):
         return ("generate",)
 

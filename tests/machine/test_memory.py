@@ -51,6 +51,17 @@ def test_a_released_model_gives_its_memory_back():
     assert model is not None
 
 
+def test_tensors_that_a_module_keeps_are_released():
+    """Unsloth's attention keeps the keys and values of the last generation as plain attributes."""
+    import torch
+
+    layer = torch.nn.Linear(2, 2)
+    layer.paged_attention = torch.zeros(64, 2, 8)
+    layer.paged_attention_K = layer.paged_attention[:, 0]
+    rk.release(layer)
+    assert layer.paged_attention.numel() == layer.paged_attention_K.numel() == 0
+
+
 def test_a_reward_with_release_is_released():
     class Judge:
         released = False

@@ -259,3 +259,19 @@ def test_a_failed_start_is_one_sentence(policy):
         VllmEngine(model, max_length=10**7, num_sequences=4)
     assert "\n" not in str(caught.value)
     VllmEngine(model, max_length=64, num_sequences=2).close()  # and the next one starts
+
+
+def test_a_failed_shutdown_is_one_sentence_and_the_next_engine_starts(policy):
+    model, _, _ = policy
+    engine = VllmEngine(model, max_length=64, num_sequences=2)
+
+    def fails(*_):
+        raise RuntimeError("the pool is not empty\nand more")
+
+    engine._llm.llm_engine.engine_core.shutdown = fails
+    with pytest.warns(UserWarning, match=r"vLLM did not shut down .*in_subprocess=True$"):
+        engine.close()
+    again = VllmEngine(model, max_length=64, num_sequences=2)
+    again.sync(model)
+    assert again.generate([[1, 2, 3]], Sampling(4, ()), seed=0).completion_ids
+    again.close()

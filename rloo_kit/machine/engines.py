@@ -1,0 +1,107 @@
+"""End of a vLLM engine in this process, and what it leaves in vLLM's sleep allocator.
+
+A GPU process has one such allocator. An engine can sleep only if it finds the allocator empty.
+"""
+
+import bisect
+import gc
+import sys
+import warnings
+from typing import Any
+
+from rloo_kit.machine.environment import quiet
+from rloo_kit.machine.tensors import empty_model, empty_tensors, live_tensors
+from rloo_kit.text.wording import first_line
+
+MIB = 1024**2
+RESTART = "restart the kernel, or train with rk.train(..., in_subprocess=True)"
+
+
+def shut_down_engine(llm: Any, *, on_gpu: bool) -> None:
+    """Shut a ``vllm.LLM`` down and free its memory; a second call does nothing.
+
+    A model that shares its weights with the engine is emptied too. What fails is said in a warning,
+    and the process goes on.
+    """
+    if not vars(llm):
+        return
+    try:
+        gc.unfreeze()  # vLLM froze the heap when it started: nothing of it would be collected
+        with quiet():
+            if on_gpu:
+                _empty_engine(llm)
+            llm.llm_engine.engine_core.shutdown()
+    except Exception as exc:  # vLLM's own, of any kind
+        warnings.warn(
+            f"vLLM did not shut down ({type(exc).__name__}: {first_line(exc)}): the memory that it "
+            f"holds returns when this process ends; to train again, {RESTART}",
+            stacklevel=2,
+        )
+    _drop_caches(llm)
+
+
+def sleep_pool_bytes() -> int:
+    """Return what earlier engines left in vLLM's sleep allocator, bytes."""
+    allocator = _sleep_allocator()
+    return 0 if allocator is None else allocator.get_current_usage()
+
+
+def may_sleep() -> bool:
+    """Return whether the next engine of this process can sleep; warn where it cannot."""
+    left = sleep_pool_bytes()
+    if left:
+        warnings.warn(
+            f"an earlier vLLM engine of this process holds {left / MIB:,.0f} MiB, so this one "
+            f"keeps its memory while the model learns: {RESTART}, and it gives that memory back",
+            stacklevel=2,
+        )
+    return not left
+
+
+def _empty_engine(llm: Any) -> None:
+    """Free an engine's weights, KV cache and CUDA graphs, whoever still refers to them.
+
+    torch's compile caches keep the modules of an engine alive after its shutdown.
+    """
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+    if llm.llm_engine.is_sleeping():
+        llm.wake_up()  # a block that is not mapped cannot be freed
+    CUDAGraphWrapper.clear_all_graphs()
+    llm.apply_model(empty_model)
+    allocator = _sleep_allocator()
+    if allocator is not None:
+        _empty_pools([pool for pool, *_ in allocator.allocator_and_pools.values()])
+
+
+def _sleep_allocator() -> Any:
+    """Return vLLM's sleep allocator of this process, or None."""
+    cumem = sys.modules.get("vllm.device_allocator.cumem")
+    return None if cumem is None else cumem.CuMemAllocator.instance
+
+
+def _empty_pools(pools: list[Any]) -> None:
+    """Free the tensors in ``torch.cuda.MemPool`` objects: sampler buffers, quantisation states.
+
+    They go before vLLM drops its pools: a block that is freed afterwards can end the process
+    (``release_pools`` in vllm/device_allocator/cumem.py).
+    """
+    segments = [segment for pool in pools for segment in pool.snapshot(include_traces=False)]
+    blocks = sorted((one["address"], one["address"] + one["total_size"]) for one in segments)
+    starts = [start for start, _ in blocks]
+    for tensor in list(live_tensors()):
+        address = tensor.untyped_storage().data_ptr()
+        place = bisect.bisect_right(starts, address) - 1
+        if tensor.is_cuda and place >= 0 and address < blocks[place][1]:
+            empty_tensors([tensor])
+
+
+def _drop_caches(llm: Any) -> None:
+    """Break the cycles that keep an engine's tensors alive after its shutdown."""
+    import torch
+
+    torch._dynamo.reset()
+    engine = getattr(llm, "llm_engine", None)
+    for owner in (engine, getattr(getattr(engine, "engine_core", None), "engine_core", None), llm):
+        if owner is not None:
+            vars(owner).clear()

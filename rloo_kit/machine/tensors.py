@@ -1,0 +1,56 @@
+"""Tensors of this process: find the live ones, free their memory while objects still hold them."""
+
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+
+def live_tensors() -> Iterator[Any]:
+    """Yield every tensor of this process that has a storage of its own kind.
+
+    Objects that ``gc.freeze`` has set aside are not seen: call ``gc.unfreeze`` first where vLLM has
+    started, since it freezes the heap.
+    """
+    import torch
+
+    for item in gc.get_objects():
+        kind = type(item)
+        if not issubclass(kind, torch.Tensor) or kind.__name__ == "FakeTensor" or item.is_meta:
+            continue
+        with contextlib.suppress(Exception):  # subclasses without a storage
+            item.untyped_storage().data_ptr()
+            yield item
+
+
+def empty_model(model: Any) -> None:
+    """Free a model's parameters, buffers, gradients and quantisation states; the modules stay.
+
+    Tensors that are plain attributes of a module go too: Unsloth keeps the keys and values of the
+    last generation there, and vLLM its LoRA buffers and its KV cache.
+    """
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is None:
+                continue
+            tensor.grad = None
+            for name in ("quant_state", "bnb_quant_state"):  # bitsandbytes', vLLM's plug-in's
+                if getattr(tensor, name, None) is not None:
+                    setattr(tensor, name, None)
+            empty_tensors([tensor])
+        if getattr(module, "quant_state", None) is not None:
+            module.quant_state = None
+        empty_tensors(vars(module).values())
+
+
+def empty_tensors(values: Iterable[Any]) -> None:
+    """Free the memory of tensors, also of those in lists and tuples; they stay, empty."""
+    import torch
+
+    for value in values:
+        if isinstance(value, list | tuple):
+            empty_tensors(value)
+        elif isinstance(value, torch.Tensor):
+            for tensor in (value, value._base):  # a view keeps its base
+                if tensor is not None:
+                    tensor.data = torch.empty(0, dtype=tensor.dtype)

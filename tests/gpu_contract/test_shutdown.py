@@ -1,0 +1,182 @@
+"""What the end of an engine gives back, without a card: tensors, engines nobody took, the pool."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import rloo_kit as rk
+from rloo_kit.errors import GenerationError, MemoryRanOutError
+from rloo_kit.machine.engines import shut_down_engine, sleep_pool_bytes
+from rloo_kit.machine.tensors import live_tensors
+from rloo_kit.sampling.engine import Sampling
+
+pytestmark = pytest.mark.gpu_contract
+PROMPTS = [[1, 2, 3]]
+
+
+def calls(llm):
+    return [method for method, _ in llm.llm_engine.model_executor.calls]
+
+
+@pytest.fixture
+def engine_of():
+    from rloo_kit.sampling.vllm_inprocess import VllmEngine
+
+    started = []
+
+    def start(model, **settings):
+        settings = {"max_length": 128, "num_sequences": 16, "sleeps": True, **settings}
+        started.append(VllmEngine(model, **settings))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.close()
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    """Return a function that leaves so many bytes in vLLM's sleep allocator of this process."""
+    from vllm.device_allocator import cumem
+
+    allocator = object.__new__(cumem.CuMemAllocator)
+    allocator.pointer_to_data, allocator.allocator_and_pools = {}, {}
+    monkeypatch.setattr(cumem.CuMemAllocator, "instance", allocator)
+
+    def leave(size):
+        handle = (0, size, 4096, 0)
+        allocator.pointer_to_data[4096] = cumem.AllocationData(handle, "weights")
+
+    return leave
+
+
+def test_a_tensor_from_before_the_engine_is_found_while_it_is_emptied(
+    policy, vllm_starts, engine_of
+):
+    model, _ = policy()
+    vllm_starts(141)
+    early, seen = torch.zeros(7, 11), []
+    engine = engine_of(model)
+    assert gc.get_freeze_count() > 100_000  # by vLLM, with the tensor in it
+    assert not any(tensor is early for tensor in live_tensors())
+
+    def note(function):
+        seen.extend(tensor is early for tensor in live_tensors())
+        return []
+
+    engine._llm.apply_model = note
+    engine.close()
+    assert any(seen)
+    assert any(tensor is early for tensor in live_tensors())
+
+
+def test_quantisation_states_and_plain_tensors_of_vllm_s_model_go(policy, vllm_starts, engine_of):
+    from bitsandbytes.functional import QuantState
+
+    model, _ = policy()
+    vllm_starts(141)
+    engine = engine_of(model)
+    runner = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    layer = runner.model
+    state = QuantState(absmax=torch.ones(64))
+    layer.weight.bnb_quant_state = {0: state}
+    layer.lora_buffer, layer.kv_cache = torch.zeros(32), [torch.zeros(16)]
+    absmax, state = weakref.ref(state.absmax), None
+    engine.close()
+    assert absmax() is None
+    assert [layer.weight.numel(), layer.lora_buffer.numel(), layer.kv_cache[0].numel()] == [0] * 3
+
+
+def test_a_released_model_ends_the_engine_that_no_trainer_took(policy, share):
+    model, _ = policy(four_bit=True)
+    llm = share(model, four_bit=True)
+    asked = calls(llm)
+    executor = llm.llm_engine.model_executor
+    rk.release(model)
+    assert [method for method, _ in executor.calls][len(asked) :].count("shutdown") == 1
+    rk.release(model)  # twice does no harm
+
+
+def test_what_an_earlier_engine_left_turns_sleep_off_and_says_so(
+    policy, vllm_starts, engine_of, pool
+):
+    model, _ = policy()
+    vllm_starts(141)
+    pool(5 * 2**20)
+    assert sleep_pool_bytes() == 5 * 2**20
+    with pytest.warns(UserWarning, match="holds 5 MiB, so this one keeps its memory") as said:
+        engine = engine_of(model)
+    assert "in_subprocess=True" in str(said[0].message)
+    assert not engine._llm.llm_engine.vllm_config.model_config.enable_sleep_mode
+    engine.sleep()
+    assert "sleep" not in calls(engine._llm)
+
+
+def test_a_training_by_run_file_then_takes_a_process_of_its_own(tmp_path, pool):
+    pool(5 * 2**20)
+    said = []
+    settings = ["trainer.max_steps=1", "data.held_out=0", "trainer.generation=transformers"]
+    settings += [f"output_dir={tmp_path / 'run'}", "model.backend=transformers"]
+    result = rk.train("quickstart", settings, said.append)
+    assert result.steps == 1
+    assert "holds 5 MiB: this training runs in a process of its own" in said[0]
+
+
+def test_an_engine_that_fails_to_shut_down_is_one_sentence(policy, vllm_starts, engine_of):
+    model, _ = policy()
+    vllm_starts(141)
+    engine = engine_of(model)
+    llm = engine._llm
+
+    def fails(*_):
+        raise RuntimeError("the pool is not empty\nand more")
+
+    llm.llm_engine.engine_core.shutdown = fails
+    with pytest.warns(UserWarning, match="vLLM did not shut down") as said:
+        engine.close()
+    assert "the pool is not empty)" in str(said[0].message)
+    assert not vars(llm)
+    shut_down_engine(llm, on_gpu=True)
+
+
+def test_no_memory_to_wake_is_one_sentence(policy, vllm_starts, engine_of):
+    model, _ = policy()
+    vllm_starts(141)
+    engine = engine_of(model)
+    engine.sync(model)
+    engine.sleep()
+
+    def wake_up(*_):
+        raise RuntimeError("CUDA Error: out of memory at csrc/cumem_allocator.cpp:139")
+
+    engine._llm.wake_up = wake_up
+    with pytest.raises(MemoryRanOutError, match=r"no memory left to wake vLLM: .*_utilization"):
+        engine.generate(PROMPTS, Sampling(10, (258,)), seed=0)
+    del engine._llm.wake_up
+
+
+def test_an_engine_that_unsloth_started_too_short_is_refused(policy, share, engine_of):
+    model, _ = policy(four_bit=True)
+    share(model, four_bit=True, max_seq_length=64)
+    with pytest.raises(GenerationError, match=r"64 tokens, and the run needs 128: .*max_seq"):
+        engine_of(model)
+    rk.release(model)
+
+
+def test_pinned_memory_of_unsloth_s_checkpoints_comes_back(card, monkeypatch):
+    from unsloth_zoo import gradient_checkpointing
+
+    card(12)
+    monkeypatch.setenv("UNSLOTH_DISABLE_PINNED_MEMORY", "1")  # pinning needs a driver
+    for name in ("CPU_BUFFERS", "GPU_BUFFERS", "GPU_BUFFERS_B", "GPU_BUFFER_DTYPE"):
+        monkeypatch.setattr(gradient_checkpointing, name, None, raising=False)
+    gradient_checkpointing.initialize_unsloth_gradient_checkpointing(torch.bfloat16)
+    grown = torch.empty(2**22, dtype=torch.bfloat16)
+    gradient_checkpointing.CPU_BUFFERS[0] = grown
+    held = weakref.ref(grown)
+    del grown
+    rk.release()
+    assert held() is None
+    assert gradient_checkpointing.CPU_BUFFERS[0].nbytes < 2**20
