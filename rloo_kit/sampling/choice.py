@@ -108,6 +108,7 @@ def start_engine(
             raise
         if trains:
             check_settings(args, TRANSFORMERS)
+        _put_to_sleep(model)
         return None, Choice("transformers", str(exc))
 
 

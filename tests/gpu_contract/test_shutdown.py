@@ -157,11 +157,17 @@ def test_no_memory_to_wake_is_one_sentence(policy, vllm_starts, engine_of):
     del engine._llm.wake_up
 
 
-def test_an_engine_that_unsloth_started_too_short_is_refused(policy, share, engine_of):
+def test_an_engine_that_unsloth_started_too_short_is_refused(policy, share, engine_of, tmp_path):
+    from rloo_kit.sampling.choice import start_engine
+
     model, _ = policy(four_bit=True)
-    share(model, four_bit=True, max_seq_length=64)
+    llm = share(model, four_bit=True, max_seq_length=64)
     with pytest.raises(GenerationError, match=r"64 tokens, and the run needs 128: .*max_seq"):
         engine_of(model)
+    engine, choice = start_engine(model, rk.LeaveOneOutConfig(str(tmp_path)))
+    assert engine is None
+    assert "64 tokens" in choice.reason
+    assert llm.llm_engine.is_sleeping()
     rk.release(model)
 
 

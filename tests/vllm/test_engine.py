@@ -269,7 +269,7 @@ def test_a_failed_shutdown_is_one_sentence_and_the_next_engine_starts(policy):
         raise RuntimeError("the pool is not empty\nand more")
 
     engine._llm.llm_engine.engine_core.shutdown = fails
-    with pytest.warns(UserWarning, match=r"vLLM did not shut down .*in_subprocess=True$"):
+    with pytest.warns(UserWarning, match=r"vLLM did not shut down .*in_subprocess=True\)$"):
         engine.close()
     again = VllmEngine(model, max_length=64, num_sequences=2)
     again.sync(model)
