@@ -14,6 +14,7 @@ from rloo_kit.machine.tensors import empty_model, empty_tensors, live_tensors
 from rloo_kit.text.wording import first_line
 
 MIB = 1024**2
+WORTH_SAYING = 64 * MIB
 RESTART = "restart the kernel, or train with rk.train(..., in_subprocess=True)"
 
 
@@ -25,11 +26,13 @@ def shut_down_engine(llm: Any, *, on_gpu: bool) -> None:
     """
     if not vars(llm):
         return
+    free = pool = 0
     try:
         gc.unfreeze()  # vLLM froze the heap when it started: nothing of it would be collected
         with quiet():
             if on_gpu:
                 _empty_engine(llm)
+                free, pool = _free_memory(), sleep_pool_bytes()
             llm.llm_engine.engine_core.shutdown()
     except Exception as exc:  # vLLM's own, of any kind
         warnings.warn(
@@ -38,6 +41,31 @@ def shut_down_engine(llm: Any, *, on_gpu: bool) -> None:
             stacklevel=2,
         )
     _drop_caches(llm)
+    leave_process_groups()
+    if pool and (lost := pool - (_free_memory() - free)) > WORTH_SAYING:
+        warnings.warn(
+            f"vLLM has shut down and still holds {lost / MIB:,.0f} MiB of the GPU, which return "
+            f"when this process ends; to train again, {RESTART}",
+            stacklevel=2,
+        )
+
+
+def leave_process_groups() -> None:
+    """End what a vLLM engine, also one that did not start, has of torch.distributed."""
+    if "vllm.distributed.parallel_state" in sys.modules:
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+    gc.collect()
+
+
+def _free_memory() -> int:
+    """Return the free bytes of the GPU, after torch gave back what it does not use."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
 
 
 def sleep_pool_bytes() -> int:

@@ -55,7 +55,9 @@ class Released:
             text += (
                 f"; released {self.freed_gpu / MIB:,.0f} MiB of GPU memory, "
                 f"{self.after.gpu_reserved / MIB:,.0f} MiB left, of which tensors hold "
-                f"{self.after.gpu_allocated / MIB:,.0f} MiB"
+                f"{self.after.gpu_allocated / MIB:,.0f} MiB, and "
+                f"{self.after.gpu_other / MIB:,.0f} MiB outside of torch (CUDA context, other "
+                f"programs)"
             )
         if self.after.children:
             text += f"; child processes left: {', '.join(self.after.children)}"

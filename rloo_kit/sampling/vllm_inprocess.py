@@ -5,11 +5,9 @@ fast_inference=True)`` on a GPU), or one of the kit's own.
 """
 
 import contextlib
-import gc
 import logging
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import GenerationError, MemoryRanOutError
-from rloo_kit.machine.engines import may_sleep, shut_down_engine
+from rloo_kit.machine.engines import leave_process_groups, may_sleep, shut_down_engine
 from rloo_kit.machine.environment import quiet
 from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.machine.memory import is_out_of_memory
@@ -281,15 +279,11 @@ class VllmEngine:
         self._request = None
         if llm is not None:
             shut_down_engine(llm, on_gpu=self._on_gpu)
-            del llm
-        if "vllm.distributed.parallel_state" in sys.modules:  # also after a start that failed
-            from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-            cleanup_dist_env_and_memory()
+        else:  # also after a start that failed
+            leave_process_groups()
         self._folders.close()
         if self._base is not None:
             shutil.rmtree(self._base, ignore_errors=True)
-        gc.collect()
 
 
 @contextlib.contextmanager

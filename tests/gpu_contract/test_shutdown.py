@@ -1,6 +1,7 @@
 """What the end of an engine gives back, without a card: tensors, engines nobody took, the pool."""
 
 import gc
+import os
 import weakref
 
 import pytest
@@ -112,6 +113,37 @@ def test_what_an_earlier_engine_left_turns_sleep_off_and_says_so(
     assert not engine._llm.llm_engine.vllm_config.model_config.enable_sleep_mode
     engine.sleep()
     assert "sleep" not in calls(engine._llm)
+
+
+def test_unsloth_s_engine_does_not_sleep_then_either(card, pool, monkeypatch):
+    import unsloth
+
+    class Reached(BaseException):
+        pass
+
+    def load(*_, **arguments):
+        raise Reached(os.environ["UNSLOTH_VLLM_STANDBY"], arguments["fast_inference"])
+
+    monkeypatch.setattr(unsloth.FastLanguageModel, "from_pretrained", load)
+    card(12)
+    with pytest.raises(Reached, match=r"'1', True"):
+        rk.load_model("tiny-thinker", max_seq_length=256, fast_inference=True)
+    pool(5 * 2**20)
+    with (
+        pytest.raises(Reached, match=r"'0', True"),
+        pytest.warns(UserWarning, match="keeps its memory while the model learns"),
+    ):
+        rk.load_model("tiny-thinker", max_seq_length=256, fast_inference=True)
+
+
+def test_memory_that_vllm_does_not_give_back_is_one_sentence(policy, vllm_starts, engine_of, pool):
+    model, _ = policy()
+    vllm_starts(141)
+    engine = engine_of(model)
+    pool(300 * 2**20)
+    with pytest.warns(UserWarning, match="still holds 300 MiB of the GPU") as said:
+        engine.close()
+    assert len(said) == 1
 
 
 def test_a_training_by_run_file_then_takes_a_process_of_its_own(tmp_path, pool):

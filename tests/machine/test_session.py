@@ -137,7 +137,7 @@ def test_a_report_of_a_gpu_says_how_much_of_it_tensors_hold():
     after = use(gpu_allocated=8 * MIB, gpu_reserved=20 * MIB, gpu_other=MIB)
     text = str(Released(before, after))
     assert "released 9,196 MiB of GPU memory" in text
-    assert "20 MiB left, of which tensors hold 8 MiB" in text
+    assert "20 MiB left, of which tensors hold 8 MiB, and 1 MiB outside of torch" in text
 
 
 def test_children_that_are_left_are_named():
