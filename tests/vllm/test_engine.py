@@ -7,6 +7,7 @@ import torch
 from transformers import TrainerCallback
 
 import rloo_kit as rk
+from rloo_kit.machine.engines import _empty_engine
 from rloo_kit.sampling import vllm_inprocess as vllm_engine
 from rloo_kit.sampling.engine import Sampling
 from rloo_kit.sampling.vllm_inprocess import VllmEngine, write_dequantised
@@ -275,3 +276,24 @@ def test_a_failed_shutdown_is_one_sentence_and_the_next_engine_starts(policy):
     again.sync(model)
     assert again.generate([[1, 2, 3]], Sampling(4, ()), seed=0).completion_ids
     again.close()
+
+
+def test_an_emptied_engine_holds_no_weight_buffer_or_key(policy):
+    """As on a GPU before the shutdown, with a real engine; its sleep allocator needs a card."""
+    model, _, _ = policy
+    engine = VllmEngine(model, max_length=64, num_sequences=2)
+    engine.sync(model)
+    held = []
+
+    def collect(served):
+        for module in served.modules():
+            held.extend(v for v in vars(module).values() if isinstance(v, torch.Tensor))
+            held.extend([*module._parameters.values(), *module._buffers.values()])
+        held[:] = [tensor for tensor in held if tensor is not None]
+
+    engine._llm.apply_model(collect)
+    before = sum(tensor.nbytes for tensor in held)
+    _empty_engine(engine._llm)
+    assert before > 2**20
+    assert sum(tensor.nbytes for tensor in held) == 0
+    engine.close()
