@@ -155,13 +155,15 @@ class Finder:
             alone a parameter without a type.
         attributes: "Class.attribute" of a library -> its classes.
         others: Path of an object -> what it is in a process with a GPU.
+        forwards: Path of a function with **kwargs -> the function that takes them.
         names: Class name that the kit compares with ``type(x).__name__`` -> path of the class.
         suspects: Pattern of the names whose class must be known.
     """
 
-    def __init__(self, receivers, attributes, others, names, suspects):
+    def __init__(self, receivers, attributes, others, forwards, names, suspects):
         self.receivers, self.attributes = receivers, attributes
-        self.others, self.names, self.suspects = others, names, suspects
+        self.others, self.forwards = others, forwards
+        self.names, self.suspects = names, suspects
         self.faults, self.seen, self.used = [], {}, set()
 
     def check(self, source, name):
@@ -447,10 +449,20 @@ class Finder:
                 bind(*given, **dict.fromkeys(named))
             except TypeError as exc:
                 problems.append(str(exc))
+            else:
+                problems += self.swallowed(function.path, signature, named)
         holds = not problems or (not function.every and len(problems) < len(function.objects))
         self.note(node, kind, f"{function.path}()", holds, f"does not bind: {problems}")
         made = sum((returned(one) for one in function.objects), ())
         return Of(f"{function.path}()", made)
+
+    def swallowed(self, path, signature, named):
+        """Return the keywords that only **kwargs takes, and that no function behind it has."""
+        names = set(signature.parameters)
+        if path in self.forwards:
+            self.used.add(path)
+            names |= set(inspect.signature(locate(self.forwards[path])).parameters)
+        return sorted(f"nothing takes {word}" for word in named - names)
 
 
 def element(held, key=None):

@@ -55,6 +55,7 @@ OTHERS = {
     # Unsloth replaces it where it starts vLLM
     "vllm.lora.request.LoRARequest": LORA_REQUEST,
 }
+FORWARDS = {"vllm.LLM": "vllm.EngineArgs"}
 NAMES = {
     "Linear4bit": "bitsandbytes.nn.Linear4bit",
     "TMonitor": "tqdm._monitor.TMonitor",
@@ -69,7 +70,7 @@ SUSPECTS = re.compile(
 def check(sources):
     from library_calls import Finder
 
-    finder = Finder(RECEIVERS, ATTRIBUTES, OTHERS, NAMES, SUSPECTS)
+    finder = Finder(RECEIVERS, ATTRIBUTES, OTHERS, FORWARDS, NAMES, SUSPECTS)
     for name, source in sources.items():
         finder.check(source, name)
     return finder
@@ -85,7 +86,7 @@ def test_every_call_of_the_kit_holds(kit):
 
 
 def test_the_tables_have_nothing_that_the_kit_does_not_use(kit):
-    tables = (RECEIVERS, ATTRIBUTES, OTHERS, NAMES)
+    tables = (RECEIVERS, ATTRIBUTES, OTHERS, FORWARDS, NAMES)
     assert [key for table in tables for key in table if key not in kit.used] == []
 
 
@@ -138,6 +139,8 @@ FAULTS = {
     "from vllm import SamplingParams; more = {'gone': 1}; SamplingParams(**more)": "does not bind",
     "from vllm.lora.request import LoRARequest; LoRARequest('a', 1, gone=1)": "does not bind",
     "from unsloth import FastLanguageModel as F; F.for_inference(1, 2)": "does not bind",
+    "from unsloth import FastLanguageModel as F; F.from_pretrained('x', gone=1)": "takes gone",
+    "import vllm; x = {'model': 'x'}; x['gone'] = 1; vllm.LLM(**{**x, **y})": "takes gone",
     "from bitsandbytes.functional import dequantize_4bit; dequantize_4bit()": "does not bind",
     "import torch; torch.cuda.mem_get_info(0, gone=1)": "does not bind",
     "def f(llm): llm.llm_engine.abort_request([], gone=True)": "does not bind",
