@@ -10,7 +10,6 @@ import inspect
 import re
 import textwrap
 import typing
-from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -176,10 +175,6 @@ class Finder:
                 for variable in VARIABLE.finditer(node.value):
                     holds = occurs(variable[0], variable[1])
                     self.note(node, "variable", variable[0], holds, "is not read by the library")
-
-    def counts(self, within=""):
-        """Return how many places were held in which way."""
-        return Counter(kind for kind, path in self.seen.values() if path.startswith(within))
 
     def note(self, node, kind, path, holds=True, fault=""):
         place = (self.name, node.lineno, node.end_lineno, node.end_col_offset, path)

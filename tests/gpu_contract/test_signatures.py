@@ -29,6 +29,7 @@ def binding(function, seen):
 def test_a_shared_load_binds(card, monkeypatch):
     import unsloth
     from unsloth.models.loader import FastLanguageModel
+    from unsloth_zoo.vllm_utils import load_vllm
 
     seen = []
     load = binding(FastLanguageModel.from_pretrained, seen)
@@ -37,7 +38,11 @@ def test_a_shared_load_binds(card, monkeypatch):
     with pytest.raises(Reached):
         rk.load_model("tiny-thinker", max_seq_length=256, fast_inference=True, max_lora_rank=16)
     (bound,) = seen
-    named = {**bound, **bound.get("kwargs", {})}
+    others = bound.get("kwargs", {})
+    # what is no argument of its own goes to the engine, or to transformers
+    taken = {*inspect.signature(load_vllm).parameters, "use_safetensors"}
+    assert set(others) <= taken
+    named = {**bound, **others}
     assert named["model_name"] == str(TINY_THINKER)
     wanted = {
         "max_seq_length": 256,
