@@ -151,7 +151,7 @@ class Finder:
     Args:
         receivers: Expression of the kit -> its classes, its function (called with the model first)
             or "class.attribute"; "": the kit's own. ".name" is that attribute of anything, a name
-            alone a parameter without a type.
+            alone a parameter, "file:name" a variable of that file.
         attributes: "Class.attribute" of a library -> its classes.
         others: Path of an object -> what it is in a process with a GPU.
         forwards: Path of a function with **kwargs -> the function that takes them.
@@ -194,7 +194,7 @@ class Finder:
             arguments = function.args
             for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
                 self.env.pop(one.arg, None)
-                if one.annotation and ast.unparse(one.annotation) != "Any":
+                if one.annotation and "Any" not in ast.unparse(one.annotation):
                     self.env[one.arg] = Own
             self.block(function.body)
         self.env, self.functions = outside, functions
@@ -238,7 +238,7 @@ class Finder:
 
     def of_withitem(self, node):
         self.value(node.context_expr)
-        self.bind(node.optional_vars, None)
+        self.bind(node.optional_vars, Own)
 
     def bind(self, target, value):
         if isinstance(target, ast.Name):
@@ -274,8 +274,11 @@ class Finder:
 
     def of_name(self, node):
         held = self.env.get(node.id)
-        unsaid = isinstance(held, Of) and not held.kinds
-        if node.id in self.receivers and (node.id not in self.env or unsaid):
+        unsaid = node.id not in self.env or (isinstance(held, Of) and not held.kinds)
+        here = f"{self.name}:{node.id}"
+        if here in self.receivers and (unsaid or held is None):
+            return self.meant(node, self.receivers, here)
+        if node.id in self.receivers and unsaid:
             return self.meant(node, self.receivers, node.id)
         return held
 

@@ -29,8 +29,8 @@ RECEIVERS = GIVEN | {
     "llm": LLM,
     "self._llm": LLM,
     "self._request": LORA_REQUEST,
-    "cumem": "vllm.device_allocator.cumem",
-    "pool": "torch.cuda.MemPool",
+    "rloo_kit/machine/engines.py:allocator": "vllm.device_allocator.cumem.CuMemAllocator",
+    "rloo_kit/machine/engines.py:pool": "torch.cuda.MemPool",
     "model": MODEL,
     "self.model": MODEL,
     "trainer.model": MODEL,
@@ -43,11 +43,6 @@ RECEIVERS = GIVEN | {
 }
 ATTRIBUTES = {
     "LLMEngine.engine_core": "vllm.v1.engine.core_client.InprocClient",
-    "LLMEngine.model_executor": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
-    "WorkerWrapperBase.worker": "vllm.v1.worker.gpu_worker.Worker",
-    "Worker.model_runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner & "
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
-    "GPUModelRunner.model": "torch.nn.Module",  # or a wrapper that passes its attributes on
 }
 OTHERS = {
     # without a GPU Unsloth has a class of its own there
@@ -131,7 +126,7 @@ FAULTS = {
     "def f(llm):\n engine, x = llm.llm_engine, 1\n engine.gone = x": "is not there",
     "def f(llm):\n with x:\n  for one in llm.generate([]): one.outputs[0].gone": "is not there",
     "def f(llm): [y.gone for x, y in zip([], llm.generate([]), strict=True)]": "is not there",
-    "def f(llm): llm.llm_engine.model_executor.driver_worker.worker.gone": "is not there",
+    "def f(llm): llm.llm_engine.engine_core.gone()": "is not there",
     "def f(model): model.gone_of_unsloth()": "is not there",
     "def f(model): model._unsloth_gone = True": "is not Unsloth's",
     "from vllm import LLM; LLM('model').sleep(gone=1)": "does not bind",
