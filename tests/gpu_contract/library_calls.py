@@ -244,7 +244,7 @@ class Finder:
         if isinstance(target, ast.Name):
             self.env[target.id] = value
         elif isinstance(target, ast.Tuple | ast.List):
-            parts = value if isinstance(value, tuple) else unpacked(value, len(target.elts))
+            parts = value if isinstance(value, tuple) else [element(value)] * len(target.elts)
             for one, part in zip(target.elts, parts, strict=False):
                 self.bind(one, part)
         elif isinstance(target, ast.Subscript):
@@ -343,7 +343,7 @@ class Finder:
         function = self.value(node.func)
         if isinstance(function, Found):
             return self.call(node, function, words)
-        return function if isinstance(function, Items) else None
+        return None
 
     # --- libraries ---
 
@@ -355,7 +355,7 @@ class Finder:
         return held
 
     def module(self, node, name):
-        """Return the module of a name; a dotted one was found as the constant that it is."""
+        """Return the module of a name, which a dotted constant already is."""
         known = isinstance(name, str) and LIBRARIES.fullmatch(name)
         return self.found(node, name) if known else name
 
@@ -418,9 +418,6 @@ class Finder:
                 return self.meant(node, self.attributes, key)
         if kinds[0].__module__.partition(".")[0] not in FOLLOWED:
             return None
-        if name in ("items", "values") and typing.get_args(held.kinds[0]):
-            parts = tuple(Of(path, types_of(one, {})) for one in typing.get_args(held.kinds[0]))
-            return Items(parts if name == "items" else parts[-1])
         static = [inspect.getattr_static(kind, name, None) for kind in there]
         if static and callable(getattr(there[0], name, None)):
             methods = tuple(getattr(kind, name) for kind in there)
@@ -478,13 +475,6 @@ def element(held, key=None):
             value = parts[-1] if key is not None or len(parts) == 1 else parts[0]
             return Of(f"{held.path}[]", types_of(value, {}))
     return None
-
-
-def unpacked(held, size):
-    kind = held.kinds[0] if isinstance(held, Of) and held.kinds else None
-    if typing.get_origin(kind) is tuple and Ellipsis not in typing.get_args(kind):
-        return [Of(f"{held.path}[]", types_of(one, {})) for one in typing.get_args(kind)]
-    return [element(held)] * size
 
 
 def getattr_as_dot(node):
