@@ -20,10 +20,12 @@ from rloo_kit.export.llama_cpp import DTYPES, find_converter, write_gguf
 from rloo_kit.export.model_card import CardFacts, is_hub_name, model_card
 from rloo_kit.export.verify import Answers, ask, compare, default_prompts
 from rloo_kit.machine.environment import setup
+from rloo_kit.machine.hardware import Hardware, detect_hardware
 from rloo_kit.machine.memory import session
 from rloo_kit.models.gguf import convert
-from rloo_kit.models.shape import TINY_THINKER
+from rloo_kit.models.shape import TINY_THINKER, read_shape, weight_bytes
 from rloo_kit.output_folder import free_folder, write_json
+from rloo_kit.runs.child import call_in_child
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.training.preparation import read_prompts, template_settings
@@ -35,8 +37,12 @@ KINDS = ("adapter", "merged", "gguf", "hub")
 DEQUANTIZED = "dequantized"
 # Largest mean difference of a token's log-probability, in nats, in float32 on a CPU
 TOLERANCES = {"bf16": 0.03, "f16": 0.03, "q8_0": 0.06}
-# Added on a GPU, where models stay in 16 bit, which rounds every layer's output
-GPU_TOLERANCE = 0.03
+# Added where models stay in 16 bit, as on a GPU, which rounds every layer's output
+IN_16_BIT_TOLERANCE = 0.03
+# Of what is free, for weights; the rest is for activations
+MEMORY_SHARE = 0.9
+# A process with these variables sees no GPU
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 # Of an answer that is compared
 MAX_TOKENS = 48
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json",
@@ -87,12 +93,17 @@ def export_model(  # noqa: PLR0913
     say = redacting(say)
     _check_arguments(to, dtype, num_prompts)
     trained = find_trained(run)
-    setup(trained.model.backend)
     if trained.adapter is None:
         raise ConfigError(
             f"{format_value(str(run))} is no trained model: give the folder of a run or of an "
             "adapter"
         )
+    environment = setup(trained.model.backend)
+    if to != "adapter" and not _fits(trained, base, environment.hardware):
+        say("the base in 16 bit does not fit into the GPU: the export runs on the CPU")
+        how = {"output": output, "dtype": dtype, "base": base, "converter": converter}
+        how |= {"check": check, "num_prompts": num_prompts, "variables": NO_GPU}
+        return call_in_child(export_model, (run, to), say, **how)
     goal = free_folder(output or trained.adapter.parent / f"export-{to}")
     export = _Export(trained, trained.adapter, to, base, num_prompts if check else 0, say)
     with _whole_folder(goal) as folder:
@@ -104,6 +115,28 @@ def export_model(  # noqa: PLR0913
             export.gguf(folder, dtype, find_converter(converter))
     say(f"{to} written to {goal}")
     return goal
+
+
+def _fits(trained: TrainedModel, base: str | None, hardware: Hardware) -> bool:
+    """Return whether the weights that a merge needs at one time fit into the device."""
+    shape = read_shape(trained.base, trust_remote_code=trained.model.trust_remote_code)
+    needed = weight_bytes(shape, in_4bit=False)
+    if base == DEQUANTIZED:
+        needed += weight_bytes(shape, in_4bit=True)
+    return hardware.device == "cpu" or needed <= MEMORY_SHARE * hardware.free_memory
+
+
+def _widen(model: Any) -> bool:
+    """Turn a model on a CPU to float32 where that fits: weights are then rounded once, at the end.
+
+    Returns:
+        Whether it did.
+    """
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
+    fits = model.device.type == "cpu" and size <= MEMORY_SHARE * detect_hardware().free_memory
+    if fits:
+        model.float()
+    return fits
 
 
 def _to_hub(
@@ -212,14 +245,14 @@ class _Export:
 
         with session():
             sixteen, name, notes = _base_in_16_bit(self.trained, self.base, self.say)
-            if sixteen.model.device.type == "cpu":
-                sixteen.model.float()  # one rounding, at the end
+            _widen(sixteen.model)
             reference = None
             with sixteen.using(self.trained) as model:
                 if self.num_prompts:
                     reference = self._ask(model, sixteen.tokenizer)
             merged = sixteen.model.merge_and_unload().to(torch.bfloat16)
-            _save(merged, self.adapter, sixteen.tokenizer, folder)
+            original = not notes  # there are some where 4-bit weights were dequantised
+            _save(merged, self.adapter, sixteen.tokenizer, folder, original_format=original)
         if self.trained.config and self.trained.model.load_in_4bit and not notes:
             notes = [
                 "It was trained on the base in 4 bits; on 16 bits it answers a little otherwise."
@@ -232,10 +265,8 @@ class _Export:
             return
         with session():
             both = load_base(replace(self.trained, base=str(folder)), load_in_4bit=False)
-            if both.model.device.type == "cpu":
-                both.model.float()
-            else:
-                tolerance += GPU_TOLERANCE
+            if not _widen(both.model):
+                tolerance += IN_16_BIT_TOLERANCE
             difference = compare(reference, both.model, both.tokenizer)
         found = f"log-probabilities differ by {difference:.4f} a token"
         if not difference <= tolerance:  # NaN too
@@ -285,7 +316,8 @@ def _base_in_16_bit(
         except ModelError as exc:
             say(f"note: the unquantised base {whole} is not available ({exc})")
     if found is None:
-        found = load_base(replace(trained, base=name), load_in_4bit=False)
+        packed = read_shape(name, trust_remote_code=trained.model.trust_remote_code).packed
+        found = load_base(replace(trained, base=name), load_in_4bit=packed)
     if not getattr(found.model, "is_quantized", False):
         return found, name, []
     note = (
@@ -297,11 +329,18 @@ def _base_in_16_bit(
     return LoadedBase(found.model.dequantize(), found.tokenizer), name, [note]
 
 
-def _save(model: Any, adapter: Path, tokenizer: Any, folder: Path) -> None:
+def _save(
+    model: Any, adapter: Path, tokenizer: Any, folder: Path, *, original_format: bool
+) -> None:
+    """Write a merged model and its tokenizer.
+
+    ``original_format`` undoes what transformers did to the weights' layout when it loaded them. Of
+    4-bit weights it cannot be undone.
+    """
     from transformers import AutoTokenizer
 
     model.config.use_cache = True  # off while it trained
-    model.save_pretrained(str(folder))
+    model.save_pretrained(str(folder), save_original_format=original_format)
     if any(adapter.glob("tokenizer*")):
         tokenizer = AutoTokenizer.from_pretrained(str(adapter), trust_remote_code=False)
     if longest := getattr(model.config, "max_position_embeddings", None):

@@ -402,8 +402,8 @@ def _what_failed(name: str, exc: Exception) -> str:
         )
     if any(map(is_out_of_memory, chain)):
         return (
-            "does not fit into the memory: close other programs, use a smaller model or "
-            "load_in_4bit: true"
+            "does not fit into the memory: close other programs, use a smaller model or, to train, "
+            "model.load_in_4bit: true"
         )
     if "use_safetensors=True" in texts:
         return (

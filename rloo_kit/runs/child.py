@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ def call_in_child(
     say: Callable,
     *,
     started: Callable[[subprocess.Popen], None] = lambda process: None,
+    variables: Mapping[str, str] | None = None,
     **keywords: Any,
 ) -> Any:
     """Return ``function(*args, **keywords)``, called in a subprocess.
@@ -50,6 +51,7 @@ def call_in_child(
         args: Picklable.
         say: Called with each line that the subprocess prints.
         started: Called with the subprocess, for a thread: no signal reaches one.
+        variables: Of the subprocess's environment, over those of this process.
         **keywords: Picklable.
 
     Raises:
@@ -63,7 +65,7 @@ def call_in_child(
         order.write_bytes(
             pickle.dumps((function.__module__, function.__qualname__, args, keywords))
         )
-        with _started(order, answer) as process:
+        with _started(order, answer, variables or {}) as process:
             started(process)
 
             def forward(number: int, _: object) -> None:
@@ -94,7 +96,7 @@ def call_in_child(
 
 
 @contextlib.contextmanager
-def _started(order: Path, answer: Path) -> Iterator[subprocess.Popen]:
+def _started(order: Path, answer: Path, variables: Mapping[str, str]) -> Iterator[subprocess.Popen]:
     """Start the subprocess; at the end kill it and what it started."""
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", __name__, str(order), str(answer)],
@@ -109,6 +111,7 @@ def _started(order: Path, answer: Path) -> Iterator[subprocess.Popen]:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "PYTHONIOENCODING": "utf-8:replace",
+            **variables,
         },
     )
 

@@ -3,6 +3,7 @@
 import dataclasses
 import http.server
 import json
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -21,6 +22,7 @@ from rloo_kit.export.exporter import export_model, licence_of
 from rloo_kit.export.llama_cpp import find_converter, write_gguf
 from rloo_kit.export.model_card import CardFacts, is_hub_name, model_card, public_name
 from rloo_kit.export.verify import ask, compare
+from rloo_kit.machine.hardware import Hardware
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.text.redaction import remember_secret
 
@@ -168,6 +170,50 @@ def test_four_bit_base_is_written_out_with_a_warning(run, tmp_path):
 
 
 # --- GGUF ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def packed_run(run, tmp_path_factory):
+    """The run as if its base were 4 bit on disk, as every base of a GPU run file is."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    folder = tmp_path_factory.mktemp("packed")
+    base = folder / "tiny-thinker-bnb-4bit"
+    packing = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        TINY_THINKER, quantization_config=packing, dtype=torch.bfloat16
+    )
+    model.save_pretrained(base)
+    AutoTokenizer.from_pretrained(TINY_THINKER).save_pretrained(base)
+    shutil.copytree(run, folder / "run")
+    text = RUN_FILE.replace("name: tiny-thinker", f"name: {base}")
+    (folder / "run" / "run.yaml").write_text(text)
+    return folder / "run"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("base", [None, "dequantized"])
+def test_base_that_is_4_bit_on_disk_is_merged(packed_run, tmp_path, base):
+    lines = []
+    folder = export_model(packed_run, output=tmp_path / "x", base=base, say=lines.append)
+    assert "loaded back" in lines[-2]
+    weights = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert set(weights) <= set(load_file(TINY_THINKER / "model.safetensors"))
+
+
+@pytest.mark.long
+def test_base_that_a_card_cannot_hold_is_merged_on_the_cpu(run, tmp_path, monkeypatch):
+    card = Hardware("cuda", "small", 2**30, 2**20, bf16=True, num_devices=1)
+    here = dataclasses.replace(rk.setup(), hardware=card)
+    monkeypatch.setattr("rloo_kit.export.exporter.setup", lambda backend: here)
+    lines = []
+    folder = export_model(run, output=tmp_path / "x", num_prompts=2, say=lines.append)
+    assert lines[0] == "the base in 16 bit does not fit into the GPU: the export runs on the CPU"
+    assert "loaded back" in lines[-2]
+    assert (folder / "model.safetensors").exists()
 
 
 def test_missing_converter_is_reported_before_loading(run, monkeypatch, capsys):
