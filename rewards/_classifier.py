@@ -216,8 +216,12 @@ def load_base(place: str, *, load_in_4bit: bool, device: str) -> tuple[Any, set[
     from transformers import AutoConfig, AutoModelForSequenceClassification, BitsAndBytesConfig
 
     settings: dict[str, Any] = {"dtype": torch.float32 if device == "cpu" else "auto"}
-    config = AutoConfig.from_pretrained(place, trust_remote_code=False)
-    if load_in_4bit and not hasattr(config, "quantization_config"):
+    config = AutoConfig.from_pretrained(place, trust_remote_code=False, num_labels=1)
+    packed = getattr(config, "quantization_config", None)  # 4 bit on disk
+    if packed is not None:
+        packed["llm_int8_skip_modules"] = [*(packed.get("llm_int8_skip_modules") or ()), *HEADS]
+        settings["device_map"] = {"": device}
+    elif load_in_4bit:
         half = device != "cpu"
         native = half and torch.cuda.is_bf16_supported(including_emulation=False)
         dtype = torch.float32 if not half else torch.bfloat16 if native else torch.float16
@@ -231,7 +235,7 @@ def load_base(place: str, *, load_in_4bit: bool, device: str) -> tuple[Any, set[
         )
     model, info = AutoModelForSequenceClassification.from_pretrained(
         place,
-        num_labels=1,
+        config=config,
         use_safetensors=True,
         trust_remote_code=False,
         output_loading_info=True,

@@ -70,3 +70,23 @@ def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(scope="session")
+def packed_thinker(tmp_path_factory):
+    """Folder of tiny-thinker in 4 bit on disk, as the base of every GPU run file is."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    from rloo_kit.models.shape import TINY_THINKER
+
+    folder = tmp_path_factory.mktemp("packed") / "tiny-thinker-bnb-4bit"
+    packing = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        TINY_THINKER, quantization_config=packing, dtype=torch.bfloat16
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY_THINKER).save_pretrained(folder)
+    return folder

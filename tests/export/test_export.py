@@ -173,24 +173,13 @@ def test_four_bit_base_is_written_out_with_a_warning(run, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def packed_run(run, tmp_path_factory):
+def packed_run(run, packed_thinker, tmp_path_factory):
     """The run as if its base were 4 bit on disk, as every base of a GPU run file is."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-
-    folder = tmp_path_factory.mktemp("packed")
-    base = folder / "tiny-thinker-bnb-4bit"
-    packing = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-    )
-    model = AutoModelForCausalLM.from_pretrained(
-        TINY_THINKER, quantization_config=packing, dtype=torch.bfloat16
-    )
-    model.save_pretrained(base)
-    AutoTokenizer.from_pretrained(TINY_THINKER).save_pretrained(base)
-    shutil.copytree(run, folder / "run")
-    text = RUN_FILE.replace("name: tiny-thinker", f"name: {base}")
-    (folder / "run" / "run.yaml").write_text(text)
-    return folder / "run"
+    folder = tmp_path_factory.mktemp("packed") / "run"
+    shutil.copytree(run, folder)
+    text = RUN_FILE.replace("name: tiny-thinker", f"name: {packed_thinker}")
+    (folder / "run.yaml").write_text(text)
+    return folder
 
 
 @pytest.mark.long

@@ -164,6 +164,24 @@ def test_the_folder_holds_an_adapter_a_calibration_and_the_facts(trained):
     assert not list(result.folder.parent.glob(".*"))
 
 
+@pytest.mark.parametrize("load_in_4bit", [True, False])
+def test_a_base_that_is_4_bit_on_disk_keeps_its_score_head(packed_thinker, tmp_path, load_in_4bit):
+    result = train_reward_model(
+        ROWS,
+        model=str(packed_thinker),
+        load_in_4bit=load_in_4bit,
+        output_dir=tmp_path / "taste",
+        say=lambda _: None,
+        **SHORT,
+    )
+    reward = RewardModel(str(result.folder))
+    first, second = reward(prompts=["x", "x"], completions=["a", "b c"])
+    assert first != second
+    kinds = {name: type(m).__name__ for name, m in reward._loaded.model.named_modules()}
+    assert "4bit" not in kinds[next(name for name in kinds if name.endswith("score"))]
+    assert any(kind == "Linear4bit" for kind in kinds.values())
+
+
 def test_the_reward_gives_the_scores_that_training_computed(trained):
     result, _ = trained
     scores = RewardModel(str(result.folder), calibrated=False)(**held_out_columns())
