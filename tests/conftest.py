@@ -82,7 +82,10 @@ def packed_thinker(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("packed") / "tiny-thinker-bnb-4bit"
     packing = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        llm_int8_skip_modules=["lm_head"],  # Unsloth's checkpoints name it too
     )
     model = AutoModelForCausalLM.from_pretrained(
         TINY_THINKER, quantization_config=packing, dtype=torch.bfloat16
