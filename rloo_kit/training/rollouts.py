@@ -111,7 +111,8 @@ def enable_checkpointing(trainer: "LeaveOneOutTrainer") -> None:
     kwargs = dict(trainer.args.gradient_checkpointing_kwargs or {})
     # two arguments of transformers; the others are for torch
     own = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
-    trainer.model.gradient_checkpointing_enable(kwargs or None, **own)
+    # by name: what Unsloth puts into its place for Gemma 3n and 4 takes nothing by position
+    trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs or None, **own)
 
 
 @contextlib.contextmanager
