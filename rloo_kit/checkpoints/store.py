@@ -380,7 +380,8 @@ def random_states() -> dict[str, Any]:
     import numpy as np
     import torch
 
-    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    # of the device that trains: asking the others would put a CUDA context on each
+    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -390,15 +391,15 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Put back what ``random_states`` returned; a GPU's only where there are as many GPUs."""
+    """Put back what ``random_states`` returned; of older states, of every GPU, the first GPU's."""
     import numpy as np
     import torch
 
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
-    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
+    if states["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"][0])
 
 
 # --- which model, which prompts ------------------------------------------------------------------

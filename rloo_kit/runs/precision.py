@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from trl.models.utils import unwrap_model_for_generation
+from trl.trainer import rloo_trainer  # whose names Unsloth replaces
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.data.lengths import prompt_ids
@@ -92,7 +92,7 @@ def _drawn(trainer: LeaveOneOutTrainer, prompts: list[list[int]]) -> Generations
 
 
 def _drawn_by_transformers(trainer: LeaveOneOutTrainer, prompts: list[list[int]]) -> Generations:
-    unwrapped = unwrap_model_for_generation(
+    unwrapped = rloo_trainer.unwrap_model_for_generation(
         trainer.model_wrapped, trainer.accelerator, generation_kwargs=trainer.generation_kwargs
     )
     padded = trainer._tokenizer.pad(

@@ -8,7 +8,8 @@ from rloo_kit.diagnosis.record import read_run
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.machine.environment import Environment
-from rloo_kit.machine.hardware import GIB
+from rloo_kit.machine.hardware import GIB, why_not_vllm
+from rloo_kit.sampling.choice import requested_engine
 
 if TYPE_CHECKING:
     from rloo_kit.runs.train import RunResult
@@ -17,6 +18,18 @@ Say = Callable[[str], None]
 
 # Held-out prompts whose completions before and after are printed
 SAMPLES_SHOWN = 2
+
+
+def announce_load(say: Say, config: RunConfig, environment: Environment, args: Any) -> None:
+    """Print which model loads, and why that may take minutes; nothing for the embedded one here."""
+    on_gpu = environment.hardware.device != "cpu"
+    text = f"loading {config.model.name}"
+    if on_gpu and requested_engine(args) != "transformers" and why_not_vllm() is None:
+        text += "; vLLM compiles at its first start, which takes minutes"
+    if on_gpu and environment.backend == "unsloth":
+        text += "; Unsloth compiles in the first step, which takes a minute or two"
+    if on_gpu or config.model.name != "tiny-thinker":
+        say(text)
 
 
 def introduce(say: Say, config: RunConfig, environment: Environment) -> None:

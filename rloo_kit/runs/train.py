@@ -181,13 +181,16 @@ def _prepare(
     rewards = load(config.rewards)
     prompts, held_out = fitting_prompts(tokenizer, prompts, held_out, config, args, say)
     check_prompts(prompts, args)
+    summary.announce_load(say, config, environment, args)
     model, tokenizer = load_policy(config, base, args)
     engine, choice = start_engine(model, args)
     if engine is None:
         args.generation, args.use_vllm = "transformers", False  # the trainer starts none either
     summary.introduce(say, config, environment)
-    num_held_out = 0 if held_out is None else len(held_out)
-    say(f"{len(prompts):,} prompts to train on, {num_held_out:,} held out; run folder {folder}")
+    say(
+        f"{len(prompts):,} prompts to train on, {len(held_out or ()):,} held out; "
+        f"run folder {folder}"
+    )
     _say_sampler(say, engine, choice)
     judges = [
         replace(judge, func=guarded(judge.func, args.reward_timeout_seconds, args.on_reward_error))

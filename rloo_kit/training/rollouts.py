@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache
 from trl.data_utils import apply_chat_template, is_conversational
-from trl.models.utils import unwrap_model_for_generation
+from trl.trainer import rloo_trainer  # whose names Unsloth replaces
 from trl.trainer.utils import use_adapter
 
 from rloo_kit.data.history import PromptHistory
@@ -111,7 +111,8 @@ def enable_checkpointing(trainer: "LeaveOneOutTrainer") -> None:
     kwargs = dict(trainer.args.gradient_checkpointing_kwargs or {})
     # two arguments of transformers; the others are for torch
     own = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
-    trainer.model.gradient_checkpointing_enable(kwargs or None, **own)
+    # by name: what Unsloth puts into its place for Gemma 3n and 4 takes nothing by position
+    trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs or None, **own)
 
 
 @contextlib.contextmanager
@@ -203,8 +204,12 @@ class Sampler:
         def draw(prompts: Any) -> list[list[int]]:
             # TRL turns checkpointing off to sample, and does not turn it on again after an error.
             off = without_checkpointing(trainer)
+            training = trainer.model.training
             with blame_generation_kwargs(trainer.args), finite_logits(), off:
-                return self.generate(prompts)
+                try:
+                    return self.generate(prompts)
+                finally:  # Unsloth always ends in training mode, or after an error out of it
+                    trainer.model.train(training)
 
         return self.pieces.run(draw, prompt_ids, len(prompt_ids))
 
@@ -216,7 +221,7 @@ class Sampler:
                 drawn = self.trl_generate(prompt_ids, None, {})
             cut = self.thought.cut if self.thought else lambda _, ids: ids
             return [cut(*pair) for pair in zip(prompt_ids, drawn, strict=True)]
-        unwrapped = unwrap_model_for_generation(
+        unwrapped = rloo_trainer.unwrap_model_for_generation(
             trainer.model_wrapped, trainer.accelerator, generation_kwargs=trainer.generation_kwargs
         )
         with unwrapped as model, torch.no_grad():

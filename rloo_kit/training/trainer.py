@@ -37,6 +37,7 @@ from rloo_kit.text.wording import format_value
 from rloo_kit.training.config import LeaveOneOutConfig, _own_config
 from rloo_kit.training.dry_run import dry_run_if_wanted
 from rloo_kit.training.metrics import StepLog
+from rloo_kit.training.preparation import check_lengths
 from rloo_kit.training.rollouts import Policy, RolloutMaker, Sampler
 from rloo_kit.training.steps import OptimizerSteps
 
@@ -159,6 +160,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
                 "the router loss of this mixture of experts is not trained: set "
                 "model.config.output_router_logits to False"
             )
+        self._check_lengths()
         self.dry_run_done = False
         self.scheduled_rewards = {
             n: reward
@@ -170,6 +172,12 @@ class LeaveOneOutTrainer(RLOOTrainer):
         self.rollouts = RolloutMaker(self)
         self.steps = OptimizerSteps(self)
         self.step_log = StepLog(self)
+
+    def _check_lengths(self) -> None:
+        """Refuse prompts that Unsloth would cut, where it is known how long the model can be."""
+        longest, dataset = notes_of(self.model).max_seq_length, self.train_dataset
+        if longest is not None and hasattr(dataset, "__len__"):
+            check_lengths(dataset, self._tokenizer, self.args, longest, by_file=False)
 
     def notify(self, event: str, **values: Any) -> None:
         """Call the callbacks that have a method for one of the kit's events.

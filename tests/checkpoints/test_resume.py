@@ -393,6 +393,23 @@ def test_random_states_come_back(tmp_path):
     assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == first
 
 
+def test_random_states_are_of_the_gpu_that_trains_alone(monkeypatch):
+    def of_every_gpu(*_):
+        raise AssertionError("this makes a CUDA context on every visible card")
+
+    put_back = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.tensor([7]))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: put_back.append(int(state)))
+    for name in ("get_rng_state_all", "set_rng_state_all"):
+        monkeypatch.setattr(torch.cuda, name, of_every_gpu)
+    states = random_states()
+    set_random_states(states)
+    set_random_states(states | {"cuda": [torch.tensor([8]), torch.tensor([9])]})  # an older one's
+    assert put_back == [7, 8]
+
+
 @pytest.mark.faults
 def test_a_signal_after_the_last_step_is_heard_too(tmp_path):
     class Late(TrainerCallback):

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import yaml
 
 import rloo_kit as rk
 from rloo_kit.cli import main
-from rloo_kit.config.run_file import RunConfig
-from rloo_kit.machine.environment import setup
+from rloo_kit.config.run_file import RunConfig, make_run_config
+from rloo_kit.machine.environment import Environment, setup
+from rloo_kit.machine.hardware import detect_hardware
+from rloo_kit.runs import summary
 from rloo_kit.runs.folder import new_folder
 
 SHORT = [
@@ -320,3 +323,26 @@ def test_run_stops_or_skips_when_its_judge_is_gone(on_failure, capsys):
         assert None in given
         assert None not in given[:8]
         assert all(row["rewards"]["accuracy"] is not None for row in completions)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "name", "said"),
+    [
+        ("cpu", "unsloth", "tiny-thinker", []),
+        ("cpu", "unsloth", "org/model", ["loading org/model"]),
+        ("cuda", "transformers", "org/model", ["loading org/model; vLLM compiles"]),
+        ("cuda", "unsloth", "tiny-thinker", ["compiles in the first step"]),
+    ],
+)
+def test_a_load_that_takes_minutes_is_announced(monkeypatch, device, backend, name, said):
+    monkeypatch.setattr(summary, "why_not_vllm", lambda: None)
+    hardware = replace(detect_hardware(), device=device)
+    lines = []
+    summary.announce_load(
+        lines.append,
+        make_run_config({"model": {"name": name}}),
+        Environment(backend, None, hardware),
+        rk.LeaveOneOutConfig("out", generation="auto"),
+    )
+    assert len(lines) == len(said)
+    assert all(part in line for part, line in zip(said, lines, strict=True))

@@ -141,3 +141,20 @@ def test_a_dry_run_leaves_sharing_on_and_needs_no_adapter(tmp_path, settings):
     )  # fmt: skip
     dry_run(trainer)
     assert trainer.steps.make_learner().may_share()
+
+
+def test_checkpointing_is_turned_on_by_name_as_unsloth_takes_it_for_gemma(tmp_path):
+    trainer = trainer_of(make("llama"), tmp_path, gradient_checkpointing=True)
+    turn_on, seen = trainer.model.gradient_checkpointing_enable, []
+
+    def of_unsloth(**kwargs):  # `_gc_enable_reentrant` in unsloth/models/vision.py
+        gc_kwargs = kwargs.get("gradient_checkpointing_kwargs", {}) or {}
+        gc_kwargs["use_reentrant"] = True
+        kwargs["gradient_checkpointing_kwargs"] = gc_kwargs
+        seen.append(kwargs)
+        return turn_on(**kwargs)
+
+    trainer.model.gradient_checkpointing_enable = of_unsloth
+    enable_checkpointing(trainer)
+    assert trainer.model.is_gradient_checkpointing
+    assert seen == [{"gradient_checkpointing_kwargs": {"use_reentrant": True}}]
