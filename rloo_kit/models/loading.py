@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from rloo_kit.errors import ConfigError, KitError, ModelError
 from rloo_kit.machine.environment import Environment, quiet, setup
 from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.machine.memory import add_to_session, is_out_of_memory
-from rloo_kit.models.adapters import WEIGHTS, adapter_in, base_of, is_path, lora_settings
+from rloo_kit.models.adapters import CONFIG, WEIGHTS, adapter_in, base_of, is_path, lora_settings
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.models.shared_engine import EngineSettings, load_shared, notes_of
@@ -287,7 +288,9 @@ def _with_adapter(model: Any, folder: Path) -> Any:
 def save_adapter(model: Any, tokenizer: Any, folder: str | Path) -> Path:
     """Write the trained adapter and the tokenizer as PEFT reads them; the write is atomic.
 
-    TRL's frozen copy of the adapter (``ref``) is left out.
+    A crash leaves the old weights or the new ones, whole. Where the settings of LoRA have changed,
+    the old adapter waits as ``.NAME.old`` beside the folder until the new one is in place. TRL's
+    frozen copy of the adapter (``ref``) is left out.
 
     Args:
         model: With its adapter.
@@ -308,15 +311,34 @@ def save_adapter(model: Any, tokenizer: Any, folder: str | Path) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         model.save_pretrained(str(partial), selected_adapters=["default"])
         tokenizer.save_pretrained(str(partial))
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
+        _replace_adapter(folder, partial)
     except OSError as exc:
         raise ModelError(
             f"the adapter cannot be written to {str(folder)!r} ({exc}): free some space or choose "
             f"another output_dir"
         ) from exc
     return folder
+
+
+def _replace_adapter(folder: Path, partial: Path) -> None:
+    """Put a folder in the place of another one, whose adapter is whole at any moment."""
+    old = folder.with_name(f".{folder.name}.old")
+    if (folder / WEIGHTS).is_file() and _saved_config(folder) == _saved_config(partial):
+        for file in sorted(partial.iterdir()):  # of the adapter's own files, one has changed
+            file.replace(folder / file.name)
+        partial.rmdir()
+        return
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _saved_config(folder: Path) -> dict[str, Any]:
+    """Return an adapter's config; PEFT writes the names of layers in any order."""
+    config = json.loads((folder / CONFIG).read_text("utf-8"))
+    return {k: sorted(v, key=str) if isinstance(v, list) else v for k, v in config.items()}
 
 
 def keep_trainable_layout(model: Any) -> None:
