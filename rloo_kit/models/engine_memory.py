@@ -27,6 +27,8 @@ UNMEASURED = 128 * MIB
 # With less not even a tiny model starts: kernels that are loaded count, and every CUDA graph takes
 # a block of 2 MiB at least. Seen on an H100.
 SMALLEST_TOTAL = GIB
+# Part of the card that stays free while an engine starts: one of so many
+SPARE = 20
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class EngineSize:
     trained: int  # parameters of the adapter, not bytes
     working: int  # activations, logits and LoRA buffers of the largest pass
     graphs: int  # CUDA graphs; they stay when the engine sleeps
+    starting: int  # over all that, while the engine starts
     full_cache: int  # keys and values of all completions at full length
     smallest_cache: int  # of one of them: with less vLLM does not start, or cuts the length
 
@@ -79,6 +82,8 @@ def engine_size(  # noqa: PLR0913
     an activation.
     """
     rows = min(num_sequences, MAX_SEQUENCES)
+    weights = weight_bytes(shape, in_4bit=in_4bit, value_bytes=value_bytes)
+    packed = weights - shape.others * value_bytes if in_4bit else 0
     trained = sum(
         max_rank * (linear.rows + linear.columns) * linear.count for linear in shape.linears
     )
@@ -87,13 +92,18 @@ def engine_size(  # noqa: PLR0913
     sequence = 2 * 2 * shape.num_layers * shape.kv_size * max_length
     # in float32, their softmax, and what sampling keeps
     logits = 12 * rows * (1 + draft_tokens) * shape.vocab_size
+    working = value_bytes * (activations + trained) + logits
+    # Unsloth's estimate (approximate_vllm_memory_usage): 172 graphs of a float32 hidden state for
+    # each layer, between 0.15 and 1 GiB
+    graphs = min(max(172 * 4 * shape.hidden_size * shape.num_layers, 3 * GIB // 20), GIB)
     return EngineSize(
-        weights=weight_bytes(shape, in_4bit=in_4bit, value_bytes=value_bytes),
+        weights=weights,
         trained=trained,
-        working=value_bytes * (activations + trained) + logits,
-        # Unsloth's estimate (approximate_vllm_memory_usage): 172 graphs of a float32 hidden state
-        # for each layer, between 0.15 and 1 GiB
-        graphs=min(max(172 * 4 * shape.hidden_size * shape.num_layers, 3 * GIB // 20), GIB),
+        working=working,
+        graphs=graphs,
+        # Measured on an H100 (0.1 to 0.6 GiB in 16 bit, 2.3 GiB for 4B in 4 bit): what the
+        # profiling run leaves in torch's cache, and the packed weights once more
+        starting=packed + working + graphs + UNMEASURED,
         full_cache=sequence * rows,
         smallest_cache=max(SMALLEST_CACHE, sequence),
     )
@@ -105,7 +115,8 @@ def engine_memory(
     """Return what an engine takes on a GPU that also trains.
 
     The KV cache holds all completions at full length where that fits. An engine that sleeps while
-    the model learns may take nine tenths of what is free, one that stays awake half of it.
+    the model learns may take nine tenths of what is free, one that stays awake half of it; both
+    leave room for what an engine holds only while it starts.
     ``free`` bytes are so before the engine starts, or before weights that it shares are loaded;
     ``share`` of the card is as the user set it, None: computed.
 
@@ -117,7 +128,7 @@ def engine_memory(
         cache = int(share * card) - fixed
     else:
         # training keeps a float32 weight, its gradient and Adam's two moments
-        left = free - fixed - 16 * size.trained
+        left = free - fixed - max(16 * size.trained, size.starting + card // SPARE)
         cache = min(
             math.ceil(1.05 * size.full_cache) + SMALLEST_CACHE,
             left * 9 // 10 if sleeps else left // 2,

@@ -20,11 +20,12 @@ from rloo_kit.models.engine_memory import (
 )
 from rloo_kit.models.shape import Linear, ModelShape, weight_bytes
 
-PHASES: tuple[str, ...] = ("load", "sample", "score", "learn")
-LOAD, SAMPLE, SCORE, LEARN = PHASES
+PHASES: tuple[str, ...] = ("load", "start", "sample", "score", "learn")
+LOAD, START, SAMPLE, SCORE, LEARN = PHASES
 # What happens in a phase, in words
 DOING = {
     LOAD: "the model is loaded",
+    START: "vLLM starts",
     SAMPLE: "completions are sampled",
     SCORE: "log-probabilities are computed",
     LEARN: "it learns",
@@ -34,8 +35,8 @@ DOING = {
 # the backend (benchmarks/plan_accuracy.py --libraries).
 LIBRARIES = 1010 * MIB
 # On a GPU, outside of torch's allocator: the CUDA context, cuBLAS and Triton's kernels. It differs
-# by card and driver; an estimate.
-CONTEXT = 600 * MIB
+# by card and driver; 610 and 676 MiB on an H100.
+CONTEXT = 680 * MIB
 # Share of temporary memory on a GPU that is lost between blocks, with expandable segments; an
 # estimate
 FRAGMENTATION = 0.06
@@ -129,10 +130,16 @@ def plan_memory(job: Job) -> MemoryPlan:
     if job.on_gpu:
         # what is held all the time is allocated once and leaves no holes
         brief = {name: held for name, held in parts.items() if len(held) < len(PHASES)}
-        parts["between blocks"] = {p: int(FRAGMENTATION * _total(brief, p)) for p in PHASES}
+        parts["between blocks"] = {
+            # what vLLM holds while it starts was measured with it
+            p: int(FRAGMENTATION * _total(brief, p))
+            for p in PHASES
+            if p != START
+        }
     else:
         parts["best weights so far"] = _since(SAMPLE, trained)
-    phases = {p: _total(parts, p) for p in PHASES if p != SCORE or job.scores}
+    there = {SCORE: job.scores, START: job.on_gpu and job.engine != "transformers"}
+    phases = {p: _total(parts, p) for p in PHASES if there.get(p, True)}
     return MemoryPlan(parts, budget, phases)
 
 
@@ -215,15 +222,25 @@ def _sampling(job: Job) -> dict[str, Held]:
         return _by_transformers(job)
     if not job.on_gpu:  # vLLM on a CPU is not counted
         return {}
-    awake = (SAMPLE,) if job.sleeps else PHASES[1:]
+    awake = (START, SAMPLE) if job.sleeps else PHASES[1:]
     engine = planned_engine(job)
-    copy = 0 if job.engine == "shared" else engine.size.weights
+    size, shared = engine.size, job.engine == "shared"
+    cache = engine.cache
+    if shared:  # vLLM fills the share that it is given
+        cache = engine.total - size.weights - size.working - size.graphs - UNMEASURED
+    merged = sum(linear.count * linear.size for linear in _adapted(job))
     return {
-        "vLLM weights": dict.fromkeys(awake, copy),
-        "vLLM keys and values": dict.fromkeys(awake, engine.cache),
-        "vLLM activations": {SAMPLE: engine.size.working},
-        # they stay while it sleeps
-        "vLLM CUDA graphs": _since(SAMPLE, engine.size.graphs + UNMEASURED),
+        "vLLM weights": dict.fromkeys(awake, 0 if shared else size.weights),
+        "vLLM keys and values": dict.fromkeys(awake, cache),
+        "vLLM activations": dict.fromkeys((START, SAMPLE), size.working),
+        "vLLM CUDA graphs": _since(START, size.graphs + UNMEASURED),  # they stay while it sleeps
+        # vLLM 0.26 took the estimate for keys and values: the graphs came on top
+        "CUDA graphs over vLLM's share": _since(START, size.graphs),
+        "vLLM, while it starts": {START: size.starting - size.graphs},
+        # Unsloth folds an adapter into 16-bit weights, and keeps what that rounds away
+        "weights, while the adapter is merged": {
+            SAMPLE: 2 * merged if shared and not job.in_4bit else 0
+        },
     }
 
 
@@ -331,7 +348,7 @@ def _passes(job: Job, budget: int, trained: int) -> dict[str, Held]:
     rows = min(rows, job.step_rows)
     gradients = (2 if rows < job.step_rows else 1) * trained  # of former passes, and of this one
     copied = trained * wide // 4 if wide == 2 else 0
-    learn = (LEARN,) if job.on_gpu else PHASES[1:]  # a CPU's allocator keeps what a pass held
+    learn = (LEARN,) if job.on_gpu else PHASES[2:]  # a CPU's allocator keeps what a pass held
     parts: dict[str, Held] = {
         "gradients, float32": {LEARN: gradients},
         "activations": dict.fromkeys(learn, _activations(job, rows * width)),

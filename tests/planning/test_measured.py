@@ -1,0 +1,66 @@
+"""The plan against what a driver measured: no measured peak is above the planned one."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rloo_kit.config.run_file import PROJECTIONS
+from rloo_kit.machine.hardware import find_card
+from rloo_kit.models.shape import _published, shape_of_config
+from rloo_kit.planning.memory import Job, plan_memory, planned_engine
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+# Qwen3 of almost no size
+TOY = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
+    "tie_word_embeddings": True, "max_position_embeddings": 40960,
+}  # fmt: skip
+H100 = json.loads((RESULTS / "gpu_acceptance_nvidia-h100-80gb-hbm3.json").read_text())
+# Trainings with vLLM on an H100 that was limited to 8 and 12 GB
+MEASURED = {
+    part["name"]: part["data"] for part in H100["parts"] if part["family"] == "cards"
+}  # fmt: skip
+
+
+def job_of(name, data):
+    """The job that was measured."""
+    from transformers import Qwen3Config
+
+    model = data["model"].removesuffix("-bnb-4bit").removesuffix("-bf16")
+    config = Qwen3Config(**TOY) if model == "toy" else _published(model)
+    in_4bit, own = "4bit" in data["model"], "own copy" in name
+    rows, prompt, completion = (8, 64, 32) if model == "toy" else (16, 256, 512)
+    room = find_card(f"{data['card']}GB").usable
+    return Job(
+        shape=replace(shape_of_config(config, model), packed=in_4bit),
+        on_gpu=True,
+        room=room,
+        card=room,
+        backend="transformers" if own else "unsloth",
+        in_4bit=in_4bit,
+        targets=PROJECTIONS,
+        optimizer="adamw_8bit" if in_4bit else "adamw_torch",
+        checkpointing="plain" if own else "unsloth",
+        rows=rows,
+        step_rows=rows,
+        prompt=prompt,
+        completion=completion,
+        max_length=prompt + completion,
+        engine="vllm" if own else "shared",
+    )
+
+
+def test_six_trainings_were_measured():
+    assert len(MEASURED) == 6
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_no_measured_peak_is_above_the_plan(name):
+    data = MEASURED[name]
+    job = job_of(name, data)
+    measured = data["run_1"]["peak"]
+    assert planned_engine(job).share(job.room) == pytest.approx(data["run_1"]["share"], abs=0.002)
+    assert measured <= plan_memory(job).peak_bytes <= 1.3 * measured
