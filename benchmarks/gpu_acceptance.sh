@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that only a card can show, in about ten minutes: bash benchmarks/gpu_acceptance.sh
+# What only a card can show, in three calls of at most nine minutes each on a large card:
+#   bash benchmarks/gpu_acceptance.sh --call 1       (then 2 and 3; without --call all of them)
 # The options are those of benchmarks/gpu_acceptance.py (--help lists them). PYTHON names the
 # interpreter; without it .venv-gpu is taken where there is one, then .venv, else python3.
 set -euo pipefail

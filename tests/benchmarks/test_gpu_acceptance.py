@@ -1,107 +1,99 @@
-"""The GPU acceptance suite: what fails, hangs or crashes costs no other part; skips have names."""
+"""The GPU acceptance run: what fails, hangs or crashes costs no other part; skips have reasons."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu_acceptance as acceptance  # noqa: E402
-from gpu_acceptance import Part, Suite, run_part, why_not  # noqa: E402
-from gpu_report import ON_THE_PAGE, PAGE, written  # noqa: E402
+from gpu_acceptance import GIB, PARTS, Part, why_not  # noqa: E402
+
+SOURCE = """
+import os, time
+import pytest
+pytestmark = pytest.mark.gpu
+def test_holds(record_property):
+    record_property("cosine", 0.99)
+def test_wrong():
+    assert 1 == 2, "the remedy"
+def test_crash():
+    os._exit(9)
+def test_hangs():
+    time.sleep(60)
+def test_missing():
+    pytest.skip("vllm is not installed")
+def test_elsewhere():
+    pytest.skip("Unsloth shares its weights on a GPU only")
+"""
 
 
 @pytest.fixture
-def suite(tmp_path):
-    """A suite on a machine with a small card, so that no part asks for one."""
-    options = acceptance.parse(["--output", str(tmp_path / "results")])
-    variables = acceptance.child_variables(tmp_path)
-    machine = {"card": "NVIDIA Test 8 GB", "memory": 8 * 2**30, "torch": "2.13.0"}
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    return Suite(options, machine, scratch, variables)
-
-
-def made_here(tmp_path, source):
+def broken(tmp_path):
+    """Parts of which all but the last two are broken, each in its own way."""
     file = tmp_path / "test_made_here.py"
-    file.write_text("import os, pytest\npytestmark = pytest.mark.gpu\n" + source)
-    return Part("made here", "tests", 60, (str(file),), needs=())
+    file.write_text(SOURCE)
+    limits = {"hangs": 3}
+    names = ("wrong", "crash", "hangs", "missing", "elsewhere", "holds")
+    return [Part(1, name, f"{file}::test_{name}", limits.get(name, 60)) for name in names]
+
+
+def run(tmp_path, parts, *words):
+    words = ["--toy", "--keep", str(tmp_path / "keep"), "--output", str(tmp_path), *words]
+    code = acceptance.main(words, tuple(parts))
+    (path,) = tmp_path.glob("gpu_acceptance_*.json")
+    return code, {row["name"]: row for row in json.loads(path.read_text())["parts"]}, path
 
 
 @pytest.mark.long
-def test_crashed_test_is_reported_and_costs_no_other(suite, tmp_path):
-    part = made_here(
-        tmp_path,
-        "def test_it_holds(record_property): record_property('cosine', 0.99)\n"
-        "def test_left_out(): pytest.skip('vllm is not installed')\n"
-        "def test_wrong(): assert 1 == 2, 'the remedy'\n"
-        "def test_crash(): os._exit(9)\n",
-    )
-    row = run_part(part, suite)
-    assert row["status"] == "failed"
-    assert row["reason"] == "2 of 4 tests failed"
-    found = {test["name"]: test for test in row["tests"]}
-    assert found["it holds"]["status"] == "passed"
-    assert found["it holds"]["measured"] == {"cosine": 0.99}
-    assert found["left out"]["reason"] == "vllm is not installed"
-    assert "the remedy" in found["wrong"]["reason"]
-    assert "the process ended in it, with code 9" in found["crash"]["reason"]
+def test_broken_parts_are_reported_and_the_others_go_on(broken, tmp_path, monkeypatch):
+    monkeypatch.setattr(acceptance, "TOY_PATIENCE", 1)
+    code, rows, path = run(tmp_path, broken)
+    assert code == 1
+    assert "the remedy" in rows["wrong"]["reason"]
+    assert rows["crash"]["reason"] == "pytest ended with code 9"
+    assert rows["hangs"]["reason"] == "stopped after 3 s"
+    assert rows["missing"]["status"] == "failed"  # a card's environment has vLLM
+    assert rows["elsewhere"]["status"] == "skipped"
+    assert rows["holds"]["status"] == "passed"
+    assert rows["holds"]["measured"] == {"cosine": "0.99"}
+    table = path.with_suffix(".md").read_text()
+    assert "| 1 | holds | passed |" in table
+    assert "stopped after 3 s" in table
 
 
 @pytest.mark.long
-def test_part_that_hangs_is_ended(suite):
-    row = run_part(Part("environment", "environment", 1, ("environment",), needs=()), suite)
-    assert (row["status"], row["reason"]) == ("failed", "stopped after 1 s")
-    assert row["seconds"] < 30
-    assert not suite.children
+def test_a_part_that_passed_is_not_run_again(broken, tmp_path):
+    holds = [part for part in broken if part.name == "holds"]
+    assert run(tmp_path, holds)[0] == 0
+    (tmp_path / "test_made_here.py").write_text(SOURCE.replace("0.99", "0.5"))
+    assert run(tmp_path, holds)[1]["holds"]["measured"] == {"cosine": "0.99"}
+    assert run(tmp_path, holds, "--again")[1]["holds"]["measured"] == {"cosine": "0.5"}
 
 
-def test_missing_requirements_are_named(suite):
-    part = Part("a", "speed", 60, (), needs=("json", "no_such_package"))
-    assert why_not(part, suite) == "no_such_package is not installed"
-    big = Part("a", "speed", 60, (), needs=(), gib=15.4)
-    assert why_not(big, suite) == "the card has 8.0 GiB, and this takes 15.4"
-    suite.machine["card"] = None
-    assert why_not(Part("a", "speed", 60, (), needs=()), suite) == acceptance.NO_GPU
-    assert why_not(Part("a", "environment", 60, (), needs=(), on_cpu=True), suite) is None
+def test_a_part_runs_on_a_card_of_its_size_or_of_twice_that():
+    part = Part(1, "4B", "test_cards.py", 60, card=12)
+    for total, runs in ((7.8, False), (11.76, True), (15.7, False), (23.65, True), (79.0, True)):
+        reason = why_not(part, int(total * GIB))
+        assert (reason is None) == runs, total
+    assert "a card of 12 GB" in why_not(part, 8 * GIB)
 
 
-def test_every_gpu_test_belongs_to_a_part():
-    named = {part.arguments[0] for part in acceptance.PARTS if part.family == "tests"}
-    there = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
-    assert there <= named
-    assert all((ROOT / path).exists() for path in named)
+def test_every_part_names_tests_that_exist():
+    for part in PARTS:
+        file = part.tests.split()[0].partition("::")[0]
+        assert (ROOT / "tests" / "gpu" / file).is_file(), part.name
+    assert len({part.name for part in PARTS}) == len(PARTS)
+    assert {part.call for part in PARTS} == {1, 2, 3}
+    assert all(part.limit <= 9 * 60 for part in PARTS)
 
 
-def test_results_are_written_after_every_part(suite, tmp_path, capsys):
-    part = acceptance.PARTS[1]
-    acceptance.note(part, {"name": part.name, "family": part.family, "status": "skipped",
-                           "seconds": 0.0, "reason": "no GPU here"}, suite)  # fmt: skip
-    path = acceptance.result_path(suite)
-    assert path.name == "gpu_acceptance_nvidia-test-8-gb.json"
-    assert json.loads(path.read_text())["parts"][0]["reason"] == "no GPU here"
-    assert "no GPU here" in path.with_suffix(".md").read_text()
-    assert "skipped: no GPU here" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [("qwen3-0.6b", 0.6), ("qwen3-1.7b", 1.7), ("qwen3-4b", 4.0), ("qwen3-8b", 8.2),
-     ("qwen3-14b", 14.8)],
-)  # fmt: skip
-def test_geometries_have_the_parameters_of_their_models(name, billions):
-    from gpu_models import _meta_model, disk_bytes
-
-    count = sum(parameter.numel() for parameter in _meta_model(name).parameters())
-    assert count / 1e9 == pytest.approx(billions, rel=0.02)
-    assert disk_bytes(name, load_in_4bit=False) == pytest.approx(2 * count, rel=0.01)
-
-
-def test_docs_have_the_numbers_of_the_result():
-    found = json.loads((BENCHMARKS / "results" / ON_THE_PAGE).read_text())
-    assert written(PAGE.read_text(), found) == PAGE.read_text(), "run benchmarks/gpu_report.py"
-    assert "| qwen3-4b in 4 bit on 12 GB, shared weights | 0.417, 0.417 |" in PAGE.read_text()
+def test_without_a_gpu_it_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(acceptance, "machine_here", lambda _: {"card": "cpu", "memory": 0})
+    with pytest.raises(SystemExit, match="--toy rehearses"):
+        acceptance.main(["--keep", str(tmp_path)])
+    assert "RLOO_KIT_GPU_TOY" not in os.environ

@@ -44,7 +44,7 @@ def device():
 
     small = os.environ.get("RLOO_KIT_GPU_CARD")
     if small and torch.cuda.is_available():  # other processes on the card do not disturb then
-        from gpu_cards import SmallCard
+        from small_card import SmallCard
 
         SmallCard(int(small), limited=False)
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,161 @@
+"""The whole step of one trainer on a GPU: the kit, TRL's RLOO (vLLM colocate) or Unsloth's GRPO.
+
+    python benchmarks/gpu_peers.py kit --models FOLDER --answer kit.json
+
+Each has what its own documentation gives it: the kit and Unsloth a 4-bit base shared with vLLM, TRL
+a 16-bit base and a vLLM with merged weights. Weights are random, so completions have full length.
+The first step compiles and is not counted. On a CPU all sample by transformers.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+ARMS = {"kit": "auto", "trl-rloo": "transformers", "unsloth-grpo": "auto"}
+
+
+class Steps:
+    """Seconds of every step, and of the sampling in it."""
+
+    def __init__(self, torch):
+        self.wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+        self.rows, self.sampling = [], 0.0
+
+    def sampled(self, draw):
+        def timed(*arguments, **keywords):
+            self.wait()
+            started = time.perf_counter()
+            drawn = draw(*arguments, **keywords)
+            self.wait()
+            self.sampling += time.perf_counter() - started
+            return drawn
+
+        return timed
+
+    def callback(self):
+        from transformers import TrainerCallback
+
+        steps = self
+
+        class Clock(TrainerCallback):
+            def on_step_begin(self, *_, **__):
+                steps.wait()
+                steps.sampling, steps.started = 0.0, time.perf_counter()
+
+            def on_step_end(self, *_, **__):
+                steps.wait()
+                whole = time.perf_counter() - steps.started
+                row = {"step": whole, "sampling": steps.sampling}
+                steps.rows.append(row | {"learning": whole - steps.sampling})
+
+        return Clock()
+
+
+def policy(arm: str, options, on_gpu: bool):
+    """Return the model with its adapter, and the tokenizer, as the arm's documentation loads it."""
+    import gpu_models
+
+    import rloo_kit as rk
+
+    in_4bit = arm != "trl-rloo"
+    folder = gpu_models.model_folder(
+        options.models, options.geometry, load_in_4bit=in_4bit, device="cuda" if on_gpu else "cpu"
+    )
+    longest = options.length + 64
+    if arm != "unsloth-grpo":
+        model, tokenizer = rk.load_model(
+            folder, max_seq_length=longest, load_in_4bit=in_4bit, num_sequences=options.rows,
+            fast_inference="auto" if arm == "kit" else False,
+        )  # fmt: skip
+        return rk.attach_lora(model, r=16, lora_alpha=16), tokenizer
+    from unsloth import FastLanguageModel
+
+    engine = {"fast_inference": True, "max_lora_rank": 16, "gpu_memory_utilization": 0.5}
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        str(folder), max_seq_length=longest, load_in_4bit=True, **(engine if on_gpu else {})
+    )
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = FastLanguageModel.get_peft_model(
+        model, r=16, lora_alpha=16, target_modules=targets, use_gradient_checkpointing="unsloth"
+    )
+    return model, tokenizer
+
+
+def trainer(arm: str, options, on_gpu: bool, steps: Steps):
+    """Return the arm's trainer."""
+    from datasets import Dataset
+
+    import rloo_kit as rk
+
+    model, tokenizer = policy(arm, options, on_gpu)
+    fixed = {
+        "output_dir": tempfile.mkdtemp(), "save_strategy": "no", "report_to": "none",
+        "max_steps": options.steps, "per_device_train_batch_size": options.rows,
+        "num_generations": 8, "max_completion_length": options.length, "beta": 0.02,
+        "learning_rate": 1e-6, "temperature": 1.0, "bf16": on_gpu, "use_cpu": not on_gpu,
+    }  # fmt: skip
+
+    def reward(completions, **_):
+        return [sum(map(str.isalpha, text)) / (len(text) + 1) for text in completions]
+
+    parts = {
+        "model": model, "processing_class": tokenizer, "reward_funcs": reward,
+        "train_dataset": Dataset.from_dict({"prompt": ["12 + 34 = "] * 64}),
+        "callbacks": [steps.callback()],
+    }  # fmt: skip
+    if arm == "kit":
+        others = {"doctor": False, "dry_run": False, "optim": "adamw_8bit" if on_gpu else None}
+        others = {name: value for name, value in others.items() if value is not None}
+        made = rk.LeaveOneOutTrainer(args=rk.LeaveOneOutConfig(**fixed, **others), **parts)
+        made.sampler.draw = steps.sampled(made.sampler.draw)
+        return made
+    import trl
+
+    colocate = {"use_vllm": True, "vllm_mode": "colocate"} if on_gpu else {}
+    if arm == "trl-rloo":
+        colocate |= {"vllm_gpu_memory_utilization": 0.3} if on_gpu else {}
+        made = trl.RLOOTrainer(args=trl.RLOOConfig(**fixed, **colocate), **parts)
+    else:
+        made = trl.GRPOTrainer(args=trl.GRPOConfig(**fixed, **colocate), **parts)
+    made._generate_single_turn = steps.sampled(made._generate_single_turn)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("arm", choices=ARMS)
+    add("--models", type=Path, required=True, help="folder that holds or gets the weights")
+    add("--answer", type=Path, required=True, help="the JSON that is written")
+    add("--geometry", default="qwen3-1.7b")
+    add("--rows", type=int, default=64)
+    add("--length", type=int, default=512)
+    add("--steps", type=int, default=4)
+    options = parser.parse_args()
+    import rloo_kit as rk
+
+    rk.setup(ARMS[options.arm])
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and options.arm == "unsloth-grpo":
+        from unsloth.models.rl import patch_trl_rl_trainers
+
+        patch_trl_rl_trainers()  # on a GPU it does that by itself
+    watch = None
+    if on_gpu:
+        from small_card import Watch
+
+        watch = Watch()
+    steps = Steps(torch)
+    trainer(options.arm, options, on_gpu, steps).train()
+    found = {"arm": options.arm, "steps": steps.rows}
+    if watch is not None:
+        found["peak_gib"] = watch.take_peak() / 2**30
+    options.answer.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
