@@ -9,6 +9,7 @@ The first step compiles and is not counted. On a CPU all sample by transformers.
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -144,6 +145,8 @@ def main() -> None:
         from unsloth.models.rl import patch_trl_rl_trainers
 
         patch_trl_rl_trainers()  # on a GPU it does that by itself
+        os.environ["UNSLOTH_MIXED_PRECISION"] = "bfloat16"  # its word for neither bf16 nor fp16
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # read by its GRPO loss
     watch = None
     if on_gpu:
         from small_card import Watch

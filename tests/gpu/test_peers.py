@@ -30,7 +30,8 @@ def test_whole_step_of_three_trainers(turn, device, tmp_path, record_property):
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode:
-            faults.append(f"{arm}: {done.stderr.strip().splitlines()[-1][:300]}")
+            lines = [line for line in done.stderr.splitlines() if "Error" in line]
+            faults.append(f"{arm}: {(lines or [done.returncode])[-1]}")
             continue
         found = json.loads(answer.read_text())
         counted = found["steps"][1:]  # the first one compiles
