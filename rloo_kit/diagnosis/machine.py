@@ -13,10 +13,6 @@ from rloo_kit.text.wording import first_line
 
 OPTIONAL = ("unsloth", "unsloth_zoo", "vllm")
 NEEDED = tuple(name for name in TESTED if name not in OPTIONAL)
-# The import of vLLM is lazy, and hides a library that its kernels miss
-IMPORT_VLLM = (
-    "import torch, vllm; vllm.LLM; torch.version.cuda and __import__('vllm._C_stable_libtorch')"
-)
 # Constraint files of pip; in an editable install next to the package
 SETS = Path(__file__).resolve().parents[1] / "requirements"
 if not SETS.is_dir():
@@ -86,7 +82,9 @@ def install_command(torch: str | None) -> str | None:
 
 def _why_no_import() -> str | None:
     """Return why vLLM cannot be imported in a process of its own, or None."""
-    words = [sys.executable, "-c", IMPORT_VLLM]
+    # its import is lazy, and hides a library that its kernels miss
+    kernels = "torch.version.cuda and __import__('vllm._C_stable_libtorch')"
+    words = [sys.executable, "-c", f"import torch, vllm; vllm.LLM; {kernels}"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     _, _, why = done.stderr.strip().rpartition("\n")
     return f"vLLM cannot be imported: {why}" if done.returncode else None
