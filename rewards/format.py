@@ -242,7 +242,7 @@ def _validator(schema: str) -> Any:
     except ImportError as exc:
         raise RewardLoadError(
             "reward 'format' checks a schema with jsonschema, which is not installed; "
-            'pip install "rloo-kit[rewards]"'
+            "pip install jsonschema"
         ) from exc
     loaded = json.loads(schema)
     kind = jsonschema.validators.validator_for(loaded, jsonschema.Draft202012Validator)

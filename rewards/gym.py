@@ -137,7 +137,7 @@ def _verifier(task: str, settings: str) -> Callable[[str, dict[str, Any]], float
     except ImportError as exc:
         raise RewardLoadError(
             f"reward 'reasoning_gym' needs the package reasoning-gym ({exc}): "
-            'pip install "rloo-kit[gym]"'
+            "pip install reasoning-gym"
         ) from exc
     try:
         return package.create_dataset(task, size=1, seed=0, **json.loads(settings)).score_answer

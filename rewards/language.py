@@ -106,7 +106,7 @@ class Language(TextReward):
         if self.language not in _OWN_SCRIPTS and importlib.util.find_spec("py3langid") is None:
             raise RewardLoadError(
                 f"reward {self.__name__!r} recognises {self.language!r} with "
-                'py3langid, which is not installed; pip install "rloo-kit[rewards]"'
+                "py3langid, which is not installed; pip install py3langid"
             )
 
     def _score(self, text: str, opened: bool) -> Score:

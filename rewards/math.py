@@ -67,9 +67,7 @@ class _Worker:
 
     def _start(self, timeout_seconds: float, memory_mib: int) -> "subprocess.Popen[bytes]":
         if importlib.util.find_spec("math_verify") is None:
-            raise RewardLoadError(
-                "the reward 'math' needs math-verify; pip install \"rloo-kit[rewards]\""
-            )
+            raise RewardLoadError("the reward 'math' needs math-verify; pip install math-verify")
         self.end()
         self._process = process = subprocess.Popen(
             [
@@ -91,7 +89,7 @@ class _Worker:
             raise RewardLoadError(
                 "the process of the reward 'math' did not start: "
                 f"{(first or {}).get('error', 'it ended or took too long')}; "
-                'pip install "rloo-kit[rewards]", or raise memory_mib'
+                "pip install math-verify, or raise memory_mib"
             )
         return process
 

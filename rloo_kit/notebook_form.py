@@ -170,7 +170,7 @@ def form(path: str | Path = "form.yaml") -> Any:
         ConfigError: The run file is wrong.
     """
     if find_spec("ipywidgets") is None:
-        raise SetupError('rk.form() needs ipywidgets: pip install "rloo-kit[notebook]"')
+        raise SetupError("rk.form() needs ipywidgets: pip install ipywidgets")
     return Form(path).page
 
 

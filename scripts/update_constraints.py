@@ -21,10 +21,13 @@ SETS = {"2.11": ("unsloth",), "2.13": ("unsloth", "vllm")}
 PYTHONS = ("3.11", "3.12", "3.13")
 UV = shutil.which("uv") or str(ROOT / ".cache/uv/bin/uv")
 OPTIONS = (
-    *("pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python-platform", "linux"),
+    # without the project's own override, which pip does not know
+    *("pip", "compile", "--no-config", "--quiet", "--no-header", "--no-annotate"),
+    *("--python-platform", "linux"),
 )
-# What a resolver could choose wrong; Unsloth is bounded by the extra
+# What a resolver could choose wrong
 NAMES = (
+    *("unsloth", "unsloth-zoo"),
     *("torch", "torchvision", "torchaudio", "triton", "vllm", "vllm-bnb-plugin", "xformers"),
     *("transformers", "trl", "peft", "accelerate", "bitsandbytes", "datasets", "numpy"),
 )
@@ -59,8 +62,8 @@ def main() -> None:
         if not check:
             found = resolve(f"torch=={minor}.*\n", extras, PYTHONS[0])
             pins = [f"{name}=={found[name]}" for name in NAMES if name in found]
-            more = "" if "vllm" in extras else " vllm"
-            head = f'# pip install "rloo-kit[{",".join(extras)}]"{more} -c {path.name}'
+            plugin = " vllm-bnb-plugin" if "vllm" in extras else ""
+            head = f"# pip install unsloth unsloth_zoo vllm{plugin} -c {path.name}"
             path.write_text("\n".join([head, *pins, ""]), encoding="utf-8")
         text = path.read_text(encoding="utf-8")
         for python in PYTHONS:

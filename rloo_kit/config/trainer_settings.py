@@ -67,7 +67,7 @@ def _trl_types() -> dict[str, Any]:
     for package, file, name in SOURCES:
         spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            raise ConfigError(f"{package} is not installed: pip install rloo-kit brings it")
+            raise ConfigError(f"{package} is not installed: rloo-kit doctor names the version")
         tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text("utf-8"))
         (source,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
         for node in source.body:

@@ -135,7 +135,7 @@ def _factory(task: str) -> Any:
     except ImportError as exc:
         raise DataError(
             f"{format_name(PREFIX + task)} needs the package reasoning-gym ({first_line(exc)}): "
-            'pip install "rloo-kit[gym]"'
+            "pip install reasoning-gym"
         ) from exc
     # A mixture: its entries name other tasks.
     names = set(factory.DATASETS) - {"composite"}

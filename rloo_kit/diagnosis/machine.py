@@ -2,6 +2,7 @@
 
 import importlib
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -45,11 +46,12 @@ def examine() -> tuple[list[str], bool]:
     backends = {
         "unsloth": environment.why_not_unsloth,
         "transformers": None,
-        "vllm": why_not_vllm(),
+        "vllm": why_not_vllm() or _why_no_import(),
     }
     lines = [*_machine(environment), "versions:", *lines, "backends:"]
     lines += [f"  {name:<13} {reason or 'starts'}" for name, reason in backends.items()]
-    return [*lines, f"install: {install_command(versions['torch'])}"], True
+    command = install_command(versions["torch"])
+    return [*lines, *([f"install: {command}"] if command else [])], True
 
 
 def set_for(torch: str | None) -> tuple[Path | None, dict[str, str]]:
@@ -58,28 +60,41 @@ def set_for(torch: str | None) -> tuple[Path | None, dict[str, str]]:
     path = SETS / f"constraints-torch{minor}.txt"
     if not path.is_file():
         return None, TESTED
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8").replace("-", "_").splitlines()
     return path, TESTED | dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
-def install_command(torch: str | None) -> str:
-    """Return the pip command for this machine; with a card it keeps the minor version of torch."""
-    constraints, _ = set_for(torch)
+def install_command(torch: str | None) -> str | None:
+    """Return the pip command for this machine's card, or None without one.
+
+    It keeps the minor version of torch where a vLLM takes it. Beside a torch for CUDA 12 it leaves
+    vLLM out, whose wheels are for CUDA 13.
+    """
     if shutil.which("nvidia-smi") is None:
-        return "pip install rloo-kit"
-    if sys.platform != "linux":
-        return 'pip install "rloo-kit[unsloth]"'
-    if constraints is None:
-        return 'pip install "rloo-kit[unsloth,vllm]"'
-    first, _, _ = constraints.read_text(encoding="utf-8").partition("\n")
-    return first.removeprefix("# ").replace(constraints.name, f'"{constraints}"')
+        return None
+    path = set_for(torch)[0] or SETS / "constraints-torch2.13.txt"
+    first, _, _ = path.read_text(encoding="utf-8").partition("\n")
+    command = first.removeprefix("# ").replace(path.name, f'"{path}"')
+    if sys.platform != "linux" or "+cu12" in (torch or ""):
+        command = command.replace(" vllm-bnb-plugin", "").replace(" vllm", "")
+    return command
+
+
+def _why_no_import() -> str | None:
+    """Return why vLLM cannot be imported in a process of its own, or None."""
+    # its import is lazy, and hides a library that its kernels miss
+    kernels = "torch.version.cuda and __import__('vllm._C_stable_libtorch')"
+    words = [sys.executable, "-c", f"import torch, vllm; vllm.LLM; {kernels}"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    _, _, why = done.stderr.strip().rpartition("\n")
+    return f"vLLM cannot be imported: {why}" if done.returncode else None
 
 
 def _version_line(name: str, found: str | None, tested: str) -> str:
     line = f"  {name:<13} {found or 'not installed'}"
     if found is None:
         return line if name in NEEDED else f"{line} (optional)"
-    is_tested = found.split("+")[0] == tested
+    is_tested = found.split("+")[0] in (tested, TESTED[name])
     return line if is_tested else f"{line}, tested with {tested}: pip install {name}=={tested}"
 
 
@@ -91,8 +106,6 @@ def _machine(environment: Environment) -> list[str]:
         f"precision: {hardware.mixed_precision}",
         f".env: {environment.dotenv or 'none'}",
     ]
-    if hardware.device == "cpu" and shutil.which("nvidia-smi"):
-        lines.append("nvidia-smi is here and torch finds no card: install torch's build for CUDA")
     if hardware.num_devices > 1:
         lines.append(
             f"{hardware.num_devices} devices: the first is used; CUDA_VISIBLE_DEVICES in .env "

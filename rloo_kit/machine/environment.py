@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import BackendError, ConfigError, ImportOrderError
-from rloo_kit.machine.hardware import Hardware, detect_hardware, installed_version, why_not_unsloth
+from rloo_kit.machine.hardware import (
+    Hardware,
+    check_card,
+    detect_hardware,
+    installed_version,
+    why_not_unsloth,
+)
 from rloo_kit.text.redaction import remember_settings
 from rloo_kit.text.wording import first_line
 
@@ -69,8 +75,8 @@ def setup(backend: str = "auto") -> Environment:
 
     Raises:
         ImportOrderError: trl, transformers or peft was imported before Unsloth.
-        BackendError: ``backend="unsloth"`` and Unsloth cannot start, or this process has started
-            another backend.
+        BackendError: ``backend="unsloth"`` and Unsloth cannot start, this process has started
+            another backend, or the machine's card cannot train.
         ConfigError: A launcher has started several processes.
     """
     global _environment
@@ -86,6 +92,8 @@ def setup(backend: str = "auto") -> Environment:
         return _environment
     dotenv = load_env_file()
     _set_variables()
+    if reason := check_card():
+        raise BackendError(reason)
     hardware = detect_hardware()
     os.environ.setdefault("ACCELERATE_MIXED_PRECISION", hardware.mixed_precision)
     reason = why_not_unsloth(hardware.device)

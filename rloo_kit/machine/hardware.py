@@ -2,7 +2,10 @@
 
 import os
 import re
+import shutil
+import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -88,7 +91,7 @@ def detect_hardware() -> Hardware:
         if api is not None and api.is_available():
             free, total = api.mem_get_info()
             bf16 = api.is_bf16_supported(including_emulation=False)
-            name = api.get_device_properties(0).name
+            name = api.get_device_properties(api.current_device()).name
             return Hardware(kind, name, total, free, bf16, api.device_count())
     import psutil
 
@@ -96,6 +99,63 @@ def detect_hardware() -> Hardware:
     name = f"{capabilities.get('cpu_name') or 'CPU'}, {os.cpu_count()} cores"
     bf16 = any(capabilities.get(one) for one in ("avx512_bf16", "amx_bf16", "bf16"))
     return Hardware("cpu", name, memory.total, memory.available, bf16, 1)
+
+
+def check_card() -> str | None:
+    """Return what to change before this machine's card can train, or None; imports torch."""
+    import torch
+
+    card, capability, driver = None, (0, 0), None
+    if torch.cuda.is_available():
+        card, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    elif os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and shutil.which("nvidia-smi"):
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(asked, capture_output=True, text=True, check=False)
+        driver = (done.stdout.split() or [None])[0] if done.returncode == 0 else None
+    missing = None
+    if sys.platform == "linux":  # Triton for Windows brings both
+        if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+            missing = "C compiler: install gcc"
+        elif not Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").is_file():
+            missing = "Python.h: install python3-dev"
+    kernels = torch.cuda.get_arch_list()
+    return why_not_card(card, capability, driver, torch.version.cuda, kernels, missing)
+
+
+def why_not_card(
+    card: str | None,
+    capability: tuple[int, int],
+    driver: str | None,
+    cuda: str | None,
+    kernels: list[str],
+    missing: str | None,
+) -> str | None:
+    """Return what to change before a card can train, or None.
+
+    ``card`` is its name where torch sees it, ``driver`` the driver's version where only nvidia-smi
+    does; ``cuda`` and ``kernels`` are of torch's build; ``missing`` is what Triton lacks.
+    """
+    if card is None and driver is not None:
+        needed = 580 if cuda and cuda.startswith("13") else 525
+        why = "look at CUDA_VISIBLE_DEVICES"
+        if cuda is None:
+            why = "torch is built without CUDA: install its CUDA build"
+        elif int(driver.partition(".")[0]) < needed:
+            why = f"torch's CUDA {cuda} needs a newer one: update the driver to {needed} or later"
+        return (
+            f"torch does not see the card of the driver {driver}; {why} "
+            f"(CUDA_VISIBLE_DEVICES=-1 trains on the CPU)"
+        )
+    if card is None or cuda is None:
+        return None
+    built = [divmod(int(one[3:]), 10) for one in kernels if re.fullmatch(r"sm_\d+", one)]
+    if capability < (7, 5) or not any((capability[0], 0) <= one <= capability for one in built):
+        return (
+            f"{card} has compute capability {capability[0]}.{capability[1]}; torch, vLLM and "
+            f"bitsandbytes have kernels for 7.5 (T4, RTX 20) to {max(built)[0]}.x: "
+            f"CUDA_VISIBLE_DEVICES chooses another card"
+        )
+    return f"Triton compiles for the card and finds no {missing}" if missing else None
 
 
 def installed_version(package: str) -> str | None:
@@ -113,16 +173,25 @@ def installed_version(package: str) -> str | None:
 def why_not_unsloth(device: str) -> str | None:
     """Return why Unsloth cannot start on ``device``, or None when it can."""
     if installed_version("unsloth") is None or find_spec("unsloth") is None:
-        return 'Unsloth is not installed (pip install "rloo-kit[unsloth]")'
+        return "Unsloth is not installed (pip install unsloth unsloth_zoo)"
     if device == "cpu" and os.environ.get("UNSLOTH_DISABLE_CPU_FALLBACK") == "1":
         return "UNSLOTH_DISABLE_CPU_FALLBACK=1 forbids Unsloth to run without a GPU"
     return None
 
 
 def why_not_vllm() -> str | None:
-    """Return why vLLM cannot start, or None when it is installed."""
-    if installed_version("vllm"):
-        return None
+    """Return why vLLM cannot start, or None when it is installed for torch's CUDA."""
+    if found := installed_version("vllm"):
+        return why_not_together(found, installed_version("torch") or "")
     if sys.platform != "linux":
         return f"vLLM needs Linux or WSL, and this is {sys.platform}"
-    return 'vLLM is not installed (pip install "rloo-kit[vllm]")'
+    return "vLLM is not installed (pip install vllm vllm-bnb-plugin)"
+
+
+def why_not_together(vllm: str, torch: str) -> str | None:
+    """Return why vLLM's kernels do not load beside this torch, or None."""
+    ours, theirs = (re.search(r"\+cu(\d\d)", one) for one in (torch, vllm))
+    cuda = theirs[1] if theirs else "13"  # of a wheel without a suffix
+    if ours is None or ours[1] == cuda:
+        return None
+    return f"vLLM {vllm} is built for CUDA {cuda}, torch {torch} is not: install torch for it"

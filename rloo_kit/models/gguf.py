@@ -145,10 +145,7 @@ def _goal(path: Path, cache_dir: Path | None) -> Path:
 def _reading(path: Path) -> Iterator[None]:
     """Raise what transformers raises while it reads a GGUF file as a ModelError."""
     if installed_version("gguf") is None:
-        raise ModelError(
-            "reading a .gguf file needs the package gguf; install it with "
-            'pip install "rloo-kit[gguf]"'
-        )
+        raise ModelError("reading a .gguf file needs the package gguf; pip install gguf")
     try:
         yield
     except Exception as exc:  # every architecture has readers of its own

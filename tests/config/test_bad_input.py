@@ -193,4 +193,4 @@ def test_backend_that_cannot_start(tmp_path):
 @pytest.mark.long
 def test_an_engine_that_is_missing_is_refused_before_the_model_is_looked_for(tmp_path, capsys):
     settings = {"model": {"name": "no/such-model"}, "trainer": {"generation": "vllm"}}
-    refuse(capsys, 'pip install "rloo-kit[vllm]"', run_file(tmp_path, **settings))
+    refuse(capsys, "pip install vllm vllm-bnb-plugin", run_file(tmp_path, **settings))

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -59,38 +60,92 @@ def test_one_line_switches_to_a_real_model(path):
     assert all(read_run_file(name).trainer["max_completion_length"] > 0 for name in names)
 
 
-KIT = 'pip install --quiet "rloo-kit[notebook]"'
-TORCH_2_13 = NOTEBOOKS[0].parents[1] / "requirements" / "constraints-torch2.13.txt"
+ROOT = NOTEBOOKS[0].parents[1]
+KIT = f'pip install --quiet "{ROOT}" matplotlib'
+FOR_THE_CARD = (
+    "pip install unsloth unsloth_zoo vllm vllm-bnb-plugin "
+    f'-c "{ROOT}/requirements/constraints-torch2.13.txt" --quiet'
+)
+
+
+def run_first_cell(path, monkeypatch, *, found=False, card=False, cell=None, after=lambda: None):
+    """Return pip's commands and the result; ``after`` is called when pip would have run."""
+    shell, said = InteractiveShell(), []
+
+    def system(command):
+        said.append(command.partition(" -m ")[2])
+        after()
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found or None)
+    monkeypatch.setattr(shutil, "which", lambda name: card or None)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0")
+    monkeypatch.setattr(shell, "system", system)
+    return said, shell.run_cell(cell or cells_of(path, "code")[0])
 
 
 @every_notebook
 @pytest.mark.parametrize(
     ("found", "card", "installs"),
-    [
-        (True, True, []),
-        (False, False, [KIT, "pip install rloo-kit --quiet"]),
-        (False, True, [KIT, f'pip install "rloo-kit[unsloth,vllm]" -c "{TORCH_2_13}" --quiet']),
-    ],
+    [(True, True, []), (False, False, [KIT]), (False, True, [KIT, FOR_THE_CARD])],
 )
 def test_first_cell_installs_only_where_the_kit_is_missing(
     path, found, card, installs, monkeypatch
 ):
-    shell, said = InteractiveShell(), []
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found or None)
-    monkeypatch.setattr(shutil, "which", lambda name: card or None)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0")
-    monkeypatch.setattr(shell, "system", said.append)
-    assert shell.run_cell(cells_of(path, "code")[0]).success
-    assert [command.partition(" -m ")[2] for command in said] == installs
+    monkeypatch.chdir(path.parent)
+    said, result = run_first_cell(path, monkeypatch, found=found, card=card)
+    assert (said, result.success) == (installs, True)
 
 
-# Run by tests/vllm.
-NEEDS_VLLM = ("02_thinking_model",)
+@every_notebook
+def test_first_cell_outside_a_clone_takes_the_address_that_the_user_fills_in(
+    path, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    said, result = run_first_cell(path, monkeypatch)
+    assert said == []
+    assert str(result.error_in_exec).startswith("clone the project and open this notebook in it")
+    address = "git+https://host/owner/name@0123abc"
+    cell = cells_of(path, "code")[0].replace('ADDRESS = ""', f'ADDRESS = "{address}"')
+    said, result = run_first_cell(path, monkeypatch, cell=cell)
+    assert (said, result.success) == ([f'pip install --quiet "{address}" matplotlib'], True)
+
+
+@every_notebook
+def test_first_cell_asks_for_a_restart_where_a_loaded_package_was_replaced(path, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    installed = {"numpy": "2.0.0", "never-loaded": "1.0"}
+    monkeypatch.setattr(
+        importlib.metadata,
+        "distributions",
+        lambda: [SimpleNamespace(name=name, version=found) for name, found in installed.items()],
+    )
+    newer = {"numpy": "2.3.5", "never-loaded": "2.0", "another": "1.0"}
+    _, result = run_first_cell(path, monkeypatch, after=lambda: installed.update(newer))
+    assert str(result.error_in_exec) == "restart the kernel, since it has the old numpy"
 
 
 def the_carries_are_learnt(printed, _):
     """What 01_quickstart prints after training."""
     found = re.search(r"^before: {'accuracy': (.+)}  after: {'accuracy': (.+)}$", printed, re.M)
+    before, after = map(float, found.groups())
+    assert before <= 0.7
+    assert after >= 0.95
+
+
+def test_the_course_goes_on_where_the_doctor_finds_nothing():
+    """100 times the learning rate may not break a larger model."""
+    (path,) = (path for path in NOTEBOOKS if path.stem == "05_diagnose_a_run")
+    (cell,) = (cell for cell in cells_of(path, "code") if "remedy = " in cell)
+    runs = []
+    kit = SimpleNamespace(train=lambda *args, **settings: runs.append(args))
+    exec(cell, {"rk": kit, "found": [], "settings": ["a=1"], "RUN": "any", "on_gpu": False})
+    assert runs == [("any", ["a=1", "output_dir=runs/fixed"])]
+
+
+def it_samples_without_vllm(printed, _):
+    """What 02_thinking_model prints where there is none; tests/vllm runs it with vLLM."""
+    assert "completions from transformers" in printed
+    found = re.search(r"^before: .*?([0-9.]+)\} +after: .*?([0-9.]+)\}$", printed, re.M)
     before, after = map(float, found.groups())
     assert before <= 0.7
     assert after >= 0.95
@@ -132,6 +187,7 @@ def the_fault_is_found_fixed_and_stopped(printed, _):
 # Notebook -> what its printed text must show.
 REACHES = {
     "01_quickstart": the_carries_are_learnt,
+    "02_thinking_model": it_samples_without_vllm,
     "03_reward_model": reward_is_learnt_gamed_and_held,
     "04_your_own_reward": accuracy_rises,
     "05_diagnose_a_run": the_fault_is_found_fixed_and_stopped,
@@ -139,9 +195,7 @@ REACHES = {
 
 
 @pytest.mark.notebook
-@pytest.mark.parametrize(
-    "path", [n for n in NOTEBOOKS if n.stem not in NEEDS_VLLM], ids=lambda path: path.stem
-)
+@every_notebook
 def test_runs_from_top_to_bottom(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}

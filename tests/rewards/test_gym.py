@@ -4,7 +4,6 @@ import ast
 import inspect
 import json
 import math
-import re
 import sys
 import time
 import warnings
@@ -109,7 +108,7 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
     row_of("chain_sum")  # made while the package is there
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     _verifier.cache_clear()
-    with pytest.raises(RewardLoadError, match=re.escape('pip install "rloo-kit[gym]"')):
+    with pytest.raises(RewardLoadError, match="pip install reasoning-gym"):
         score("chain_sum", "4")
 
 

@@ -13,6 +13,9 @@ NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "02_thinking_model.ipynb"
 
 def test_the_notebook_runs_from_top_to_bottom(tmp_path):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
+    settings = notebook.cells[2]
+    assert 'GENERATION = "auto"' in settings.source
+    settings.source = settings.source.replace('GENERATION = "auto"', 'GENERATION = "vllm"')
     resources = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
     outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]

@@ -1,0 +1,137 @@
+"""A machine whose card cannot train says why, before anything is loaded."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rloo_kit.machine.hardware import detect_hardware, why_not_card, why_not_together
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTALL = " ".join((ROOT / "docs/how-to/install.md").read_text(encoding="utf-8").split())
+KERNELS = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # of torch 2.13
+WORKS = {
+    "card": "NVIDIA GeForce RTX 3060",
+    "capability": (8, 6),
+    "driver": None,
+    "cuda": "13.0",
+    "kernels": KERNELS,
+    "missing": None,
+}
+HIDDEN = {"card": None, "capability": (0, 0), "driver": "550.54.14"}
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 6), (8, 9), (10, 3), (12, 1)])
+def test_a_card_with_kernels_is_taken(capability):
+    assert why_not_card(**WORKS | {"capability": capability}) is None
+
+
+def test_no_card_and_no_driver_is_a_cpu():
+    assert why_not_card(**WORKS | HIDDEN | {"driver": None, "missing": "gcc"}) is None
+
+
+REFUSED = [
+    (HIDDEN, "torch's CUDA 13.0 needs a newer one: update the driver to 580 or later"),
+    (HIDDEN | {"driver": "515.1", "cuda": "12.8"}, "update the driver to 525 or later"),
+    (HIDDEN | {"cuda": None}, "torch is built without CUDA: install its CUDA build"),
+    (HIDDEN | {"driver": "580.65"}, "look at CUDA_VISIBLE_DEVICES"),
+    ({"capability": (6, 1)}, "has compute capability 6.1; torch, vLLM and bitsandbytes have"),
+    (
+        {"capability": (7, 0), "kernels": ["sm_70", *KERNELS]},
+        "kernels for 7.5 (T4, RTX 20) to 12.x",
+    ),
+    ({"capability": (13, 0)}, "has compute capability 13.0"),
+    ({"missing": "C compiler: install gcc"}, "finds no C compiler: install gcc"),
+    ({"missing": "Python.h: install python3-dev"}, "finds no Python.h: install python3-dev"),
+]
+
+
+@pytest.mark.parametrize(("facts", "says"), REFUSED)
+def test_what_to_change_is_said(facts, says):
+    assert says in why_not_card(**WORKS | facts)
+
+
+def test_the_install_page_says_the_same():
+    for facts, _ in (REFUSED[0], REFUSED[2], *REFUSED[-2:]):
+        assert why_not_card(**WORKS | facts) in INSTALL
+    assert "torch, vLLM and bitsandbytes have kernels for 7.5 (T4, RTX 20) to 12.x" in INSTALL
+    assert why_not_together("0.26.0", "2.11.0+cu128") in INSTALL
+
+
+@pytest.mark.parametrize(
+    ("vllm", "torch", "together"),
+    [
+        ("0.31.0", "2.13.0", True),
+        ("0.31.0", "2.13.0+cu130", True),
+        ("0.31.0", "2.13.0+cpu", True),
+        ("0.26.0+cu129", "2.11.0+cu128", True),
+        ("0.26.0+cu129", "2.11.0+cu130", False),
+        ("0.26.0", "2.11.0+cu128", False),
+    ],
+)
+def test_vllm_and_torch_are_of_one_cuda(vllm, torch, together):
+    assert (why_not_together(vllm, torch) is None) == together
+
+
+def command(words, tmp_path, **variables):
+    """Run the kit where nvidia-smi lists a card with an old driver, and torch sees none."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 550.54.14\n")
+    program.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [sys.executable, "-m", "rloo_kit", *words],
+        env={**os.environ, "PATH": path, **variables}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.name == "nt", reason="its nvidia-smi is a shell script")
+def test_an_old_driver_stops_a_run_before_it_trains_on_the_cpu(tmp_path):
+    done = command(["train", "qwen3-4b-thinking-12gb"], tmp_path)
+    assert done.returncode == 2
+    says = "torch does not see the card of the driver 550.54.14"
+    assert says in done.stderr
+    assert done.stdout == ""
+    assert not (tmp_path / "runs").exists()
+    done = command(["doctor"], tmp_path)
+    assert done.returncode == 1
+    assert f"training cannot start: {says}" in done.stdout
+    done = command(["doctor"], tmp_path, CUDA_VISIBLE_DEVICES="-1")
+    assert (done.returncode, "device: cpu" in done.stdout) == (0, True)
+
+
+@pytest.mark.long
+def test_the_doctor_imports_vllm_before_it_says_that_it_starts(tmp_path):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("raise ImportError('libcudart.so.13: not here')\n")
+    info = tmp_path / "vllm-0.31.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.0\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "rloo_kit", "doctor"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    (line,) = re.findall(r"^  vllm +(vLLM.*|starts)$", done.stdout, re.M)
+    assert line == "vLLM cannot be imported: ImportError: libcudart.so.13: not here"
+
+
+def test_name_and_memory_are_of_the_same_card(monkeypatch):
+    import torch
+
+    cuda = {
+        "is_available": lambda: True,
+        "mem_get_info": lambda: (1, 2),
+        "is_bf16_supported": lambda including_emulation: True,
+        "device_count": lambda: 2,
+        "current_device": lambda: 1,
+        "get_device_properties": lambda index: type("Card", (), {"name": f"card {index}"}),
+    }
+    for name, answer in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    assert detect_hardware().name == "card 1"
