@@ -109,6 +109,19 @@ def measure() -> MemoryUse:
     return MemoryUse(process.memory_info().rss, children=tuple(children), **gpu)
 
 
+def used_on_gpu() -> int:
+    """Return the bytes of the GPU in use now, by the driver's count; 0 without one.
+
+    What vLLM has unmapped while it sleeps is not in it, unlike in torch's own count. torch gives
+    nothing back by itself, so at the end of a phase it holds what the phase took at most.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
 def take_peak() -> int:
     """Return the most bytes held since the last call, and reset it.
 

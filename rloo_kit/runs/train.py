@@ -13,12 +13,12 @@ from rloo_kit.checkpoints.stopping import Terminated, terminate_as_interrupt
 from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint
 from rloo_kit.config.run_file import EXAMPLES, RunConfig
 from rloo_kit.diagnosis.record import read_json, read_run
-from rloo_kit.errors import ConfigError, DataError, KitError
+from rloo_kit.errors import ConfigError, DataError, KitError, MemoryRanOutError
 from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
 from rloo_kit.live.view import live_progress
 from rloo_kit.machine.engines import sleep_pool_bytes
 from rloo_kit.machine.environment import Environment, setup
-from rloo_kit.machine.memory import MIB, Released, add_to_session, session
+from rloo_kit.machine.memory import MIB, Released, add_to_session, is_out_of_memory, session
 from rloo_kit.models.loading import save_adapter
 from rloo_kit.output_folder import free_folder, lock_folder
 from rloo_kit.planning.planner import remedy, room_here
@@ -345,11 +345,17 @@ def _train(trainer: Any, checkpoint: Checkpoint | None, say: Say) -> tuple[float
     except KeyboardInterrupt as exc:
         say(f"\ninterrupted after step {trainer.state.global_step}: saving the adapter")
         return time.monotonic() - start, _signal_name(exc)
-    except Exception:
+    except Exception as exc:
         if step := trainer.state.global_step:
             folder = trainer.args.output_dir
             say(f"\nstopped after step {step}: resume with rloo-kit train {folder} --resume")
-        raise
+        if not is_out_of_memory(exc):
+            raise
+        raise MemoryRanOutError(
+            f"memory ran out ({first_line(exc)}): close other programs, lower "
+            f"trainer.per_device_train_batch_size with more gradient_accumulation_steps, or "
+            f"trainer.max_completion_length"
+        ) from exc
     if trainer.stop_reason:
         say(f"\nstopped after step {trainer.state.global_step}: {trainer.stop_reason}")
     return time.monotonic() - start, ""

@@ -5,7 +5,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.machine.hardware import GIB
-from rloo_kit.machine.memory import take_peak
+from rloo_kit.machine.memory import take_peak, used_on_gpu
 from rloo_kit.rloo.metrics import Tally, completion_metrics, completion_records, rollout_metrics
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch
 from rloo_kit.text.redaction import redact, redact_tree
@@ -29,10 +29,15 @@ class StepLog:
         self.elsewhere = 0.0  # ... and those of them that were not learning
         self.groups_of_step = (0, 0)  # a step, and the groups it has learned from so far
         self.first_started: float | None = None
+        self.used = 0  # bytes of the GPU at the end of the step's sampling; 0: no GPU
 
     def note(self, name: str, value: float) -> None:
         """Add a value; the next line shows the mean of all."""
         self.metrics[name].append(value)
+
+    def note_used(self) -> None:
+        """Look at the memory of the GPU, at the end of a phase and before an engine sleeps."""
+        self.used = max(self.used, used_on_gpu())
 
     def note_all(self, values: dict[str, float]) -> None:
         """Add several values."""
@@ -92,7 +97,9 @@ class StepLog:
         learning = max(1e-9, self.seconds - self.elsewhere)
         self.note("step_time", self.seconds)
         self.note("speed/learning_tokens_per_second", tally.step_tokens / learning)
-        self.note("memory/peak_gib", take_peak() / GIB)
+        self.note_used()
+        self.note("memory/peak_gib", (self.used or take_peak()) / GIB)
+        self.used = 0
         self.note("lr", learning_rate)
         self.note_all(tally.metrics())
         if skipped:

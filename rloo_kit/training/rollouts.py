@@ -191,6 +191,7 @@ class Sampler:
         seed = int(torch.randint(2**31, ()))  # of the run's own random state
         sampling = make_sampling(trainer.args, trainer.eos_token_ids, self.thought)
         drawn = draw_from(engine, prompt_ids, sampling, seed)
+        trainer.step_log.note_used()
         engine.sleep()  # the canary, the rewards and the learning step need its memory
         if self.canary is not None and trainer.model.training:
             tokens = TokenRows(prompt_ids, drawn.completion_ids)

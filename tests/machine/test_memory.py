@@ -51,6 +51,30 @@ def test_a_released_model_gives_its_memory_back():
     assert model is not None
 
 
+def test_the_peak_of_a_step_is_what_the_driver_counts(monkeypatch):
+    """Not torch's count, which holds what vLLM has unmapped while it sleeps."""
+    from collections import defaultdict
+    from types import SimpleNamespace
+
+    import torch
+
+    from rloo_kit.rloo.metrics import Tally
+    from rloo_kit.training.metrics import StepLog
+
+    gib = 2**30
+    free = [4 * gib, 9 * gib]  # the engine awake after sampling, asleep after learning
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free.pop(0), 12 * gib))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 11 * gib)
+    log = object.__new__(StepLog)
+    log.metrics, log.used, log.episodes, log.first_started = defaultdict(list), 0, 0, 1.0
+    log.seconds = log.elsewhere = 1.0
+    log.trainer = SimpleNamespace()
+    log.note_used()
+    log.note_step(Tally(), 1e-5, skipped=0)
+    assert log.metrics["memory/peak_gib"] == [8.0]
+
+
 def test_tensors_that_a_module_keeps_are_released():
     """Unsloth's attention keeps the keys and values of the last generation as plain attributes."""
     import torch

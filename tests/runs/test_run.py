@@ -175,6 +175,38 @@ def test_failed_run_keeps_its_last_step_and_resumes(tmp_path, capsys):
 
 
 @pytest.mark.long
+@pytest.mark.long
+@pytest.mark.parametrize("place", ["optimizer step", "metrics"])
+def test_memory_that_runs_out_elsewhere_is_one_sentence(place, monkeypatch, capsys):
+    """Sampling, scoring and learning halve their rows first; here nothing can be halved."""
+    import torch
+
+    from rloo_kit.training.trainer import LeaveOneOutTrainer
+
+    owner, name = LeaveOneOutTrainer, "_get_learning_rate"  # read when a step is logged
+    if place == "optimizer step":
+        from accelerate.optimizer import AcceleratedOptimizer
+
+        owner, name = AcceleratedOptimizer, "step"
+    real, calls = getattr(owner, name), []
+
+    def runs_out(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, runs_out)
+    assert main(["quickstart", *SHORT]) == 2
+    printed = capsys.readouterr()
+    assert "memory ran out (CUDA out of memory" in printed.err
+    assert "lower trainer.per_device_train_batch_size" in printed.err
+    assert "Traceback" not in printed.err
+    assert "resume with rloo-kit train runs/quickstart --resume" in printed.out
+    if place == "metrics":  # weights that an optimizer step has half changed are not saved
+        assert list(Path("runs/quickstart").glob("checkpoint-*/adapter_model.safetensors"))
+
+
 def test_a_signal_while_the_run_folder_is_made_leaves_none(monkeypatch):
     make = os.mkdir
 
