@@ -97,6 +97,7 @@ def learnt_gradient(trainer, place):
     import torch
 
     learn, found = trainer.steps.learn, []
+    start = {p: p.detach().clone() for p in trainer.model.parameters() if p.requires_grad}
 
     def inside(*arguments):
         with place(trainer):
@@ -111,6 +112,8 @@ def learnt_gradient(trainer, place):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train()
+    for parameter, values in start.items():  # else the next one draws other completions
+        parameter.data.copy_(values)
     return found[0], [str(w.message) for w in caught if "memory ran out" in str(w.message)]
 
 
