@@ -8,14 +8,16 @@ from pathlib import Path
 
 from rloo_kit.diagnosis.record import read_json
 from rloo_kit.errors import GenerationError
-from rloo_kit.evaluation.models import find_trained
+from rloo_kit.evaluation.models import TrainedModel, find_trained
 from rloo_kit.machine.environment import load_env_file
-from rloo_kit.machine.hardware import why_not_vllm
+from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
 from rloo_kit.models.adapters import CONFIG
 from rloo_kit.models.engine_memory import reserved_rank
-from rloo_kit.models.loading import find_model
+from rloo_kit.models.loading import PREQUANTIZED, find_model
 
-MODULE = "vllm.entrypoints.openai.api_server"
+COMMAND = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")  # as `vllm serve` runs it
+# vLLM's default share of a card
+SHARE = 0.92
 
 
 def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
@@ -35,7 +37,7 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
     if reason := why_not_vllm():
         raise GenerationError(f"vLLM's server cannot be started here: {reason}")
     trained = find_trained(model)
-    words = ["--model", find_model(trained.base), "--served-model-name", "base"]
+    words = [find_model(trained.base), "--served-model-name", "base"]
     words += ["--host", "127.0.0.1", "--max-model-len", str(trained.model.max_seq_length)]
     if trained.adapter is not None:
         config = read_json(trained.adapter / CONFIG) or {}
@@ -44,7 +46,21 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
         words += ["--enable-lora", "--max-lora-rank", str(reserved_rank(rank))]
         words += ["--lora-modules", json.dumps(adapter)]
     trust = ["--trust-remote-code"] if trained.model.trust_remote_code else []
-    return [sys.executable, "-m", MODULE, *words, *trust, *more]
+    return [*COMMAND, *words, *_for_the_card(trained), *trust, *more]
+
+
+def _for_the_card(trained: TrainedModel) -> list[str]:
+    """Return what fits the server to a GPU: the memory that is free, and the bits of the run."""
+    hardware = detect_hardware()
+    if hardware.device == "cpu":
+        return []
+    # vLLM refuses to start where less is free than its share of the whole card
+    share = SHARE * hardware.free_memory / hardware.total_memory
+    words = ["--gpu-memory-utilization", f"{share:.3f}"]
+    known = any(mark in trained.base.lower() for mark in PREQUANTIZED)
+    if trained.config is not None and trained.model.load_in_4bit and not known:
+        words += ["--quantization", "bitsandbytes"]
+    return words
 
 
 def serve(model: str | Path, more: Sequence[str] = (), say: Callable[[str], None] = print) -> None:
