@@ -200,15 +200,23 @@ def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
         ModelError, ConfigError, BackendError: As ``load_model`` does.
     """
     how = replace(trained.model, **changes)
-    return LoadedBase(
-        *load_model(
-            how.name,
-            max_seq_length=how.max_seq_length,
-            load_in_4bit=how.load_in_4bit,
-            backend=how.backend,
-            trust_remote_code=how.trust_remote_code,
-        )
+    model, tokenizer = load_model(
+        how.name,
+        max_seq_length=how.max_seq_length,
+        load_in_4bit=how.load_in_4bit,
+        backend=how.backend,
+        trust_remote_code=how.trust_remote_code,
     )
+    _take_longer_prompts(model)
+    return LoadedBase(model, tokenizer)
+
+
+def _take_longer_prompts(model: Any) -> None:
+    """Let Unsloth read prompts longer than the run's ``max_seq_length``, which it cuts on a GPU."""
+    longest = getattr(model.config, "max_position_embeddings", None) or 0
+    for module in model.modules():
+        if limit := getattr(module, "max_seq_length", None):
+            module.max_seq_length = max(limit, longest)
 
 
 def by_base(models: Sequence[TrainedModel]) -> Iterator[tuple[LoadedBase, list[TrainedModel]]]:

@@ -138,9 +138,15 @@ def _answers(
 ) -> tuple[HeldOut, list[Side]]:
     """Return the prompts that were used, and the completions of each model."""
     found: dict[str, Side] = {}
+    # by what a reward reads of a tokenizer: token ids, and whether the template opens a thought
+    judges: dict[tuple[str, frozenset], LoadedReward] = {}
     for base, on_it in by_base(models):
         held_out = held_out.fit(base.tokenizer)
-        judge = held_out.rewards(base.tokenizer, None if spec is None else [spec])[0]
+        read = str(base.tokenizer.chat_template), frozenset(base.tokenizer.get_vocab().items())
+        if read not in judges:
+            specs = None if spec is None else [spec]
+            judges[read] = held_out.rewards(base.tokenizer, specs)[0]
+        judge = judges[read]
         with held_out.on(base, on_it) as sample:
             for trained in on_it:
                 scored = sample(trained, [] if _compares(judge) else [judge], **how).samples

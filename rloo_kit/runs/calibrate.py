@@ -23,6 +23,7 @@ from rloo_kit.evaluation.evaluator import evaluate, settings_of
 from rloo_kit.machine.environment import setup
 from rloo_kit.machine.memory import add_to_session, session
 from rloo_kit.output_folder import check_writable, write_atomically
+from rloo_kit.runs.child import call_in_child
 from rloo_kit.sampling.choice import start_engine
 from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.loading import load_rewards, with_weights
@@ -98,7 +99,7 @@ def calibrate(  # noqa: PLR0913
     say(table := _table(levels))
     chosen = _chosen(levels)
     if precision:
-        config, line = _in_best_precision(config, base, chosen.with_signal)
+        config, line = _in_best_precision(config, base, chosen.with_signal, say)
         say(line)
         table += f"\n{line}"
     made = with_whole_paths(config, base, Path() if base == EXAMPLES else base)
@@ -126,15 +127,30 @@ def _write_prompts(file: Path, train: list[Row], held_out: list[Row]) -> dict[st
     return settings | {"prompts": file.name, "held_out": len(held_out)}
 
 
-def _in_best_precision(config: RunConfig, base: Path, rows: Sequence[Row]) -> tuple[RunConfig, str]:
-    """Return the settings with ``bf16`` or ``fp16``, and what was measured."""
-    from rloo_kit.runs.precision import PRECISIONS, mismatch  # TRL, after Unsloth
+def _mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str) -> float:
+    setup(config.model.backend)
+    from rloo_kit.runs.precision import mismatch  # TRL, after Unsloth
 
-    found = {name: mismatch(config, base, rows, name) for name in PRECISIONS}
+    return mismatch(config, base, rows, precision)
+
+
+def _in_best_precision(
+    config: RunConfig, base: Path, rows: Sequence[Row], say: Callable[[str], None]
+) -> tuple[RunConfig, str]:
+    """Return the settings with ``bf16`` or ``fp16``, and what was measured."""
+    from rloo_kit.runs.precision import PRECISIONS  # TRL, after Unsloth
+
+    found = {}
+    for name in PRECISIONS:
+        measured = (config, base, rows, name)
+        if setup(config.model.backend).hardware.device == "cpu":
+            found[name] = _mismatch(*measured)
+        else:  # one vLLM engine that sleeps, and one precision of Unsloth's, a process
+            found[name] = call_in_child(_mismatch, measured, say)
     best = min(found, key=lambda name: (math.isnan(found[name]), found[name]))
     others = {name: value for name, value in config.trainer.items() if name not in PRECISIONS}
-    measured = ", ".join(f"{name} {value:.5f}" for name, value in found.items())
-    line = f"sampler and learner differ by (nats a token): {measured}; trainer.{best}: true"
+    values = ", ".join(f"{name} {value:.5f}" for name, value in found.items())
+    line = f"sampler and learner differ by (nats a token): {values}; trainer.{best}: true"
     return replace(config, trainer={**others, best: True}), line
 
 

@@ -28,6 +28,8 @@ from rloo_kit.evaluation.models import find_trained, load_base
 from rloo_kit.evaluation.statistics import difference
 from rloo_kit.evaluation.table import Row, compare, judge_alike
 from rloo_kit.evaluation.win_rate import Side, WinRate, verdicts
+from rloo_kit.models.shape import TINY_THINKER
+from rloo_kit.models.shared_engine import notes_of
 from rloo_kit.sampling.choice import requested_engine
 from rloo_kit.sampling.engine import active_adapter
 from rloo_kit.training.preparation import held_out_judges
@@ -250,6 +252,17 @@ def test_long_prompts_are_left_out_as_in_the_run(tmp_path):
     assert found.rows[0].evaluation.num_prompts == 4
 
 
+def test_prompts_may_be_longer_than_those_of_the_run(run):
+    trained = find_trained(run)
+    one = load_base(trained)
+    if notes_of(one.model).backend != "unsloth":
+        pytest.skip("only Unsloth cuts prompts")
+    longest = one.model.config.max_position_embeddings
+    assert trained.model.max_seq_length < longest
+    limits = [vars(module).get("max_seq_length") for module in one.model.modules()]
+    assert {limit for limit in limits if limit} == {longest}
+
+
 def test_all_rows_share_the_reward_that_says_right_or_wrong():
     def evaluation(*scores):
         samples = [{"prompt": "", "completion": "", "rewards": {"a": s, "b": 1.0}} for s in scores]
@@ -390,6 +403,28 @@ def test_a_rule_judges(run):
     assert (found.wins, found.losses) == (sum(won), sum(lost))
     assert found.ties == PROMPTS - found.wins - found.losses
     assert found.rate == pytest.approx((found.wins + found.ties / 2) / PROMPTS)
+
+
+def test_one_judge_scores_the_models_of_every_base(run, tmp_path):
+    (tmp_path / "taste.py").write_text(
+        "made = []\n\n"
+        "class Long:\n"
+        "    def __init__(self):\n"
+        "        made.append(self)\n\n"
+        "    def __call__(self, completions, **_):\n"
+        "        return [float(len(made)) for c in completions]\n"
+    )
+    other = tmp_path / "other"
+    shutil.copytree(TINY_THINKER, other)
+    found = rk.judge_models(
+        run,
+        against=other,
+        by={"name": f"{tmp_path}/taste.py:Long"},
+        num_prompts=2,
+        output=tmp_path,
+        say=str,
+    )
+    assert found.ties == 2  # each was scored by the first that was made
 
 
 def test_answer_beats_a_thought_that_was_cut_off():

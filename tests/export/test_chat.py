@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import sys
 
 import pytest
@@ -19,6 +20,7 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.models import find_trained, load_base
 from rloo_kit.export.chat import Printer, _console, chat
 from rloo_kit.export.serve import server_command
+from rloo_kit.machine.hardware import Hardware
 from rloo_kit.training.preparation import system_message
 
 QUESTION = "What is 252 + 409?"
@@ -125,6 +127,7 @@ def test_server_command_has_base_and_adapter(run, monkeypatch):
     given = dict(itertools.pairwise(command))
     assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     assert given["--model"].endswith("tiny-thinker")
+    assert "--gpu-memory-utilization" not in given  # there is no card
     served = json.loads(given["--lora-modules"])
     assert served == {"name": "polite", "path": str(run.resolve() / "adapter")}
     assert given["--max-lora-rank"] == "8"
@@ -135,6 +138,25 @@ def test_server_command_has_base_and_adapter(run, monkeypatch):
     file = run / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"rank_pattern": {"q": 20}}))
     assert "32" in server_command(run)
+
+
+def test_server_takes_what_is_free_of_a_card_and_the_bits_of_the_run(run, tmp_path, monkeypatch):
+    gib = 1024**3
+    card = Hardware("cuda", "RTX 3060", 12 * gib, 9 * gib, True, 1)
+    monkeypatch.setattr("rloo_kit.export.serve.why_not_vllm", lambda: None)
+    monkeypatch.setattr("rloo_kit.export.serve.detect_hardware", lambda: card)
+    given = dict(itertools.pairwise(server_command(run)))
+    assert given["--gpu-memory-utilization"] == "0.690"
+    assert given["--quantization"] == "bitsandbytes"
+    packed = tmp_path / "toy-bnb-4bit"  # vLLM reads its own bits from its config
+    packed.mkdir()
+    (packed / "config.json").write_text("{}")
+    shutil.copytree(run, tmp_path / "packed")
+    (tmp_path / "packed" / "run.yaml").write_text(f"model: {{name: {packed}}}\n")
+    for model in (tmp_path / "packed", "tiny-thinker"):
+        command = server_command(model)
+        assert "--gpu-memory-utilization" in command
+        assert "--quantization" not in command
 
 
 def test_serve_without_vllm_is_refused(capsys):

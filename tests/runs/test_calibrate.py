@@ -6,14 +6,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 import rloo_kit as rk
 from rloo_kit.cli import main
+from rloo_kit.config.run_file import make_run_config
 from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.runs import calibrate
 from rloo_kit.runs.calibrate import Level, _by_level, _chosen, _free_file
+from rloo_kit.runs.child import call_in_child
 
 RUN = {
     "model": {"max_seq_length": 256},
@@ -201,3 +205,21 @@ def test_a_precision_that_cannot_be_had_is_said(capsys):
     write_run(levels=[2])
     assert main(["calibrate", "run.yaml", "--num-prompts", "12", "--precision"]) == 2
     assert "set model.backend: transformers" in capsys.readouterr().err
+
+
+def test_on_a_gpu_each_precision_is_measured_in_a_process_of_its_own(monkeypatch):
+    write_run(levels=[2])
+    config = make_run_config(rk.read_run_file("run.yaml").as_dict(), ["model.backend=transformers"])
+    card = SimpleNamespace(hardware=SimpleNamespace(device="cuda"))
+    monkeypatch.setattr(calibrate, "setup", lambda backend: card)
+    pids = []
+
+    def in_child(function, args, say):
+        return call_in_child(function, args, say, started=lambda child: pids.append(child.pid))
+
+    monkeypatch.setattr(calibrate, "call_in_child", in_child)
+    rows = [*rk.load_prompts("arithmetic", num_prompts=2)]
+    made, line = calibrate._in_best_precision(config, Path(), rows, print)
+    assert len(set(pids)) == 2  # bf16 and float16
+    assert made.trainer.get("bf16") or made.trainer.get("fp16")
+    assert "sampler and learner differ" in line
