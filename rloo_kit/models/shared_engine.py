@@ -127,7 +127,8 @@ def load_shared(
         reason = reason or "Unsloth's vLLM has no speculative_decoding: ngram, only suffix"
     if reason is None:
         _check_tables(engine)
-        engine = replace(engine, sleeps=engine.sleeps and may_sleep())
+        if engine.sleeps and not may_sleep():
+            engine = replace(engine, sleeps=False)
         hardware = detect_hardware()
         try:
             arguments = engine.arguments(shape, hardware.free_memory, hardware.total_memory)

@@ -16,6 +16,7 @@ from rloo_kit.models.shared_engine import (
     notes_of,
     why_not_shared,
 )
+from rloo_kit.planning.memory import CONTEXT
 from rloo_kit.planning.planner import plan
 from rloo_kit.sampling import choice as engines
 from rloo_kit.sampling.engine import Choice
@@ -81,7 +82,7 @@ def test_the_plan_and_the_load_ask_for_the_same_share(name, card, monkeypatch):
         job.max_length, job.in_4bit, 16 if job.rank <= 16 else 32, job.rows, sleeps=job.sleeps
     )
     total = made.facts.card.usable
-    free = total - 600 * MIB  # a CUDA context
+    free = total - CONTEXT
     try:
         arguments = settings.arguments(made.facts.shape, free, total)
     except GenerationError:
