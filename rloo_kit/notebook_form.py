@@ -347,7 +347,7 @@ class Form:
     def _work(self, name: str) -> None:
         self._end_reader()
         function = check_rewards if name == "check" else train
-        given = {"resume": True} if name == "resume" else {}
+        given: dict[str, Any] = {"resume": True} if name == "resume" else {}
         try:
             made = call_in_child(
                 function, (str(self.path),), self._say, started=self._started, **given

@@ -208,7 +208,7 @@ def _release_host_buffers() -> None:
 
     Unsloth shrinks it after a training that ended well, which keeps the memory.
     """
-    checkpointing = sys.modules.get("unsloth_zoo.gradient_checkpointing")
+    checkpointing: Any = sys.modules.get("unsloth_zoo.gradient_checkpointing")
     if getattr(checkpointing, "CPU_BUFFERS", None):  # there from the first checkpoint on
         dtype = checkpointing.GPU_BUFFER_DTYPE
         checkpointing.initialize_unsloth_gradient_checkpointing(dtype)

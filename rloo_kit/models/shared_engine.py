@@ -126,9 +126,7 @@ def load_shared(
     if engine.speculative_decoding == "ngram":
         reason = reason or "Unsloth's vLLM has no speculative_decoding: ngram, only suffix"
     if reason is None:
-        _check_tables(engine)
-        if engine.sleeps and not may_sleep():
-            engine = replace(engine, sleeps=False)
+        engine = _checked(engine)
         hardware = detect_hardware()
         try:
             arguments = engine.arguments(shape, hardware.free_memory, hardware.total_memory)
@@ -167,14 +165,19 @@ def why_not_shared(shape: ModelShape, *, trust_remote_code: bool = False) -> str
     )
 
 
-def _check_tables(engine: EngineSettings) -> None:
-    """Raise ConfigError on settings under ``vllm:`` for an engine that Unsloth starts."""
+def _checked(engine: EngineSettings) -> EngineSettings:
+    """Return the settings, without sleep where an earlier engine left memory in vLLM's pool.
+
+    Raises:
+        ConfigError: There are settings under ``vllm:``, and Unsloth starts this engine.
+    """
     for name in engine.not_shared:
         raise ConfigError(
             f"vllm.{name} is for an engine with a copy of the weights of its own, and Unsloth "
             f"shares them with vLLM here: write it under `unsloth:` if Unsloth has it, or set "
             f"model.backend to transformers"
         )
+    return replace(engine, sleeps=False) if engine.sleeps and not may_sleep() else engine
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ def _drawn(trainer: LeaveOneOutTrainer, prompts: list[list[int]]) -> Generations
 
 
 def _drawn_by_transformers(trainer: LeaveOneOutTrainer, prompts: list[list[int]]) -> Generations:
-    unwrapped = rloo_trainer.unwrap_model_for_generation(
+    unwrapped = rloo_trainer.unwrap_model_for_generation(  # pyright: ignore[reportPrivateImportUsage]
         trainer.model_wrapped, trainer.accelerator, generation_kwargs=trainer.generation_kwargs
     )
     padded = trainer._tokenizer.pad(

@@ -222,7 +222,8 @@ class Sampler:
                 drawn = self.trl_generate(prompt_ids, None, {})
             cut = self.thought.cut if self.thought else lambda _, ids: ids
             return [cut(*pair) for pair in zip(prompt_ids, drawn, strict=True)]
-        unwrapped = rloo_trainer.unwrap_model_for_generation(
+        # Unsloth puts its own there, which pyright cannot know
+        unwrapped = rloo_trainer.unwrap_model_for_generation(  # pyright: ignore[reportPrivateImportUsage]
             trainer.model_wrapped, trainer.accelerator, generation_kwargs=trainer.generation_kwargs
         )
         with unwrapped as model, torch.no_grad():
