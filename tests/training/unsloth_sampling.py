@@ -1,0 +1,75 @@
+"""Sampling with the modules that Unsloth loads on a GPU; test_trainer.py starts it."""
+
+import pytest
+import torch
+
+import rloo_kit as rk
+from rloo_kit.training.rollouts import enable_checkpointing
+
+
+@pytest.fixture
+def policy():
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
+    return rk.attach_lora(model), tokenizer
+
+
+def config(tmp_path, **settings):
+    few = {
+        "max_steps": 2,
+        "max_completion_length": 32,
+        "save_strategy": "no",
+        "learning_rate": 1e-3,
+    }
+    return rk.LeaveOneOutConfig(str(tmp_path / "out"), **{**few, **settings})
+
+
+def odd_characters(completions, **_):
+    return [sum(ord(c) % 2 for c in completion[-1]["content"]) / 100 for completion in completions]
+
+
+def sampler_of(policy, tmp_path, **settings):
+    model, tokenizer = policy
+    return rk.LeaveOneOutTrainer(
+        model=model,
+        reward_funcs=odd_characters,
+        args=config(tmp_path, max_completion_length=4, generation="transformers", **settings),
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=8),
+        processing_class=tokenizer,
+    ).sampler
+
+
+def test_the_model_samples_in_unsloths_scope_and_keeps_its_mode(policy, tmp_path):
+    graphs = pytest.importorskip("unsloth.models._decode_graphs")
+    sampler, depths = sampler_of(policy, tmp_path), []
+    policy[0].get_base_model().register_forward_pre_hook(
+        lambda *_: depths.append(getattr(graphs._TLS, "rl_depth", 0))
+    )
+    for training in (True, False):
+        sampler.trainer.model.train(training)
+        sampler.draw([[5, 6, 7]] * 2)
+        assert {module.training for module in policy[0].modules()} == {training}
+    assert depths
+    assert all(depths)  # CUDA graphs, and the release of keys and values, begin there
+
+
+def test_sampling_that_ran_out_of_memory_leaves_the_model_in_training(
+    policy, tmp_path, monkeypatch
+):
+    llama = pytest.importorskip("unsloth.models.llama")
+    base = policy[0].get_base_model()
+    sampler = sampler_of(policy, tmp_path, gradient_checkpointing=True)
+    base._old_generate = base.generate  # as on a GPU, where Unsloth's takes its place
+    monkeypatch.setattr(base, "generate", llama.unsloth_fast_generate.__get__(base), raising=False)
+
+    def run_out(module, args, kwargs):
+        if len(kwargs["input_ids"]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    base.register_forward_pre_hook(run_out, with_kwargs=True)
+    sampler.trainer.model.train()
+    enable_checkpointing(sampler.trainer)
+    with pytest.warns(RuntimeWarning, match="memory ran out"):
+        assert len(sampler.draw([[5, 6, 7]] * 4)[0]) == 4
+    assert {module.training for module in policy[0].modules()} == {True}
+    assert not hasattr(base, "_flag_for_generation")
+    assert all(layer.gradient_checkpointing for layer in base.model.layers)
