@@ -12,9 +12,10 @@ from typing import Any
 
 from rloo_kit.checkpoints.store import find_checkpoint
 from rloo_kit.config.run_file import ModelSection, RunConfig, read_run_file, without_hidden_settings
+from rloo_kit.diagnosis.record import read_json
 from rloo_kit.errors import ConfigError, ModelError
 from rloo_kit.machine.memory import remove_from_session
-from rloo_kit.models.adapters import CONFIG, adapter_in, base_of
+from rloo_kit.models.adapters import CONFIG, adapter_in, base_of, is_path
 from rloo_kit.models.loading import load_model
 from rloo_kit.sampling.engine import active_adapter, why_no_hot_swap
 from rloo_kit.text.wording import first_line, format_value
@@ -29,12 +30,13 @@ class TrainedModel:
     adapter: Path | None = None  # folder in PEFT's layout; None: the base alone
     run: Path | None = None  # folder of the run that trained it
     config: RunConfig | None = None  # of that run
+    loaded: str | None = None  # the hub name that Unsloth loaded in place of the base's, 4 bit
 
     @property
     def model(self) -> ModelSection:
         """How the base is loaded: as the run did, else by the kit's defaults."""
         settings = self.config.model if self.config is not None else ModelSection()
-        return replace(settings, name=self.base)
+        return replace(settings, name=self.loaded or self.base)
 
     @property
     def short_name(self) -> str:
@@ -93,11 +95,19 @@ def _adapter_of(run: Path) -> Path:
 def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
     config = without_hidden_settings(read_run_file(run / "run.yaml"))
     base, started = config.model.name, adapter_in(config.model.name)
+    loaded = None
     if started is not None:  # it trained another run's adapter further
         base = find_trained(started).base
     elif Path(base).is_absolute() and not Path(base).exists():  # it was moved
         base = base_of(adapter)
-    return TrainedModel(name, base, adapter, run, config)
+    if _is_on_hub(base):  # PEFT writes down what was loaded
+        loaded = str((read_json(adapter / CONFIG) or {}).get("base_model_name_or_path"))
+        loaded = loaded if _is_on_hub(loaded) else None
+    return TrainedModel(name, base, adapter, run, config, loaded)
+
+
+def _is_on_hub(name: str) -> bool:
+    return "/" in name and not is_path(name) and not Path(name).exists()
 
 
 def why_not_by_vllm(models: Sequence[TrainedModel]) -> str | None:

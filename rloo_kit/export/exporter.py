@@ -264,7 +264,7 @@ class _Export:
         if reference is None:
             return
         with session():
-            both = load_base(replace(self.trained, base=str(folder)), load_in_4bit=False)
+            both = load_base(self.trained, name=str(folder), load_in_4bit=False)
             if not _widen(both.model):
                 tolerance += IN_16_BIT_TOLERANCE
             difference = compare(reference, both.model, both.tokenizer)
@@ -312,12 +312,12 @@ def _base_in_16_bit(
     # Unsloth's 4-bit copies carry the name of the model that they were made from
     elif (whole := re.sub(r"(-unsloth)?-bnb-4bit$", "", name)) != name and is_hub_name(name):
         try:
-            found, name = load_base(replace(trained, base=whole), load_in_4bit=False), whole
+            found, name = load_base(trained, name=whole, load_in_4bit=False), whole
         except ModelError as exc:
             say(f"note: the unquantised base {whole} is not available ({exc})")
     if found is None:
         packed = read_shape(name, trust_remote_code=trained.model.trust_remote_code).packed
-        found = load_base(replace(trained, base=name), load_in_4bit=packed)
+        found = load_base(trained, name=name, load_in_4bit=packed)
     if not getattr(found.model, "is_quantized", False):
         return found, name, []
     note = (

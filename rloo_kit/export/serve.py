@@ -38,7 +38,7 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
     if reason := why_not_vllm():
         raise GenerationError(f"vLLM's server cannot be started here: {reason}")
     trained = find_trained(model)
-    words = ["--model", find_model(trained.base), "--served-model-name", "base"]
+    words = ["--model", find_model(trained.model.name), "--served-model-name", "base"]
     words += ["--host", "127.0.0.1", "--max-model-len", str(trained.model.max_seq_length)]
     if trained.adapter is not None:
         config = read_json(trained.adapter / CONFIG) or {}
@@ -59,7 +59,7 @@ def _for_the_card(trained: TrainedModel) -> list[str]:
     # vLLM refuses to start where less is free than its share of the whole card
     share = SHARE * hardware.free_memory / hardware.total_memory
     words = ["--gpu-memory-utilization", f"{share:.3f}"]
-    known = any(mark in trained.base.lower() for mark in PREQUANTIZED)
+    known = any(mark in trained.model.name.lower() for mark in PREQUANTIZED)
     if trained.config is not None and trained.model.load_in_4bit and not known:
         words += ["--quantization", "bitsandbytes"]
     return words

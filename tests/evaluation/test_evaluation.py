@@ -241,6 +241,28 @@ def test_hidden_values_are_not_read_as_settings(run, tmp_path):
     assert "hub_token" not in find_trained(tmp_path).config.trainer
 
 
+@pytest.mark.parametrize(
+    ("loaded", "name"),
+    [
+        ("unsloth/qwen3-4b-bnb-4bit", "unsloth/qwen3-4b-bnb-4bit"),
+        ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"),
+        ("/home/someone/qwen3-4b", "Qwen/Qwen3-4B"),
+        (None, "Qwen/Qwen3-4B"),
+    ],
+)
+def test_the_base_is_the_one_that_unsloth_loaded_in_training(run, tmp_path, loaded, name):
+    content = yaml.safe_load((run / "run.yaml").read_text())
+    content["model"]["name"] = "Qwen/Qwen3-4B"
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    shutil.copytree(run / "adapter", tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"base_model_name_or_path": loaded}))
+    found = find_trained(tmp_path)
+    assert found.base == "Qwen/Qwen3-4B"  # for cards, and to merge in 16 bit
+    assert found.model.name == found.without_adapter().model.name == name
+
+
 def test_long_prompts_are_left_out_as_in_the_run(tmp_path):
     rows = [{"prompt": "What is 1 + 1?" + " please" * 40 * (n % 2)} for n in range(8)]
     file = tmp_path / "prompts.jsonl"
