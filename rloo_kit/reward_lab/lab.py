@@ -30,6 +30,7 @@ from rloo_kit.reward_lab.statistics import (
     statistics_of,
     total_scores,
 )
+from rloo_kit.runs.child import call_in_child
 from rloo_kit.sampling.choice import start_engine
 from rloo_kit.scoring.contract import CheckedReward
 from rloo_kit.scoring.loading import LoadedReward, RewardSpec, load_rewards, with_weights
@@ -73,6 +74,8 @@ def check_rewards(  # noqa: PLR0913
 ) -> RewardCheck:
     """Call every reward on completions of the model, and report what is wrong with it.
 
+    On a GPU the model samples in a process of its own, and the rewards are called in this one.
+
     Args:
         source: A run file, the name of one that ships with the kit, or a ``RunConfig``; None where
             rewards and completions are given.
@@ -109,8 +112,12 @@ def check_rewards(  # noqa: PLR0913
     load(say=say)
     with session() as opened:
         if completions is None:
-            chosen = (num_prompts, num_generations)
-            material = _sampled(config, base or Path(), load, chosen, say)
+            asked = (config, base or Path(), num_prompts, num_generations)
+            on_gpu = setup(config.model.backend).hardware.device != "cpu"
+            # A process that ends gives back all of a card's memory, and a training may follow
+            material = call_in_child(_sampled, asked, say) if on_gpu else _sampled(*asked, say)
+            tokenizer = tokenizer_of(config, base or Path())
+            material = replace(material, rewards=load(tokenizer, template_settings(config)))
         else:
             material = _read(completions, config, base, load)
         check = _examined(material)
@@ -128,17 +135,17 @@ def check_rewards(  # noqa: PLR0913
 def _sampled(
     config: RunConfig,
     base: Path,
-    load: Callable[..., list[LoadedReward]],
-    chosen: tuple[int, int | None],
-    say: Say,
+    num_prompts: int,
+    num_generations: int | None,
+    say: Say = print,
 ) -> _Material:
-    """Return completions that the run's model draws from some of its prompts."""
+    """Return completions that the run's model draws from some of its prompts, without rewards."""
     setup(config.model.backend)
     prompts, _ = read_prompts(config, base)
     args = make_trainer_args(config, Path(config.output_dir))
     prompts, _ = fitting_prompts(tokenizer_of(config, base), prompts, None, config, args, say)
     model, tokenizer = load_policy(config, base, args)
-    num_prompts, size = min(chosen[0], len(prompts)), chosen[1] or args.num_generations
+    num_prompts, size = min(num_prompts, len(prompts)), num_generations or args.num_generations
     numbers = sorted(random.Random(config.seed).sample(range(len(prompts)), num_prompts))
     say(
         f"sampling {num_prompts} prompts x {size} completions of {config.model.name}, "
@@ -167,7 +174,7 @@ def _sampled(
     ]
     return _Material(
         rows,
-        load(tokenizer, args.chat_template_kwargs),
+        [],
         args.max_completion_length,
         config.model.max_seq_length,
         args.reward_timeout_seconds,

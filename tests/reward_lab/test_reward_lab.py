@@ -8,12 +8,14 @@ import os
 import random
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 
 import rloo_kit as rk
 from rloo_kit.cli import main
-from rloo_kit.errors import ConfigError, DataError, RewardLoadError
+from rloo_kit.errors import ConfigError, DataError, ModelError, RewardLoadError
+from rloo_kit.reward_lab import lab
 from rloo_kit.reward_lab.lab import check_rewards
 from rloo_kit.reward_lab.rules import KINDS
 
@@ -365,3 +367,23 @@ def test_env_file_is_read_before_rewards_are_made(tmp_path, monkeypatch):
     finally:
         os.environ.pop("MY_ANSWER", None)
     assert found.table[0].mean == 42
+
+
+def test_on_a_gpu_the_model_samples_in_a_child_and_the_rewards_run_here(monkeypatch, capfd):
+    rk.setup()
+    seen = []
+
+    def mine(completions, **columns):
+        seen.append(len(completions))
+        return [float(len(one)) for one in completions]
+
+    on_gpu = SimpleNamespace(hardware=SimpleNamespace(device="cuda"))
+    monkeypatch.setattr(lab, "setup", lambda backend: on_gpu)
+    monkeypatch.setattr(lab, "load_policy", None)  # of this process, not of the child
+    lines = []
+    found = check_rewards("quickstart", rewards=[mine], num_prompts=2, say=lines.append)
+    assert 16 in seen
+    assert found.table[0].name == "mine"
+    assert any(line.startswith("sampling 2 prompts x 8 completions") for line in lines)
+    with pytest.raises(ModelError, match="does not exist"):
+        check_rewards("quickstart", overrides=["model.name=./nowhere"], say=str)
