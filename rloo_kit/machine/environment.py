@@ -34,7 +34,8 @@ VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, not in a child
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    # FlashInfer's sampler is compiled on the spot, with nvcc; without top-p and top-k it is unused
+    # FlashInfer's sampler is compiled on the spot, with nvcc; without top-p and top-k it is unused.
+    # Unsloth's shared engine turns it on again where it finds nvcc and ninja.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it binds the trainer's threads too
     "UNSLOTH_VLLM_STANDBY": "1",  # Unsloth's shared engine can sleep

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 from dataclasses import replace
@@ -15,8 +16,10 @@ import yaml
 import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import RunConfig, make_run_config
+from rloo_kit.errors import ModelError
 from rloo_kit.machine.environment import Environment, setup
 from rloo_kit.machine.hardware import detect_hardware
+from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.runs import summary
 from rloo_kit.runs.folder import new_folder
 
@@ -378,3 +381,12 @@ def test_a_load_that_takes_minutes_is_announced(monkeypatch, device, backend, na
     )
     assert len(lines) == len(said)
     assert all(part in line for part, line in zip(said, lines, strict=True))
+
+
+def test_the_announcement_comes_before_the_weights(tmp_path):
+    shutil.copytree(TINY_THINKER, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    lines = []
+    with pytest.raises(ModelError):
+        rk.train("quickstart", [f"model.name={tmp_path / 'model'}"], say=lines.append)
+    assert lines[-1] == f"loading {tmp_path / 'model'}"
