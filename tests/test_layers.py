@@ -113,6 +113,52 @@ def test_no_module_is_imported_from_a_higher_layer():
     assert [(p, name) for p, name in upward_imports() if name not in inside_the_first] == []
 
 
+def importers(core):
+    """Modules that each module of a package imports, for types and inside functions too."""
+    package = ".".join(core.relative_to(ROOT).parts)
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in core.rglob("*.py")
+    }
+    found = {}
+    for name, path in modules.items():
+        found[name] = set()
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                whole = f"{package}.{node.module}" if node.level else node.module
+                inside = {f"{whole}.{alias.name}" for alias in node.names} & modules.keys()
+                found[name] |= inside or {whole} & modules.keys()
+    return found
+
+
+def circles(edges):
+    """Groups of modules that import each other in a circle."""
+
+    def reached_from(name):
+        seen, waiting = set(), [name]
+        while waiting:
+            new = edges[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    reached = {name: reached_from(name) for name in edges}
+    return {
+        frozenset(other for other in reached[name] if name in reached[other])
+        for name in edges
+        if name in reached[name]
+    }
+
+
+def test_no_new_circle_of_imports():
+    left = {"dry_run", "metrics", "rollouts", "steps", "trainer"}
+    assert circles(importers(CORE)) == {frozenset(f"rloo_kit.training.{name}" for name in left)}
+    assert circles(importers(REWARDS)) == {frozenset({"rewards.judge", "rewards._judge_server"})}
+
+
+def test_a_circle_is_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {frozenset("bc")}
+
+
 @files(REWARDS, "*.py")
 def test_a_reward_imports_only_lower_layers(path):
     above = {name for name in imported(parse(path)) if RANK[name] > RANK["rewards"]}

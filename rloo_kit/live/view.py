@@ -1,10 +1,9 @@
-"""Progress of a run from its trainer's events, the choice of the view, and views as plain lines.
+"""Progress of a run from its trainer's events, and views as plain lines.
 
 An error in a view closes the view and never ends the run.
 """
 
 import contextlib
-import os
 import sys
 import time
 import warnings
@@ -16,13 +15,8 @@ from typing import Any, TextIO
 from rloo_kit.diagnosis.record import RunRecord, finite_number, finite_numbers
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.diagnosis.run_rules import find_in_run
-from rloo_kit.errors import ConfigError
 from rloo_kit.text.wording import format_duration, printable
 
-# Environment variable that chooses the view
-VARIABLE = "RLOO_KIT_LIVE"
-CHOICES = ("auto", "panel", "notebook", "plain", "off")
-MIN_COLUMNS = 60
 # Steps whose median gives the time that is left
 PACE_STEPS = 20
 # Least time between two drawings
@@ -254,44 +248,3 @@ class PlainLines(LiveView):
                 text = line.encode(encoding, "backslashreplace").decode(encoding)
                 self.stream.write(f"{text}\n")
         self.stream.flush()
-
-
-def live_progress(stream: TextIO | None = None) -> LiveView:
-    """Return the view that fits the output, or the one that RLOO_KIT_LIVE names.
-
-    Args:
-        stream: Where it is written; None: stdout, and in a notebook its output.
-
-    Raises:
-        ConfigError: RLOO_KIT_LIVE has another value.
-    """
-    choice = os.environ.get(VARIABLE) or "auto"
-    if choice not in CHOICES:
-        raise ConfigError(f"{VARIABLE} is {choice!r}, must be one of {', '.join(CHOICES)}")
-    in_notebook = stream is None and _in_notebook()
-    target = stream or sys.stdout
-    if choice == "auto":
-        choice = "notebook" if in_notebook else "panel" if _can_redraw(target) else "plain"
-    if choice == "notebook":
-        from rloo_kit.live.notebook import NotebookFigure
-
-        return NotebookFigure()
-    if choice == "panel":
-        from rloo_kit.live.terminal import TerminalPanel
-
-        return TerminalPanel(target)
-    return LiveView() if choice == "off" else PlainLines(target)
-
-
-def _in_notebook() -> bool:
-    """Return whether this process is a kernel; IPython in a terminal is none."""
-    ipython = sys.modules.get("IPython")
-    return hasattr(ipython.get_ipython(), "kernel") if ipython else False
-
-
-def _can_redraw(stream: TextIO) -> bool:
-    """Return whether the stream is a terminal that can hold the panel and move its cursor."""
-    if os.environ.get("TERM", "") in ("", "dumb") or not stream.isatty():
-        return False
-    is_utf = (stream.encoding or "").lower().startswith("utf")
-    return is_utf and os.get_terminal_size(stream.fileno()).columns >= MIN_COLUMNS

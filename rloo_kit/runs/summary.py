@@ -1,7 +1,9 @@
-"""The lines that a run prints before and after it trains."""
+"""The outcome of a run, and the lines that it prints before and after it trains."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.diagnosis.record import read_run
@@ -9,15 +11,28 @@ from rloo_kit.diagnosis.run_rules import find_in_run, verdict
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import GIB, why_not_vllm
+from rloo_kit.machine.memory import Released
 from rloo_kit.sampling.choice import requested_engine
-
-if TYPE_CHECKING:
-    from rloo_kit.runs.train import RunResult
 
 Say = Callable[[str], None]
 
 # Held-out prompts whose completions before and after are printed
 SAMPLES_SHOWN = 2
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The outcome of a run."""
+
+    folder: Path
+    adapter: Path
+    before: Evaluation | None
+    after: Evaluation | None
+    steps: int
+    seconds: float  # of the training alone, since the last resume
+    interrupted: bool  # by Ctrl-C or SIGTERM
+    terminated: bool = False  # by SIGTERM
+    released: Released | None = None
 
 
 def announce_load(say: Say, config: RunConfig, environment: Environment, args: Any) -> None:
@@ -82,7 +97,7 @@ def _one_line(text: str, limit: int = 160) -> str:
     return flat if len(flat) <= limit else f"{flat[: limit - 3]}..."
 
 
-def conclude(say: Say, result: "RunResult") -> None:
+def conclude(say: Say, result: RunResult) -> None:
     """Print the verdict, where everything is, the memory released, and the next command."""
     record = read_run(result.folder)
     say(f"\n{verdict(record, find_in_run(record))}")

@@ -15,10 +15,10 @@ from rloo_kit.config.run_file import EXAMPLES, RunConfig
 from rloo_kit.diagnosis.record import read_json, read_run
 from rloo_kit.errors import ConfigError, DataError, KitError, MemoryRanOutError
 from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
-from rloo_kit.live.view import live_progress
+from rloo_kit.live.select import live_progress
 from rloo_kit.machine.engines import sleep_pool_bytes
 from rloo_kit.machine.environment import Environment, setup
-from rloo_kit.machine.memory import MIB, Released, add_to_session, is_out_of_memory, session
+from rloo_kit.machine.memory import MIB, add_to_session, is_out_of_memory, session
 from rloo_kit.models.loading import save_adapter
 from rloo_kit.output_folder import free_folder, lock_folder
 from rloo_kit.planning.planner import remedy, room_here
@@ -30,6 +30,7 @@ from rloo_kit.runs.folder import (
     new_folder,
     reopened_folder,
 )
+from rloo_kit.runs.summary import RunResult
 from rloo_kit.sampling.choice import check_engine, start_engine, thought_limit
 from rloo_kit.sampling.engine import Choice, Engine
 from rloo_kit.scoring.contract import guarded
@@ -52,21 +53,6 @@ if TYPE_CHECKING:
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """The outcome of a run."""
-
-    folder: Path
-    adapter: Path
-    before: Evaluation | None
-    after: Evaluation | None
-    steps: int
-    seconds: float  # of the training alone, since the last resume
-    interrupted: bool  # by Ctrl-C or SIGTERM
-    terminated: bool = False  # by SIGTERM
-    released: Released | None = None
 
 
 def train(

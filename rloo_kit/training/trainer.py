@@ -23,7 +23,7 @@ from rloo_kit.config.run_file import ModelSection, RunConfig
 from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.diagnosis.watch import RunWatch
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.live.view import live_progress
+from rloo_kit.live.select import live_progress
 from rloo_kit.machine.environment import precision_as_asked
 from rloo_kit.machine.memory import add_to_session, release_model
 from rloo_kit.models.loading import keep_trainable_layout

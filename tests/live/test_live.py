@@ -20,6 +20,7 @@ from nbclient import NotebookClient
 
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.errors import ConfigError
+from rloo_kit.live import select
 from rloo_kit.live import terminal as terminal_panel
 from rloo_kit.live import view as live
 from rloo_kit.live.notebook import figure_png
@@ -168,9 +169,9 @@ def panel_of(lines):
 
 
 def test_terminal_gets_the_panel_and_pipe_gets_lines(terminal, tmp_path):
-    assert type(live.live_progress(terminal().stream)) is TerminalPanel
+    assert type(select.live_progress(terminal().stream)) is TerminalPanel
     with (tmp_path / "out").open("w") as stream:
-        assert type(live.live_progress(stream)) is PlainLines
+        assert type(select.live_progress(stream)) is PlainLines
 
 
 def test_environment_variable_chooses_the_view(terminal, tmp_path, monkeypatch):
@@ -178,10 +179,10 @@ def test_environment_variable_chooses_the_view(terminal, tmp_path, monkeypatch):
     stream = terminal().stream
     for value, view in wanted.items():
         monkeypatch.setenv("RLOO_KIT_LIVE", value)
-        assert type(live.live_progress(stream)) is view
+        assert type(select.live_progress(stream)) is view
     monkeypatch.setenv("RLOO_KIT_LIVE", "pannel")
     with pytest.raises(ConfigError, match="'pannel', must be one of auto, panel, notebook, plain"):
-        live.live_progress(stream)
+        select.live_progress(stream)
 
 
 # --- lines ----------------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ def test_environment_variable_chooses_the_view(terminal, tmp_path, monkeypatch):
 def test_pipe_gets_one_line_per_step_and_finding():
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as stream, os.fdopen(reading) as lines:
-        view = live.live_progress(stream)
+        view = select.live_progress(stream)
         state = start(view, max_steps=3)
         for _ in range(3):
             make_step(view, state)
@@ -311,7 +312,7 @@ def test_printed_lines_appear_above_the_panel(terminal, monkeypatch):
     place = terminal()
     monkeypatch.setattr(sys, "stdout", place.stream)
     monkeypatch.setattr(sys, "stderr", place.stream)
-    view = live.live_progress()
+    view = select.live_progress()
     state = start(view)
     for number in range(3):
         print("printed", number)  # noqa: T201
@@ -330,7 +331,7 @@ CHILD = """
 import sys, time
 sys.path[:0] = {path!r}
 from test_live import make_step, start
-from rloo_kit.live.view import live_progress
+from rloo_kit.live.select import live_progress
 
 view = live_progress()
 state = start(view)
@@ -388,7 +389,7 @@ SETUP = f"""
 import sys, time
 sys.path[:0] = {[os.path.dirname(__file__)]!r}
 from test_live import FINDING, make_step, start
-from rloo_kit.live.view import live_progress
+from rloo_kit.live.select import live_progress
 
 def train(steps, seconds):
     view = live_progress()
