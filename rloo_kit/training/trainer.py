@@ -48,6 +48,12 @@ RENAMED_PARTS = {
     "policy": "model",
     "tokenizer": "processing_class",
 }
+# Methods of TRL that a training here never calls: a subclass that overrides one would not be obeyed
+REPLACED = {
+    "_calculate_rewards", "_compute_loss", "_generate", "_generate_and_score_completions",
+    "_generate_single_turn", "_get_per_token_logps_and_entropies", "_prepare_inputs",
+    "compute_loss",
+}  # fmt: skip
 
 
 class LeaveOneOutTrainer(RLOOTrainer):
@@ -68,7 +74,8 @@ class LeaveOneOutTrainer(RLOOTrainer):
             ``policy`` and ``tokenizer``, each with a warning.
 
     Raises:
-        ConfigError: An argument is missing, unknown or given twice.
+        ConfigError: An argument is missing, unknown or given twice. A subclass that overrides a
+            method of TRL that the kit's step does not call is refused where it is defined.
         DataError: The dataset has no rows, or no column ``prompt``.
         RewardError: A reward cannot be loaded, or returns something else than scores.
         GenerationError: The engine that was asked for by name cannot sample.
@@ -90,6 +97,16 @@ class LeaveOneOutTrainer(RLOOTrainer):
     engine: Engine | None
     # the doctor's rules on this training; None where `args.doctor` is off
     watch: RunWatch | None = None
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Refuse a subclass that overrides what a training never calls."""
+        super().__init_subclass__(**arguments)
+        subclasses = cls.__mro__[: cls.__mro__.index(LeaveOneOutTrainer)]
+        if names := REPLACED & {name for one in subclasses for name in vars(one)}:
+            raise ConfigError(
+                f"{cls.__name__} overrides {min(names)}, which the kit's own step never calls: to "
+                f"change TRL's step, subclass trl.RLOOTrainer (docs/explanation/trainer.md)"
+            )
 
     def __init__(  # noqa: PLR0913
         self,
