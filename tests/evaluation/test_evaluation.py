@@ -246,7 +246,7 @@ def test_hidden_values_are_not_read_as_settings(run, tmp_path):
     [
         ("unsloth/qwen3-4b-bnb-4bit", "unsloth/qwen3-4b-bnb-4bit"),
         ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"),
-        ("/home/someone/qwen3-4b", "Qwen/Qwen3-4B"),
+        ("/data/qwen3-4b", "Qwen/Qwen3-4B"),
         (None, "Qwen/Qwen3-4B"),
     ],
 )
