@@ -17,8 +17,6 @@ from ._text import content_text, text_after_thought
 if TYPE_CHECKING:
     import httpx
 
-    from .judge import Judge
-
 # Mode -> key of the judge's JSON, and what a template must hold
 MODES = {"rubric": ("score", ("completion",)), "pairwise": ("winner", ("first", "second"))}
 _RETRIED = frozenset({408, 409, 429})
@@ -95,7 +93,7 @@ class _Unusable(Failure):
 class Server:
     """The server during one call of a judge: its counts, and the first failure."""
 
-    judge: "Judge"
+    judge: Any  # the `Judge` that asks; its module imports this one
     key: str | None = field(repr=False)
     failure: Failure | None = None
     tokens: int = 0
