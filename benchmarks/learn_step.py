@@ -184,19 +184,10 @@ def scores_of(cell: Cell, longest: int) -> list[float]:
 
 
 def arm(base: type) -> type:
-    """``base`` with recorded completions in the place of generation, and gradients kept."""
+    """``base`` that keeps gradients and counts the seconds of its steps."""
 
-    class Recorded(base):
-        recorded: list[list[int]]
+    class Timed(base):
         seconds = 0.0
-        double_sums = False
-
-        def _get_per_token_logps_and_entropies(self, *args: object, **kwargs: object) -> tuple:
-            log_probs, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            return (log_probs.double() if self.double_sums else log_probs), *others
-
-        def _generate_single_turn(self, prompt_ids: list, *_: object) -> list[list[int]]:
-            return [list(ids) for ids in self.recorded]
 
         def training_step(self, *args: object, **kwargs: object) -> torch.Tensor:
             if torch.cuda.is_available():
@@ -215,7 +206,21 @@ def arm(base: type) -> type:
             )
             return super()._clip_grad_norm(model)
 
-    return Recorded
+    return Timed
+
+
+class Recorded(RLOOTrainer):
+    """TRL's, with recorded completions in the place of generation."""
+
+    recorded: list[list[int]]
+    double_sums = False
+
+    def _get_per_token_logps_and_entropies(self, *args: object, **kwargs: object) -> tuple:
+        log_probs, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        return (log_probs.double() if self.double_sums else log_probs), *others
+
+    def _generate_single_turn(self, prompt_ids: list, *_: object) -> list[list[int]]:
+        return [list(ids) for ids in self.recorded]
 
 
 class Bench:
@@ -266,7 +271,7 @@ class Bench:
         prompts = ["12 + 34" for _ in range(PROMPTS)]
         made = {}
         for name, base, config in (
-            ("trl", RLOOTrainer, RLOOConfig),
+            ("trl", Recorded, RLOOConfig),
             ("kit", rk.LeaveOneOutTrainer, rk.LeaveOneOutConfig),
         ):
             self.place(name, noise=0.0)  # where the reference, a copy of now, belongs
@@ -290,7 +295,8 @@ class Bench:
             )
             assert len(trainer.recorded) == rows
             if name == "kit":
-                trainer.sampler.generate = trainer._generate_single_turn
+                recorded = trainer.recorded
+                trainer.sampler.generate = lambda _, ids=recorded: [[*one] for one in ids]
             made[name] = trainer
         return made
 
@@ -307,7 +313,8 @@ class Bench:
         """One optimizer step per iteration; ``trim`` starts from as little memory as possible."""
         self.place(name, noise=0.01)  # away from the reference
         trainer.gradients, trainer.seconds = [], 0.0
-        trainer._step, trainer._buffered_inputs = 0, None
+        if name == "trl":
+            trainer._step, trainer._buffered_inputs = 0, None
         torch.manual_seed(0)
         gc.collect()
         if trim:
