@@ -77,7 +77,7 @@ class Recorder(TrainerCallback):
 
     def on_completions(self, *_: Any, rollout: Rollout, **__: Any) -> None:
         assert self.trainer is not None
-        parameters = self.trainer.steps.make_learner().parameters
+        parameters = self.trainer.learner.parameters
         norms = []
         for row in range(len(rollout)):
             batch = rollout.sampled.tokens.pad([row], 0)

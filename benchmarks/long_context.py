@@ -115,16 +115,17 @@ def watched() -> Clock:
     """Return a clock on every phase of the kit's trainer and recorder."""
     from rloo_kit.rloo.learner import Learner
     from rloo_kit.runs.recorder import RunRecorder
+    from rloo_kit.training.completer import Completer, Sampler
     from rloo_kit.training.metrics import StepLog
-    from rloo_kit.training.rollouts import Policy, RolloutMaker, Sampler
+    from rloo_kit.training.policy import Policy
 
     clock = Clock()
     for owner, name, phase in (
         (Sampler, "draw", "sampling"),
         (Policy, "reference_log_probs", "reference pass"),
-        (Learner, "fill_old", "old pass"),
+        (Learner, "with_old", "old pass"),
         (Learner, "learn", "learning"),
-        (RolloutMaker, "finish_rewards", "rewards"),
+        (Completer, "finish", "rewards"),
         (StepLog, "note_rollout", "records"),
         (RunRecorder, "write_report", "report"),
     ):

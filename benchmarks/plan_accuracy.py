@@ -143,8 +143,8 @@ def with_model(name, scratch):
 
 
 def planned(overrides):
+    from rloo_kit.job import read_config
     from rloo_kit.planning.planner import make_plan
-    from rloo_kit.training.preparation import read_config
 
     config, base = read_config("quickstart", overrides)
     return make_plan(config, base=base)

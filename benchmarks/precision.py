@@ -13,8 +13,8 @@ import rloo_kit as rk
 
 rk.setup("transformers")
 
+from rloo_kit.job import read_config, read_prompts
 from rloo_kit.runs.precision import PRECISIONS, mismatch
-from rloo_kit.training.preparation import read_config, read_prompts
 
 RESULTS = Path(__file__).parent / "results" / "precision_cpu.json"
 

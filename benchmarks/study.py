@@ -37,9 +37,9 @@ import rloo_kit as rk
 from rloo_kit.config.run_file import find_run_file
 from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.evaluation.evaluator import evaluate, settings_of
+from rloo_kit.job import load_policy, make_trainer_args, read_prompts
 from rloo_kit.machine.lm_head import token_log_probs
 from rloo_kit.scoring.loading import load_rewards
-from rloo_kit.training.preparation import load_policy, make_trainer_args, read_prompts
 
 RESULTS = Path(__file__).parent / "results"
 # Arm -> trainer, settings that differ

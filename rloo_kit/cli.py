@@ -329,8 +329,8 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from rloo_kit.job import read_config
     from rloo_kit.planning.planner import make_plan
-    from rloo_kit.training.preparation import read_config
 
     config, base = read_config(args.run_file, args.set)
     plan = make_plan(config, args.gpu, base=base)

@@ -36,6 +36,7 @@ from rloo_kit.data.hub_tasks import HUB_TASKS
 from rloo_kit.data.prompts import BUILTIN
 from rloo_kit.diagnosis.record import read_run, text_of
 from rloo_kit.errors import KitError, ModelError, SetupError
+from rloo_kit.job import beside, read_config, read_prompts
 from rloo_kit.live.notebook import DRAWING_SECONDS, page_of
 from rloo_kit.live.view import number_text, progress_of
 from rloo_kit.machine.environment import quiet
@@ -48,7 +49,6 @@ from rloo_kit.runs.train import train
 from rloo_kit.scoring.contract import AsyncCheckedReward, CheckedReward, call_reward
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.redaction import redact
-from rloo_kit.training.preparation import beside, read_config, read_prompts
 
 # Seconds without a key before the fields are read, and that reading them may take
 PAUSE, LIMIT = 0.5, 120.0

@@ -21,6 +21,7 @@ class Rule:
     maximum: float | None = None
     below: float | None = None  # upper bound that is not allowed itself
     choices: tuple[Any, ...] = ()  # of the value, or of each item of a list
+    table: str = ""  # `module:NAME` of a table whose rows are the choices; loads what that needs
     default: Any = None  # what the kit sets in place of TRL's default; None: nothing
     by_device: bool = False  # the default follows machine and model; None lets the kit choose
     resume: Resume = "free"
@@ -92,9 +93,18 @@ class KitSettings:
         "far (`moving`).",
         resume="must",
     )
-    baseline: Literal["leave_one_out", "shrinkage"] = setting(
+    baseline: str = setting(
         "leave_one_out",
-        "`leave_one_out`, or `shrinkage`: pulled towards the mean of the other prompts.",
+        "`leave_one_out`, or `shrinkage`: pulled towards the mean of the other prompts; or a row "
+        "that you added to `BASELINES` ([change the step](../how-to/change_the_step.md)).",
+        table="rloo_kit.rloo.advantages:BASELINES",
+        resume="must",
+    )
+    loss: str = setting(
+        "clipped",
+        "`clipped`: PPO's clipped surrogate; or a row that you added to `LOSSES` ([change the "
+        "step](../how-to/change_the_step.md)).",
+        table="rloo_kit.rloo.objective:LOSSES",
         resume="must",
     )
     on_reward_error: Literal["stop", "skip"] = setting(

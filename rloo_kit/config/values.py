@@ -1,5 +1,6 @@
 """Check of one value against its type hint and its rule; the message names the user's own key."""
 
+import importlib
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -32,13 +33,22 @@ def check_value(path: str, value: object, hint: Any, rule: Rule = NO_RULE) -> li
         note = " (YAML reads 1e-5 as text: write 1.0e-5)" if is_text else ""
         return [f"{start} {describe(hint)}{note}"]
     items = value if isinstance(value, list | tuple) else [value]
-    wrong = [item for item in items if item is not None and item not in rule.choices]
-    if rule.choices and wrong:
-        names = [str(choice) for choice in rule.choices]
+    choices = rule.choices or _rows_of(rule.table)
+    wrong = [item for item in items if item is not None and item not in choices]
+    if choices and wrong:
+        names = [str(choice) for choice in choices]
         return [f"{start} among {', '.join(names)}{did_you_mean(str(wrong[0]), names)}"]
     if isinstance(value, int | float) and not _in_range(value, rule):
         return [f"{start} {describe_range(rule)}"]
     return []
+
+
+def _rows_of(table: str) -> tuple[str, ...]:
+    """Return the names in a table such as ``package.module:TABLE``; ``""`` has none."""
+    if not table:
+        return ()
+    module, _, name = table.partition(":")
+    return tuple(getattr(importlib.import_module(module), name))
 
 
 def check_keys(section: str, names: Iterable[object], known: Iterable[str]) -> list[str]:

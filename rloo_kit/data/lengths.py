@@ -4,7 +4,7 @@ A token covers a byte of its text at least, so most prompts of a large file need
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.data.files import iter_prompts
@@ -21,22 +21,41 @@ COUNTED = 1000
 KEYS = {"role", "content"}
 
 
-def prompt_ids(
-    tokenizer: Any, prompt: str | list[dict[str, Any]], settings: dict[str, Any] | None = None
-) -> list[int]:
-    """Return the tokens of a prompt as the policy sees it: T ints."""
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
+def tokenize_prompts(
+    processing_class: Any,
+    prompts: Sequence[str] | Sequence[list[dict[str, Any]]],
+    settings: dict[str, Any] | None = None,
+) -> list[list[int]]:
+    """Return the tokens of prompts as the policy sees them.
+
+    Args:
+        processing_class: The tokenizer, or a processor that has one.
+        prompts: Texts, or conversations, for which the chat template is used.
+        settings: Of the chat template.
+
+    Raises:
+        DataError: The chat template cannot render a prompt.
+    """
+    if isinstance(prompts[0], str):
+        return processing_class(text=list(prompts))["input_ids"]
     try:
-        return tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **(settings or {})
-        )["input_ids"]
+        return processing_class.apply_chat_template(
+            list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True,
+            **(settings or {}),
+        )["input_ids"]  # fmt: skip
     except Exception as exc:
         # A template is a program of its own: it may divide by zero.
         raise DataError(
             f"the model's chat template cannot render a prompt ({first_line(exc)}): set data.chat: "
             "false for a model without one, or change roles and data.system"
         ) from exc
+
+
+def prompt_ids(
+    tokenizer: Any, prompt: str | list[dict[str, Any]], settings: dict[str, Any] | None = None
+) -> list[int]:
+    """Return the tokens of one prompt: T ints (``tokenize_prompts``)."""
+    return tokenize_prompts(tokenizer, [prompt], settings)[0]  # pyright: ignore[reportArgumentType]
 
 
 def longer_prompts(
@@ -97,3 +116,40 @@ def _most_tokens(text: Any) -> float:
     if not isinstance(text, str):
         return float("inf")  # parts, with or without images
     return len(text) if text.isascii() else EXPANSION * len(text.encode())
+
+
+def check_lengths(
+    dataset: Any, tokenizer: Any, args: Any, longest: int, *, before: int = 0, by_file: bool = True
+) -> None:
+    """Raise DataError where a prompt and its completion are longer than the model was loaded with.
+
+    Args:
+        dataset: With ``prompt``.
+        tokenizer: Counts the tokens.
+        args: The trainer's settings.
+        longest: The model's ``max_seq_length``.
+        before: Rows that come before these, for the number in the message.
+        by_file: Whether the settings are those of a run file, else of Python.
+    """
+    completion, multiple = args.max_completion_length, args.pad_to_multiple_of or 1
+    most = longest // multiple * multiple  # rows are padded up to a multiple
+    room = most - completion
+    longer = longer_prompts(dataset, tokenizer, room, args.chat_template_kwargs)
+    if not longer:
+        return
+    row, length = next(iter(longer.items()))
+    longest_prompt = max(longer.values())
+    least = -(-(longest_prompt + completion) // multiple) * multiple
+    if by_file:
+        remedy = (
+            f"set model.max_seq_length to at least {least}, or leave such prompts out with "
+            f"data.max_prompt_tokens: {room}"
+        )
+    else:
+        remedy = f"load the model with max_seq_length={least}"
+        if most > longest_prompt:
+            remedy += f", or lower max_completion_length to {most - longest_prompt}"
+    raise DataError(
+        f"prompt {before + row + 1} has {length} tokens, and {room} fit before a completion of "
+        f"{completion}: {remedy}"
+    )

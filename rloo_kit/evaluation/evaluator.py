@@ -13,15 +13,13 @@ from rloo_kit.evaluation.statistics import Estimate, estimate, pass_at_k
 from rloo_kit.rloo.guards import Pieces, check_finite, finite_logits
 from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.engine import Sampling, draw_from
-from rloo_kit.scoring.contract import call_reward
+from rloo_kit.scoring.contract import call_reward, reward_columns
 from rloo_kit.text.thoughts import ThoughtFinder
 
 if TYPE_CHECKING:
     from rloo_kit.sampling.engine import Engine
     from rloo_kit.scoring.loading import LoadedReward
 
-# Arguments of a reward that the kit fills itself; a column of that name is not passed
-RESERVED = ("prompt", "prompts", "completions", "completion_ids")
 REMEDY = "lower max_completion_length, use a smaller model, or set model.load_in_4bit"
 
 
@@ -219,19 +217,11 @@ def score_texts(
     Raises:
         RewardContractError: From a reward.
     """
-    # TRL calls rewards by keyword with whole columns, and so does this
-    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in RESERVED}
-    columns |= {
-        "prompts": [row["prompt"] for row in rows],
-        "completions": [
-            [{"role": "assistant", "content": text}] if isinstance(row["prompt"], list) else text
-            for row, text in zip(rows, texts, strict=True)
-        ],
-        "completion_ids": ids,
-        "trainer_state": None,
-        "log_extra": lambda column, values: None,
-        "log_metric": lambda name, value: None,
-    }
+    completions = [
+        [{"role": "assistant", "content": text}] if isinstance(row["prompt"], list) else text
+        for row, text in zip(rows, texts, strict=True)
+    ]
+    columns = reward_columns(rows, completions, ids)
     return {reward.name: call_reward(reward.func, columns) for reward in rewards}
 
 

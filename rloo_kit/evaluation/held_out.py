@@ -15,18 +15,18 @@ from rloo_kit.data.prompts import is_task, load_prompts
 from rloo_kit.errors import ConfigError, DataError, GenerationError
 from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
 from rloo_kit.evaluation.models import LoadedBase, TrainedModel, why_not_by_vllm
+from rloo_kit.job import (
+    held_out_judges,
+    make_trainer_args,
+    read_prompts,
+    system_message,
+)
 from rloo_kit.machine.environment import setup
 from rloo_kit.machine.memory import add_to_session, remove_from_session
 from rloo_kit.sampling.choice import check_engine, requested_engine, start_engine
 from rloo_kit.sampling.engine import Choice, Engine, choose
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.wording import format_value
-from rloo_kit.training.preparation import (
-    held_out_judges,
-    make_trainer_args,
-    read_prompts,
-    system_message,
-)
 
 Say = Callable[[str], None]
 # On a CPU, of the prompts and completions that are drawn together; on a GPU the run's batch is

@@ -19,6 +19,7 @@ from rloo_kit.evaluation.models import LoadedBase, TrainedModel, find_trained, l
 from rloo_kit.export.llama_cpp import DTYPES, find_converter, write_gguf
 from rloo_kit.export.model_card import CardFacts, is_hub_name, model_card
 from rloo_kit.export.verify import Answers, ask, compare, default_prompts
+from rloo_kit.job import read_prompts, template_settings
 from rloo_kit.machine.environment import setup
 from rloo_kit.machine.hardware import Hardware, detect_hardware
 from rloo_kit.machine.memory import session
@@ -28,7 +29,6 @@ from rloo_kit.output_folder import free_folder, write_json
 from rloo_kit.runs.child import call_in_child
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.wording import first_line, format_value
-from rloo_kit.training.preparation import read_prompts, template_settings
 
 Say = Callable[[str], None]
 

@@ -12,13 +12,13 @@ from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.errors import KitError
+from rloo_kit.job import beside, read_prompts, template_settings
 from rloo_kit.machine.hardware import Card, installed_version, why_not_unsloth
 from rloo_kit.models.adapters import adapter_in
 from rloo_kit.models.engine_memory import BATCHED_TOKENS, DRAFT_TOKENS
 from rloo_kit.models.shape import TINY_THINKER, ModelShape, read_shape
 from rloo_kit.models.shared_engine import why_not_shared
 from rloo_kit.planning.memory import Job
-from rloo_kit.training.preparation import beside, read_prompts, template_settings
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.errors import KitError
+from rloo_kit.job import read_config
 from rloo_kit.machine.environment import quiet, setup
 from rloo_kit.machine.hardware import GIB, USABLE, Card, detect_hardware, find_card
 from rloo_kit.models.engine_memory import MIB
 from rloo_kit.planning.advice import Change, find_changes, peak_with
 from rloo_kit.planning.job import Facts, assumptions, make_job, read_facts
 from rloo_kit.planning.memory import CONTEXT, DOING, Job, MemoryPlan, plan_memory, planned_engine
-from rloo_kit.training.preparation import read_config
 
 # Columns of the longest bar and of a part's name: 80 with the number
 BAR, NAME = 26, 33

@@ -16,7 +16,16 @@ from rloo_kit.config.run_file import EXAMPLES, RunConfig
 from rloo_kit.data.files import read_rows
 from rloo_kit.diagnosis.record import text_of
 from rloo_kit.errors import ConfigError, DataError, KitError
-from rloo_kit.evaluation.evaluator import RESERVED, evaluate, settings_of
+from rloo_kit.evaluation.evaluator import evaluate, settings_of
+from rloo_kit.job import (
+    fitting_prompts,
+    load_policy,
+    make_trainer_args,
+    read_config,
+    read_prompts,
+    template_settings,
+    tokenizer_of,
+)
 from rloo_kit.machine.environment import load_env_file, setup
 from rloo_kit.machine.memory import add_to_session, session
 from rloo_kit.output_folder import check_writable, free_folder
@@ -32,18 +41,9 @@ from rloo_kit.reward_lab.statistics import (
 )
 from rloo_kit.runs.child import call_in_child
 from rloo_kit.sampling.choice import start_engine
-from rloo_kit.scoring.contract import CheckedReward
+from rloo_kit.scoring.contract import RESERVED, CheckedReward
 from rloo_kit.scoring.loading import LoadedReward, RewardSpec, load_rewards, with_weights
 from rloo_kit.text.redaction import redact_tree
-from rloo_kit.training.preparation import (
-    fitting_prompts,
-    load_policy,
-    make_trainer_args,
-    read_config,
-    read_prompts,
-    template_settings,
-    tokenizer_of,
-)
 from rloo_kit.types import Row, Score
 
 Say = Callable[[str], None]
@@ -255,7 +255,7 @@ def _load(
 def columns_of(rows: list[Row]) -> dict[str, Any]:
     """Return what the trainer would call a reward with."""
     names = dict.fromkeys(name for row in rows for name in row if name not in RESERVED)
-    columns: dict[str, Any] = {n: [row.get(n) for row in rows] for n in names if n != "completion"}
+    columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
     if all(row.get("completion_ids") for row in rows):
         columns["completion_ids"] = [row["completion_ids"] for row in rows]
     return columns | {

@@ -6,6 +6,8 @@ from Human Feedback in LLMs" (arXiv 2402.14740), section 3; for the shrinkage Ze
 "Sampling with Unequal Probabilities and without Replacement". P prompts, G generations per prompt.
 """
 
+from collections.abc import Callable
+
 import torch
 
 
@@ -78,6 +80,14 @@ def shrinkage_advantages(rewards: torch.Tensor) -> torch.Tensor:
     noise = within.T.masked_fill(hidden, torch.nan).nanmean(dim=1, keepdim=True) / (known - 1)
     pull = noise / (noise + distance) * (leave_one_out_baselines(rewards) - mean)  # (P, G)
     return advantages + pull.nan_to_num(nan=0.0)
+
+
+# Advantages over a baseline, by the name that the setting `baseline` gives: a new one is a function
+# of `(P, G)` rewards and a row here
+BASELINES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "leave_one_out": leave_one_out_advantages,
+    "shrinkage": shrinkage_advantages,
+}
 
 
 def normalised_sum(

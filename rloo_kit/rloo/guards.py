@@ -24,21 +24,24 @@ RESUME = "the last checkpoint is good: resume from it with --resume"
 
 
 class StepGuard:
-    """Skips optimizer steps with NaN/Inf gradients; ``limit`` of them in a row raise."""
+    """Skips optimizer steps with NaN/Inf gradients; ``limit`` of them in a row raise.
 
-    def __init__(self, limit: int) -> None:
+    ``scaler`` is fp16's loss scaler, where there is one.
+    """
+
+    def __init__(self, limit: int, scaler: Any = None) -> None:
         self.limit = limit
+        self.scaler = scaler
         self.skipped = 0  # steps so far
         self.in_a_row = 0  # since the last good one, those that count towards the limit
 
-    def check(self, loss: float, parameters: Sequence[Any], step: int, scaler: Any = None) -> bool:
+    def check(self, loss: float, parameters: Sequence[Any], step: int) -> bool:
         """Return whether the optimizer may step; drop the gradients where not.
-
-        ``scaler`` is fp16's loss scaler, where there is one.
 
         Raises:
             DivergedError: Too many steps in a row were skipped, or the weights are NaN/Inf.
         """
+        scaler = self.scaler
         gradients = [p.grad for p in parameters if p.grad is not None]
         if math.isfinite(loss) and math.isfinite(_norm(gradients)):
             self.in_a_row = 0

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -22,15 +23,15 @@ from rloo_kit.rloo.rollout import Rollout
 NO_GRAD_FACTOR = 4
 
 
-@dataclass
-class Scored:
-    """What a forward pass gives for a micro-batch."""
+@dataclass(frozen=True)
+class PassOutput:
+    """The result of a forward pass over a micro-batch."""
 
     log_probs: torch.Tensor  # (N, C) float32 of the completion tokens
     entropies: torch.Tensor | None = None  # (N, C) float32, detached
 
 
-Forward = Callable[[MicroBatch], Scored]
+Forward = Callable[[MicroBatch], PassOutput]
 
 
 @contextlib.contextmanager
@@ -60,12 +61,14 @@ class Learner:
     forward: Forward  # under the policy
     backward: Callable[[torch.Tensor], None]  # takes a scalar loss
     no_grad: Callable[[], AbstractContextManager[None]]  # around passes without gradient
+    with_grad: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # around others
     parameters: list[torch.Tensor]  # those that train
     budget: int  # positions of a training micro-batch
     overhead: int  # what one more pass costs, in positions
     pad_token_id: int
     device: torch.device
     epsilon: tuple[float, float]  # the two clipping ranges, low and high
+    loss: Callable[..., Surrogate] = surrogate  # as in `objective.LOSSES`
     # (level, cap) of the importance weights against the sampler's log-probabilities
     correction: tuple[str, float] | None = None
     pad_to_multiple_of: int | None = None
@@ -74,12 +77,18 @@ class Learner:
     tally: Tally = field(default_factory=Tally)  # of the optimizer step in progress
     _warned: bool = False
 
-    def fill_old(self, rollout: Rollout, rows: list[int]) -> None:
-        """Compute and keep the old log-probabilities of rows, in a pass of their own."""
-        if rows:
-            found = self.log_probs(rollout.sampled.tokens, rows, self.forward)
-            rollout.old_log_probs[rows] = found[rows]
-            self.tally.old_rows += len(rows)
+    def take_tally(self) -> Tally:
+        """Return the counts of the optimizer step, and begin those of the next one."""
+        tally, self.tally = self.tally, Tally()
+        return tally
+
+    def with_old(self, rollout: Rollout, rows: list[int]) -> Rollout:
+        """Return the rollout with old log-probabilities of rows, by a pass of their own."""
+        if not rows:
+            return rollout
+        found = self.log_probs(rollout.sampled.tokens, rows, self.forward)
+        self.tally.old_rows += len(rows)
+        return rollout.with_old(rows, found[rows])
 
     def log_probs(self, tokens: TokenRows, rows: list[int], forward: Forward) -> torch.Tensor:
         """Return ``(B, T)`` float32 log-probabilities, without gradient; 0 in other rows."""
@@ -93,19 +102,23 @@ class Learner:
             with self.no_grad():
                 for piece in self._cut(tokens, left, NO_GRAD_FACTOR):
                     batch = self._pad(tokens, piece)
-                    _write(found, batch.rows, forward(batch).log_probs)
+                    log_probs = forward(batch).log_probs
+                    found[batch.rows, : log_probs.size(1)] = log_probs.to(found.dtype)
                     self._count_positions(batch)
                     left.difference_update(piece)
 
         retry_smaller(attempt, lambda exc: self._lower_budget(exc, tokens, [piece]))
         return found
 
-    def learn(self, rollout: Rollout, weights: torch.Tensor) -> None:
+    def learn(self, rollout: Rollout, weights: torch.Tensor) -> Rollout:
         """Add the gradient of a rollout's rows to the parameters.
 
         Args:
             rollout: Its old log-probabilities may be unknown where it is on-policy.
             weights: ``(B,)`` weight of each row's loss in the step; 0 where it is not part of it.
+
+        Returns:
+            The rollout with the old log-probabilities and the advantages of the rows.
         """
         left = set(((weights > 0) & rollout.learnable).nonzero().flatten().tolist())
         in_step = (weights > 0).nonzero().flatten().tolist()
@@ -115,16 +128,25 @@ class Learner:
         pieces: list[list[int]] = []
 
         def attempt() -> None:
-            nonlocal pieces
-            for pieces in self._plan(rollout, left):
-                self._learn_together(rollout, pieces, weights)
+            nonlocal rollout, pieces
+            rollout, plan = self._plan(rollout, left)
+            for pieces in plan:
+                rollout = self._learn_together(rollout, pieces, weights)
                 left.difference_update(row for piece in pieces for row in piece)
 
         tokens = rollout.sampled.tokens
-        retry_smaller(attempt, lambda exc: self._lower_budget(exc, tokens, pieces))
+        with self.with_grad():
+            retry_smaller(attempt, lambda exc: self._lower_budget(exc, tokens, pieces))
+        for parameter in self.parameters:  # TRL steps with a gradient of 0, not with none
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return rollout
 
-    def _plan(self, rollout: Rollout, left: set[int]) -> Iterator[list[list[int]]]:
-        """Yield micro-batches; those in one list need each other's log-probabilities."""
+    def _plan(self, rollout: Rollout, left: set[int]) -> tuple[Rollout, list[list[list[int]]]]:
+        """Return micro-batches; those in one list need each other's log-probabilities.
+
+        A group that is more than memory holds at once gets a pass for its KL here.
+        """
         tokens = rollout.sampled.tokens
         groups = [[row for row in rows if row in left] for rows in rollout.groups]
         unsettled = {number for number, rows in enumerate(groups) if rows} & set(
@@ -132,87 +154,80 @@ class Learner:
         )
         waiting = [groups[number] for number in sorted(unsettled)]
         bundles, too_long = tokens.bundle(waiting, self.budget)
-        if too_long:  # a group of its own is more than memory holds: a pass for its KL, then train
-            rows = [row for rows in too_long for row in rows]
-            self.fill_old(rollout, rows)
-            rollout.compute_advantages([rows[0] // rollout.num_generations for rows in too_long])
+        if too_long:
+            rollout = self.with_old(rollout, [row for rows in too_long for row in rows])
+            numbers = [rows[0] // rollout.num_generations for rows in too_long]
+            rollout = rollout.with_advantages(numbers)
         together = {row for bundle in bundles for row in bundle}
-        for piece in self._cut(tokens, left - together):
-            yield [piece]
-        for bundle in bundles:
-            yield self._cut(tokens, bundle)
+        plan = [[piece] for piece in self._cut(tokens, left - together)]
+        return rollout, plan + [self._cut(tokens, bundle) for bundle in bundles]
 
     def _learn_together(
         self, rollout: Rollout, pieces: list[list[int]], weights: torch.Tensor
-    ) -> None:
+    ) -> Rollout:
         """Run micro-batches forward, compute their groups' advantages, then run them backward."""
         counted = self.tally.copy()
-        graphs: list[tuple[MicroBatch, Scored]] = []
+        graphs: list[tuple[MicroBatch, PassOutput]] = []
         try:
             with stashed_gradients(self.parameters):
-                graphs.extend(self._forward(rollout, piece) for piece in pieces)
+                for piece in pieces:
+                    batch = self._pad(rollout.sampled.tokens, piece)
+                    graphs.append((batch, self.forward(batch)))
+                    if rollout.on_policy:
+                        rollout = rollout.with_old(batch.rows, graphs[-1][1].log_probs)
                 groups = {row // rollout.num_generations for piece in pieces for row in piece}
                 waiting = [number for number in sorted(groups) if not rollout.settled[number]]
                 if waiting:
-                    rollout.compute_advantages(waiting)
+                    rollout = rollout.with_advantages(waiting)
                 while graphs:  # last in, first out, as checkpointing that offloads expects
                     self._backward(rollout, *graphs.pop(), weights)
         except BaseException:
             graphs.clear()  # the error's traceback would keep the activations
             self.tally = counted
             raise
-
-    def _forward(self, rollout: Rollout, piece: list[int]) -> tuple[MicroBatch, Scored]:
-        batch = self._pad(rollout.sampled.tokens, piece)
-        scored = self.forward(batch)
-        if rollout.on_policy:
-            _write(rollout.old_log_probs, batch.rows, scored.log_probs)
-        return batch, scored
+        return rollout
 
     def _backward(
-        self, rollout: Rollout, batch: MicroBatch, scored: Scored, weights: torch.Tensor
+        self, rollout: Rollout, batch: MicroBatch, output: PassOutput, weights: torch.Tensor
     ) -> None:
-        loss, objective = self._loss(rollout, batch, scored, weights)
+        loss, objective = self._loss(rollout, batch, output, weights)
         self.backward(loss)
-        self._count(rollout, batch, scored, objective, loss)
+        self._count(rollout, batch, output, objective, loss)
 
     def _loss(
-        self, rollout: Rollout, batch: MicroBatch, scored: Scored, weights: torch.Tensor
+        self, rollout: Rollout, batch: MicroBatch, output: PassOutput, weights: torch.Tensor
     ) -> tuple[torch.Tensor, Surrogate]:
-        rows, width = batch.rows, batch.completion_mask.size(1)
-        mask = batch.completion_mask
+        rows, mask = batch.rows, batch.completion_mask
+        width = mask.size(1)
         # before any optimizer step the old policy is the one that trains: a ratio of exactly 1
         stored = rollout.old_log_probs[rows, :width]  # (N, C)
-        old = scored.log_probs.detach() if rollout.on_policy else stored
-        advantages = rollout.advantages[rows]
-        if advantages.ndim == 2:
-            advantages = advantages[:, :width]
+        old = output.log_probs.detach() if rollout.on_policy else stored
+        advantages = rollout.advantages[rows, :width]  # (N, 1) or (N, C)
         row_weights, token_weights = weights[rows], None
         if rollout.draw_weights is not None:
             row_weights = row_weights * rollout.draw_weights[rows]
         if self.correction is not None and rollout.sampler_log_probs is not None:
-            sampler = rollout.sampler_log_probs[rows, :width]
-            factors = rollout_weights(old, sampler, mask, *self.correction)
-            self._count_correction(factors, mask, self.correction[1])
-            if factors.ndim == 2:
+            sampler, (level, cap) = rollout.sampler_log_probs[rows, :width], self.correction
+            factors = rollout_weights(old, sampler, mask, level, cap)
+            self._count_correction(factors[mask] if level == "token" else factors, cap)
+            if level == "token":
                 token_weights = factors
             else:
-                row_weights = row_weights * factors
-        objective = surrogate(scored.log_probs, old, mask, advantages, *self.epsilon, token_weights)
+                row_weights = row_weights * factors.squeeze(1)
+        objective = self.loss(output.log_probs, old, mask, advantages, *self.epsilon, token_weights)
         return (objective.losses * row_weights).sum(), objective
 
-    def _count_correction(self, factors: torch.Tensor, mask: torch.Tensor, cap: float) -> None:
-        values = factors[mask] if factors.ndim == 2 else factors
-        self.tally.corrections += values.numel()
-        self.tally.correction += float(values.sum())
-        self.tally.capped += int((values >= cap * (1 - 1e-6)).sum())
+    def _count_correction(self, factors: torch.Tensor, cap: float) -> None:
+        self.tally.corrections += factors.numel()
+        self.tally.correction += float(factors.sum())
+        self.tally.capped += int((factors >= cap * (1 - 1e-6)).sum())
 
     @torch.no_grad()
     def _count(
         self,
         rollout: Rollout,
         batch: MicroBatch,
-        scored: Scored,
+        output: PassOutput,
         objective: Surrogate,
         loss: torch.Tensor,
     ) -> None:
@@ -221,10 +236,10 @@ class Learner:
         self._count_positions(batch)
         tally.loss += float(loss.detach())
         tally.completion_tokens += int(mask.sum())
-        if scored.entropies is not None:
-            tally.entropy += float((scored.entropies * mask).sum())
+        if output.entropies is not None:
+            tally.entropy += float((output.entropies * mask).sum())
         if not rollout.on_policy:
-            moved = scored.log_probs - rollout.old_log_probs[batch.rows, : mask.size(1)]  # (N, C)
+            moved = output.log_probs - rollout.old_log_probs[batch.rows, : mask.size(1)]  # (N, C)
             tally.squared_log_ratio += float((moved.square() * mask).sum())
         tally.ratios.append(objective.ratios.cpu())
         tally.clipped_low.append(objective.clipped_low.cpu())
@@ -260,7 +275,3 @@ class Learner:
                 stacklevel=2,
             )
             self._warned = True
-
-
-def _write(into: torch.Tensor, rows: torch.Tensor, log_probs: torch.Tensor) -> None:
-    into[rows, : log_probs.size(1)] = log_probs.detach().to(into.dtype)

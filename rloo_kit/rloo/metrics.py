@@ -102,7 +102,7 @@ def _kl_metrics(rollout: Rollout) -> dict[str, float]:
     tokens = (rollout.completion_mask & rows.unsqueeze(1)).sum().clamp(min=1)
     sequence, per_token = _mean(kl[rows]), float(kl.sum() / tokens)
     from_scores, penalty = rollout.score_advantages[rows], kl
-    if rollout.advantages.ndim == 1:  # the baseline takes its part of the KL, too
+    if not is_token_level(rollout.shaping):  # the baseline takes its part of the KL, too
         known = kl.masked_fill(rollout.scores.isnan(), torch.nan)
         penalty = leave_one_out_advantages(known.view(-1, rollout.num_generations)).view(-1)
     from_kl = beta * penalty[rows]

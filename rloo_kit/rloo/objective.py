@@ -1,4 +1,4 @@
-"""What a score becomes before it trains, and the loss it trains with: pure functions on tensors.
+"""Normalised scores, the KL penalty and the loss: pure functions on tensors.
 
 Shapes: P prompts, G generations per prompt, B = P*G completions, N rows of a micro-batch, T tokens.
 
@@ -8,6 +8,7 @@ for the token-level penalty and reward normalisation; Schulman 2020, "Approximat
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -70,24 +71,37 @@ def token_kl(
     return log_ratio if estimator == "k1" else torch.expm1(-log_ratio) + log_ratio
 
 
-def subtract_kl(values: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
-    """Subtract the KL penalty: the only place where ``beta`` meets scores or advantages.
+def subtract_kl(scores: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return the rewards of the sequence level, ``r_i = s_i - beta * sum_t kl_it``.
 
-    Sequence level: ``r_i = s_i - beta * kl_i``, before the leave-one-out baseline. Token level:
-    ``A_it = A_i - beta * sum over u >= t of kl_iu``, after it.
+    They come before the leave-one-out baseline.
 
     Args:
-        values: ``(N,)`` scores s at sequence level, advantages A of the scores at token level.
-        kl: ``(N,)`` of whole completions or ``(N, T)`` of tokens, in nats.
+        scores: ``(N,)``.
+        kl: ``(N, T)`` of tokens, in nats; 0 where there is no token.
         beta: Strength of the penalty.
 
     Returns:
-        The shape of ``kl``.
+        ``(N,)``.
     """
-    if kl.ndim == 1:
-        return values - beta * kl
+    return scores - beta * kl.sum(1)
+
+
+def subtract_kl_to_go(advantages: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return the advantages of the token level, ``A_it = A_i - beta * sum_{u >= t} kl_iu``.
+
+    They come after the baseline, which is of the scores alone.
+
+    Args:
+        advantages: ``(N,)`` of the scores.
+        kl: ``(N, T)`` of tokens, in nats; 0 where there is no token.
+        beta: Strength of the penalty.
+
+    Returns:
+        ``(N, T)``.
+    """
     to_go = kl.flip(-1).cumsum(-1).flip(-1)  # (N, T) sums from each token to the end of its row
-    return values.unsqueeze(1) - beta * to_go
+    return advantages.unsqueeze(1) - beta * to_go
 
 
 @dataclass(frozen=True)
@@ -120,7 +134,7 @@ def surrogate(
         log_probs: ``(N, T)`` with gradient.
         old_log_probs: ``(N, T)``; the detached ``log_probs`` where the policy has not moved.
         mask: ``(N, T)`` 1 on completion tokens.
-        advantages: ``(N,)``, or ``(N, T)`` with the token-level KL.
+        advantages: ``(N, 1)``, or ``(N, T)`` with the token-level KL.
         epsilon_low: rho is clipped at 1 - epsilon_low ...
         epsilon_high: ... and at 1 + epsilon_high.
         token_weights: ``(N, T)`` factors of each token's gradient; the ratio's value stays.
@@ -128,18 +142,27 @@ def surrogate(
     per_token = (log_probs - old_log_probs) * mask
     if token_weights is not None:
         per_token = per_token.detach() + token_weights * (per_token - per_token.detach())
-    log_ratio = per_token.sum(1)
-    terms = per_token if advantages.ndim == 2 else log_ratio
+    log_ratio = per_token.sum(1, keepdim=True)  # (N, 1)
+    whole = advantages.size(1) == 1  # a completion is one action
+    terms = log_ratio if whole else per_token  # (N, K), K is 1 or T
+    counts = torch.ones_like(log_ratio) if whole else mask  # (N, K)
     ratio = terms.clamp(max=MAX_LOG_RATIO).exp()
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     objective = torch.min(ratio * advantages, clipped * advantages)
     low = (ratio < 1 - epsilon_low) & (advantages < 0)
     high = (ratio > 1 + epsilon_high) & (advantages > 0)
-    if advantages.ndim == 2:
-        tokens = mask.sum(1).clamp(min=1)
-        objective = (objective * mask).sum(1)
-        low, high = (low * mask).sum(1) / tokens, (high * mask).sum(1) / tokens
-    return Surrogate(-objective, log_ratio.detach().exp(), low.float(), high.float())
+    num_terms = counts.sum(1).clamp(min=1)
+    return Surrogate(
+        losses=-(objective * counts).sum(1),
+        ratios=log_ratio.detach().squeeze(1).exp(),
+        clipped_low=(low * counts).sum(1) / num_terms,
+        clipped_high=(high * counts).sum(1) / num_terms,
+    )
+
+
+# Losses by the name that the setting `loss` gives: a new one is a function with the arguments of
+# `surrogate` and a row here
+LOSSES: dict[str, Callable[..., Surrogate]] = {"clipped": surrogate}
 
 
 def rollout_weights(
@@ -158,10 +181,10 @@ def rollout_weights(
         old_log_probs: ``(N, T)`` of the policy that trains, before its step.
         sampler_log_probs: ``(N, T)`` as the engine reported them.
         mask: ``(N, T)`` 1 on completion tokens.
-        level: ``sequence``, one weight a completion and so ``(N,)``; or ``token``, ``(N, T)``.
+        level: ``sequence``, one weight per completion, ``(N, 1)``; or ``token``, ``(N, T)``.
         cap: Largest weight.
     """
     log_ratio = (old_log_probs - sampler_log_probs) * mask
     if level == "sequence":
-        log_ratio = log_ratio.sum(1)
+        log_ratio = log_ratio.sum(1, keepdim=True)
     return log_ratio.clamp(max=math.log(cap)).exp()

@@ -1,27 +1,33 @@
-"""One generation batch as data: what was sampled, how it scored, and which rows train.
+"""One generation batch as data: its completions, their scores, and the rows that train.
 
-``Rollout.scored`` turns scores into what can be known before any pass; ``compute_advantages`` adds
-the KL, group by group, as soon as the log-probabilities of a group are in.
+``Rollout.scored`` makes it of scores, before any pass. ``with_advantages`` adds the KL, group by
+group, as soon as the log-probabilities of a group are known.
 
 Shapes: P prompts, G generations per prompt, B = P*G completions, T the longest completion, F reward
 functions.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 import torch
 
 from rloo_kit.rloo.advantages import (
+    BASELINES,
     draw_rows,
     inclusion_probabilities,
     leave_one_out_advantages,
     normalised_sum,
-    shrinkage_advantages,
 )
 from rloo_kit.rloo.batching import TokenRows
-from rloo_kit.rloo.objective import RunningMoments, normalise, subtract_kl, token_kl
+from rloo_kit.rloo.objective import (
+    RunningMoments,
+    normalise,
+    subtract_kl,
+    subtract_kl_to_go,
+    token_kl,
+)
 
 
 @dataclass(frozen=True)
@@ -36,23 +42,34 @@ class Shaping:
     token_level_kl: bool = False
     kl_estimator: str = "k1"
     mask_truncated_completions: bool = False
-    baseline: str = "leave_one_out"  # or `shrinkage`
+    baseline: str = "leave_one_out"  # a name in `advantages.BASELINES`
     combine: str = "sum"  # or `normalize_then_sum`
 
 
-@dataclass(frozen=True)
-class ScoredBatch:
-    """Completions with their scores; methods return a new batch."""
+@dataclass(frozen=True, kw_only=True)
+class Completions:
+    """B sampled completions, those of a prompt one after another."""
 
-    prompts: list[Any]
-    completions: list[Any]
+    prompts: list[Any]  # texts or conversations
+    completions: list[Any]  # texts, or conversations of one message
     tokens: TokenRows
     # Whether the completion ends with an EOS id (or a pad id, which some models end with)
     ended: list[bool]
-    rewards: torch.Tensor  # (B, F) float32 of every reward function; NaN where it returned None
-    scores: torch.Tensor  # (B,) float32 weighted sums; NaN where every function returned None
     # Of the completion tokens, as the engine reported them; None where it does not
     sampler_log_probs: list[list[float]] | None = None
+
+    def unmasked_rows(self, shaping: Shaping) -> list[int]:
+        """Return the rows that ``mask_truncated_completions`` leaves."""
+        masks = shaping.mask_truncated_completions
+        return [row for row, ended in enumerate(self.ended) if ended or not masks]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredBatch(Completions):
+    """Completions with their scores; methods return a new batch."""
+
+    rewards: torch.Tensor  # (B, F) float32 of every reward function; NaN where it returned None
+    scores: torch.Tensor  # (B,) float32 weighted sums; NaN where every function returned None
     weights: torch.Tensor | None = None  # (F,) of the rewards; None: they are not known
 
     def shaped_scores(
@@ -109,9 +126,12 @@ class ScoredBatch:
         )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rollout:
-    """A scored generation batch, and the log-probabilities and advantages known of it so far."""
+    """A scored generation batch, and the log-probabilities and advantages known of it so far.
+
+    It is plain data: each ``with_...`` method returns a new rollout.
+    """
 
     sampled: ScoredBatch
     num_generations: int
@@ -125,12 +145,8 @@ class Rollout:
     old_log_probs: torch.Tensor
     # `(B, T)` float32 of the reference; filled where `learnable` when beta is not 0
     reference_log_probs: torch.Tensor
-    kl: torch.Tensor  # (B,) estimated KL of whole completions, nats; 0 where it was not needed
-    token_kl: torch.Tensor  # (B, T) the same of every token
-    score_advantages: torch.Tensor  # (B,) advantages before the KL
-    advantages: torch.Tensor  # (B,) ; `(B, T)` with the token-level KL
+    advantages: torch.Tensor  # (B, 1) float32; `(B, T)` with the token-level KL
     settled: torch.Tensor  # (P,) bool: groups whose advantages are final
-    comparable: torch.Tensor  # (B,) bool: scorable rows with at least one scorable sibling
     # `(B, T)` float32 as the engine reported them; None where it does not
     sampler_log_probs: torch.Tensor | None = None
     # `(B,)` one over the probability that the row was drawn; None where all rows are learned from
@@ -145,7 +161,10 @@ class Rollout:
         shaping: Shaping,
         moments: RunningMoments | None = None,
     ) -> Self:
-        """Shape the scores: missing-EOS penalty, clip, normalisation (updates ``moments``)."""
+        """Shape the scores: missing-EOS penalty, clip, normalisation (updates ``moments``).
+
+        At beta 0 the advantages are final; else they wait for the log-probabilities.
+        """
         device = sampled.scores.device
         scores, masked = sampled.shaped_scores(shaping, num_generations)
         if shaping.normalize_reward == "moving" and moments is not None:
@@ -156,34 +175,24 @@ class Rollout:
         lengths = torch.tensor([len(ids) for ids in sampled.tokens.completion_ids], device=device)
         places = torch.arange(int(lengths.max()), device=device)  # (T,)
         mask = (places < lengths.unsqueeze(1)) & ~masked.unsqueeze(1)  # (B, T)
-        grouped = scores.view(-1, num_generations)  # (P, G)
-        siblings = (~grouped.isnan()).sum(dim=1, keepdim=True) > 1
-        comparable = (~grouped.isnan() & siblings).view(-1)
-        shrinks = shaping.baseline == "shrinkage"
-        over_baseline = shrinkage_advantages if shrinks else leave_one_out_advantages
-        score_advantages = over_baseline(grouped).view(-1)
         empty = torch.zeros(mask.shape, device=device)
         rollout = cls(
             sampled=sampled,
             num_generations=num_generations,
             shaping=shaping,
             scores=scores,
-            # at beta 0 the gradient of a row is its advantage times that of its log-probability
-            learnable=comparable & ~masked & ((score_advantages != 0) | (shaping.beta != 0)),
+            learnable=~masked,
             completion_mask=mask,
-            old_log_probs=empty.clone(),
-            reference_log_probs=empty.clone(),
-            kl=torch.zeros_like(scores),
-            token_kl=empty.clone(),
-            score_advantages=score_advantages,
-            advantages=empty.clone() if is_token_level(shaping) else torch.zeros_like(scores),
-            settled=torch.zeros(len(grouped), dtype=torch.bool, device=device),
-            comparable=comparable,
+            old_log_probs=empty,
+            reference_log_probs=empty,
+            advantages=empty if is_token_level(shaping) else empty[:, :1],
+            settled=torch.zeros(len(scores) // num_generations, dtype=torch.bool, device=device),
             sampler_log_probs=_padded(sampled.sampler_log_probs, empty),
         )
-        if shaping.beta == 0:
-            rollout.compute_advantages()
-        return rollout
+        # at beta 0 the gradient of a row is its advantage times that of its log-probability
+        has_gradient = (rollout.score_advantages != 0) | (shaping.beta != 0)
+        rollout = replace(rollout, learnable=rollout.comparable & ~masked & has_gradient)
+        return rollout.with_advantages() if shaping.beta == 0 else rollout
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as dicts, lists and copies of tensors, for a checkpoint."""
@@ -194,17 +203,23 @@ class Rollout:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], device: Any) -> Self:
-        """Return the rollout that ``state_dict`` was called on, with its tensors on a device."""
+        """Return the rollout that ``state_dict`` was called on, with its tensors on a device.
+
+        A checkpoint of an older version may hold fields that are gone, or one advantage per row.
+        """
         sampled = dict(state["sampled"])
         sampled["tokens"] = TokenRows(**sampled["tokens"])
-        values = state | {"sampled": ScoredBatch(**_on(device, sampled))}
-        # a checkpoint of an older version may hold settings that are gone
-        known = {field.name for field in fields(Shaping)}
-        shaping = {name: value for name, value in state["shaping"].items() if name in known}
-        return cls(**_on(device, values | {"shaping": Shaping(**shaping)}))
+        values = state | {
+            "sampled": ScoredBatch(**_on(device, sampled)),
+            "shaping": Shaping(**_known(Shaping, state["shaping"])),
+            "advantages": state["advantages"].view(len(state["scores"]), -1),
+        }
+        return cls(**_on(device, _known(cls, values)))
 
     def __len__(self) -> int:
         return len(self.sampled.tokens)
+
+    # --- what follows from the fields ------------------------------------------------------------
 
     @property
     def learnable_rows(self) -> list[int]:
@@ -219,18 +234,99 @@ class Rollout:
         return [rows[take].tolist() for rows, take in zip(places, wanted, strict=True)]
 
     @property
+    def comparable(self) -> torch.Tensor:
+        """``(B,)`` bool: scorable rows with at least one scorable sibling."""
+        scorable = ~self.scores.view(-1, self.num_generations).isnan()  # (P, G)
+        return (scorable & (scorable.sum(dim=1, keepdim=True) > 1)).view(-1)
+
+    @property
+    def score_advantages(self) -> torch.Tensor:
+        """``(B,)`` advantages before the KL, over the baseline of ``shaping.baseline``."""
+        over_baseline = BASELINES[self.shaping.baseline]
+        return over_baseline(self.scores.view(-1, self.num_generations)).view(-1)
+
+    @property
+    def pull(self) -> torch.Tensor:
+        """``(B,)`` what another baseline adds to leave-one-out advantages; else exactly 0."""
+        grouped = self.scores.view(-1, self.num_generations)  # (P, G)
+        return self.score_advantages - leave_one_out_advantages(grouped).view(-1)
+
+    @property
+    def token_kl(self) -> torch.Tensor:
+        """``(B, T)`` estimated KL of every token, nats; 0 in rows that are not learnable."""
+        if not self.shaping.beta:
+            return torch.zeros_like(self.old_log_probs)
+        kl = token_kl(self.old_log_probs, self.reference_log_probs, self.shaping.kl_estimator)
+        return kl.masked_fill(~(self.completion_mask & self.learnable.unsqueeze(1)), 0.0)
+
+    @property
+    def kl(self) -> torch.Tensor:
+        """``(B,)`` estimated KL of whole completions, nats."""
+        return self.token_kl.sum(1)
+
+    @property
     def row_advantages(self) -> torch.Tensor:
         """``(B,)`` one number a row; at token level the mean over its tokens."""
-        if self.advantages.ndim == 1:
-            return self.advantages
+        if not is_token_level(self.shaping):
+            return self.advantages.squeeze(1)
         tokens = self.completion_mask.sum(1).clamp(min=1)
         return (self.advantages * self.completion_mask).sum(1) / tokens
 
-    def draw(self, wanted: int, start: float) -> None:
-        """Learn from ``wanted`` rows alone, drawn by the size of their part of the gradient.
+    # --- the next rollout ------------------------------------------------------------------------
 
-        That is estimated as |A| times length; weights of one over the probability keep the gradient
-        of the whole batch unbiased. Advantages must be final.
+    def with_reference(self, log_probs: torch.Tensor) -> Self:
+        """Return the rollout with ``(B, T)`` log-probabilities of the reference."""
+        return replace(self, reference_log_probs=log_probs)
+
+    def with_old(self, rows: torch.Tensor | list[int], log_probs: torch.Tensor) -> Self:
+        """Return the rollout with log-probabilities of the policy that sampled, for some rows.
+
+        Args:
+            rows: ``(N,)`` numbers of rows.
+            log_probs: ``(N, C)`` of their first C completion tokens.
+        """
+        old = self.old_log_probs.clone()
+        old[rows, : log_probs.size(1)] = log_probs.detach().to(old.dtype)
+        return replace(self, old_log_probs=old)
+
+    def with_advantages(self, groups: list[int] | None = None) -> Self:
+        """Return the rollout with the advantages of groups whose log-probabilities are known.
+
+        At sequence level the KL is subtracted from the scores, before the leave-one-out baseline;
+        another baseline changes the part of the scores alone, so that a group needs the KL of no
+        other one. At token level it is subtracted after the baseline.
+
+        Args:
+            groups: Their numbers; None: all.
+        """
+        shaping, size = self.shaping, self.num_generations
+        device = self.scores.device
+        numbers = torch.arange(len(self.settled)) if groups is None else torch.tensor(groups)
+        rows = (numbers.unsqueeze(1) * size + torch.arange(size)).view(-1).to(device)  # (N,)
+        advantages = self.score_advantages[rows]  # (N,)
+        if is_token_level(shaping):
+            advantages = subtract_kl_to_go(advantages, self.token_kl[rows], shaping.beta)  # (N, T)
+            counts = self.completion_mask[rows] & self.comparable[rows].unsqueeze(1)
+            advantages = advantages * (self.completion_mask[rows] & self.learnable[rows, None])
+        else:
+            if shaping.beta:
+                rewards = subtract_kl(self.scores[rows], self.token_kl[rows], shaping.beta)
+                advantages = leave_one_out_advantages(rewards.view(-1, size)).view(-1)
+                advantages = advantages + self.pull[rows]
+            advantages, counts = advantages.unsqueeze(1), self.comparable[rows, None]  # (N, 1)
+        if shaping.normalize_advantages:  # over their spread among comparable rows or tokens
+            known = advantages.masked_fill(~counts, torch.nan)
+            advantages = normalise(known).nan_to_num(nan=0.0)
+        found, settled = self.advantages.clone(), self.settled.clone()
+        found[rows] = advantages * self.learnable[rows, None]
+        settled[numbers.to(device)] = True
+        return replace(self, advantages=found, settled=settled)
+
+    def with_drawn_rows(self, wanted: int, start: float) -> Self:
+        """Return the rollout that learns from ``wanted`` rows alone, drawn by their gradient.
+
+        Its size is estimated as |A| times length; weights of one over the probability keep the
+        gradient of the whole batch unbiased. Advantages must be final.
 
         Args:
             wanted: Rows to learn from; all where no more have a gradient.
@@ -238,53 +334,9 @@ class Rollout:
         """
         sizes = self.row_advantages.abs() * self.completion_mask.sum(1)  # (B,)
         chances = inclusion_probabilities(sizes * self.learnable, wanted)
-        self.learnable = draw_rows(chances, start)
-        self.draw_weights = torch.where(self.learnable, 1 / chances, 0.0).to(self.scores.dtype)
-
-    @property
-    def pull(self) -> torch.Tensor:
-        """``(B,)`` what shrinkage adds to leave-one-out advantages; exactly 0 without it."""
-        grouped = self.scores.view(-1, self.num_generations)  # (P, G)
-        return self.score_advantages - leave_one_out_advantages(grouped).view(-1)
-
-    def compute_advantages(self, groups: list[int] | None = None) -> None:
-        """Compute KL, reward and advantage of groups whose log-probabilities are known.
-
-        ``objective.subtract_kl`` has the two formulas. Shrinkage pulls the baseline of the scores;
-        that of the KL stays leave-one-out, so that a group needs the KL of no other one. ``groups``
-        are numbers; None: all.
-        """
-        shaping, size = self.shaping, self.num_generations
-        numbers = torch.arange(len(self.settled)) if groups is None else torch.tensor(groups)
-        rows = (numbers.unsqueeze(1) * size + torch.arange(size)).view(-1).to(self.scores.device)
-        advantages = self.score_advantages[rows]  # (N,)
-        learnable = self.learnable[rows]
-        if shaping.beta:
-            mask = self.completion_mask[rows] & learnable.unsqueeze(1)  # (N, T)
-            kl = token_kl(
-                self.old_log_probs[rows], self.reference_log_probs[rows], shaping.kl_estimator
-            )
-            self.token_kl[rows] = kl = kl.masked_fill(~mask, 0.0)
-            self.kl[rows] = kl.sum(1)
-            if shaping.token_level_kl:
-                advantages = subtract_kl(advantages, kl, shaping.beta) * mask  # (N, T)
-            else:
-                rewards = subtract_kl(self.scores[rows], self.kl[rows], shaping.beta)
-                advantages = leave_one_out_advantages(rewards.view(-1, size)).view(-1)
-                advantages = advantages + self.pull[rows]
-        if shaping.normalize_advantages:
-            advantages = self._normalised(advantages, rows)
-        self.advantages[rows] = advantages * (
-            learnable.unsqueeze(1) if advantages.ndim == 2 else learnable
-        )
-        self.settled[numbers.to(self.settled.device)] = True
-
-    def _normalised(self, advantages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return advantages over their spread among comparable rows (tokens, at token level)."""
-        counts = self.comparable[rows]
-        if advantages.ndim == 2:
-            counts = self.completion_mask[rows] & counts.unsqueeze(1)
-        return normalise(advantages.masked_fill(~counts, torch.nan)).nan_to_num(nan=0.0)
+        drawn = draw_rows(chances, start)
+        weights = torch.where(drawn, 1 / chances, 0.0).to(self.scores.dtype)
+        return replace(self, learnable=drawn, draw_weights=weights)
 
 
 def rows_needing_old_pass(rollout: Rollout, first_step: set[int]) -> list[int]:
@@ -309,6 +361,11 @@ def is_token_level(shaping: Shaping) -> bool:
 def _values_of(of: Any) -> dict[str, Any]:
     values = {field.name: getattr(of, field.name) for field in fields(of)}
     return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
+
+
+def _known(kind: Any, values: dict[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def _on(device: Any, values: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,15 @@ from rloo_kit.config.run_file import EXAMPLES, SECTIONS, RunConfig
 from rloo_kit.data.prompts import count_levels
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.evaluator import evaluate, settings_of
+from rloo_kit.job import (
+    fitting_prompts,
+    load_policy,
+    make_trainer_args,
+    read_config,
+    read_prompts,
+    tokenizer_of,
+    with_whole_paths,
+)
 from rloo_kit.machine.environment import setup
 from rloo_kit.machine.memory import add_to_session, session
 from rloo_kit.output_folder import check_writable, write_atomically
@@ -29,15 +38,6 @@ from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.loading import load_rewards, with_weights
 from rloo_kit.text.redaction import redact_tree, redacting
 from rloo_kit.text.wording import format_value
-from rloo_kit.training.preparation import (
-    fitting_prompts,
-    load_policy,
-    make_trainer_args,
-    read_config,
-    read_prompts,
-    tokenizer_of,
-    with_whole_paths,
-)
 from rloo_kit.types import Row
 
 # Share of completions that are right, of a level that may be chosen

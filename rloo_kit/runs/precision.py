@@ -18,13 +18,13 @@ from trl.trainer import rloo_trainer  # whose names Unsloth replaces
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.errors import ConfigError
+from rloo_kit.job import load_policy, make_trainer_args
 from rloo_kit.machine.memory import session
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.sampling.canary import PROBE_TOKENS, PROBE_TOKENS_PER_ROW
 from rloo_kit.sampling.choice import make_sampling
 from rloo_kit.sampling.decoding import as_sampled, until_end
 from rloo_kit.sampling.engine import Generations
-from rloo_kit.training.preparation import load_policy, make_trainer_args
 from rloo_kit.training.trainer import LeaveOneOutTrainer
 from rloo_kit.types import Row
 
@@ -67,7 +67,7 @@ def mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str)
         prompts = [prompt_ids(tokenizer, row["prompt"], args.chat_template_kwargs) for row in rows]
         drawn = _drawn(trainer, prompts)
         tokens = TokenRows(prompts, drawn.completion_ids)
-        learner = trainer.steps.make_learner()
+        learner = trainer.learner
         found = learner.log_probs(tokens, [*range(len(prompts))], trainer.policy.forward)  # (B, T)
         return fmean(
             abs(sampled - learnt)
@@ -95,9 +95,7 @@ def _drawn_by_transformers(trainer: LeaveOneOutTrainer, prompts: list[list[int]]
     unwrapped = rloo_trainer.unwrap_model_for_generation(  # pyright: ignore[reportPrivateImportUsage]
         trainer.model_wrapped, trainer.accelerator, generation_kwargs=trainer.generation_kwargs
     )
-    padded = trainer._tokenizer.pad(
-        {"input_ids": prompts}, padding_side="left", return_tensors="pt"
-    )
+    padded = trainer.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
     with unwrapped as model, torch.no_grad(), as_sampled(model):
         found = model.generate(
             **padded.to(model.device),

@@ -15,6 +15,16 @@ from rloo_kit.config.run_file import EXAMPLES, RunConfig
 from rloo_kit.diagnosis.record import read_json, read_run
 from rloo_kit.errors import ConfigError, DataError, KitError, MemoryRanOutError
 from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
+from rloo_kit.job import (
+    fitting_prompts,
+    held_out_judges,
+    load_policy,
+    make_trainer_args,
+    read_config,
+    read_prompts,
+    tokenizer_of,
+    with_whole_paths,
+)
 from rloo_kit.live.select import live_progress
 from rloo_kit.machine.engines import sleep_pool_bytes
 from rloo_kit.machine.environment import Environment, setup
@@ -37,16 +47,6 @@ from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.wording import first_line
-from rloo_kit.training.preparation import (
-    fitting_prompts,
-    held_out_judges,
-    load_policy,
-    make_trainer_args,
-    read_config,
-    read_prompts,
-    tokenizer_of,
-    with_whole_paths,
-)
 
 if TYPE_CHECKING:
     from rloo_kit.runs.recorder import RunRecorder
@@ -211,8 +211,6 @@ def _train_and_score(
     made: _Prepared, absolute: RunConfig, past: Path | None, say: Say
 ) -> RunResult:
     """Run everything except the release; what is made here belongs to the open session."""
-    from rloo_kit.training.dry_run import dry_run_if_wanted
-
     checkpoint, before = _find_progress(past)
     if past is None:
         opened = new_folder(made.folder, absolute, made.environment)
@@ -224,8 +222,7 @@ def _train_and_score(
         trainer = _make_trainer(made, recorder)
         score = made.score
         if checkpoint is None:
-            dry_run_if_wanted(
-                trainer,
+            trainer.dry_run_if_wanted(
                 say,
                 max_prompt_tokens=made.config.data.max_prompt_tokens,
                 remedy=lambda: remedy(made.config, room_here(), base=made.base),

@@ -43,7 +43,7 @@ HISTORY_ERRORS = 8.0
 NOISE_FACTOR, NOISE_FLOOR = 4.0, 0.01
 
 # `(N, C)` log-probabilities of the completion tokens, without gradient
-Score = Callable[[MicroBatch], torch.Tensor]
+Pass = Callable[[MicroBatch], torch.Tensor]
 
 BASE, PREVIOUS_STEP = "sampling/adapter_reached", "sampling/step_reached"
 MESSAGES = {
@@ -132,17 +132,17 @@ def is_other(positions: Sequence[Position]) -> bool:
 class Policies:
     """The trainer's pass under other adapters than the one that trains; all come back unchanged."""
 
-    score_batch: Score
+    run: Pass
     model: Any
     adapter: dict[str, torch.Tensor]
     pad_token_id: int
     dtype: torch.dtype
 
-    def score(self, tokens: TokenRows) -> torch.Tensor:
+    def log_probs(self, tokens: TokenRows) -> torch.Tensor:
         """Return ``(N,)`` log-probabilities of all completion tokens, row by row."""
         batch = tokens.pad(range(len(tokens)), self.pad_token_id, self.model.device)
         with torch.no_grad():
-            return self.score_batch(batch)[batch.completion_mask].float()  # (B, C) -> (N,)
+            return self.run(batch)[batch.completion_mask].float()  # (B, C) -> (N,)
 
     @contextlib.contextmanager
     def rounding(self) -> Iterator[None]:
@@ -191,14 +191,14 @@ class Policies:
             for name, parameter in self.adapter.items()
             if "lora_B" in name
         }
-        here = self.score(tokens)
+        here = self.log_probs(tokens)
         size, tries = 0.02, 12
         while True:
             shifted = self.copy_adapter()
             for name, values in noise.items():
                 shifted[name] += (size * values).to(shifted[name].dtype)
             with self.adapter_set_to(shifted):
-                there = self.score(tokens)
+                there = self.log_probs(tokens)
             moved, tries = float((there - here).abs().mean()), tries - 1
             if 0.3 <= moved <= 3 or not tries:
                 return shifted
@@ -208,14 +208,14 @@ class Policies:
 class Canary:
     """Compares sampler and trainer, and stops the run where they are two policies.
 
-    ``score`` is the trainer's pass, under whatever adapter the model has at the moment, in
+    ``log_probs`` is the trainer's pass, under whatever adapter the model has at the moment, in
     ``dtype``; within ``without_adapter()`` the model is its base.
     """
 
     def __init__(
         self,
         *,
-        score: Score,
+        log_probs: Pass,
         model: Any,
         without_adapter: Callable[[], AbstractContextManager[Any]],
         pad_token_id: int,
@@ -224,7 +224,7 @@ class Canary:
     ) -> None:
         adapter = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._model = model
-        self._policies = Policies(score, model, adapter, pad_token_id, dtype)
+        self._policies = Policies(log_probs, model, adapter, pad_token_id, dtype)
         self._without_adapter = without_adapter
         self._sampling = sampling
         self._now: dict[str, torch.Tensor] | None = None
@@ -256,8 +256,8 @@ class Canary:
             engine.sync(self._model)
             drawn = engine.generate(prompts, short, seed)
             tokens = TokenRows(prompts, drawn.completion_ids)
-            within = self._policies.score(tokens)  # (N,)
-        outside = self._policies.score(tokens)
+            within = self._policies.log_probs(tokens)  # (N,)
+        outside = self._policies.log_probs(tokens)
         # from here on the engine samples from the policy that trains
         engine.sync(self._model)
         sampler = _flat(drawn.log_probs, tokens, within.device)
@@ -286,9 +286,9 @@ class Canary:
         tokens, log_probs = _cut_probe(tokens, log_probs)
         policies, others = self._policies, dict[str, torch.Tensor]()
         with policies.adapter_set_to(self._now):
-            now = policies.score(tokens)  # (N,)
+            now = policies.log_probs(tokens)  # (N,)
             with policies.rounding():
-                disturbed = policies.score(tokens)
+                disturbed = policies.log_probs(tokens)
         noise, noise_mean = self._noise(disturbed - now)
         sampler = _flat(log_probs, tokens, now.device)
         if not bool(sampler.isfinite().all()):
@@ -304,10 +304,10 @@ class Canary:
             # Truncation renormalises what is left, so the sampler's numbers are not the policy's.
             return metrics
         with self._without_adapter():
-            others[BASE] = policies.score(tokens)
+            others[BASE] = policies.log_probs(tokens)
         if self._before is not None:
             with policies.adapter_set_to(self._before):
-                others[PREVIOUS_STEP] = policies.score(tokens)
+                others[PREVIOUS_STEP] = policies.log_probs(tokens)
         nearest = self._nearest(sampler, now, others, noise, metrics)
         if not nearest and difference <= max(NOISE_FLOOR, NOISE_FACTOR * noise_mean):
             return metrics

@@ -105,7 +105,7 @@ class VllmEngine:
         import torch
 
         arguments = {
-            "model": model.get_base_model().config._name_or_path,
+            "model": model.get_base_model().config.name_or_path,
             "trust_remote_code": notes_of(model).trust_remote_code,
             "skip_tokenizer_init": True,  # token ids in, token ids out
             "generation_config": "vllm",  # no sampling defaults but ours
@@ -156,7 +156,7 @@ class VllmEngine:
         size = engine_size(
             shape_of_config(
                 config,
-                str(config._name_or_path),
+                str(config.name_or_path),
                 trust_remote_code=notes_of(model).trust_remote_code,
             ),
             in_4bit=_is_4bit(model) and hardware.device != "cpu",

@@ -8,7 +8,7 @@ import signal
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,41 @@ from rloo_kit.types import Completion, Score
 T = TypeVar("T")
 # The largest float32: scores are stored as float32
 MAX_SCORE = 3.4028234663852886e38
+
+
+# Columns of a dataset that rewards get under other names, or made anew
+RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")
+
+
+def reward_columns(
+    rows: Sequence[Mapping[str, Any]],
+    completions: Sequence[Any],
+    completion_ids: list[list[int]],
+    *,
+    trainer_state: Any = None,
+    log_extra: Callable[[str, list[Any]], None] = lambda column, values: None,
+    log_metric: Callable[[str, float], None] = lambda name, value: None,
+) -> dict[str, Any]:
+    """Return the keywords of a reward, as TRL calls it: whole columns of B rows.
+
+    Args:
+        rows: Of the dataset, with ``prompt``; the names of their columns are those of the first.
+        completions: Texts, or conversations.
+        completion_ids: Their tokens.
+        trainer_state: Of transformers; None outside of a training.
+        log_extra: Called with a column for the table of completions.
+        log_metric: Called with a metric of the reward.
+    """
+    names = sorted(set(rows[0]) - set(RESERVED))
+    return {
+        **{name: [row[name] for row in rows] for name in names},
+        "prompts": [row["prompt"] for row in rows],
+        "completions": completions,
+        "completion_ids": completion_ids,
+        "trainer_state": trainer_state,
+        "log_extra": log_extra,
+        "log_metric": log_metric,
+    }
 
 
 @dataclass(frozen=True)

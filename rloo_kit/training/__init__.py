@@ -1,6 +1,6 @@
-"""The leave-one-out trainer over TRL, its settings, its preparation and its dry run.
+"""The leave-one-out trainer over TRL, its settings and its dry run.
 
-Public: ``LeaveOneOutTrainer`` (hooks only), ``LeaveOneOutConfig``. The parts of a step are
-``rollouts`` (sampling and rewards), ``steps`` (learning) and ``metrics`` (what is logged).
-It must not know run folders, reports or the command line.
+Public: ``LeaveOneOutTrainer``, ``LeaveOneOutConfig``. ``step_trainer`` makes the parts of
+``rloo.step.Step`` of TRL's trainer: ``policy`` (passes), ``completer`` (sampling and rewards),
+``options`` and ``metrics`` (the log). It must not know run folders, reports or the command line.
 """

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import enum
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl import RLOOConfig  # pyright: ignore[reportPrivateImportUsage]  # Unsloth's is there
 
@@ -33,6 +33,12 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
         ConfigError: An unknown name (with the nearest one), an old name and its new one, a value
             out of range, or a batch that does not hold whole groups.
     """
+
+    if TYPE_CHECKING:  # TRL fills these in where they are None
+        num_generations: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]
+        max_completion_length: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]
+        generation_batch_size: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]
+        steps_per_generation: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as trackers and checkpoints get them: without secrets."""
@@ -76,12 +82,15 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
             )
         except Exception as exc:  # what the libraries below raise differs by the setting
             raise ConfigError(f"TRL refuses the trainer settings: {first_line(exc)}") from exc
-        # of several visible GPUs the first: transformers would divide every batch between all
-        self._n_gpu = min(1, self.n_gpu)
         if not self.bf16 and not self.fp16:
             self.mixed_precision = "no"  # else accelerate reads the variable that setup() sets
         self.follows_model = "gradient_checkpointing" not in arguments
         self.memory_share_given = "vllm_gpu_memory_utilization" in arguments
+
+    @property
+    def n_gpu(self) -> int:
+        """The GPUs that train: of several the first, where transformers would divide batches."""
+        return min(1, super().n_gpu)
 
     @property
     def shaping(self) -> Shaping:

@@ -10,9 +10,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
+from transformers.training_args import OptimizerNames
 
 from rloo_kit.checkpoints.store import random_states, set_random_states
 from rloo_kit.data.lengths import longest_prompt
@@ -22,12 +23,9 @@ from rloo_kit.machine.memory import is_out_of_memory, measure, return_to_system,
 from rloo_kit.models.shared_engine import notes_of
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import NO_GRAD_FACTOR, Learner
-from rloo_kit.rloo.metrics import Tally
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch
-from rloo_kit.training.rollouts import enable_checkpointing
-
-if TYPE_CHECKING:
-    from rloo_kit.training.trainer import LeaveOneOutTrainer
+from rloo_kit.training.config import LeaveOneOutConfig
+from rloo_kit.training.policy import Policy, enable_checkpointing
 
 # Optimizers, by parts of their names, that make no step: the first keep their states in main
 # memory and never give them back, the others hook into the backward pass
@@ -63,77 +61,174 @@ class DryRun:
         return text
 
 
-def dry_run_if_wanted(
-    trainer: "LeaveOneOutTrainer",
-    say: Callable[[str], None],
-    *,
-    max_prompt_tokens: int | None = None,
-    remedy: Callable[[], str] | None = None,
-) -> DryRun | None:
-    """Make the dry run where ``args.dry_run`` asks for it, by default (None) on a GPU; print it.
+@dataclass(kw_only=True, eq=False)
+class WorstCase:
+    """The largest step of a training that has not begun, made of its parts."""
 
-    Raises:
-        MemoryRanOutError: The worst case does not fit.
-    """
-    wanted = trainer.args.dry_run
-    if wanted is None:
-        limit = max_prompt_tokens or notes_of(trainer.model).max_seq_length
-        bounded = limit is not None or hasattr(trainer.train_dataset, "__len__")
-        wanted = bounded and trainer.accelerator.device.type != "cpu"
-    if not wanted:
-        return None
-    found = dry_run(trainer, max_prompt_tokens=max_prompt_tokens, remedy=remedy)
-    say(str(found))
-    return found
+    args: LeaveOneOutConfig
+    model: Any
+    policy: Policy
+    learner: Learner
+    tokenizer: Any
+    dataset: Any  # rows with `prompt`
+    make_optimizer: Callable[[], Any] | None  # like the run's; None: it has one already
 
+    def is_wanted(self, max_prompt_tokens: int | None = None) -> bool:
+        """Return whether ``args.dry_run`` asks for a dry run; None does on a GPU."""
+        if self.args.dry_run is not None:
+            return self.args.dry_run
+        limit = max_prompt_tokens or notes_of(self.model).max_seq_length
+        is_bounded = limit is not None or hasattr(self.dataset, "__len__")
+        return is_bounded and self.learner.device.type != "cpu"
 
-def dry_run(
-    trainer: "LeaveOneOutTrainer",
-    *,
-    max_prompt_tokens: int | None = None,
-    remedy: Callable[[], str] | None = None,
-) -> DryRun:
-    """Take the memory of one learning step in the worst case, and give it back.
+    def run(
+        self,
+        *,
+        max_prompt_tokens: int | None = None,
+        remedy: Callable[[], str] | None = None,
+    ) -> DryRun:
+        """Take the memory of one learning step in the worst case, and give it back.
 
-    Nothing of the trainer, which has not begun to train, changes but the token budget of its
-    passes, which halves where memory runs out.
+        Nothing changes but the learner's token budget, which halves where memory runs out.
 
-    Args:
-        trainer: Whose step.
-        max_prompt_tokens: Of a stream, whose prompts are not known; None: what the model's
-            ``max_seq_length`` leaves.
-        remedy: Called when memory ran out: what to change, as a part of a sentence.
+        Args:
+            max_prompt_tokens: Of a stream, whose prompts are not known; None: what the model's
+                ``max_seq_length`` leaves.
+            remedy: Called when memory ran out: what to change, as a part of a sentence.
 
-    Raises:
-        MemoryRanOutError: The worst case does not fit, not even a single completion of it.
-    """
-    started, args = time.perf_counter(), trainer.args
-    ids = _longest_prompt(trainer, max_prompt_tokens)
-    width = len(ids) + args.max_completion_length
-    rows = args.generation_batch_size
-    learner = trainer.steps.make_learner()  # its budget: what is free now
-    shares = learner.may_share
-    learner.may_share = lambda: False  # all rows have one prompt here, which would run once
-    budget, total = learner.budget, detect_hardware().total_memory
-    take_peak()
-    try:
-        with _restored(trainer, learner), _stepped_optimizer(trainer, learner.parameters):
-            _learn(trainer, learner, ids, rows, width)
-        peak_bytes = take_peak() + measure().gpu_other
-    except Exception as exc:
-        if not (isinstance(exc, MemoryRanOutError) or is_out_of_memory(exc)):
-            raise
-        raise MemoryRanOutError(
-            f"the worst case of this run, {rows:,} rows x {width:,} tokens, does not fit into "
-            f"{total / GIB:.1f} GiB of memory: {(remedy and remedy()) or REMEDY}"
-        ) from exc
-    finally:
-        learner.may_share = shares
-        return_to_system()
-        take_peak()  # what training reports as its own peak begins here
-    trainer.dry_run_done = True
-    seconds = time.perf_counter() - started
-    return DryRun(peak_bytes, total, seconds, rows, width, learner.budget, learner.budget < budget)
+        Raises:
+            MemoryRanOutError: The worst case does not fit, not even a single completion of it.
+        """
+        started, learner = time.perf_counter(), self.learner
+        ids = self._longest_prompt(max_prompt_tokens)
+        width = len(ids) + self.args.max_completion_length
+        rows = self.args.generation_batch_size
+        shares = learner.may_share
+        learner.may_share = lambda: False  # all rows have one prompt here, which would run once
+        budget, total = learner.budget, detect_hardware().total_memory
+        take_peak()
+        try:
+            with self._restored(), self._stepped_optimizer():
+                self._learn(ids, rows, width)
+            peak_bytes = take_peak() + measure().gpu_other
+        except Exception as exc:
+            if not (isinstance(exc, MemoryRanOutError) or is_out_of_memory(exc)):
+                raise
+            raise MemoryRanOutError(
+                f"the worst case of this run, {rows:,} rows x {width:,} tokens, does not fit into "
+                f"{total / GIB:.1f} GiB of memory: {(remedy and remedy()) or REMEDY}"
+            ) from exc
+        finally:
+            learner.may_share = shares
+            return_to_system()
+            take_peak()  # what training reports as its own peak begins here
+        return DryRun(
+            peak_bytes,
+            total,
+            time.perf_counter() - started,
+            rows,
+            width,
+            learner.budget,
+            learner.budget < budget,
+        )
+
+    def _longest_prompt(self, max_prompt_tokens: int | None) -> list[int]:
+        """Return the ids of the longest prompt; of a stream, as many as it may have at most."""
+        if hasattr(self.dataset, "__len__"):
+            settings = cast(dict[str, Any] | None, self.args.chat_template_kwargs)
+            return longest_prompt(self.dataset, self.tokenizer, settings)
+        longest = notes_of(self.model).max_seq_length
+        if longest is None:
+            longest = self.model.config.get_text_config().max_position_embeddings
+        left = max(1, longest - self.args.max_completion_length)
+        return self.tokenizer("1").input_ids[:1] * min(max_prompt_tokens or left, left)
+
+    def _learn(self, ids: list[int], rows: int, width: int) -> None:
+        """Run the largest passes of a step; again where the budget had to be lowered."""
+        args, learner, budget = self.args, self.learner, None
+        in_step = rows // args.steps_per_generation * args.gradient_accumulation_steps
+        is_off_policy = args.steps_per_generation > args.gradient_accumulation_steps
+        while budget != learner.budget:
+            budget = learner.budget
+            if args.beta or is_off_policy:
+                for number, longest in largest_passes(rows, width, NO_GRAD_FACTOR * budget):
+                    tokens = self._rollout(ids, number, longest).sampled.tokens
+                    numbers = list(range(number))
+                    if args.beta:
+                        self.policy.reference_log_probs(learner, tokens, numbers)
+                    else:
+                        learner.log_probs(tokens, numbers, self.policy.forward)
+            # a step of several rollouts learns from one after another
+            for number, longest in largest_passes(max(1, min(rows, in_step)), width, budget):
+                rollout = self._rollout(ids, number, longest)
+                weights = torch.zeros(len(rollout), device=learner.device)  # (B,)
+                weights[:number] = 1 / number
+                # a later pass of a step finds the gradients of the earlier ones in memory
+                for parameter in learner.parameters:
+                    parameter.grad = torch.zeros_like(parameter)
+                learner.learn(rollout, weights)
+
+    def _rollout(self, ids: list[int], rows: int, width: int) -> Rollout:
+        """Return a rollout of whole groups; equal scores would give no advantage, and no pass."""
+        group = self.args.num_generations
+        rows = -(-rows // group) * group
+        row = (ids * (width // len(ids) + 1))[:width]
+        prompt = max(1, width - self.args.max_completion_length)
+        scores = torch.arange(rows, device=self.learner.device).remainder(2.0)  # (B,)
+        scored = ScoredBatch(
+            prompts=[""] * rows,
+            completions=[""] * rows,
+            tokens=TokenRows([row[:prompt]] * rows, [row[prompt:]] * rows),
+            ended=[True] * rows,
+            rewards=scores.unsqueeze(1),
+            scores=scores,
+        )
+        plain = replace(self.args.shaping, reward_clip_range=None, normalize_reward=None)
+        return Rollout.scored(scored, group, plain)
+
+    @contextlib.contextmanager
+    def _stepped_optimizer(self) -> Iterator[None]:
+        """Hold an optimizer like the run's that has made a step; the weights are put back."""
+        parameters, name = self.learner.parameters, OptimizerNames(self.args.optim).value
+        if self.make_optimizer is None or any(mark in name for mark in NOT_STEPPED):
+            yield
+            return
+        kept = [p.detach().to("cpu", copy=True) for p in parameters]
+        try:
+            optimizer = self.make_optimizer()
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            if hasattr(optimizer, "train"):  # schedule-free optimizers
+                optimizer.train()
+            optimizer.step()
+        finally:
+            for parameter, values in zip(parameters, kept, strict=True):
+                parameter.grad = None
+                parameter.data.copy_(values)
+        yield
+        del optimizer
+
+    @contextlib.contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Train as transformers' loop does; put back what the passes change."""
+        args, model = self.args, self.model
+        states, training = random_states(), model.training
+        enables = args.gradient_checkpointing and not model.is_gradient_checkpointing
+        if enables:
+            enable_checkpointing(model, args)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="memory ran out")  # the result says it
+                model.train()
+                yield
+        finally:
+            model.train(training)
+            if enables:
+                model.gradient_checkpointing_disable()
+            for parameter in self.learner.parameters:
+                parameter.grad = None
+            self.learner.take_tally()
+            set_random_states(states)
 
 
 def largest_passes(at_most: int, longest: int, budget: int) -> list[tuple[int, int]]:
@@ -152,110 +247,3 @@ def largest_passes(at_most: int, longest: int, budget: int) -> list[tuple[int, i
         if (rows + 1) * width > rows * longest and width > 1:
             found.append((rows + 1, width))
     return found
-
-
-def _longest_prompt(trainer: "LeaveOneOutTrainer", max_prompt_tokens: int | None) -> list[int]:
-    """Return the ids of the longest prompt; of a stream, as many as it may have at most."""
-    tokenizer, dataset = trainer._tokenizer, trainer.train_dataset
-    if hasattr(dataset, "__len__"):
-        return longest_prompt(dataset, tokenizer, trainer.chat_template_kwargs)
-    longest = notes_of(trainer.model).max_seq_length
-    if longest is None:
-        longest = trainer.model.config.get_text_config().max_position_embeddings
-    left = max(1, longest - trainer.args.max_completion_length)
-    return tokenizer("1").input_ids[:1] * min(max_prompt_tokens or left, left)
-
-
-def _learn(
-    trainer: "LeaveOneOutTrainer", learner: Learner, ids: list[int], rows: int, width: int
-) -> None:
-    """Run the largest passes of a step; again where the budget had to be lowered."""
-    args, budget = trainer.args, None
-    in_step = rows // args.steps_per_generation * args.gradient_accumulation_steps
-    is_off_policy = args.steps_per_generation > args.gradient_accumulation_steps
-    while budget != learner.budget:
-        budget = learner.budget
-        if args.beta or is_off_policy:
-            for number, longest in largest_passes(rows, width, NO_GRAD_FACTOR * budget):
-                rollout = _rollout(trainer, ids, number, longest)
-                tokens, numbers = rollout.sampled.tokens, list(range(number))
-                if args.beta:
-                    trainer.policy.reference_log_probs(learner, tokens, numbers)
-                else:
-                    learner.log_probs(tokens, numbers, trainer.policy.forward)
-        # a step of several rollouts learns from one after another
-        for number, longest in largest_passes(max(1, min(rows, in_step)), width, budget):
-            rollout = _rollout(trainer, ids, number, longest)
-            weights = torch.zeros(len(rollout), device=learner.device)  # (B,)
-            weights[:number] = 1 / number
-            # a later pass of a step finds the gradients of the earlier ones in memory
-            for parameter in learner.parameters:
-                parameter.grad = torch.zeros_like(parameter)
-            with trainer.compute_loss_context_manager():
-                learner.learn(rollout, weights)
-
-
-def _rollout(trainer: "LeaveOneOutTrainer", ids: list[int], rows: int, width: int) -> Rollout:
-    """Return a rollout of whole groups; equal scores would give no advantage, and so no pass."""
-    group = trainer.num_generations
-    rows = -(-rows // group) * group
-    row = (ids * (width // len(ids) + 1))[:width]
-    prompt = max(1, width - trainer.args.max_completion_length)
-    scores = torch.arange(rows, device=trainer.accelerator.device).remainder(2.0)  # (B,)
-    scored = ScoredBatch(
-        prompts=[""] * rows,
-        completions=[""] * rows,
-        tokens=TokenRows([row[:prompt]] * rows, [row[prompt:]] * rows),
-        ended=[True] * rows,
-        rewards=scores.unsqueeze(1),
-        scores=scores,
-    )
-    plain = replace(trainer.args.shaping, reward_clip_range=None, normalize_reward=None)
-    return Rollout.scored(scored, group, plain)
-
-
-@contextlib.contextmanager
-def _stepped_optimizer(trainer: Any, parameters: list[torch.Tensor]) -> Iterator[None]:
-    """Hold an optimizer like the run's that has made a step; the weights are put back."""
-    name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
-    if trainer.optimizer is not None or any(mark in name for mark in NOT_STEPPED):
-        yield
-        return
-    kept = [p.detach().to("cpu", copy=True) for p in parameters]
-    try:
-        optimizer = trainer.create_optimizer()
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        if hasattr(optimizer, "train"):  # schedule-free optimizers
-            optimizer.train()
-        optimizer.step()
-    finally:
-        trainer.optimizer = None
-        for parameter, values in zip(parameters, kept, strict=True):
-            parameter.grad = None
-            parameter.data.copy_(values)
-    yield
-    del optimizer
-
-
-@contextlib.contextmanager
-def _restored(trainer: "LeaveOneOutTrainer", learner: Learner) -> Iterator[None]:
-    """Train as transformers' loop does; put back what the passes change."""
-    args, model = trainer.args, trainer.model
-    states, training = random_states(), model.training
-    enables = args.gradient_checkpointing and not model.is_gradient_checkpointing
-    if enables:
-        enable_checkpointing(trainer)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="memory ran out")  # the result says it
-            model.train()
-            yield
-    finally:
-        model.train(training)
-        if enables:
-            model.gradient_checkpointing_disable()
-        for parameter in learner.parameters:
-            parameter.grad = None
-        learner.tally = Tally()
-        set_random_states(states)

@@ -16,7 +16,8 @@ from typing import Any, cast
 import torch
 from transformers import PrinterCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
-from trl import RLOOConfig, RLOOTrainer  # pyright: ignore[reportPrivateImportUsage] # patched
+from transformers.trainer_utils import TrainOutput, speed_metrics
+from trl import RLOOConfig  # pyright: ignore[reportPrivateImportUsage] # patched
 
 from rloo_kit.checkpoints.resume import Boundary, ExactResume, NothingLeftError
 from rloo_kit.config.run_file import ModelSection, RunConfig
@@ -30,16 +31,11 @@ from rloo_kit.models.loading import keep_trainable_layout
 from rloo_kit.models.shared_engine import notes_of
 from rloo_kit.sampling.choice import check_engine, start_engine
 from rloo_kit.sampling.engine import Engine
-from rloo_kit.scoring.composition import WeightSchedule
 from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.loading import LoadedReward, load_rewards, with_tokenizers
 from rloo_kit.text.wording import format_value
 from rloo_kit.training.config import LeaveOneOutConfig, _own_config
-from rloo_kit.training.dry_run import dry_run_if_wanted
-from rloo_kit.training.metrics import StepLog
-from rloo_kit.training.preparation import check_lengths
-from rloo_kit.training.rollouts import Policy, RolloutMaker, Sampler
-from rloo_kit.training.steps import OptimizerSteps
+from rloo_kit.training.step_trainer import StepTrainer
 
 # Older names of the trainer's arguments
 RENAMED_PARTS = {
@@ -56,7 +52,7 @@ REPLACED = {
 }  # fmt: skip
 
 
-class LeaveOneOutTrainer(RLOOTrainer):
+class LeaveOneOutTrainer(StepTrainer):
     """TRL's ``RLOOTrainer``: same gradient, fewer passes, checked scores, honest metrics.
 
     Args:
@@ -81,20 +77,6 @@ class LeaveOneOutTrainer(RLOOTrainer):
         GenerationError: The engine that was asked for by name cannot sample.
     """
 
-    # TRL and transformers leave these untyped, or too wide to use
-    args: Any
-    model: Any
-    optimizer: Any
-    processing_class: Any
-    reward_funcs: list[Any]
-    train_dataset: Any
-    num_generations: int
-    reward_processing_classes: Any
-    chat_template_kwargs: Any
-    _tokenizer: Any
-    _buffered_inputs: Any
-    # what samples; None: the model itself
-    engine: Engine | None
     # the doctor's rules on this training; None where `args.doctor` is off
     watch: RunWatch | None = None
 
@@ -104,8 +86,8 @@ class LeaveOneOutTrainer(RLOOTrainer):
         subclasses = cls.__mro__[: cls.__mro__.index(LeaveOneOutTrainer)]
         if names := REPLACED & {name for one in subclasses for name in vars(one)}:
             raise ConfigError(
-                f"{cls.__name__} overrides {min(names)}, which the kit's own step never calls: to "
-                f"change TRL's step, subclass trl.RLOOTrainer (docs/explanation/trainer.md)"
+                f"{cls.__name__} overrides {min(names)}, which the kit's own step never calls: "
+                f"change that step (docs/how-to/change_the_step.md), or subclass trl.RLOOTrainer"
             )
 
     def __init__(  # noqa: PLR0913
@@ -149,7 +131,7 @@ class LeaveOneOutTrainer(RLOOTrainer):
                 callbacks=[
                     Boundary(self.resume),
                     *(callbacks or []),
-                    *_views(self, args, parts["model"]),
+                    *self._views(args, parts["model"]),
                 ],
                 **parts,
                 **others,
@@ -162,56 +144,25 @@ class LeaveOneOutTrainer(RLOOTrainer):
             _drop_old_reference(self.model)  # the adapter switched off is the same, and cheaper
         for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):  # one calm line instead
             self.remove_callback(callback)
-        self._begin(rewards)
-        self.engine = engine
+        self._make_parts(rewards, engine)
         if engine is None:
-            self.engine, choice = start_engine(self.model, asked)
+            self.sampler.engine, choice = start_engine(self.model, asked)
             if choice.reason and not args.use_cpu:
                 warnings.warn(f"vLLM does not sample: {choice.reason}", UserWarning, stacklevel=2)
         add_to_session(self)
 
-    def _begin(self, rewards: list[LoadedReward]) -> None:
-        """Make the parts of the trainer, and what it keeps from batch to batch."""
-        if self.aux_loss_enabled:
-            raise ConfigError(
-                "the router loss of this mixture of experts is not trained: set "
-                "model.config.output_router_logits to False"
-            )
-        self._check_lengths()
-        self.dry_run_done = False
-        self.scheduled_rewards = {
-            n: reward
-            for n, reward in enumerate(rewards)
-            if isinstance(reward.weight, WeightSchedule)
-        }
-        self.policy = Policy(self)
-        self.sampler = Sampler(self, super()._generate_single_turn)
-        self.rollouts = RolloutMaker(self)
-        self.steps = OptimizerSteps(self)
-        self.step_log = StepLog(self)
-
-    def _check_lengths(self) -> None:
-        """Refuse prompts that Unsloth would cut, where it is known how long the model can be."""
-        longest, dataset = notes_of(self.model).max_seq_length, self.train_dataset
-        if longest is not None and hasattr(dataset, "__len__"):
-            check_lengths(dataset, self._tokenizer, self.args, longest, by_file=False)
-
-    def notify(self, event: str, **values: Any) -> None:
-        """Call the callbacks that have a method for one of the kit's events.
-
-        - ``on_completions(args, state, control, records, rollout)``: once for every generation
-          batch of training, when its advantages are final and before its first optimizer step;
-          records as ``completion_records`` gives them, with ``step``.
-        - ``on_findings(args, state, control, findings)``: what the doctor finds has changed.
-        - ``on_state(args, state, control, held)``: after every step, and before a checkpoint; what
-          a callback puts into the dict is saved.
-        - ``on_checkpoint(args, state, control)``: right before a checkpoint is written.
-        - ``on_resume(args, state, control, held)``: that dict, when a training resumes.
-        """
-        for callback in self.callback_handler.callbacks:
-            method = getattr(callback, event, None)
-            if method is not None:
-                method(self.args, self.state, self.control, **values)
+    def _views(self, args: LeaveOneOutConfig, model: Any) -> list[Any]:
+        """Return the callbacks that show the training."""
+        if not args.doctor:
+            return [live_progress()]
+        self.watch = RunWatch(
+            _config_of(args, model),
+            tell=lambda findings: self.notify("on_findings", findings=findings),
+            stop=self.stop,
+            stop_on=args.stop_on or (),
+            parameters=lambda: list(self.trained_parameters().values()),
+        )
+        return [self.watch, live_progress()]
 
     # --- what others use -------------------------------------------------------------------------
 
@@ -223,11 +174,6 @@ class LeaveOneOutTrainer(RLOOTrainer):
     def stop(self, reason: str) -> None:
         """End the training after this step, and say why."""
         self.resume.stop(reason)
-
-    def trained_parameters(self) -> dict[str, torch.Tensor]:
-        """Return what trains, by name."""
-        model = self.accelerator.unwrap_model(self.model)
-        return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
     def release(self) -> None:
         """Give back all memory: of models, rewards, engine and optimizer. Safe to call twice."""
@@ -250,22 +196,13 @@ class LeaveOneOutTrainer(RLOOTrainer):
             for name in ("model", "optimizer", "lr_scheduler", "model_wrapped", "ref_model"):
                 setattr(holder, name, None)
         self.callback_handler.train_dataloader = self.callback_handler.eval_dataloader = None
-        self.sampler.canary = self.engine = None
-        self.steps.release()
+        # what keeps tensors alive through the parts
+        self.sampler.canary = self.sampler.engine = self.sampler.model = None
+        self.policy.model = self.policy.ref_model = None
+        self.rloo.rollout, self.rloo.waiting = None, []
+        self.__dict__.pop("learner", None)
         self.resume.invalidate_snapshot()
         self.accelerator.free_memory()
-
-    # --- hooks: sampling and learning ------------------------------------------------------------
-
-    def _generate_single_turn(
-        self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any
-    ) -> list[list[int]]:
-        """Sample for TRL's own evaluation."""
-        return self.sampler.draw(prompt_ids)[0]
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
-        """Collect a slice of a rollout; with the last one of an optimizer step, learn from all."""
-        return self.steps.micro_step(model, inputs)
 
     # --- hooks: checkpoints ----------------------------------------------------------------------
 
@@ -287,16 +224,28 @@ class LeaveOneOutTrainer(RLOOTrainer):
             try:
                 return train(folder, trial, ignore_keys_for_eval)
             except NothingLeftError:
-                return self._finalize_training(None, 0, time.time())
+                return self._end_of_a_finished_run()
 
+        self.collected, self.sampler.is_synced = [], False
+        self.rloo.rollout, self.rloo.waiting = None, []
         try:
             if not (resume_from_checkpoint or self.dry_run_done):
-                dry_run_if_wanted(self, print)
+                self.dry_run_if_wanted(print)
             return self.resume.run(train_from, resume_from_checkpoint)
         finally:
             for callback in self.callback_handler.callbacks:
                 if callable(close := getattr(callback, "close", None)):
                     close()
+
+    def _end_of_a_finished_run(self) -> TrainOutput:
+        """Log the last line of a run that has all its steps, and end it."""
+        step, total = self.state.global_step, self._total_loss_scalar + float(self._tr_loss)
+        metrics = speed_metrics("train", time.time(), num_steps=self.state.max_steps)
+        metrics |= {"total_flos": self.state.total_flos, "train_loss": total / step}
+        self.log(metrics)
+        self.is_in_train = False
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        return TrainOutput(step, total / step, metrics)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         sampler = super()._get_train_sampler(dataset)
@@ -340,37 +289,27 @@ class LeaveOneOutTrainer(RLOOTrainer):
             "total": self._total_loss_scalar,
             "last_log": self._globalstep_last_logged,
         }
-        parts = self.steps.state_dict() | self.rollouts.state_dict() | self.step_log.state_dict()
-        return {"trainer": parts, "loss": loss}
+        passes = {"budget": self.learner.budget, "at_once": self.sampler.pieces.size}
+        parts = self.rloo.state_dict() | self.options.state_dict() | self.step_log.state_dict()
+        return {"trainer": passes | parts, "loss": loss}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
         held, loss = state["trainer"], state["loss"]
         self._tr_loss += loss["since_log"]
         self._total_loss_scalar, self._globalstep_last_logged = loss["total"], loss["last_log"]
-        self.steps.load_state_dict(held)
-        self.rollouts.load_state_dict(held)
+        if not self.args.tokens_per_micro_batch:
+            self.learner.budget = held["budget"] or self.learner.budget
+        self.sampler.pieces.size = held["at_once"]
+        self.rloo.load_state_dict(held)
+        self.options.load_state_dict(held)
         self.step_log.load_state_dict(held)
-
-
-def _views(trainer: LeaveOneOutTrainer, args: LeaveOneOutConfig, model: Any) -> list[Any]:
-    """Return the callbacks that show the training."""
-    if not args.doctor:
-        return [live_progress()]
-    trainer.watch = RunWatch(
-        _config_of(args, model),
-        tell=lambda findings: trainer.notify("on_findings", findings=findings),
-        stop=trainer.stop,
-        stop_on=args.stop_on or (),
-        parameters=lambda: list(trainer.trained_parameters().values()),
-    )
-    return [trainer.watch, live_progress()]
 
 
 def _config_of(args: LeaveOneOutConfig, model: Any) -> RunConfig:
     """Return what a run file would say of a trainer that has none."""
     names = {*DEFAULTS, "steps_per_generation", "max_steps"}
-    path = str(getattr(getattr(model, "config", None), "_name_or_path", ""))
+    path = str(getattr(getattr(model, "config", None), "name_or_path", ""))
     longest = 4 * (args.max_completion_length or 256)
     return RunConfig(
         model=ModelSection(name=Path(path).name, max_seq_length=longest),

@@ -74,6 +74,7 @@ OWN = {  # right values, then wrong ones
     "missing_eos_penalty": ((None, 0, 0.5, 2), (-0.1, "1e-1", True, math.nan, math.inf)),
     "normalize_reward": ((None, True, False, "batch", "moving"), ("group", "true", 2, ["batch"])),
     "baseline": (("leave_one_out", "shrinkage"), ("shrink", None, True)),
+    "loss": (("clipped",), ("clip", None, True)),
     "learn_from": ((None,), (0, -1, 1.5, True, "2")),
     "combine": (("sum", "normalize_then_sum"), ("normalise_then_sum", None, True)),
     "thinking_budget": ((None, 1, 511), (0, -1, 1.5, True, "64")),

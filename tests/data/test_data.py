@@ -25,7 +25,7 @@ from rloo_kit.data.prompts import (
 )
 from rloo_kit.data.tasks import make_rows
 from rloo_kit.errors import DataError
-from rloo_kit.training.preparation import read_prompts
+from rloo_kit.job import read_prompts
 
 USER = {"role": "user", "content": "Why?"}
 
@@ -383,14 +383,20 @@ class Tokenizer:
     """One token a word; a template adds one a message, and one for each of its settings."""
 
     def __call__(self, text):
+        if isinstance(text, list):
+            return {"input_ids": [one.split() for one in text]}
         return {"input_ids": text.split()}
 
     def apply_chat_template(self, messages, *, add_generation_prompt, tokenize, return_dict,
                             **settings):  # fmt: skip
         assert add_generation_prompt
         assert tokenize
-        words = [word for m in messages for word in ["role", *m["content"].split()]]
-        return {"input_ids": words + list(settings)}
+        return {
+            "input_ids": [
+                [word for m in one for word in ["role", *m["content"].split()]] + list(settings)
+                for one in messages
+            ]
+        }
 
 
 def test_long_prompts_are_left_out_and_counted(tmp_path):

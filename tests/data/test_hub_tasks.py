@@ -13,7 +13,7 @@ from rloo_kit.data.hub_tasks import HUB_TASKS, SYSTEM
 from rloo_kit.data.prompts import load_prompts
 from rloo_kit.errors import DataError
 from rloo_kit.evaluation.held_out import _prompts
-from rloo_kit.training.preparation import read_prompts, with_whole_paths
+from rloo_kit.job import read_prompts, with_whole_paths
 
 INSTRUCTION = (
     "Solve the following math problem step by step. The last line of your response should be of "

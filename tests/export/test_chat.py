@@ -20,8 +20,8 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.models import find_trained, load_base
 from rloo_kit.export.chat import Printer, _console, chat
 from rloo_kit.export.serve import server_command
+from rloo_kit.job import system_message
 from rloo_kit.machine.hardware import Hardware
-from rloo_kit.training.preparation import system_message
 
 QUESTION = "What is 252 + 409?"
 # The lowest temperature: greedy

@@ -50,13 +50,13 @@ class Cap:
     def measured(self, trainer):
         """On a GPU the bytes above those held before; on a CPU the positions of a pass."""
         if not self.on_gpu:
-            score = trainer.policy.score
+            run = trainer.policy.run
 
             def noting(batch, **others):
                 self.largest = max(self.largest, batch.num_positions)
-                return score(batch, **others)
+                return run(batch, **others)
 
-            trainer.policy.score = noting
+            trainer.policy.run = noting
             yield
             return
         import torch
@@ -72,14 +72,14 @@ class Cap:
         import torch
 
         if not self.on_gpu:
-            score = trainer.policy.score
+            run = trainer.policy.run
 
             def refusing(batch, **others):
                 if batch.num_positions > self.share * self.largest:
                     raise torch.OutOfMemoryError("as a card would")
-                return score(batch, **others)
+                return run(batch, **others)
 
-            trainer.policy.score = refusing
+            trainer.policy.run = refusing
             yield
             return
         torch.cuda.empty_cache()
@@ -96,7 +96,7 @@ def learnt_gradient(trainer, place):
     """Train one step, its learning inside ``place``; return the gradient and the warnings."""
     import torch
 
-    learn, found = trainer.steps.learn, []
+    learn, found = trainer.learner.learn, []
     start = {p: p.detach().clone() for p in trainer.model.parameters() if p.requires_grad}
 
     def inside(*arguments):
@@ -107,7 +107,7 @@ def learnt_gradient(trainer, place):
         wanted = [p for _, p in sorted(model.named_parameters()) if p.requires_grad]
         found.append(torch.cat([p.grad.float().flatten().cpu() for p in wanted]))
 
-    trainer.steps.learn, trainer._clip_grad_norm = inside, note
+    trainer.learner.learn, trainer._clip_grad_norm = inside, note
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -138,9 +138,9 @@ def test_memory_that_really_runs_out_lowers_the_budget_and_changes_nothing_else(
     tight = make_trainer(model, tokenizer, **settings)
     found, warned = learnt_gradient(tight, cap.in_force)
     record_property("step_mib", round(cap.taken / 2**20))
-    record_property("budget", tight.steps.learner.budget)
+    record_property("budget", tight.learner.budget)
     assert len(warned) == 1
-    assert tight.steps.learner.budget < free.steps.learner.budget == 16_384
+    assert tight.learner.budget < free.learner.budget == 16_384
     difference = float((found - expected).norm() / expected.norm())
     record_property("gradient_difference", f"{difference:.1e}")
     assert difference < 0.05  # bf16, in passes of other shapes

@@ -54,7 +54,6 @@ def test_a_released_model_gives_its_memory_back():
 
 def test_the_peak_of_a_step_is_what_the_driver_counts(monkeypatch):
     """Not torch's count, which holds what vLLM has unmapped while it sleeps."""
-    from collections import defaultdict
     from types import SimpleNamespace
 
     import torch
@@ -67,12 +66,10 @@ def test_the_peak_of_a_step_is_what_the_driver_counts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free.pop(0), 12 * gib))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 11 * gib)
-    log = object.__new__(StepLog)
-    log.metrics, log.used, log.episodes, log.first_started = defaultdict(list), 0, 0, 1.0
-    log.seconds = log.elsewhere = 1.0
-    log.trainer = SimpleNamespace()
+    tokenizer = SimpleNamespace(convert_tokens_to_ids=lambda token: None)
+    log = StepLog([], tokenizer, {}, state=lambda: None, tell=lambda *_: None)
     log.note_used()
-    log.note_step(Tally(), 1e-5, skipped=0)
+    log.note_step(Tally(), 1.0, skipped=0)
     assert log.metrics["memory/peak_gib"] == [8.0]
 
 

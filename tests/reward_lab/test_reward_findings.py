@@ -102,7 +102,12 @@ def test_signal_is_the_trainers():
     scores = [1.0, 0.0, 0.5, 0.5, math.nan, 1.0, math.nan, math.nan]
     rewards = torch.tensor(scores)
     sampled = ScoredBatch(
-        [""] * 8, [""] * 8, TokenRows([[1]] * 8, [[1]] * 8), [True] * 8, rewards[:, None], rewards
+        prompts=[""] * 8,
+        completions=[""] * 8,
+        tokens=TokenRows([[1]] * 8, [[1]] * 8),
+        ended=[True] * 8,
+        rewards=rewards[:, None],
+        scores=rewards,
     )
     trained = sampled.has_signal(Shaping(), 2)
     found = signal([None if math.isnan(s) else s for s in scores], 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rloo_kit.rloo.batching import TokenRows
-from rloo_kit.rloo.learner import Learner, Scored
+from rloo_kit.rloo.learner import Learner, PassOutput
 from rloo_kit.rloo.metrics import rollout_metrics
 from rloo_kit.rloo.objective import rollout_weights, surrogate
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping
@@ -25,7 +25,7 @@ def random(*shape, seed=0):
 
 def test_a_sampler_with_the_same_numbers_needs_no_correction():
     log_probs = random(3, 3)
-    for level, shape in (("sequence", (3,)), ("token", (3, 3))):
+    for level, shape in (("sequence", (3, 1)), ("token", (3, 3))):
         found = rollout_weights(log_probs, log_probs.clone(), MASK, level, 2.0)
         assert found.equal(torch.ones(shape, dtype=torch.float64))
 
@@ -37,7 +37,7 @@ def test_weights_are_ratios_of_whole_completions_or_of_tokens():
     expected = torch.tensor([[1.5, 0.5, 1.2], [0.25, 2.0, 1.0], [1.9, 1.0, 1.0]])
     torch.testing.assert_close(by_token, expected)
     by_row = rollout_weights(sampler + ratios.log(), sampler, MASK, "sequence", 2.0)
-    torch.testing.assert_close(by_row, torch.tensor([0.9, 0.75, 1.9]))
+    torch.testing.assert_close(by_row, torch.tensor([[0.9], [0.75], [1.9]]))
 
 
 # --- the gradient --------------------------------------------------------------------------------
@@ -47,8 +47,8 @@ def test_weights_are_ratios_of_whole_completions_or_of_tokens():
 def test_token_weights_change_the_gradient_and_not_the_value(per_token):
     log_probs, old = random(3, 3).requires_grad_(), random(3, 3, seed=1) / 9
     old = log_probs.detach() + old
-    advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-    advantages = advantages.unsqueeze(1).expand(3, 3) if per_token else advantages
+    advantages = torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64)
+    advantages = advantages.expand(3, 3) if per_token else advantages
     weights = random(3, 3, seed=2).exp()
     plain = surrogate(log_probs, old, MASK, advantages, 5.0, 5.0)
     found = surrogate(log_probs, old, MASK, advantages, 5.0, 5.0, weights)
@@ -71,7 +71,7 @@ class Table:
 
     def forward(self, batch):
         width = batch.completion_mask.size(1)
-        return Scored(self.log_probs[batch.rows, :width] * batch.completion_mask)
+        return PassOutput(self.log_probs[batch.rows, :width] * batch.completion_mask)
 
     def learner(self, correction):
         return Learner(
@@ -91,7 +91,15 @@ class Table:
 def rollout_of(sampler):
     tokens = TokenRows([[5]] * 4, [[7] * length for length in LENGTHS])
     scores = torch.tensor(SCORES)
-    sampled = ScoredBatch([""] * 4, [""] * 4, tokens, [True] * 4, scores[:, None], scores, sampler)
+    sampled = ScoredBatch(
+        prompts=[""] * 4,
+        completions=[""] * 4,
+        tokens=tokens,
+        ended=[True] * 4,
+        rewards=scores[:, None],
+        scores=scores,
+        sampler_log_probs=sampler,
+    )
     return Rollout.scored(sampled, 4, Shaping())
 
 
@@ -135,8 +143,7 @@ def test_each_row_or_token_is_weighted_by_policy_over_sampler(level):
 
 def test_the_distance_from_the_sampler_is_in_nats_per_token():
     policy = Table()
-    rollout = rollout_of(sampler_of(policy))
-    policy.learner(None).fill_old(rollout, list(range(4)))
+    rollout = policy.learner(None).with_old(rollout_of(sampler_of(policy)), list(range(4)))
     trained = rollout.learnable.unsqueeze(1) & rollout.completion_mask
     difference = (policy.log_probs.detach() - rollout.sampler_log_probs).abs()[trained]
     metrics = rollout_metrics(rollout, ["reward"])

@@ -9,6 +9,7 @@ import itertools
 import math
 import warnings
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.machine.memory import is_out_of_memory
 from rloo_kit.rloo.advantages import inclusion_probabilities
 from rloo_kit.rloo.batching import TokenRows
-from rloo_kit.rloo.learner import Learner, Scored
+from rloo_kit.rloo.learner import Learner, PassOutput
 from rloo_kit.rloo.metrics import Tally
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping
 
@@ -84,13 +85,22 @@ def make_rollout(reference=None, **shaping):
     scores = torch.tensor(SCORES)
     size = len(SCORES)
     tokens = make_tokens()
-    sample = ScoredBatch([""] * size, [""] * size, tokens, [True] * size, scores[:, None], scores)
+    sample = ScoredBatch(
+        prompts=[""] * size,
+        completions=[""] * size,
+        tokens=tokens,
+        ended=[True] * size,
+        rewards=scores[:, None],
+        scores=scores,
+    )
     rollout = Rollout.scored(sample, SIZE, Shaping(**shaping))
-    if reference is not None:
-        for row in range(size):
-            values = by_hand(reference, tokens, row).detach()
-            rollout.reference_log_probs[row, : len(values)] = values.float()
-    return rollout
+    if reference is None:
+        return rollout
+    log_probs = torch.zeros_like(rollout.old_log_probs)
+    for row in range(size):
+        values = by_hand(reference, tokens, row).detach()
+        log_probs[row, : len(values)] = values.float()
+    return rollout.with_reference(log_probs)
 
 
 class Machine:
@@ -114,7 +124,7 @@ class Machine:
         ids = batch.input_ids
         of_next = self.policy.of_next(ids)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
         log_probs = of_next.gather(1, (batch.places - 1).clamp(min=0))
-        return Scored(log_probs.masked_fill(~batch.completion_mask, 0.0))
+        return PassOutput(log_probs.masked_fill(~batch.completion_mask, 0.0))
 
     def backward(self, loss):
         self.backwards += 1
@@ -258,15 +268,15 @@ def test_the_expected_gradient_of_drawn_rows_is_that_of_all(wanted):
     """Exactly: what is drawn changes only at the ends of the rows, modulo 1."""
     policy = Policy()
     whole = make_rollout()
-    sizes = whole.advantages.abs() * torch.tensor(COMPLETIONS)
+    sizes = whole.row_advantages.abs() * torch.tensor(COMPLETIONS)
     ends = inclusion_probabilities(sizes * whole.learnable, wanted).cumsum(0) % 1
     edges = [0.0, *sorted(ends.tolist()), 1.0]
     expected = [torch.zeros_like(parameter) for parameter in policy.parameters]
     for low, high in itertools.pairwise(edges):
         if high - low < 1e-9:
             continue
-        rollout, drawing = make_rollout(), policy.copy()
-        rollout.draw(wanted, (low + high) / 2)
+        drawing = policy.copy()
+        rollout = make_rollout().with_drawn_rows(wanted, (low + high) / 2)
         learner = Machine(drawing).learner(10_000)
         learner.learn(rollout, EVERY_ROW)
         assert learner.tally.trained == min(wanted, len(WITH_ADVANTAGE))
@@ -287,7 +297,7 @@ def test_only_groups_over_budget_get_an_old_pass(budget):
     rollout = make_rollout(Policy(seed=1), beta=0.4)
     machine = Machine(Policy())
     learner = machine.learner(budget)
-    learner.learn(rollout, EVERY_ROW)
+    rollout = learner.learn(rollout, EVERY_ROW)
     assert GROUP_TOKENS == [20, 16, 39]
     long = [row for row in COMPARABLE if GROUP_TOKENS[row // SIZE] > budget]
     assert machine.rows(recorded=False) == long
@@ -345,10 +355,10 @@ def test_the_second_iteration_is_clipped_against_the_policy_that_sampled(beta, t
     tokens = rollout.sampled.tokens
     machine = Machine(policy)
     learner = machine.learner(budget)
-    learner.learn(rollout, EVERY_ROW)
+    rollout = learner.learn(rollout, EVERY_ROW)
     old = all_of(policy, tokens)
     advantages = advantages_by_hand(old, all_of(reference, tokens), beta, token_level)
-    rollout.on_policy = False
+    rollout = replace(rollout, on_policy=False)
     move(policy)
     learner.tally = Tally()
     learner.learn(rollout, EVERY_ROW)

@@ -7,6 +7,7 @@ from rloo_kit.rloo.objective import (
     RunningMoments,
     normalise,
     subtract_kl,
+    subtract_kl_to_go,
     surrogate,
     token_kl,
 )
@@ -79,15 +80,15 @@ def test_k3_is_never_negative_and_keeps_small_divergences(scale):
 
 def test_kl_is_subtracted_from_scores_and_from_tokens_to_go():
     scores, kl = torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 2.0, 4.0], [0.0, -1.0, 0.5]])
-    assert subtract_kl(scores, kl.sum(1), 0.5).tolist() == [-2.5, 2.25]
+    assert subtract_kl(scores, kl, 0.5).tolist() == [-2.5, 2.25]
     expected = torch.tensor([[-2.5, -2.0, -1.0], [2.25, 2.25, 1.75]])
-    torch.testing.assert_close(subtract_kl(scores, kl, 0.5), expected)
+    torch.testing.assert_close(subtract_kl_to_go(scores, kl, 0.5), expected)
 
 
 # --- surrogate -----------------------------------------------------------------------------------
 
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]).bool()
-ADVANTAGES = torch.tensor([0.7, -1.5, 2.0], dtype=torch.float64)
+ADVANTAGES = torch.tensor([[0.7], [-1.5], [2.0]], dtype=torch.float64)
 
 
 def gradient(log_probs, old, mask, advantages, low=0.2, high=0.2):
@@ -100,9 +101,9 @@ def gradient(log_probs, old, mask, advantages, low=0.2, high=0.2):
 @pytest.mark.parametrize("per_token", [False, True])
 def test_on_policy_the_gradient_is_that_of_reinforce(per_token):
     log_probs = random(3, 4)
-    advantages = ADVANTAGES[:, None] * MASK if per_token else ADVANTAGES
+    advantages = ADVANTAGES * MASK if per_token else ADVANTAGES
     found, objective = gradient(log_probs, log_probs, MASK, advantages)
-    torch.testing.assert_close(found, -ADVANTAGES[:, None] * MASK)
+    torch.testing.assert_close(found, -ADVANTAGES * MASK)
     assert objective.ratios.tolist() == [1.0, 1.0, 1.0]
     assert not objective.clipped_low.any()
     assert not objective.clipped_high.any()
@@ -127,7 +128,8 @@ def test_a_row_has_one_ratio_per_completion():
     _, found = gradient(old + step.double(), old, MASK, ADVANTAGES)
     ratios = torch.tensor([0.10, -0.04, 0.02], dtype=torch.float64).exp()
     torch.testing.assert_close(found.ratios, ratios, rtol=1e-6, atol=0)
-    torch.testing.assert_close(found.losses, -ratios * ADVANTAGES, rtol=1e-6, atol=0)
+    expected = -ratios * ADVANTAGES.squeeze(1)
+    torch.testing.assert_close(found.losses, expected, rtol=1e-6, atol=0)
     assert not found.ratios.requires_grad
 
 
@@ -147,7 +149,7 @@ def test_a_clipped_ratio_has_no_gradient(ratio, advantage, clipped, per_token):
     old = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
     step = torch.tensor(ratio, dtype=torch.float64).log() * torch.ones(1, 2)
     step = step if per_token else step / 2
-    advantages = torch.full((1, 2) if per_token else (1,), advantage, dtype=torch.float64)
+    advantages = torch.full((1, 2) if per_token else (1, 1), advantage, dtype=torch.float64)
     found, objective = gradient(old + step, old, torch.ones(1, 2).bool(), advantages)
     expected = 0.0 if clipped else -ratio * advantage
     torch.testing.assert_close(found, torch.full((1, 2), expected, dtype=torch.float64))

@@ -42,16 +42,13 @@ def fill(rollout, seed=0, spread=0.5):
     """Give every position log-probabilities, padding too, as if a pass had been run."""
     generator = torch.Generator().manual_seed(seed)
     shape = rollout.old_log_probs.shape
-    rollout.old_log_probs = -3 * torch.rand(shape, generator=generator)
+    old = -3 * torch.rand(shape, generator=generator)
     noise = spread * torch.randn(shape, generator=generator)
-    rollout.reference_log_probs = rollout.old_log_probs + noise
-    return rollout
+    return replace(rollout, old_log_probs=old, reference_log_probs=old + noise)
 
 
 def settled(*arguments, seed=0, **keywords):
-    rollout = fill(scored(*arguments, **keywords), seed)
-    rollout.compute_advantages()
-    return rollout
+    return fill(scored(*arguments, **keywords), seed).with_advantages()
 
 
 def estimate(old, reference, estimator="k1"):
@@ -115,7 +112,7 @@ def test_penalty_then_clip_then_normalisation_then_kl_then_baseline(beta):
     shaped = (shaped - shaped.mean()) / (shaped.std() + 1e-4)
     close(rollout.scores, shaped)
     kl = torch.tensor([sum(kl_by_hand(rollout, row)) for row in range(4)])
-    close(rollout.advantages, advantages_by_hand((shaped - beta * kl).tolist(), 2))
+    close(rollout.row_advantages, advantages_by_hand((shaped - beta * kl).tolist(), 2))
     assert rollout.sampled.scores.tolist() == raw, "the raw scores stay as they were"
 
 
@@ -131,7 +128,7 @@ def test_sequence_level_kl_lowers_the_score(seed, estimator):
     rollout = settled(SCORES, 4, lengths=LENGTHS, beta=0.3, kl_estimator=estimator, seed=seed)
     kl = [sum(kl_by_hand(rollout, row, estimator)) for row in range(12)]
     rewards = [score - 0.3 * row for score, row in zip(SCORES, kl, strict=True)]
-    close(rollout.advantages, advantages_by_hand(rewards, 4))
+    close(rollout.row_advantages, advantages_by_hand(rewards, 4))
     needed = torch.tensor([not math.isnan(score) for score in SCORES])
     needed[10] = False  # the only scorable row of its group
     close(rollout.kl, torch.tensor(kl) * needed)
@@ -174,9 +171,11 @@ def test_token_level_kl_is_taken_from_each_tokens_return(seed, estimator):
 def test_an_unscorable_row_is_left_out(beta):
     with_it = settled([1.0, NAN, 0.0, 0.5], 4, beta=beta)
     without = scored([1.0, 0.0, 0.5], 3, beta=beta)
-    without.old_log_probs = with_it.old_log_probs[[0, 2, 3]]
-    without.reference_log_probs = with_it.reference_log_probs[[0, 2, 3]]
-    without.compute_advantages()
+    without = replace(
+        without,
+        old_log_probs=with_it.old_log_probs[[0, 2, 3]],
+        reference_log_probs=with_it.reference_log_probs[[0, 2, 3]],
+    ).with_advantages()
     assert with_it.advantages[1] == 0.0
     close(with_it.advantages[[0, 2, 3]], without.advantages)
     assert with_it.learnable.tolist() == [True, False, True, beta != 0]  # 0.5 is the mean
@@ -205,7 +204,7 @@ def test_a_truncated_row_does_not_train(beta, token_level):
                 expected[row, t] = scores[row] - siblings_mean(known, row, 4) - beta * to_come
     else:
         rewards = [score - beta * sum(row) for score, row in zip(known, kl, strict=True)]
-        expected = advantages_by_hand(rewards, 4)
+        expected = advantages_by_hand(rewards, 4).unsqueeze(1)
         expected[2] = 0.0
     close(rollout.advantages, expected)
     assert not rollout.learnable[2]
@@ -222,7 +221,7 @@ NO_SIGNAL = [1.0, 1.0, 1.0, 0.0, 0.5, 1.0, NAN, 2.0, NAN, NAN, 0.0, 1.0]
 def test_without_kl_rows_with_advantage_are_learnable(masks):
     ended = [True] * 10 + [False, True]
     rollout = scored(NO_SIGNAL, 3, ended=ended, mask_truncated_completions=masks)
-    assert rollout.learnable.equal(rollout.advantages != 0)
+    assert rollout.learnable.equal(rollout.row_advantages != 0)
     assert rollout.groups == [[], [3, 5], [], [11] if masks else [10, 11]]
 
 
@@ -241,9 +240,9 @@ def test_rewards_normalised_apart_leave_the_logged_score_alone():
         Rollout.scored(batch, 2, Shaping(combine=one)) for one in ("sum", "normalize_then_sum")
     )
     assert rollout.sampled.scores.equal(plain.sampled.scores)
-    close(plain.advantages, torch.tensor([1.0, -1.0, 0.0, 0.0]))
+    close(plain.row_advantages, torch.tensor([1.0, -1.0, 0.0, 0.0]))
     # the second reward is twice the first, so both count alike
-    close(rollout.advantages, torch.tensor([1.0, -1.0, 0.0, 0.0]) * 2 * math.sqrt(2))
+    close(rollout.row_advantages, torch.tensor([1.0, -1.0, 0.0, 0.0]) * 2 * math.sqrt(2))
     assert rollout.groups == plain.groups
 
 
@@ -255,7 +254,7 @@ def test_shrinkage_makes_groups_of_equal_scores_learn():
     plain, rollout = (settled(scores, 2, baseline=b) for b in ("leave_one_out", "shrinkage"))
     assert plain.groups == [[], [2, 3], [], [6, 7]]
     assert rollout.groups == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    close(rollout.advantages, shrinkage_advantages(torch.tensor(scores).view(4, 2)).view(-1))
+    close(rollout.row_advantages, shrinkage_advantages(torch.tensor(scores).view(4, 2)).view(-1))
     assert (rollout.advantages[:2] > 0).all()
     assert (rollout.advantages[4:6] < 0).all()
     # what dynamic sampling and `signal/groups_without` count is the scores alone
@@ -265,14 +264,14 @@ def test_shrinkage_makes_groups_of_equal_scores_learn():
 @pytest.mark.parametrize("baseline", ["leave_one_out", "shrinkage"])
 def test_the_baseline_of_the_kl_stays_leave_one_out(baseline):
     whole = scored(SCORES, 2, lengths=LENGTHS, beta=0.3, baseline=baseline)
-    fill(whole).compute_advantages()
+    whole = fill(whole).with_advantages()
     assert whole.pull.any() == (baseline == "shrinkage")
     kl = torch.tensor([sum(kl_by_hand(whole, row)) for row in range(12)])
     penalty = advantages_by_hand(kl.masked_fill(whole.scores.isnan(), NAN).tolist(), 2)
-    close(whole.advantages, (whole.score_advantages - 0.3 * penalty) * whole.learnable)
+    close(whole.row_advantages, (whole.score_advantages - 0.3 * penalty) * whole.learnable)
     one_by_one = fill(scored(SCORES, 2, lengths=LENGTHS, beta=0.3, baseline=baseline))
     for group in (2, 0, 1, 5, 4, 3):
-        one_by_one.compute_advantages([group])
+        one_by_one = one_by_one.with_advantages([group])
     close(one_by_one.advantages, whole.advantages)
     records = completion_records(whole, ["a", "b"])
     for row in whole.learnable_rows:
@@ -294,7 +293,7 @@ def test_normalised_advantages_are_over_their_spread(beta):
     known = plain[[0, 1, 2, 3, 4, 6, 7]]  # scorable, with a scorable sibling
     expected = (plain - known.mean()) / (known.std() + 1e-4)
     expected[[5, 8, 9, 10, 11]] = 0.0
-    close(rollout.advantages, expected)
+    close(rollout.row_advantages, expected)
 
 
 def test_token_advantages_are_normalised_over_tokens():
@@ -319,8 +318,8 @@ def test_advantages_group_by_group_equal_all_at_once(beta, token_level):
     at_once = settled(SCORES, 4, **keywords)
     rollout = fill(scored(SCORES, 4, **keywords))
     for groups in ([2], [0], [1]):
-        before = rollout.settled.clone()
-        rollout.compute_advantages(groups)
+        before = rollout.settled
+        rollout = rollout.with_advantages(groups)
         assert rollout.settled[groups].all()
         if beta:
             assert (rollout.settled != before).sum() == 1
@@ -366,7 +365,7 @@ def test_replaced_groups_are_whole_and_have_signal():
     sources += [(kept, 6), (kept, 7)]
     assert [view(mine, row) for row in range(8)] == [view(*source) for source in sources]
     rollout = Rollout.scored(mine, 2, Shaping())
-    close(rollout.advantages, torch.tensor([-3.0, 3.0, -1.0, 1.0, 1.0, -1.0, 0.0, 0.0]))
+    close(rollout.row_advantages, torch.tensor([-3.0, 3.0, -1.0, 1.0, 1.0, -1.0, 0.0, 0.0]))
 
 
 # --- metrics -------------------------------------------------------------------------------------
@@ -384,14 +383,14 @@ def test_metrics_of_a_batch_worked_by_hand():
         reward_clip_range=(-1.0, 1.5),
         beta=0.5,
     )
-    rollout.old_log_probs = torch.tensor([[0.2, 0.4], [0.1, 9.0], [0.5, 9.0], [0.25, 0.05]])
-    rollout.compute_advantages()
+    old = torch.tensor([[0.2, 0.4], [0.1, 9.0], [0.5, 9.0], [0.25, 0.05]])
+    rollout = replace(rollout, old_log_probs=old).with_advantages()
     kl = torch.tensor([0.6, 0.1, 0.5, 0.3])
     close(rollout.kl, kl)
     shaped = torch.tensor([1.5, -1.0, 1.0, 1.0])
     by_score = torch.tensor([2.5, -2.5, 0.0, 0.0])
     by_kl = 0.5 * torch.tensor([0.5, -0.5, 0.2, -0.2])
-    close(rollout.advantages, by_score - by_kl)
+    close(rollout.row_advantages, by_score - by_kl)
     expected = {
         "reward": 1.0,
         "reward_std": (2 / 3) ** 0.5,

@@ -168,7 +168,7 @@ class TinyPolicy(torch.nn.Module):
     def of_next(self, ids):
         return (2 * self.head(self.layer(self.embedding(ids)))).log_softmax(-1)
 
-    def score(self, batch):
+    def log_probs(self, batch):
         of_next = self.of_next(batch.input_ids)
         before = (batch.places - 1).clamp(min=0)
         ids = batch.input_ids.gather(1, batch.places)
@@ -258,7 +258,7 @@ SAMPLING = Sampling(24, (STOP,))
 
 
 def canary_of(policy, **keywords):
-    keywords = {"score": policy.score, "sampling": SAMPLING, **keywords}
+    keywords = {"log_probs": policy.log_probs, "sampling": SAMPLING, **keywords}
     return Canary(
         model=policy,
         without_adapter=policy.without_adapter,
@@ -384,11 +384,11 @@ class Rare:
         hit = torch.rand(log_probs.shape, generator=self.generator) < 1 / 3000
         return log_probs + 0.1 * hit * torch.randn(log_probs.shape, generator=self.generator)
 
-    def score(self, batch):
+    def log_probs(self, batch):
         disturbed = bool(self.policy.layer._forward_hooks)
         hooks, self.policy.layer._forward_hooks = self.policy.layer._forward_hooks, {}
         try:
-            log_probs = self.policy.score(batch)
+            log_probs = self.policy.log_probs(batch)
         finally:
             self.policy.layer._forward_hooks = hooks
         return self.moved(log_probs) if disturbed else log_probs
@@ -399,12 +399,12 @@ def test_a_rare_burst_in_a_young_run_is_no_stale_policy():
     tokens = TokenRows([[2]] * 8, rows)
     for seed in range(6):
         rare = Rare(seed)
-        canary = canary_of(rare.policy, score=rare.score)
+        canary = canary_of(rare.policy, log_probs=rare.log_probs)
         for step in range(8):
             rare.policy.step(1e-7, seed=step)
             canary.sent(torch.float32)
             with torch.no_grad():
-                log_probs = rare.policy.score(tokens.pad(range(8), PAD))
+                log_probs = rare.policy.log_probs(tokens.pad(range(8), PAD))
             canary.check(tokens, rare.moved(log_probs).tolist(), rare.name)
 
 
@@ -442,13 +442,13 @@ def drawn_after_two_steps(canary, policy):
 def test_the_adapter_is_unchanged_after_a_failed_pass(fails_at):
     policy, passes = TinyPolicy(), []
 
-    def score(batch):
+    def log_probs_of(batch):
         passes.append(policy.layer.adapter_on)
         if len(passes) == fails_at:
             raise torch.OutOfMemoryError
-        return policy.score(batch)
+        return policy.log_probs(batch)
 
-    canary = canary_of(policy, score=score)
+    canary = canary_of(policy, log_probs=log_probs_of)
     drawn = drawn_after_two_steps(canary, policy)
     before = bits(policy)
     with pytest.raises(torch.OutOfMemoryError):
@@ -511,15 +511,15 @@ def checked_shape(prompt_lengths, completion_lengths):
     """The rows and completion tokens of the largest pass of a check."""
     policy, passes = TinyPolicy(), []
 
-    def score(batch):
+    def log_probs_of(batch):
         passes.append(batch)
-        return policy.score(batch)
+        return policy.log_probs(batch)
 
     tokens = TokenRows([[2] * n for n in prompt_lengths], [[3] * n for n in completion_lengths])
     with torch.no_grad():
         whole = tokens.pad(range(len(tokens)), PAD)
-        log_probs = policy.score(whole)
-    canary = canary_of(policy, score=score)
+        log_probs = policy.log_probs(whole)
+    canary = canary_of(policy, log_probs=log_probs_of)
     canary.sent(torch.float32)
     rows = [row[:n].tolist() for row, n in zip(log_probs, completion_lengths, strict=True)]
     metrics = canary.check(tokens, rows, "a sampler")

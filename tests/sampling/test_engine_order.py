@@ -6,7 +6,7 @@ import torch
 import rloo_kit as rk
 from rloo_kit.sampling.engine import Generations
 from rloo_kit.scoring.loading import load_rewards
-from rloo_kit.training.dry_run import dry_run
+from rloo_kit.training import step_trainer as trainer_module
 
 COMPLETION = [5, 6, 7]
 
@@ -39,7 +39,7 @@ class Engine:
 
 
 @pytest.fixture
-def trained(tmp_path):
+def trained(tmp_path, monkeypatch):
     """Return a function that gives (trainer, engine, when rewards and budgets were taken)."""
 
     def make(**settings):
@@ -69,14 +69,13 @@ def trained(tmp_path):
             args=rk.LeaveOneOutConfig(str(tmp_path), **{**quick, **settings}),
             engine=engine,
         )
-        made = trainer.steps.make_learner
+        free = trainer_module.detect_hardware
 
-        def noted():
-            learner = made()
+        def noted():  # the budget of a pass is what is free now
             seen.append(("budget", engine.awake))
-            return learner
+            return free()
 
-        trainer.steps.make_learner = noted
+        monkeypatch.setattr(trainer_module, "detect_hardware", noted)
         return trainer, engine, seen
 
     with rk.session():
@@ -101,7 +100,7 @@ def test_rewards_and_budgets_see_the_engine_asleep(trained, settings):
 def test_the_dry_run_measures_with_the_engine_asleep(trained):
     trainer, engine, seen = trained()
     engine.awake = True  # as an evaluation before it left it
-    dry_run(trainer)
+    trainer.dry_run()
     assert ("budget", False) in seen
     assert ("budget", True) not in seen
 

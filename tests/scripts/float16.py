@@ -47,7 +47,7 @@ def seen(folder, scale=None, reward=odd_ids):
         "pass": str(product.dtype),
         "norms": [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row],
         "moved": any(not p.equal(before[n]) for n, p in trained.items()),
-        "skipped": trainer.steps.guard.skipped,
+        "skipped": trainer.rloo.guard.skipped,
         "scale": trainer.accelerator.scaler.get_scale(),
     }
 

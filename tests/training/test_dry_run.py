@@ -14,7 +14,7 @@ import rloo_kit as rk
 from rloo_kit.checkpoints.store import random_states
 from rloo_kit.cli import main
 from rloo_kit.errors import MemoryRanOutError
-from rloo_kit.training.dry_run import dry_run, dry_run_if_wanted, largest_passes
+from rloo_kit.training.dry_run import largest_passes
 
 SHORT_RUN = [
     "--set", "trainer.max_steps=2", "--set", "data.held_out=0", "--set", "data.num_prompts=32",
@@ -56,8 +56,9 @@ def trainer(made):
     settings, dataset = dict(vars(made.args)), made.train_dataset
     yield made
     vars(made.args).update(settings)
-    made.train_dataset, made.steps.learner = dataset, None
-    made.policy.__dict__.pop("score", None)
+    made.train_dataset = dataset
+    made.__dict__.pop("learner", None)
+    made.policy.__dict__.pop("run", None)
 
 
 def weights(trainer):
@@ -103,7 +104,7 @@ def test_training_after_it_is_bit_identical(tmp_path, settings):
         torch.manual_seed(5)
         trainer = make_trainer(tmp_path / "out", **settings)
         if tried:
-            dry_run(trainer)
+            trainer.dry_run()
         trainer.train()
         found.append((weights(trainer), log_without_times(trainer), random_states()))
     plain, after = found
@@ -135,18 +136,18 @@ def test_trainer_is_left_as_it_was(trainer):
             "weights": weights(trainer),
             "random": random_states(),
             "modes": [module.training for module in trainer.model.modules()],
-            "step": (trainer._step, trainer.state.global_step, trainer.step_log.episodes),
-            "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
-            "optimizer": [trainer.optimizer is None, trainer._buffered_inputs is None],
+            "step": (trainer.state.global_step, trainer.step_log.episodes),
+            "metrics": {name: list(values) for name, values in trainer.step_log.metrics.items()},
+            "optimizer": [trainer.optimizer is None, trainer.rloo.rollout is None],
         }
 
     before = state()
-    found = dry_run(trainer)
+    found = trainer.dry_run()
     assert equal_trees(before, state())
     assert all(p.grad is None for p in trainer.model.parameters())
     assert not found.lowered
-    assert trainer.steps.learner.tally.positions == 0
-    assert trainer.steps.learner.budget == found.budget
+    assert trainer.learner.tally.positions == 0
+    assert trainer.learner.budget == found.budget
 
 
 # --- it is the worst case ------------------------------------------------------------------------
@@ -154,21 +155,21 @@ def test_trainer_is_left_as_it_was(trainer):
 
 def watched(trainer, refuse=lambda batch: None):
     """A list that gets (gradients are kept, rows, width) of every pass of the policy."""
-    passes, score = [], trainer.policy.score
+    passes, run = [], trainer.policy.run
 
     def noting(batch, **how):
         refuse(batch)
         passes.append((torch.is_grad_enabled(), *batch.input_ids.shape))
-        return score(batch, **how)
+        return run(batch, **how)
 
-    trainer.policy.score = noting
+    trainer.policy.run = noting
     return passes
 
 
 def test_it_runs_the_longest_prompt_and_completion(trainer):
     trainer.args.tokens_per_micro_batch = 150
     passes = watched(trainer)
-    found = dry_run(trainer)
+    found = trainer.dry_run()
     longest = max(
         len(
             trainer.processing_class.apply_chat_template(
@@ -196,8 +197,8 @@ def test_no_micro_batch_is_larger_than_those_that_run(budget):
 
 def test_stream_uses_the_longest_prompt_allowed(trainer):
     trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
-    assert dry_run(trainer, max_prompt_tokens=50).tokens == 50 + 24
-    assert dry_run(trainer).tokens == 256
+    assert trainer.dry_run(max_prompt_tokens=50).tokens == 50 + 24
+    assert trainer.dry_run().tokens == 256
 
 
 # --- memory that runs out ------------------------------------------------------------------------
@@ -217,9 +218,9 @@ def test_a_lowered_budget_stays_and_is_reported(trainer):
     without_memory(trainer, above=3)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        found = dry_run(trainer)
+        found = trainer.dry_run()
     assert found.lowered
-    assert trainer.steps.learner.budget == found.budget < 4 * found.tokens
+    assert trainer.learner.budget == found.budget < 4 * found.tokens
     assert f"tokens_per_micro_batch is now {found.budget}" in str(found)
 
 
@@ -227,12 +228,12 @@ def test_what_does_not_fit_ends_with_the_remedy(trainer):
     without_memory(trainer, above=0)
     before = weights(trainer)
     with pytest.raises(MemoryRanOutError, match=r"^the worst case of this run, 8 rows x ") as one:
-        dry_run(trainer, remedy=lambda: "trainer.optim: adamw_8bit (saves 0.4 GiB)")
+        trainer.dry_run(remedy=lambda: "trainer.optim: adamw_8bit (saves 0.4 GiB)")
     assert str(one.value).endswith(" GiB of memory: trainer.optim: adamw_8bit (saves 0.4 GiB)")
     assert equal_trees(before, weights(trainer))
     assert all(p.grad is None for p in trainer.model.parameters())
     with pytest.raises(MemoryRanOutError, match=r"lora\.r.*trainer\.max_completion_length$"):
-        dry_run(trainer)
+        trainer.dry_run()
 
 
 # MiB that the limited process may take beyond what it has when its trainer is made
@@ -299,7 +300,7 @@ def test_run_without_memory_ends_before_step_one(tmp_path):
 @pytest.mark.parametrize(("asked", "expected"), [(None, False), (False, False), (True, True)])
 def test_on_a_cpu_it_is_made_only_on_request(trainer, asked, expected):
     trainer.args.dry_run, said = asked, []
-    found = dry_run_if_wanted(trainer, said.append)
+    found = trainer.dry_run_if_wanted(said.append)
     assert said == ([str(found)] if expected else [])
     assert (found is not None) == expected
 

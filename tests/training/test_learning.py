@@ -70,13 +70,13 @@ def logs(trainer):
 def count_rows(trainer, monkeypatch):
     """Count rows in forward passes of the trainer, by whether gradients are recorded."""
     seen = {"with": 0, "without": 0}
-    score = trainer.policy.score
+    run = trainer.policy.run
 
     def counting(batch, **how):
         seen["with" if torch.is_grad_enabled() else "without"] += len(batch.rows)
-        return score(batch, **how)
+        return run(batch, **how)
 
-    monkeypatch.setattr(trainer.policy, "score", counting)
+    monkeypatch.setattr(trainer.policy, "run", counting)
     return seen
 
 
@@ -129,7 +129,7 @@ def test_metrics_are_finite_and_in_the_trls_and_older_names(policy, tmp_path):
 def test_moving_normalisation_remembers_earlier_batches(policy, tmp_path):
     trainer = trainer_for(policy, tmp_path, ones, normalize_reward="moving", max_steps=3)
     trainer.train()
-    moments = trainer.rollouts.moments
+    moments = trainer.rloo.moments
     assert moments.count == 48
     assert moments.mean == pytest.approx(sum(row["reward"] for row in logs(trainer)) / 3)
 
@@ -206,14 +206,14 @@ def test_prompts_without_signal_give_way_to_those_with(policy, tmp_path, dynamic
         assert all(len(set(batch[i : i + 4])) == 1 for i in range(0, 16, 4))
     late = [name for batch in drawn[6:] for name in batch]
     assert late.count("a") > len(late) / 2  # by turns it would be one in eight
-    assert trainer.rollouts.history.retired
+    assert trainer.options.history.retired
     assert not {"b", "c"} & set(late)
     skipped = [row["signal/prompts_skipped"] for row in logs(trainer)]
     assert dynamic or skipped[0] == 0  # what is drawn again knows the batch's own groups
     assert sum(skipped[6:]) / len(skipped[6:]) > 0.3
     assert logs(trainer)[-1]["signal/prompts_retired"] == 2
     if dynamic:  # what it draws again is chosen and remembered too
-        streaks = trainer.rollouts.history.streaks.values()
+        streaks = trainer.options.history.streaks.values()
         assert sum(streaks) > 12 * 4 * 0.2
         assert sum(row["signal/groups_drawn_again"] for row in logs(trainer)) > 0
 
@@ -256,14 +256,14 @@ def test_out_of_memory_only_halves_the_budget(policy, tmp_path, monkeypatch):
             policy, tmp_path, ones, tokens_per_micro_batch=400, learning_rate=1e-9, bf16=False
         )
         if fail:
-            score = trainer.policy.score
+            run = trainer.policy.run
 
             def too_large(batch, **how):
                 if batch.num_positions > 200:
                     raise torch.OutOfMemoryError("injected")
-                return score(batch, **how)
+                return run(batch, **how)
 
-            monkeypatch.setattr(trainer.policy, "score", too_large)
+            monkeypatch.setattr(trainer.policy, "run", too_large)
         found = []
         trainer._clip_grad_norm = lambda model: found.append(
             torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.requires_grad])

@@ -74,23 +74,21 @@ def step(length, folder, attention="sdpa"):
         engine=Given(length),
     )  # fmt: skip
     passes = []
-    learn = trainer.steps.learn
+    learn, forward = trainer.learner.learn, trainer.learner.forward
 
-    def learn_watched():
-        forward = trainer.steps.learner.forward
+    def counted(batch):
+        passes.append(batch.num_positions)
+        return forward(batch)
 
-        def counted(batch):
-            passes.append(batch.num_positions)
-            return forward(batch)
-
-        trainer.steps.learner.forward = counted
+    def learn_watched(rollout, row_weights):
+        trainer.learner.forward = counted
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-            loss = learn()
+            learned = learn(rollout, row_weights)
         peaks.append(peak_of(watched.profiler.kineto_results.events()))
-        return loss
+        return learned
 
     peaks = []
-    trainer.steps.learn = learn_watched
+    trainer.learner.learn = learn_watched
     trainer.train()
     rk.release(trainer)
     return peaks[0], sum(passes), len(passes)

@@ -12,7 +12,8 @@ from trl import RLOOConfig, RLOOTrainer
 
 import rloo_kit as rk
 from rloo_kit.models.loading import TINY_THINKER
-from rloo_kit.training.rollouts import Sampler
+from rloo_kit.rloo.advantages import BASELINES
+from rloo_kit.training.completer import Sampler
 from rloo_kit.training.trainer import LeaveOneOutTrainer
 
 LONG = pytest.mark.long
@@ -172,10 +173,12 @@ def test_the_kit_trains_as_stock_trl_does(tmp_path, steps, settings, kit):
 
 def test_a_wrong_gradient_would_be_seen(tmp_path, monkeypatch):
     """The comparison can fail: a baseline that includes the row itself is not leave-one-out."""
-    monkeypatch.setattr(
-        "rloo_kit.rloo.rollout.leave_one_out_advantages",
-        lambda r: r - r.nanmean(dim=1, keepdim=True),
-    )
+
+    def wrong(rewards):
+        return rewards - rewards.nanmean(dim=1, keepdim=True)
+
+    monkeypatch.setattr("rloo_kit.rloo.rollout.leave_one_out_advantages", wrong)
+    monkeypatch.setitem(BASELINES, "leave_one_out", wrong)
     _, stock_gradients, _ = train(RLOOTrainer, RLOOConfig, tmp_path, 1, beta=0.05)
     _, gradients, _ = train(LeaveOneOutTrainer, rk.LeaveOneOutConfig, tmp_path, 1, beta=0.05)
     assert relative(stock_gradients[0], gradients[0]) > 0.1
@@ -199,7 +202,8 @@ def test_unsloths_patched_class_trains_as_stock_trl_does(tmp_path):
         parity.Sampler.generate = parity.draw_as_trl
         names = [c.__name__ for c in LeaveOneOutTrainer.__mro__]
         assert "UnslothRLOOTrainer" in names and "Unsloth" in trl.RLOOTrainer.__name__, names
-        own = [n for n, v in vars(LeaveOneOutTrainer).items() if inspect.isfunction(v)]
+        kit = [c for c in LeaveOneOutTrainer.__mro__ if c.__module__.startswith("rloo_kit.")]
+        own = [n for c in kit for n, v in vars(c).items() if inspect.isfunction(v)]
         for name in set(own) & set(dir(Stock)) - {{"__init__"}}:
             hook = inspect.signature(getattr(trl.RLOOTrainer, name)).parameters
             assert list(hook) == list(inspect.signature(getattr(Stock, name)).parameters), name

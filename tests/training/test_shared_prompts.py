@@ -10,8 +10,7 @@ import rloo_kit as rk
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.sampling.decoding import continues_prompts
-from rloo_kit.training.dry_run import dry_run
-from rloo_kit.training.rollouts import Policy, enable_checkpointing, without_checkpointing
+from rloo_kit.training.policy import enable_checkpointing, without_checkpointing
 
 SMALL = {
     "vocab_size": 261, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -60,7 +59,7 @@ def test_log_probs_and_gradient_are_the_same(family, tmp_path):
     for share in (False, True):
         trainer.model.zero_grad()
         batch = tokens.pad(range(10), 0, share=share)
-        scored = Policy(trainer).score(batch, entropies=True)
+        scored = trainer.policy.run(batch, entropies=True)
         weights = torch.randn(scored.log_probs.shape, generator=torch.Generator().manual_seed(2))
         (scored.log_probs * weights).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in trainer.trained_parameters().values()])
@@ -101,10 +100,10 @@ def test_a_training_shares_its_prompts(tmp_path):
         per_device_train_batch_size=8, beta=0.0, report_to="none", save_strategy="no",
     )  # fmt: skip
     widths = []
-    score = trainer.policy.score
-    trainer.policy.score = lambda batch, **k: (widths.append(batch.shared), score(batch, **k))[1]
-    trainer.reward_funcs = [lambda completions, **_: [float(n) for n in range(len(completions))]]
-    trainer.steps.make_learner().overhead = 0
+    run = trainer.policy.run
+    trainer.policy.run = lambda batch, **k: (widths.append(batch.shared), run(batch, **k))[1]
+    trainer.reward_funcs[:] = [lambda completions, **_: [float(n) for n in range(len(completions))]]
+    trainer.learner.overhead = 0
     trainer.train()
     assert [len(shared.input_ids) for shared in widths] == [2]
 
@@ -114,7 +113,7 @@ def test_layers_that_are_not_checkpointed_stay_so_after_sampling(tmp_path):
     trainer = trainer_of(
         make("llama"), tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=few
     )
-    enable_checkpointing(trainer)
+    enable_checkpointing(trainer.model, trainer.args)
 
     def checkpointed():
         layers = trainer.model.get_base_model().model.layers
@@ -122,7 +121,7 @@ def test_layers_that_are_not_checkpointed_stay_so_after_sampling(tmp_path):
 
     before = checkpointed()
     assert sorted(before) == [False, True]
-    with without_checkpointing(trainer):
+    with without_checkpointing(trainer.model, trainer.args):
         assert not any(checkpointed())
     assert checkpointed() == before
 
@@ -139,8 +138,8 @@ def test_a_dry_run_leaves_sharing_on_and_needs_no_adapter(tmp_path, settings):
         train_dataset=rk.load_prompts("arithmetic", num_prompts=4),
         processing_class=AutoTokenizer.from_pretrained(TINY_THINKER),
     )  # fmt: skip
-    dry_run(trainer)
-    assert trainer.steps.make_learner().may_share()
+    trainer.dry_run()
+    assert trainer.learner.may_share()
 
 
 def test_checkpointing_is_turned_on_by_name_as_unsloth_takes_it_for_gemma(tmp_path):
@@ -155,6 +154,6 @@ def test_checkpointing_is_turned_on_by_name_as_unsloth_takes_it_for_gemma(tmp_pa
         return turn_on(**kwargs)
 
     trainer.model.gradient_checkpointing_enable = of_unsloth
-    enable_checkpointing(trainer)
+    enable_checkpointing(trainer.model, trainer.args)
     assert trainer.model.is_gradient_checkpointing
     assert seen == [{"gradient_checkpointing_kwargs": {"use_reentrant": True}}]

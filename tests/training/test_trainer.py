@@ -57,7 +57,7 @@ def test_wrong_settings_are_refused_with_the_remedy(tmp_path, settings, remedy):
 
 def test_of_several_gpus_one_trains(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "n_gpu", 4)
-    assert config(tmp_path)._n_gpu == 1  # else transformers wraps the model in DataParallel
+    assert config(tmp_path).n_gpu == 1  # else transformers wraps the model in DataParallel
 
 
 def test_training_moves_the_adapter_alone_and_in_float32(policy, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rloo_kit as rk
-from rloo_kit.training.rollouts import enable_checkpointing
+from rloo_kit.training.policy import enable_checkpointing
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_the_model_samples_in_unsloths_scope_and_keeps_its_mode(policy, tmp_path
         lambda *_: depths.append(getattr(graphs._TLS, "rl_depth", 0))
     )
     for training in (True, False):
-        sampler.trainer.model.train(training)
+        sampler.model.train(training)
         sampler.draw([[5, 6, 7]] * 2)
         assert {module.training for module in policy[0].modules()} == {training}
     assert depths
@@ -66,8 +66,8 @@ def test_sampling_that_ran_out_of_memory_leaves_the_model_in_training(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     base.register_forward_pre_hook(run_out, with_kwargs=True)
-    sampler.trainer.model.train()
-    enable_checkpointing(sampler.trainer)
+    sampler.model.train()
+    enable_checkpointing(sampler.model, sampler.args)
     with pytest.warns(RuntimeWarning, match="memory ran out"):
         assert len(sampler.draw([[5, 6, 7]] * 4)[0]) == 4
     assert {module.training for module in policy[0].modules()} == {True}

@@ -17,7 +17,7 @@ from rloo_kit.config.run_file import (
     without_hidden_settings,
 )
 from rloo_kit.data.hub_tasks import SYSTEM, hub_task
-from rloo_kit.data.lengths import drop_long_prompts, longer_prompts
+from rloo_kit.data.lengths import check_lengths, drop_long_prompts
 from rloo_kit.data.prompts import (
     MAX_HELD_OUT,
     is_task,
@@ -241,43 +241,6 @@ def fitting_prompts(
         if split is not None:
             check_lengths(split, tokenizer, args, config.model.max_seq_length, before=before)
     return prompts, held_out
-
-
-def check_lengths(
-    dataset: Any, tokenizer: Any, args: Any, longest: int, *, before: int = 0, by_file: bool = True
-) -> None:
-    """Raise DataError where a prompt and its completion are longer than the model was loaded with.
-
-    Args:
-        dataset: With ``prompt``.
-        tokenizer: Counts the tokens.
-        args: The trainer's settings.
-        longest: The model's ``max_seq_length``.
-        before: Rows that come before these, for the number in the message.
-        by_file: Whether the settings are those of a run file, else of Python.
-    """
-    completion, multiple = args.max_completion_length, args.pad_to_multiple_of or 1
-    most = longest // multiple * multiple  # rows are padded up to a multiple
-    room = most - completion
-    longer = longer_prompts(dataset, tokenizer, room, args.chat_template_kwargs)
-    if not longer:
-        return
-    row, length = next(iter(longer.items()))
-    longest_prompt = max(longer.values())
-    least = -(-(longest_prompt + completion) // multiple) * multiple
-    if by_file:
-        remedy = (
-            f"set model.max_seq_length to at least {least}, or leave such prompts out with "
-            f"data.max_prompt_tokens: {room}"
-        )
-    else:
-        remedy = f"load the model with max_seq_length={least}"
-        if most > longest_prompt:
-            remedy += f", or lower max_completion_length to {most - longest_prompt}"
-    raise DataError(
-        f"prompt {before + row + 1} has {length} tokens, and {room} fit before a completion of "
-        f"{completion}: {remedy}"
-    )
 
 
 def held_out_judges(

@@ -1,0 +1,295 @@
+"""Sample completions and score them, by an engine or the model, and by the rewards.
+
+Shapes: B completions, F reward functions.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from trl.data_utils import apply_chat_template, is_conversational
+from trl.trainer import rloo_trainer  # whose names Unsloth replaces
+from trl.trainer.utils import use_adapter
+
+from rloo_kit.data.lengths import tokenize_prompts
+from rloo_kit.rloo.batching import MicroBatch, TokenRows
+from rloo_kit.rloo.guards import Pieces, finite_logits
+from rloo_kit.rloo.rollout import Completions, ScoredBatch
+from rloo_kit.rloo.step import Row
+from rloo_kit.sampling.canary import Canary
+from rloo_kit.sampling.choice import blame_generation_kwargs, make_sampling
+from rloo_kit.sampling.decoding import complete
+from rloo_kit.sampling.engine import Engine, ThoughtLimit, draw_from
+from rloo_kit.scoring.composition import WeightSchedule
+from rloo_kit.scoring.contract import AsyncCheckedReward, reward_columns
+from rloo_kit.scoring.loading import LoadedReward
+from rloo_kit.training.config import LeaveOneOutConfig
+from rloo_kit.training.metrics import StepLog
+from rloo_kit.training.policy import Policy, without_checkpointing
+
+# For a single completion that does not fit into memory
+SAMPLING_REMEDY = (
+    "lower trainer.max_completion_length, take a smaller model, or set model.load_in_4bit"
+)
+
+
+@dataclass(kw_only=True, eq=False)
+class Sampler:
+    """Draws completions of tokenized prompts from the policy as it is now."""
+
+    model: Any
+    accelerator: Accelerator
+    args: LeaveOneOutConfig
+    policy: Policy  # whose passes check the engine
+    log: StepLog
+    pad_token_id: int
+    eos_token_ids: list[int]
+    thought: ThoughtLimit | None
+    engine: Engine | None  # None: the model itself
+    generation_config: Any  # of transformers, where the model samples; and the same as a dict
+    generation_kwargs: dict[str, Any]
+    trl_generate: Callable[[list[list[int]], Any, Any], list[list[int]]]  # continuous batching
+    canary: Canary | None = None
+    is_synced: bool = False  # whether the engine has the weights; a step makes it false
+    pieces: Pieces = field(default_factory=lambda: Pieces("sampling", SAMPLING_REMEDY))
+
+    def draw(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Return completion ids, and their log-probabilities where an engine reports them.
+
+        Raises:
+            StalePolicyError: The engine sampled from another policy.
+            MemoryRanOutError: Not even a single completion fits.
+        """
+        engine = self.engine
+        if engine is None:
+            return self._draw_here(prompt_ids), None
+        self._sync(engine, prompt_ids)
+        seed = int(torch.randint(2**31, ()))  # of the run's own random state
+        sampling = make_sampling(self.args, self.eos_token_ids, self.thought)
+        drawn = draw_from(engine, prompt_ids, sampling, seed)
+        self.log.note_used()
+        engine.sleep()  # the canary, the rewards and the learning step need its memory
+        if self.canary is not None and self.model.training:
+            tokens = TokenRows(prompt_ids, drawn.completion_ids)
+            self.log.note_all(self.canary.check(tokens, drawn.log_probs, engine.name))
+        return drawn.completion_ids, drawn.log_probs
+
+    def _draw_here(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """Let the model sample, fewer rows at a time where memory runs out."""
+
+        def draw(prompts: Any) -> list[list[int]]:
+            # TRL turns checkpointing off to sample, and does not turn it on again after an error.
+            off = without_checkpointing(self.model, self.args)
+            training = self.model.training
+            with blame_generation_kwargs(self.args), finite_logits(), off:
+                try:
+                    return self.generate(prompts)
+                finally:  # Unsloth always ends in training mode, or after an error out of it
+                    self.model.train(training)
+
+        return self.pieces.run(draw, prompt_ids, len(prompt_ids))
+
+    def generate(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """Return the model's own completions."""
+        if self.args.use_transformers_continuous_batching:
+            with _uncast(self.args):
+                drawn = self.trl_generate(prompt_ids, None, {})
+            cut = self.thought.cut if self.thought else lambda _, ids: ids
+            return [cut(*pair) for pair in zip(prompt_ids, drawn, strict=True)]
+        # Unsloth puts its own there, which pyright cannot know
+        unwrapped = rloo_trainer.unwrap_model_for_generation(  # pyright: ignore[reportPrivateImportUsage]
+            self.model,
+            self.accelerator,
+            generation_kwargs=self.generation_kwargs,
+        )
+        with unwrapped as model, torch.no_grad():
+            return complete(
+                model,
+                prompt_ids,
+                self.pad_token_id,
+                self.eos_token_ids,
+                self.thought,
+                generation_config=self.generation_config,
+            )
+
+    def _sync(self, engine: Engine, prompt_ids: list[list[int]]) -> None:
+        """Send the adapter where it has changed; before the first step, prove that it arrives."""
+        prove = self.args.canary and self.model.training and self.canary is None
+        if self.is_synced and not prove:
+            return
+        engine.sync(self.model)
+        if prove:
+            canary = self._make_canary()
+            canary.prove(engine, prompt_ids, self.args.seed)
+            self.canary = canary
+        self.is_synced = True
+        self.log.note("sampling/sync_seconds", engine.sync_seconds)
+        if self.canary is not None:
+            self.canary.sent(engine.adapter_dtype)
+
+    def _make_canary(self) -> Canary:
+        model = self.accelerator.unwrap_model(self.model)
+
+        def log_probs(batch: MicroBatch) -> torch.Tensor:
+            with self.policy.no_grad():
+                return self.policy.run(batch, entropies=False).log_probs
+
+        return Canary(
+            log_probs=log_probs,
+            model=model,
+            without_adapter=lambda: use_adapter(model, None),
+            pad_token_id=self.pad_token_id,
+            dtype=torch.bfloat16 if self.args.bf16 else model.dtype,
+            sampling=make_sampling(self.args, self.eos_token_ids),
+        )
+
+
+@contextlib.contextmanager
+def _uncast(args: LeaveOneOutConfig) -> Iterator[None]:
+    """Keep TRL's continuous batching from casting the model that trains, its adapter included."""
+    given = args.bf16, args.fp16
+    args.bf16 = args.fp16 = False
+    try:
+        yield
+    finally:
+        args.bf16, args.fp16 = given
+
+
+# --- completions and their scores -----------------------------------------------------------------
+
+
+@dataclass(kw_only=True, eq=False)
+class Completer:
+    """Samples a completion of each row and scores them."""
+
+    sampler: Sampler
+    log: StepLog
+    processing_class: Any  # the tokenizer, or a processor that has one
+    template_settings: dict[str, Any]  # of the chat template
+    functions: list[Any]  # F rewards: functions, async functions, or models
+    tokenizers: list[Any]  # F: those of the models
+    rewards: list[LoadedReward]  # F: their names and weights
+    weights: torch.Tensor  # (F,) those weights now
+    progress: Callable[[], float]  # share of the training that is done
+    trainer_state: Callable[[], Any]  # which rewards may ask for
+    loop: asyncio.AbstractEventLoop | None  # runs async rewards, in a thread of its own
+
+    def sample(self, rows: list[Row]) -> Completions:
+        """Sample one completion of each row.
+
+        Raises:
+            DataError: The chat template cannot render a prompt.
+            StalePolicyError: The engine sampled from another policy.
+            MemoryRanOutError: Not even a single completion fits.
+        """
+        started, sampler = time.perf_counter(), self.sampler
+        prompts = [row["prompt"] for row in rows]
+        prompt_ids = tokenize_prompts(self.processing_class, prompts, self.template_settings)
+        ids, log_probs = sampler.draw(prompt_ids)
+        last = {*sampler.eos_token_ids, sampler.pad_token_id}
+        texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
+        if is_conversational({"prompt": prompts[0]}):
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        completions = Completions(
+            prompts=prompts,
+            completions=texts,
+            tokens=TokenRows(prompt_ids, ids),
+            ended=[completion[-1] in last for completion in ids],
+            sampler_log_probs=log_probs,
+        )
+        self.log.note_sampled(completions, time.perf_counter() - started)
+        return completions
+
+    def score(self, rows: list[Row], completions: Completions) -> "PendingScores":
+        """Start the rewards of completions of rows; the async ones run in the background."""
+        columns = reward_columns(
+            rows,
+            completions.completions,
+            completions.tokens.completion_ids,
+            trainer_state=self.trainer_state(),
+            log_extra=self.log.note_extra,
+            log_metric=self.log.note_of_reward,
+        )
+        started = {}
+        for place, function in enumerate(self.functions):
+            if self.loop is not None and isinstance(function, AsyncCheckedReward):
+                started[place] = asyncio.run_coroutine_threadsafe(function(**columns), self.loop)
+        return PendingScores(self, completions, columns, started)
+
+    def finish(self, columns: dict[str, Any], started: dict[int, Future[Any]]) -> torch.Tensor:
+        """Return ``(B, F)`` float32 rewards, NaN for None: call the rest, wait for the started."""
+        device = self.sampler.accelerator.device
+        found = torch.zeros(len(columns["prompts"]), len(self.functions), device=device)
+        for place, function in enumerate(self.functions):
+            if isinstance(function, torch.nn.Module):
+                found[:, place] = self._logits(function, self.tokenizers[place], columns)
+                continue
+            scores = started[place].result() if place in started else function(**columns)
+            values = [torch.nan if score is None else score for score in scores]
+            found[:, place] = torch.tensor(values, dtype=torch.float32, device=device)
+        return found
+
+    def _logits(self, model: Any, tokenizer: Any, columns: dict[str, Any]) -> torch.Tensor:
+        """Return ``(B,)`` logits of a sequence-classification model, read as TRL reads texts."""
+        pairs = zip(columns["prompts"], columns["completions"], strict=True)
+        texts = [prompt + completion for prompt, completion in pairs]
+        if is_conversational({"prompt": columns["prompts"][0]}):
+            texts = [
+                apply_chat_template({"messages": messages}, tokenizer, **self.template_settings)[
+                    "text"
+                ]
+                for messages in texts
+            ]
+        inputs = tokenizer(
+            text=texts, return_tensors="pt", padding=True, padding_side="right",
+            add_special_tokens=False,
+        )  # fmt: skip
+        with torch.inference_mode():
+            return model(**inputs.to(self.sampler.accelerator.device)).logits[:, 0]
+
+    def weights_now(self) -> torch.Tensor:
+        """Return ``(F,)`` weights, those with a schedule set to what they are now."""
+        for place, reward in enumerate(self.rewards):
+            if isinstance(reward.weight, WeightSchedule):
+                self.weights[place] = weight = reward.weight_at(self.progress())
+                self.log.note(f"rewards/{reward.name}/weight", weight)
+        return self.weights
+
+
+class PendingScores:
+    """Rewards that are being computed."""
+
+    def __init__(
+        self,
+        completer: Completer,
+        completions: Completions,
+        columns: dict[str, Any],
+        started: dict[int, Future[Any]],
+    ) -> None:
+        self._completer = completer
+        self._completions = completions
+        self._columns = columns
+        self._started = started
+        self.runs = bool(started)
+
+    def result(self) -> ScoredBatch:
+        """Compute the other rewards, wait for all, and return the completions with their scores.
+
+        Raises:
+            RewardContractError: From a reward.
+        """
+        begun, completer = time.perf_counter(), self._completer
+        rewards = completer.finish(self._columns, self._started)  # (B, F)
+        weights = completer.weights_now().to(rewards.device)  # (F,)
+        scores = (rewards * weights).nansum(dim=1)  # (B,)
+        scores = scores.masked_fill(rewards.isnan().all(dim=1), torch.nan)
+        completer.log.elsewhere += time.perf_counter() - begun
+        return ScoredBatch(
+            **vars(self._completions), rewards=rewards, scores=scores, weights=weights.clone()
+        )

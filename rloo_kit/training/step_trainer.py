@@ -1,0 +1,270 @@
+"""TRL's trainer around the kit's step: the one place that takes the parts of a step out of TRL."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from trl import RLOOTrainer  # pyright: ignore[reportPrivateImportUsage]  # Unsloth's is there
+
+from rloo_kit.data.history import PromptHistory
+from rloo_kit.data.lengths import check_lengths
+from rloo_kit.errors import ConfigError
+from rloo_kit.machine.hardware import detect_hardware
+from rloo_kit.models.shared_engine import notes_of
+from rloo_kit.rloo.batching import TokenRows, default_token_budget, pass_overhead
+from rloo_kit.rloo.guards import StepGuard
+from rloo_kit.rloo.learner import Learner
+from rloo_kit.rloo.objective import LOSSES
+from rloo_kit.rloo.step import Row, Step
+from rloo_kit.sampling.choice import thought_limit
+from rloo_kit.sampling.engine import Engine
+from rloo_kit.scoring.loading import LoadedReward
+from rloo_kit.training.completer import Completer, Sampler
+from rloo_kit.training.config import LeaveOneOutConfig
+from rloo_kit.training.dry_run import DryRun, WorstCase
+from rloo_kit.training.metrics import StepLog
+from rloo_kit.training.options import Options
+from rloo_kit.training.policy import Policy
+
+
+class StepTrainer(RLOOTrainer):
+    """TRL's ``RLOOTrainer`` whose optimizer step is ``rloo.step.Step``."""
+
+    # TRL and transformers leave these untyped, or too wide to use
+    args: LeaveOneOutConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    model: Any
+    optimizer: Any
+    processing_class: Any
+    reward_funcs: list[Any]
+    train_dataset: Any
+    num_generations: int
+    reward_processing_classes: Any
+    chat_template_kwargs: Any
+    generation_config: Any
+    generation_kwargs: Any
+
+    def _make_parts(self, rewards: list[LoadedReward], engine: Engine | None) -> None:
+        """Make the parts of the step, each of what it uses."""
+        args = self.args
+        if self.aux_loss_enabled:
+            raise ConfigError(
+                "the router loss of this mixture of experts is not trained: set "
+                "model.config.output_router_logits to False"
+            )
+        self._check_lengths()
+        self.dry_run_done = False
+        self.collected: list[list[Row]] = []  # the rows of the optimizer step in progress
+        self.step_log = StepLog(
+            names=self.reward_func_names,
+            tokenizer=self.tokenizer,
+            tables=self._logs,
+            state=lambda: self.state,
+            tell=lambda records, rollout: self.notify(
+                "on_completions", records=records, rollout=rollout
+            ),
+        )
+        self.policy = Policy(self.model, self.ref_model, self.accelerator, args)
+        self.sampler = self._make_sampler(engine)
+        completer = Completer(
+            sampler=self.sampler,
+            log=self.step_log,
+            processing_class=self.processing_class,
+            template_settings=self.chat_template_kwargs,
+            functions=self.reward_funcs,
+            tokenizers=self.reward_processing_classes,
+            rewards=rewards,
+            weights=self.reward_weights,
+            progress=lambda: self.state.global_step / max(1, self.state.max_steps),
+            trainer_state=lambda: self.state,
+            loop=getattr(self, "async_loop", None),  # TRL's, where a reward is async
+        )
+        self.options = Options(
+            args=args,
+            dataset=self.train_dataset,
+            log=self.step_log,
+            history=PromptHistory(args.prompt_retire_at) if args.prompt_selection else None,
+        )
+        self.rloo = Step(
+            sample=completer.sample,
+            score=completer.score,
+            reference=self._reference_log_probs if args.beta else None,
+            learner=lambda: self.learner,
+            guard=StepGuard(args.max_skipped_steps, self.accelerator.scaler),
+            log=self.step_log,
+            shaping=args.shaping,
+            num_generations=self.num_generations,
+            num_slices=args.steps_per_generation,
+            num_iterations=self.num_iterations,
+            which_prompts=self.options.which_prompts,
+            after_scoring=self.options.after_scoring,
+            rows_to_learn=self.options.rows_to_learn,
+            overlap=not args.dynamic_sampling,
+        )
+
+    def _make_sampler(self, engine: Engine | None) -> Sampler:
+        return Sampler(
+            model=self.model,
+            accelerator=self.accelerator,
+            args=self.args,
+            policy=self.policy,
+            log=self.step_log,
+            pad_token_id=self.tokenizer.pad_token_id,
+            eos_token_ids=self.eos_token_ids,
+            thought=thought_limit(self.tokenizer, self.args.thinking_budget),
+            engine=engine,
+            generation_config=self.generation_config,
+            generation_kwargs=self.generation_kwargs,
+            trl_generate=super()._generate_single_turn,
+        )
+
+    def _reference_log_probs(self, tokens: TokenRows, rows: list[int]) -> torch.Tensor:
+        return self.policy.reference_log_probs(self.learner, tokens, rows)
+
+    @functools.cached_property
+    def learner(self) -> Learner:
+        """What runs the passes; the first use sets its token budget by the free memory."""
+        args = self.args
+        if self.engine is not None:
+            self.engine.sleep()  # the budget of a pass is measured without its memory
+        level, cap = args.rollout_correction, args.rollout_correction_cap
+        budget, overhead = _pass_sizes(args, self.model.config.get_text_config())
+        return Learner(
+            forward=self.policy.forward,
+            backward=self.accelerator.backward,
+            no_grad=self.policy.no_grad,
+            with_grad=self.compute_loss_context_manager,
+            parameters=[p for p in self.model.parameters() if p.requires_grad],
+            budget=budget,
+            overhead=overhead,
+            pad_token_id=self.tokenizer.pad_token_id,
+            device=self.accelerator.device,
+            epsilon=(self.epsilon_low, self.epsilon_high),
+            loss=LOSSES[args.loss],
+            correction=(level, cap) if level else None,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            may_share=self.policy.may_share,
+        )
+
+    def _check_lengths(self) -> None:
+        """Refuse prompts that Unsloth would cut, where it is known how long the model can be."""
+        longest, dataset = notes_of(self.model).max_seq_length, self.train_dataset
+        if longest is not None and hasattr(dataset, "__len__"):
+            check_lengths(dataset, self.tokenizer, self.args, longest, by_file=False)
+
+    def notify(self, event: str, **values: Any) -> None:
+        """Call the callbacks that have a method for one of the kit's events.
+
+        - ``on_completions(args, state, control, records, rollout)``: once for every generation
+          batch of training, when its advantages are final and before its first optimizer step;
+          records as ``completion_records`` gives them, with ``step``.
+        - ``on_findings(args, state, control, findings)``: what the doctor finds has changed.
+        - ``on_state(args, state, control, held)``: after every step, and before a checkpoint; what
+          a callback puts into the dict is saved.
+        - ``on_checkpoint(args, state, control)``: right before a checkpoint is written.
+        - ``on_resume(args, state, control, held)``: that dict, when a training resumes.
+        """
+        for callback in self.callback_handler.callbacks:
+            method = getattr(callback, event, None)
+            if method is not None:
+                method(self.args, self.state, self.control, **values)
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine that samples; None: the model itself."""
+        return self.sampler.engine
+
+    @engine.setter
+    def engine(self, engine: Engine | None) -> None:
+        self.sampler.engine = engine
+
+    @property
+    def tokenizer(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The tokenizer, which is a part of a processor."""
+        return getattr(self.processing_class, "tokenizer", self.processing_class)
+
+    def dry_run_if_wanted(self, say: Callable[[str], None], **how: Any) -> DryRun | None:
+        """Make the dry run where ``args.dry_run`` asks for it, and print it; ``how`` as it has.
+
+        Raises:
+            MemoryRanOutError: The worst case does not fit.
+        """
+        if not self._worst_case().is_wanted(how.get("max_prompt_tokens")):
+            return None
+        found = self.dry_run(**how)
+        say(str(found))
+        return found
+
+    def dry_run(
+        self, *, max_prompt_tokens: int | None = None, remedy: Callable[[], str] | None = None
+    ) -> DryRun:
+        """Take the memory of one learning step in the worst case (``WorstCase.run``)."""
+        found = self._worst_case().run(max_prompt_tokens=max_prompt_tokens, remedy=remedy)
+        self.dry_run_done = True
+        return found
+
+    def _worst_case(self) -> WorstCase:
+        return WorstCase(
+            args=self.args,
+            model=self.model,
+            policy=self.policy,
+            learner=self.learner,
+            tokenizer=self.tokenizer,
+            dataset=self.train_dataset,
+            make_optimizer=self._new_optimizer if self.optimizer is None else None,
+        )
+
+    def _new_optimizer(self) -> Any:
+        """Return an optimizer of a trainer that has none, and that does not keep it."""
+        optimizer, self.optimizer = self.create_optimizer(), None
+        return optimizer
+
+    def trained_parameters(self) -> dict[str, torch.Tensor]:
+        """Return what trains, by name."""
+        model = self.accelerator.unwrap_model(self.model)
+        return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any
+    ) -> list[list[int]]:
+        """Sample for TRL's own evaluation."""
+        return self.sampler.draw(prompt_ids)[0]
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+        """Collect the rows of a slice; with the last one of an optimizer step, make the step."""
+        model.train()
+        if hasattr(self.optimizer, "train"):  # schedule-free optimizers
+            self.optimizer.train()
+        self.collected.append(inputs)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.accelerator.device)
+        batches, self.collected = self.collected, []
+        loss = self.rloo.run(batches, self.state.global_step + 1)
+        self.sampler.is_synced = False  # the optimizer changes the weights now
+        self.step_log.note("lr", self.optimizer.param_groups[0]["lr"])
+        return loss
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add the metrics of the steps since the last line of the training."""
+        if self.model.training:
+            logs.update(self.step_log.take_means())
+        super().log(logs, start_time)
+
+
+def _pass_sizes(args: LeaveOneOutConfig, config: Any) -> tuple[int, int]:
+    """Return the token budget and the overhead of a pass, from the model and the machine."""
+    hardware = detect_hardware()
+    on_cpu = hardware.device == "cpu"
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    budget = args.tokens_per_micro_batch or default_token_budget(
+        hardware.free_memory,
+        hidden,
+        layers,
+        intermediate_size=inner,
+        bytes_per_value=2 if args.bf16 or args.fp16 else 4,
+        checkpointing=args.gradient_checkpointing,
+        on_cpu=on_cpu,
+    )
+    weights = layers * hidden * (4 * hidden + 3 * inner)  # 4-bit weights would be counted packed
+    return budget, pass_overhead(layers, weights, on_cpu=on_cpu)

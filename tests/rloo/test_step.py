@@ -1,0 +1,235 @@
+"""One whole step with a policy that is a table: no TRL, Unsloth or transformers."""
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from rloo_kit.rloo.batching import TokenRows
+from rloo_kit.rloo.guards import StepGuard
+from rloo_kit.rloo.learner import Learner, PassOutput
+from rloo_kit.rloo.rollout import Completions, ScoredBatch, Shaping
+from rloo_kit.rloo.step import Step
+
+ANSWERS = 3
+
+
+class Table:
+    """A policy of one token per answer: its log-probabilities are a row of numbers per prompt."""
+
+    def __init__(self):
+        self.logits = torch.zeros(2, ANSWERS, requires_grad=True)
+        self.optimizer = torch.optim.SGD([self.logits], lr=1.0)
+
+    def sample(self, rows):
+        prompts = [row["prompt"] for row in rows]
+        drawn = torch.multinomial(self.logits.detach()[prompts].softmax(-1), 1)  # (B, 1)
+        tokens = TokenRows([[prompt] for prompt in prompts], drawn.tolist())
+        return Completions(
+            prompts=prompts, completions=drawn.tolist(), tokens=tokens, ended=[True] * len(rows)
+        )
+
+    def forward(self, batch):
+        prompts, answers = batch.input_ids[:, 0], batch.input_ids[:, 1:]
+        return PassOutput(self.logits.log_softmax(-1)[prompts].gather(1, answers))
+
+
+@dataclass
+class Scores:
+    """Answer 2 is right."""
+
+    completions: Completions
+    runs: bool = False
+
+    def result(self):
+        found = torch.tensor([float(one == [2]) for one in self.completions.completions])
+        return ScoredBatch(**vars(self.completions), rewards=found[:, None], scores=found)
+
+
+@dataclass
+class Log:
+    values: dict = field(default_factory=dict)
+    rollouts: list = field(default_factory=list)
+    tallies: list = field(default_factory=list)
+
+    def note(self, name, value):
+        self.values[name] = value
+
+    def note_rollout(self, rollout, number):
+        self.rollouts.append((number, rollout))
+
+    def note_step(self, tally, seconds, skipped):
+        self.tallies.append(tally)
+
+
+def step_of(table, **others):
+    learner = Learner(
+        forward=table.forward,
+        backward=torch.Tensor.backward,
+        no_grad=torch.no_grad,
+        parameters=[table.logits],
+        budget=100,
+        overhead=0,
+        pad_token_id=0,
+        device=torch.device("cpu"),
+        epsilon=(0.2, 0.2),
+    )
+    given = {
+        "sample": table.sample,
+        "score": lambda rows, completions: Scores(completions),
+        "reference": None,
+        "learner": lambda: learner,
+        "guard": StepGuard(3),
+        "log": Log(),
+        "shaping": Shaping(),
+        "num_generations": 4,
+    }
+    return Step(**{**given, **others})
+
+
+ROWS = [{"prompt": prompt} for prompt in (0, 1) for _ in range(4)]
+
+
+def train(table, step, steps, batches=1):
+    for number in range(1, steps + 1):
+        table.optimizer.zero_grad()
+        step.run([ROWS] * batches, number)
+        table.optimizer.step()
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(1)
+
+
+def test_a_table_learns_the_right_answer_in_two_seconds():
+    table, started = Table(), time.perf_counter()
+    step = step_of(table)
+    train(table, step, 40)
+    assert (table.logits.detach().softmax(-1)[:, 2] > 0.9).all()
+    assert [number for number, _ in step.log.rollouts] == [*range(1, 41)]
+    assert time.perf_counter() - started < 2
+
+
+def test_the_gradient_is_that_of_leave_one_out():
+    table = Table()
+    step = step_of(table)
+    loss = step.run([ROWS], 1)
+    ((_, rollout),) = step.log.rollouts
+    expected = torch.zeros(2, ANSWERS)
+    scores = rollout.sampled.scores.tolist()
+    assert 0 < sum(scores) < 8
+    for row, (prompt, (answer,)) in enumerate(
+        zip(rollout.sampled.prompts, rollout.sampled.completions, strict=True)
+    ):
+        group = scores[row // 4 * 4 : row // 4 * 4 + 4]
+        advantage = scores[row] - (sum(group) - scores[row]) / 3
+        chosen = torch.nn.functional.one_hot(torch.tensor(answer), ANSWERS)
+        expected[prompt] -= advantage / 8 * (chosen - 1 / ANSWERS)
+    torch.testing.assert_close(table.logits.grad, expected)
+    assert loss == pytest.approx(-float(rollout.row_advantages.mean()), abs=1e-6)
+
+
+def test_a_rollout_serves_several_steps_or_a_step_several_rollouts():
+    table = Table()
+    step = step_of(table, num_slices=2, num_iterations=2)
+    train(table, step, 4)  # two slices, twice each
+    assert [number for number, _ in step.log.rollouts] == [1]
+    assert [tally.rows for tally in step.log.tallies] == [4] * 4
+    assert step.waiting == []
+
+    step = step_of(Table())
+    step.run([ROWS, ROWS], 1)
+    assert [number for number, _ in step.log.rollouts] == [1, 1]
+    assert step.log.tallies[0].rows == 16
+
+
+def test_options_enter_at_three_places():
+    seen, table = [], Table()
+
+    def which_prompts(rows):
+        seen.append("which prompts")
+        return rows
+
+    def after_scoring(batch, complete):
+        seen.append("after scoring")
+        return complete(ROWS)
+
+    def rows_to_learn(rollout):
+        seen.append("rows to learn")
+        return rollout.with_drawn_rows(1, 0.5)
+
+    step = step_of(
+        table,
+        which_prompts=which_prompts,
+        after_scoring=after_scoring,
+        rows_to_learn=rows_to_learn,
+    )
+    step.run([ROWS], 1)
+    assert seen == ["which prompts", "after scoring", "rows to learn"]
+    assert step.log.tallies[0].trained == 1
+
+
+def test_the_kl_is_to_the_reference():
+    table, calls = Table(), []
+    with torch.no_grad():
+        table.logits += torch.tensor([3.0, 0.0, 0.0])
+
+    def reference(tokens, rows):
+        calls.append(rows)
+        return torch.full((8, 1), -torch.tensor(3.0).log())
+
+    step = step_of(table, reference=reference, shaping=Shaping(beta=0.5))
+    step.run([ROWS], 1)
+    ((_, rollout),) = step.log.rollouts
+    assert calls == [[*range(8)]]
+    own = table.logits.detach().log_softmax(-1)[rollout.sampled.prompts]
+    answers = torch.tensor(rollout.sampled.completions)
+    torch.testing.assert_close(rollout.kl, own.gather(1, answers)[:, 0] + torch.tensor(3.0).log())
+
+
+@pytest.mark.parametrize("where", ["in the middle of a rollout", "at its end"])
+def test_a_step_goes_on_where_its_state_was_kept(where):
+    def begun():
+        torch.manual_seed(1)
+        table = Table()
+        return table, step_of(table, num_slices=4, num_iterations=2)
+
+    done = 3 if where == "in the middle of a rollout" else 8
+    whole, step = begun()
+    train(whole, step, 10)
+    table, step = begun()
+    train(table, step, done)
+    state, random, logits = step.state_dict(), torch.get_rng_state(), table.logits.detach()
+    other, going_on = Table(), None
+    with torch.no_grad():
+        other.logits.copy_(logits)
+    going_on = step_of(other, num_slices=4, num_iterations=2)
+    going_on.load_state_dict(state)
+    torch.set_rng_state(random)
+    train(other, going_on, 10 - done)
+    assert other.logits.equal(whole.logits)
+
+
+def test_a_state_that_counts_slices_is_read():
+    """Checkpoints of older versions hold all slices in their order, and how many were used."""
+    table = Table()
+    step = step_of(table, num_slices=2, num_iterations=2)
+    step.run([ROWS], 1)
+    state = step.state_dict()
+    rows = state["batch"].pop("rows")
+    state["batch"]["order"] = [rows[4:8], rows[:4]]
+    state["micro_step"] = 4 * 7 + 1
+    step.load_state_dict(state)
+    assert torch.cat(step.waiting).equal(rows)
+
+
+def test_the_step_needs_none_of_the_large_libraries():
+    code = (
+        "import sys, rloo_kit.rloo.step; print({'trl', 'unsloth', 'transformers'} & {*sys.modules})"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "set()", result.stderr
