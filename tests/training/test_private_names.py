@@ -1,0 +1,96 @@
+"""Private names of TRL and transformers that the kit uses: each is listed, and exists."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import transformers
+import trl
+from transformers import (
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
+from trl.trainer import rloo_trainer, utils
+
+import rloo_kit
+
+KIT = Path(rloo_kit.__file__).parent
+CLASSES = (
+    trl.RLOOTrainer, Trainer, TrainingArguments, PreTrainedModel, GenerationMixin, PreTrainedConfig,
+)  # fmt: skip
+MODULES = (rloo_trainer, transformers.trainer, utils)
+# What is used where, and why there is no public way
+USED = {
+    ("machine/lm_head.py", "_ChunkedLogProbFunction"): "TRL's head, whose class has no other name",
+    (
+        "sampling/decoding.py",
+        "_is_stateful",
+    ): "a state-space model has no cache to continue",
+    ("sampling/decoding.py", "_prefill"): "generate's own first pass",
+    ("sampling/decoding.py", "_sample"): "generate's own loop, where rows cannot leave the batch",
+    ("sampling/decoding.py", "_update_model_kwargs_for_generation"): "generate's own next step",
+    ("training/step_trainer.py", "_logs"): "the table that log_completions shows",
+    ("training/trainer.py", "_globalstep_last_logged"): "the mean of the loss resumes exactly",
+    ("training/trainer.py", "_total_loss_scalar"): "the same",
+    ("training/trainer.py", "_tr_loss"): "the same",
+}
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def assigned_in(source):
+    """Private names that a source defines: functions, classes, and attributes of self."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def known():
+    names = {name for one in CLASSES for name in dir(one)}
+    for module in MODULES:
+        names |= {*vars(module), *assigned_in(inspect.getsource(module))}
+    return {name for name in names if is_private(name)}
+
+
+def used_in(tree, names):
+    """Private names of ``names`` that a module reads or writes, and does not define itself."""
+    nodes = [*ast.walk(tree)]
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for node in (one for one in nodes if isinstance(one, ast.ClassDef)):
+        if not any(ast.unparse(base).endswith("Trainer") for base in node.bases):
+            own |= {*assigned_in(ast.unparse(node))}
+    words = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            words |= {one.value for one in node.args if isinstance(one, ast.Constant)}
+    return (words & names) - own
+
+
+def test_the_private_names_are_these():
+    names = known()
+    found = {
+        (str(path.relative_to(KIT)), name)
+        for path in KIT.rglob("*.py")
+        for name in used_in(ast.parse(path.read_text(encoding="utf-8")), names)
+    }
+    assert found == set(USED)
+
+
+@pytest.mark.parametrize("name", sorted({name for _, name in USED}))
+def test_a_private_name_exists_in_the_installed_version(name):
+    assert name in known()
+
+
+def test_a_use_is_found():
+    tree = ast.parse(
+        "class A(Trainer):\n    def _a(self):\n        self._b = getattr(self, '_c') + self._a"
+    )
+    assert used_in(tree, {"_a", "_b", "_c", "_d"}) == {"_b", "_c"}
