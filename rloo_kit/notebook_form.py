@@ -34,7 +34,7 @@ from rloo_kit.config.run_file import (
 )
 from rloo_kit.data.hub_tasks import HUB_TASKS
 from rloo_kit.data.prompts import BUILTIN
-from rloo_kit.diagnosis.record import read_run, text_of
+from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import KitError, ModelError, SetupError
 from rloo_kit.job import beside, read_config, read_prompts
 from rloo_kit.live.notebook import DRAWING_SECONDS, page_of
@@ -49,6 +49,7 @@ from rloo_kit.runs.train import train
 from rloo_kit.scoring.contract import AsyncCheckedReward, CheckedReward, call_reward
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.redaction import redact
+from rloo_kit.text.wording import text_of
 
 # Seconds without a key before the fields are read, and that reading them may take
 PAUSE, LIMIT = 0.5, 120.0

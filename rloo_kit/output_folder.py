@@ -147,3 +147,20 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
         with contextlib.suppress(PermissionError):
             Path(folder, LOCK).unlink(missing_ok=True)
         lock.release()
+
+
+def read_object(text: bytes) -> dict[str, Any] | None:
+    """Return the object that a text in JSON holds; None if it is damaged or something else."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file; None if it is missing or damaged."""
+    try:
+        return read_object(path.read_bytes())
+    except OSError:
+        return None

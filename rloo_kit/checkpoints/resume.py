@@ -44,9 +44,9 @@ from rloo_kit.checkpoints.store import (
     write_tree,
 )
 from rloo_kit.config.settings import OWN_FIELDS, on_resume
-from rloo_kit.diagnosis.record import finite_numbers
 from rloo_kit.errors import CheckpointError, KitError
 from rloo_kit.rloo.guards import check_finite
+from rloo_kit.text.numbers import finite_numbers
 
 # Settings that decide what is sampled and learned: another value would be another run.
 # `rows_per_step` is what an optimizer step learns from: how it is divided into

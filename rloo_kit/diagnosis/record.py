@@ -1,9 +1,8 @@
 """Record of a run: its folder read back, and statistics over its steps and completions."""
 
-import json
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -16,6 +15,9 @@ from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.output_folder import read_json, read_object
+from rloo_kit.text.numbers import finite_number, finite_numbers, mean_or_none
+from rloo_kit.text.wording import text_of
 
 # Completions read from each end of a large file: the rules compare its beginning with its end
 KEPT_ROWS = 2000
@@ -93,23 +95,7 @@ def _read_rows(path: Path, num: int | None = None) -> list[dict[str, Any]]:
     with path.open("rb") as lines:
         # first and last rows; the first take all of them without a number
         kept = [*islice(lines, num), *deque(lines, maxlen=num)]
-    return [row for line in kept if (row := _read_object(line)) is not None]
-
-
-def _read_object(text: bytes) -> dict[str, Any] | None:
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file; None if it is missing or damaged."""
-    try:
-        return _read_object(path.read_bytes())
-    except OSError:
-        return None
+    return [row for line in kept if (row := read_object(line)) is not None]
 
 
 def _read_config(path: Path) -> RunConfig | None:
@@ -120,23 +106,6 @@ def _read_config(path: Path) -> RunConfig | None:
 
 
 # --- numbers -------------------------------------------------------------------------------------
-
-
-def finite_number(value: object) -> float | None:
-    """Return a finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if abs(value) < 1e300 else None
-
-
-def finite_numbers(values: Iterable[object]) -> list[float]:
-    """Return the finite numbers among the values."""
-    return [number for value in values if (number := finite_number(value)) is not None]
-
-
-def mean_or_none(values: Sequence[float]) -> float | None:
-    """Return the mean; None of nothing."""
-    return fmean(values) if values else None
 
 
 def mean(values: Sequence[float]) -> float:
@@ -342,13 +311,3 @@ def _prompt_means(samples: object, name: str, size: int) -> list[float | None]:
         return []
     groups = (scores[at : at + size] for at in range(0, len(scores), size))
     return [mean_or_none(finite_numbers(group)) for group in groups]
-
-
-def text_of(completion: object) -> str:
-    """Return the text of a completion, plain or conversational; its content may be parts."""
-    if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
-        completion = completion[-1].get("content")
-    if isinstance(completion, list):
-        parts = (part for part in completion if isinstance(part, dict))
-        completion = "".join(str(part.get("text") or "") for part in parts)
-    return completion if isinstance(completion, str) else ""

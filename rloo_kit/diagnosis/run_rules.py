@@ -12,15 +12,7 @@ from statistics import fmean
 
 from rloo_kit.config.run_file import make_run_config
 from rloo_kit.config.settings import DEFAULTS
-from rloo_kit.diagnosis.record import (
-    RunRecord,
-    RunStatistics,
-    finite_number,
-    finite_numbers,
-    mean,
-    read_run,
-    text_of,
-)
+from rloo_kit.diagnosis.record import RunRecord, RunStatistics, mean, read_run
 from rloo_kit.diagnosis.rules import (
     ALMOST_NONE,
     LITTLE_SIGNAL,
@@ -32,6 +24,8 @@ from rloo_kit.diagnosis.rules import (
 )
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.adapters import base_name
+from rloo_kit.text.numbers import finite_number, finite_numbers
+from rloo_kit.text.wording import text_of
 
 # Learning rates with LoRA: too low below the first; usual; of the embedded model.
 LOWEST_RATE, USUAL_RATE, TINY_RATE = 1e-6, 1e-5, 1e-3

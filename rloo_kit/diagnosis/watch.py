@@ -15,9 +15,10 @@ from typing import Any
 from transformers import TrainerCallback
 
 from rloo_kit.config.run_file import RunConfig
-from rloo_kit.diagnosis.record import RunRecord, finite_numbers
+from rloo_kit.diagnosis.record import RunRecord
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.diagnosis.run_rules import KINDS, find_in_run
+from rloo_kit.text.numbers import finite_numbers
 
 # Checks that must agree before a finding is reported
 CHECKS_IN_A_ROW = 3

@@ -12,11 +12,11 @@ from typing import Any
 
 from rloo_kit.checkpoints.store import find_checkpoint
 from rloo_kit.config.run_file import ModelSection, RunConfig, read_run_file, without_hidden_settings
-from rloo_kit.diagnosis.record import read_json
 from rloo_kit.errors import ConfigError, ModelError
 from rloo_kit.machine.memory import remove_from_session
 from rloo_kit.models.adapters import CONFIG, adapter_in, base_of, is_path
 from rloo_kit.models.loading import load_model
+from rloo_kit.output_folder import read_json
 from rloo_kit.sampling.engine import active_adapter, why_no_hot_swap
 from rloo_kit.text.wording import first_line, format_value
 

@@ -8,14 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.diagnosis.record import read_json
 from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.evaluation.held_out import HeldOut, Say, read_held_out
 from rloo_kit.evaluation.models import TrainedModel, by_base, find_trained
 from rloo_kit.evaluation.statistics import Difference, Estimate, difference
 from rloo_kit.machine.memory import session
-from rloo_kit.output_folder import check_writable, write_atomically, write_json
+from rloo_kit.output_folder import check_writable, read_json, write_atomically, write_json
 from rloo_kit.report.page import write_report
 from rloo_kit.text.redaction import redact_tree
 

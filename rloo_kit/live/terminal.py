@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, TextIO
 
-from rloo_kit.diagnosis.record import finite_number, finite_numbers, mean_or_none, text_of
 from rloo_kit.live.view import (
     REFRESH_SECONDS,
     LiveView,
@@ -15,8 +14,9 @@ from rloo_kit.live.view import (
     finding_line,
     number_text,
 )
+from rloo_kit.text.numbers import finite_number, finite_numbers, mean_or_none
 from rloo_kit.text.thoughts import THOUGHT_ENDS
-from rloo_kit.text.wording import format_duration, printable
+from rloo_kit.text.wording import format_duration, printable, text_of
 
 MAX_COLUMNS = 120
 MAX_REWARDS, MAX_FINDINGS = 3, 3

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any, TextIO
 
-from rloo_kit.diagnosis.record import RunRecord, finite_number, finite_numbers
+from rloo_kit.diagnosis.record import RunRecord
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.diagnosis.run_rules import find_in_run
+from rloo_kit.text.numbers import finite_number, finite_numbers
 from rloo_kit.text.wording import format_duration, printable
 
 # Steps whose median gives the time that is left

@@ -17,8 +17,9 @@ from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.machine.memory import add_to_session, is_out_of_memory
 from rloo_kit.models.adapters import CONFIG, WEIGHTS, adapter_in, base_of, is_path, lora_settings
 from rloo_kit.models.engine_memory import reserved_rank
+from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import TINY_THINKER
-from rloo_kit.models.shared_engine import EngineSettings, load_shared, notes_of
+from rloo_kit.models.shared_engine import EngineSettings, load_shared
 from rloo_kit.text.chat_templates import end_of_turn_id
 from rloo_kit.text.wording import first_line, format_value
 

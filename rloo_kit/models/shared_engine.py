@@ -1,7 +1,7 @@
 """Load a model whose weights Unsloth shares with vLLM (``fast_inference``), on a GPU.
 
 A model that Unsloth cannot share is loaded without vLLM; its config shows that before the load, or
-the load itself fails. What the kit remembers of any loaded model is in ``ModelNotes``.
+the load itself fails.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from rloo_kit.models.engine_memory import (
     engine_memory,
     engine_size,
 )
+from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import ModelShape, read_shape
 from rloo_kit.text.wording import first_line
 
@@ -37,28 +38,6 @@ JOINED = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
 REFUSALS = (
     NotImplementedError, RuntimeError, MemoryError, ValueError, AssertionError, ImportError
 )  # fmt: skip
-
-
-@dataclass
-class ModelNotes:
-    """What the kit remembers of a model that it loaded."""
-
-    backend: str | None = None  # "unsloth" or "transformers"
-    max_seq_length: int | None = None  # longest prompt plus completion, tokens
-    gradient_checkpointing: bool | str | None = None  # as the user set it; None: not set
-    adapter: str | None = None  # the folder that the model's adapter was loaded from
-    vllm: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's own copy
-    trust_remote_code: bool = False
-    shared_engine: "EngineSettings | None" = None  # of the engine that shares the weights
-    why_not_shared: str | None = None
-
-
-def notes_of(model: Any) -> ModelNotes:
-    """Return the notes on a model; a PEFT model has those of its base."""
-    notes = getattr(model, "rloo_kit_notes", None)
-    if notes is None:
-        notes = model.rloo_kit_notes = ModelNotes()
-    return notes
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,13 @@ from typing import Any
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import DEFAULTS
-from rloo_kit.diagnosis.record import (
-    RunRecord,
-    RunStatistics,
-    finite_number,
-    finite_numbers,
-    read_json,
-)
+from rloo_kit.diagnosis.record import RunRecord, RunStatistics
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
+from rloo_kit.output_folder import read_json
 from rloo_kit.report.curves import Chart, as_dict, curves_of, held_out_points, rows_of
 from rloo_kit.report.examples import completion_parts, kept_groups, messages_of
+from rloo_kit.text.numbers import finite_number, finite_numbers
 from rloo_kit.text.redaction import redact_tree
 
 # Of all runs together, about; 1.5 MiB.

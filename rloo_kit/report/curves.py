@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rloo_kit.diagnosis.record import RunRecord, finite_number, finite_numbers, mean_or_none
+from rloo_kit.diagnosis.record import RunRecord
 from rloo_kit.live.view import METRICS
+from rloo_kit.text.numbers import finite_number, finite_numbers, mean_or_none
 
 # Of a curve; of a longer run each is the mean of neighbouring steps
 MAX_POINTS = 500

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.diagnosis.record import finite_number
 from rloo_kit.report.curves import rounded
+from rloo_kit.text.numbers import finite_number
 from rloo_kit.text.thoughts import THOUGHT_ENDS
 
 # Characters of a completion

@@ -4,10 +4,9 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
-from rloo_kit.diagnosis.record import text_of
 from rloo_kit.diagnosis.rules import Finding, findings_text
 from rloo_kit.reward_lab.statistics import RewardStats, Signal
-from rloo_kit.text.wording import printable
+from rloo_kit.text.wording import printable, text_of
 
 HEAD = ("weight", "mean", "std", "in-group", "low", "high", "fires", "none", "ms", "length")
 

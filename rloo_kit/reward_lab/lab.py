@@ -14,7 +14,6 @@ from typing import Any
 
 from rloo_kit.config.run_file import EXAMPLES, RunConfig
 from rloo_kit.data.files import read_rows
-from rloo_kit.diagnosis.record import text_of
 from rloo_kit.errors import ConfigError, DataError, KitError
 from rloo_kit.evaluation.evaluator import evaluate, settings_of
 from rloo_kit.job import (
@@ -44,6 +43,7 @@ from rloo_kit.sampling.choice import start_engine
 from rloo_kit.scoring.contract import RESERVED, CheckedReward
 from rloo_kit.scoring.loading import LoadedReward, RewardSpec, load_rewards, with_weights
 from rloo_kit.text.redaction import redact_tree
+from rloo_kit.text.wording import text_of
 from rloo_kit.types import Row, Score
 
 Say = Callable[[str], None]

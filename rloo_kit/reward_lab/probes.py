@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rloo_kit.diagnosis.record import text_of
 from rloo_kit.errors import RewardContractError
 from rloo_kit.reward_lab.rules import wanted_probes
 from rloo_kit.reward_lab.statistics import Batch, Fault, Probed
@@ -19,7 +18,7 @@ from rloo_kit.scoring.contract import (
     take_rows,
 )
 from rloo_kit.scoring.loading import LoadedReward
-from rloo_kit.text.wording import printable
+from rloo_kit.text.wording import printable, text_of
 from rloo_kit.types import Completion, Score
 
 # A probe is called with as many rows as take about so long, at least with `FEWEST_ROWS`

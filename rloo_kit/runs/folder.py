@@ -14,7 +14,6 @@ import yaml
 from rloo_kit.checkpoints.stopping import StopSignals, interrupt_for
 from rloo_kit.checkpoints.store import Checkpoint, list_steps
 from rloo_kit.config.run_file import SECTIONS, RunConfig, read_run_file
-from rloo_kit.diagnosis.record import read_json
 from rloo_kit.errors import ConfigError
 from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import TESTED, installed_version
@@ -22,6 +21,7 @@ from rloo_kit.output_folder import (
     latest_folder,
     lock_folder,
     make_run_folder,
+    read_json,
     write_atomically,
     write_json,
 )

@@ -15,11 +15,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from rloo_kit.diagnosis.record import read_json
 from rloo_kit.diagnosis.watch import RunWatch
 from rloo_kit.errors import DiskError
 from rloo_kit.evaluation.evaluator import Evaluation
-from rloo_kit.output_folder import without_nan, write_json
+from rloo_kit.output_folder import read_json, without_nan, write_json
 from rloo_kit.report.page import write_report
 from rloo_kit.text.redaction import redact_tree
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rloo_kit.checkpoints.stopping import Terminated, terminate_as_interrupt
 from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint
 from rloo_kit.config.run_file import EXAMPLES, RunConfig
-from rloo_kit.diagnosis.record import read_json, read_run
+from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import ConfigError, DataError, KitError, MemoryRanOutError
 from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
 from rloo_kit.job import (
@@ -30,7 +30,7 @@ from rloo_kit.machine.engines import sleep_pool_bytes
 from rloo_kit.machine.environment import Environment, setup
 from rloo_kit.machine.memory import MIB, add_to_session, is_out_of_memory, session
 from rloo_kit.models.loading import save_adapter
-from rloo_kit.output_folder import free_folder, lock_folder
+from rloo_kit.output_folder import free_folder, lock_folder, read_json
 from rloo_kit.planning.planner import remedy, room_here
 from rloo_kit.runs import summary
 from rloo_kit.runs.folder import (

@@ -10,7 +10,8 @@ from rloo_kit.errors import ConfigError, GenerationError, KitError
 from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
 from rloo_kit.machine.memory import add_to_session
 from rloo_kit.models.engine_memory import DRAFT_TOKENS, MAX_SEQUENCES
-from rloo_kit.models.shared_engine import EngineSettings, notes_of
+from rloo_kit.models.notes import notes_of
+from rloo_kit.models.shared_engine import EngineSettings
 from rloo_kit.sampling.engine import (
     Choice,
     Engine,

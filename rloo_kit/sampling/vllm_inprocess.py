@@ -20,8 +20,9 @@ from rloo_kit.machine.environment import quiet
 from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.machine.memory import is_out_of_memory
 from rloo_kit.models.engine_memory import BATCHED_TOKENS, cpu_cache, engine_memory, engine_size
+from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import shape_of_config
-from rloo_kit.models.shared_engine import notes_of, why_no_start
+from rloo_kit.models.shared_engine import why_no_start
 from rloo_kit.sampling.engine import (
     SHARED_MEMORY,
     AdapterFolders,

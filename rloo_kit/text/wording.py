@@ -93,3 +93,13 @@ def format_duration(seconds: float) -> str:
     many, few = divmod(whole, 60)
     parts = [f"{number} {name}" for number, name in zip((many, few), names, strict=True) if number]
     return " ".join(parts)
+
+
+def text_of(completion: object) -> str:
+    """Return the text of a completion, plain or conversational; its content may be parts."""
+    if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
+        completion = completion[-1].get("content")
+    if isinstance(completion, list):
+        parts = (part for part in completion if isinstance(part, dict))
+        completion = "".join(str(part.get("text") or "") for part in parts)
+    return completion if isinstance(completion, str) else ""

@@ -20,7 +20,7 @@ from rloo_kit.data.lengths import longest_prompt
 from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.machine.hardware import GIB, detect_hardware
 from rloo_kit.machine.memory import is_out_of_memory, measure, return_to_system, take_peak
-from rloo_kit.models.shared_engine import notes_of
+from rloo_kit.models.notes import notes_of
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import NO_GRAD_FACTOR, Learner
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch

@@ -11,7 +11,7 @@ from rloo_kit.data.history import PromptHistory
 from rloo_kit.data.lengths import check_lengths
 from rloo_kit.errors import ConfigError
 from rloo_kit.machine.hardware import detect_hardware
-from rloo_kit.models.shared_engine import notes_of
+from rloo_kit.models.notes import notes_of
 from rloo_kit.rloo.batching import TokenRows, default_token_budget, pass_overhead
 from rloo_kit.rloo.guards import StepGuard
 from rloo_kit.rloo.learner import Learner

@@ -28,7 +28,7 @@ from rloo_kit.live.select import live_progress
 from rloo_kit.machine.environment import precision_as_asked
 from rloo_kit.machine.memory import add_to_session, release_model
 from rloo_kit.models.loading import keep_trainable_layout
-from rloo_kit.models.shared_engine import notes_of
+from rloo_kit.models.notes import notes_of
 from rloo_kit.sampling.choice import check_engine, start_engine
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.contract import guarded

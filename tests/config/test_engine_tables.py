@@ -12,11 +12,8 @@ from rloo_kit.config.engine_tables import SET_ELSEWHERE
 from rloo_kit.config.run_file import make_run_config
 from rloo_kit.errors import ConfigError
 from rloo_kit.job import read_config
-from rloo_kit.models.shared_engine import (
-    EngineSettings,
-    load_shared,
-    notes_of,
-)
+from rloo_kit.models.notes import notes_of
+from rloo_kit.models.shared_engine import EngineSettings, load_shared
 from rloo_kit.runs.folder import check_same_settings
 from rloo_kit.sampling.choice import _check_vllm_table
 from rloo_kit.sampling.engine import Choice

@@ -29,8 +29,8 @@ from rloo_kit.evaluation.statistics import difference
 from rloo_kit.evaluation.table import Row, compare, judge_alike
 from rloo_kit.evaluation.win_rate import Side, WinRate, verdicts
 from rloo_kit.job import held_out_judges
+from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import TINY_THINKER
-from rloo_kit.models.shared_engine import notes_of
 from rloo_kit.sampling.choice import requested_engine
 from rloo_kit.sampling.engine import active_adapter
 

@@ -5,8 +5,8 @@ import inspect
 import pytest
 
 import rloo_kit as rk
+from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import TINY_THINKER
-from rloo_kit.models.shared_engine import notes_of
 
 pytestmark = pytest.mark.gpu_contract
 

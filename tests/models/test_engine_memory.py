@@ -8,14 +8,9 @@ from rloo_kit.errors import ConfigError, GenerationError
 from rloo_kit.machine.hardware import Hardware
 from rloo_kit.models import shared_engine
 from rloo_kit.models.engine_memory import cpu_cache, engine_memory, engine_size
+from rloo_kit.models.notes import ModelNotes, notes_of
 from rloo_kit.models.shape import read_shape
-from rloo_kit.models.shared_engine import (
-    EngineSettings,
-    ModelNotes,
-    load_shared,
-    notes_of,
-    why_not_shared,
-)
+from rloo_kit.models.shared_engine import EngineSettings, load_shared, why_not_shared
 from rloo_kit.planning.memory import CONTEXT
 from rloo_kit.planning.planner import plan
 from rloo_kit.sampling import choice as engines

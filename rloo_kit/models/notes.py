@@ -1,0 +1,26 @@
+"""What the kit remembers of a model that it loaded."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class ModelNotes:
+    """What the kit remembers of a model that it loaded."""
+
+    backend: str | None = None  # "unsloth" or "transformers"
+    max_seq_length: int | None = None  # longest prompt plus completion, tokens
+    gradient_checkpointing: bool | str | None = None  # as the user set it; None: not set
+    adapter: str | None = None  # the folder that the model's adapter was loaded from
+    vllm: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's own copy
+    trust_remote_code: bool = False
+    shared_engine: Any = None  # `EngineSettings` of the engine that shares the weights
+    why_not_shared: str | None = None
+
+
+def notes_of(model: Any) -> ModelNotes:
+    """Return the notes on a model; a PEFT model has those of its base."""
+    notes = getattr(model, "rloo_kit_notes", None)
+    if notes is None:
+        notes = model.rloo_kit_notes = ModelNotes()
+    return notes

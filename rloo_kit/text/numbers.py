@@ -1,0 +1,21 @@
+"""Numbers in records, which a damaged file or a user's reward may have spoilt."""
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+
+
+def finite_number(value: object) -> float | None:
+    """Return a finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < 1e300 else None
+
+
+def finite_numbers(values: Iterable[object]) -> list[float]:
+    """Return the finite numbers among the values."""
+    return [number for value in values if (number := finite_number(value)) is not None]
+
+
+def mean_or_none(values: Sequence[float]) -> float | None:
+    """Return the mean; None of nothing."""
+    return fmean(values) if values else None
