@@ -1,12 +1,16 @@
-"""LoRA adapter folders in PEFT's layout: their base and their settings."""
+"""LoRA adapters: folders in PEFT's layout, and the adapter of a model that TRL takes over."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import ConfigError, ModelError
 from rloo_kit.text.wording import first_line, format_value
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # End of the embedded model's path, wherever the kit is installed
@@ -106,3 +110,56 @@ def _config_of(adapter: Path) -> dict[str, Any]:
             "adapter again"
         ) from exc
     return config
+
+
+# --- the adapter of a model ----------------------------------------------------------------------
+
+
+def drop_old_reference(model: Any) -> None:
+    """Let a second trainer on the same model take its own copy of the adapter as the reference."""
+    if "ref" in getattr(model, "peft_config", {}):
+        model.delete_adapter("ref")
+
+
+@contextlib.contextmanager
+def without_engine(model: Any) -> Iterator[None]:
+    """Hide the engine that a model carries: Unsloth's class would let TRL sample by it.
+
+    TRL's own vLLM layer sets variables of torch.distributed and puts the engine to sleep.
+    """
+    modules = model.modules() if hasattr(model, "modules") else ()  # a name is none
+    held = [(vars(m), vars(m).pop("vllm_engine")) for m in modules if "vllm_engine" in vars(m)]
+    try:
+        yield
+    finally:
+        for attributes, engine in held:
+            attributes["vllm_engine"] = engine
+
+
+def adapter_values(model: Any) -> "dict[str, torch.Tensor]":
+    """Return copies of an adapter's trained parameters; none of a model without adapter."""
+    if not hasattr(model, "peft_config"):
+        return {}
+    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def restore_adapter(model: Any, adapter: "dict[str, torch.Tensor]") -> None:
+    """Undo TRL's cast of a 4-bit model's adapter to bf16, and its rounding.
+
+    With 8 bits of mantissa an update smaller than 1/256 of a weight is lost, and at learning rates
+    of 1e-6 to 1e-5 nearly all are. Whole layers (``modules_to_save``) keep their type: sampling
+    computes with the base's.
+    """
+    import torch
+
+    for name, parameter in model.named_parameters():
+        is_lora = parameter.requires_grad and "lora_" in name
+        if name in adapter or is_lora:  # one that TRL has made of `peft_config` is not in adapter
+            values: Any = adapter.get(name, parameter.data)
+            parameter.data = values.to(parameter.device, torch.float32 if is_lora else None)
+
+
+def starts_at_base(adapter: "dict[str, torch.Tensor]") -> bool:
+    """Return whether a new LoRA adapter adds nothing yet, so that off and its copy are the same."""
+    others = {name: values for name, values in adapter.items() if "lora_A" not in name}
+    return bool(others) and all("lora_B" in name and not v.any() for name, v in others.items())

@@ -5,11 +5,9 @@ patched class wherever Unsloth patches it. This module holds the hooks of TRL an
 docs/explanation/trainer.md says what they save and why it is exact.
 """
 
-import contextlib
 import copy
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +25,13 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.live.select import live_progress
 from rloo_kit.machine.environment import precision_as_asked
 from rloo_kit.machine.memory import add_to_session, release_model
+from rloo_kit.models.adapters import (
+    adapter_values,
+    drop_old_reference,
+    restore_adapter,
+    starts_at_base,
+    without_engine,
+)
 from rloo_kit.models.loading import keep_trainable_layout
 from rloo_kit.models.notes import notes_of
 from rloo_kit.sampling.choice import check_engine, start_engine
@@ -119,9 +124,9 @@ class LeaveOneOutTrainer(StepTrainer):
         rewards = _load_weighted(parts.pop("reward_funcs"), args, parts["processing_class"])
         rewards = with_tokenizers(rewards, others.get("reward_processing_classes"))
         args.use_vllm = False  # the kit samples; TRL need not start an engine of its own
-        _drop_old_reference(parts["model"])
-        adapter = _adapter_values(parts["model"])
-        with precision_as_asked(args), _without_engine(parts["model"]):
+        drop_old_reference(parts["model"])
+        adapter = adapter_values(parts["model"])
+        with precision_as_asked(args), without_engine(parts["model"]):
             super().__init__(
                 reward_funcs=[
                     guarded(reward.func, args.reward_timeout_seconds, args.on_reward_error)
@@ -138,10 +143,10 @@ class LeaveOneOutTrainer(StepTrainer):
             )
         if self.accelerator.mixed_precision == "fp16":
             _scale_loss(self.accelerator)
-        _restore(self.model, adapter)
+        restore_adapter(self.model, adapter)
         keep_trainable_layout(self.model)
-        if not args.beta or _starts_at_base(adapter):
-            _drop_old_reference(self.model)  # the adapter switched off is the same, and cheaper
+        if not args.beta or starts_at_base(adapter):
+            drop_old_reference(self.model)  # the adapter switched off is the same, and cheaper
         for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):  # one calm line instead
             self.remove_callback(callback)
         self._make_parts(rewards, engine)
@@ -374,12 +379,6 @@ def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
         raise ConfigError(f"LeaveOneOutTrainer needs {' and '.join(missing)}")
 
 
-def _drop_old_reference(model: Any) -> None:
-    """Let a second trainer on the same model take its own copy of the adapter as the reference."""
-    if "ref" in getattr(model, "peft_config", {}):
-        model.delete_adapter("ref")
-
-
 def _follow_model(args: LeaveOneOutConfig, model: Any) -> None:
     """Let an unset ``gradient_checkpointing`` follow ``attach_lora``; obey one that is false."""
     if isinstance(model, str):  # TRL loads it
@@ -396,42 +395,6 @@ def _follow_model(args: LeaveOneOutConfig, model: Any) -> None:
         model._unsloth_gradient_checkpointing = args.gradient_checkpointing and kind
 
 
-@contextlib.contextmanager
-def _without_engine(model: Any) -> Iterator[None]:
-    """Hide the engine that a model carries: Unsloth's class would let TRL sample by it.
-
-    TRL's own vLLM layer sets variables of torch.distributed and puts the engine to sleep.
-    """
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    held = [(vars(m), vars(m).pop("vllm_engine")) for m in modules if "vllm_engine" in vars(m)]
-    try:
-        yield
-    finally:
-        for attributes, engine in held:
-            attributes["vllm_engine"] = engine
-
-
-def _adapter_values(model: Any) -> dict[str, torch.Tensor]:
-    """Return copies of an adapter's trained parameters; none of a model without adapter."""
-    if not hasattr(model, "peft_config"):
-        return {}
-    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-
-
-def _restore(model: Any, adapter: dict[str, torch.Tensor]) -> None:
-    """Undo TRL's cast of a 4-bit model's adapter to bf16, and its rounding.
-
-    With 8 bits of mantissa an update smaller than 1/256 of a weight is lost, and at learning rates
-    of 1e-6 to 1e-5 nearly all are. Whole layers (``modules_to_save``) keep their type: sampling
-    computes with the base's.
-    """
-    for name, parameter in model.named_parameters():
-        is_lora = parameter.requires_grad and "lora_" in name
-        if name in adapter or is_lora:  # one that TRL has made of `peft_config` is not in adapter
-            values: Any = adapter.get(name, parameter.data)
-            parameter.data = values.to(parameter.device, torch.float32 if is_lora else None)
-
-
 def _scale_loss(accelerator: Any) -> None:
     """Scale the loss of float16 passes, also on a CPU, where accelerate does not.
 
@@ -441,9 +404,3 @@ def _scale_loss(accelerator: Any) -> None:
     accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, init_scale=2.0**10)
     # It makes its scale at the first use, and asks for it in a step that had nothing to learn too.
     accelerator.scaler.scale(torch.zeros((), device=accelerator.device))
-
-
-def _starts_at_base(adapter: dict[str, torch.Tensor]) -> bool:
-    """Return whether a new LoRA adapter adds nothing yet, so that off and its copy are the same."""
-    others = {name: values for name, values in adapter.items() if "lora_A" not in name}
-    return bool(others) and all("lora_B" in name and not v.any() for name, v in others.items())
