@@ -172,7 +172,7 @@ class Completer:
     log: StepLog
     processing_class: Any  # the tokenizer, or a processor that has one
     template_settings: dict[str, Any]  # of the chat template
-    functions: list[Any]  # F rewards: functions, async functions, or models
+    functions: Callable[[], list[Any]]  # F rewards: functions, async functions, or models
     tokenizers: list[Any]  # F: those of the models
     rewards: list[LoadedReward]  # F: their names and weights
     weights: torch.Tensor  # (F,) those weights now
@@ -217,16 +217,16 @@ class Completer:
             log_metric=self.log.note_of_reward,
         )
         started = {}
-        for place, function in enumerate(self.functions):
+        for place, function in enumerate(self.functions()):
             if self.loop is not None and isinstance(function, AsyncCheckedReward):
                 started[place] = asyncio.run_coroutine_threadsafe(function(**columns), self.loop)
         return PendingScores(self, completions, columns, started)
 
     def finish(self, columns: dict[str, Any], started: dict[int, Future[Any]]) -> torch.Tensor:
         """Return ``(B, F)`` float32 rewards, NaN for None: call the rest, wait for the started."""
-        device = self.sampler.accelerator.device
-        found = torch.zeros(len(columns["prompts"]), len(self.functions), device=device)
-        for place, function in enumerate(self.functions):
+        device, functions = self.sampler.accelerator.device, self.functions()
+        found = torch.zeros(len(columns["prompts"]), len(functions), device=device)
+        for place, function in enumerate(functions):
             if isinstance(function, torch.nn.Module):
                 found[:, place] = self._logits(function, self.tokenizers[place], columns)
                 continue

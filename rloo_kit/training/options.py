@@ -25,7 +25,7 @@ class Options:
     """``prompt_selection``, ``dynamic_sampling`` and ``learn_from``."""
 
     args: LeaveOneOutConfig
-    dataset: Any  # rows with `prompt`
+    dataset: Callable[[], Any]  # rows with `prompt`
     log: StepLog
     history: PromptHistory | None  # None: every prompt is sampled
     order: deque[int] = field(default_factory=deque)  # rows of the dataset that come next
@@ -91,11 +91,12 @@ class Options:
 
     def _any_row(self) -> Row:
         """Return the next row of a random order of the training set, apart from the run's own."""
+        dataset = self.dataset()
         if not self.order:
             generator = torch.Generator().manual_seed(self.args.seed + self.num_orders)
-            self.order.extend(torch.randperm(len(self.dataset), generator=generator).tolist())
+            self.order.extend(torch.randperm(len(dataset), generator=generator).tolist())
             self.num_orders += 1
-        return self.dataset[self.order.popleft()]
+        return dataset[self.order.popleft()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept from batch to batch, in copies."""

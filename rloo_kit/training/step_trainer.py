@@ -71,7 +71,7 @@ class StepTrainer(RLOOTrainer):
             log=self.step_log,
             processing_class=self.processing_class,
             template_settings=self.chat_template_kwargs,
-            functions=self.reward_funcs,
+            functions=lambda: self.reward_funcs,
             tokenizers=self.reward_processing_classes,
             rewards=rewards,
             weights=self.reward_weights,
@@ -81,7 +81,7 @@ class StepTrainer(RLOOTrainer):
         )
         self.options = Options(
             args=args,
-            dataset=self.train_dataset,
+            dataset=lambda: self.train_dataset,
             log=self.step_log,
             history=PromptHistory(args.prompt_retire_at) if args.prompt_selection else None,
         )
@@ -239,9 +239,10 @@ class StepTrainer(RLOOTrainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.accelerator.device)
         batches, self.collected = self.collected, []
+        self.rloo.shaping = self.args.shaping  # a callback may have changed a setting
         loss = self.rloo.run(batches, self.state.global_step + 1)
         self.sampler.is_synced = False  # the optimizer changes the weights now
-        self.step_log.note("lr", self.optimizer.param_groups[0]["lr"])
+        self.step_log.note("lr", float(self.optimizer.param_groups[0]["lr"]))
         return loss
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:

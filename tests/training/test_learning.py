@@ -134,6 +134,20 @@ def test_moving_normalisation_remembers_earlier_batches(policy, tmp_path):
     assert moments.mean == pytest.approx(sum(row["reward"] for row in logs(trainer)) / 3)
 
 
+def test_a_setting_and_rewards_that_a_callback_changes_act_from_the_next_step(policy, tmp_path):
+    class Change(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            args.reward_clip_range = (0.0, 0.0)
+            trainer.reward_funcs[0] = lambda completions, **_: [5.0] * len(completions)
+
+    trainer = trainer_for(policy, tmp_path, first_group_only, max_steps=2, beta=0.0)
+    trainer.add_callback(Change())
+    trainer.train()
+    first, second = logs(trainer)
+    assert (first["score/raw"], second["score/raw"]) == (0.375, 5.0)
+    assert (first["score/shaped"], second["score/shaped"]) == (0.375, 0.0)
+
+
 def test_async_rewards_run_while_the_reference_pass_computes(policy, tmp_path, monkeypatch):
     order = []
 
