@@ -22,7 +22,7 @@ from ._text import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from rloo_kit.types import Tokenizer
 
 QWEN3_THINK_OPEN_ID = 151667
 QWEN3_THINK_CLOSE_ID = 151668
@@ -31,7 +31,7 @@ Part = Literal["completion", "thought", "answer"]
 PARTS: tuple[str, ...] = ("completion", "thought", "answer")
 
 
-def end_of_thinking_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+def end_of_thinking_id(tokenizer: "Tokenizer") -> int | None:
     """Return the id of ``</think>`` in the tokenizer's vocabulary (151668 in Qwen3's).
 
     None means that the vocabulary has no single token for it. There is no guess: an id of another
@@ -60,11 +60,11 @@ class TemplateAware:
     """Whether the chat template of conversational prompts ends with an opened ``<think>``; None:
     set by ``bind``, and taken for False in a reward never bound. A plain prompt is read itself."""
 
-    def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
+    def bind(self, tokenizer: "Tokenizer") -> Self:
         """Return this reward knowing whether the tokenizer's chat template opens the thought."""
         return replace(self, thought_opened=self.opened_by(tokenizer))
 
-    def opened_by(self, tokenizer: "PreTrainedTokenizerBase") -> bool:
+    def opened_by(self, tokenizer: "Tokenizer") -> bool:
         """Return ``thought_opened`` where it is set, else what the tokenizer's template does."""
         if self.thought_opened is not None:
             return self.thought_opened
@@ -117,7 +117,7 @@ class ThoughtTokens:
     start_token_id: int | None = None
     """Id of ``<think>``; None: set by ``bind``, and 151667 where the end is Qwen3's."""
 
-    def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
+    def bind(self, tokenizer: "Tokenizer") -> Self:
         """Return this reward with the token ids of a tokenizer; ids given by hand are kept."""
         end = self.end_token_id if self.end_token_id is not None else end_of_thinking_id(tokenizer)
         if end is None:
@@ -240,7 +240,7 @@ class ClosedOnce(ThoughtTokens, TemplateAware):
 
     __name__: ClassVar[str] = "thinking_closed_once"
 
-    def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
+    def bind(self, tokenizer: "Tokenizer") -> Self:
         """Return this reward with the token ids, and who opens the thought, of a tokenizer."""
         return replace(super().bind(tokenizer), thought_opened=self.opened_by(tokenizer))
 
@@ -399,7 +399,7 @@ class ThinkingFormat(TextReward):
     partial: bool = False
     """Score the share that holds of the three: opened, closed once, answered."""
 
-    def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
+    def bind(self, tokenizer: "Tokenizer") -> Self:
         """Return this reward knowing whether the tokenizer's chat template opens the thought."""
         end = end_of_thinking_id(tokenizer)
         if end is not None and THINK_CLOSE not in tokenizer.decode([end], skip_special_tokens=True):

@@ -10,7 +10,7 @@ import io
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from rloo_kit import __version__
 from rloo_kit.checkpoints.stopping import Terminated, exit_code, terminate_as_interrupt
@@ -22,6 +22,9 @@ from rloo_kit.text.redaction import (
     redacting,
     remember_arguments,
 )
+
+# What the verbs of a command are added to
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,14 +107,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(
-    commands: Any, name: str, call: Callable[[argparse.Namespace], int], text: str
+    commands: Commands, name: str, call: Callable[[argparse.Namespace], int], text: str
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(call=call)
     return parser
 
 
-def _add_plan(commands: Any) -> None:
+def _add_plan(commands: Commands) -> None:
     text = "will it fit: the memory of a run on a card, part by part, and what to change"
     plan = _command(commands, "plan", _plan, text)
     plan.add_argument("run_file", metavar="RUN.yaml", help="or the folder of a run")
@@ -124,7 +127,7 @@ def _add_plan(commands: Any) -> None:
     _add_set(plan)
 
 
-def _add_calibrate(commands: Any) -> None:
+def _add_calibrate(commands: Commands) -> None:
     text = "sample every level before a run, and write a run file with the level that teaches"
     command = _command(commands, "calibrate", _calibrate, text)
     command.add_argument("run_file", metavar="RUN.yaml", help="or the folder of a run")
@@ -145,7 +148,7 @@ def _add_calibrate(commands: Any) -> None:
     _add_set(command)
 
 
-def _add_eval(commands: Any) -> None:
+def _add_eval(commands: Commands) -> None:
     text = "score models on the same held-out prompts: accuracy, pass@k, their intervals"
     command = _command(commands, "eval", _eval, text)
     command.add_argument(
@@ -163,7 +166,7 @@ def _add_eval(commands: Any) -> None:
     _add_asked(command, "eval.json")
 
 
-def _add_judge(commands: Any) -> None:
+def _add_judge(commands: Commands) -> None:
     text = "win rate: how often a judge prefers a model's completions to others"
     command = _command(commands, "judge", _judge, text)
     command.add_argument("model", metavar="RUN", help="a run, a checkpoint, an adapter or a model")
@@ -208,14 +211,14 @@ def _options(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def _add_chat(commands: Any) -> None:
+def _add_chat(commands: Commands) -> None:
     text = "chat with a trained model in the terminal, and with its base if wanted"
     command = _command(commands, "chat", _chat, text)
     command.add_argument("model", metavar="RUN", help="a run, a checkpoint, an adapter or a model")
     command.add_argument("--base", action="store_true", help="let the base answer too")
 
 
-def _add_serve(commands: Any) -> None:
+def _add_serve(commands: Commands) -> None:
     text = "serve a trained model by vLLM's own OpenAI-compatible server"
     more = "; further options are vLLM's, such as --port 9000"
     command = commands.add_parser("serve", help=text, description=text + more, allow_abbrev=False)
@@ -223,7 +226,7 @@ def _add_serve(commands: Any) -> None:
     command.add_argument("model", metavar="RUN", help="a run, a checkpoint, an adapter or a model")
 
 
-def _add_report(commands: Any) -> None:
+def _add_report(commands: Commands) -> None:
     text = "one page that says what a run did, why, and what to change; or compares several"
     report = _command(commands, "report", _report, text)
     report.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run")
@@ -234,7 +237,7 @@ def _add_report(commands: Any) -> None:
     )
 
 
-def _add_export(commands: Any) -> None:
+def _add_export(commands: Commands) -> None:
     text = "export a trained model: adapter, merged 16-bit weights, GGUF, the hub"
     export = _command(commands, "export", _export, text)
     export.add_argument("run", metavar="RUN", help="a run, a checkpoint, an adapter, or an export")
@@ -256,7 +259,7 @@ def _add_export(commands: Any) -> None:
     )
 
 
-def _add_check(verbs: Any) -> None:
+def _add_check(verbs: Commands) -> None:
     text = "try the rewards of a run file on the model's own completions, before any training"
     check = _command(verbs, "check", _rewards_check, text)
     check.add_argument("run_file", metavar="RUN.yaml")
@@ -271,7 +274,7 @@ def _add_check(verbs: Any) -> None:
     _add_set(check)
 
 
-def _add_reward_model(verbs: Any) -> None:
+def _add_reward_model(verbs: Commands) -> None:
     text = "train a reward model on pairs of a better and a worse text"
     train = _command(verbs, "train", _reward_model_train, text)
     train.add_argument("pairs", metavar="PAIRS.jsonl", help="rows with prompt, chosen, rejected")

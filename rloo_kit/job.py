@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rloo_kit.config.run_file import (
     TASK_REWARDS,
@@ -31,6 +31,12 @@ from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.loading import attach_lora, load_model, load_tokenizer
 from rloo_kit.sampling.choice import requested_engine
 from rloo_kit.scoring.loading import LoadedReward
+from rloo_kit.types import Tokenizer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from rloo_kit.training.config import LeaveOneOutConfig
 
 
 def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, Path]:
@@ -101,7 +107,7 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
     return replace(config, model=model, data=data, rewards=rewards)
 
 
-def _with_whole_paths(reward: Any, base: Path, *, is_path: bool = False) -> Any:
+def _with_whole_paths(reward: object, base: Path, *, is_path: bool = False) -> Any:
     """Return a reward as the run file has it, what is a path in it whole."""
     if isinstance(reward, dict):
         return {k: _with_whole_paths(v, base, is_path=k == "model") for k, v in reward.items()}
@@ -169,7 +175,7 @@ def system_message(data: DataSection) -> str | None:
     return SYSTEM if of_task else data.system
 
 
-def load_policy(config: RunConfig, base: Path, args: Any) -> tuple[Any, Any]:
+def load_policy(config: RunConfig, base: Path, args: "LeaveOneOutConfig") -> tuple[Any, Any]:
     """Return the model with its adapter, and the tokenizer.
 
     Raises:
@@ -196,7 +202,7 @@ def load_policy(config: RunConfig, base: Path, args: Any) -> tuple[Any, Any]:
     return attach_lora(loaded, **asdict(config.lora), seed=config.seed), tokenizer
 
 
-def _engine_arguments(args: Any) -> dict[str, Any]:
+def _engine_arguments(args: "LeaveOneOutConfig") -> dict[str, Any]:
     """Return what ``load_model`` needs to load the base once for training and for vLLM."""
     if requested_engine(args) == "transformers":
         return {}
@@ -217,11 +223,11 @@ def tokenizer_of(config: RunConfig, base: Path) -> Any:
 
 
 def fitting_prompts(
-    tokenizer: Any,
-    prompts: Any,
+    tokenizer: Tokenizer,
+    prompts: "Dataset",
     held_out: Any,
     config: RunConfig,
-    args: Any,
+    args: "LeaveOneOutConfig",
     say: Callable[[str], None],
 ) -> tuple[Any, Any]:
     """Return both splits without the prompts over ``data.max_prompt_tokens``.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -50,6 +50,9 @@ from rloo_kit.scoring.contract import AsyncCheckedReward, CheckedReward, call_re
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.redaction import redact
 from rloo_kit.text.wording import text_of
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 # Seconds without a key before the fields are read, and that reading them may take
 PAUSE, LIMIT = 0.5, 120.0
@@ -121,7 +124,7 @@ def preview(content: dict[str, Any], fields: dict[str, str], base: Path) -> Prev
     return Preview({}, str(plan), samples, text, config.output_dir)
 
 
-def _samples(prompts: Any, rewards: list[LoadedReward]) -> str:
+def _samples(prompts: "Dataset", rewards: list[LoadedReward]) -> str:
     """Return the first prompts, and what the answer of each, after a thought, earns."""
     rows = [dict(row) for row in prompts.select(range(min(SAMPLES, len(prompts))))]
     for row in rows:

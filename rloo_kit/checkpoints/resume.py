@@ -47,6 +47,7 @@ from rloo_kit.config.settings import OWN_FIELDS, on_resume
 from rloo_kit.errors import CheckpointError, KitError
 from rloo_kit.rloo.guards import check_finite
 from rloo_kit.text.numbers import finite_numbers
+from rloo_kit.types import Model
 
 # Settings that decide what is sampled and learned: another value would be another run.
 # `rows_per_step` is what an optimizer step learns from: how it is divided into
@@ -460,7 +461,7 @@ def read_weights(trainer: Any, folder: Path) -> None:
     model.set_adapter("default")
 
 
-def _adapter(model: Any, name: str) -> dict[str, torch.Tensor]:
+def _adapter(model: Model, name: str) -> dict[str, torch.Tensor]:
     """Return the tensors of an adapter under the names that PEFT's files have."""
     from peft import get_peft_model_state_dict
 

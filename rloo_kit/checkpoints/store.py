@@ -22,10 +22,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import CheckpointError, DiskError
 from rloo_kit.text.wording import first_line, format_name, format_value
+from rloo_kit.types import Model
+
+if TYPE_CHECKING:
+    pass
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -323,7 +327,7 @@ def read_tree(folder: Path) -> dict[str, Any]:
     return tree
 
 
-def _encode(value: Any, path: str, tensors: dict[str, Any]) -> Any:
+def _encode(value: object, path: str, tensors: dict[str, Any]) -> Any:
     import numpy as np
     import torch
 
@@ -357,7 +361,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Any]) -> Any:
     )
 
 
-def _decode(plain: Any, tensors: dict[str, Any]) -> Any:
+def _decode(plain: object, tensors: dict[str, Any]) -> Any:
     if isinstance(plain, list):
         return [_decode(item, tensors) for item in plain]
     if not isinstance(plain, dict):
@@ -405,7 +409,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 # --- which model, which prompts ------------------------------------------------------------------
 
 
-def checksum_of_weights(model: Any) -> str:
+def checksum_of_weights(model: Model) -> str:
     """Return a checksum of the frozen weights: names, shapes, types and some values of each.
 
     Args:

@@ -149,7 +149,7 @@ def _factory(task: str) -> Any:
 # --- an entry as text ----------------------------------------------------------------------------
 
 
-def _tagged(value: Any) -> Any:
+def _tagged(value: object) -> Any:
     # Some verifiers compare tuples or look up numbers as keys, which JSON lacks.
     if isinstance(value, tuple):
         return {"__tuple__": [_tagged(item) for item in value]}

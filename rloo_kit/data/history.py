@@ -6,6 +6,8 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
+from rloo_kit.types import Prompt
+
 # Share of the times that a prompt is kept after one group without signal; after k it is the k-th
 # power, and never less than the second number
 KEPT_AFTER_ONE, LEAST_KEPT = 0.5, 0.01
@@ -41,14 +43,14 @@ class PromptHistory:
             if self.retire_at is not None and mean >= self.retire_at:
                 self.retired.add(key)
 
-    def chance(self, prompt: Any) -> float:
+    def chance(self, prompt: Prompt) -> float:
         """Return the probability with which a prompt is kept when its turn comes."""
         key = _key(prompt)
         if key in self.retired:
             return 0.0
         return max(KEPT_AFTER_ONE ** self.streaks.get(key, 0), LEAST_KEPT)
 
-    def keeps(self, prompt: Any) -> bool:
+    def keeps(self, prompt: Prompt) -> bool:
         """Return whether to sample a prompt now, by the run's own random state."""
         kept = random.random() < self.chance(prompt)
         self.looked_at.append(kept)
@@ -71,7 +73,7 @@ class PromptHistory:
         self.streaks, self.retired = dict(state["streaks"]), set(state["retired"])
 
 
-def _key(prompt: Any) -> str:
+def _key(prompt: Prompt) -> str:
     """Return a short text that is the same for equal prompts, in every process."""
     content = json.dumps(prompt, sort_keys=True, default=str).encode()
     return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rloo_kit.data.files import iter_prompts
 from rloo_kit.errors import DataError
 from rloo_kit.text.wording import first_line
+from rloo_kit.types import Prompt, Tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -22,7 +23,7 @@ KEYS = {"role", "content"}
 
 
 def tokenize_prompts(
-    processing_class: Any,
+    processing_class: Tokenizer,
     prompts: Sequence[str] | Sequence[list[dict[str, Any]]],
     settings: dict[str, Any] | None = None,
 ) -> list[list[int]]:
@@ -52,14 +53,14 @@ def tokenize_prompts(
 
 
 def prompt_ids(
-    tokenizer: Any, prompt: str | list[dict[str, Any]], settings: dict[str, Any] | None = None
+    tokenizer: Tokenizer, prompt: str | list[dict[str, Any]], settings: dict[str, Any] | None = None
 ) -> list[int]:
     """Return the tokens of one prompt: T ints (``tokenize_prompts``)."""
     return tokenize_prompts(tokenizer, [prompt], settings)[0]  # pyright: ignore[reportArgumentType]
 
 
 def longer_prompts(
-    dataset: "Dataset", tokenizer: Any, limit: int, settings: dict[str, Any] | None = None
+    dataset: "Dataset", tokenizer: Tokenizer, limit: int, settings: dict[str, Any] | None = None
 ) -> dict[int, int]:
     """Return row -> number of tokens, images aside, of the prompts of more than ``limit``."""
     lengths = (
@@ -71,7 +72,7 @@ def longer_prompts(
 
 
 def longest_prompt(
-    dataset: "Dataset", tokenizer: Any, settings: dict[str, Any] | None = None
+    dataset: "Dataset", tokenizer: Tokenizer, settings: dict[str, Any] | None = None
 ) -> list[int]:
     """Return the tokens of the longest prompt: of the ``COUNTED`` that may be longest."""
     rows = ((most, -row, prompt) for row, prompt, most in _bounded(dataset, tokenizer, settings))
@@ -80,7 +81,7 @@ def longest_prompt(
 
 
 def drop_long_prompts(
-    dataset: "Dataset", tokenizer: Any, limit: int, settings: dict[str, Any] | None = None
+    dataset: "Dataset", tokenizer: Tokenizer, limit: int, settings: dict[str, Any] | None = None
 ) -> "tuple[Dataset, int]":
     """Return the prompts of at most ``limit`` tokens, and how many were left out."""
     longer = longer_prompts(dataset, tokenizer, limit, settings)
@@ -96,7 +97,7 @@ def drop_long_prompts(
 
 
 def _bounded(
-    dataset: "Dataset", tokenizer: Any, settings: dict[str, Any] | None
+    dataset: "Dataset", tokenizer: Tokenizer, settings: dict[str, Any] | None
 ) -> Iterator[tuple[int, Any, float]]:
     """Yield row, prompt, and how many tokens it has at most."""
     template: dict[tuple[str, ...], int] = {}  # roles -> tokens of the first prompt with these
@@ -112,14 +113,20 @@ def _bounded(
         yield row, prompt, template[roles] + sum(_most_tokens(one["content"]) for one in messages)
 
 
-def _most_tokens(text: Any) -> float:
+def _most_tokens(text: Prompt) -> float:
     if not isinstance(text, str):
         return float("inf")  # parts, with or without images
     return len(text) if text.isascii() else EXPANSION * len(text.encode())
 
 
 def check_lengths(
-    dataset: Any, tokenizer: Any, args: Any, longest: int, *, before: int = 0, by_file: bool = True
+    dataset: "Dataset",
+    tokenizer: Tokenizer,
+    args: Any,
+    longest: int,
+    *,
+    before: int = 0,
+    by_file: bool = True,
 ) -> None:
     """Raise DataError where a prompt and its completion are longer than the model was loaded with.
 

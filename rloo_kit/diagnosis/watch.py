@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.diagnosis.record import RunRecord
@@ -125,7 +125,9 @@ class RunWatch(TrainerCallback):
         self._suspected: set[str] = set()
         self._next_check = 0.0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """Begin a new record; scores on held-out prompts from before it are kept."""
         evaluation = self._evaluation
         self._begin()
@@ -135,13 +137,25 @@ class RunWatch(TrainerCallback):
             if self.by_held_out and "before" in evaluation:
                 self._see_scores(0, evaluation["before"])
 
-    def on_state(self, args: Any, state: Any, control: Any, held: dict[str, Any], **_: Any) -> None:
+    def on_state(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        held: dict[str, Any],
+        **_: Any,
+    ) -> None:
         """Put the best weights into the checkpoint."""
         if self.best is not None:
             held["best_weights"] = self.best.state_dict()
 
     def on_resume(
-        self, args: Any, state: Any, control: Any, held: dict[str, Any], **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        held: dict[str, Any],
+        **_: Any,
     ) -> None:
         """Restore the record of the finished steps, and the best weights."""
         done = state.global_step
@@ -153,9 +167,9 @@ class RunWatch(TrainerCallback):
 
     def on_completions(
         self,
-        args: Any,
-        state: Any,
-        control: Any,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
         records: list[dict[str, Any]],
         rollout: Any,
         **_: Any,
@@ -194,7 +208,12 @@ class RunWatch(TrainerCallback):
             self.best.see(step, fmean(scores))
 
     def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # transformers passes logs
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any],
+        **_: Any,
     ) -> None:
         """Check, unless checks have used their share of the time."""
         self._metrics.append({"step": state.global_step, **logs})
@@ -214,7 +233,9 @@ class RunWatch(TrainerCallback):
         taken = time.monotonic() - started
         self._next_check = started + taken / TIME_SHARE
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """Restore the best weights if a finding ended the run."""
         if self.stopped_on and self.best:
             self.best.restore()

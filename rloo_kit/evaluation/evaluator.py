@@ -15,10 +15,12 @@ from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.engine import Sampling, draw_from
 from rloo_kit.scoring.contract import call_reward, reward_columns
 from rloo_kit.text.thoughts import ThoughtFinder
+from rloo_kit.types import Model, Tokenizer
 
 if TYPE_CHECKING:
     from rloo_kit.sampling.engine import Engine
     from rloo_kit.scoring.loading import LoadedReward
+    from rloo_kit.training.config import LeaveOneOutConfig
 
 REMEDY = "lower max_completion_length, use a smaller model, or set model.load_in_4bit"
 
@@ -110,8 +112,8 @@ class Evaluation:
 
 
 def evaluate(
-    model: Any,
-    tokenizer: Any,
+    model: Model,
+    tokenizer: Tokenizer,
     dataset: Any,
     rewards: "Sequence[LoadedReward]",
     *,
@@ -183,7 +185,7 @@ def _repeat(dataset: Any, num_samples: int, temperature: float) -> list[dict[str
 
 
 def _score(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     rows: Sequence[dict[str, Any]],
     ids: list[list[int]],
     rewards: "Sequence[LoadedReward]",
@@ -225,7 +227,7 @@ def score_texts(
     return {reward.name: call_reward(reward.func, columns) for reward in rewards}
 
 
-def settings_of(args: Any) -> dict[str, Any]:
+def settings_of(args: "LeaveOneOutConfig") -> dict[str, Any]:
     """Return keywords of ``evaluate`` that draw as a run's ``LeaveOneOutConfig`` says."""
     names = ("top_p", "top_k", "min_p", "repetition_penalty")
     return {
@@ -248,8 +250,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _complete(
-    model: Any,
-    tokenizer: Any,
+    model: Model,
+    tokenizer: Tokenizer,
     prompts: list[list[int]],
     how: Sampling,
     *,
@@ -283,7 +285,7 @@ def _complete(
 
 
 @contextlib.contextmanager
-def _inference(model: Any, seed: int) -> Iterator[None]:
+def _inference(model: Model, seed: int) -> Iterator[None]:
     """Put the model into eval mode under a seed of its own, then restore mode and random states."""
     import torch
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rloo_kit.config.run_file import EXAMPLES, RunConfig, make_run_config, read_overrides
 from rloo_kit.data.hub_tasks import hub_task
@@ -27,6 +27,10 @@ from rloo_kit.sampling.choice import check_engine, requested_engine, start_engin
 from rloo_kit.sampling.engine import Choice, Engine, choose
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.wording import format_value
+from rloo_kit.types import Tokenizer
+
+if TYPE_CHECKING:
+    from rloo_kit.training.config import LeaveOneOutConfig
 
 Say = Callable[[str], None]
 # On a CPU, of the prompts and completions that are drawn together; on a GPU the run's batch is
@@ -49,7 +53,7 @@ class HeldOut:
     why_not: str | None = None  # why vLLM cannot sample for all of the models
     fitted: bool = False
 
-    def fit(self, tokenizer: Any) -> "HeldOut":
+    def fit(self, tokenizer: Tokenizer) -> "HeldOut":
         """Return it without the prompts that the run leaves out for their length.
 
         The first tokenizer decides, so that all models get the same prompts.
@@ -61,7 +65,9 @@ class HeldOut:
         short = drop_long_prompts(self.prompts, tokenizer, limit, template)[0]
         return replace(self, prompts=short, fitted=True)
 
-    def rewards(self, tokenizer: Any, specs: Sequence[Any] | None = None) -> list[LoadedReward]:
+    def rewards(
+        self, tokenizer: Tokenizer, specs: Sequence[Any] | None = None
+    ) -> list[LoadedReward]:
         """Return what judges held-out prompts; or the rewards of these specs of a run file alone.
 
         Without a tokenizer, the texts never begin in a thought that the template opened.
@@ -187,7 +193,7 @@ def read_held_out(
     return HeldOut(config, args, found, source, batch_size, required, why_not)
 
 
-def choose_engine(args: Any, given: Mapping[str, Any]) -> bool:
+def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> bool:
     """Set the engine that evaluates in ``args``; return whether ``given`` names it.
 
     It need not be the engine that trained, unless that was transformers.

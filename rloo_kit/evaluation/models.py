@@ -19,6 +19,7 @@ from rloo_kit.models.loading import load_model
 from rloo_kit.output_folder import read_json
 from rloo_kit.sampling.engine import active_adapter, why_no_hot_swap
 from rloo_kit.text.wording import first_line, format_value
+from rloo_kit.types import Model
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
     return LoadedBase(model, tokenizer)
 
 
-def _take_longer_prompts(model: Any) -> None:
+def _take_longer_prompts(model: Model) -> None:
     """Let Unsloth read prompts longer than the run's ``max_seq_length``, which it cuts on a GPU."""
     longest = getattr(model.config, "max_position_embeddings", None) or 0
     for module in model.modules():

@@ -21,6 +21,7 @@ from rloo_kit.evaluation.table import write_results
 from rloo_kit.machine.memory import session
 from rloo_kit.output_folder import check_writable
 from rloo_kit.scoring.loading import LoadedReward
+from rloo_kit.types import Tokenizer
 
 FILE, SAMPLES = "judge.json", "judge_samples.jsonl"
 COLUMNS: tuple[str, ...] = ("prompt", "completion", "against", "won")
@@ -129,7 +130,7 @@ class Side:
     texts: list[str]
     scores: list[float | None]  # of a judge that scores each alone
     judge: LoadedReward
-    tokenizer: Any
+    tokenizer: Tokenizer
     sampler: str = "transformers"  # who drew the completions
 
 

@@ -14,6 +14,7 @@ from rloo_kit.job import system_message, template_settings
 from rloo_kit.machine.memory import session
 from rloo_kit.text.thoughts import THOUGHT_ENDS, token_id
 from rloo_kit.text.wording import printable
+from rloo_kit.types import Model, Prompt
 
 
 def chat(
@@ -82,7 +83,11 @@ def _lines(source: TextIO, console: Any) -> Iterator[str]:
 
 
 def _answer(
-    model: Any, tokenizer: Any, prompt: str | list[dict[str, str]], config: RunConfig, console: Any
+    model: Model,
+    tokenizer: Any,
+    prompt: Prompt,
+    config: RunConfig,
+    console: Any,
 ) -> str:
     """Print an answer while it is sampled, and return it with its thought."""
     import torch

@@ -29,6 +29,7 @@ from rloo_kit.output_folder import free_folder, read_json, write_json
 from rloo_kit.runs.child import call_in_child
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.wording import first_line, format_value
+from rloo_kit.types import Model, Tokenizer
 
 Say = Callable[[str], None]
 
@@ -126,7 +127,7 @@ def _fits(trained: TrainedModel, base: str | None, hardware: Hardware) -> bool:
     return hardware.device == "cpu" or needed <= MEMORY_SHARE * hardware.free_memory
 
 
-def _widen(model: Any) -> bool:
+def _widen(model: Model) -> bool:
     """Turn a model on a CPU to float32 where that fits: weights are then rounded once, at the end.
 
     Returns:
@@ -276,7 +277,7 @@ class _Export:
             )
         self.say(f"loaded back: {found} (at most {tolerance:g})")
 
-    def _ask(self, model: Any, tokenizer: Any) -> Answers:
+    def _ask(self, model: Model, tokenizer: Tokenizer) -> Answers:
         """Ask held-out prompts of the run, else general ones."""
         config, rows, settings, most = self.trained.config, [], {}, MAX_TOKENS
         if config is not None:
@@ -330,7 +331,7 @@ def _base_in_16_bit(
 
 
 def _save(
-    model: Any, adapter: Path, tokenizer: Any, folder: Path, *, original_format: bool
+    model: Model, adapter: Path, tokenizer: Tokenizer, folder: Path, *, original_format: bool
 ) -> None:
     """Write a merged model and its tokenizer.
 

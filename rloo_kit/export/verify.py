@@ -11,6 +11,7 @@ from typing import Any
 from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.errors import DataError, ModelError
 from rloo_kit.evaluation.evaluator import evaluate
+from rloo_kit.types import Model, Tokenizer
 
 DEFAULT_PROMPTS = (
     "What is 17 + 25?",
@@ -31,7 +32,7 @@ class Answers:
     log_probs: list[list[float]]  # of each token of each answer, in nats
 
 
-def default_prompts(tokenizer: Any) -> list[Any]:
+def default_prompts(tokenizer: Tokenizer) -> list[Any]:
     """Return prompts for a model of which no run is known."""
     if tokenizer.chat_template:
         return [[{"role": "user", "content": text}] for text in DEFAULT_PROMPTS]
@@ -39,8 +40,8 @@ def default_prompts(tokenizer: Any) -> list[Any]:
 
 
 def ask(
-    model: Any,
-    tokenizer: Any,
+    model: Model,
+    tokenizer: Tokenizer,
     prompts: Sequence[Any],
     settings: dict[str, Any] | None = None,
     *,
@@ -75,7 +76,7 @@ def ask(
     return Answers(list(prompts), settings or {}, ids, starts, log_probs)
 
 
-def compare(first: Answers, model: Any, tokenizer: Any) -> float:
+def compare(first: Answers, model: Model, tokenizer: Tokenizer) -> float:
     """Return how far another model's log-probabilities of these answers are, in nats.
 
     It is the mean over tokens of the absolute difference.
@@ -96,7 +97,7 @@ def compare(first: Answers, model: Any, tokenizer: Any) -> float:
     return total / max(1, len(now))
 
 
-def _log_probs(model: Any, ids: list[list[int]], starts: list[int]) -> list[list[float]]:
+def _log_probs(model: Model, ids: list[list[int]], starts: list[int]) -> list[list[float]]:
     import torch
 
     model.eval()

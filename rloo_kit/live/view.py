@@ -10,13 +10,16 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from statistics import median
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rloo_kit.diagnosis.record import RunRecord
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.diagnosis.run_rules import find_in_run
 from rloo_kit.text.numbers import finite_number, finite_numbers
 from rloo_kit.text.wording import format_duration, printable
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 # Steps whose median gives the time that is left
 PACE_STEPS = 20
@@ -162,7 +165,9 @@ class LiveView:
             return lambda *_, **__: None
         raise AttributeError(name)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **_: Any
+    ) -> None:
         """Start the clock."""
         self.close()
         self._open = True
@@ -170,20 +175,37 @@ class LiveView:
         self._safely(self._begin)
 
     def on_completions(
-        self, args: Any, state: Any, control: Any, records: Any = (), **_: Any
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        records: Any = (),
+        **_: Any,
     ) -> None:
         """Keep the completions of the newest batch, rows as in completions.jsonl."""
         self.progress.completions = list(records or ())
 
     def on_findings(
-        self, args: Any, state: Any, control: Any, findings: Any = (), **_: Any
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        findings: Any = (),
+        **_: Any,
     ) -> None:
         """Replace the findings by those of now."""
         self.progress.findings = list(findings or ())
         if self.progress.steps:
             self._safely(self._show_step)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+    def on_log(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        logs: Any = None,
+        **_: Any,
+    ) -> None:
         """Show a step; a further pass over a batch, and the summary, have no reward."""
 
         def show() -> None:
@@ -193,7 +215,9 @@ class LiveView:
         if logs and "reward" in logs:
             self._safely(show)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_end(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **_: Any
+    ) -> None:
         """Keep the last state on the screen."""
         self.close()
 

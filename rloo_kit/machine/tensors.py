@@ -5,6 +5,8 @@ import gc
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from rloo_kit.types import Model
+
 
 def live_tensors() -> Iterator[Any]:
     """Yield every tensor of this process that has a storage of its own kind.
@@ -23,7 +25,7 @@ def live_tensors() -> Iterator[Any]:
             yield item
 
 
-def empty_model(model: Any) -> None:
+def empty_model(model: Model) -> None:
     """Free a model's parameters, buffers, gradients and quantisation states; the modules stay.
 
     Tensors that are plain attributes of a module go too: Unsloth keeps the keys and values of the

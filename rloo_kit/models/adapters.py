@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import ConfigError, ModelError
 from rloo_kit.text.wording import first_line, format_value
+from rloo_kit.types import Model
 
 if TYPE_CHECKING:
     import torch
@@ -115,14 +116,14 @@ def _config_of(adapter: Path) -> dict[str, Any]:
 # --- the adapter of a model ----------------------------------------------------------------------
 
 
-def drop_old_reference(model: Any) -> None:
+def drop_old_reference(model: Model) -> None:
     """Let a second trainer on the same model take its own copy of the adapter as the reference."""
     if "ref" in getattr(model, "peft_config", {}):
         model.delete_adapter("ref")
 
 
 @contextlib.contextmanager
-def without_engine(model: Any) -> Iterator[None]:
+def without_engine(model: Model) -> Iterator[None]:
     """Hide the engine that a model carries: Unsloth's class would let TRL sample by it.
 
     TRL's own vLLM layer sets variables of torch.distributed and puts the engine to sleep.
@@ -136,14 +137,14 @@ def without_engine(model: Any) -> Iterator[None]:
             attributes["vllm_engine"] = engine
 
 
-def adapter_values(model: Any) -> "dict[str, torch.Tensor]":
+def adapter_values(model: Model) -> "dict[str, torch.Tensor]":
     """Return copies of an adapter's trained parameters; none of a model without adapter."""
     if not hasattr(model, "peft_config"):
         return {}
     return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
-def restore_adapter(model: Any, adapter: "dict[str, torch.Tensor]") -> None:
+def restore_adapter(model: Model, adapter: "dict[str, torch.Tensor]") -> None:
     """Undo TRL's cast of a 4-bit model's adapter to bf16, and its rounding.
 
     With 8 bits of mantissa an update smaller than 1/256 of a weight is lost, and at learning rates

@@ -17,6 +17,7 @@ from rloo_kit.machine.environment import cache_folder
 from rloo_kit.machine.hardware import installed_version
 from rloo_kit.text.chat_templates import end_of_turn_id
 from rloo_kit.text.wording import first_line, format_value
+from rloo_kit.types import Model, Tokenizer
 
 MAGIC = b"GGUF"
 CONVERSION = 2  # counts changes of what a file is converted into
@@ -87,7 +88,7 @@ def _tokenizer_of(path: Path) -> Any:
     return tokenizer
 
 
-def _register_tokens(tokenizer: Any, metadata: dict[str, Any]) -> None:
+def _register_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
     """Keep control and user-defined tokens whole, such as Qwen3's ``</think>``.
 
     The converters of transformers 5.17 register three names for Qwen and none for Gemma; all others
@@ -199,7 +200,7 @@ def _read(path: Path) -> tuple[Any, Any, list[str]]:
     return model, _tokenizer_of(path), sorted(info["missing_keys"])
 
 
-def _repair_tokens(model: Any, tokenizer: Any) -> None:
+def _repair_tokens(model: Model, tokenizer: Tokenizer) -> None:
     """Set end, beginning and padding tokens, alike in tokenizer, config and generation config.
 
     The tokenizer that transformers 5.17 makes for Llama takes its end of text from the file's
@@ -228,7 +229,7 @@ def _repair_tokens(model: Any, tokenizer: Any) -> None:
     settings.bos_token_id, settings.pad_token_id = config.bos_token_id, config.pad_token_id
 
 
-def _write(model: Any, tokenizer: Any, goal: Path) -> None:
+def _write(model: Model, tokenizer: Tokenizer, goal: Path) -> None:
     """Write the folder under another name and rename it: complete or absent."""
     goal.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".converting-", dir=goal.parent) as work:

@@ -22,6 +22,7 @@ from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.models.shared_engine import EngineSettings, load_shared
 from rloo_kit.text.chat_templates import end_of_turn_id
 from rloo_kit.text.wording import first_line, format_value
+from rloo_kit.types import Model, Tokenizer
 
 PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
 # Fields of an adapter's config that are no settings of the adapter
@@ -161,7 +162,7 @@ def _why_not_shared(environment: Environment, fast_inference: bool | str) -> str
 
 
 def attach_lora(
-    model: Any,
+    model: Model,
     *,
     r: int | None = None,
     lora_alpha: int | None = None,
@@ -252,7 +253,7 @@ def _recompute(model: Any, checkpointing: bool | str) -> None:
         model.gradient_checkpointing_disable()
 
 
-def _with_adapter(model: Any, folder: Path) -> Any:
+def _with_adapter(model: Model, folder: Path) -> Any:
     """Return the model with the adapter in a folder, ready to train further."""
     from peft import LoraConfig, set_peft_model_state_dict
     from safetensors.torch import load_file
@@ -286,7 +287,7 @@ def _with_adapter(model: Any, folder: Path) -> Any:
     return peft_model
 
 
-def save_adapter(model: Any, tokenizer: Any, folder: str | Path) -> Path:
+def save_adapter(model: Model, tokenizer: Tokenizer, folder: str | Path) -> Path:
     """Write the trained adapter and the tokenizer as PEFT reads them; the write is atomic.
 
     A crash leaves the old weights or the new ones, whole. Where the settings of LoRA have changed,
@@ -342,7 +343,7 @@ def _saved_config(folder: Path) -> dict[str, Any]:
     return {k: sorted(v, key=str) if isinstance(v, list) else v for k, v in config.items()}
 
 
-def keep_trainable_layout(model: Any) -> None:
+def keep_trainable_layout(model: Model) -> None:
     """Keep bitsandbytes' 4-bit layers in the layout whose backward is right."""
     # On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks a Linear4bit at the first forward in eval
     # mode, and every later backward uses a kernel without autograd.
@@ -519,7 +520,7 @@ def _progress_bars(*, shown: bool) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _prepare_tokenizer(model: Any, tokenizer: Any) -> None:
+def _prepare_tokenizer(model: Model, tokenizer: Tokenizer) -> None:
     """Pad on the left with a token that is set; stop at every end-of-turn token."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

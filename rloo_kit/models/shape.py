@@ -16,6 +16,7 @@ from typing import Any
 from rloo_kit.errors import ModelError
 from rloo_kit.models.adapters import adapter_in, base_of, is_path
 from rloo_kit.text.wording import first_line, format_value
+from rloo_kit.types import Model
 
 TINY_THINKER = Path(__file__).parents[1] / "assets" / "tiny-thinker"
 
@@ -211,7 +212,7 @@ def _on_meta(config: Any, trust_remote_code: bool) -> Any:
     return model
 
 
-def _linears(model: Any, skipped: list[str]) -> tuple[tuple[Linear, ...], set[str]]:
+def _linears(model: Model, skipped: list[str]) -> tuple[tuple[Linear, ...], set[str]]:
     """Return the linear layers without the head, and the last parts of all modules' names."""
     import torch
 

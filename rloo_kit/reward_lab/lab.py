@@ -44,7 +44,7 @@ from rloo_kit.scoring.contract import RESERVED, CheckedReward
 from rloo_kit.scoring.loading import LoadedReward, RewardSpec, load_rewards, with_weights
 from rloo_kit.text.redaction import redact_tree
 from rloo_kit.text.wording import text_of
-from rloo_kit.types import Row, Score
+from rloo_kit.types import Row, Score, Tokenizer
 
 Say = Callable[[str], None]
 
@@ -233,7 +233,7 @@ def _load(
     config: RunConfig,
     base: Path,
     specs: Sequence[RewardSpec] | None,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     template: dict[str, Any] | None = None,
     say: Say | None = None,
 ) -> list[LoadedReward]:

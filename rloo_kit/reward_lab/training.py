@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rloo_kit.config.settings import Rule
 from rloo_kit.config.values import check_value
@@ -27,7 +27,10 @@ from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.output_folder import check_writable, free_folder, write_json
 from rloo_kit.text.redaction import redact_tree
 from rloo_kit.text.wording import format_value
-from rloo_kit.types import Completion, Row
+from rloo_kit.types import Completion, Row, Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 Say = Callable[[str], None]
 # A prompt and a completion, as a reward is given them
@@ -302,7 +305,7 @@ def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
     return get_peft_model(model, lora), tokenizer
 
 
-def _read(tokenizer: Any, pairs: list[Pair], job: _Job) -> list[Ids]:
+def _read(tokenizer: Tokenizer, pairs: list[Pair], job: _Job) -> list[Ids]:
     """Return the tokens of each pair as the reward will read it, without equal ones."""
     token_ids, limit = _reader().token_ids, min(job.max_length, tokenizer.model_max_length)
     how = {"keep_thought": job.keep_thought, "max_length": limit}
@@ -377,7 +380,12 @@ def _progress(say: Say) -> Any:
 
     class Progress(TrainerCallback):
         def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # it also gets the logs
-            self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any
+            self,
+            args: "TrainingArguments",
+            state: "TrainerState",
+            control: "TrainerControl",
+            logs: dict[str, Any],
+            **_: Any,
         ) -> None:
             step, total = state.global_step, state.max_steps
             if "loss" in logs and (step % max(1, total // PROGRESS_LINES) == 0 or step == total):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -39,6 +39,9 @@ from rloo_kit.scoring.loading import load_rewards, with_weights
 from rloo_kit.text.redaction import redact_tree, redacting
 from rloo_kit.text.wording import format_value
 from rloo_kit.types import Row
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 # Share of completions that are right, of a level that may be chosen
 LOW, HIGH = 0.2, 0.8
@@ -209,7 +212,7 @@ def _tried(
     return _by_level(rows, scores, judge.name), others, [*(held_out or [])]
 
 
-def _drawn(prompts: Any, num: int, seed: int) -> list[int]:
+def _drawn(prompts: "Dataset", num: int, seed: int) -> list[int]:
     """Return the places of ``num`` prompts of every level, or of all that there are."""
     groups: dict[Any, list[int]] = {}
     levels = prompts["level"] if "level" in prompts.column_names else [None] * len(prompts)

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from rloo_kit.diagnosis.watch import RunWatch
 from rloo_kit.errors import DiskError
@@ -47,14 +47,21 @@ class RunRecorder(TrainerCallback):
         self._evaluation: dict[str, Any] = {}
         self._next_report = 0.0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """Start to use the folder."""
         if not self.began:
             self.began = True
             self._begin()
 
     def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
     ) -> None:
         """Append one line to metrics.jsonl."""
         row = {"step": state.global_step, "time": time.time(), **(logs or {})}
@@ -64,14 +71,26 @@ class RunRecorder(TrainerCallback):
             self.write_report()
 
     def on_completions(
-        self, args: Any, state: Any, control: Any, records: list[dict[str, Any]], **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        records: list[dict[str, Any]],
+        **_: Any,
     ) -> None:
         """Append the completions of one generation batch, with rewards, KL and advantages."""
         self._append("completions.jsonl", records)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
-    def on_state(self, args: Any, state: Any, control: Any, held: dict[str, Any], **_: Any) -> None:
+    def on_state(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        held: dict[str, Any],
+        **_: Any,
+    ) -> None:
         """Put into the checkpoint how many bytes of each file belong to the steps so far."""
         held["record"] = {
             "sizes": {name: _size(self.folder / name) for name in ROW_FILES},
@@ -80,7 +99,12 @@ class RunRecorder(TrainerCallback):
         }
 
     def on_resume(
-        self, args: Any, state: Any, control: Any, held: dict[str, Any], **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        held: dict[str, Any],
+        **_: Any,
     ) -> None:
         """Truncate the files to the checkpoint: later steps are made again."""
         record = held.get("record")
@@ -104,7 +128,9 @@ class RunRecorder(TrainerCallback):
         if found:
             write_json(self.folder / "evaluation.json", redact_tree(self._evaluation))
 
-    def on_checkpoint(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_checkpoint(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """Flush the rows to the disk before the checkpoint that counts on them."""
         for name in ROW_FILES:
             with contextlib.suppress(OSError), (self.folder / name).open("rb") as file:
@@ -198,7 +224,9 @@ class HeldOutScores(TrainerCallback):
         self.every, self.score, self.note, self.rest = every, score, note, rest
         self._last: tuple[int, float | None] = (-1, None)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """Score when it is time; the end of the training is scored by the run."""
         if state.global_step % self.every or state.global_step >= state.max_steps:
             return
@@ -208,7 +236,14 @@ class HeldOutScores(TrainerCallback):
             self._last = (state.global_step, next(iter(evaluation.rewards.values()), None))
         self.rest()
 
-    def on_state(self, args: Any, state: Any, control: Any, held: dict[str, Any], **_: Any) -> None:
+    def on_state(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        held: dict[str, Any],
+        **_: Any,
+    ) -> None:
         """Put the score into the checkpoint of the step that was scored."""
         step, score = self._last
         held["held_out"] = score if step == state.global_step else None

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.diagnosis.record import read_run
@@ -13,6 +13,9 @@ from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import GIB, why_not_vllm
 from rloo_kit.machine.memory import Released
 from rloo_kit.sampling.choice import requested_engine
+
+if TYPE_CHECKING:
+    from rloo_kit.training.config import LeaveOneOutConfig
 
 Say = Callable[[str], None]
 
@@ -35,7 +38,9 @@ class RunResult:
     released: Released | None = None
 
 
-def announce_load(say: Say, config: RunConfig, environment: Environment, args: Any) -> None:
+def announce_load(
+    say: Say, config: RunConfig, environment: Environment, args: "LeaveOneOutConfig"
+) -> None:
     """Print which model loads, and why that may take minutes; nothing for the embedded one here."""
     on_gpu = environment.hardware.device != "cpu"
     text = f"loading {config.model.name}"

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rloo_kit.checkpoints.stopping import Terminated, terminate_as_interrupt
 from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint
@@ -47,9 +47,13 @@ from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.wording import first_line
+from rloo_kit.types import Model, Tokenizer
 
 if TYPE_CHECKING:
+    from datasets import Dataset
+
     from rloo_kit.runs.recorder import RunRecorder
+    from rloo_kit.training.config import LeaveOneOutConfig
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
 Say = Callable[[str], None]
@@ -130,11 +134,11 @@ class _Prepared:
     base: Path  # folder that relative paths of model and prompts start from
     environment: Environment
     folder: Path
-    args: Any
-    model: Any
-    tokenizer: Any
+    args: "LeaveOneOutConfig"
+    model: Model
+    tokenizer: Tokenizer
     rewards: list[LoadedReward]
-    prompts: Any
+    prompts: "Dataset"
     engine: Engine | None
     score: Callable[[], Evaluation | None]
 
@@ -282,7 +286,7 @@ def _make_trainer(made: _Prepared, recorder: "RunRecorder") -> "LeaveOneOutTrain
 
 
 def _follow_scores(
-    trainer: Any,
+    trainer: "LeaveOneOutTrainer",
     recorder: "RunRecorder",
     made: _Prepared,
     score: Callable[[], Evaluation | None],
@@ -315,7 +319,9 @@ def _follow_scores(
         trainer.add_callback(HeldOutScores(every, score, note, rest))
 
 
-def _train(trainer: Any, checkpoint: Checkpoint | None, say: Say) -> tuple[float, str]:
+def _train(
+    trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Say
+) -> tuple[float, str]:
     """Train; return the seconds, and the signal that interrupted it or ""."""
     start = time.monotonic()
     if checkpoint is not None:
@@ -359,7 +365,11 @@ def _score_again(score: Callable[[], Evaluation | None], by: str) -> tuple[Evalu
 
 
 def _finish(
-    trainer: Any, recorder: "RunRecorder", after: Evaluation | None, seconds: float, by: str
+    trainer: "LeaveOneOutTrainer",
+    recorder: "RunRecorder",
+    after: Evaluation | None,
+    seconds: float,
+    by: str,
 ) -> None:
     """Write the scores after training, how the run ended, and the last report."""
     if after is not None:

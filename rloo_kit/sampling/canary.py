@@ -20,6 +20,7 @@ import torch
 from rloo_kit.errors import GenerationError, StalePolicyError
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
 from rloo_kit.sampling.engine import Engine, Sampling
+from rloo_kit.types import Model
 
 # A probe: the first PROBE_TOKENS_PER_ROW tokens of completions spread over the batch, until
 # PROBE_TOKENS completion tokens or PROBE_POSITIONS positions (prompts included) are reached.
@@ -133,7 +134,7 @@ class Policies:
     """The trainer's pass under other adapters than the one that trains; all come back unchanged."""
 
     run: Pass
-    model: Any
+    model: Model
     adapter: dict[str, torch.Tensor]
     pad_token_id: int
     dtype: torch.dtype
@@ -151,7 +152,7 @@ class Policies:
         amplitude = torch.finfo(self.dtype).eps / 2
         generator = torch.Generator(self.model.device).manual_seed(0)
 
-        def disturb(_module: Any, _inputs: Any, output: Any) -> Any:
+        def disturb(_module: object, _inputs: object, output: Any) -> Any:
             hidden = output[0] if isinstance(output, tuple) else output  # (B, T, H)
             noise = torch.rand(hidden.shape, generator=generator, device=hidden.device) * 2 - 1
             hidden = (hidden.float() * (1 + amplitude * noise)).to(hidden.dtype)
@@ -216,7 +217,7 @@ class Canary:
         self,
         *,
         log_probs: Pass,
-        model: Any,
+        model: Model,
         without_adapter: Callable[[], AbstractContextManager[Any]],
         pad_token_id: int,
         dtype: torch.dtype,

@@ -22,6 +22,7 @@ from rloo_kit.sampling.engine import (
 )
 from rloo_kit.text.thoughts import THOUGHT_ENDS, token_id
 from rloo_kit.text.wording import first_line, format_value
+from rloo_kit.types import Model, Tokenizer
 
 VLLM, TRANSFORMERS = "vllm", "transformers"
 ENGINES = {VLLM: "vLLM in this process", TRANSFORMERS: "transformers"}
@@ -69,7 +70,7 @@ COUNTING = ("min_tokens", "presence_penalty", "frequency_penalty")
 
 
 def start_engine(
-    model: Any, args: Any, *, why_not: str | None = None, trains: bool = True
+    model: Model, args: Any, *, why_not: str | None = None, trains: bool = True
 ) -> tuple[Engine | None, Choice]:
     """Start what ``args.generation`` asks for.
 
@@ -113,7 +114,7 @@ def start_engine(
         return None, Choice("transformers", str(exc))
 
 
-def _why_not_here(asked: str, model: Any) -> str | None:
+def _why_not_here(asked: str, model: Model) -> str | None:
     """Return why vLLM cannot sample from this model in this process, or None."""
     reason = why_not_vllm() if asked in ("vllm", "auto") else None
     if asked == "auto":  # by name, vLLM gets a copy of its own
@@ -121,7 +122,7 @@ def _why_not_here(asked: str, model: Any) -> str | None:
     return reason or why_no_hot_swap(model)
 
 
-def _check_vllm_table(model: Any, choice: Choice) -> None:
+def _check_vllm_table(model: Model, choice: Choice) -> None:
     """Raise ConfigError where the run file's ``vllm:`` is set and another engine samples."""
     names = () if choice.engine == VLLM else notes_of(model).vllm
     for name in names:
@@ -152,7 +153,7 @@ def _check_shared(args: Any, shared: EngineSettings) -> None:
         )
 
 
-def _put_to_sleep(model: Any) -> None:
+def _put_to_sleep(model: Model) -> None:
     """Let an engine sleep that a model carries and nobody samples with."""
     llm = getattr(model, "vllm_engine", None)
     if llm is None or not llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
@@ -161,7 +162,7 @@ def _put_to_sleep(model: Any) -> None:
         llm.sleep(level=1)
 
 
-def _in_process(model: Any, args: Any, max_length: int) -> Engine:
+def _in_process(model: Model, args: Any, max_length: int) -> Engine:
     from rloo_kit.sampling.vllm_inprocess import VllmEngine
 
     notes = notes_of(model)
@@ -342,7 +343,7 @@ def requested_engine(args: Any) -> str:
     return "vllm"
 
 
-def thought_limit(tokenizer: Any, tokens: int | None) -> ThoughtLimit | None:
+def thought_limit(tokenizer: Tokenizer, tokens: int | None) -> ThoughtLimit | None:
     """Return the limit that ``trainer.thinking_budget`` sets.
 
     Raises:

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from rloo_kit.sampling.dense import dense_layers
 from rloo_kit.sampling.engine import ThoughtLimit
+from rloo_kit.types import Model
 
 # Ended rows leave once they are this share of the batch: selecting rows copies the cache
 LEAVING_SHARE = 1 / 8
@@ -26,7 +27,7 @@ GROWTH = 64
 
 
 def complete(
-    model: Any,
+    model: Model,
     prompt_ids: Sequence[list[int]],
     pad_token_id: int,
     ends: Sequence[int],
@@ -83,17 +84,17 @@ class _LongThought(StoppingCriteria):
         return started > ended
 
 
-def _base(model: Any) -> Any:
+def _base(model: Model) -> Any:
     """Return the model of transformers that PEFT may have wrapped."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _decodes_itself(model: Any) -> bool:
+def _decodes_itself(model: Model) -> bool:
     """Return whether Unsloth has replaced the model's forward pass, as it does on a GPU."""
     return "unsloth" in type(_base(model)).forward.__module__
 
 
-def continues_prompts(model: Any) -> bool:
+def continues_prompts(model: Model) -> bool:
     """Return whether several completions can continue one pass of a prompt, by its cache."""
     base = _base(model)
     if _decodes_itself(model) or not isinstance(base, PreTrainedModel) or base._is_stateful:
@@ -208,7 +209,7 @@ def _draw(scores: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
 
 
 def _shared_prefill(
-    model: Any, input_ids: torch.Tensor, generation_config: Any, kwargs: dict[str, Any]
+    model: Model, input_ids: torch.Tensor, generation_config: Any, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Run each different prompt once; return ``(B, vocabulary)`` logits and the arguments of B."""
     differs = (input_ids[1:] != input_ids[:-1]) | (

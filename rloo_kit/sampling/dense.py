@@ -42,7 +42,7 @@ def dense_layers(model: torch.nn.Module) -> Iterator[None]:
             setattr(parent, name, layer)
 
 
-def _is_plain(layer: Any) -> bool:
+def _is_plain(layer: torch.nn.Module) -> bool:
     """Return whether a layer is a linear one with a LoRA adapter, and nothing else."""
     if not isinstance(layer, LoraLayer) or layer.merged_adapters or layer.lora_variant:
         return False

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from rloo_kit.errors import GenerationError
 from rloo_kit.machine.hardware import SHARED_MEMORY
 from rloo_kit.models.engine_memory import LORA_RANKS, reserved_rank
+from rloo_kit.types import Model
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Engine(Protocol):
     sync_seconds: float  # of the last sync
     adapter_dtype: Any  # torch's type that an adapter is rounded to when it is sent
 
-    def sync(self, model: Any) -> None:
+    def sync(self, model: Model) -> None:
         """Sample from what ``model`` computes now: its active adapter, or its base alone."""
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
@@ -156,12 +157,12 @@ def why_no_hot_swap(model: Any) -> str | None:
     return None
 
 
-def reserved_rank_of(model: Any) -> int:
+def reserved_rank_of(model: Model) -> int:
     """Return the rank that vLLM must reserve to take every adapter of the model."""
     return reserved_rank(max(config.r for config in model.peft_config.values()))
 
 
-def active_adapter(model: Any) -> str | None:
+def active_adapter(model: Model) -> str | None:
     """Return the adapter that a PEFT model computes with; None: its base alone."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -169,7 +170,7 @@ def active_adapter(model: Any) -> str | None:
     return None if layer.disable_adapters else layer.active_adapters[0]
 
 
-def adapter_tensors(model: Any, name: str = "default") -> dict[str, Any]:
+def adapter_tensors(model: Model, name: str = "default") -> dict[str, Any]:
     """Return the tensors of an adapter under PEFT's names, not copied."""
     from peft import get_peft_model_state_dict
 
@@ -195,7 +196,7 @@ class AdapterFolders:
         self.root = Path(tempfile.mkdtemp(prefix=folder_prefix(), dir=parent))
         self._number = 0
 
-    def write(self, model: Any, dtype: Any) -> Path:
+    def write(self, model: Model, dtype: Any) -> Path:
         """Write the active adapter of a PEFT model in the engine's type; return its folder."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file

@@ -35,6 +35,7 @@ from rloo_kit.sampling.engine import (
     reserved_rank_of,
 )
 from rloo_kit.text.wording import first_line
+from rloo_kit.types import Model
 
 ADAPTER_NAME = "rloo-kit"
 # Offset of the kit's request ids on a shared engine: Unsloth counts its own from 1
@@ -53,7 +54,7 @@ class VllmEngine:
 
     def __init__(  # noqa: PLR0913
         self,
-        model: Any,
+        model: Model,
         *,
         max_length: int,  # prompt plus completion, tokens
         num_sequences: int,  # at one time
@@ -97,7 +98,7 @@ class VllmEngine:
 
     def _start(
         self,
-        model: Any,
+        model: Model,
         max_length: int,
         num_sequences: int,
         memory_share: float | None,
@@ -145,7 +146,7 @@ class VllmEngine:
 
     def _memory(
         self,
-        model: Any,
+        model: Model,
         num_sequences: int,
         max_length: int,
         share: float | None,
@@ -179,7 +180,7 @@ class VllmEngine:
             "gpu_memory_utilization": found.share(card),
         }
 
-    def sync(self, model: Any) -> None:
+    def sync(self, model: Model) -> None:
         """Send the active adapter, if one is, and drop the one before."""
         started = time.perf_counter()
         self._wake()
@@ -199,7 +200,7 @@ class VllmEngine:
         AdapterFolders.drop(folder_before)
         self.sync_seconds = time.perf_counter() - started
 
-    def _requested(self, model: Any) -> tuple[Any, Path | None]:
+    def _requested(self, model: Model) -> tuple[Any, Path | None]:
         """Return the request that samples with the active adapter, and the folder it is in."""
         active = active_adapter(model)
         if active is None:
@@ -310,14 +311,14 @@ def _without_side_effects() -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
-def _is_lora_request(request: Any) -> bool:
+def _is_lora_request(request: object) -> bool:
     """Return whether vLLM holds the adapter under an id of its own."""
     # For an unquantised base Unsloth returns a request that is merged into the shared weights while
     # the engine generates (_MergedLoRARequest); LLM.generate alone takes it.
     return hasattr(request, "lora_int_id")
 
 
-def write_dequantised(model: Any, dtype: Any) -> Path:
+def write_dequantised(model: Model, dtype: Any) -> Path:
     """Write the base of a 4-bit PEFT model, dequantised, to shared memory; return the folder.
 
     vLLM has no 4-bit kernels on a CPU, and a checkpoint in 16 bit would be another policy than the
@@ -351,7 +352,7 @@ def write_dequantised(model: Any, dtype: Any) -> Path:
     return folder
 
 
-def _is_4bit(model: Any) -> bool:
+def _is_4bit(model: Model) -> bool:
     return any(type(module).__name__ == "Linear4bit" for module in model.modules())
 
 
@@ -368,7 +369,7 @@ def _vllm_modules(targets: list[Any]) -> list[str] | None:
     return sorted({*names, *(joined[name] for name in names if name in joined)})
 
 
-def _compute_dtype(model: Any) -> Any:
+def _compute_dtype(model: Model) -> Any:
     """Return the type that the trainer computes the base in."""
     import torch
 

@@ -8,9 +8,9 @@ import re
 import textwrap
 import typing
 from dataclasses import dataclass
-from typing import Any
 
 from rloo_kit.scoring.loading import named_rewards, reward_behind
+from rloo_kit.types import Reward
 
 # Arguments that the trainer fills
 COLUMNS = frozenset({"completions", "prompts", "completion_ids", "trainer_state"})
@@ -64,7 +64,7 @@ def entry_text(entry: Entry) -> str:
     return "\n".join([*lines, "", "In a run file:", "  rewards:", f"    - {table}"])
 
 
-def _parameters(target: Any) -> list[Parameter]:
+def _parameters(target: Reward) -> list[Parameter]:
     """Return the arguments of a class or factory."""
     texts: dict[str, str] = {}
     for kind in [target] if inspect.isclass(target) else _made_by(target):
@@ -82,7 +82,7 @@ def _parameters(target: Any) -> list[Parameter]:
     ]
 
 
-def _made_by(target: Any) -> list[type]:
+def _made_by(target: Reward) -> list[type]:
     """Return the dataclasses that a factory returns, by its annotation."""
     if not inspect.isfunction(target):
         return []

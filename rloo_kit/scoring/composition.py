@@ -16,7 +16,7 @@ from typing import Any
 from rloo_kit.errors import RewardContractError
 from rloo_kit.scoring.contract import AsyncCheckedReward, CheckedReward, checked, take_rows
 from rloo_kit.text.wording import format_name, format_value
-from rloo_kit.types import Score
+from rloo_kit.types import Score, Tokenizer
 
 
 def gated(
@@ -113,7 +113,7 @@ class Composed:
         """Whether a call returns a coroutine."""
         return any(isinstance(part, AsyncCheckedReward) for part in self._parts().values())
 
-    def bind(self, tokenizer: Any) -> "Composed":
+    def bind(self, tokenizer: Tokenizer) -> "Composed":
         """Return this reward with its parts bound to a tokenizer."""
         bound = {name: part.bind(tokenizer) for name, part in self._parts().items()}
         return dataclasses.replace(self, **bound)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from rloo_kit.errors import KitError, RewardContractError
 from rloo_kit.text.redaction import redact
 from rloo_kit.text.wording import first_line, format_value
-from rloo_kit.types import Completion, Score
+from rloo_kit.types import Completion, Reward, Score, Tokenizer
 
 T = TypeVar("T")
 # The largest float32: scores are stored as float32
@@ -102,7 +102,7 @@ class CheckedReward:
         if callable(getattr(self.reward, "release", None)):
             self.reward.release()
 
-    def bind(self, tokenizer: Any) -> "CheckedReward":
+    def bind(self, tokenizer: Tokenizer) -> "CheckedReward":
         """Return this reward with what it wraps bound to a tokenizer, where it can be."""
         if not callable(getattr(self.reward, "bind", None)):
             return self
@@ -217,7 +217,7 @@ def checked(func: Callable[..., Any], name: str | None = None) -> CheckedReward:
     )
 
 
-def guarded(reward: Any, timeout: float | None, on_error: str) -> Any:
+def guarded(reward: Reward, timeout: float | None, on_error: str) -> Any:
     """Return a checked reward with a time limit; a torch module, which TRL calls, as it is."""
     if not isinstance(reward, CheckedReward):
         return reward
@@ -248,7 +248,7 @@ def take_rows(columns: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def keywords_of(func: Any) -> tuple[list[str], bool, list[str]]:
+def keywords_of(func: Reward) -> tuple[list[str], bool, list[str]]:
     """Return (names accepted by keyword, whether any keyword is accepted, the required names)."""
     try:
         parameters = inspect.signature(func).parameters.values()
@@ -260,7 +260,7 @@ def keywords_of(func: Any) -> tuple[list[str], bool, list[str]]:
     return [p.name for p in named], any(p.kind is p.VAR_KEYWORD for p in parameters), required
 
 
-def name_of(func: Any) -> str:
+def name_of(func: Reward) -> str:
     """Return the name of a reward's metric."""
     func = _innermost(func)
     return getattr(func, "__name__", type(func).__name__)
@@ -274,7 +274,7 @@ def _is_async(func: Any) -> bool:
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(func.__call__)
 
 
-def _innermost(func: Any) -> Any:
+def _innermost(func: Reward) -> Any:
     while isinstance(func, functools.partial):
         func = func.func
     return func

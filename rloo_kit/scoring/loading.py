@@ -36,6 +36,7 @@ from rloo_kit.scoring.composition import WeightSchedule, gated, rescaled, routed
 from rloo_kit.scoring.contract import checked, keywords_of, name_of
 from rloo_kit.text.chat_templates import WithSettings
 from rloo_kit.text.wording import did_you_mean, first_line, format_value, printable
+from rloo_kit.types import Reward, Tokenizer
 
 Say: TypeAlias = Callable[[str], None]
 RewardSpec: TypeAlias = "str | Mapping[str, Any] | Callable[..., Any] | LoadedReward"
@@ -74,7 +75,7 @@ def with_weights(
 
 def load_rewards(
     specs: Iterable[RewardSpec],
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     base_dir: str | Path | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     say: Say | None = None,
@@ -89,7 +90,8 @@ def load_rewards(
         say: Called with a line that names code which is not the kit's, before it is imported.
     """
     if tokenizer is not None and chat_template_kwargs:
-        tokenizer = WithSettings(tokenizer, dict(chat_template_kwargs))
+        settings: Any = WithSettings(tokenizer, dict(chat_template_kwargs))
+        tokenizer = settings
     loaded: list[LoadedReward] = []
     for spec in specs:
         reward = load_reward(spec, tokenizer, base_dir, say)
@@ -105,7 +107,7 @@ def load_rewards(
 
 def load_reward(
     spec: RewardSpec,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     base_dir: str | Path | None = None,
     say: Say | None = None,
 ) -> LoadedReward:
@@ -125,7 +127,7 @@ def load_reward(
     return LoadedReward(checked(func, name), name, weight)
 
 
-def with_tokenizers(rewards: list[LoadedReward], given: Any) -> list[LoadedReward]:
+def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedReward]:
     """Return the rewards, TRL's ``reward_processing_classes`` given to the kit's reward models."""
     if given is None:
         return rewards
@@ -201,7 +203,7 @@ class _Finder:
         reward = self._composed(reward, composing, target_name) if composing else reward
         return reward, weight if given is None else _checked_weight(given, name)
 
-    def _composed(self, reward: Any, keys: dict[str, Any], name: str) -> Any:
+    def _composed(self, reward: Reward, keys: dict[str, Any], name: str) -> Any:
         """Return a reward as the composing keys of its table say."""
         _refuse_non_reward(reward, name)
         try:
@@ -277,7 +279,7 @@ class _Finder:
         return path
 
 
-def _checked_weight(value: Any, name: Any) -> Weight:
+def _checked_weight(value: object, name: object) -> Weight:
     """Return a weight as a finite float, or as a schedule."""
     if not isinstance(value, Mapping):
         return _finite(value, name)
@@ -287,7 +289,7 @@ def _checked_weight(value: Any, name: Any) -> Weight:
         raise RewardLoadError(f"reward {format_value(name)}: {exc}") from exc
 
 
-def _finite(value: Any, name: Any) -> float:
+def _finite(value: Any, name: object) -> float:
     try:
         weight = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -397,7 +399,7 @@ def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
     return functools.partial(target, **parameters) if parameters else target
 
 
-def _refuse_non_reward(func: Any, spec: object) -> None:
+def _refuse_non_reward(func: object, spec: object) -> None:
     if inspect.isclass(func) or not callable(func):
         raise RewardLoadError(
             f"reward {format_value(spec)} is a {type(func).__name__}, which cannot be called as a "

@@ -1,14 +1,13 @@
 """The end-of-turn token of a chat template, and a template with fixed settings."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from rloo_kit.types import Tokenizer
 
 ANSWER = "rlookitanswer"  # one word, so that a template keeps it as it is
 
 
-def end_of_turn_id(tokenizer: Any) -> int | None:
+def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
     """Return the id of the token that ends an assistant's turn in the chat template.
 
     None without a template, or where no token of its own closes the turn.
@@ -34,7 +33,7 @@ class WithSettings:
     with, such as a thought switched off by ``enable_thinking: false``.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", settings: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
         self._tokenizer = tokenizer
         self._settings = settings
 

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+from rloo_kit.types import Tokenizer
+
 THOUGHT_ENDS = "</think>"
 
 
-def token_id(tokenizer: Any, token: str) -> int | None:
+def token_id(tokenizer: Tokenizer, token: str) -> int | None:
     """Return the id of a token in the tokenizer's vocabulary; None where it is no single one."""
     found = tokenizer.convert_tokens_to_ids(token)
     # A token the vocabulary lacks comes back as None or as the id of the unknown token.
@@ -16,7 +18,7 @@ def token_id(tokenizer: Any, token: str) -> int | None:
 class ThoughtFinder:
     """Separate the thought of a completion from its answer, by the id of the closing token."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.closing_id = token_id(tokenizer, THOUGHT_ENDS)
 

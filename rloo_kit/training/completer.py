@@ -32,6 +32,7 @@ from rloo_kit.scoring.loading import LoadedReward
 from rloo_kit.training.config import LeaveOneOutConfig
 from rloo_kit.training.metrics import StepLog
 from rloo_kit.training.policy import Policy, without_checkpointing
+from rloo_kit.types import Tokenizer
 
 # For a single completion that does not fit into memory
 SAMPLING_REMEDY = (
@@ -170,7 +171,7 @@ class Completer:
 
     sampler: Sampler
     log: StepLog
-    processing_class: Any  # the tokenizer, or a processor that has one
+    processing_class: Tokenizer  # the tokenizer, or a processor that has one
     template_settings: dict[str, Any]  # of the chat template
     functions: Callable[[], list[Any]]  # F rewards: functions, async functions, or models
     tokenizers: list[Any]  # F: those of the models
@@ -235,7 +236,9 @@ class Completer:
             found[:, place] = torch.tensor(values, dtype=torch.float32, device=device)
         return found
 
-    def _logits(self, model: Any, tokenizer: Any, columns: dict[str, Any]) -> torch.Tensor:
+    def _logits(
+        self, model: torch.nn.Module, tokenizer: Any, columns: dict[str, Any]
+    ) -> torch.Tensor:
         """Return ``(B,)`` logits of a sequence-classification model, read as TRL reads texts."""
         pairs = zip(columns["prompts"], columns["completions"], strict=True)
         texts = [prompt + completion for prompt, completion in pairs]

@@ -38,6 +38,7 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
         num_generations: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]
         max_completion_length: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]
         generation_batch_size: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]
+        chat_template_kwargs: dict[str, Any] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
         steps_per_generation: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def to_dict(self) -> dict[str, Any]:

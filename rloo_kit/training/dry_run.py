@@ -26,6 +26,7 @@ from rloo_kit.rloo.learner import NO_GRAD_FACTOR, Learner
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch
 from rloo_kit.training.config import LeaveOneOutConfig
 from rloo_kit.training.policy import Policy, enable_checkpointing
+from rloo_kit.types import Model, Tokenizer
 
 # Optimizers, by parts of their names, that make no step: the first keep their states in main
 # memory and never give them back, the others hook into the backward pass
@@ -66,10 +67,10 @@ class WorstCase:
     """The largest step of a training that has not begun, made of its parts."""
 
     args: LeaveOneOutConfig
-    model: Any
+    model: Model
     policy: Policy
     learner: Learner
-    tokenizer: Any
+    tokenizer: Tokenizer
     dataset: Any  # rows with `prompt`
     make_optimizer: Callable[[], Any] | None  # like the run's; None: it has one already
 

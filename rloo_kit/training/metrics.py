@@ -14,6 +14,7 @@ from rloo_kit.rloo.metrics import Tally, completion_metrics, completion_records,
 from rloo_kit.rloo.rollout import Completions, Rollout
 from rloo_kit.text.redaction import redact, redact_tree
 from rloo_kit.text.thoughts import ThoughtFinder
+from rloo_kit.types import Tokenizer
 
 
 class StepLog:
@@ -30,7 +31,7 @@ class StepLog:
     def __init__(
         self,
         names: list[str],
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         tables: dict[str, Any],
         state: Callable[[], TrainerState],
         tell: Callable[[list[dict[str, Any]], Rollout], None],

@@ -13,6 +13,7 @@ from rloo_kit.rloo.batching import MicroBatch, SharedPrompts, TokenRows
 from rloo_kit.rloo.learner import Learner, PassOutput
 from rloo_kit.sampling.decoding import continues_prompts
 from rloo_kit.training.config import LeaveOneOutConfig
+from rloo_kit.types import Model
 
 
 class Policy:
@@ -84,7 +85,7 @@ class Policy:
             return learner.log_probs(tokens, rows, forward)
 
 
-def enable_checkpointing(model: Any, args: LeaveOneOutConfig) -> None:
+def enable_checkpointing(model: Model, args: LeaveOneOutConfig) -> None:
     """Turn gradient checkpointing on as transformers' loop does."""
     kwargs = {**cast(dict[str, Any], args.gradient_checkpointing_kwargs or {})}
     # two arguments of transformers; the others are for torch
@@ -94,7 +95,7 @@ def enable_checkpointing(model: Any, args: LeaveOneOutConfig) -> None:
 
 
 @contextlib.contextmanager
-def without_checkpointing(model: Any, args: LeaveOneOutConfig) -> Iterator[None]:
+def without_checkpointing(model: Model, args: LeaveOneOutConfig) -> Iterator[None]:
     """Turn gradient checkpointing off, and on again where it was."""
     was_enabled = model.is_gradient_checkpointing
     if was_enabled:
@@ -106,7 +107,7 @@ def without_checkpointing(model: Any, args: LeaveOneOutConfig) -> Iterator[None]
             enable_checkpointing(model, args)
 
 
-def _run_prompts(model: Any, shared: SharedPrompts, rows: torch.Tensor) -> dict[str, Any]:
+def _run_prompts(model: Model, shared: SharedPrompts, rows: torch.Tensor) -> dict[str, Any]:
     """Run each prompt once; return the arguments with which ``(N, W)`` rows continue them.
 
     The cache is part of the graph: the gradient of a prompt is the sum over its rows.

@@ -26,6 +26,7 @@ from rloo_kit.training.dry_run import DryRun, WorstCase
 from rloo_kit.training.metrics import StepLog
 from rloo_kit.training.options import Options
 from rloo_kit.training.policy import Policy
+from rloo_kit.types import Model, Tokenizer
 
 
 class StepTrainer(RLOOTrainer):
@@ -33,9 +34,9 @@ class StepTrainer(RLOOTrainer):
 
     # TRL and transformers leave these untyped, or too wide to use
     args: LeaveOneOutConfig  # pyright: ignore[reportIncompatibleVariableOverride]
-    model: Any
+    model: Model
     optimizer: Any
-    processing_class: Any
+    processing_class: Tokenizer
     reward_funcs: list[Any]
     train_dataset: Any
     num_generations: int
@@ -230,7 +231,9 @@ class StepTrainer(RLOOTrainer):
         """Sample for TRL's own evaluation."""
         return self.sampler.draw(prompt_ids)[0]
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+    def training_step(
+        self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any
+    ) -> torch.Tensor:
         """Collect the rows of a slice; with the last one of an optimizer step, make the step."""
         model.train()
         if hasattr(self.optimizer, "train"):  # schedule-free optimizers

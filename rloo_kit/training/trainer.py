@@ -41,6 +41,7 @@ from rloo_kit.scoring.loading import LoadedReward, load_rewards, with_tokenizers
 from rloo_kit.text.wording import format_value
 from rloo_kit.training.config import LeaveOneOutConfig, _own_config
 from rloo_kit.training.step_trainer import StepTrainer
+from rloo_kit.types import Model, Tokenizer
 
 # Older names of the trainer's arguments
 RENAMED_PARTS = {
@@ -97,11 +98,11 @@ class LeaveOneOutTrainer(StepTrainer):
 
     def __init__(  # noqa: PLR0913
         self,
-        model: Any = None,
+        model: Model | None = None,
         reward_funcs: Any = None,
         args: RLOOConfig | None = None,
         train_dataset: Any = None,
-        processing_class: Any = None,
+        processing_class: Tokenizer | None = None,
         callbacks: list[Any] | None = None,
         engine: Engine | None = None,
         **others: Any,
@@ -156,7 +157,7 @@ class LeaveOneOutTrainer(StepTrainer):
                 warnings.warn(f"vLLM does not sample: {choice.reason}", UserWarning, stacklevel=2)
         add_to_session(self)
 
-    def _views(self, args: LeaveOneOutConfig, model: Any) -> list[Any]:
+    def _views(self, args: LeaveOneOutConfig, model: Model) -> list[Any]:
         """Return the callbacks that show the training."""
         if not args.doctor:
             return [live_progress()]
@@ -257,7 +258,9 @@ class LeaveOneOutTrainer(StepTrainer):
         self.resume.skip_finished_epochs(sampler)
         return sampler
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
+    ) -> None:
         self.resume.load_weights()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -267,7 +270,7 @@ class LeaveOneOutTrainer(StepTrainer):
         self,
         tr_loss: torch.Tensor,
         grad_norm: Any,
-        model: Any,
+        model: torch.nn.Module,
         trial: Any,
         epoch: float,
         ignore_keys_for_eval: list[str] | None,
@@ -282,7 +285,7 @@ class LeaveOneOutTrainer(StepTrainer):
             self._save_checkpoint(model, trial)
         self.resume.take_snapshot()
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         self.resume.saved_at = self.state.global_step
         self.store_flos()
         self.resume.save_now()
@@ -311,7 +314,7 @@ class LeaveOneOutTrainer(StepTrainer):
         self.step_log.load_state_dict(held)
 
 
-def _config_of(args: LeaveOneOutConfig, model: Any) -> RunConfig:
+def _config_of(args: LeaveOneOutConfig, model: Model) -> RunConfig:
     """Return what a run file would say of a trainer that has none."""
     names = {*DEFAULTS, "steps_per_generation", "max_steps"}
     path = str(getattr(getattr(model, "config", None), "name_or_path", ""))
@@ -322,7 +325,7 @@ def _config_of(args: LeaveOneOutConfig, model: Any) -> RunConfig:
     )
 
 
-def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Any) -> list[LoadedReward]:
+def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Tokenizer) -> list[LoadedReward]:
     """Load the rewards and put their weights into ``args``."""
     listed = specs if isinstance(specs, list | tuple) else [specs]
     rewards = load_rewards(
@@ -379,7 +382,7 @@ def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
         raise ConfigError(f"LeaveOneOutTrainer needs {' and '.join(missing)}")
 
 
-def _follow_model(args: LeaveOneOutConfig, model: Any) -> None:
+def _follow_model(args: LeaveOneOutConfig, model: Model) -> None:
     """Let an unset ``gradient_checkpointing`` follow ``attach_lora``; obey one that is false."""
     if isinstance(model, str):  # TRL loads it
         return
