@@ -10,7 +10,7 @@ from rloo_kit.text.thoughts import THOUGHT_ENDS
 from rloo_kit.types import Completion
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from rloo_kit.types import Tokenizer
 
 THINK_OPEN = "<think>"
 THINK_CLOSE = THOUGHT_ENDS
@@ -57,7 +57,7 @@ def text_after_thought(text: str) -> str:
     return answer
 
 
-def template_opens_thought(tokenizer: "PreTrainedTokenizerBase") -> bool:
+def template_opens_thought(tokenizer: "Tokenizer") -> bool:
     """Return whether the tokenizer's chat template ends a prompt with an opened ``<think>``."""
     if not tokenizer.chat_template:
         return False

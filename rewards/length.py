@@ -10,7 +10,7 @@ from ._text import check_choice, check_least, completion_text
 from .thinking import PARTS, Part, TemplateAware, ThoughtTokens, part_text
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from rloo_kit.types import Tokenizer
 
 Unit = Literal["words", "tokens", "characters"]
 
@@ -106,7 +106,7 @@ class LengthBand(ThoughtTokens, TemplateAware):
         check_choice("unit", self.unit, get_args(Unit))
         check_choice("part", self.part, PARTS)
 
-    def bind(self, tokenizer: "PreTrainedTokenizerBase") -> Self:
+    def bind(self, tokenizer: "Tokenizer") -> Self:
         """Return this reward with what its part needs of a tokenizer; what is given is kept."""
         if self.part == "completion":
             return self
