@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from rloo_kit.checkpoints.stopping import StopSignals, interrupt_for
 from rloo_kit.checkpoints.store import (
@@ -43,11 +44,11 @@ from rloo_kit.checkpoints.store import (
     write_checkpoint,
     write_tree,
 )
+from rloo_kit.checkpoints.weights import read_weights, trained_parameters, write_weights
 from rloo_kit.config.settings import OWN_FIELDS, on_resume
 from rloo_kit.errors import CheckpointError, KitError
 from rloo_kit.rloo.guards import check_finite
 from rloo_kit.text.numbers import finite_numbers
-from rloo_kit.types import Model
 
 # Settings that decide what is sampled and learned: another value would be another run.
 # `rows_per_step` is what an optimizer step learns from: how it is divided into
@@ -63,33 +64,35 @@ OF_SCHEDULE = (
 LOOP_FIELDS = ("epoch", "global_step", "num_input_tokens_seen", "total_flos")
 # Steps whose mean reward is the score of a checkpoint without held-out prompts
 SCORED_STEPS = 4
-WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 
 
 class NothingLeftError(Exception):
     """The checkpoint has all steps of the run; transformers would make one more."""
 
 
-class ExactResume:
-    """Writes checkpoints of a trainer, resumes from them, and stops it gracefully.
+class ResumableTrainer(Trainer):
+    """A trainer of transformers that writes exact checkpoints, resumes, and stops gracefully.
 
-    The trainer's hooks call its methods; ``run`` is around a whole training. Of the trainer it
-    needs, besides what transformers' has: ``state_dict`` and ``load_state_dict`` (of its own state,
-    in copies), ``trained_parameters``, and ``notify``, which calls the callbacks.
+    A subclass adds what it keeps from step to step to ``state_dict`` and ``load_state_dict``.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self.stop_reason: str | None = None
-        self.resumed_from: Checkpoint | None = None
-        self.state_read: dict[str, Any] | None = None  # a checkpoint's, until the first step
-        self._snapshot: dict[str, Any] | None = None
-        self._facts: dict[str, Any] = {}
-        self.saved_at = -1  # step of the last checkpoint
-        self._signals: StopSignals | None = None
-        self._started = 0.0
+    # transformers types these too wide to use, or not at all
+    args: Any
+    optimizer: Any
+    lr_scheduler: Any
+    reward_funcs: Any
+    reward_func_names: Any
+    stop_reason: str | None = None  # why the training ended before its last step
+    resumed_from: Checkpoint | None = None
+    state_read: dict[str, Any] | None = None  # a checkpoint's, until the first step
+    saved_at = -1  # step of the last checkpoint
+    _snapshot: dict[str, Any] | None = None
+    _signals: StopSignals | None = None
+    _started = 0.0
 
-    def run(self, train: Callable[[str | None], Any], resume_from: str | Path | bool | None) -> Any:
+    def train_exactly(
+        self, train: Callable[[str | None], Any], resume_from: str | Path | bool | None
+    ) -> Any:
         """Train, and lose no finished step.
 
         Ctrl-C and SIGTERM stop after the optimizer step in progress: a checkpoint is written, and
@@ -102,32 +105,38 @@ class ExactResume:
         Raises:
             CheckpointError: There is none, it is broken, or of another run.
         """
-        trainer = self.trainer
         self._snapshot = self.state_read = self.stop_reason = None
         self.saved_at = -1
         self.resumed_from = self._checkpoint_at(resume_from)
-        self._facts = facts_of(trainer)
+        self._facts = facts_of(
+            self.args,
+            self.accelerator.unwrap_model(self.model),
+            self.train_dataset,
+            self.reward_func_names,
+        )
         folder, last = None, None
         if self.resumed_from is not None:
             check_same_run(self.resumed_from, self._facts)
             self.state_read = read_tree(self.resumed_from.folder)
             folder, last = str(self.resumed_from.folder), _Restore(self)
             # After the callbacks whose state it restores
-            trainer.add_callback(last)
+            self.add_callback(last)
         self._started = time.monotonic()
         with StopSignals(say=print) as self._signals:
             try:
                 output = train(folder)
+            except NothingLeftError:
+                output = self._end_finished_run()
             except Exception as exc:
                 self._save_after(exc)
                 raise
             finally:
                 self.state_read = None
                 if last is not None:
-                    trainer.remove_callback(last)
+                    self.remove_callback(last)
         # It may have come after the last step
-        if self._received is not None:
-            raise interrupt_for(self._received)
+        if self._signal_received is not None:
+            raise interrupt_for(self._signal_received)
         return output
 
     # --- stopping --------------------------------------------------------------------------------
@@ -143,17 +152,17 @@ class ExactResume:
         Returns:
             Whether the last step is still to be saved.
         """
-        args, control = self.trainer.args, self.trainer.control
+        args, control = self.args, self.control
         hours = (time.monotonic() - self._started) / 3600
         if args.max_hours is not None and hours >= args.max_hours and not self.stop_reason:
             self.stop(f"max_hours {args.max_hours:g} is over: resume with --resume")
-        if not self.stop_reason and self._received is None:
+        if not self.stop_reason and self._signal_received is None:
             return False
         control.should_training_stop = True
-        return args.save_strategy != "no" and self.saved_at != self.trainer.state.global_step
+        return args.save_strategy != "no" and self.saved_at != self.state.global_step
 
     @property
-    def _received(self) -> int | None:
+    def _signal_received(self) -> int | None:
         """The signal that asked to stop."""
         return None if self._signals is None else self._signals.received
 
@@ -161,16 +170,16 @@ class ExactResume:
 
     def take_snapshot(self) -> None:
         """Keep the small state in memory: called when a step is done and its weights are good."""
-        trainer, callbacks = self.trainer, {}
-        trainer.notify("on_state", held=callbacks)
+        callbacks: dict[str, Any] = {}
+        self.notify("on_state", held=callbacks)
         self._snapshot = {
-            "step": trainer.state.global_step,
-            "loop": {name: getattr(trainer.state, name) for name in LOOP_FIELDS},
-            "rows": len(trainer.state.log_history),
+            "step": self.state.global_step,
+            "loop": {name: getattr(self.state, name) for name in LOOP_FIELDS},
+            "rows": len(self.state.log_history),
             "callbacks": callbacks,
-            "rewards": [_state_of(reward) for reward in trainer.reward_funcs],
+            "rewards": [_state_of(reward) for reward in self.reward_funcs],
             "random": random_states(),
-            **trainer.state_dict(),
+            **self.state_dict(),
         }
 
     def invalidate_snapshot(self) -> None:
@@ -179,64 +188,87 @@ class ExactResume:
 
     # --- writing ---------------------------------------------------------------------------------
 
-    def save_now(self) -> None:
-        """Write the checkpoint of the step that has just ended: transformers asks for it."""
+    def _maybe_log_save_evaluate(  # noqa: PLR0913
+        self,
+        tr_loss: torch.Tensor,
+        grad_norm: Any,
+        model: torch.nn.Module,
+        trial: Any,
+        epoch: float,
+        ignore_keys_for_eval: list[str] | None,
+        start_time: float,
+        learning_rate: float | None = None,
+    ) -> None:
+        self.control.should_save |= self.stop_if_asked()
+        super()._maybe_log_save_evaluate(
+            tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
+        )
+        if self.stop_if_asked():  # what callbacks found in the log
+            self._save_checkpoint(model, trial)
         self.take_snapshot()
-        self._write(Path(self.trainer.args.output_dir))
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Write the checkpoint of the step that has just ended."""
+        self.saved_at = self.state.global_step
+        self.store_flos()
+        self.take_snapshot()
+        self._write_checkpoint(Path(self.args.output_dir))
 
     def check_weights(self) -> None:
         """Raise DivergedError where trained weights hold NaN or Inf."""
-        check_finite(self.trainer.trained_parameters().values(), self.trainer.state.global_step)
+        check_finite(self.trained_parameters().values(), self.state.global_step)
 
     def _save_after(self, exc: Exception) -> None:
         """After an error, save the last finished step; raise what should be raised instead."""
-        args, step = self.trainer.args, self._snapshot["step"] if self._snapshot else 0
+        args, step = self.args, self._snapshot["step"] if self._snapshot else 0
         run = Path(args.output_dir)
         if step and args.save_strategy != "no" and not (run / f"checkpoint-{step}").exists():
             try:
-                self._write(run)
+                self._write_checkpoint(run)
             except KitError as other:  # the first error is the one to raise
                 warnings.warn(f"step {step} was not saved: {other}", RuntimeWarning, stacklevel=2)
         # Ctrl-C reaches child processes too, so the error is only its consequence
-        if self._received is not None:
-            raise interrupt_for(self._received) from exc
+        if self._signal_received is not None:
+            raise interrupt_for(self._signal_received) from exc
 
-    def _write(self, run: Path) -> Checkpoint:
-        trainer, snapshot = self.trainer, self._snapshot
+    def _write_checkpoint(self, run: Path) -> Checkpoint:
+        snapshot = self._snapshot
         assert snapshot is not None
         self.check_weights()
-        scaler = getattr(trainer.accelerator, "scaler", None)
+        scaler = getattr(self.accelerator, "scaler", None)
         state = snapshot | {
-            "optimizer": trainer.optimizer.state_dict(),
-            "scheduler": trainer.lr_scheduler.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
         }
         # A later step may be in progress, so its rows and counters are left out
-        loop = copy.copy(trainer.state)
+        loop = copy.copy(self.state)
         loop.log_history = loop.log_history[: snapshot["rows"]]
         for name, value in snapshot["loop"].items():
             setattr(loop, name, value)
 
+        policy: Any = self.accelerator.unwrap_model(self.model)
+
         def fill(folder: Path) -> None:
-            write_weights(trainer, folder)
+            write_weights(policy, folder)
             write_tree(folder, state)
             loop.save_to_json(str(folder / TRAINER_STATE_NAME))
 
-        trainer.notify("on_checkpoint")
-        score = self._score(snapshot["callbacks"])
+        self.notify("on_checkpoint")
+        score = self._checkpoint_score(snapshot["callbacks"])
         checkpoint = write_checkpoint(run, snapshot["step"], fill, facts=self._facts, score=score)
         # Later checkpoints are of another future of this run, left by a resume
         for later in list_steps(run):
             if later > checkpoint.step:
                 shutil.rmtree(run / f"checkpoint-{later}", ignore_errors=True)
-        prune_checkpoints(run, trainer.args.keep_last, trainer.args.keep_best)
+        prune_checkpoints(run, self.args.keep_last, self.args.keep_best)
         return checkpoint
 
-    def _score(self, callbacks: dict[str, Any]) -> float | None:
+    def _checkpoint_score(self, callbacks: dict[str, Any]) -> float | None:
         """Return what ``keep_best`` compares: held-out prompts where they are scored on the way."""
         if "held_out" in callbacks:
             return callbacks["held_out"]
-        rows = self.trainer.state.log_history[-SCORED_STEPS:]
+        rows = self.state.log_history[-SCORED_STEPS:]
         rewards = finite_numbers(row.get("reward") for row in rows)
         return sum(rewards) / len(rewards) if rewards else None
 
@@ -245,7 +277,7 @@ class ExactResume:
     def _checkpoint_at(self, wanted: str | Path | bool | None) -> Checkpoint | None:
         if wanted is None or wanted is False:
             return None
-        place = Path(self.trainer.args.output_dir if wanted is True else wanted)
+        place = Path(self.args.output_dir if wanted is True else wanted)
         if place.name.startswith("checkpoint-") or (place / TRAINER_STATE_NAME).exists():
             return read_checkpoint(place)
         found = find_checkpoint(place)
@@ -256,52 +288,58 @@ class ExactResume:
             )
         return found
 
-    def skip_finished_epochs(self, sampler: Any) -> None:
-        """Draw the orders of finished epochs: transformers skips these without drawing them."""
-        if self.state_read is None or not getattr(sampler, "shuffle", False):
-            return
-        for _ in range(int(self.state_read["loop"]["epoch"] or 0)):
-            torch.randperm(sampler.num_samples, generator=sampler.generator)
+    def _get_train_sampler(  # pyright: ignore[reportIncompatibleMethodOverride]  # as TRL's
+        self, dataset: Any = None
+    ) -> Any:
+        """Draw the orders of finished epochs, which transformers skips without drawing them."""
+        sampler: Any = super()._get_train_sampler(dataset)
+        if self.state_read is not None and getattr(sampler, "shuffle", False):
+            for _ in range(int(self.state_read["loop"]["epoch"] or 0)):
+                torch.randperm(sampler.num_samples, generator=sampler.generator)
+        return sampler
 
-    def load_weights(self) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
+    ) -> None:
         """Load the checkpoint's weights into the model."""
         assert self.resumed_from is not None
-        read_weights(self.trainer, self.resumed_from.folder)
+        policy: Any = self.accelerator.unwrap_model(self.model)
+        read_weights(policy, self.resumed_from.folder)
 
-    def restore(self) -> None:
+    def restore_checkpoint(self) -> None:
         """Load all the rest of the checkpoint: when callbacks have begun, before the first step.
 
         Raises:
             CheckpointError: The optimizer is another one.
             NothingLeftError: The run has all its steps.
         """
-        trainer, state = self.trainer, self.state_read
+        state = self.state_read
         if state is None:
             return
         assert self.resumed_from is not None
         try:
-            trainer.optimizer.load_state_dict(state.pop("optimizer"))
+            self.optimizer.load_state_dict(state.pop("optimizer"))
             self._restore_schedule(state.pop("scheduler"))
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             raise CheckpointError(
                 f"the optimizer of {self.resumed_from.folder.name} does not fit this one ({exc}): "
                 f"put trainer.optim back to what it was"
             ) from exc
-        scaler = getattr(trainer.accelerator, "scaler", None)
+        scaler = getattr(self.accelerator, "scaler", None)
         if scaler is not None and state["scaler"]:
             scaler.load_state_dict(state["scaler"])
         # The steps that today's arguments ask for, not the checkpoint's
-        trainer.state.compute_steps(trainer.args, trainer.state.max_steps)
-        trainer.notify("on_resume", held=state["callbacks"])
-        trainer.load_state_dict(state)
-        for reward, kept in zip(trainer.reward_funcs, state["rewards"], strict=True):
+        self.state.compute_steps(self.args, self.state.max_steps)
+        self.notify("on_resume", held=state["callbacks"])
+        self.load_state_dict(state)
+        for reward, kept in zip(self.reward_funcs, state["rewards"], strict=True):
             if kept is not None:
                 _inner(reward).load_state_dict(kept)
-        self.restore_random_states()
-        if trainer.state.global_step >= trainer.state.max_steps:
+        self._load_rng_state(None)
+        if self.state.global_step >= self.state.max_steps:
             raise NothingLeftError
 
-    def restore_random_states(self) -> None:
+    def _load_rng_state(self, checkpoint: str | None) -> None:
         """Set the random states: transformers calls this last, right before the first step."""
         if self.state_read is not None:
             set_random_states(self.state_read["random"])
@@ -310,7 +348,7 @@ class ExactResume:
         """Load the schedule; where the run file asks for another one, move that to this step."""
         assert self.resumed_from is not None
         then, now = self.resumed_from.facts["settings"], self._facts["settings"]
-        schedule = self.trainer.lr_scheduler
+        schedule = self.lr_scheduler
         is_same = all(then.get(name) == now[name] for name in OF_SCHEDULE)
         if is_same or not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
             schedule.load_state_dict(kept)
@@ -320,55 +358,94 @@ class ExactResume:
             for _ in range(kept["last_epoch"]):
                 schedule.step()
 
+    def _end_finished_run(self) -> TrainOutput:
+        """Log the last line of a run that has all its steps, and end it."""
+        metrics = speed_metrics("train", time.time(), num_steps=self.state.max_steps)
+        metrics |= {"total_flos": self.state.total_flos, "train_loss": 0.0}
+        self.log(metrics)
+        self.is_in_train = False
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    # --- what belongs to a step ------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this trainer keeps from step to step, in copies."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned."""
+
+    def notify(self, event: str, **values: Any) -> None:
+        """Call the callbacks that have a method for one of the kit's events.
+
+        - ``on_completions(args, state, control, records, rollout)``: once for every generation
+          batch of training, when its advantages are final and before its first optimizer step;
+          records as ``completion_records`` gives them, with ``step``.
+        - ``on_findings(args, state, control, findings)``: what the doctor finds has changed.
+        - ``on_state(args, state, control, held)``: after every step, and before a checkpoint; what
+          a callback puts into the dict is saved.
+        - ``on_checkpoint(args, state, control)``: right before a checkpoint is written.
+        - ``on_resume(args, state, control, held)``: that dict, when a training resumes.
+        """
+        for callback in self.callback_handler.callbacks:
+            method = getattr(callback, event, None)
+            if method is not None:
+                method(self.args, self.state, self.control, **values)
+
+    def trained_parameters(self) -> dict[str, torch.Tensor]:
+        """Return what trains, by name."""
+        return trained_parameters(self.accelerator.unwrap_model(self.model))
+
 
 class Boundary(TrainerCallback):
-    """Tells ``ExactResume`` when a step ends, and when the next one changes the weights."""
+    """Tells a ``ResumableTrainer`` when a step ends, and when the next one changes the weights."""
 
-    def __init__(self, resume: ExactResume) -> None:
-        self._resume = resume
+    def __init__(self, trainer: ResumableTrainer) -> None:
+        self._trainer = trainer
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Drop the checkpoint's state, which is restored."""
-        self._resume.state_read = None
+        self._trainer.state_read = None
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Weights are about to change."""
-        self._resume.invalidate_snapshot()
+        self._trainer.invalidate_snapshot()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Keep what belongs to the new weights."""
-        self._resume.check_weights()
-        self._resume.take_snapshot()
+        self._trainer.check_weights()
+        self._trainer.take_snapshot()
 
 
 class _Restore(TrainerCallback):
     """The last of all callbacks: what they have begun is replaced by what the checkpoint holds."""
 
-    def __init__(self, resume: ExactResume) -> None:
-        self._resume = resume
+    def __init__(self, trainer: ResumableTrainer) -> None:
+        self._trainer = trainer
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Restore the checkpoint's state."""
-        self._resume.restore()
+        self._trainer.restore_checkpoint()
 
 
 # --- which run -----------------------------------------------------------------------------------
 
 
-def facts_of(trainer: Any) -> dict[str, Any]:
-    """Return what identifies a run: versions, model, prompts, rewards and settings."""
-    args = json.loads(json.dumps(trainer.args.to_dict(), default=str))
-    args["rows_per_step"] = _rows_per_step(args)
+def facts_of(args: Any, model: Any, prompts: Any, rewards: list[str]) -> dict[str, Any]:
+    """Return what identifies a run: versions, model, prompts, names of rewards, and settings."""
+    settings = json.loads(json.dumps(args.to_dict(), default=str))
+    settings["rows_per_step"] = _rows_per_step(settings)
     return {
         "versions": {
             name: importlib.metadata.version(name)
             for name in ("rloo-kit", "torch", "transformers", "trl", "peft")
         },
         "threads": torch.get_num_threads(),
-        "model": checksum_of_weights(trainer.accelerator.unwrap_model(trainer.model)),
-        "prompts": checksum_of_rows(trainer.train_dataset),
-        "rewards": list(trainer.reward_func_names),
-        "settings": {name: args.get(name) for name in sorted({*MUST_STAY, *MAY_CHANGE})},
+        "model": checksum_of_weights(model),
+        "prompts": checksum_of_rows(prompts),
+        "rewards": list(rewards),
+        "settings": {name: settings.get(name) for name in sorted({*MUST_STAY, *MAY_CHANGE})},
     }
 
 
@@ -421,67 +498,7 @@ def _rows_per_step(settings: dict[str, Any]) -> int:
     return math.prod(settings.get(name) or 0 for name in names)
 
 
-# --- weights and other parts ---------------------------------------------------------------------
-
-
-def write_weights(trainer: Any, folder: Path) -> None:
-    """Write the adapters as PEFT does, or the trained weights of a model without adapter."""
-    from safetensors.torch import save_file
-
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if not hasattr(model, "peft_config"):
-        values = {n: _on_cpu(p) for n, p in trainer.trained_parameters().items()}
-        save_file(values, str(folder / WEIGHTS))
-        return
-    for name, config in model.peft_config.items():
-        place = folder if name == "default" else folder / name
-        place.mkdir(exist_ok=True)
-        values = {n: _on_cpu(p) for n, p in _adapter(model, name).items()}
-        save_file(values, str(place / ADAPTER))
-        config.save_pretrained(str(place))
-
-
-def read_weights(trainer: Any, folder: Path) -> None:
-    """Load what ``write_weights`` wrote into the model, in place."""
-    from safetensors.torch import load_file
-
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if not hasattr(model, "peft_config"):
-        _copy_into(trainer.trained_parameters(), load_file(str(folder / WEIGHTS)), folder.name)
-        return
-    has_reference = (folder / "ref" / ADAPTER).exists()
-    if "ref" in model.peft_config and not has_reference:
-        # TRL copied an adapter that had been trained already; the checkpoint's had none
-        model.delete_adapter("ref")
-    if has_reference and "ref" not in model.peft_config:
-        model.add_adapter("ref", model.peft_config["default"])
-    for name in model.peft_config:
-        place = folder if name == "default" else folder / name
-        _copy_into(_adapter(model, name), load_file(str(place / ADAPTER)), folder.name)
-    model.set_adapter("default")
-
-
-def _adapter(model: Model, name: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of an adapter under the names that PEFT's files have."""
-    from peft import get_peft_model_state_dict
-
-    mine = {n: p for n, p in model.named_parameters() if f".{name}." in f"{n}."}
-    return get_peft_model_state_dict(model, mine, adapter_name=name, save_embedding_layers=False)
-
-
-def _copy_into(own: dict[str, Any], kept: dict[str, Any], name: str) -> None:
-    """Copy values into existing tensors, which keep their type and device."""
-    wrong = sorted(
-        n for n in {*own, *kept} if n not in own or n not in kept or own[n].shape != kept[n].shape
-    )
-    if wrong:
-        raise CheckpointError(
-            f"the adapter of {name} has other layers or another rank than this one ({wrong[0]}): "
-            f"put lora back to what it was, or begin a new run"
-        )
-    with torch.no_grad():
-        for key, values in kept.items():
-            own[key].copy_(values)
+# --- rewards --------------------------------------------------------------------------------------
 
 
 def _inner(reward: Any) -> Any:
@@ -494,7 +511,3 @@ def _state_of(reward: Any) -> Any:
     if isinstance(inner, torch.nn.Module) or not hasattr(inner, "load_state_dict"):
         return None
     return inner.state_dict()
-
-
-def _on_cpu(values: torch.Tensor) -> torch.Tensor:
-    return values.detach().to("cpu", copy=True).contiguous()

@@ -108,9 +108,6 @@ def setup(backend: str = "auto") -> Environment:
         if reason and backend == "unsloth":
             raise BackendError(f"the backend unsloth cannot start: {reason}")
         importlib.import_module("trl")
-        from rloo_kit.machine.lm_head import route_trl_lm_head
-
-        route_trl_lm_head()
     chosen = "transformers" if reason else "unsloth"
     _environment = Environment(chosen, reason, hardware, dotenv)
     return _environment

@@ -1,11 +1,10 @@
 """Log-probabilities of given tokens in plain torch, without the full logits.
 
-TRL's fused LM head is a Triton kernel and starts on a GPU only. ``route_trl_lm_head`` puts this one
-in its place elsewhere: logits exist for a few tokens at a time, forward and backward, so peak
-memory does not grow with tokens times vocabulary. Where Unsloth has its own, nothing is changed.
+TRL's fused LM head is a Triton kernel and starts on a GPU only. ``route_trl_lm_head`` of
+``training.step_trainer`` puts this one in its place elsewhere: logits exist for a few tokens at a
+time, forward and backward, so peak memory does not grow with tokens times vocabulary. Where Unsloth
+has its own, nothing is changed.
 """
-
-from typing import Any
 
 import torch
 from torch.nn.functional import linear
@@ -102,16 +101,3 @@ class PlainTorchLogProb:
             hidden, weight, bias, targets, 1 / temperature, softcap, logit_scale
         )
         return log_probs, entropy if "entropy" in outputs else None, None, None, None
-
-
-def route_trl_lm_head() -> bool:
-    """Make TRL's fused LM head usable without Triton; return whether anything had to change."""
-    import trl.trainer.utils
-
-    utils: Any = trl.trainer.utils  # a private name of TRL 1.15; tests hold its signature
-    kernel = utils._ChunkedLogProbFunction
-    has_triton = kernel is not None and torch.cuda.is_available()
-    if has_triton or kernel is PlainTorchLogProb or hasattr(kernel, "_unsloth_cpu_dispatch"):
-        return False
-    utils._ChunkedLogProbFunction = PlainTorchLogProb
-    return True

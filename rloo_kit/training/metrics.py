@@ -45,6 +45,7 @@ class StepLog:
         self.extra = defaultdict[str, list[Any]](list)
         self.of_rewards = defaultdict[str, list[float]](list)
         self.thoughts = ThoughtFinder(tokenizer)
+        self.loss_sum = 0.0  # of all optimizer steps whose loss was a number
         self.episodes = 0  # completions that were trained on so far
         self.elsewhere = 0.0  # seconds of the optimizer step in progress that were not learning
         self.groups_of_step = (0, 0)  # a step, and the groups it has learned from so far
@@ -139,8 +140,9 @@ class StepLog:
         self.note("memory/peak_gib", (self.used or take_peak()) / GIB)
         self.used = 0
         self.note_all(tally.metrics())
+        self.note("loss", tally.loss)
+        self.loss_sum += tally.loss if math.isfinite(tally.loss) else 0.0
         if skipped:
-            self.note("loss", tally.loss)  # transformers would put 0 or a mean for NaN
             self.metrics["step/skipped"] = [skipped]
         elapsed = time.perf_counter() - self.first_started
         for name, value in (("episode", self.episodes), ("eps", self.episodes / elapsed)):
@@ -152,6 +154,7 @@ class StepLog:
         started = self.first_started
         return {
             "episodes": self.episodes,
+            "loss_sum": self.loss_sum,
             "seconds": 0.0 if started is None else time.perf_counter() - started,
             "groups_of_step": self.groups_of_step,
             "metrics": {name: list(values) for name, values in self.metrics.items()},
@@ -159,7 +162,7 @@ class StepLog:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
-        self.episodes = state["episodes"]
+        self.episodes, self.loss_sum = state["episodes"], state["loss_sum"]
         self.first_started = time.perf_counter() - state["seconds"]
         self.groups_of_step = state["groups_of_step"]
         self.metrics.clear()

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from trl import RLOOTrainer  # pyright: ignore[reportPrivateImportUsage]  # Unsloth's is there
 
+from rloo_kit.checkpoints.resume import ResumableTrainer
 from rloo_kit.data.history import PromptHistory
 from rloo_kit.data.lengths import check_lengths
 from rloo_kit.errors import ConfigError
 from rloo_kit.machine.hardware import detect_hardware
+from rloo_kit.machine.lm_head import PlainTorchLogProb
 from rloo_kit.models.notes import notes_of
 from rloo_kit.rloo.batching import TokenRows, default_token_budget, pass_overhead
 from rloo_kit.rloo.guards import StepGuard
@@ -29,7 +31,7 @@ from rloo_kit.training.policy import Policy
 from rloo_kit.types import Model, Tokenizer
 
 
-class StepTrainer(RLOOTrainer):
+class StepTrainer(ResumableTrainer, RLOOTrainer):
     """TRL's ``RLOOTrainer`` whose optimizer step is ``rloo.step.Step``."""
 
     # TRL and transformers leave these untyped, or too wide to use
@@ -47,6 +49,7 @@ class StepTrainer(RLOOTrainer):
 
     def _make_parts(self, rewards: list[LoadedReward], engine: Engine | None) -> None:
         """Make the parts of the step, each of what it uses."""
+        route_trl_lm_head()
         args = self.args
         if self.aux_loss_enabled:
             raise ConfigError(
@@ -153,23 +156,6 @@ class StepTrainer(RLOOTrainer):
         if longest is not None and hasattr(dataset, "__len__"):
             check_lengths(dataset, self.tokenizer, self.args, longest, by_file=False)
 
-    def notify(self, event: str, **values: Any) -> None:
-        """Call the callbacks that have a method for one of the kit's events.
-
-        - ``on_completions(args, state, control, records, rollout)``: once for every generation
-          batch of training, when its advantages are final and before its first optimizer step;
-          records as ``completion_records`` gives them, with ``step``.
-        - ``on_findings(args, state, control, findings)``: what the doctor finds has changed.
-        - ``on_state(args, state, control, held)``: after every step, and before a checkpoint; what
-          a callback puts into the dict is saved.
-        - ``on_checkpoint(args, state, control)``: right before a checkpoint is written.
-        - ``on_resume(args, state, control, held)``: that dict, when a training resumes.
-        """
-        for callback in self.callback_handler.callbacks:
-            method = getattr(callback, event, None)
-            if method is not None:
-                method(self.args, self.state, self.control, **values)
-
     @property
     def engine(self) -> Engine | None:
         """The engine that samples; None: the model itself."""
@@ -220,18 +206,13 @@ class StepTrainer(RLOOTrainer):
         optimizer, self.optimizer = self.create_optimizer(), None
         return optimizer
 
-    def trained_parameters(self) -> dict[str, torch.Tensor]:
-        """Return what trains, by name."""
-        model = self.accelerator.unwrap_model(self.model)
-        return {n: p for n, p in model.named_parameters() if p.requires_grad}
-
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any
     ) -> list[list[int]]:
         """Sample for TRL's own evaluation."""
         return self.sampler.draw(prompt_ids)[0]
 
-    def training_step(
+    def training_step(  # pyright: ignore[reportIncompatibleMethodOverride]  # as TRL's
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any
     ) -> torch.Tensor:
         """Collect the rows of a slice; with the last one of an optimizer step, make the step."""
@@ -249,10 +230,29 @@ class StepTrainer(RLOOTrainer):
         return loss
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Add the metrics of the steps since the last line of the training."""
+        """Add the metrics of the steps since the last line of the training.
+
+        transformers starts to count losses again when a training resumes, so ``loss`` and
+        ``train_loss`` are the kit's own means.
+        """
         if self.model.training:
             logs.update(self.step_log.take_means())
+        if "train_loss" in logs:
+            logs["train_loss"] = self.step_log.loss_sum / max(1, self.state.global_step)
         super().log(logs, start_time)
+
+
+def route_trl_lm_head() -> bool:
+    """Make TRL's fused LM head usable without Triton; return whether anything had to change."""
+    import trl.trainer.utils
+
+    utils: Any = trl.trainer.utils  # a private name of TRL 1.15; tests hold its signature
+    kernel = utils._ChunkedLogProbFunction
+    has_triton = kernel is not None and torch.cuda.is_available()
+    if has_triton or kernel is PlainTorchLogProb or hasattr(kernel, "_unsloth_cpu_dispatch"):
+        return False
+    utils._ChunkedLogProbFunction = PlainTorchLogProb
+    return True
 
 
 def _pass_sizes(args: LeaveOneOutConfig, config: Any) -> tuple[int, int]:

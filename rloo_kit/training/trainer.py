@@ -6,7 +6,6 @@ docs/explanation/trainer.md says what they save and why it is exact.
 """
 
 import copy
-import time
 import warnings
 from pathlib import Path
 from typing import Any, cast
@@ -14,10 +13,9 @@ from typing import Any, cast
 import torch
 from transformers import PrinterCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
-from transformers.trainer_utils import TrainOutput, speed_metrics
 from trl import RLOOConfig  # pyright: ignore[reportPrivateImportUsage] # patched
 
-from rloo_kit.checkpoints.resume import Boundary, ExactResume, NothingLeftError
+from rloo_kit.checkpoints.resume import Boundary
 from rloo_kit.config.run_file import ModelSection, RunConfig
 from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.diagnosis.watch import RunWatch
@@ -117,7 +115,6 @@ class LeaveOneOutTrainer(StepTrainer):
         _translate_parts(parts, others)
         asked = _own_config(parts.pop("args"))
         args = copy.copy(asked)  # the caller's stays as it is
-        self.resume = ExactResume(self)
         if engine is None:
             check_engine(asked)
         _follow_model(args, parts["model"])
@@ -135,7 +132,7 @@ class LeaveOneOutTrainer(StepTrainer):
                 ],
                 args=args,
                 callbacks=[
-                    Boundary(self.resume),
+                    Boundary(self),
                     *(callbacks or []),
                     *self._views(args, parts["model"]),
                 ],
@@ -172,15 +169,6 @@ class LeaveOneOutTrainer(StepTrainer):
 
     # --- what others use -------------------------------------------------------------------------
 
-    @property
-    def stop_reason(self) -> str | None:
-        """Why the training ended before its last step."""
-        return self.resume.stop_reason
-
-    def stop(self, reason: str) -> None:
-        """End the training after this step, and say why."""
-        self.resume.stop(reason)
-
     def release(self) -> None:
         """Give back all memory: of models, rewards, engine and optimizer. Safe to call twice."""
         # Weights that are shared with vLLM go before the engine: see VllmEngine.close.
@@ -207,7 +195,7 @@ class LeaveOneOutTrainer(StepTrainer):
         self.policy.model = self.policy.ref_model = None
         self.rloo.rollout, self.rloo.waiting = None, []
         self.__dict__.pop("learner", None)
-        self.resume.invalidate_snapshot()
+        self.invalidate_snapshot()
         self.accelerator.free_memory()
 
     # --- hooks: checkpoints ----------------------------------------------------------------------
@@ -218,94 +206,38 @@ class LeaveOneOutTrainer(StepTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Make the dry run and train, or resume (``ExactResume.run``); views are closed at the end.
+        """Make the dry run and train, or resume (``train_exactly``); views are closed at the end.
 
         Raises:
             CheckpointError: There is no checkpoint, it is broken, or of another run.
             MemoryRanOutError: The worst case does not fit (``args.dry_run``).
         """
         train = super().train
-
-        def train_from(folder: str | None) -> Any:
-            try:
-                return train(folder, trial, ignore_keys_for_eval)
-            except NothingLeftError:
-                return self._end_of_a_finished_run()
-
         self.collected, self.sampler.is_synced = [], False
         self.rloo.rollout, self.rloo.waiting = None, []
         try:
             if not (resume_from_checkpoint or self.dry_run_done):
                 self.dry_run_if_wanted(print)
-            return self.resume.run(train_from, resume_from_checkpoint)
+            return self.train_exactly(
+                lambda folder: train(folder, trial, ignore_keys_for_eval), resume_from_checkpoint
+            )
         finally:
             for callback in self.callback_handler.callbacks:
                 if callable(close := getattr(callback, "close", None)):
                     close()
 
-    def _end_of_a_finished_run(self) -> TrainOutput:
-        """Log the last line of a run that has all its steps, and end it."""
-        step, total = self.state.global_step, self._total_loss_scalar + float(self._tr_loss)
-        metrics = speed_metrics("train", time.time(), num_steps=self.state.max_steps)
-        metrics |= {"total_flos": self.state.total_flos, "train_loss": total / step}
-        self.log(metrics)
-        self.is_in_train = False
-        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        return TrainOutput(step, total / step, metrics)
-
-    def _get_train_sampler(self, dataset: Any = None) -> Any:
-        sampler = super()._get_train_sampler(dataset)
-        self.resume.skip_finished_epochs(sampler)
-        return sampler
-
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
-    ) -> None:
-        self.resume.load_weights()
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        self.resume.restore_random_states()
-
-    def _maybe_log_save_evaluate(  # noqa: PLR0913
-        self,
-        tr_loss: torch.Tensor,
-        grad_norm: Any,
-        model: torch.nn.Module,
-        trial: Any,
-        epoch: float,
-        ignore_keys_for_eval: list[str] | None,
-        start_time: float,
-        learning_rate: float | None = None,
-    ) -> None:
-        self.control.should_save |= self.resume.stop_if_asked()
-        super()._maybe_log_save_evaluate(
-            tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
-        )
-        if self.resume.stop_if_asked():  # what callbacks found in the log
-            self._save_checkpoint(model, trial)
-        self.resume.take_snapshot()
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        self.resume.saved_at = self.state.global_step
-        self.store_flos()
-        self.resume.save_now()
-
     def state_dict(self) -> dict[str, Any]:
         """Return what this trainer keeps from step to step, in copies."""
-        loss = {
-            "since_log": float(self._tr_loss),
-            "total": self._total_loss_scalar,
-            "last_log": self._globalstep_last_logged,
-        }
         passes = {"budget": self.learner.budget, "at_once": self.sampler.pieces.size}
         parts = self.rloo.state_dict() | self.options.state_dict() | self.step_log.state_dict()
-        return {"trainer": passes | parts, "loss": loss}
+        return super().state_dict() | {"trainer": passes | parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
-        held, loss = state["trainer"], state["loss"]
-        self._tr_loss += loss["since_log"]
-        self._total_loss_scalar, self._globalstep_last_logged = loss["total"], loss["last_log"]
+        super().load_state_dict(state)
+        older = state.get("loss", {})  # where checkpoints had the sum of losses
+        held = {"loss_sum": older.get("total", 0.0) + older.get("since_log", 0.0)}
+        held |= state["trainer"]
         if not self.args.tokens_per_micro_batch:
             self.learner.budget = held["budget"] or self.learner.budget
         self.sampler.pieces.size = held["at_once"]

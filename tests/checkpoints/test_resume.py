@@ -167,7 +167,7 @@ def test_resume_is_bit_exact(tmp_path, asked):
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     second.train(resume_from_checkpoint=tmp_path / "whole" / f"checkpoint-{CUT}")
     assert_the_same(whole, second)
-    assert second.resume.resumed_from.step == CUT
+    assert second.resumed_from.step == CUT
 
 
 @pytest.mark.faults
@@ -308,7 +308,8 @@ def test_another_run_is_refused_with_what_differs(tmp_path, two_steps, asked, re
 
 
 def test_a_checkpoint_that_lacks_a_newer_setting_had_its_default(tmp_path):
-    now = facts_of(new_trainer(tmp_path))
+    trainer = new_trainer(tmp_path)
+    now = facts_of(trainer.args, trainer.model, trainer.train_dataset, trainer.reward_func_names)
     older = copy.deepcopy(now)
     del older["settings"]["baseline"], older["settings"]["combine"]
     check_same_run(Checkpoint(tmp_path, 1, None, older), now)

@@ -191,7 +191,7 @@ def test_a_resumed_training_is_the_one_that_was_never_stopped(
     torch.manual_seed(1)
     second.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-2")
     found = trained(model)
-    assert second.resume.resumed_from.step == 2
+    assert second.resumed_from.step == 2
     same = all(found[name].equal(values) for name, values in expected.items())
     moved = max(float((found[n] - v).abs().max()) for n, v in expected.items())
     record_property("bit_for_bit", same)

@@ -25,18 +25,12 @@ CLASSES = (
 MODULES = (rloo_trainer, transformers.trainer, utils)
 # What is used where, and why there is no public way
 USED = {
-    ("machine/lm_head.py", "_ChunkedLogProbFunction"): "TRL's head, whose class has no other name",
-    (
-        "sampling/decoding.py",
-        "_is_stateful",
-    ): "a state-space model has no cache to continue",
+    ("sampling/decoding.py", "_is_stateful"): "a state-space model has no cache to continue",
     ("sampling/decoding.py", "_prefill"): "generate's own first pass",
     ("sampling/decoding.py", "_sample"): "generate's own loop, where rows cannot leave the batch",
     ("sampling/decoding.py", "_update_model_kwargs_for_generation"): "generate's own next step",
+    ("training/step_trainer.py", "_ChunkedLogProbFunction"): "TRL's head has no other name",
     ("training/step_trainer.py", "_logs"): "the table that log_completions shows",
-    ("training/trainer.py", "_globalstep_last_logged"): "the mean of the loss resumes exactly",
-    ("training/trainer.py", "_total_loss_scalar"): "the same",
-    ("training/trainer.py", "_tr_loss"): "the same",
 }
 
 
@@ -72,6 +66,11 @@ def used_in(tree, names):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
             words |= {one.value for one in node.args if isinstance(one, ast.Constant)}
     return (words & names) - own
+
+
+def test_the_private_names_are_few_and_in_two_files():
+    assert len(USED) <= 8
+    assert len({path for path, _ in USED}) <= 2
 
 
 def test_the_private_names_are_these():

@@ -1,0 +1,79 @@
+"""Weights of a checkpoint: adapters as PEFT writes them, or what trains in a full model."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from rloo_kit.errors import CheckpointError
+from rloo_kit.types import Model
+
+WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+
+
+def trained_parameters(model: torch.nn.Module | Model) -> dict[str, torch.Tensor]:
+    """Return the parameters of a model that train, by name."""
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+
+def write_weights(model: Model, folder: Path) -> None:
+    """Write the adapters as PEFT does, or the trained weights of a model without adapter."""
+    if not hasattr(model, "peft_config"):
+        values = {n: _on_cpu(p) for n, p in trained_parameters(model).items()}
+        save_file(values, str(folder / WEIGHTS))
+        return
+    for name, config in model.peft_config.items():
+        place = folder if name == "default" else folder / name
+        place.mkdir(exist_ok=True)
+        values = {n: _on_cpu(p) for n, p in _adapter(model, name).items()}
+        save_file(values, str(place / ADAPTER))
+        config.save_pretrained(str(place))
+
+
+def read_weights(model: Model, folder: Path) -> None:
+    """Load what ``write_weights`` wrote into the model, in place.
+
+    Raises:
+        CheckpointError: The model has other layers, or another rank of LoRA.
+    """
+    if not hasattr(model, "peft_config"):
+        _copy_into(trained_parameters(model), load_file(str(folder / WEIGHTS)), folder.name)
+        return
+    has_reference = (folder / "ref" / ADAPTER).exists()
+    if "ref" in model.peft_config and not has_reference:
+        # TRL copied an adapter that had been trained already; the checkpoint's had none
+        model.delete_adapter("ref")
+    if has_reference and "ref" not in model.peft_config:
+        model.add_adapter("ref", model.peft_config["default"])
+    for name in model.peft_config:
+        place = folder if name == "default" else folder / name
+        _copy_into(_adapter(model, name), load_file(str(place / ADAPTER)), folder.name)
+    model.set_adapter("default")
+
+
+def _adapter(model: Model, name: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of an adapter under the names that PEFT's files have."""
+    from peft import get_peft_model_state_dict
+
+    mine = {n: p for n, p in model.named_parameters() if f".{name}." in f"{n}."}
+    return get_peft_model_state_dict(model, mine, adapter_name=name, save_embedding_layers=False)
+
+
+def _copy_into(own: dict[str, Any], kept: dict[str, Any], name: str) -> None:
+    """Copy values into existing tensors, which keep their type and device."""
+    wrong = sorted(
+        n for n in {*own, *kept} if n not in own or n not in kept or own[n].shape != kept[n].shape
+    )
+    if wrong:
+        raise CheckpointError(
+            f"the adapter of {name} has other layers or another rank than this one ({wrong[0]}): "
+            f"put lora back to what it was, or begin a new run"
+        )
+    with torch.no_grad():
+        for key, values in kept.items():
+            own[key].copy_(values)
+
+
+def _on_cpu(values: torch.Tensor) -> torch.Tensor:
+    return values.detach().to("cpu", copy=True).contiguous()
