@@ -150,12 +150,6 @@ class KitSettings:
         "can.",
         resume="may",
     )
-    speculative_decoding: Literal["suffix", "ngram"] | None = setting(
-        None,
-        "vLLM guesses tokens and draws as before: `suffix` from completions of the same prompt and "
-        "others (`pip install arctic-inference==0.1.1`), `ngram` from the row itself; on a GPU.",
-        resume="may",
-    )
     thinking_budget: int | None = setting(
         None,
         "A thought that is still open after so many tokens ends its completion there, as one that "

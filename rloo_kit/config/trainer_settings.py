@@ -32,6 +32,12 @@ RENAMED = {
     "num_mini_batches": "steps_per_generation",
     "response_length": "max_completion_length",
 }
+# Settings that are gone, and what replaces them
+REMOVED = {
+    "speculative_decoding": (
+        "write vllm.speculative_config: {method: suffix, num_speculative_tokens: 4}"
+    ),
+}
 # Package, file and class that define TRL's fields
 SOURCES = (
     ("trl", "trainer/rloo_config.py", "RLOOConfig"),
@@ -161,6 +167,8 @@ def translate_trainer_arguments(
         else:
             hint = did_you_mean(name, known | set(RENAMED))
             hint = hint or "; docs/reference/run_file.md lists them"
+            if name in REMOVED:
+                hint = f": {REMOVED[name]}"
             errors.append(f"unknown trainer setting {format_value(name)}{hint}")
     errors += check_values(values, all_types=all_types)
     errors = errors or check_batch(values)

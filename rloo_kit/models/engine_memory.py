@@ -18,9 +18,6 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 MAX_SEQUENCES = 255
 # Prompt tokens that vLLM reads in one pass; longer prompts are read in several
 BATCHED_TOKENS = 4096
-# Tokens that `speculative_decoding` guesses for a completion in one pass, at most. vLLM takes an
-# adapter only where max_num_batched_tokens holds them and one more for every completion.
-DRAFT_TOKENS = 4
 SMALLEST_CACHE = 64 * MIB
 # What vLLM counts as its own and no formula here names: its process group, small buffers
 UNMEASURED = 128 * MIB

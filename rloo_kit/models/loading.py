@@ -61,7 +61,7 @@ def load_model(
         trust_remote_code: Run code that comes with the model: only for a source you trust.
         vllm: Further ``EngineArgs`` of vLLM, where it has a copy of the weights of its own.
         **kwargs: For ``from_pretrained`` of Unsloth or transformers, and for the shared engine
-            ``gpu_memory_utilization``, ``speculative_decoding`` and ``unsloth_vllm_standby``.
+            ``gpu_memory_utilization`` and ``unsloth_vllm_standby``.
 
     Raises:
         ModelError: Not found, no model, too large, no safetensors, or it needs code of its own.
@@ -136,7 +136,6 @@ def _engine_settings(
     """Return the settings of a shared engine; what is for vLLM alone leaves ``kwargs``."""
     share = kwargs.pop("gpu_memory_utilization", None)
     sleeps = kwargs.pop("unsloth_vllm_standby", True)
-    speculative = kwargs.pop("speculative_decoding", None)
     extra = {name: kwargs.pop(name) for name in SHARED_ENGINE_NAMES & set(kwargs)}
     required = fast_inference != "auto" or bool(extra)
     return EngineSettings(
@@ -144,7 +143,6 @@ def _engine_settings(
         share=share,
         sleeps=sleeps,
         required=required,
-        speculative_decoding=speculative,
         extra=extra,
         not_shared=not_shared,
     )

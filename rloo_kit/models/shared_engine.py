@@ -4,11 +4,8 @@ A model that Unsloth cannot share is loaded without vLLM; its config shows that 
 the load itself fails.
 """
 
-import contextlib
 import gc
-import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +15,6 @@ from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.machine.memory import is_out_of_memory
 from rloo_kit.models.engine_memory import (
     BATCHED_TOKENS,
-    DRAFT_TOKENS,
     MAX_SEQUENCES,
     engine_memory,
     engine_size,
@@ -29,8 +25,6 @@ from rloo_kit.text.wording import first_line
 
 # Whether Unsloth's engine can sleep. Its default in the kit is 1 (`environment`).
 STANDBY = "UNSLOTH_VLLM_STANDBY"
-# Whether it guesses tokens by suffix decoding, or JSON with settings of that
-SUFFIX_DECODING = "UNSLOTH_VLLM_SUFFIX_DECODING"
 SPLIT = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 # Linear layers of the models whose weights Unsloth can read out of vLLM
 JOINED = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
@@ -51,7 +45,6 @@ class EngineSettings:
     share: float | None = None  # of the card; None: computed
     sleeps: bool = True  # whether it frees its KV cache while the model learns
     required: bool = False  # whether it is an error that the engine cannot start
-    speculative_decoding: str | None = None  # "suffix"
     extra: dict[str, Any] = field(default_factory=dict)  # of Unsloth's load_vllm
     not_shared: tuple[str, ...] = ()  # settings of an engine with its own copy: an error if shared
 
@@ -68,7 +61,6 @@ class EngineSettings:
             num_sequences=self.num_sequences,
             max_length=self.max_seq_length,
             batched_tokens=self.extra.get("max_num_batched_tokens", BATCHED_TOKENS),
-            draft_tokens=DRAFT_TOKENS if self.speculative_decoding else 0,
         )
         found = engine_memory(size, free, sleeps=self.sleeps, card=card, share=self.share)
         share = self.share or found.share(card)
@@ -99,17 +91,16 @@ def load_shared(
         ConfigError: ``engine.not_shared`` has settings.
     """
     import torch
+    from accelerate.utils import patch_environment
 
     shape = read_shape(source, trust_remote_code=trust_remote_code)
     reason = why_not_shared(shape, trust_remote_code=trust_remote_code)
-    if engine.speculative_decoding == "ngram":
-        reason = reason or "Unsloth's vLLM has no speculative_decoding: ngram, only suffix"
     if reason is None:
         engine = _checked(engine)
         hardware = detect_hardware()
         try:
             arguments = engine.arguments(shape, hardware.free_memory, hardware.total_memory)
-            with engine_variables(engine):
+            with patch_environment(**{STANDBY: "1" if engine.sleeps else "0"}):
                 model, tokenizer = load(**arguments)
         except GenerationError as exc:
             reason = str(exc)
@@ -157,23 +148,6 @@ def _checked(engine: EngineSettings) -> EngineSettings:
             f"model.backend to transformers"
         )
     return replace(engine, sleeps=False) if engine.sleeps and not may_sleep() else engine
-
-
-@contextlib.contextmanager
-def engine_variables(engine: EngineSettings) -> Iterator[None]:
-    """Set the environment variables that Unsloth reads when it starts an engine; restore them."""
-    values = {STANDBY: "1" if engine.sleeps else "0"}
-    if engine.speculative_decoding:
-        values[SUFFIX_DECODING] = json.dumps({"num_speculative_tokens": DRAFT_TOKENS})
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
 
 
 def why_no_start(exc: Exception) -> str:

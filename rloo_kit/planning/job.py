@@ -15,7 +15,7 @@ from rloo_kit.errors import KitError
 from rloo_kit.job import beside, read_prompts, template_settings
 from rloo_kit.machine.hardware import Card, installed_version, why_not_unsloth
 from rloo_kit.models.adapters import adapter_in
-from rloo_kit.models.engine_memory import BATCHED_TOKENS, DRAFT_TOKENS
+from rloo_kit.models.engine_memory import BATCHED_TOKENS
 from rloo_kit.models.shape import TINY_THINKER, ModelShape, read_shape
 from rloo_kit.models.shared_engine import why_not_shared
 from rloo_kit.planning.memory import Job
@@ -100,7 +100,7 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
         batched_tokens={**config.vllm, **config.unsloth}.get(
             "max_num_batched_tokens", BATCHED_TOKENS
         ),
-        draft_tokens=DRAFT_TOKENS if trainer.get("speculative_decoding") else 0,
+        draft_tokens=(config.vllm.get("speculative_config") or {}).get("num_speculative_tokens", 0),
     )
 
 

@@ -3,13 +3,12 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 from rloo_kit.errors import ConfigError, GenerationError, KitError
 from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
 from rloo_kit.machine.memory import add_to_session
-from rloo_kit.models.engine_memory import DRAFT_TOKENS, MAX_SEQUENCES
+from rloo_kit.models.engine_memory import MAX_SEQUENCES
 from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shared_engine import EngineSettings
 from rloo_kit.sampling.engine import (
@@ -146,11 +145,6 @@ def _check_shared(args: Any, shared: EngineSettings) -> None:
             f"trainer.vllm_max_model_length is {length}, and vLLM started with the model for "
             f"{shared.max_seq_length} tokens: set model.max_seq_length"
         )
-    if args.speculative_decoding != shared.speculative_decoding:
-        raise ConfigError(
-            f"trainer.speculative_decoding is {format_value(args.speculative_decoding)}, and vLLM "
-            f"started with the model: give it to load_model as speculative_decoding"
-        )
 
 
 def _put_to_sleep(model: Model) -> None:
@@ -175,37 +169,10 @@ def _in_process(model: Model, args: Any, max_length: int) -> Engine:
         sleeps=args.vllm_enable_sleep_mode,
         memory_share=args.vllm_gpu_memory_utilization if args.memory_share_given else None,
         seed=args.seed,
-        extra={**_speculation(args.speculative_decoding), **notes.vllm},
+        extra=notes.vllm,
     )
     add_to_session(engine)
     return engine
-
-
-def _speculation(method: str | None) -> dict[str, Any]:
-    """Return vLLM's argument for ``speculative_decoding``."""
-    if method is None:
-        return {}
-    config = {"method": method, "num_speculative_tokens": DRAFT_TOKENS}
-    if method == "ngram":  # of the last tokens, found earlier in the row
-        config |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    return {"speculative_config": config}
-
-
-def _check_speculation(method: str | None, engine: str) -> None:
-    """Raise ConfigError where ``speculative_decoding`` cannot be obeyed."""
-    if method is None:
-        return
-    reason = None
-    if engine == TRANSFORMERS:
-        reason = "transformers does not obey: leave it out, or set trainer.generation to vllm"
-    elif detect_hardware().device == "cpu":
-        # 0.31 divides by temperatures that it never writes (vllm/utils/cpu_triton_utils.py,
-        # _expand_kernel_impl); tests/vllm/test_speculation.py says when that is over
-        reason = "vLLM gets wrong on a CPU: leave it out"
-    elif method == "suffix" and find_spec("arctic_inference") is None:
-        reason = "needs a package: pip install arctic-inference==0.1.1, or set it to ngram"
-    if reason is not None:
-        raise ConfigError(f"trainer.speculative_decoding is {method!r}, which {reason}")
 
 
 def check_engine(args: Any, *, trains: bool = True) -> None:
@@ -236,7 +203,6 @@ def check_settings(args: Any, engine: str) -> None:
                 f"trainer.{name} is {format_value(getattr(args, name))}, which {ENGINES[engine]} "
                 f"does not obey: leave it out{remedy}"
             )
-    _check_speculation(args.speculative_decoding, engine)
     others = getattr(args, "generation_kwargs", None) or {}
     if twice := OWN_SETTINGS.keys() & others:
         name = min(twice)

@@ -1,10 +1,11 @@
 """vLLM's share of the card: the plan, Unsloth and vLLM's own check use one number."""
 
 import pytest
+from accelerate.utils import patch_environment
 
 from rloo_kit.errors import GenerationError
 from rloo_kit.models.engine_memory import reserved_rank
-from rloo_kit.models.shared_engine import EngineSettings, engine_variables
+from rloo_kit.models.shared_engine import STANDBY, EngineSettings
 from rloo_kit.planning.memory import CONTEXT
 from rloo_kit.planning.planner import plan
 
@@ -34,7 +35,7 @@ def unsloths_arguments(config, folder, card, settings, shape, monkeypatch, **oth
     free = card.total - card.used
     asked = settings.arguments(shape, free, card.total)
     asked.pop("fast_inference")
-    with engine_variables(settings):
+    with patch_environment(**{STANDBY: "1" if settings.sleeps else "0"}):
         return vllm_utils.load_vllm(
             str(folder),
             config,

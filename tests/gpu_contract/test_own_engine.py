@@ -55,14 +55,15 @@ def found_in(config, name):
 def test_guessing_tokens_goes_with_lora_sleep_and_log_probs(
     large_policy, vllm_starts, start, method, tmp_path, monkeypatch
 ):
-    from rloo_kit.sampling.choice import _speculation
-
     (tmp_path / "arctic_inference").mkdir()
     (tmp_path / "arctic_inference" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     model = large_policy(qwen3("qwen3-0.6b"), four_bit=True)
     vllm_starts(141)
-    engine, _ = start(model, num_sequences=255, extra=_speculation(method))
+    speculative = {"method": method, "num_speculative_tokens": 4}
+    if method == "ngram":
+        speculative |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    engine, _ = start(model, num_sequences=255, extra={"speculative_config": speculative})
     config = engine._llm.llm_engine.vllm_config
     assert config.speculative_config.method == method
     assert config.speculative_config.num_speculative_tokens == 4

@@ -54,16 +54,15 @@ def test_both_kinds_of_request_are_synced_and_sampled(
     assert calls(llm).count("remove_lora") == (2 if four_bit else 0)
 
 
-def test_unsloth_starts_it_with_suffix_decoding(policy, share, tmp_path, monkeypatch):
-    from rloo_kit.models.shared_engine import EngineSettings, engine_variables
-
+def test_unsloth_starts_it_with_suffix_decoding_by_its_variable(
+    policy, share, tmp_path, monkeypatch
+):
     (tmp_path / "arctic_inference").mkdir()
     (tmp_path / "arctic_inference" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("UNSLOTH_VLLM_SUFFIX_DECODING", '{"num_speculative_tokens": 4}')
     model, _ = policy(four_bit=True)
-    settings = EngineSettings(128, True, 16, 16, speculative_decoding="suffix")
-    with engine_variables(settings):
-        llm = share(model, four_bit=True)
+    llm = share(model, four_bit=True)
     found = llm.llm_engine.vllm_config.speculative_config
     assert (found.method, found.num_speculative_tokens) == ("suffix", 4)
     llm.llm_engine.engine_core.shutdown()

@@ -144,8 +144,8 @@ def test_what_unsloth_refuses_is_loaded_without_vllm(refusal, small_card):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"share": 0.4, "given": True}, {"length": 4096}, {"guess": "suffix"}],
-    ids=["share", "length", "speculation"],
+    [{"share": 0.4, "given": True}, {"length": 4096}],
+    ids=["share", "length"],
 )
 def test_settings_that_differ_from_the_shared_engines_are_refused(on_gpu, settings):
     notes_of(on_gpu).shared_engine = EngineSettings(128, True, 16, 16, share=0.5)
@@ -153,7 +153,6 @@ def test_settings_that_differ_from_the_shared_engines_are_refused(on_gpu, settin
     args.memory_share_given = settings.get("given", False)
     args.vllm_gpu_memory_utilization = settings.get("share", 0.3)
     args.vllm_max_model_length = settings.get("length")
-    args.speculative_decoding = settings.get("guess")
     with pytest.raises(ConfigError, match="with the model"):
         engines.start_engine(on_gpu, args, trains=False)
 
@@ -176,24 +175,6 @@ def test_unsloths_variable_follows_the_sleep_mode_and_is_restored(sleeps, small_
     assert os.environ["UNSLOTH_VLLM_STANDBY"] == "1"
 
 
-def test_suffix_decoding_is_unsloths_and_ngram_needs_a_copy(small_card):
-    import os
-
-    seen = []
-
-    def load(**arguments):
-        seen.append((bool(arguments), os.environ.get("UNSLOTH_VLLM_SUFFIX_DECODING")))
-        return SimpleNamespace(vllm_engine="an engine"), None
-
-    for method in ("suffix", "ngram", None):
-        settings = EngineSettings(768, True, 16, 16, speculative_decoding=method)
-        model, _ = load_shared(load, "unsloth/Qwen3-4B-bnb-4bit", settings, False)
-        reason = notes_of(model).why_not_shared
-        assert (reason is not None) is (method == "ngram"), reason
-    assert seen == [(True, '{"num_speculative_tokens": 4}'), (False, None), (True, None)]
-    assert "UNSLOTH_VLLM_SUFFIX_DECODING" not in os.environ
-
-
 def test_guessed_tokens_have_logits_too(four_billion):
     how = {"in_4bit": True, "max_rank": 16, "num_sequences": 16, "max_length": 768}
     plain, guessed = (engine_size(four_billion, draft_tokens=n, **how) for n in (0, 4))
@@ -209,7 +190,6 @@ def arguments_of(generation):
         generation=generation,
         vllm_max_model_length=None,
         vllm_mode="colocate",
-        speculative_decoding=None,
     )
 
 

@@ -10,8 +10,7 @@ import tempfile
 import torch
 
 import rloo_kit as rk
-from rloo_kit.evaluation.evaluator import prompt_ids
-from rloo_kit.sampling.choice import _speculation
+from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.sampling.engine import Sampling
 from rloo_kit.sampling.vllm_inprocess import VllmEngine
 
@@ -43,7 +42,11 @@ with rk.session(), tempfile.TemporaryDirectory() as folder:
 
     plain = greedy()
     trainer.engine.close()
-    extra = {**_speculation("ngram"), "disable_log_stats": False}
+    config = {
+        "method": "ngram", "num_speculative_tokens": 4,
+        "prompt_lookup_min": 2, "prompt_lookup_max": 4,
+    }  # fmt: skip
+    extra = {"speculative_config": config, "disable_log_stats": False}
     trainer.engine = VllmEngine(trainer.model, max_length=128, num_sequences=32, extra=extra)
     same = sum(a == b for a, b in zip(plain, greedy(), strict=True))
     counts = {m.name: m.value for m in trainer.engine._llm.get_metrics() if hasattr(m, "value")}

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -387,32 +386,6 @@ def test_what_an_engine_does_not_obey_is_one_sentence(tmp_path, settings, engine
             continue
         with pytest.raises(rk.ConfigError, match=r"^trainer\.\w+ is [^\n]*does not obey: [^\n]+$"):
             check_settings(args, engine)
-
-
-@pytest.mark.parametrize(
-    ("engine", "method", "device", "words"),
-    [
-        ("transformers", "suffix", "cpu", "transformers does not obey: leave it out, or set"),
-        ("vllm", "ngram", "cpu", "vLLM gets wrong on a CPU: leave it out"),
-        ("vllm", "suffix", "cuda", "needs a package: pip install arctic-inference"),
-        ("vllm", "ngram", "cuda", None),
-        ("vllm", None, "cpu", None),
-    ],
-)
-def test_speculative_decoding_is_obeyed_or_one_sentence(
-    tmp_path, monkeypatch, engine, method, device, words
-):
-    monkeypatch.setattr(
-        "rloo_kit.sampling.choice.detect_hardware", lambda: SimpleNamespace(device=device)
-    )
-    monkeypatch.setattr("rloo_kit.sampling.choice.find_spec", lambda _: None)
-    args = rk.LeaveOneOutConfig(**few(tmp_path, speculative_decoding=method))
-    if words is None:
-        check_settings(args, engine)
-        return
-    wanted = f"^trainer.speculative_decoding is '{method}', which {words}[^\n]*$"
-    with pytest.raises(rk.ConfigError, match=wanted):
-        check_settings(args, engine)
 
 
 @pytest.mark.parametrize(
