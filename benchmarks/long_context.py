@@ -115,7 +115,8 @@ def watched() -> Clock:
     """Return a clock on every phase of the kit's trainer and recorder."""
     from rloo_kit.rloo.learner import Learner
     from rloo_kit.runs.recorder import RunRecorder
-    from rloo_kit.training.completer import Completer, Sampler
+    from rloo_kit.sampling.completer import Completer
+    from rloo_kit.training.completer import Sampler
     from rloo_kit.training.metrics import StepLog
     from rloo_kit.training.policy import Policy
 
@@ -125,7 +126,7 @@ def watched() -> Clock:
         (Policy, "reference_log_probs", "reference pass"),
         (Learner, "with_old", "old pass"),
         (Learner, "learn", "learning"),
-        (Completer, "finish", "rewards"),
+        (Completer, "_finish", "rewards"),
         (StepLog, "note_rollout", "records"),
         (RunRecorder, "write_report", "report"),
     ):

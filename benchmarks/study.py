@@ -22,7 +22,7 @@ import math
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ import rloo_kit as rk
 from rloo_kit.config.run_file import find_run_file
 from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.evaluation.evaluator import evaluate, settings_of
-from rloo_kit.job import load_policy, make_trainer_args, read_prompts
+from rloo_kit.job import PreparedJob, read_prompts
 from rloo_kit.machine.lm_head import token_log_probs
 from rloo_kit.scoring.loading import load_rewards
 
@@ -180,9 +180,10 @@ def run(task: Task, arm: str, seed: int) -> dict[str, Any]:
     base, (kind, extra) = find_run_file(task.run_file).parent, ARMS[arm]
     constant = "trainer.lr_scheduler_type=constant"
     config = rk.read_run_file(task.run_file, [*task.overrides, constant, f"seed={seed}"])
-    args = make_trainer_args(config, Path(tempfile.gettempdir()))
+    job = PreparedJob(replace(config, output_dir=tempfile.gettempdir()), base)
+    args = job.args
     torch.manual_seed(seed)
-    policy = load_policy(config, base, args)
+    policy = job.policy
     prompts, held_out = read_prompts(config, base)
     prompts = prompts.shuffle(seed=seed).select(range(min(task.pool, len(prompts))))
     rewards = load_rewards(config.rewards, tokenizer=policy[1])

@@ -1,13 +1,15 @@
-"""What a run file asks for, made ready: settings, prompts, trainer arguments, the policy."""
+"""A run file made ready: its settings, prompts, tokenizer, rewards, policy and engine."""
 
 import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.config.run_file import (
+    EXAMPLES,
     TASK_REWARDS,
     DataSection,
     LoraSection,
@@ -25,17 +27,17 @@ from rloo_kit.data.prompts import (
     split_held_out,
 )
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.machine.environment import load_env_file, setup
+from rloo_kit.machine.environment import Environment, load_env_file, setup
+from rloo_kit.machine.memory import add_to_session
 from rloo_kit.models.adapters import adapter_in, lora_settings
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.loading import attach_lora, load_model, load_tokenizer
-from rloo_kit.sampling.choice import requested_engine
-from rloo_kit.scoring.loading import LoadedReward
-from rloo_kit.types import Tokenizer
+from rloo_kit.sampling.choice import check_engine, requested_engine, start_engine, thought_limit
+from rloo_kit.sampling.engine import Choice, Engine
+from rloo_kit.scoring.contract import guarded
+from rloo_kit.scoring.loading import LoadedReward, RewardSpec, load_rewards
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
     from rloo_kit.training.config import LeaveOneOutConfig
 
 
@@ -151,16 +153,6 @@ def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
     return train, held_out
 
 
-def make_trainer_args(config: RunConfig, folder: Path) -> Any:
-    """Return the run's ``LeaveOneOutConfig``: ``trainer:``, and what ``data:`` says to it."""
-    from rloo_kit.training.config import LeaveOneOutConfig
-
-    settings = {**config.trainer}
-    if config.data.enable_thinking is not None:
-        settings["chat_template_kwargs"] = template_settings(config)
-    return LeaveOneOutConfig(**settings, output_dir=str(folder), seed=config.seed)
-
-
 def template_settings(config: RunConfig) -> dict[str, Any]:
     """Return what a run gives the chat template; ``data.enable_thinking`` wins."""
     given = config.trainer.get("chat_template_kwargs") or {}
@@ -173,80 +165,6 @@ def system_message(data: DataSection) -> str | None:
     """Return the system message of a run's prompts: tasks from the hub have one of their own."""
     of_task = data.system is None and data.chat and hub_task(data.prompts)
     return SYSTEM if of_task else data.system
-
-
-def load_policy(config: RunConfig, base: Path, args: "LeaveOneOutConfig") -> tuple[Any, Any]:
-    """Return the model with its adapter, and the tokenizer.
-
-    Raises:
-        ConfigError: ``unsloth:`` is given, and transformers loads the model.
-    """
-    environment, model = setup(config.model.backend), config.model
-    if config.unsloth and environment.backend != "unsloth":
-        raise ConfigError(
-            f"unsloth.{next(iter(config.unsloth))} is for Unsloth, and transformers loads the "
-            f"model ({environment.why_not_unsloth}): leave it out"
-        )
-    loaded, tokenizer = load_model(
-        beside(model.name, base),
-        max_seq_length=model.max_seq_length,
-        load_in_4bit=model.load_in_4bit,
-        backend=model.backend,
-        precision="fp16" if args.fp16 else "auto",
-        trust_remote_code=model.trust_remote_code,
-        max_lora_rank=reserved_rank(config.lora.r),
-        vllm=config.vllm,
-        **_engine_arguments(args),
-        **config.unsloth,
-    )
-    return attach_lora(loaded, **asdict(config.lora), seed=config.seed), tokenizer
-
-
-def _engine_arguments(args: "LeaveOneOutConfig") -> dict[str, Any]:
-    """Return what ``load_model`` needs to load the base once for training and for vLLM."""
-    if requested_engine(args) == "transformers":
-        return {}
-    given = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization}
-    return {
-        "fast_inference": "auto",
-        "num_sequences": args.generation_batch_size,
-        "speculative_decoding": args.speculative_decoding,
-        "unsloth_vllm_standby": args.vllm_enable_sleep_mode,
-        **(given if args.memory_share_given else {}),
-    }
-
-
-def tokenizer_of(config: RunConfig, base: Path) -> Any:
-    """Return the tokenizer of the run's model; its weights are not read."""
-    model = config.model
-    return load_tokenizer(beside(model.name, base), trust_remote_code=model.trust_remote_code)
-
-
-def fitting_prompts(
-    tokenizer: Tokenizer,
-    prompts: "Dataset",
-    held_out: Any,
-    config: RunConfig,
-    args: "LeaveOneOutConfig",
-    say: Callable[[str], None],
-) -> tuple[Any, Any]:
-    """Return both splits without the prompts over ``data.max_prompt_tokens``.
-
-    Raises:
-        DataError: None is left of a split, or a prompt leaves no room for its completion.
-    """
-    limit, settings = config.data.max_prompt_tokens, args.chat_template_kwargs
-    if limit is not None:
-        prompts, dropped = drop_long_prompts(prompts, tokenizer, limit, settings)
-        if held_out is not None:
-            held_out, more = drop_long_prompts(held_out, tokenizer, limit, settings)
-            dropped += more
-        if dropped:
-            say(f"{dropped:,} prompts of more than {limit} tokens left out")
-    for split, before in ((prompts, 0), (held_out, len(prompts))):
-        if split is not None:
-            check_lengths(split, tokenizer, args, config.model.max_seq_length, before=before)
-    return prompts, held_out
 
 
 def held_out_judges(
@@ -276,3 +194,160 @@ def held_out_judges(
         if not {first, "math"} & names:
             found.append(judge)
     return sorted(found, key=lambda judge: judge.name != first)
+
+
+class PreparedJob:
+    """A run file made ready: each part is made at its first use, and checked once.
+
+    Args:
+        config: The settings.
+        base: Folder that the paths of model and prompts start from.
+        say: Called with each line for the user.
+    """
+
+    def __init__(
+        self, config: RunConfig, base: Path = Path(), say: Callable[[str], None] = print
+    ) -> None:
+        self.config = config
+        self.base = base
+        self.say = say
+        # A run file that ships with the kit finds the user's own rewards in the working folder
+        self.rewards_base = Path() if base == EXAMPLES else base
+
+    def prepare(self) -> None:
+        """Make all parts that need no weights, those whose faults show soonest first."""
+        # Without a tokenizer at first: a wrong name then costs a second
+        for specs in (self.config.rewards, self.config.data.held_out_rewards):
+            load_rewards(specs, base_dir=self.rewards_base, say=self.say)
+        if self.config.model.trust_remote_code:
+            self.say(
+                f"code that comes with {self.config.model.name} may run: model.trust_remote_code "
+                f"is true"
+            )
+        for part in ("environment", "splits", "rewards", "judges"):
+            getattr(self, part)
+
+    @cached_property
+    def environment(self) -> Environment:
+        """The backend and the machine."""
+        return setup(self.config.model.backend)
+
+    @cached_property
+    def args(self) -> "LeaveOneOutConfig":
+        """The trainer's settings: ``trainer:``, and what ``data:`` says to it."""
+        config, _ = self.config, self.environment
+        from rloo_kit.training.config import LeaveOneOutConfig  # TRL, after Unsloth
+
+        settings = {**config.trainer}
+        if config.data.enable_thinking is not None:
+            settings["chat_template_kwargs"] = template_settings(config)
+        return LeaveOneOutConfig(**settings, output_dir=config.output_dir, seed=config.seed)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; its weights are not read."""
+        model = self.config.model
+        return load_tokenizer(
+            beside(model.name, self.base), trust_remote_code=model.trust_remote_code
+        )
+
+    @cached_property
+    def splits(self) -> tuple[Any, Any]:
+        """The prompts to train on, and those held out or None, both ``datasets.Dataset``.
+
+        Prompts of more than ``data.max_prompt_tokens`` are left out.
+
+        Raises:
+            DataError: None is left of a split, or a prompt leaves no room for its completion.
+            ConfigError: The sampler does not obey a setting, or the model has no thoughts to limit.
+            GenerationError: The engine that was asked for by name is not installed.
+        """
+        args = self.args
+        check_engine(args)
+        prompts, held_out = read_prompts(self.config, self.base)
+        tokenizer, settings = self.tokenizer, args.chat_template_kwargs
+        thought_limit(tokenizer, args.thinking_budget)
+        limit = self.config.data.max_prompt_tokens
+        if limit is not None:
+            prompts, dropped = drop_long_prompts(prompts, tokenizer, limit, settings)
+            if held_out is not None:
+                held_out, more = drop_long_prompts(held_out, tokenizer, limit, settings)
+                dropped += more
+            if dropped:
+                self.say(f"{dropped:,} prompts of more than {limit} tokens left out")
+        longest = self.config.model.max_seq_length
+        check_lengths(prompts, tokenizer, args, longest)
+        if held_out is not None:
+            check_lengths(held_out, tokenizer, args, longest, before=len(prompts))
+        return prompts, held_out
+
+    @cached_property
+    def rewards(self) -> list[LoadedReward]:
+        """The rewards of the run, for its tokenizer."""
+        return self.load_rewards(self.config.rewards)
+
+    def load_rewards(self, specs: Sequence[RewardSpec]) -> list[LoadedReward]:
+        """Return rewards of a run file, for the run's tokenizer."""
+        template = self.args.chat_template_kwargs
+        return load_rewards(specs, self.tokenizer, self.rewards_base, template)
+
+    @cached_property
+    def judges(self) -> list[LoadedReward]:
+        """What scores the held-out prompts, under the run's time limit; the session's."""
+        held_out = self.splits[1]
+        found = held_out_judges(self.rewards, held_out, self.load_rewards, self.config.data)
+        return [self.guarded(judge, self.args.on_reward_error) for judge in found]
+
+    def guarded(self, reward: LoadedReward, on_error: str) -> LoadedReward:
+        """Return a reward under the run's time limit, which the session releases."""
+        func = guarded(reward.func, self.args.reward_timeout_seconds, on_error)
+        add_to_session(func)
+        return replace(reward, func=func)
+
+    @cached_property
+    def policy(self) -> tuple[Any, Any]:
+        """The model with its adapter, and the tokenizer that belongs to it.
+
+        Raises:
+            ConfigError: ``unsloth:`` is given, and transformers loads the model.
+        """
+        config, model, args = self.config, self.config.model, self.args
+        if config.unsloth and self.environment.backend != "unsloth":
+            raise ConfigError(
+                f"unsloth.{next(iter(config.unsloth))} is for Unsloth, and transformers loads the "
+                f"model ({self.environment.why_not_unsloth}): leave it out"
+            )
+        loaded, tokenizer = load_model(
+            beside(model.name, self.base),
+            max_seq_length=model.max_seq_length,
+            load_in_4bit=model.load_in_4bit,
+            backend=model.backend,
+            precision="fp16" if args.fp16 else "auto",
+            trust_remote_code=model.trust_remote_code,
+            max_lora_rank=reserved_rank(config.lora.r),
+            vllm=config.vllm,
+            **_engine_arguments(args),
+            **config.unsloth,
+        )
+        return attach_lora(loaded, **asdict(config.lora), seed=config.seed), tokenizer
+
+    @cached_property
+    def engine(self) -> tuple[Engine | None, Choice]:
+        """What samples, None for the model itself; and why."""
+        engine, choice = start_engine(self.policy[0], self.args)
+        if engine is None:  # the trainer starts none either
+            self.args.generation, self.args.use_vllm = "transformers", False
+        return engine, choice
+
+
+def _engine_arguments(args: "LeaveOneOutConfig") -> dict[str, Any]:
+    """Return what ``load_model`` needs to load the base once for training and for vLLM."""
+    if requested_engine(args) == "transformers":
+        return {}
+    given = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization}
+    return {
+        "fast_inference": "auto",
+        "num_sequences": args.generation_batch_size,
+        "unsloth_vllm_standby": args.vllm_enable_sleep_mode,
+        **(given if args.memory_share_given else {}),
+    }

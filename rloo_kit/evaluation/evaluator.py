@@ -1,21 +1,23 @@
 """Score a model on prompts it never trained on."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.statistics import Estimate, estimate, pass_at_k
 from rloo_kit.rloo.guards import Pieces, check_finite, finite_logits
+from rloo_kit.rloo.rollout import Completions
 from rloo_kit.sampling.choice import thought_limit
+from rloo_kit.sampling.completer import Completer, as_completions
 from rloo_kit.sampling.engine import Sampling, draw_from
 from rloo_kit.scoring.contract import call_reward, reward_columns
 from rloo_kit.text.thoughts import ThoughtFinder
-from rloo_kit.types import Model, Tokenizer
+from rloo_kit.text.wording import text_of
+from rloo_kit.types import Model, Score, Tokenizer
 
 if TYPE_CHECKING:
     from rloo_kit.sampling.engine import Engine
@@ -76,7 +78,7 @@ class Evaluation:
         scored = [value for value in self.values(name) if value is not None]
         return estimate(scored) if scored else None
 
-    @cached_property
+    @functools.cached_property
     def correct_by(self) -> str | None:
         """The first reward whose scores are all 0 or 1; None: there is none."""
         if self.judged_by is not None:
@@ -87,7 +89,7 @@ class Evaluation:
         """Return whether a reward has scores, and all of them are 0 or 1."""
         return {None} != {sample["rewards"][name] for sample in self.samples} <= {0.0, 1.0, None}
 
-    @cached_property
+    @functools.cached_property
     def pass_at(self) -> dict[int, Estimate]:
         """pass@k over the prompts that ``correct_by`` applies to; k is n, or a power of two."""
         name = self.correct_by
@@ -155,20 +157,22 @@ def evaluate(
     """
     rows = _repeat(dataset, num_samples, temperature)
     check_finite(p for p in model.parameters() if p.requires_grad)
-    prompts = [prompt_ids(tokenizer, row["prompt"], chat_template_kwargs) for row in rows]
     ends = tuple(model.generation_config.eos_token_id)
     given = {name: value for name, value in (sampling or {}).items() if value is not None}
     limit = thought_limit(tokenizer, thinking_budget)
     how = Sampling(max_completion_length, ends, temperature, **given, thought=limit)
-    if engine is None:
-        ids = _complete(model, tokenizer, prompts, how, batch_size=batch_size, seed=seed)
-    else:
-        engine.sync(model)
-        ids = draw_from(engine, prompts, how, seed).completion_ids
-        engine.sleep()  # rewards on the GPU need its memory
-    samples = _score(tokenizer, rows, ids, rewards, ends)
-    means = {one.name: _mean([s["rewards"][one.name] for s in samples]) for one in rewards}
-    length = fmean(map(len, ids))
+    completer = Completer(
+        draw=functools.partial(_draw, model, tokenizer, how, batch_size, seed, engine),
+        processing_class=tokenizer,
+        template_settings=chat_template_kwargs,
+        ends=frozenset((*ends, tokenizer.pad_token_id)),
+        functions=lambda: [reward.func for reward in rewards],
+    )
+    completions = completer.sample(rows)
+    scores = completer.score(rows, completions).result()
+    samples = _samples(tokenizer, completions, [reward.name for reward in rewards], scores)
+    means = {one.name: _mean(own) for one, own in zip(rewards, scores, strict=True)}
+    length = fmean(sample["tokens"] for sample in samples)
     return Evaluation(means, len(dataset), length, temperature, samples, num_samples)
 
 
@@ -184,27 +188,28 @@ def _repeat(dataset: Any, num_samples: int, temperature: float) -> list[dict[str
     return rows
 
 
-def _score(
-    tokenizer: Tokenizer,
-    rows: Sequence[dict[str, Any]],
-    ids: list[list[int]],
-    rewards: "Sequence[LoadedReward]",
-    ends: Sequence[int],
+def _samples(
+    tokenizer: Tokenizer, completions: Completions, names: list[str], scores: list[list[Score]]
 ) -> list[dict[str, Any]]:
     """Return the samples of an evaluation."""
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    scores = score_texts(rows, texts, ids, rewards)
     find = ThoughtFinder(tokenizer)
+    rows = zip(
+        completions.prompts,
+        map(text_of, completions.completions),
+        completions.tokens.completion_ids,
+        completions.ended,
+        strict=True,
+    )
     return [
         {
-            "prompt": row["prompt"],
+            "prompt": prompt,
             "completion": text,
-            "rewards": {name: values[i] for name, values in scores.items()},
-            "tokens": len(ids[i]),
-            "thought_tokens": find(ids[i], text)["thought_tokens"],
-            "cut_off": not ids[i] or ids[i][-1] not in ends,
+            "rewards": {name: own[i] for name, own in zip(names, scores, strict=True)},
+            "tokens": len(ids),
+            "thought_tokens": find(ids, text)["thought_tokens"],
+            "cut_off": not ended,
         }
-        for i, (row, text) in enumerate(zip(rows, texts, strict=True))
+        for i, (prompt, text, ids, ended) in enumerate(rows)
     ]
 
 
@@ -219,10 +224,7 @@ def score_texts(
     Raises:
         RewardContractError: From a reward.
     """
-    completions = [
-        [{"role": "assistant", "content": text}] if isinstance(row["prompt"], list) else text
-        for row, text in zip(rows, texts, strict=True)
-    ]
+    completions = as_completions([row["prompt"] for row in rows], texts)
     columns = reward_columns(rows, completions, ids)
     return {reward.name: call_reward(reward.func, columns) for reward in rewards}
 
@@ -246,7 +248,25 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(scored) if scored else None
 
 
-# --- sampling by transformers --------------------------------------------------------------------
+# --- sampling ------------------------------------------------------------------------------------
+
+
+def _draw(
+    model: Model,
+    tokenizer: Tokenizer,
+    how: Sampling,
+    batch_size: int,
+    seed: int,
+    engine: "Engine | None",
+    prompts: list[list[int]],
+) -> tuple[list[list[int]], None]:
+    """Return completion token ids up to and including EOS, one list a prompt."""
+    if engine is None:
+        return _complete(model, tokenizer, prompts, how, batch_size, seed), None
+    engine.sync(model)
+    drawn = draw_from(engine, prompts, how, seed)
+    engine.sleep()  # rewards on the GPU need its memory
+    return drawn.completion_ids, None
 
 
 def _complete(
@@ -254,7 +274,6 @@ def _complete(
     tokenizer: Tokenizer,
     prompts: list[list[int]],
     how: Sampling,
-    *,
     batch_size: int,
     seed: int,
 ) -> list[list[int]]:

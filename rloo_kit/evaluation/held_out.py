@@ -15,13 +15,7 @@ from rloo_kit.data.prompts import is_task, load_prompts
 from rloo_kit.errors import ConfigError, DataError, GenerationError
 from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
 from rloo_kit.evaluation.models import LoadedBase, TrainedModel, why_not_by_vllm
-from rloo_kit.job import (
-    held_out_judges,
-    make_trainer_args,
-    read_prompts,
-    system_message,
-)
-from rloo_kit.machine.environment import setup
+from rloo_kit.job import PreparedJob, held_out_judges, read_prompts, system_message
 from rloo_kit.machine.memory import add_to_session, remove_from_session
 from rloo_kit.sampling.choice import check_engine, requested_engine, start_engine
 from rloo_kit.sampling.engine import Choice, Engine, choose
@@ -44,8 +38,7 @@ NUM_SEQUENCES = 256
 class HeldOut:
     """Prompts, rewards and sampling that are the same for every model."""
 
-    config: RunConfig
-    args: Any  # ``LeaveOneOutConfig`` of that run file
+    job: PreparedJob  # whose model is not used
     prompts: Any  # a ``datasets.Dataset`` of n prompts with their columns
     source: str  # where they come from
     batch_size: int | None = None  # completions at one time; None: as many as are known to fit
@@ -53,12 +46,17 @@ class HeldOut:
     why_not: str | None = None  # why vLLM cannot sample for all of the models
     fitted: bool = False
 
+    @property
+    def args(self) -> "LeaveOneOutConfig":
+        """The trainer's settings of the run file."""
+        return self.job.args
+
     def fit(self, tokenizer: Tokenizer) -> "HeldOut":
         """Return it without the prompts that the run leaves out for their length.
 
         The first tokenizer decides, so that all models get the same prompts.
         """
-        limit = self.config.data.max_prompt_tokens
+        limit = self.job.config.data.max_prompt_tokens
         if self.fitted or limit is None:
             return self
         template = self.args.chat_template_kwargs
@@ -74,9 +72,10 @@ class HeldOut:
         """
         template = self.args.chat_template_kwargs
         load = functools.partial(load_rewards, tokenizer=tokenizer, chat_template_kwargs=template)
-        found = load(self.config.rewards if specs is None else specs)
+        config = self.job.config
+        found = load(config.rewards if specs is None else specs)
         if specs is None:
-            data = replace(self.config.data, prompts=self.source)
+            data = replace(config.data, prompts=self.source)
             found = held_out_judges(found, self.prompts, load, data)
         for reward in found:
             add_to_session(reward.func)
@@ -115,7 +114,6 @@ class HeldOut:
         args = copy.copy(self.args)
         args.vllm_max_model_length, args.vllm_enable_sleep_mode = length, False
         args.generation_batch_size = self.batch_size or NUM_SEQUENCES
-        args.speculative_decoding = None  # a prompt has few completions here
         try:
             engine, choice = start_engine(base.model, args, why_not=self.why_not, trains=False)
         except GenerationError as exc:
@@ -149,7 +147,7 @@ class Sampler:
             size = held_out.batch_size or args.per_device_train_batch_size
             # without gradients a CPU holds more rows than the run's batch
             if held_out.batch_size is None and model.device.type == "cpu":
-                size = max(size, BATCH_TOKENS // held_out.config.model.max_seq_length)
+                size = max(size, BATCH_TOKENS // held_out.job.config.model.max_seq_length)
             settings = settings_of(args) | {"batch_size": size, "engine": self.engine} | how
             return evaluate(model, self.base.tokenizer, held_out.prompts, rewards, **settings)
 
@@ -180,8 +178,8 @@ def read_held_out(
     config = next((one.config for one in models if one.config is not None), RunConfig())
     if overrides:
         config = make_run_config(config.as_dict(), overrides)
-    setup(config.model.backend)
-    args = make_trainer_args(config, Path(config.output_dir))
+    job = PreparedJob(config, EXAMPLES)  # the paths of a run are whole
+    args = job.args
     given = read_overrides(overrides)
     required = choose_engine(args, given.get("trainer") or {})
     why_not = why_not_by_vllm(models)
@@ -190,7 +188,7 @@ def read_held_out(
         choose(requested_engine(args), on_gpu=True, why_not=why_not)
     found = _prompts(config, prompts, num_prompts, given.get("data") or {})
     source = str(prompts or config.data.prompts)
-    return HeldOut(config, args, found, source, batch_size, required, why_not)
+    return HeldOut(job, found, source, batch_size, required, why_not)
 
 
 def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> bool:

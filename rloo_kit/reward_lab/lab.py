@@ -4,6 +4,7 @@ The model is the run's own, with its fresh adapter; or completions come from a f
 the run's tokenizer is loaded.
 """
 
+import contextlib
 import functools
 import json
 import random
@@ -12,20 +13,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config.run_file import EXAMPLES, RunConfig
+from rloo_kit.config.run_file import RunConfig
 from rloo_kit.data.files import read_rows
 from rloo_kit.errors import ConfigError, DataError, KitError
 from rloo_kit.evaluation.evaluator import evaluate, settings_of
-from rloo_kit.job import (
-    fitting_prompts,
-    load_policy,
-    make_trainer_args,
-    read_config,
-    read_prompts,
-    template_settings,
-    tokenizer_of,
-)
-from rloo_kit.machine.environment import load_env_file, setup
+from rloo_kit.job import PreparedJob, read_config, template_settings
+from rloo_kit.machine.environment import load_env_file
 from rloo_kit.machine.memory import add_to_session, session
 from rloo_kit.output_folder import check_writable, free_folder
 from rloo_kit.reward_lab.check import RewardCheck
@@ -39,7 +32,6 @@ from rloo_kit.reward_lab.statistics import (
     total_scores,
 )
 from rloo_kit.runs.child import call_in_child
-from rloo_kit.sampling.choice import start_engine
 from rloo_kit.scoring.contract import RESERVED, CheckedReward
 from rloo_kit.scoring.loading import LoadedReward, RewardSpec, load_rewards, with_weights
 from rloo_kit.text.redaction import redact_tree
@@ -104,22 +96,19 @@ def check_rewards(  # noqa: PLR0913
     if folder is not None:
         check_writable(folder.parent)
     load_env_file()
-    config, base = RunConfig(), None
-    if source is not None:
-        config, base = read_config(source, overrides)
-    load = functools.partial(_load, config, base or Path(), rewards)
-    # A wrong name costs a second then, not a model load.
-    load(say=say)
+    config, base = (RunConfig(), Path()) if source is None else read_config(source, overrides)
+    job = PreparedJob(config, base, say)
+    load = functools.partial(_load, job, rewards)
+    load(say=say)  # a wrong name costs a second here, and not a model load
     with session() as opened:
         if completions is None:
-            asked = (config, base or Path(), num_prompts, num_generations)
-            on_gpu = setup(config.model.backend).hardware.device != "cpu"
+            on_gpu = job.environment.hardware.device != "cpu"
             # A process that ends gives back all of a card's memory, and a training may follow
+            asked = (config, base, num_prompts, num_generations)
             material = call_in_child(_sampled, asked, say) if on_gpu else _sampled(*asked, say)
-            tokenizer = tokenizer_of(config, base or Path())
-            material = replace(material, rewards=load(tokenizer, template_settings(config)))
+            material = replace(material, rewards=load(job.tokenizer))
         else:
-            material = _read(completions, config, base, load)
+            material = _read(completions, job if source is not None else None, load)
         check = _examined(material)
     say(f"\n{check}")
     if folder is not None:
@@ -140,11 +129,9 @@ def _sampled(
     say: Say = print,
 ) -> _Material:
     """Return completions that the run's model draws from some of its prompts, without rewards."""
-    setup(config.model.backend)
-    prompts, _ = read_prompts(config, base)
-    args = make_trainer_args(config, Path(config.output_dir))
-    prompts, _ = fitting_prompts(tokenizer_of(config, base), prompts, None, config, args, say)
-    model, tokenizer = load_policy(config, base, args)
+    job = PreparedJob(config, base, say)
+    (prompts, _), args = job.splits, job.args
+    (model, tokenizer), (engine, _) = job.policy, job.engine
     num_prompts, size = min(num_prompts, len(prompts)), num_generations or args.num_generations
     numbers = sorted(random.Random(config.seed).sample(range(len(prompts)), num_prompts))
     say(
@@ -158,7 +145,6 @@ def _sampled(
         given.update(columns)
         return [None] * len(columns["completions"])
 
-    engine, _ = start_engine(model, args)
     kept = [LoadedReward(keep, "kept")]
     evaluate(model, tokenizer, repeated, kept, engine=engine, **settings_of(args))
     ends = {*model.generation_config.eos_token_id, tokenizer.pad_token_id}
@@ -183,8 +169,7 @@ def _sampled(
 
 def _read(
     completions: str | Path | Sequence[Row],
-    config: RunConfig,
-    base: Path | None,
+    job: PreparedJob | None,
     load: Callable[..., list[LoadedReward]],
 ) -> _Material:
     """Return the completions of a file."""
@@ -194,27 +179,21 @@ def _read(
         rows = [_checked(row, f"row {n}") for n, row in enumerate(completions, 1)]
     if not rows:
         raise DataError("there are no completions: give rows with `prompt` and `completion`")
-    tokenizer = None if base is None else _tokenizer(config, base)
-    rewards = load(tokenizer, template_settings(config))
+    tokenizer = None
+    if job is not None:
+        with contextlib.suppress(KitError, OSError, ValueError):  # it may not be on this machine
+            tokenizer = job.tokenizer
     note = "note: without a tokenizer, rewards that look for thinking tokens use Qwen3's"
-    notes = [note] if tokenizer is None else []
-    material = _Material(rows, rewards, notes=notes)
-    if base is None:
+    material = _Material(rows, load(tokenizer), notes=[note] if tokenizer is None else [])
+    if job is None:
         return material
+    trainer = job.config.trainer
     return replace(
         material,
-        max_completion_length=config.trainer.get("max_completion_length", 512),
-        max_seq_length=config.model.max_seq_length,
-        timeout=config.trainer.get("reward_timeout_seconds"),
+        max_completion_length=trainer.get("max_completion_length", 512),
+        max_seq_length=job.config.model.max_seq_length,
+        timeout=trainer.get("reward_timeout_seconds"),
     )
-
-
-def _tokenizer(config: RunConfig, base: Path) -> Any:
-    """Return the run's tokenizer; None where its model is not on this machine."""
-    try:
-        return tokenizer_of(config, base)
-    except (KitError, OSError, ValueError):
-        return None
 
 
 def _checked(row: Any, place: str) -> Row:
@@ -230,23 +209,17 @@ def _checked(row: Any, place: str) -> Row:
 
 
 def _load(
-    config: RunConfig,
-    base: Path,
+    job: PreparedJob,
     specs: Sequence[RewardSpec] | None,
     tokenizer: Tokenizer | None = None,
-    template: dict[str, Any] | None = None,
     say: Say | None = None,
 ) -> list[LoadedReward]:
     """Return the rewards to check with their weights at the start of the run."""
-    load = functools.partial(
-        load_rewards, tokenizer=tokenizer, chat_template_kwargs=template, say=say
-    )
+    template = template_settings(job.config)
     if specs is not None:
-        found = load(specs)
-    else:
-        found = load(config.rewards, base_dir=Path() if base == EXAMPLES else base)
-        found = with_weights(found, config.trainer.get("reward_weights"))
-    return found
+        return load_rewards(specs, tokenizer, None, template, say)
+    found = load_rewards(job.config.rewards, tokenizer, job.rewards_base, template, say)
+    return with_weights(found, job.config.trainer.get("reward_weights"))
 
 
 # --- calling the rewards -------------------------------------------------------------------------

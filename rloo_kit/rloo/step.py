@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -24,16 +24,15 @@ from rloo_kit.rloo.rollout import Completions, Rollout, ScoredBatch, Shaping, ro
 
 # A row of the training set, with `prompt`
 Row = Mapping[str, Any]
+Result = TypeVar("Result")
 
 
-class Scoring(Protocol):
+@dataclass(frozen=True)
+class Pending(Generic[Result]):
     """Rewards that are being computed."""
 
     runs: bool  # whether async rewards run in the background
-
-    def result(self) -> ScoredBatch:
-        """Wait for all rewards."""
-        ...
+    result: Callable[[], Result]  # waits for all
 
 
 class Log(Protocol):
@@ -60,7 +59,7 @@ class Step:
 
     # the parts
     sample: Callable[[list[Row]], Completions]  # one completion of each row
-    score: Callable[[list[Row], Completions], Scoring]
+    score: Callable[[list[Row], Completions], Pending[ScoredBatch]]
     reference: Callable[[TokenRows, list[int]], torch.Tensor] | None  # (B, T); None: no KL penalty
     learner: Callable[[], Learner]  # made when first called: its budget is the memory that is free
     guard: StepGuard

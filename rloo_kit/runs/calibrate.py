@@ -16,26 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rloo_kit.config.run_file import EXAMPLES, SECTIONS, RunConfig
+from rloo_kit.config.run_file import SECTIONS, RunConfig
 from rloo_kit.data.prompts import count_levels
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.evaluator import evaluate, settings_of
-from rloo_kit.job import (
-    fitting_prompts,
-    load_policy,
-    make_trainer_args,
-    read_config,
-    read_prompts,
-    tokenizer_of,
-    with_whole_paths,
-)
+from rloo_kit.job import PreparedJob, read_config, with_whole_paths
 from rloo_kit.machine.environment import setup
-from rloo_kit.machine.memory import add_to_session, session
+from rloo_kit.machine.memory import session
 from rloo_kit.output_folder import check_writable, write_atomically
 from rloo_kit.runs.child import call_in_child
-from rloo_kit.sampling.choice import start_engine
-from rloo_kit.scoring.contract import guarded
-from rloo_kit.scoring.loading import load_rewards, with_weights
+from rloo_kit.scoring.loading import with_weights
 from rloo_kit.text.redaction import redact_tree, redacting
 from rloo_kit.text.wording import format_value
 from rloo_kit.types import Row
@@ -94,8 +84,9 @@ def calibrate(  # noqa: PLR0913
         given = f"num_prompts {num_prompts} and num_generations {num_generations}"
         raise ConfigError(f"{given} must be at least 1 and 2")
     say, file = redacting(say), _free_file(source, output)
-    config, base = read_config(source, overrides)
-    if precision and setup(config.model.backend).hardware.mixed_precision == "fp16":
+    job = PreparedJob(*read_config(source, overrides), say)
+    config, base = job.config, job.base
+    if precision and job.environment.hardware.mixed_precision == "fp16":
         raise ConfigError("this card has no bf16, so a run takes float16: leave --precision out")
     with session():
         levels, others, held_out = _tried(config, base, num_prompts, num_generations, say)
@@ -105,21 +96,23 @@ def calibrate(  # noqa: PLR0913
         config, line = _in_best_precision(config, base, chosen.with_signal, say)
         say(line)
         table += f"\n{line}"
-    made = with_whole_paths(config, base, Path() if base == EXAMPLES else base)
-    new: dict[str, Any] = {"level": chosen.level}
-    what = f"data.level: {chosen.level}"
+    made = with_whole_paths(config, base, job.rewards_base)
+    data, what = {"level": chosen.level}, f"data.level: {chosen.level}"
     if not count_levels(config.data.prompts):
         held_out = [row for row in held_out if row.get("level") == chosen.level] or held_out
         kept = [row for row in others if row.get("level") == chosen.level]
-        new = _write_prompts(file.with_suffix(".jsonl"), chosen.with_signal + kept, held_out)
+        data = _write_prompts(file.with_suffix(".jsonl"), chosen.with_signal + kept, held_out)
         dropped = chosen.num_prompts - len(chosen.with_signal)
         what = f"the level's prompts without {dropped} that are always or never solved"
-    made = replace(made, data=replace(made.data, **new))
-    settings = yaml.safe_dump(redact_tree(_changed(made.as_dict())), sort_keys=False)
-    comment = f"made by rloo-kit calibrate\n{table}".replace("\n", "\n# ")
-    write_atomically(file, f"# {comment}\n{settings}".encode())
+    _write_run_file(file, replace(made, data=replace(made.data, **data)), table)
     say(f"{what}; train with rloo-kit train {file}")
     return file
+
+
+def _write_run_file(file: Path, config: RunConfig, table: str) -> None:
+    settings = yaml.safe_dump(redact_tree(_changed(config.as_dict())), sort_keys=False)
+    comment = f"made by rloo-kit calibrate\n{table}".replace("\n", "\n# ")
+    write_atomically(file, f"# {comment}\n{settings}".encode())
 
 
 def _write_prompts(file: Path, train: list[Row], held_out: list[Row]) -> dict[str, Any]:
@@ -184,29 +177,21 @@ def _tried(
     config: RunConfig, base: Path, num_prompts: int, size: int | None, say: Callable[[str], None]
 ) -> tuple[list[Level], Iterable[Row], list[Row]]:
     """Return what every level scored, the prompts that were not sampled, and those held out."""
-    rewards_base = Path() if base == EXAMPLES else base
-    # A wrong name costs a second then, not a model load.
-    load_rewards(config.rewards, base_dir=rewards_base, say=say)
-    setup(config.model.backend)
     data = config.data
     if last := count_levels(data.prompts):
         wanted = data.level if isinstance(data.level, list) else list(range(1, last + 1))
         data = replace(data, level=wanted, num_prompts=num_prompts * len(wanted), held_out=0)
-    prompts, held_out = read_prompts(replace(config, data=data), base)
-    args = make_trainer_args(config, Path(config.output_dir))
-    tokenizer = tokenizer_of(config, base)
-    prompts, held_out = fitting_prompts(tokenizer, prompts, held_out, config, args, say)
-    model, tokenizer = load_policy(config, base, args)
-    drawn, size = _drawn(prompts, num_prompts, config.seed), size or args.num_generations
+    job = PreparedJob(replace(config, data=data), base, say)
+    job.prepare()
+    prompts, held_out = job.splits
+    drawn, size = _drawn(prompts, num_prompts, config.seed), size or job.args.num_generations
     rows = [*prompts.select(drawn)]
+    rewards = with_weights(job.rewards, job.args.reward_weights)
+    judge = job.guarded(max(rewards, key=lambda reward: reward.weight_at(0.0)), "stop")
+    engine, _ = job.engine
     say(f"sampling {len(rows)} prompts x {size} completions of {config.model.name}")
-    rewards = load_rewards(config.rewards, tokenizer, rewards_base, args.chat_template_kwargs)
-    rewards = with_weights(rewards, args.reward_weights)
-    judge = max(rewards, key=lambda reward: reward.weight_at(0.0))
-    judge = replace(judge, func=guarded(judge.func, args.reward_timeout_seconds, "stop"))
-    add_to_session(judge.func)
-    how = settings_of(args) | {"engine": start_engine(model, args)[0], "num_samples": size}
-    found = evaluate(model, tokenizer, rows, [judge], **how).by_prompt
+    how = settings_of(job.args) | {"engine": engine, "num_samples": size}
+    found = evaluate(*job.policy, rows, [judge], **how).by_prompt
     scores = [[one["rewards"][judge.name] for one in group] for group in found]
     others = prompts.select(sorted(set(range(len(prompts))) - set(drawn)))
     return _by_level(rows, scores, judge.name), others, [*(held_out or [])]

@@ -18,7 +18,7 @@ from trl.trainer import rloo_trainer  # whose names Unsloth replaces
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.errors import ConfigError
-from rloo_kit.job import load_policy, make_trainer_args
+from rloo_kit.job import PreparedJob
 from rloo_kit.machine.memory import session
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.sampling.canary import PROBE_TOKENS, PROBE_TOKENS_PER_ROW
@@ -56,13 +56,14 @@ def mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str)
     with tempfile.TemporaryDirectory() as folder, session():
         from datasets import Dataset
 
-        args = make_trainer_args(config, Path(folder))
+        job = PreparedJob(replace(config, output_dir=folder), base)
+        args = job.args
         if not getattr(args, precision):  # Unsloth has changed it
             raise ConfigError(
                 f"Unsloth does not compute in {precision} here: set model.backend: transformers, "
                 "or leave --precision out"
             )
-        model, tokenizer = load_policy(config, base, args)
+        model, tokenizer = job.policy
         trainer = LeaveOneOutTrainer(model, _no_reward, args, Dataset.from_list([*rows]), tokenizer)
         prompts = [prompt_ids(tokenizer, row["prompt"], args.chat_template_kwargs) for row in rows]
         drawn = _drawn(trainer, prompts)

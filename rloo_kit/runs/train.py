@@ -5,30 +5,20 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rloo_kit.checkpoints.stopping import Terminated, terminate_as_interrupt
 from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint
-from rloo_kit.config.run_file import EXAMPLES, RunConfig
+from rloo_kit.config.run_file import RunConfig
 from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import ConfigError, DataError, KitError, MemoryRanOutError
 from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
-from rloo_kit.job import (
-    fitting_prompts,
-    held_out_judges,
-    load_policy,
-    make_trainer_args,
-    read_config,
-    read_prompts,
-    tokenizer_of,
-    with_whole_paths,
-)
+from rloo_kit.job import PreparedJob, read_config, with_whole_paths
 from rloo_kit.live.select import live_progress
 from rloo_kit.machine.engines import sleep_pool_bytes
-from rloo_kit.machine.environment import Environment, setup
-from rloo_kit.machine.memory import MIB, add_to_session, is_out_of_memory, session
+from rloo_kit.machine.memory import MIB, is_out_of_memory, session
 from rloo_kit.models.loading import save_adapter
 from rloo_kit.output_folder import free_folder, lock_folder, read_json
 from rloo_kit.planning.planner import remedy, room_here
@@ -41,19 +31,11 @@ from rloo_kit.runs.folder import (
     reopened_folder,
 )
 from rloo_kit.runs.summary import RunResult
-from rloo_kit.sampling.choice import check_engine, start_engine, thought_limit
-from rloo_kit.sampling.engine import Choice, Engine
-from rloo_kit.scoring.contract import guarded
-from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.wording import first_line
-from rloo_kit.types import Model, Tokenizer
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
     from rloo_kit.runs.recorder import RunRecorder
-    from rloo_kit.training.config import LeaveOneOutConfig
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
 Say = Callable[[str], None]
@@ -98,9 +80,8 @@ def train(
         return call_in_child(train, (source, overrides), say, resume=resume)
     say = redacting(say)
     config, base = read_config(source, overrides)
-    # A run file that ships with the kit finds the user's own rewards in the working folder.
-    rewards_base = Path() if base == EXAMPLES else base
-    absolute = with_whole_paths(config, base, rewards_base)
+    job = PreparedJob(config, base, say)
+    absolute = with_whole_paths(config, base, job.rewards_base)
     with terminate_as_interrupt(), session() as opened, contextlib.ExitStack() as held:
         past = folder_to_resume(source, config, resume)
         if past is not None:
@@ -110,8 +91,7 @@ def train(
                 return _already_finished(past, say)
         elif resume:
             say(f"no run in {config.output_dir} to resume: a new one begins")
-        made = _prepare(config, base, rewards_base, past, say)
-        result = _train_and_score(made, absolute, past, say)
+        result = _train_and_score(job, absolute, past, say)
     result = replace(result, released=opened.released)
     summary.conclude(say, result)
     return result
@@ -126,118 +106,71 @@ def _already_finished(folder: Path, say: Say) -> RunResult:
 # --- preparation ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """All that a training needs, checked; nothing is on the disk yet."""
-
-    config: RunConfig
-    base: Path  # folder that relative paths of model and prompts start from
-    environment: Environment
-    folder: Path
-    args: "LeaveOneOutConfig"
-    model: Model
-    tokenizer: Tokenizer
-    rewards: list[LoadedReward]
-    prompts: "Dataset"
-    engine: Engine | None
-    score: Callable[[], Evaluation | None]
-
-
-def _prepare(
-    config: RunConfig, base: Path, rewards_base: Path, past: Path | None, say: Say
-) -> _Prepared:
-    # Load the rewards once before the model: a wrong name then costs a second, not a model load.
-    for specs in (config.rewards, config.data.held_out_rewards):
-        load_rewards(specs, base_dir=rewards_base, say=say)
-    if config.model.trust_remote_code:
-        say(f"code that comes with {config.model.name} may run: model.trust_remote_code is true")
-    environment = setup(config.model.backend)
+def _prepare(job: PreparedJob, past: Path | None, say: Say) -> Path:
+    """Make the parts of the job, and return the folder of the run; nothing is written yet."""
+    live_progress()  # refuses a wrong RLOO_KIT_LIVE before the model is loaded
+    folder = past or free_folder(job.config.output_dir)
+    job.prepare()
     from rloo_kit.training.trainer import check_prompts  # TRL, after Unsloth
 
-    live_progress()  # refuses a wrong RLOO_KIT_LIVE, from .env too, before the model is loaded
-    prompts, held_out = read_prompts(config, base)
-    folder = past or free_folder(config.output_dir)
-    args = make_trainer_args(config, folder)
-    check_engine(args)
-    # All that a tokenizer can tell comes before the weights, which may take minutes
-    tokenizer = tokenizer_of(config, base)
-    thought_limit(tokenizer, args.thinking_budget)  # refuses a model without thoughts
-    load = functools.partial(
-        load_rewards,
-        base_dir=rewards_base,
-        tokenizer=tokenizer,
-        chat_template_kwargs=args.chat_template_kwargs,
-    )
-    rewards = load(config.rewards)
-    prompts, held_out = fitting_prompts(tokenizer, prompts, held_out, config, args, say)
-    check_prompts(prompts, args)
-    summary.announce_load(say, config, environment, args)
-    model, tokenizer = load_policy(config, base, args)
-    engine, choice = start_engine(model, args)
-    if engine is None:
-        args.generation, args.use_vllm = "transformers", False  # the trainer starts none either
-    summary.introduce(say, config, environment)
+    prompts, held_out = job.splits
+    check_prompts(prompts, job.args)
+    summary.announce_load(say, job.config, job.environment, job.args)
+    engine, choice = job.engine
+    summary.introduce(say, job.config, job.environment)
     say(
         f"{len(prompts):,} prompts to train on, {len(held_out or ()):,} held out; "
         f"run folder {folder}"
     )
-    _say_sampler(say, engine, choice)
-    judges = [
-        replace(judge, func=guarded(judge.func, args.reward_timeout_seconds, args.on_reward_error))
-        for judge in held_out_judges(rewards, held_out, load, config.data)
-    ]
-    for judge in judges:
-        add_to_session(judge.func)
-    how = settings_of(args) | {"engine": engine, "num_samples": config.data.held_out_samples}
-
-    def score() -> Evaluation | None:
-        """Score the held-out prompts, if there are any."""
-        if held_out is None:
-            return None
-        return evaluate(model, tokenizer, held_out, judges, **how)
-
-    return _Prepared(
-        config, base, environment, folder, args, model, tokenizer, rewards, prompts, engine, score
-    )
-
-
-def _say_sampler(say: Say, engine: Engine | None, choice: Choice) -> None:
     if engine is not None:
         say(f"completions from {engine.name}, adapter sent after every step")
     elif choice.reason:
         say(f"completions from transformers and not vLLM: {choice.reason}")
+    return folder
+
+
+def _score(job: PreparedJob) -> Evaluation | None:
+    """Score the held-out prompts, if there are any."""
+    _, held_out = job.splits
+    if held_out is None:
+        return None
+    how: dict[str, Any] = settings_of(job.args) | {"engine": job.engine[0]}
+    return evaluate(
+        *job.policy, held_out, job.judges, num_samples=job.config.data.held_out_samples, **how
+    )
 
 
 # --- training ------------------------------------------------------------------------------------
 
 
 def _train_and_score(
-    made: _Prepared, absolute: RunConfig, past: Path | None, say: Say
+    job: PreparedJob, absolute: RunConfig, past: Path | None, say: Say
 ) -> RunResult:
     """Run everything except the release; what is made here belongs to the open session."""
+    free = _prepare(job, past, say)
     checkpoint, before = _find_progress(past)
     if past is None:
-        opened = new_folder(made.folder, absolute, made.environment)
+        opened = new_folder(free, absolute, job.environment)
     else:
-        opened = reopened_folder(past, absolute, made.environment, checkpoint)
+        opened = reopened_folder(past, absolute, job.environment, checkpoint)
+    score = functools.partial(_score, job)
     with opened as recorder:
         folder = recorder.folder
-        made.args.output_dir = str(folder)
-        trainer = _make_trainer(made, recorder)
-        score = made.score
+        job.args.output_dir = str(folder)
+        trainer = _make_trainer(job, recorder)
         if checkpoint is None:
             trainer.dry_run_if_wanted(
                 say,
-                max_prompt_tokens=made.config.data.max_prompt_tokens,
-                remedy=lambda: remedy(made.config, room_here(), base=made.base),
+                max_prompt_tokens=job.config.data.max_prompt_tokens,
+                remedy=lambda: remedy(job.config, room_here(), base=job.base),
             )
         if before is None:
             before = score()
         if before:
             say(f"before: {summary.means(before)}")
-        _follow_scores(trainer, recorder, made, score, before, resumed=checkpoint is not None)
+        _follow_scores(trainer, recorder, job.config, score, before, resumed=checkpoint is not None)
         seconds, by = _train(trainer, checkpoint, say)
-        save_adapter(made.model, made.tokenizer, folder / "adapter")
+        save_adapter(*job.policy, folder / "adapter")
         after, by = _score_again(score, by)
         steps = trainer.state.global_step
         _finish(trainer, recorder, after, seconds, by)
@@ -266,18 +199,19 @@ def _find_progress(past: Path | None) -> tuple[Checkpoint | None, Evaluation | N
         return checkpoint, None
 
 
-def _make_trainer(made: _Prepared, recorder: "RunRecorder") -> "LeaveOneOutTrainer":
+def _make_trainer(job: PreparedJob, recorder: "RunRecorder") -> "LeaveOneOutTrainer":
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
+    model, tokenizer = job.policy
     try:
         return LeaveOneOutTrainer(
-            model=made.model,
-            reward_funcs=made.rewards,
-            args=made.args,
-            train_dataset=made.prompts,
-            processing_class=made.tokenizer,
+            model=model,
+            reward_funcs=job.rewards,
+            args=job.args,
+            train_dataset=job.splits[0],
+            processing_class=tokenizer,
             callbacks=[recorder],
-            engine=made.engine,
+            engine=job.engine[0],
         )
     except (ValueError, NotImplementedError) as exc:
         if isinstance(exc, KitError):
@@ -288,7 +222,7 @@ def _make_trainer(made: _Prepared, recorder: "RunRecorder") -> "LeaveOneOutTrain
 def _follow_scores(
     trainer: "LeaveOneOutTrainer",
     recorder: "RunRecorder",
-    made: _Prepared,
+    config: RunConfig,
     score: Callable[[], Evaluation | None],
     before: Evaluation | None,
     *,
@@ -297,7 +231,7 @@ def _follow_scores(
     """Score held-out prompts during training, for the record and for the watch."""
     from rloo_kit.runs.recorder import HeldOutScores
 
-    watch, every = trainer.watch, made.config.data.held_out_every
+    watch, every = trainer.watch, config.data.held_out_every
 
     def note(evaluation: Evaluation, step: int) -> None:
         if not (resumed and step == 0):
@@ -306,7 +240,7 @@ def _follow_scores(
             watch.see_held_out(step, evaluation.as_dict())
 
     if watch is not None:
-        watch.config = made.config
+        watch.config = config
         watch.by_held_out = before is not None and bool(every)
         # After a power cut it may hold no line
         with contextlib.suppress(DataError):

@@ -2,6 +2,6 @@
 
 ``start_engine`` (choice) starts vLLM in this process, an ``Engine`` that takes prompt ids and
 returns token ids with log-probabilities, or none where transformers samples. ``Canary`` proves that
-they come from the policy that trains. The package knows nothing of rewards, datasets or the
-training loop.
+they come from the policy that trains. ``Completer`` samples rows and calls the rewards, for
+trainings and evaluations. The package knows nothing of the training loop.
 """

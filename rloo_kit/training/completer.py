@@ -1,38 +1,35 @@
-"""Sample completions and score them, by an engine or the model, and by the rewards.
+"""Draw completions from the policy that trains, log them, and weigh their rewards.
 
 Shapes: B completions, F reward functions.
 """
 
-import asyncio
 import contextlib
+import math
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from trl.data_utils import apply_chat_template, is_conversational
 from trl.trainer import rloo_trainer  # whose names Unsloth replaces
 from trl.trainer.utils import use_adapter
 
-from rloo_kit.data.lengths import tokenize_prompts
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
 from rloo_kit.rloo.guards import Pieces, finite_logits
 from rloo_kit.rloo.rollout import Completions, ScoredBatch
-from rloo_kit.rloo.step import Row
+from rloo_kit.rloo.step import Pending, Row
 from rloo_kit.sampling.canary import Canary
 from rloo_kit.sampling.choice import blame_generation_kwargs, make_sampling
+from rloo_kit.sampling.completer import Completer
 from rloo_kit.sampling.decoding import complete
 from rloo_kit.sampling.engine import Engine, ThoughtLimit, draw_from
 from rloo_kit.scoring.composition import WeightSchedule
-from rloo_kit.scoring.contract import AsyncCheckedReward, reward_columns
 from rloo_kit.scoring.loading import LoadedReward
 from rloo_kit.training.config import LeaveOneOutConfig
 from rloo_kit.training.metrics import StepLog
 from rloo_kit.training.policy import Policy, without_checkpointing
-from rloo_kit.types import Tokenizer
+from rloo_kit.types import Score
 
 # For a single completion that does not fit into memory
 SAMPLING_REMEDY = (
@@ -166,95 +163,40 @@ def _uncast(args: LeaveOneOutConfig) -> Iterator[None]:
 
 
 @dataclass(kw_only=True, eq=False)
-class Completer:
-    """Samples a completion of each row and scores them."""
+class TrainingCompleter(Completer):
+    """A completer that logs, and adds up rewards by their weights of the moment."""
 
-    sampler: Sampler
     log: StepLog
-    processing_class: Tokenizer  # the tokenizer, or a processor that has one
-    template_settings: dict[str, Any]  # of the chat template
-    functions: Callable[[], list[Any]]  # F rewards: functions, async functions, or models
-    tokenizers: list[Any]  # F: those of the models
     rewards: list[LoadedReward]  # F: their names and weights
     weights: torch.Tensor  # (F,) those weights now
     progress: Callable[[], float]  # share of the training that is done
-    trainer_state: Callable[[], Any]  # which rewards may ask for
-    loop: asyncio.AbstractEventLoop | None  # runs async rewards, in a thread of its own
+    device: torch.device
 
-    def sample(self, rows: list[Row]) -> Completions:
-        """Sample one completion of each row.
-
-        Raises:
-            DataError: The chat template cannot render a prompt.
-            StalePolicyError: The engine sampled from another policy.
-            MemoryRanOutError: Not even a single completion fits.
-        """
-        started, sampler = time.perf_counter(), self.sampler
-        prompts = [row["prompt"] for row in rows]
-        prompt_ids = tokenize_prompts(self.processing_class, prompts, self.template_settings)
-        ids, log_probs = sampler.draw(prompt_ids)
-        last = {*sampler.eos_token_ids, sampler.pad_token_id}
-        texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
-        if is_conversational({"prompt": prompts[0]}):
-            texts = [[{"role": "assistant", "content": text}] for text in texts]
-        completions = Completions(
-            prompts=prompts,
-            completions=texts,
-            tokens=TokenRows(prompt_ids, ids),
-            ended=[completion[-1] in last for completion in ids],
-            sampler_log_probs=log_probs,
-        )
+    def sample(self, rows: Sequence[Row]) -> Completions:
+        """Sample one completion of each row, as ``Completer`` does."""
+        started = time.perf_counter()
+        completions = super().sample(rows)
         self.log.note_sampled(completions, time.perf_counter() - started)
         return completions
 
-    def score(self, rows: list[Row], completions: Completions) -> "PendingScores":
+    def score(self, rows: Sequence[Row], completions: Completions) -> Pending[ScoredBatch]:
         """Start the rewards of completions of rows; the async ones run in the background."""
-        columns = reward_columns(
-            rows,
-            completions.completions,
-            completions.tokens.completion_ids,
-            trainer_state=self.trainer_state(),
-            log_extra=self.log.note_extra,
-            log_metric=self.log.note_of_reward,
+        pending = super().score(rows, completions)
+        return Pending(pending.runs, lambda: self._batch(pending.result, completions))
+
+    def _batch(
+        self, wait: Callable[[], list[list[Score]]], completions: Completions
+    ) -> ScoredBatch:
+        begun = time.perf_counter()
+        columns = [[math.nan if one is None else one for one in scores] for scores in wait()]
+        rewards = torch.tensor(columns, dtype=torch.float32, device=self.device).T  # (B, F)
+        weights = self.weights_now().to(self.device)  # (F,)
+        scores = (rewards * weights).nansum(dim=1)  # (B,)
+        scores = scores.masked_fill(rewards.isnan().all(dim=1), torch.nan)
+        self.log.elsewhere += time.perf_counter() - begun
+        return ScoredBatch(
+            **vars(completions), rewards=rewards, scores=scores, weights=weights.clone()
         )
-        started = {}
-        for place, function in enumerate(self.functions()):
-            if self.loop is not None and isinstance(function, AsyncCheckedReward):
-                started[place] = asyncio.run_coroutine_threadsafe(function(**columns), self.loop)
-        return PendingScores(self, completions, columns, started)
-
-    def finish(self, columns: dict[str, Any], started: dict[int, Future[Any]]) -> torch.Tensor:
-        """Return ``(B, F)`` float32 rewards, NaN for None: call the rest, wait for the started."""
-        device, functions = self.sampler.accelerator.device, self.functions()
-        found = torch.zeros(len(columns["prompts"]), len(functions), device=device)
-        for place, function in enumerate(functions):
-            if isinstance(function, torch.nn.Module):
-                found[:, place] = self._logits(function, self.tokenizers[place], columns)
-                continue
-            scores = started[place].result() if place in started else function(**columns)
-            values = [torch.nan if score is None else score for score in scores]
-            found[:, place] = torch.tensor(values, dtype=torch.float32, device=device)
-        return found
-
-    def _logits(
-        self, model: torch.nn.Module, tokenizer: Any, columns: dict[str, Any]
-    ) -> torch.Tensor:
-        """Return ``(B,)`` logits of a sequence-classification model, read as TRL reads texts."""
-        pairs = zip(columns["prompts"], columns["completions"], strict=True)
-        texts = [prompt + completion for prompt, completion in pairs]
-        if is_conversational({"prompt": columns["prompts"][0]}):
-            texts = [
-                apply_chat_template({"messages": messages}, tokenizer, **self.template_settings)[
-                    "text"
-                ]
-                for messages in texts
-            ]
-        inputs = tokenizer(
-            text=texts, return_tensors="pt", padding=True, padding_side="right",
-            add_special_tokens=False,
-        )  # fmt: skip
-        with torch.inference_mode():
-            return model(**inputs.to(self.sampler.accelerator.device)).logits[:, 0]
 
     def weights_now(self) -> torch.Tensor:
         """Return ``(F,)`` weights, those with a schedule set to what they are now."""
@@ -263,36 +205,3 @@ class Completer:
                 self.weights[place] = weight = reward.weight_at(self.progress())
                 self.log.note(f"rewards/{reward.name}/weight", weight)
         return self.weights
-
-
-class PendingScores:
-    """Rewards that are being computed."""
-
-    def __init__(
-        self,
-        completer: Completer,
-        completions: Completions,
-        columns: dict[str, Any],
-        started: dict[int, Future[Any]],
-    ) -> None:
-        self._completer = completer
-        self._completions = completions
-        self._columns = columns
-        self._started = started
-        self.runs = bool(started)
-
-    def result(self) -> ScoredBatch:
-        """Compute the other rewards, wait for all, and return the completions with their scores.
-
-        Raises:
-            RewardContractError: From a reward.
-        """
-        begun, completer = time.perf_counter(), self._completer
-        rewards = completer.finish(self._columns, self._started)  # (B, F)
-        weights = completer.weights_now().to(rewards.device)  # (F,)
-        scores = (rewards * weights).nansum(dim=1)  # (B,)
-        scores = scores.masked_fill(rewards.isnan().all(dim=1), torch.nan)
-        completer.log.elsewhere += time.perf_counter() - begun
-        return ScoredBatch(
-            **vars(self._completions), rewards=rewards, scores=scores, weights=weights.clone()
-        )

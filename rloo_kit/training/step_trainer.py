@@ -22,7 +22,7 @@ from rloo_kit.rloo.step import Row, Step
 from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.loading import LoadedReward
-from rloo_kit.training.completer import Completer, Sampler
+from rloo_kit.training.completer import Sampler, TrainingCompleter
 from rloo_kit.training.config import LeaveOneOutConfig
 from rloo_kit.training.dry_run import DryRun, WorstCase
 from rloo_kit.training.metrics import StepLog
@@ -70,19 +70,7 @@ class StepTrainer(ResumableTrainer, RLOOTrainer):
         )
         self.policy = Policy(self.model, self.ref_model, self.accelerator, args)
         self.sampler = self._make_sampler(engine)
-        completer = Completer(
-            sampler=self.sampler,
-            log=self.step_log,
-            processing_class=self.processing_class,
-            template_settings=self.chat_template_kwargs,
-            functions=lambda: self.reward_funcs,
-            tokenizers=self.reward_processing_classes,
-            rewards=rewards,
-            weights=self.reward_weights,
-            progress=lambda: self.state.global_step / max(1, self.state.max_steps),
-            trainer_state=lambda: self.state,
-            loop=getattr(self, "async_loop", None),  # TRL's, where a reward is async
-        )
+        completer = self._make_completer(rewards)
         self.options = Options(
             args=args,
             dataset=lambda: self.train_dataset,
@@ -104,6 +92,27 @@ class StepTrainer(ResumableTrainer, RLOOTrainer):
             after_scoring=self.options.after_scoring,
             rows_to_learn=self.options.rows_to_learn,
             overlap=not args.dynamic_sampling,
+        )
+
+    def _make_completer(self, rewards: list[LoadedReward]) -> TrainingCompleter:
+        return TrainingCompleter(
+            draw=self.sampler.draw,
+            processing_class=self.processing_class,
+            template_settings=self.chat_template_kwargs,
+            ends=frozenset((*self.eos_token_ids, self.tokenizer.pad_token_id)),
+            functions=lambda: self.reward_funcs,
+            tokenizers=self.reward_processing_classes,
+            for_rewards=lambda: {
+                "trainer_state": self.state,
+                "log_extra": self.step_log.note_extra,
+                "log_metric": self.step_log.note_of_reward,
+            },
+            loop=getattr(self, "async_loop", None),  # TRL's, where a reward is async
+            log=self.step_log,
+            rewards=rewards,
+            weights=self.reward_weights,
+            progress=lambda: self.state.global_step / max(1, self.state.max_steps),
+            device=self.accelerator.device,
         )
 
     def _make_sampler(self, engine: Engine | None) -> Sampler:

@@ -16,17 +16,17 @@ def hooked(hook):
     """Return what puts a hook on the model that is trained, right after it is loaded."""
 
     def prepare():
-        from rloo_kit.runs import train as run
+        from rloo_kit import job
 
-        real = run.load_policy
+        real = job.attach_lora
 
         @functools.wraps(real)
-        def load_policy(*args, **kwargs):
-            model, tokenizer = real(*args, **kwargs)
+        def attach_lora(*args, **kwargs):
+            model = real(*args, **kwargs)
             model.get_base_model().register_forward_pre_hook(hook, with_kwargs=True)
-            return model, tokenizer
+            return model
 
-        run.load_policy = load_policy
+        job.attach_lora = attach_lora
 
     return prepare
 

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 
 def rows_of(kit, tokenizer):
     """A few prompts with completions of unequal length."""
-    from rloo_kit.evaluation.evaluator import prompt_ids
+    from rloo_kit.data.lengths import prompt_ids
 
     prompts = [
         prompt_ids(tokenizer, row["prompt"])

@@ -37,7 +37,7 @@ def sampler(request, kit, vllm, device):
 
 
 def prompts_of(kit, tokenizer):
-    from rloo_kit.evaluation.evaluator import prompt_ids
+    from rloo_kit.data.lengths import prompt_ids
 
     return [
         prompt_ids(tokenizer, row["prompt"])

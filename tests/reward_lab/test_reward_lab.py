@@ -378,8 +378,8 @@ def test_on_a_gpu_the_model_samples_in_a_child_and_the_rewards_run_here(monkeypa
         return [float(len(one)) for one in completions]
 
     on_gpu = SimpleNamespace(hardware=SimpleNamespace(device="cuda"))
-    monkeypatch.setattr(lab, "setup", lambda backend: on_gpu)
-    monkeypatch.setattr(lab, "load_policy", None)  # of this process, not of the child
+    monkeypatch.setattr(lab.PreparedJob, "environment", on_gpu)
+    monkeypatch.setattr(lab.PreparedJob, "policy", None)  # of this process, not of the child
     lines = []
     found = check_rewards("quickstart", rewards=[mine], num_prompts=2, say=lines.append)
     assert 16 in seen

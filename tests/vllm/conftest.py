@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rloo_kit as rk
-from rloo_kit.evaluation.evaluator import prompt_ids
+from rloo_kit.data.lengths import prompt_ids
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,121 @@
+"""Sample completions of rows and call the rewards: in a training, an evaluation and the lab.
+
+Shapes: B completions, F reward functions.
+"""
+
+import asyncio
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rloo_kit.data.lengths import tokenize_prompts
+from rloo_kit.rloo.batching import TokenRows
+from rloo_kit.rloo.rollout import Completions
+from rloo_kit.rloo.step import Pending
+from rloo_kit.scoring.contract import AsyncCheckedReward, call_reward, reward_columns
+from rloo_kit.types import Score, Tokenizer
+
+# Completion ids of prompt ids, and their log-probabilities where an engine reports them
+Draw = Callable[[list[list[int]]], tuple[list[list[int]], list[list[float]] | None]]
+
+
+@dataclass(kw_only=True, eq=False)
+class Completer:
+    """Samples a completion of each row and calls the rewards."""
+
+    draw: Draw
+    processing_class: Tokenizer  # the tokenizer, or a processor that has one
+    template_settings: dict[str, Any] | None  # of the chat template
+    ends: frozenset[int]  # tokens that end a completion
+    functions: Callable[[], Sequence[Any]]  # F rewards: functions, async functions, or models
+    tokenizers: Sequence[Any] = ()  # F: those of the models
+    # `trainer_state`, `log_extra` and `log_metric` for the rewards
+    for_rewards: Callable[[], dict[str, Any]] = dict
+    # runs async rewards, in a thread of its own; None: one after another
+    loop: asyncio.AbstractEventLoop | None = field(default=None)
+
+    def sample(self, rows: Sequence[Mapping[str, Any]]) -> Completions:
+        """Sample one completion of each row.
+
+        Raises:
+            DataError: The chat template cannot render a prompt.
+            StalePolicyError: The engine sampled from another policy.
+            MemoryRanOutError: Not even a single completion fits.
+        """
+        prompts = [row["prompt"] for row in rows]
+        prompt_ids = tokenize_prompts(self.processing_class, prompts, self.template_settings)
+        ids, log_probs = self.draw(prompt_ids)
+        texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
+        return Completions(
+            prompts=prompts,
+            completions=as_completions(prompts, texts),
+            tokens=TokenRows(prompt_ids, ids),
+            ended=[completion[-1] in self.ends for completion in ids],
+            sampler_log_probs=log_probs,
+        )
+
+    def score(self, rows: Sequence[Mapping[str, Any]], completions: Completions) -> Pending[Any]:
+        """Start the rewards: the result is F lists of B scores. Async ones run meanwhile.
+
+        Raises:
+            RewardContractError: From a reward, here or by the result.
+        """
+        columns = reward_columns(
+            rows,
+            completions.completions,
+            completions.tokens.completion_ids,
+            **self.for_rewards(),
+        )
+        started = {
+            place: asyncio.run_coroutine_threadsafe(function(**columns), self.loop)
+            for place, function in enumerate(self.functions())
+            if self.loop is not None and isinstance(function, AsyncCheckedReward)
+        }
+        return Pending(bool(started), functools.partial(self._finish, columns, started))
+
+    def _finish(
+        self, columns: dict[str, Any], started: dict[int, Future[Any]]
+    ) -> list[list[Score]]:
+        """Call the other rewards, and wait for those that have started."""
+        return [
+            started[place].result()
+            if place in started
+            else self._logits(function, self.tokenizers[place], columns)
+            if isinstance(function, torch.nn.Module)
+            else call_reward(function, columns)
+            for place, function in enumerate(self.functions())
+        ]
+
+    def _logits(
+        self, model: torch.nn.Module, tokenizer: Any, columns: dict[str, Any]
+    ) -> list[Score]:
+        """Return B logits of a sequence-classification model, read as TRL reads texts."""
+        from trl.data_utils import apply_chat_template
+
+        pairs = zip(columns["prompts"], columns["completions"], strict=True)
+        texts = [prompt + completion for prompt, completion in pairs]
+        if not isinstance(texts[0], str):
+            texts = [
+                apply_chat_template(
+                    {"messages": messages}, tokenizer, **(self.template_settings or {})
+                )["text"]
+                for messages in texts
+            ]
+        inputs = tokenizer(
+            text=texts, return_tensors="pt", padding=True, padding_side="right",
+            add_special_tokens=False,
+        )  # fmt: skip
+        with torch.inference_mode():
+            return model(**inputs.to(next(model.parameters()).device)).logits[:, 0].tolist()
+
+
+def as_completions(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:
+    """Return texts as rewards get them: a message where the prompt is a conversation."""
+    return [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
