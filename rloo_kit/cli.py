@@ -414,10 +414,10 @@ def _rewards_check(**options: Any) -> int:
     ),
 )
 def _reward_model_train(pairs: str, settings: list[str], **options: Any) -> None:
-    from rloo_kit.config.run_file import read_settings
+    from rloo_kit.config.run_file import read_overrides
     from rloo_kit.reward_lab.training import train_reward_model
 
-    options |= read_settings(settings)
+    options |= read_overrides(settings)
     for name in {"pairs", "say"} & set(options):
         raise ConfigError(f"--set {name!r} is no setting of a reward model: leave it out")
     train_reward_model(pairs, **options)
