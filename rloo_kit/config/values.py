@@ -17,8 +17,9 @@ def check_value(path: str, value: object, hint: Any, rule: Rule = NO_RULE) -> li
     """Return what is wrong with the value of a key such as ``trainer.beta``: [] or one sentence."""
     start = f"{path} is {format_value(value)},"
     bounds = Field(ge=rule.minimum, gt=rule.above, le=rule.maximum, lt=rule.below)
+    kind: Any = Annotated[hint, bounds]  # pyright: ignore[reportInvalidTypeForm]  # made here
     try:
-        TypeAdapter(Annotated[hint, bounds], config=STRICT).validate_python(value)
+        TypeAdapter(kind, config=STRICT).validate_python(value)
     except ValidationError as exc:
         found = dict.fromkeys(error["msg"] for error in exc.errors())
         wanted = " or ".join(found).replace("Input should be", "must be")
