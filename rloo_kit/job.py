@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rloo_kit.config.engine_settings import requested_engine
 from rloo_kit.config.run_file import (
     EXAMPLES,
     TASK_REWARDS,
@@ -32,7 +33,7 @@ from rloo_kit.machine.memory import add_to_session
 from rloo_kit.models.adapters import adapter_in, lora_settings
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.loading import attach_lora, load_model, load_tokenizer
-from rloo_kit.sampling.choice import check_engine, requested_engine, start_engine, thought_limit
+from rloo_kit.sampling.choice import check_engine, start_engine, thought_limit
 from rloo_kit.sampling.engine import Choice, Engine
 from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.loading import LoadedReward, RewardSpec, load_rewards

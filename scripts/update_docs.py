@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import json
 import re
+import types
 import typing
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
@@ -21,8 +22,7 @@ import yaml
 import rloo_kit
 from rloo_kit.cli import _parser
 from rloo_kit.config.run_file import DataSection, LoraSection, ModelSection, RunConfig
-from rloo_kit.config.settings import BY_DEVICE, TRL_DEFAULTS, KitSettings, on_resume
-from rloo_kit.config.values import describe, describe_range
+from rloo_kit.config.settings import BY_DEVICE, TRL_DEFAULTS, KitSettings, Rule, on_resume
 from rloo_kit.machine.hardware import TESTED
 from rloo_kit.scoring.catalogue import Parameter, describe_rewards
 
@@ -47,6 +47,21 @@ MORE = {
 COMMON = ("thought_opened", "start_token_id", "end_token_id", "require_closed_thought")
 # Of a reward's docstring, after its first line
 SENTENCES = 1
+
+# Types in the words of the pages
+WORDS = {
+    bool: "true or false",
+    dict: "a table",
+    float: "a number",
+    int: "a whole number",
+    list: "a list",
+    list[float]: "a list of numbers",
+    list[int]: "a list of whole numbers",
+    list[str]: "a list of texts",
+    str: "text",
+    tuple[float, float]: "a list of two numbers",
+    type(None): "null",
+}
 
 
 def commands() -> str:
@@ -135,11 +150,43 @@ def _rows(section: type, prefix: str) -> Iterator[str]:
         if rule := one.metadata.get("rule"):
             is_made = one.default is dataclasses.MISSING
             default = _yaml(one.default_factory() if is_made else one.default)
-            text = f"{rule.help} {_sentence(describe_range(rule))}".strip()
+            text = f"{rule.help} {_sentence(_describe_range(rule))}".strip()
             yield (
-                f"- `{prefix}{one.name}` ({describe(hints[one.name])}, `{default}`)"
+                f"- `{prefix}{one.name}` ({_describe(hints[one.name])}, `{default}`)"
                 f"{': ' if text else ''}{text}"
             )
+
+
+def _describe(hint: object) -> str:
+    """Return a type in words, such as ``a number or null``."""
+    words: list[str] = []
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    options = typing.get_args(hint) if is_union else (hint,)
+    for option in sorted(options, key=lambda option: option is type(None)):
+        if typing.get_origin(option) is typing.Literal:
+            words += typing.get_args(option)
+        else:
+            words.append(WORDS.get(option) or WORDS[typing.get_origin(option)])
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _describe_range(rule: Rule) -> str:
+    """Return the bounds of a rule in words; "" where it has none."""
+    if rule.minimum is not None and rule.maximum is not None:
+        return f"between {_number(rule.minimum)} and {_number(rule.maximum)}"
+    bounds = {
+        "at least": rule.minimum,
+        "above": rule.above,
+        "at most": rule.maximum,
+        "below": rule.below,
+    }
+    given = [f"{word} {_number(bound)}" for word, bound in bounds.items() if bound is not None]
+    return " and ".join(given)
+
+
+def _number(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
 def _trl_settings() -> str:

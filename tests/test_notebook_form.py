@@ -63,7 +63,7 @@ def test_the_run_file_says_what_the_fields_say(tmp_path):
         ("prompts", "nowhere.jsonl", "data file 'nowhere.jsonl' does not exist: give the path"),
         ("rewards", "acuracy", "unknown reward 'acuracy'; did you mean 'accuracy'?"),
         ("rewards", "", "rewards: is empty, so there is nothing to learn from"),
-        ("rewards", "accuracy, {name", "rewards is '[accuracy, {name]', must be a list"),
+        ("rewards", "accuracy, {name", "rewards is '[accuracy, {name]', must be a valid list"),
         ("rewards", "judge", "reward 'judge' cannot be made from {}"),
         ("card", "large", "'large' is no size of a card: give one such as 12GB"),
         ("settings", "trainer.num_generation=8", "did you mean 'num_generations'?"),

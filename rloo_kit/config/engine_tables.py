@@ -1,11 +1,10 @@
-"""What the tables ``unsloth:`` and ``vllm:`` of a run file may not hold.
+"""What the tables ``trainer:``, ``unsloth:`` and ``vllm:`` of a run file may not hold.
 
 The libraries refuse names that they do not know when they load. Neither is imported here.
 """
 
 from collections.abc import Iterable
 
-TABLES = ("unsloth", "vllm")
 # Arguments that load_vllm of unsloth_zoo has and Unsloth's loaders lack: only the start of the
 # shared engine takes them
 SHARED_ENGINE_NAMES = frozenset(
@@ -16,6 +15,15 @@ SHARED_ENGINE_NAMES = frozenset(
 )  # fmt: skip
 # Names that another key of the run file sets
 SET_ELSEWHERE: dict[str, dict[str, str]] = {
+    "trainer": {
+        "output_dir": "output_dir",
+        "seed": "seed",
+        "trust_remote_code": "model.trust_remote_code",
+        "eval_strategy": "data.held_out_every",
+        "eval_steps": "data.held_out_every",
+        "load_best_model_at_end": "trainer.keep_best",
+        "save_total_limit": "trainer.keep_last",
+    },
     "unsloth": {
         "fast_inference": "trainer.generation",
         "gpu_memory_utilization": "trainer.vllm_gpu_memory_utilization",
@@ -45,29 +53,25 @@ SET_ELSEWHERE: dict[str, dict[str, str]] = {
     },
 }
 # Names that the kit sets itself, whatever the run file says
-FIXED: dict[str, frozenset[str]] = {
-    "unsloth": frozenset(
-        {
-            "config", "enable_lora", "from_flax", "from_tf", "full_finetuning", "gguf_file",
-            "is_vision_model", "model_patcher", "num_labels", "on_model_resolved", "return_args",
-            "state_dict", "training", "use_async", "use_engine", "use_safetensors",
-        }
-    ),
-    "vllm": frozenset(
-        {
-            "dtype", "enable_lora", "generation_config", "logprobs_mode", "max_loras",
-            "skip_tokenizer_init", "tensor_parallel_size",
-        }
-    ),
+FIXED = {
+    "unsloth": {
+        "config", "enable_lora", "full_finetuning", "gguf_file", "is_vision_model", "num_labels",
+        "use_async",
+    },
+    "vllm": {
+        "dtype", "enable_lora", "generation_config", "logprobs_mode", "max_loras",
+        "skip_tokenizer_init", "tensor_parallel_size",
+    },
 }  # fmt: skip
+TABLES = tuple(SET_ELSEWHERE)
 
 
 def check_table(table: str, names: Iterable[object]) -> list[str]:
-    """Return what is wrong with the keys of ``unsloth:`` or ``vllm:``."""
+    """Return what is wrong with the keys of one of ``TABLES``."""
     errors = []
     for key in map(str, names):
         if place := SET_ELSEWHERE[table].get(key):
             errors.append(f"{table}.{key} is {place} in a run file: write it there")
-        elif key in FIXED[table]:
+        elif key in FIXED.get(table, ()):
             errors.append(f"{table}.{key} is set by rloo-kit itself: leave it out")
     return errors

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import typing
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -17,10 +17,10 @@ import yaml
 from rloo_kit.config.engine_tables import TABLES, check_table
 from rloo_kit.config.settings import DEFAULTS, setting
 from rloo_kit.config.trainer_settings import translate_trainer_arguments
-from rloo_kit.config.values import check_keys, check_value, is_table, suggest
+from rloo_kit.config.values import NO_RULE, check_value, suggest
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.redaction import remember_settings, without_hidden
-from rloo_kit.text.wording import first_line, format_errors, format_value
+from rloo_kit.text.wording import first_line, format_errors, format_name, format_value
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -172,10 +172,13 @@ TASK_REWARDS: dict[str, Any] = {
     "math500": "math",
 }
 SECTIONS: dict[str, type] = {"model": ModelSection, "lora": LoraSection, "data": DataSection}
+WITH_KEYS = (*SECTIONS, *TABLES)
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # In an editable install the folder lies next to the package
 if not EXAMPLES.is_dir():
     EXAMPLES = EXAMPLES.parents[1] / "examples"
+# What PyYAML raises; others than its own for such as 2026-13-01, a date by its looks
+NOT_YAML = (yaml.YAMLError, RecursionError, LookupError, TypeError, ValueError)
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -202,8 +205,8 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             f"run file {name} cannot be read as text ({first_line(exc)}): save it as UTF-8"
         ) from exc
     try:
-        content = _parse(text)
-    except yaml.YAMLError as exc:
+        content = yaml.safe_load(text)
+    except NOT_YAML as exc:
         mark, problem = getattr(exc, "problem_mark", None), getattr(exc, "problem", None)
         line = f" in line {mark.line + 1}" if mark else ""
         raise ConfigError(
@@ -220,52 +223,19 @@ def find_run_file(path: str | Path) -> Path:
     return shipped if is_name and shipped.exists() else Path(path)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML's safe loader that refuses a duplicate key; YAML would keep the last one silently."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Return the table of a node, or raise YAMLError."""
-        keys = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in keys:
-                problem = f"duplicate key {format_value(key.value)}"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            keys.add((key.tag, key.value))
-        return super().construct_mapping(node, deep)
-
-
-def _parse(text: str) -> Any:
-    """Return what YAML says, or raise YAMLError."""
-    try:
-        return yaml.load(text, _Loader)
-    except (RecursionError, LookupError, TypeError, ValueError) as exc:
-        # What PyYAML says of 2026-13-01, a date by its looks
-        raise yaml.YAMLError(exc) from exc
-
-
 # --- overrides -----------------------------------------------------------------------------------
 
 
-def read_settings(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return ``key=value`` settings that are in no section, values read as YAML."""
-    found: dict[str, Any] = {}
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key.strip().isidentifier():
-            raise ConfigError(
-                f"--set {format_value(override)} is not of the form key=value: write it so"
-            )
-        found[key.strip()] = read_value(text)
-    remember_settings(found)
-    return found
-
-
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what ``section.key=value`` settings alone say, a table for each section."""
+    """Return what ``section.key=value`` settings alone say, a table for each section.
+
+    Raises:
+        ConfigError: A setting has another form.
+    """
     content: dict[str, Any] = {}
-    errors = [error for override in overrides for error in _apply_override(content, override)]
-    if errors:
+    if errors := _apply_overrides(content, overrides):
         raise ConfigError(format_errors(errors))
+    remember_settings(content)
     return content
 
 
@@ -275,28 +245,33 @@ def read_value(text: str) -> Any:
         # YAML 1.1 wants a point and a sign: 1.0e-3
         return float(text)
     try:
-        return _parse(text)
-    except yaml.YAMLError:
+        return yaml.safe_load(text)
+    except NOT_YAML:
         return text
 
 
-def _apply_override(content: dict[str, Any], override: str) -> list[str]:
-    """Write an override into the content; return what is wrong with its form."""
-    path, equals, text = override.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys) or len(keys) > 2:
-        return [f"--set {format_value(override)} is not of the form section.key=value: write it so"]
-    table = content
-    if len(keys) == 2:
-        section = content.get(keys[0]) or {}
-        if not isinstance(section, Mapping) or keys[0] not in (*SECTIONS, "trainer", *TABLES):
-            return [
-                f"--set {format_value(override)}: {format_value(keys[0])} is no section with keys "
+def _apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Write overrides into the content; return what is wrong with their form."""
+    errors = []
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        keys = path.strip().split(".")
+        section = keys[0]
+        table = content.get(section) or {}
+        if not equals or not all(keys) or len(keys) > 2:
+            errors.append(
+                f"--set {format_value(override)} is not of the form section.key=value: write it so"
+            )
+        elif len(keys) == 1:
+            content[section] = read_value(text)
+        elif section not in WITH_KEYS or not isinstance(table, Mapping):
+            errors.append(
+                f"--set {format_value(override)}: {format_value(section)} is no section with keys "
                 f"of its own"
-            ]
-        table = content[keys[0]] = dict(section)
-    table[keys[-1]] = read_value(text)
-    return []
+            )
+        else:
+            content[section] = {**table, keys[1]: read_value(text)}
+    return errors
 
 
 def without_hidden_settings(config: RunConfig) -> RunConfig:
@@ -306,18 +281,6 @@ def without_hidden_settings(config: RunConfig) -> RunConfig:
     """
     settings, names = without_hidden(config.as_dict())
     return make_run_config(settings) if names else config
-
-
-# Fields of TRL that another key of the run file sets
-ELSEWHERE = {
-    "output_dir": "output_dir, at the top of the run file,",
-    "seed": "seed, at the top of the run file,",
-    "trust_remote_code": "model.trust_remote_code",
-    "eval_strategy": "data.held_out_every",
-    "eval_steps": "data.held_out_every",
-    "load_best_model_at_end": "trainer.keep_best",
-    "save_total_limit": "trainer.keep_last",
-}
 
 
 # --- checking ------------------------------------------------------------------------------------
@@ -330,62 +293,46 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
             f"a run file holds `section: {{key: value}}`, not a {type(content).__name__}; start "
             f"from examples/quickstart.yaml"
         )
-    content = {str(key): value for key, value in content.items()}
-    errors = [error for override in overrides for error in _apply_override(content, override)]
+    content = dict(content)
+    errors = _apply_overrides(content, overrides)
     remember_settings(content)
-    known = {one.name: one for one in dataclasses.fields(RunConfig)}
-    hints = typing.get_type_hints(RunConfig)
-    values: dict[str, Any] = {}
-    for key, value in content.items():
-        if key not in known:
-            errors.append(f"unknown section {format_value(key)}{suggest(key, known)}")
-        elif key in SECTIONS:
-            values[key] = _make_section(key, value, errors)
-        elif key in ("trainer", *TABLES):
-            table = dict(value) if is_table(value, key, errors) else {}
-            values[key] = _check_trainer(table, errors) if key == "trainer" else table
-            errors += [] if key == "trainer" else check_table(key, table)
-        else:
-            errors += check_value(key, value, hints[key], known[key].metadata["rule"])
-            values[key] = value
-    if not errors:
-        config = RunConfig(**values)
-        reward = TASK_REWARDS.get(config.data.prompts.partition(":")[0])
-        if reward is not None and "rewards" not in values:
-            config = dataclasses.replace(config, rewards=[reward])
-        errors = _check_together(config)
-        if not errors:
-            return config
-    raise ConfigError(format_errors(errors))
-
-
-def _make_section(name: str, value: object, errors: list[str]) -> Any:
-    section = SECTIONS[name]
-    if not is_table(value, name, errors):
-        return section()
-    hints = typing.get_type_hints(section)
-    errors += check_keys(name, value, (one.name for one in dataclasses.fields(section)))
-    good = {}
-    for one in dataclasses.fields(section):
-        if one.name in value:
-            found = value[one.name]
-            wrong = check_value(f"{name}.{one.name}", found, hints[one.name], one.metadata["rule"])
-            errors += wrong
-            good |= {} if wrong else {one.name: found}
-    return section(**good)
-
-
-def _check_trainer(values: dict[str, Any], errors: list[str]) -> dict[str, Any]:
-    errors += [
-        f"trainer.{name} has no effect here: set {place} instead"
-        for name, place in ELSEWHERE.items()
-        if name in values
-    ]
+    # A section may be empty
+    content = {k: v for k, v in content.items() if v is not None or k not in WITH_KEYS}
+    config: RunConfig = _make_section(RunConfig, content, "", errors)
+    for name in TABLES:
+        errors += check_table(name, getattr(config, name))
     try:
-        return translate_trainer_arguments(values, all_types=True)
+        trainer = translate_trainer_arguments(config.trainer, all_types=True)
+        config = dataclasses.replace(config, trainer=trainer)
     except ConfigError as exc:
         errors.append(str(exc))
-        return values
+    reward = TASK_REWARDS.get(config.data.prompts.partition(":")[0])
+    if reward is not None and "rewards" not in content:
+        config = dataclasses.replace(config, rewards=[reward])
+    errors = errors or _check_together(config)
+    if errors:
+        raise ConfigError(format_errors(errors))
+    return config
+
+
+def _make_section(kind: type, content: object, path: str, errors: list[str]) -> Any:
+    """Return a section of what is right in the content; note what is not."""
+    if not isinstance(content, Mapping):
+        errors.append(f"{path[:-1]}: holds `key: value` lines, not {format_value(content)}")
+        return kind()
+    hints = typing.get_type_hints(kind)
+    known = {one.name: one.metadata.get("rule", NO_RULE) for one in dataclasses.fields(kind)}
+    good: dict[str, Any] = {}
+    for key, value in content.items():
+        if key not in known:
+            errors.append(f"unknown key {path}{format_name(key)}{suggest(str(key), known)}")
+        elif dataclasses.is_dataclass(hints[key]):
+            good[key] = _make_section(hints[key], value, f"{key}.", errors)
+        elif wrong := check_value(f"{path}{key}", value, hints[key], known[key]):
+            errors += wrong
+        else:
+            good[key] = value
+    return kind(**good)
 
 
 def _is_plain_accuracy(reward: Any) -> bool:
@@ -400,28 +347,37 @@ def _check_together(config: RunConfig) -> list[str]:
     completion = config.trainer.get("max_completion_length") or DEFAULTS["max_completion_length"]
     task = data.prompts.partition(":")[0]
     plain = [_is_plain_accuracy(one) for one in config.rewards]
-    is_wrong = {
-        "lora.target_modules is empty: name at least one linear layer, such as q_proj": (
-            not config.lora.target_modules
+    rules = [
+        (
+            not config.lora.target_modules,
+            "lora.target_modules is empty: name at least one linear layer, such as q_proj",
         ),
-        "rewards: is empty, so there is nothing to learn from: give at least one": (
-            not config.rewards
+        (
+            not config.rewards,
+            "rewards: is empty, so there is nothing to learn from: give at least one",
         ),
-        f"rewards: accuracy compares the whole answer, and {task} asks for a worked one: write "
-        "{name: accuracy, match: number}": (
-            TASK_REWARDS.get(task) == _NUMBER and data.system is None and any(plain)
+        (
+            TASK_REWARDS.get(task) == _NUMBER and data.system is None and any(plain),
+            f"rewards: accuracy compares the whole answer, and {task} asks for a worked one: write "
+            "{name: accuracy, match: number}",
         ),
-        f"output_dir is {config.output_dir!r}, must name a folder to make": (
-            not Path(config.output_dir).name
+        (
+            not Path(config.output_dir).name,
+            f"output_dir is {config.output_dir!r}, must name a folder to make",
         ),
-        f"trainer.max_completion_length {completion} leaves no space for a prompt in "
-        f"model.max_seq_length {model.max_seq_length}: raise the latter or lower the former": (
-            completion >= model.max_seq_length
+        (
+            completion >= model.max_seq_length,
+            f"trainer.max_completion_length {completion} leaves no space for a prompt in "
+            f"model.max_seq_length {model.max_seq_length}: raise the latter or lower the former",
         ),
-        "data.held_out_every needs held-out prompts: set data.held_out above 0": (
-            data.held_out_every and data.held_out == 0
+        (
+            data.held_out_every and data.held_out == 0,
+            "data.held_out_every needs held-out prompts: set data.held_out above 0",
         ),
-        "trainer.stop_on names reward_hacking, which only held-out prompts show: set "
-        "data.held_out_every, such as 10": "reward_hacking" in stops and not data.held_out_every,
-    }
-    return [error for error, wrong in is_wrong.items() if wrong]
+        (
+            "reward_hacking" in stops and not data.held_out_every,
+            "trainer.stop_on names reward_hacking, which only held-out prompts show: set "
+            "data.held_out_every, such as 10",
+        ),
+    ]
+    return [message for is_wrong, message in rules if is_wrong]

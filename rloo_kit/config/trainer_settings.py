@@ -5,9 +5,7 @@ importing TRL takes ten seconds.
 """
 
 import ast
-import functools
 import math
-import operator
 import typing
 import warnings
 from collections.abc import Mapping
@@ -15,9 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from rloo_kit.config.settings import DEFAULTS, RULES, TRL_RULES, KitSettings
+from pydantic import Strict
+
+from rloo_kit.config.settings import DEFAULTS, RULES, KitSettings
 from rloo_kit.config.values import NO_RULE, check_value
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.wording import did_you_mean, format_errors, format_value
@@ -38,7 +38,7 @@ REMOVED = {
         "write vllm.speculative_config: {method: suffix, num_speculative_tokens: 4}"
     ),
 }
-# Package, file and class that define TRL's fields
+# Package, file and class that define TRL's fields, each before the one that it inherits from
 SOURCES = (
     ("trl", "trainer/rloo_config.py", "RLOOConfig"),
     ("trl", "trainer/base_config.py", "_BaseConfig"),
@@ -56,9 +56,14 @@ TYPE_NAMES = {
     "list[str]": list[str],
     "None": type(None),
     "str": str,
-    "tuple[float, float]": tuple[float, float],
+    "tuple[float, float]": Annotated[tuple[float, float], Strict(False)],  # a list in YAML
 }
-KIT_TYPES = typing.get_type_hints(KitSettings)
+KIT_TYPES: dict[str, Any] = {
+    **typing.get_type_hints(KitSettings),
+    # TRL takes None too, for its own default
+    "max_completion_length": int,
+    "num_generations": int,
+}
 
 
 def known_trainer_fields() -> frozenset[str]:
@@ -68,8 +73,8 @@ def known_trainer_fields() -> frozenset[str]:
 
 @cache
 def _trl_types() -> dict[str, Any]:
-    """Return name -> type of TRL's fields, a union where classes differ, ``Any`` where unusual."""
-    found: dict[str, set[str]] = {}
+    """Return name -> type of TRL's fields; ``Any`` where a type is a class of its libraries."""
+    found: dict[str, Any] = {}
     for package, file, name in SOURCES:
         spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations:
@@ -78,13 +83,12 @@ def _trl_types() -> dict[str, Any]:
         (source,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
         for node in source.body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                kinds = ast.unparse(node.annotation).split(" | ")
-                found.setdefault(node.target.id, set()).update(kinds)
-    return {
-        name: functools.reduce(operator.or_, (TYPE_NAMES.get(kind, Any) for kind in sorted(kinds)))
-        for name, kinds in found.items()
-        if not name.startswith("_")
-    }
+                found.setdefault(node.target.id, _type_of(ast.unparse(node.annotation)))
+    return {name: hint for name, hint in found.items() if not name.startswith("_")}
+
+
+def _type_of(annotation: str) -> Any:
+    return typing.Union[tuple(TYPE_NAMES.get(kind, Any) for kind in annotation.split(" | "))]  # noqa: UP007
 
 
 def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[str]:
@@ -94,18 +98,12 @@ def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[
     run file. Python code may give objects that TRL converts.
     """
     errors = []
+    hints = {**_trl_types(), **KIT_TYPES}
     for name, value in values.items():
         rule = RULES.get(name, NO_RULE)
-        if name in KIT_TYPES:
-            hint = KIT_TYPES[name]
-        elif all_types or _has_range(name):
-            hint = _trl_types().get(name, Any)
-        else:
-            continue
-        if value is None and _has_range(name) and rule.default is not None:
-            errors.append(f"trainer.{name} is None, must be a number")
-            continue
-        errors += check_value(f"trainer.{name}", value, hint, rule)
+        has_range = rule.choices or rule.minimum is not None or rule.above is not None
+        if all_types or has_range or name in KIT_TYPES:
+            errors += check_value(f"trainer.{name}", value, hints.get(name, Any), rule)
     return errors or _check_together(values)
 
 
@@ -136,11 +134,6 @@ def _check_together(given: Mapping[str, Any]) -> list[str]:
         ),
     }
     return [error for error, wrong in is_wrong.items() if wrong]
-
-
-def _has_range(name: str) -> bool:
-    rule = TRL_RULES.get(name, NO_RULE)
-    return bool(rule.choices) or rule.minimum is not None or rule.above is not None
 
 
 # --- older names ---------------------------------------------------------------------------------

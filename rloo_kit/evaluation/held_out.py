@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rloo_kit.config.engine_settings import requested_engine
 from rloo_kit.config.run_file import EXAMPLES, RunConfig, make_run_config, read_overrides
 from rloo_kit.data.hub_tasks import hub_task
 from rloo_kit.data.lengths import drop_long_prompts, prompt_ids
@@ -17,7 +18,7 @@ from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
 from rloo_kit.evaluation.models import LoadedBase, TrainedModel, why_not_by_vllm
 from rloo_kit.job import PreparedJob, held_out_judges, read_prompts, system_message
 from rloo_kit.machine.memory import add_to_session, remove_from_session
-from rloo_kit.sampling.choice import check_engine, requested_engine, start_engine
+from rloo_kit.sampling.choice import check_engine, start_engine
 from rloo_kit.sampling.engine import Choice, Engine, choose
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.wording import format_value

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rloo_kit.config.engine_settings import requested_engine
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.diagnosis.record import read_run
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
@@ -12,7 +13,6 @@ from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import GIB, why_not_vllm
 from rloo_kit.machine.memory import Released
-from rloo_kit.sampling.choice import requested_engine
 
 if TYPE_CHECKING:
     from rloo_kit.training.config import LeaveOneOutConfig

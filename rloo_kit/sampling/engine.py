@@ -141,17 +141,19 @@ NOT_TAKEN = (
 
 def why_no_hot_swap(model: Any) -> str | None:
     """Return why vLLM cannot sample from this model by its adapter alone, or None when it can."""
+    from peft import LoraConfig
+
     configs = getattr(model, "peft_config", {})
     if not configs:
         return "the model has no LoRA adapter"
     for config in configs.values():
-        wrong = [name for name in NOT_TAKEN if getattr(config, name, None)]
-        if str(getattr(config.peft_type, "value", config.peft_type)).upper() != "LORA":
+        if not isinstance(config, LoraConfig):
             return f"the adapter is of the kind {config.peft_type}, and vLLM takes LoRA"
-        if getattr(config, "bias", "none") != "none":
-            wrong.append("bias")
-        if wrong:
-            return f"vLLM does not take adapters with {wrong[0]}"
+        for name in NOT_TAKEN:
+            if getattr(config, name):
+                return f"vLLM does not take adapters with {name}"
+        if config.bias != "none":
+            return "vLLM does not take adapters with bias"
         if config.r > LORA_RANKS[-1]:
             return f"the adapter's rank is {config.r}, and vLLM takes at most {LORA_RANKS[-1]}"
     return None
@@ -193,7 +195,8 @@ class AdapterFolders:
         if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
             parent = SHARED_MEMORY
             _remove_leftovers(parent)
-        self.root = Path(tempfile.mkdtemp(prefix=folder_prefix(), dir=parent))
+        prefix = f"rloo-kit-{_namespace()}-{os.getpid()}-"
+        self.root = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         self._number = 0
 
     def write(self, model: Model, dtype: Any) -> Path:
@@ -220,20 +223,9 @@ class AdapterFolders:
             ) from exc
         return folder
 
-    @staticmethod
-    def drop(folder: Path | None) -> None:
-        """Remove an adapter that no engine needs any more."""
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-
     def close(self) -> None:
         """Remove all of it."""
         shutil.rmtree(self.root, ignore_errors=True)
-
-
-def folder_prefix() -> str:
-    """Return how names of this process's folders begin in shared memory."""
-    return f"rloo-kit-{_namespace()}-{os.getpid()}-"
 
 
 def _namespace() -> int:

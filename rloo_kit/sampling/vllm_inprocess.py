@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,13 +23,11 @@ from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import shape_of_config
 from rloo_kit.models.shared_engine import why_no_start
 from rloo_kit.sampling.engine import (
-    SHARED_MEMORY,
     AdapterFolders,
     Generations,
     Sampling,
     active_adapter,
     adapter_tensors,
-    folder_prefix,
     plain_config,
     reserved_rank_of,
 )
@@ -74,7 +71,6 @@ class VllmEngine:
         self._request: Any = None
         self._folder: Path | None = None
         self._folders = AdapterFolders()
-        self._base: Path | None = None
         if self.shared:
             config = self._llm.llm_engine.vllm_config.model_config
             self._sleeps &= config.enable_sleep_mode
@@ -136,8 +132,8 @@ class VllmEngine:
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(BATCHED_TOKENS, max_length)
             if _is_4bit(model):
-                self._base = write_dequantised(model, self.adapter_dtype)
-                arguments["model"] = str(self._base)
+                folder = self._folders.root / "base"
+                arguments["model"] = str(write_dequantised(model, self.adapter_dtype, folder))
         arguments |= self._memory(model, num_sequences, max_length, memory_share, extra)
         with _without_side_effects(), quiet():
             from vllm import LLM
@@ -197,7 +193,8 @@ class VllmEngine:
                     f"transformers"
                 ) from exc
         engine.reset_prefix_cache()
-        AdapterFolders.drop(folder_before)
+        if folder_before is not None:
+            shutil.rmtree(folder_before, ignore_errors=True)
         self.sync_seconds = time.perf_counter() - started
 
     def _requested(self, model: Model) -> tuple[Any, Path | None]:
@@ -284,8 +281,6 @@ class VllmEngine:
         else:  # also after a start that failed
             leave_process_groups()
         self._folders.close()
-        if self._base is not None:
-            shutil.rmtree(self._base, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -318,34 +313,25 @@ def _is_lora_request(request: object) -> bool:
     return hasattr(request, "lora_int_id")
 
 
-def write_dequantised(model: Model, dtype: Any) -> Path:
-    """Write the base of a 4-bit PEFT model, dequantised, to shared memory; return the folder.
+def write_dequantised(model: Model, dtype: Any, folder: Path) -> Path:
+    """Write the base of a 4-bit PEFT model, dequantised, to a folder; return it.
 
     vLLM has no 4-bit kernels on a CPU, and a checkpoint in 16 bit would be another policy than the
-    4-bit one that trains. The caller removes the folder.
+    4-bit one that trains.
     """
     from bitsandbytes.functional import dequantize_4bit
     from safetensors.torch import save_file
 
     base, tensors = model.get_base_model(), {}
-    for name, tensor in base.state_dict().items():
-        plain = name.replace(".base_layer", "")
-        if "lora_" not in plain and ".weight." not in plain:  # no quantisation state
-            tensors[plain] = tensor
-    for name, module in base.named_modules():
-        if hasattr(module, "base_layer"):  # PEFT's wrapper around the layer itself
+    for name, parameter in base.named_parameters():  # a tied LM head is in it once
+        if "lora_" in name:
             continue
-        weight: Any = getattr(module, "weight", None)
-        if getattr(weight, "quant_state", None) is not None:
-            plain = f"{name.replace('.base_layer', '')}.weight"
-            tensors[plain] = dequantize_4bit(weight.data, weight.quant_state)
-    if base.config.get_text_config().tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
-    tensors = {n: t.detach().to("cpu", dtype).contiguous() for n, t in tensors.items()}
-    settings = {k: v for k, v in base.config.to_dict().items() if k != "quantization_config"}
-    parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    folder = Path(tempfile.mkdtemp(prefix=f"{folder_prefix()}base-", dir=parent))
+        values, state = parameter.data, getattr(parameter, "quant_state", None)
+        values = values if state is None else dequantize_4bit(values, state)
+        tensors[name.replace(".base_layer", "")] = values.to("cpu", dtype).contiguous()
+    folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = {k: v for k, v in base.config.to_dict().items() if k != "quantization_config"}
     config = type(base.config).from_dict(settings)
     config.dtype = dtype
     config.save_pretrained(folder)

@@ -48,7 +48,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 CONFIG = {
     "unknown section": ({"modle": {}}, "did you mean 'model'"),
-    "out of range": ({"lora": {"r": 0}}, "must be between 1 and 65,536"),
+    "out of range": ({"lora": {"r": 0}}, "must be greater than or equal to 1"),
     "partial group": (
         {"trainer": {"num_generations": 3}},
         "set trainer.per_device_train_batch_size to 6 or 9",

@@ -125,7 +125,7 @@ def test_a_setting_takes_right_values_and_names_wrong_ones(name):
         ({"stop_on": ["kl_explosion"], "doctor": False}, "needs the doctor"),
         ({"baseline": "shrinkage", "dynamic_sampling": True}, "trainer.baseline shrinkage learns"),
         ({"prompt_retire_at": 0.9}, "prompt_retire_at is 0.9 and needs trainer.prompt_selection"),
-        ({"prompt_selection": "history", "prompt_retire_at": "most"}, "must be a number or null"),
+        ({"prompt_selection": "history", "prompt_retire_at": "most"}, "must be a valid number"),
         ({"learn_from": 2}, "trainer.learn_from needs trainer.beta 0"),
         ({"learn_from": 4, "beta": 0}, "learn_from 4 is not below trainer.num_generations 4"),
         (
@@ -235,7 +235,10 @@ def test_following_the_advice_makes_the_batch_right():
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"num_generations": 1}, "trainer.num_generations is 1, must be at least 2"),
+        (
+            {"num_generations": 1},
+            "num_generations is 1, must be greater than or equal to 2",
+        ),
         ({"generation_batch_size": 8, "steps_per_generation": 1}, "give one of them"),
         ({"generation_batch_size": 12}, "set trainer.generation_batch_size to 8 or 16"),
         ({"num_generations": 3}, "set trainer.per_device_train_batch_size to 6 or 9"),

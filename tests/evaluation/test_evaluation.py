@@ -15,6 +15,7 @@ import yaml
 
 import rloo_kit as rk
 from rloo_kit.cli import main
+from rloo_kit.config.engine_settings import requested_engine
 from rloo_kit.config.run_file import DataSection
 from rloo_kit.diagnosis.record import RunStatistics, read_run
 from rloo_kit.errors import (
@@ -31,7 +32,6 @@ from rloo_kit.evaluation.win_rate import Side, WinRate, verdicts
 from rloo_kit.job import held_out_judges
 from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import TINY_THINKER
-from rloo_kit.sampling.choice import requested_engine
 from rloo_kit.sampling.engine import active_adapter
 
 PROMPTS = 16

@@ -9,13 +9,12 @@ from rloo_kit.config.run_file import read_run_file
 from rloo_kit.errors import ConfigError, DataError, RewardLoadError
 
 RUN_FILES = {
-    "a key twice": (b"lora:\n  r: 8\n  r: 16\n", "line 3: duplicate key 'r'"),
     "no such date": (b"seed: 1\noutput_dir: 2026-13-01\n", "not valid YAML: month must be"),
     "code": (b"seed: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
     "UTF-16": ("seed: 1\n".encode("utf-16"), "save it as UTF-8"),
     "a text where a flag is": (
         b"trainer: {bf16: maybe}\n",
-        "trainer.bf16 is 'maybe', must be true",
+        "trainer.bf16 is 'maybe', must be a valid boolean",
     ),
 }
 

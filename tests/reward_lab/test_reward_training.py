@@ -242,8 +242,8 @@ def test_float32_learns_as_well_and_overwrites_nothing(trained, recwarn):
         ({"learning_rat": 1e-3}, "TRL refuses .*unexpected keyword argument 'learning_rat'"),
         ({"save_strategy": "steps"}, "TRL refuses .*multiple values .*'save_strategy'"),
         ({"lr_scheduler_type": "sideways"}, "TRL refuses the settings of the reward model"),
-        ({"learning_rate": 0}, "learning_rate is 0, must be above 0"),
-        ({"r": 1.5}, "r is 1.5, must be a whole number"),
+        ({"learning_rate": 0}, "learning_rate is 0, must be greater than 0"),
+        ({"r": 1.5}, "r is 1.5, must be a valid integer"),
     ],
 )
 def test_a_bad_setting_is_refused_with_the_remedy(tmp_path, settings, remedy):

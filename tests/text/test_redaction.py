@@ -312,11 +312,11 @@ def test_logs_of_any_library_are_masked(caplog):
 
 
 def test_traceback_of_the_command_is_masked(monkeypatch, capsys):
-    def fail(args):
+    def fail(*args, **others):
         raise ZeroDivisionError(SECRET)
 
     remember_secret(SECRET, "K")
-    monkeypatch.setattr("rloo_kit.cli._train", fail)
+    monkeypatch.setattr("rloo_kit.runs.train.train", fail)
     assert main(["quickstart"]) == 1
     error = capsys.readouterr().err
     assert "Traceback" in error

@@ -76,11 +76,11 @@ def test_greedy_output_follows_the_adapter_after_every_sync(policy):
     engine.close()
 
 
-def test_four_bit_weights_are_sampled_as_they_train():
+def test_four_bit_weights_are_sampled_as_they_train(tmp_path):
     with rk.session():
         model, _ = rk.load_model("tiny-thinker", load_in_4bit=True, max_seq_length=128)
         model = rk.attach_lora(model, r=8)
-        folder = write_dequantised(model, torch.bfloat16)
+        folder = write_dequantised(model, torch.bfloat16, tmp_path / "base")
         from transformers import AutoModelForCausalLM
 
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
@@ -88,9 +88,6 @@ def test_four_bit_weights_are_sampled_as_they_train():
         model.eval()
         with torch.inference_mode(), model.disable_adapter():
             assert (model(ids).logits - plain(ids).logits).abs().max() < 0.2
-        import shutil
-
-        shutil.rmtree(folder)
 
 
 def test_more_prompt_tokens_than_one_pass_takes(policy):
@@ -201,10 +198,10 @@ def one_step_late(monkeypatch):
 
 
 def other_base(monkeypatch):
-    def perturbed(model, dtype, write=write_dequantised):
+    def perturbed(model, dtype, folder, write=write_dequantised):
         from safetensors.torch import load_file, save_file
 
-        folder = write(model, dtype)
+        write(model, dtype, folder)
         tensors = load_file(folder / "model.safetensors")
         generator = torch.Generator().manual_seed(1)
         for name, values in tensors.items():

@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 import rloo_kit as rk
-from rloo_kit.sampling.choice import TOKEN_SAMPLING, check_settings
+from rloo_kit.config.engine_settings import TOKEN_SAMPLING, check_settings
 
 pytestmark = pytest.mark.vllm
 

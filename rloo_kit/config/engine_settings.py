@@ -1,0 +1,166 @@
+"""Settings of TRL that an engine does not obey, and ``generation_kwargs``: refused before a load.
+
+vLLM and transformers are imported only to check what ``generation_kwargs`` gives them.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rloo_kit.errors import ConfigError, KitError
+from rloo_kit.text.wording import first_line, format_value
+
+ENGINES = {"vllm": "vLLM in this process", "transformers": "transformers"}
+# Settings of TRL that transformers alone obeys
+OF_TRANSFORMERS = (
+    "cache_implementation",
+    "transformers_continuous_batching_config",
+    "use_transformers_continuous_batching",
+    "use_transformers_paged",
+)
+# Settings of TRL that neither engine obeys
+OF_NO_ENGINE = (
+    "vllm_group_port",
+    "vllm_model_impl",
+    "vllm_tensor_parallel_size",
+    "vllm_mode",  # vLLM samples in this process, TRL's default
+    "vllm_server_base_url",
+    "vllm_server_host",
+    "vllm_server_port",
+    "vllm_server_timeout",
+    "vllm_structured_outputs_regex",
+    "vllm_sampling_params",  # an object of Unsloth's patched class: see generation_kwargs
+)
+# What `generation_kwargs` may hold for vLLM: it needs no tokenizer, and leaves the number of
+# completions, their length, their ends and the log-probabilities to the kit
+TOKEN_SAMPLING = {
+    "allowed_token_ids", "frequency_penalty", "ignore_eos", "logit_bias", "min_p", "min_tokens",
+    "presence_penalty", "repetition_penalty", "top_k", "top_p",
+}  # fmt: skip
+# Parameters of transformers' `generate` that TRL and the kit set
+FIXED = {
+    "disable_compile", "eos_token_id", "num_return_sequences", "pad_token_id",
+    "return_dict_in_generate",
+}  # fmt: skip
+# What log-probabilities, lengths and the plan read from a setting of their own
+OWN_SETTINGS = {
+    "temperature": "temperature",
+    "max_new_tokens": "max_completion_length",
+    "max_length": "max_completion_length",
+}
+# Settings that count the tokens of a completion, which a thinking budget draws in two parts
+COUNTING = ("min_tokens", "presence_penalty", "frequency_penalty")
+
+
+def requested_engine(args: Any) -> str:
+    """Return ``auto``, ``vllm`` or ``transformers``; ``use_vllm: true`` means ``vllm``.
+
+    Raises:
+        ConfigError: ``use_vllm`` and ``generation`` contradict each other, or TRL's server is
+            asked for.
+    """
+    if not args.use_vllm:
+        return args.generation
+    if args.vllm_mode != "colocate":
+        raise ConfigError(
+            f"trainer.vllm_mode is {args.vllm_mode!r}, and vLLM samples in this process: leave it "
+            f"out, or train with TRL where a second GPU samples"
+        )
+    if args.generation == "transformers":
+        raise ConfigError(
+            "use_vllm: true asks for vLLM and generation is 'transformers': keep generation"
+        )
+    return "vllm"
+
+
+def check_settings(args: Any, engine: str) -> None:
+    """Check the settings of who samples.
+
+    Args:
+        args: A ``LeaveOneOutConfig``.
+        engine: ``vllm`` or ``transformers``; nothing is checked for ``auto``.
+
+    Raises:
+        ConfigError: The engine does not obey a setting.
+    """
+    if engine not in ENGINES:
+        return
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    for name in (*OF_NO_ENGINE, *(OF_TRANSFORMERS if engine == "vllm" else ())):
+        if name in defaults and getattr(args, name) != defaults[name]:
+            by_other = ", or set trainer.generation to transformers"
+            raise ConfigError(
+                f"trainer.{name} is {format_value(getattr(args, name))}, which {ENGINES[engine]} "
+                f"does not obey: leave it out{by_other if name in OF_TRANSFORMERS else ''}"
+            )
+    others = args.generation_kwargs or {}
+    for name in OWN_SETTINGS.keys() & others:
+        raise ConfigError(
+            f"trainer.generation_kwargs gives {name!r}, which trainer.{OWN_SETTINGS[name]} sets: "
+            "write it there"
+        )
+    if engine == "transformers":
+        _check_generate(others)
+    elif others:
+        _check_vllm(others, args)
+
+
+def _check_vllm(others: Mapping[str, Any], args: Any) -> None:
+    for name in others.keys() - TOKEN_SAMPLING:
+        raise ConfigError(
+            f"trainer.generation_kwargs gives {name!r}, which cannot be given to vLLM: leave it "
+            f"out, set generation: transformers, or give one of {', '.join(sorted(TOKEN_SAMPLING))}"
+        )
+    for name in COUNTING:
+        if args.thinking_budget and name in others:
+            raise ConfigError(
+                f"trainer.generation_kwargs gives {name!r}, which vLLM cannot obey with "
+                "trainer.thinking_budget: leave one of them out, or set generation: transformers"
+            )
+    from vllm import SamplingParams
+
+    try:
+        SamplingParams(max_tokens=args.max_completion_length, **others)
+    except Exception as exc:  # what vLLM raises differs by version
+        raise _refused(others, exc) from exc
+
+
+def _check_generate(others: Mapping[str, Any]) -> None:
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import GenerationMode
+
+    config = GenerationConfig(do_sample=True)
+    try:
+        unknown = config.update(**others)
+        mode = config.get_generation_mode()
+    except (TypeError, ValueError) as exc:
+        raise _refused(others, exc) from exc
+    if mode is not GenerationMode.SAMPLE:
+        raise ConfigError(
+            f"trainer.generation_kwargs {format_value(dict(others))} asks for {mode.value}, and "
+            "completions must be sampled one token at a time: leave it out"
+        )
+    for name in (*unknown, *FIXED.intersection(others)):
+        raise ConfigError(
+            f"trainer.generation_kwargs gives {name!r}, which cannot be given to generate of "
+            f"transformers: leave it out"
+        )
+
+
+@contextlib.contextmanager
+def blame_generation_kwargs(args: Any) -> Iterator[None]:
+    """Raise what ``generate`` of transformers refuses as a ConfigError on ``generation_kwargs``."""
+    try:
+        yield
+    except (TypeError, ValueError) as exc:
+        if isinstance(exc, KitError) or not args.generation_kwargs:
+            raise
+        raise _refused(args.generation_kwargs, exc) from exc
+
+
+def _refused(others: Mapping[str, Any], exc: Exception) -> ConfigError:
+    return ConfigError(
+        f"trainer.generation_kwargs {format_value(dict(others))} cannot be obeyed "
+        f"({first_line(exc)}): correct its values"
+    )
