@@ -86,7 +86,7 @@ def _families(config: RunConfig, facts: Facts) -> list[list[Option]]:
         [
             {"trainer.optim": name}
             for name in ("adamw_8bit", "paged_adamw_8bit")
-            if facts.on_gpu and "8bit" not in job.optimizer
+            if facts.card.on_gpu and "8bit" not in job.optimizer
         ],
         [{"trainer.gradient_checkpointing": True}] if job.checkpointing == "none" else [],
         [] if job.in_4bit else [{"model.load_in_4bit": True}],

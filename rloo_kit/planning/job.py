@@ -30,13 +30,12 @@ class Facts:
     longest: int | None  # tokens of the longest prompt; None where it is not on this machine
     card: Card
     room: int  # bytes that this process may take
-    on_gpu: bool
     backend: str
     vllm: bool  # whether it is installed
     continues: bool  # whether the run trains an adapter further, whose rank stays
 
 
-def read_facts(config: RunConfig, base: Path, card: Card, room: int, *, on_gpu: bool) -> Facts:
+def read_facts(config: RunConfig, base: Path, card: Card, room: int) -> Facts:
     """Return what a plan of a run needs to know of its model, its prompts and this machine.
 
     Args:
@@ -44,20 +43,18 @@ def read_facts(config: RunConfig, base: Path, card: Card, room: int, *, on_gpu: 
         base: Folder that the paths of model and prompts start from.
         card: What is planned for; of a CPU its name and memory.
         room: Bytes that this process may take.
-        on_gpu: Whether the card is a GPU.
 
     Raises:
         ModelError: The config of a model cannot be read.
     """
     name = beside(config.model.name, base)
     tried = config.model.backend != "transformers"
-    unsloth = tried and not why_not_unsloth("cuda" if on_gpu else "cpu")
+    unsloth = tried and not why_not_unsloth("cuda" if card.on_gpu else "cpu")
     return Facts(
         shape=_shape(name, config.model.trust_remote_code),
         longest=_longest_prompt(config, name, base),
         card=card,
         room=room,
-        on_gpu=on_gpu,
         backend="unsloth" if unsloth else "transformers",
         vllm=installed_version("vllm") is not None,
         continues=adapter_in(name) is not None,
@@ -71,11 +68,11 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
     left = max(1, config.model.max_seq_length - trainer["max_completion_length"])
     return Job(
         shape=facts.shape,
-        on_gpu=facts.on_gpu,
+        on_gpu=facts.card.on_gpu,
         room=facts.room,
-        card=facts.card.usable if facts.on_gpu else 0,
+        card=facts.card.usable if facts.card.on_gpu else 0,
         in_4bit=config.model.load_in_4bit or facts.shape.packed,
-        value_bytes=2 if facts.on_gpu or facts.card.bf16 else 4,
+        value_bytes=2 if facts.card.on_gpu or facts.card.bf16 else 4,
         rank=config.lora.r,
         targets=tuple(config.lora.target_modules),
         optimizer=str(trainer.get("optim") or "adamw_torch"),
@@ -90,7 +87,7 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
         scores=bool(trainer["beta"]) or not batch.is_on_policy,
         keeps_graphs=bool(trainer["beta"]) and batch.is_on_policy,
         engine=_engine(config, facts),
-        sleeps=bool(trainer.get("vllm_enable_sleep_mode", facts.on_gpu)),
+        sleeps=bool(trainer.get("vllm_enable_sleep_mode", facts.card.on_gpu)),
         share=trainer.get("vllm_gpu_memory_utilization"),
         batched_tokens={**config.vllm, **config.unsloth}.get(
             "max_num_batched_tokens", BATCHED_TOKENS
@@ -118,9 +115,9 @@ def assumptions(config: RunConfig, facts: Facts, job: Job) -> Iterator[str]:
 
 
 def _checkpointing(config: RunConfig, facts: Facts) -> str:
-    if not config.trainer.get("gradient_checkpointing", facts.on_gpu):
+    if not config.trainer.get("gradient_checkpointing", facts.card.on_gpu):
         return "none"
-    return "unsloth" if facts.on_gpu and facts.backend == "unsloth" else "plain"
+    return "unsloth" if facts.card.on_gpu and facts.backend == "unsloth" else "plain"
 
 
 @lru_cache(maxsize=16)
@@ -149,10 +146,10 @@ def _engine(config: RunConfig, facts: Facts) -> str:
     """Return who will sample: ``transformers``, ``vllm``, or ``shared`` (vLLM, Unsloth's copy)."""
     trainer, by_code = config.trainer, config.model.trust_remote_code
     asked = "vllm" if trainer.get("use_vllm") else trainer.get("generation", "auto")
-    unsloth = facts.on_gpu and facts.backend == "unsloth"
+    unsloth = facts.card.on_gpu and facts.backend == "unsloth"
     is_shared = unsloth and why_not_shared(facts.shape, trust_remote_code=by_code) is None
     can_sample = facts.vllm and (is_shared or not unsloth)
     # a plan for another machine takes vLLM at its word
     why_not = None if can_sample or asked == "vllm" else "it cannot here"
-    engine = choose(asked, on_gpu=facts.on_gpu, why_not=why_not).engine
+    engine = choose(asked, on_gpu=facts.card.on_gpu, why_not=why_not).engine
     return "shared" if engine == "vllm" and is_shared else engine

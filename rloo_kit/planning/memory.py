@@ -40,8 +40,8 @@ CONTEXT = 680 * MIB
 # Share of temporary memory that is lost between blocks: on a GPU with expandable segments, an
 # estimate; in the heap of a CPU process (docs/how-to/plan.md)
 FRAGMENTATION, HEAP = 0.06, 0.25
-# Bytes for each packed weight that a 4-bit load on a CPU takes while it packs
-LOADING = 2.8
+# What a 4-bit load on a CPU takes while it packs, over the model in 16 bit
+LOADING = 1.4
 TRITON_TOKENS, TRITON_LOGITS = 4096, 32768
 """Tile of TRL 1.15's kernel on a GPU: tokens, and logits of each (kernels/chunked_logprob.py)."""
 # Smallest state, in elements, that a paged optimizer keeps in main memory (bitsandbytes 0.50).
@@ -149,8 +149,8 @@ def _weights(job: Job) -> dict[str, Held]:
     if job.in_4bit and not shape.packed:
         packing = 2 * max(linear.size for linear in shape.linears)  # one layer after the other
         if not job.on_gpu:
-            packing = int(LOADING * shape.num_quantised)
             mapped = weight_bytes(shape, in_4bit=False)  # all of the file is read, and stays
+            packing = int(LOADING * mapped)
     outside = "CUDA context" if job.on_gpu else "Python and libraries"
     total = weight_bytes(shape, in_4bit=job.in_4bit, value_bytes=job.value_bytes)
     return {
@@ -209,7 +209,7 @@ def _sampling(job: Job) -> dict[str, Held]:
     size, shared = engine.size, job.engine == "shared"
     cache = engine.cache
     if shared:  # vLLM fills the share that it is given
-        cache = engine.total - size.weights - size.working - size.graphs - UNMEASURED
+        cache = engine.total - size.fixed
     merged = sum(linear.count * linear.size for linear in _adapted(job))
     return {
         "vLLM weights": dict.fromkeys(awake, 0 if shared else size.weights),
@@ -344,14 +344,17 @@ def _activations(job: Job, positions: int) -> int:
     """Return the bytes on the device that are kept for backward of so many positions."""
     layers, hidden, wide = job.shape.num_layers, job.shape.hidden_size, job.value_bytes
     head = 2 * wide * hidden
+    whole = positions * (layers * layer_bytes(job) + head)
     if job.checkpointing == "none":
-        return positions * (layers * layer_bytes(job) + head)
+        return whole
     # one layer at a time is computed again; backward takes more than it kept
     backward = int(wide * (2 * job.shape.intermediate_size + 3.5 * hidden))
     one = layer_bytes(job) + backward + head
     # Unsloth keeps the layers' inputs in main memory, and two of them on the card at a time
     inputs = 2 if job.checkpointing == "unsloth" else layers
-    return positions * (inputs * hidden * wide + one)
+    kept = positions * (inputs * hidden * wide + one)
+    # the heap of a CPU process keeps holes: gradients lie between what is freed
+    return kept if job.on_gpu else max(kept, whole // 2)
 
 
 def _log_prob_chunk(job: Job, positions: int, *, gradient: bool) -> int:
