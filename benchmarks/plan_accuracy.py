@@ -9,8 +9,8 @@ that are all of full length, so that the worst case that is planned is what happ
 largest of what the kernel counted before the first step (VmHWM, polled) and what the trainer
 measured in each step. The second step matters: what the first one left in the heap is there.
 
-``python benchmarks/plan_accuracy.py --libraries`` measures memory_plan.LIBRARIES: what is left in
-a process that has trained and released everything.
+``python benchmarks/plan_accuracy.py --libraries`` measures LIBRARIES (planning/memory.py): what
+is left in a process that has trained and released everything.
 """
 
 import argparse
@@ -97,15 +97,6 @@ RUNS = {
     "50M-4bit-batch": settings("50M", 4, 16, 96, "tokens_per_micro_batch=4096"),
     "50M-bf16-checkpointing": settings("50M", 16, 16, 96, "gradient_checkpointing=true"),
 }
-# Measured after the constants of memory_plan had been set; none was changed for them
-SEEN_LAST = (
-    "tiny-4bit-transformers",
-    "35M-bf16-checkpointing",
-    "50M-bf16-transformers",
-    "35M-4bit-batch",
-    "50M-4bit-batch",
-    "50M-bf16-checkpointing",
-)
 
 
 def make_model(geometry, folder):
@@ -197,7 +188,6 @@ def compare(name, scratch):
     return {
         "name": name,
         "settings": RUNS[name],
-        "seen_last": name in SEEN_LAST,
         "planned": plan.peak_bytes,
         "measured": peak,
         "error": plan.peak_bytes / peak - 1,
@@ -216,7 +206,7 @@ def planned_again(row, scratch):
     plan = planned(with_model(row["name"], scratch))
     error = plan.peak_bytes / row["measured"] - 1
     now = {"planned": plan.peak_bytes, "error": error, "phase": plan.memory.phase}
-    return {**row, "seen_last": row["name"] in SEEN_LAST, **now}
+    return {**row, **now}
 
 
 def row_of(found):

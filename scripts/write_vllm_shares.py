@@ -45,7 +45,7 @@ def _cells(path: Path) -> list[str]:
     for gib in CARDS:
         card = find_card(f"{gib}GB")
         try:
-            facts = read_facts(config, EXAMPLES, card, card.usable, on_gpu=True)
+            facts = read_facts(config, EXAMPLES, card, card.usable)
         except ModelError:  # its config is in a file that is fetched first, or on the hub
             return []
         job = make_job(config, replace(facts, vllm=True, backend="unsloth"))

@@ -197,6 +197,20 @@ class BatchPlan:
     num_completions: int
     num_generations: int
     steps_per_generation: int
+    accumulation: int  # slices of an optimizer step
+
+    @property
+    def step_rows(self) -> int:
+        """Completions of an optimizer step."""
+        return self.num_completions // self.steps_per_generation * self.accumulation
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether no optimizer step comes between sampling and learning.
+
+        Else a pass without gradient takes the log-probabilities of the policy that sampled.
+        """
+        return self.steps_per_generation <= self.accumulation
 
     @property
     def num_prompts(self) -> int:
@@ -208,10 +222,11 @@ def batch_plan(trainer: Mapping[str, Any]) -> BatchPlan:
     """Return completions, group size and training slices of one generation batch."""
     values = {**DEFAULTS, **trainer}
     per_slice = values["per_device_train_batch_size"]
+    accumulation = values["gradient_accumulation_steps"]
     size, slices = values.get("generation_batch_size"), values.get("steps_per_generation")
     if slices is None:
-        slices = size // per_slice if size else values["gradient_accumulation_steps"]
-    return BatchPlan(size or per_slice * slices, values["num_generations"], slices)
+        slices = size // per_slice if size else accumulation
+    return BatchPlan(size or per_slice * slices, values["num_generations"], slices, accumulation)
 
 
 def check_batch(trainer: Mapping[str, Any]) -> list[str]:

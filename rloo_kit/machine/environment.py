@@ -52,6 +52,10 @@ SHELL = {"trl", "trl._compat", "trl._lazy_module", "trl.import_utils"}
 OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 
 
+# Loggers of libraries whose warnings are known and harmless
+NOISY = ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops", "torchao")
+
+
 @dataclass(frozen=True)
 class Environment:
     """What ``setup()`` found and did."""
@@ -117,18 +121,15 @@ def check_import_order() -> None:
     """Raise ImportOrderError when a library that Unsloth patches is already imported without it."""
     if "unsloth" in sys.modules:
         return
-    early = [name for name in PATCHED_BY_UNSLOTH if _is_loaded(name)]
+    # a bare `import trl` may come first
+    loaded = {module.partition(".")[0] for module in sys.modules.keys() - SHELL}
+    early = [name for name in PATCHED_BY_UNSLOTH if name in loaded]
     if not early:
         return
     raise ImportOrderError(
         f"{early[0]} was imported before unsloth, so Unsloth cannot patch it: restart the "
         f"kernel and put `import rloo_kit as rk; rk.setup()` before every other import"
     )
-
-
-def _is_loaded(name: str) -> bool:
-    """Return whether more of a library is imported than a bare ``import trl`` loads."""
-    return any(module.partition(".")[0] == name for module in sys.modules.keys() - SHELL)
 
 
 def _check_same(backend: str, environment: Environment) -> None:
@@ -208,32 +209,19 @@ def _import_unsloth() -> str | None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep banners and known harmless warnings of the libraries off the user's screen."""
-    loggers = [
-        logging.getLogger(n)
-        for n in ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops", "torchao")
-    ]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        # a file, since vLLM asks for its descriptor
-        with open(os.devnull, "w", encoding="utf-8") as null, contextlib.redirect_stdout(null):
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # a file, since vLLM asks for its descriptor
+    with open(os.devnull, "w", encoding="utf-8") as null, contextlib.redirect_stdout(null):
+        yield
 
 
 @contextlib.contextmanager
 def precision_as_asked(args: Any) -> Iterator[None]:
     """Keep Unsloth's patched class from turning bf16 or fp16 on where ``args`` turns both off."""
-    name = "UNSLOTH_MIXED_PRECISION"  # "bfloat16" is its word for: leave both off
-    before = os.environ.get(name)
-    if not args.bf16 and not args.fp16:
-        os.environ[name] = "bfloat16"
-    try:
+    from accelerate.utils import patch_environment
+
+    # "bfloat16" is its word for: leave both off
+    asked = {} if args.bf16 or args.fp16 else {"UNSLOTH_MIXED_PRECISION": "bfloat16"}
+    with patch_environment(**asked):
         yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before

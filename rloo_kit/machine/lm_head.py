@@ -40,18 +40,16 @@ def token_log_probs(
         ``(N,)`` log-probabilities and ``(N,)`` entropies, float32, in nats. Gradients flow through
         the log-probabilities; the entropies are detached.
     """
-    none = hidden[:0].sum(dim=-1).float()  # (0,), still part of the graph
-    log_probs, entropies = [none], [none.detach()]
     chunk = max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // len(weight)))
+    found = []
     # split, not slices: the gradient of a slice is as large as the tensor it was cut from
     for part, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
         args = (part, weight, bias, wanted, scale, softcap, scale_before_cap)
         if torch.is_grad_enabled():  # recompute the chunk's logits in backward, do not keep them
-            log_prob, entropy = checkpoint(_chunk, *args, use_reentrant=False)
+            found.append(checkpoint(_chunk, *args, use_reentrant=False))
         else:
-            log_prob, entropy = _chunk(*args)
-        log_probs.append(log_prob)
-        entropies.append(entropy)
+            found.append(_chunk(*args))
+    log_probs, entropies = zip(*found, strict=True)
     return torch.cat(log_probs), torch.cat(entropies)
 
 

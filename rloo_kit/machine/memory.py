@@ -5,7 +5,7 @@ import ctypes
 import gc
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,11 @@ def is_out_of_memory(exc: BaseException) -> bool:
     PyTorch's allocator has a class of its own for that; the CUDA driver, cuBLAS, cuDNN,
     bitsandbytes and the allocator of the CPU say it in the text of another one.
     """
+    import torch
+
     if isinstance(exc, KitError):
         return False
-    kinds = {kind.__name__ for kind in type(exc).__mro__}
-    if isinstance(exc, MemoryError) or "OutOfMemoryError" in kinds:
+    if isinstance(exc, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(exc).lower() if isinstance(exc, RuntimeError) else ""
     return any(mark in text for mark in OUT_OF_MEMORY)
@@ -93,11 +94,11 @@ def is_out_of_memory(exc: BaseException) -> bool:
 def measure() -> MemoryUse:
     """Return what this process holds now."""
     import psutil
+    import torch
 
     process = psutil.Process()
-    torch = sys.modules.get("torch")
     gpu = {}
-    if torch is not None and torch.cuda.is_available():
+    if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved()
         gpu["gpu_allocated"] = torch.cuda.memory_allocated()
@@ -115,8 +116,9 @@ def used_on_gpu() -> int:
     What vLLM has unmapped while it sleeps is not in it, unlike in torch's own count. torch gives
     nothing back by itself, so at the end of a phase it holds what the phase took at most.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
+    import torch
+
+    if not torch.cuda.is_available():
         return 0
     free, total = torch.cuda.mem_get_info()
     return total - free
@@ -128,8 +130,9 @@ def take_peak() -> int:
     On a GPU what torch allocated there; else the resident memory of this process, whose peak only
     Linux can reset (elsewhere it is the current value).
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
+    import torch
+
+    if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return peak
@@ -158,29 +161,20 @@ def release(*things: Any, clear_notebook: bool = False) -> Released:
     Returns:
         What was given back, and what is left.
     """
-    released, errors = _release_all(things, clear_notebook)
-    if errors:
-        raise errors[0]
-    return released
-
-
-def _release_all(things: Iterable[Any], clear_notebook: bool) -> tuple[Released, list[Exception]]:
-    """Release every thing, also after one that raised."""
-    before, errors = measure(), []
-    for thing in sorted(things, key=_is_engine):  # engines last: see VllmEngine.close
-        try:
-            _release_one(thing)
-        except Exception as exc:
-            errors.append(exc)
-    if clear_notebook:
-        _clear_notebook()
-    _release_host_buffers()
-    return_to_system()
-    return Released(before, measure()), errors
+    before = measure()
+    with contextlib.ExitStack() as last_in_first_out:  # goes on after one that raises
+        last_in_first_out.callback(return_to_system)
+        last_in_first_out.callback(_release_host_buffers)
+        if clear_notebook:
+            last_in_first_out.callback(_clear_notebook)
+        in_order = sorted(things, key=_is_engine)  # engines last: see VllmEngine.close
+        for thing in reversed(in_order):
+            last_in_first_out.callback(_release_one, thing)
+    return Released(before, measure())
 
 
 def _is_engine(thing: Any) -> bool:
-    return hasattr(thing, "sync") and hasattr(thing, "close")
+    return hasattr(thing, "close")
 
 
 def _release_one(thing: Any) -> None:
@@ -237,16 +231,17 @@ def session(*, clear_notebook: bool = False) -> Iterator[Session]:
     """
     opened = Session()
     _sessions.append(opened)
-    raised = True
+    errors: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     try:
         yield opened
-        raised = False
+    except BaseException:
+        errors = contextlib.suppress(Exception)  # the body's own says more
+        raise
     finally:
         _sessions.remove(opened)
         things, opened.things = opened.things[::-1], []
-        opened.released, errors = _release_all(things, clear_notebook)
-        if errors and not raised:  # the body's own error says more
-            raise errors[0]
+        with errors:
+            opened.released = release(*things, clear_notebook=clear_notebook)
 
 
 def add_to_session(thing: Any) -> None:
@@ -263,12 +258,7 @@ def remove_from_session(thing: Any) -> None:
 
 def shutdown_kernel() -> None:
     """End the Jupyter kernel, which gives back everything, the CUDA context included."""
-    application = None
-    if "IPython" in sys.modules:
-        from traitlets.config import Application
-
-        application = Application.instance() if Application.initialized() else None
-    kernel = getattr(application, "kernel", None)
+    kernel = getattr(_notebook(), "kernel", None)
     if kernel is None:
         print("no Jupyter kernel here: memory returns when the program ends")  # noqa: T201
         return
@@ -279,13 +269,20 @@ def shutdown_kernel() -> None:
 def _clear_notebook() -> None:
     for name in ("last_exc", "last_value", "last_traceback", "last_type"):
         sys.__dict__.pop(name, None)
-    ipython = sys.modules.get("IPython")
-    if ipython and (shell := ipython.get_ipython()):
+    if shell := _notebook():
         shell.displayhook.flush()
+
+
+def _notebook() -> Any:
+    """Return IPython's shell of this process, or None."""
+    ipython = sys.modules.get("IPython")
+    return ipython and ipython.get_ipython()
 
 
 def return_to_system() -> None:
     """Give back to the system, and to a GPU's driver, what nothing holds any more."""
+    import torch
+
     for thread in threading.enumerate():
         if type(thread).__name__ == "TMonitor":  # watches tqdm's bars; the next bar starts another
             thread.exit()  # pyright: ignore[reportAttributeAccessIssue]  # tqdm's own method
@@ -293,8 +290,7 @@ def return_to_system() -> None:
     if inductor is not None:  # its processes wait for the next thing to compile
         inductor.shutdown_compile_workers()
     gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
+    if torch.cuda.is_available():
         with contextlib.suppress(AttributeError, RuntimeError):
             torch._C._cuda_clearCublasWorkspaces()
             torch.accelerator.empty_host_cache()  # pinned memory that nothing holds

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,9 @@ EMBEDDED = ("rloo_kit", "assets", "tiny-thinker")
 
 def adapter_in(name: str | Path) -> Path | None:
     """Return the folder that a name stands for if it holds an adapter and no whole model."""
-    try:
-        folder = Path(name).expanduser()
-        found = (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
-    except (OSError, RuntimeError, ValueError):  # a name that can be no path
-        return None
+    folder = Path(os.path.expanduser(name))
+    # os.path takes names that can be no path
+    found = os.path.isfile(folder / CONFIG) and not os.path.isfile(folder / "config.json")
     return folder if found else None
 
 

@@ -40,6 +40,11 @@ class EngineSize:
     full_cache: int  # keys and values of all completions at full length
     smallest_cache: int  # of one of them: with less vLLM does not start, or cuts the length
 
+    @property
+    def fixed(self) -> int:
+        """All that it takes but the KV cache."""
+        return self.weights + self.working + self.graphs + UNMEASURED
+
 
 @dataclass(frozen=True)
 class EngineMemory:
@@ -52,9 +57,7 @@ class EngineMemory:
     @property
     def total(self) -> int:
         """Bytes of the card."""
-        size = self.size
-        total = size.weights + size.working + size.graphs + self.cache + UNMEASURED
-        return max(total, SMALLEST_TOTAL)
+        return max(self.size.fixed + self.cache, SMALLEST_TOTAL)
 
     def share(self, card: int) -> float:
         """Return vLLM's ``gpu_memory_utilization`` of a card with so many bytes."""
@@ -120,12 +123,11 @@ def engine_memory(
     Raises:
         GenerationError: Less would be left than the keys and values of one completion take.
     """
-    fixed = size.weights + size.working + size.graphs + UNMEASURED
     if share is not None:
-        cache = int(share * card) - fixed
+        cache = int(share * card) - size.fixed
     else:
         # training keeps a float32 weight, its gradient and Adam's two moments
-        left = free - fixed - max(16 * size.trained, size.starting + card // SPARE)
+        left = free - size.fixed - max(16 * size.trained, size.starting + card // SPARE)
         cache = min(
             math.ceil(1.05 * size.full_cache) + SMALLEST_CACHE,
             left * 9 // 10 if sleeps else left // 2,
@@ -139,7 +141,7 @@ def engine_memory(
             taken, remedy = f"{share:g} of the card", "raise trainer.vllm_gpu_memory_utilization"
         raise GenerationError(
             f"vLLM does not fit: with {taken} its weights, activations and CUDA graphs take "
-            f"{fixed / GIB:.1f} GiB, and a completion's keys and values "
+            f"{size.fixed / GIB:.1f} GiB, and a completion's keys and values "
             f"{size.smallest_cache / GIB:.1f} GiB; {remedy}, or set trainer.generation: "
             f"transformers"
         )

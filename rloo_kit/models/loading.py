@@ -3,8 +3,9 @@
 import contextlib
 import functools
 import json
+import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,12 @@ def load_model(
             kwargs.setdefault("tokenizer_name", str(adapter))
         max_lora_rank = max(lora_settings(adapter, {})["r"], max_lora_rank)
         source = find_model(base_of(adapter))
-    sizes = (max_seq_length, load_in_4bit, reserved_rank(max_lora_rank), num_sequences)
-    engine = _engine_settings(sizes, kwargs, fast_inference, tuple(vllm or ()))
     why_not_shared = _why_not_shared(environment, fast_inference)
-    _refuse_unused(engine.extra, why_not_shared)
+    engine = EngineSettings(
+        max_seq_length, load_in_4bit, reserved_rank(max_lora_rank), num_sequences,
+        not_shared=tuple(vllm or ()),
+        **_taken_from(kwargs, fast_inference, why_not_shared),
+    )  # fmt: skip
     kwargs = {"dtype": _dtype(precision, environment)} | kwargs
     kwargs |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}
     load_base = _load_unsloth if environment.backend == "unsloth" else _load_transformers
@@ -103,10 +106,6 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     with _as_model_errors(str(name)), quiet():
-        if str(name).endswith(".gguf"):
-            from rloo_kit.models.gguf import read_tokenizer
-
-            return read_tokenizer(Path(name))
         source = find_model(name)
         adapter = adapter_in(source)
         if adapter is not None and not _has_tokenizer(adapter):
@@ -118,34 +117,22 @@ def _has_tokenizer(folder: Path) -> bool:
     return (folder / "tokenizer_config.json").is_file()
 
 
-def _refuse_unused(extra: Mapping[str, Any], why_not_shared: str | None) -> None:
-    """Raise ConfigError where settings of a shared engine are given and there is none."""
+def _taken_from(
+    kwargs: dict[str, Any], fast_inference: bool | str, why_not_shared: str | None
+) -> dict[str, Any]:
+    """Take what is for a shared engine alone out of ``kwargs``; return it by its fields."""
+    extra = {name: kwargs.pop(name) for name in SHARED_ENGINE_NAMES & set(kwargs)}
     if extra and why_not_shared:
         raise ConfigError(
             f"unsloth.{next(iter(extra))} is for weights that Unsloth shares with vLLM, and "
             f"{why_not_shared}: leave it out"
         )
-
-
-def _engine_settings(
-    sizes: tuple[int, bool, int, int],
-    kwargs: dict[str, Any],
-    fast_inference: bool | str,
-    not_shared: tuple[str, ...],
-) -> EngineSettings:
-    """Return the settings of a shared engine; what is for vLLM alone leaves ``kwargs``."""
-    share = kwargs.pop("gpu_memory_utilization", None)
-    sleeps = kwargs.pop("unsloth_vllm_standby", True)
-    extra = {name: kwargs.pop(name) for name in SHARED_ENGINE_NAMES & set(kwargs)}
-    required = fast_inference != "auto" or bool(extra)
-    return EngineSettings(
-        *sizes,
-        share=share,
-        sleeps=sleeps,
-        required=required,
-        extra=extra,
-        not_shared=not_shared,
-    )
+    return {
+        "share": kwargs.pop("gpu_memory_utilization", None),
+        "sleeps": kwargs.pop("unsloth_vllm_standby", True),
+        "required": fast_inference != "auto" or bool(extra),
+        "extra": extra,
+    }
 
 
 def _why_not_shared(environment: Environment, fast_inference: bool | str) -> str | None:
@@ -211,7 +198,7 @@ def attach_lora(
             f"none of target_modules {sorted(settings['target_modules'])} is a layer of this "
             f"model; its linear layers are {', '.join(linear or sorted(leaves))}"
         )
-    settings |= {"target_modules": targets, "bias": "none"}
+    settings["target_modules"] = targets
     return _new_adapter(model, settings, use_gradient_checkpointing, seed)
 
 
@@ -361,27 +348,20 @@ def find_model(name: str | Path) -> str:
     """
     if name == "tiny-thinker":
         return str(TINY_THINKER)
-    try:
-        path, name = Path(name).expanduser(), str(name)
-        path.is_dir()  # raises for a name that is too long
-    except (OSError, RuntimeError, ValueError) as exc:
-        raise ModelError(
-            f"model {format_value(str(name))} can be no path ({first_line(exc)}): give a model's "
-            "folder, a .gguf file or a hub name"
-        ) from exc
+    path, name = Path(os.path.expanduser(name)), str(name)
     if path.suffix == ".gguf":
         from rloo_kit.models.gguf import convert
 
         return str(convert(path))
-    if path.is_dir():
+    if os.path.isdir(path):
         if not (path / "config.json").exists() and adapter_in(path) is None:
             raise ModelError(
                 f"folder {name!r} holds no config.json, so it is not a model: give the folder that "
                 f"save_pretrained wrote"
             )
         return str(path)
-    if path.is_file() or is_path(name):
-        what = "is a file" if path.is_file() else "does not exist"
+    if os.path.isfile(path) or is_path(name):
+        what = "is a file" if os.path.isfile(path) else "does not exist"
         raise ModelError(
             f"model {name!r} {what}: give a model's folder, a .gguf file or a hub name"
         )
@@ -391,64 +371,57 @@ def find_model(name: str | Path) -> str:
 
 def _ask_hub(name: str) -> None:
     """Raise ModelError now, in one short request, where loading would retry for minutes."""
-    import huggingface_hub
+    from huggingface_hub import errors, hf_hub_download
 
-    with _as_model_errors(name):
-        cached = huggingface_hub.try_to_load_from_cache(name, "config.json")
-        if not isinstance(cached, str):
-            huggingface_hub.HfApi().model_info(name, timeout=20)
+    # the first that fits: a gated model is a kind of one that is not found
+    reasons: dict[type[Exception], str] = {
+        errors.GatedRepoError: "is gated: accept its licence on its page and put HF_TOKEN into "
+        ".env",
+        errors.RepositoryNotFoundError: "is not on the hub: check the spelling, or put HF_TOKEN "
+        "into .env if it is private",
+        errors.RemoteEntryNotFoundError: "holds no config.json on the hub, so it is not a model: "
+        "check the name",
+        errors.HFValidationError: "is neither a folder here nor a hub name (owner/name): check the "
+        "spelling",
+        OSError: "is not on this machine and the hub cannot be reached: check the name and the "
+        "network, or give a local folder",
+    }
+    try:
+        hf_hub_download(name, "config.json", etag_timeout=20)
+    except tuple(reasons) as exc:
+        reason = next(text for kind, text in reasons.items() if isinstance(exc, kind))
+        raise ModelError(f"model {format_value(name)} {reason}") from exc
 
 
 @contextlib.contextmanager
 def _as_model_errors(name: str) -> Iterator[None]:
-    """Raise what transformers, the hub or torch raise while a model loads as a ModelError."""
+    """Raise what transformers, Unsloth or torch raise while a model loads as a ModelError."""
     try:
         yield
     except KitError:
         raise
-    except Exception as exc:  # what is raised differs by library, version and network
-        raise ModelError(f"model {name!r} {_what_failed(name, exc)}") from exc
-
-
-def _what_failed(name: str, exc: Exception) -> str:
-    """Return what is wrong with a model, and the remedy."""
-    chain: list[BaseException] = [exc]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
-        chain.append(cause)
-    kinds = {base.__name__ for one in chain for base in type(one).__mro__}
-    texts = " ".join(map(str, chain))
-    if "trust_remote_code" in texts:
-        return (
-            "needs code of its own, which is not run: allow it with model.trust_remote_code: true, "
-            "only for a source you trust"
-        )
-    if any(map(is_out_of_memory, chain)):
-        return (
-            "does not fit into the memory: close other programs, use a smaller model or, to train, "
-            "model.load_in_4bit: true"
-        )
-    if "use_safetensors=True" in texts:
-        return (
-            "has no safetensors: where you trust it, load it with transformers and save_pretrained "
-            "it again"
-        )
-    if "GatedRepoError" in kinds:
-        return "is gated: accept its licence on its page and put HF_TOKEN into .env"
-    if "RepositoryNotFoundError" in kinds:
-        return "is not on the hub: check the spelling, or put HF_TOKEN into .env if it is private"
-    if "HFValidationError" in kinds:
-        return "is neither a folder here nor a hub name (owner/name): check the spelling"
-    local = Path(name).exists() or name == "tiny-thinker"
-    if not local and ("OSError" in kinds or any("Connect" in kind for kind in kinds)):
-        return (
-            "is not on this machine and the hub cannot be reached: check the name and the network, "
-            "or give a local folder"
-        )
-    remedy = "download it again" if local else "check the name"
-    return (
-        f"cannot be loaded ({type(exc).__name__}: {first_line(exc)}): {remedy}, or try backend: "
-        f"transformers"
-    )
+    except Exception as exc:  # what is raised differs by library and version
+        if "trust_remote_code" in str(exc):
+            reason = (
+                "needs code of its own, which is not run: allow it with model.trust_remote_code: "
+                "true, only for a source you trust"
+            )
+        elif "use_safetensors=True" in str(exc):
+            reason = (
+                "has no safetensors: where you trust it, load it with transformers and "
+                "save_pretrained it again"
+            )
+        elif is_out_of_memory(exc):
+            reason = (
+                "does not fit into the memory: close other programs, use a smaller model or, to "
+                "train, model.load_in_4bit: true"
+            )
+        else:
+            reason = (
+                f"cannot be loaded ({type(exc).__name__}: {first_line(exc)}): download it again, "
+                "or try backend: transformers"
+            )
+        raise ModelError(f"model {name!r} {reason}") from exc
 
 
 # --- backends ------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import contextlib
 import copy
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,6 @@ class ModelShape:
     def num_parameters(self) -> int:
         """All of them, each once."""
         return self.others + sum(linear.size * linear.count for linear in self.linears)
-
-    @property
-    def num_quantised(self) -> int:
-        """Weights that a 4-bit load packs."""
-        return sum(linear.size * linear.count for linear in self.linears if linear.quantised)
 
     @property
     def query_size(self) -> int:
@@ -169,13 +165,15 @@ def shape_of_config(
     """Return the shape of the model that transformers makes of a config, which is not changed."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    quantised = getattr(config, "quantization_config", None)
-    settings = quantised if isinstance(quantised, dict) else getattr(quantised, "__dict__", {})
+    settings = config.to_dict().get("quantization_config") or {}
+    skipped = settings.get("llm_int8_skip_modules") or ()
     model = _on_meta(config, trust_remote_code)
-    skipped = [str(part) for part in settings.get("llm_int8_skip_modules") or ()]
-    linears, modules = _linears(model, skipped)
+    linears = _linears(model, skipped)
     heads = text.num_attention_heads
-    shape = ModelShape(
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    leaves = {module.rpartition(".")[2] for module, _ in model.named_modules()}
+    guessed = "unsloth-bnb-4bit" in name.lower() and not skipped
+    return ModelShape(
         name=name,
         source=source,
         hidden_size=text.hidden_size,
@@ -186,15 +184,9 @@ def shape_of_config(
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocab_size=text.vocab_size,
         linears=linears,
-        others=0,
-        qk_norm=any(leaf in modules for leaf in ("q_norm", "q_layernorm")),
-        packed=bool(settings.get("load_in_4bit") or settings.get("_load_in_4bit")),
-    )
-    everything = sum(parameter.numel() for parameter in model.parameters())
-    guessed = "unsloth-bnb-4bit" in name.lower() and not skipped
-    return replace(
-        shape,
-        others=everything - shape.num_parameters,
+        others=everything - sum(linear.size * linear.count for linear in linears),
+        qk_norm=not leaves.isdisjoint(("q_norm", "q_layernorm")),
+        packed=bool(settings.get("load_in_4bit")),
         in_16bit=DYNAMIC_SHARE if guessed else 0.0,
     )
 
@@ -212,25 +204,25 @@ def _on_meta(config: Any, trust_remote_code: bool) -> Any:
     return model
 
 
-def _linears(model: Model, skipped: list[str]) -> tuple[tuple[Linear, ...], set[str]]:
-    """Return the linear layers without the head, and the last parts of all modules' names."""
+def _linears(model: Model, skipped: Iterable[str]) -> tuple[Linear, ...]:
+    """Return the linear layers without the head; 4 bit skips names with a part in ``skipped``."""
     import torch
 
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    found: Counter[tuple[str, int, int, bool]] = Counter()
-    modules = set()
-    for name, module in model.named_modules():
-        leaf = name.rpartition(".")[2]
-        modules.add(leaf)
-        if not isinstance(module, torch.nn.Linear) or module is head or leaf == "score":
-            continue
-        packs = not any(part in name for part in skipped)
-        found[leaf, module.out_features, module.in_features, packs] += 1
-    linears = [
+    head = model.get_output_embeddings()
+    found = Counter(
+        (
+            name.rpartition(".")[2],
+            module.out_features,
+            module.in_features,
+            not any(part in name for part in skipped),
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    )
+    return tuple(
         Linear(leaf, rows, columns, count, packs)
         for (leaf, rows, columns, packs), count in found.items()
-    ]
-    return tuple(linears), modules
+    )
 
 
 def _intermediate(text: Any) -> int:
@@ -248,13 +240,11 @@ def weight_bytes(shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2) -> i
     """
     total: float = shape.others * value_bytes
     for linear in shape.linears:
+        size: float = linear.size * value_bytes
         if in_4bit and linear.quantised:
             packed = nf4_bytes(linear.rows, linear.columns)
-            plain = linear.size * value_bytes
-            share = shape.in_16bit
-            total += linear.count * (packed * (1 - share) + plain * share)
-        else:
-            total += linear.size * linear.count * value_bytes
+            size = packed * (1 - shape.in_16bit) + size * shape.in_16bit
+        total += linear.count * size
     return int(total)
 
 

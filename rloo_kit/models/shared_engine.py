@@ -28,10 +28,6 @@ STANDBY = "UNSLOTH_VLLM_STANDBY"
 SPLIT = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 # Linear layers of the models whose weights Unsloth can read out of vLLM
 JOINED = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
-# What Unsloth raises for what it cannot do
-REFUSALS = (
-    NotImplementedError, RuntimeError, MemoryError, ValueError, AssertionError, ImportError
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,7 @@ def load_shared(
                 model, tokenizer = load(**arguments)
         except GenerationError as exc:
             reason = str(exc)
-        except REFUSALS as exc:
+        except Exception as exc:  # Unsloth refuses by errors of many kinds
             reason = f"Unsloth: {why_no_start(exc)}"
         else:
             # Unsloth may load without vLLM, and then only prints why

@@ -4,8 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import yaml
-
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.planning.job import Facts, make_job
 from rloo_kit.planning.memory import Job, plan_memory
@@ -24,16 +22,10 @@ class Change:
     @property
     def lines(self) -> list[str]:
         """``section.key=value`` for each, as after ``--set``."""
-        return [f"{name}={_as_yaml(value)}" for name, value in self.settings.items()]
+        return [f"{name}={str(value).lower()}" for name, value in self.settings.items()]
 
     def __str__(self) -> str:
-        return "set " + ", ".join(
-            f"{name} to {_as_yaml(value)}" for name, value in self.settings.items()
-        )
-
-
-def _as_yaml(value: Any) -> str:
-    return yaml.safe_dump(value).split("\n")[0]
+        return "set " + ", ".join(line.replace("=", " to ") for line in self.lines)
 
 
 def apply(config: RunConfig, options: Sequence[Option]) -> RunConfig:
@@ -94,7 +86,7 @@ def _families(config: RunConfig, facts: Facts) -> list[list[Option]]:
         [
             {"trainer.optim": name}
             for name in ("adamw_8bit", "paged_adamw_8bit")
-            if facts.on_gpu and "8bit" not in job.optimizer
+            if facts.card.on_gpu and "8bit" not in job.optimizer
         ],
         [{"trainer.gradient_checkpointing": True}] if job.checkpointing == "none" else [],
         [] if job.in_4bit else [{"model.load_in_4bit": True}],

@@ -19,6 +19,7 @@ from rloo_kit.models.engine_memory import BATCHED_TOKENS
 from rloo_kit.models.shape import TINY_THINKER, ModelShape, read_shape
 from rloo_kit.models.shared_engine import why_not_shared
 from rloo_kit.planning.memory import Job
+from rloo_kit.sampling.engine import choose
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,12 @@ class Facts:
     longest: int | None  # tokens of the longest prompt; None where it is not on this machine
     card: Card
     room: int  # bytes that this process may take
-    on_gpu: bool
     backend: str
     vllm: bool  # whether it is installed
     continues: bool  # whether the run trains an adapter further, whose rank stays
 
 
-def read_facts(config: RunConfig, base: Path, card: Card, room: int, *, on_gpu: bool) -> Facts:
+def read_facts(config: RunConfig, base: Path, card: Card, room: int) -> Facts:
     """Return what a plan of a run needs to know of its model, its prompts and this machine.
 
     Args:
@@ -43,20 +43,18 @@ def read_facts(config: RunConfig, base: Path, card: Card, room: int, *, on_gpu: 
         base: Folder that the paths of model and prompts start from.
         card: What is planned for; of a CPU its name and memory.
         room: Bytes that this process may take.
-        on_gpu: Whether the card is a GPU.
 
     Raises:
         ModelError: The config of a model cannot be read.
     """
     name = beside(config.model.name, base)
     tried = config.model.backend != "transformers"
-    unsloth = tried and not why_not_unsloth("cuda" if on_gpu else "cpu")
+    unsloth = tried and not why_not_unsloth("cuda" if card.on_gpu else "cpu")
     return Facts(
         shape=_shape(name, config.model.trust_remote_code),
         longest=_longest_prompt(config, name, base),
         card=card,
         room=room,
-        on_gpu=on_gpu,
         backend="unsloth" if unsloth else "transformers",
         vllm=installed_version("vllm") is not None,
         continues=adapter_in(name) is not None,
@@ -65,37 +63,31 @@ def read_facts(config: RunConfig, base: Path, card: Card, room: int, *, on_gpu: 
 
 def make_job(config: RunConfig, facts: Facts) -> Job:
     """Return what decides the memory of a run."""
-    trainer = config.trainer
+    trainer = {**DEFAULTS, **config.trainer}
     batch = batch_plan(trainer)
-    accumulation = trainer.get("gradient_accumulation_steps", 1)
-    completion = trainer.get("max_completion_length") or DEFAULTS["max_completion_length"]
-    beta = trainer.get("beta", DEFAULTS["beta"])
-    # an old-log-prob pass is needed once an optimizer step comes between sampling and learning
-    on_policy = trainer.get("num_iterations", 1) == 1 and batch.steps_per_generation <= accumulation
-    left = max(1, config.model.max_seq_length - completion)
+    left = max(1, config.model.max_seq_length - trainer["max_completion_length"])
     return Job(
         shape=facts.shape,
-        on_gpu=facts.on_gpu,
+        on_gpu=facts.card.on_gpu,
         room=facts.room,
-        card=facts.card.usable if facts.on_gpu else 0,
-        backend=facts.backend,
+        card=facts.card.usable if facts.card.on_gpu else 0,
         in_4bit=config.model.load_in_4bit or facts.shape.packed,
-        value_bytes=2 if facts.on_gpu or facts.card.bf16 else 4,
+        value_bytes=2 if facts.card.on_gpu or facts.card.bf16 else 4,
         rank=config.lora.r,
         targets=tuple(config.lora.target_modules),
         optimizer=str(trainer.get("optim") or "adamw_torch"),
         checkpointing=_checkpointing(config, facts),
         rows=batch.num_completions,
-        step_rows=trainer.get("per_device_train_batch_size", 8) * accumulation,
+        step_rows=batch.step_rows,
         group=batch.num_generations,
         prompt=min(facts.longest or config.data.max_prompt_tokens or left, left),
-        completion=completion,
+        completion=trainer["max_completion_length"],
         max_length=config.model.max_seq_length,
-        budget=trainer.get("tokens_per_micro_batch"),
-        scores=bool(beta) or not on_policy,
-        keeps_graphs=bool(beta) and on_policy,
+        budget=trainer["tokens_per_micro_batch"],
+        scores=bool(trainer["beta"]) or not batch.is_on_policy,
+        keeps_graphs=bool(trainer["beta"]) and batch.is_on_policy,
         engine=_engine(config, facts),
-        sleeps=bool(trainer.get("vllm_enable_sleep_mode", facts.on_gpu)),
+        sleeps=bool(trainer.get("vllm_enable_sleep_mode", facts.card.on_gpu)),
         share=trainer.get("vllm_gpu_memory_utilization"),
         batched_tokens={**config.vllm, **config.unsloth}.get(
             "max_num_batched_tokens", BATCHED_TOKENS
@@ -123,9 +115,9 @@ def assumptions(config: RunConfig, facts: Facts, job: Job) -> Iterator[str]:
 
 
 def _checkpointing(config: RunConfig, facts: Facts) -> str:
-    if not config.trainer.get("gradient_checkpointing", facts.on_gpu):
+    if not config.trainer.get("gradient_checkpointing", facts.card.on_gpu):
         return "none"
-    return "unsloth" if facts.on_gpu and facts.backend == "unsloth" else "plain"
+    return "unsloth" if facts.card.on_gpu and facts.backend == "unsloth" else "plain"
 
 
 @lru_cache(maxsize=16)
@@ -151,15 +143,13 @@ def _longest_prompt(config: RunConfig, name: str, base: Path) -> int | None:
 
 
 def _engine(config: RunConfig, facts: Facts) -> str:
-    """Return who will sample, as ``sampling.choice`` decides it."""
-    trainer = config.trainer
-    asked = trainer.get("generation", "auto")
-    if trainer.get("use_vllm"):
-        asked = "vllm"
-    if asked == "transformers" or (asked == "auto" and not (facts.on_gpu and facts.vllm)):
-        return "transformers"
-    if not facts.on_gpu or facts.backend != "unsloth":
-        return "vllm"
-    if why_not_shared(facts.shape, trust_remote_code=config.model.trust_remote_code) is None:
-        return "shared"
-    return "transformers" if asked == "auto" else "vllm"
+    """Return who will sample: ``transformers``, ``vllm``, or ``shared`` (vLLM, Unsloth's copy)."""
+    trainer, by_code = config.trainer, config.model.trust_remote_code
+    asked = "vllm" if trainer.get("use_vllm") else trainer.get("generation", "auto")
+    unsloth = facts.card.on_gpu and facts.backend == "unsloth"
+    is_shared = unsloth and why_not_shared(facts.shape, trust_remote_code=by_code) is None
+    can_sample = facts.vllm and (is_shared or not unsloth)
+    # a plan for another machine takes vLLM at its word
+    why_not = None if can_sample or asked == "vllm" else "it cannot here"
+    engine = choose(asked, on_gpu=facts.card.on_gpu, why_not=why_not).engine
+    return "shared" if engine == "vllm" and is_shared else engine

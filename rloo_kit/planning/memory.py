@@ -37,16 +37,11 @@ LIBRARIES = 1010 * MIB
 # On a GPU, outside of torch's allocator: the CUDA context, cuBLAS and Triton's kernels. It differs
 # by card and driver; 610 and 676 MiB on an H100.
 CONTEXT = 680 * MIB
-# Share of temporary memory on a GPU that is lost between blocks, with expandable segments; an
-# estimate
-FRAGMENTATION = 0.06
-# On a CPU, heap over activations: the allocator keeps freed blocks, with holes between them
-HEAP = 1.45
-# The same with gradient checkpointing, over the activations without it: gradients that stay split
-# the memory that it frees
-CHECKPOINTED_HEAP = 0.6
-# Bytes for each packed weight that a 4-bit load on a CPU takes while it packs
-LOADING = 3.5
+# Share of temporary memory that is lost between blocks: on a GPU with expandable segments, an
+# estimate; in the heap of a CPU process (docs/how-to/plan.md)
+FRAGMENTATION, HEAP = 0.06, 0.25
+# What a 4-bit load on a CPU takes while it packs, over the model in 16 bit
+LOADING = 1.4
 TRITON_TOKENS, TRITON_LOGITS = 4096, 32768
 """Tile of TRL 1.15's kernel on a GPU: tokens, and logits of each (kernels/chunked_logprob.py)."""
 # Smallest state, in elements, that a paged optimizer keeps in main memory (bitsandbytes 0.50).
@@ -63,7 +58,6 @@ class Job:
     on_gpu: bool
     room: int  # what this process may take of the card, or what is free on a CPU
     card: int = 0  # memory of the whole card, as torch reports it; 0: the room
-    backend: str = "unsloth"
     in_4bit: bool = True
     value_bytes: int = 2  # of an activation: 2 in 16 bit, 4 in float32
     rank: int = 16
@@ -127,17 +121,11 @@ def plan_memory(job: Job) -> MemoryPlan:
     states = optimizer_bytes(job.optimizer, sizes, on_gpu=job.on_gpu)
     parts[f"optimizer states, {job.optimizer}"] = _since(SAMPLE, states)
     parts |= _passes(job, budget, trained)
-    if job.on_gpu:
-        # what is held all the time is allocated once and leaves no holes
-        brief = {name: held for name, held in parts.items() if len(held) < len(PHASES)}
-        parts["between blocks"] = {
-            # what vLLM holds while it starts was measured with it
-            p: int(FRAGMENTATION * _total(brief, p))
-            for p in PHASES
-            if p != START
-        }
-    else:
-        parts["best weights so far"] = _since(SAMPLE, trained)
+    # what is held all the time is allocated once and leaves no holes
+    brief = {name: held for name, held in parts.items() if len(held) < len(PHASES)}
+    lost = FRAGMENTATION if job.on_gpu else HEAP
+    # what vLLM holds while it starts was measured with it
+    parts["between blocks"] = {p: int(lost * _total(brief, p)) for p in PHASES if p != START}
     there = {SCORE: job.scores, START: job.on_gpu and job.engine != "transformers"}
     phases = {p: _total(parts, p) for p in PHASES if there.get(p, True)}
     return MemoryPlan(parts, budget, phases)
@@ -156,26 +144,20 @@ def _total(parts: dict[str, Held], phase: str) -> int:
 
 
 def _weights(job: Job) -> dict[str, Held]:
-    shape, wide = job.shape, job.value_bytes
-    packs = not shape.packed and job.in_4bit
-    total = weight_bytes(shape, in_4bit=job.in_4bit, value_bytes=wide)
-    if job.on_gpu:
-        largest = 2 * max(linear.size for linear in shape.linears) if packs else 0
-        return {
-            "CUDA context": _since(LOAD, CONTEXT),
-            "weights": _since(LOAD, total),
-            "largest layer, before it is packed": {LOAD: largest},
-        }
-    # 16-bit weights are mapped from their file, and a 4-bit load reads all of that file
-    mapped = weight_bytes(shape, in_4bit=shape.packed) if wide == 2 else 0
-    copied = total if wide == 4 else 0
-    if wide == 2 and job.in_4bit and packs:
-        copied = total - wide * (shape.num_parameters - shape.num_quantised)
+    shape = job.shape
+    packing = mapped = 0
+    if job.in_4bit and not shape.packed:
+        packing = 2 * max(linear.size for linear in shape.linears)  # one layer after the other
+        if not job.on_gpu:
+            mapped = weight_bytes(shape, in_4bit=False)  # all of the file is read, and stays
+            packing = int(LOADING * mapped)
+    outside = "CUDA context" if job.on_gpu else "Python and libraries"
+    total = weight_bytes(shape, in_4bit=job.in_4bit, value_bytes=job.value_bytes)
     return {
-        "Python and libraries": _since(LOAD, LIBRARIES),
+        outside: _since(LOAD, CONTEXT if job.on_gpu else LIBRARIES),
+        "weights": _since(LOAD, total),
         "weights, mapped from their file": _since(LOAD, mapped),
-        "weights": _since(LOAD, copied),
-        "packing": {LOAD: int(LOADING * shape.num_quantised) if packs else 0},
+        "weights, while they are packed": {LOAD: packing},
     }
 
 
@@ -227,7 +209,7 @@ def _sampling(job: Job) -> dict[str, Held]:
     size, shared = engine.size, job.engine == "shared"
     cache = engine.cache
     if shared:  # vLLM fills the share that it is given
-        cache = engine.total - size.weights - size.working - size.graphs - UNMEASURED
+        cache = engine.total - size.fixed
     merged = sum(linear.count * linear.size for linear in _adapted(job))
     return {
         "vLLM weights": dict.fromkeys(awake, 0 if shared else size.weights),
@@ -276,19 +258,14 @@ def _by_transformers(job: Job) -> dict[str, Held]:
     # Unsloth's models on a GPU decode by a loop of their own, and run a prompt for each completion
     prompts = job.rows if job.on_gpu else -(-job.rows // job.group)
     read = prompts * min(job.prompt, job.width) * _forward_bytes(job.shape, wide)
-    # of every row: logits, the same in float32, their softmax, and what is drawn
-    logits = job.rows * shape.vocab_size * (wide + 12)
     matrices = 0
     if not job.on_gpu:
-        cache = cache * 5 // 4  # spare columns
-        logits = job.rows * shape.vocab_size * (wide + 24)
-        if wide == 2:  # bmm of oneDNN copies the LM head for every prompt
-            logits = max(logits, wide * prompts * shape.vocab_size * shape.hidden_size)
         matrices = wide * sum(linear.count * linear.size for linear in _adapted(job))
     return {
         "keys and values": {SAMPLE: cache},
         "prompts, read at once": {SAMPLE: read},
-        "logits of the next token": {SAMPLE: logits},
+        # of every row: logits, the same in float32, their softmax, and what is drawn
+        "logits of the next token": {SAMPLE: job.rows * shape.vocab_size * (wide + 12)},
         "base and adapter as one matrix": {SAMPLE: matrices if 4 * matrices < job.room else 0},
     }
 
@@ -348,10 +325,9 @@ def _passes(job: Job, budget: int, trained: int) -> dict[str, Held]:
     rows = min(rows, job.step_rows)
     gradients = (2 if rows < job.step_rows else 1) * trained  # of former passes, and of this one
     copied = trained * wide // 4 if wide == 2 else 0
-    learn = (LEARN,) if job.on_gpu else PHASES[2:]  # a CPU's allocator keeps what a pass held
     parts: dict[str, Held] = {
         "gradients, float32": {LEARN: gradients},
-        "activations": dict.fromkeys(learn, _activations(job, rows * width)),
+        "activations": {LEARN: _activations(job, rows * width)},
         "log-prob chunk": {LEARN: _log_prob_chunk(job, rows * width, gradient=True)},
         "LoRA adapter, 16 bit": {SCORE: copied, LEARN: copied},
     }
@@ -370,25 +346,23 @@ def _activations(job: Job, positions: int) -> int:
     head = 2 * wide * hidden
     whole = positions * (layers * layer_bytes(job) + head)
     if job.checkpointing == "none":
-        return whole if job.on_gpu else int(HEAP * whole)
+        return whole
     # one layer at a time is computed again; backward takes more than it kept
     backward = int(wide * (2 * job.shape.intermediate_size + 3.5 * hidden))
     one = layer_bytes(job) + backward + head
     # Unsloth keeps the layers' inputs in main memory, and two of them on the card at a time
     inputs = 2 if job.checkpointing == "unsloth" else layers
     kept = positions * (inputs * hidden * wide + one)
-    return kept if job.on_gpu else int(max(kept, CHECKPOINTED_HEAP * whole))
+    # the heap of a CPU process keeps holes: gradients lie between what is freed
+    return kept if job.on_gpu else max(kept, whole // 2)
 
 
 def _log_prob_chunk(job: Job, positions: int, *, gradient: bool) -> int:
     """Return the bytes of the logits that exist at a time, and of what their gradient needs."""
-    from rloo_kit.machine.lm_head import CHUNK_LOGITS, CHUNK_TOKENS
+    from rloo_kit.machine.lm_head import CHUNK_LOGITS
 
     vocabulary = job.shape.vocab_size
-    if job.on_gpu:
-        tile = min(TRITON_TOKENS, positions) * min(TRITON_LOGITS, vocabulary) * job.value_bytes
-        return tile + (4 * positions * job.shape.hidden_size if gradient else 0)
-    tokens, tables = min(positions, max(1, CHUNK_LOGITS // vocabulary)), 3
-    if job.backend != "unsloth":
-        tokens, tables = min(tokens, CHUNK_TOKENS), 5
-    return tables * 4 * tokens * vocabulary
+    if not job.on_gpu:  # three tables in float32
+        return 3 * 4 * min(positions * vocabulary, CHUNK_LOGITS)
+    tile = min(TRITON_TOKENS, positions) * min(TRITON_LOGITS, vocabulary) * job.value_bytes
+    return tile + (4 * positions * job.shape.hidden_size if gradient else 0)

@@ -61,7 +61,7 @@ class Plan:
     @property
     def vllm_share(self) -> float | None:
         """Share of the card that vLLM gets; None where it does not sample in this process."""
-        if not self.job.on_gpu or self.job.engine not in ("shared", "vllm"):
+        if not self.job.on_gpu or self.job.engine == "transformers":
             return None
         return self.job.share or planned_engine(self.job).share(self.job.card or self.room)
 
@@ -121,12 +121,12 @@ def make_plan(config: RunConfig, gpu: str | None = None, *, base: Path = Path())
         base: Folder that the paths of model and prompts start from, here and below.
     """
     if gpu is None or gpu.strip().lower() == "this":
-        card, room, on_gpu = _this_card(), room_here(), detect_hardware().device != "cpu"
+        card, room = _this_card(), room_here()
     else:
-        card, on_gpu = find_card(gpu), True
+        card = find_card(gpu)
         room = card.usable
     with quiet():  # transformers is imported here
-        facts = read_facts(config, base, card, room, on_gpu=on_gpu)
+        facts = read_facts(config, base, card, room)
     made = Plan(config, facts)
     if made.peak_bytes <= room:
         return made
@@ -135,7 +135,8 @@ def make_plan(config: RunConfig, gpu: str | None = None, *, base: Path = Path())
 
 def _this_card() -> Card:
     hardware = detect_hardware()
-    return Card(hardware.name, hardware.total_memory, hardware.bf16)
+    on_gpu = hardware.device != "cpu"
+    return Card(hardware.name, hardware.total_memory, hardware.bf16, on_gpu)
 
 
 def room_here() -> int:
@@ -157,9 +158,8 @@ def remedy(config: RunConfig, room: int, *, base: Path = Path()) -> str:
 
     Where the plan fits into ``room`` bytes all the same, the changes save a tenth of its peak.
     """
-    on_gpu = detect_hardware().device != "cpu"
     try:
-        facts = read_facts(config, base, _this_card(), room, on_gpu=on_gpu)
+        facts = read_facts(config, base, _this_card(), room)
     except KitError:
         return ""
     less = min(room, int(0.9 * peak_with(config, facts, ())))

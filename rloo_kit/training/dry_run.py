@@ -16,6 +16,7 @@ import torch
 from transformers.training_args import OptimizerNames
 
 from rloo_kit.checkpoints.store import random_states, set_random_states
+from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.data.lengths import longest_prompt
 from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.machine.hardware import GIB, detect_hardware
@@ -147,11 +148,10 @@ class WorstCase:
     def _learn(self, ids: list[int], rows: int, width: int) -> None:
         """Run the largest passes of a step; again where the budget had to be lowered."""
         args, learner, budget = self.args, self.learner, None
-        in_step = rows // args.steps_per_generation * args.gradient_accumulation_steps
-        is_off_policy = args.steps_per_generation > args.gradient_accumulation_steps
+        batch = batch_plan(vars(args))
         while budget != learner.budget:
             budget = learner.budget
-            if args.beta or is_off_policy:
+            if args.beta or not batch.is_on_policy:
                 for number, longest in largest_passes(rows, width, NO_GRAD_FACTOR * budget):
                     tokens = self._rollout(ids, number, longest).sampled.tokens
                     numbers = list(range(number))
@@ -160,7 +160,7 @@ class WorstCase:
                     else:
                         learner.log_probs(tokens, numbers, self.policy.forward)
             # a step of several rollouts learns from one after another
-            for number, longest in largest_passes(max(1, min(rows, in_step)), width, budget):
+            for number, longest in largest_passes(min(rows, batch.step_rows), width, budget):
                 rollout = self._rollout(ids, number, longest)
                 weights = torch.zeros(len(rollout), device=learner.device)  # (B,)
                 weights[:number] = 1 / number

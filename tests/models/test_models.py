@@ -4,8 +4,10 @@ import json
 import shutil
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
+from huggingface_hub import errors
 from rloo_kit.rewards import end_of_thinking_id
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -58,6 +60,40 @@ def test_a_folder_of_other_files_is_not_replaced(tmp_path):
     with pytest.raises(rk.ModelError, match="give a folder of its own"):
         rk.save_adapter(rk.attach_lora(model), tokenizer, tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def of_the_hub(kind):
+    request = httpx.Request("GET", "https://hub")
+    return kind("no", response=httpx.Response(401, request=request))
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (of_the_hub(errors.GatedRepoError), "is gated: accept its licence"),
+        (of_the_hub(errors.RepositoryNotFoundError), "is not on the hub: check the spelling"),
+        (of_the_hub(errors.RemoteEntryNotFoundError), r"holds no config\.json on the hub"),
+        (errors.LocalEntryNotFoundError("no network"), "the hub cannot be reached"),
+    ],
+    ids=range(4),
+)
+def test_what_the_hub_answers_is_one_sentence(fault, says, monkeypatch):
+    def answer(*_, **__):
+        raise fault
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", answer)
+    with pytest.raises(rk.ModelError, match=says) as caught:
+        rk.load_model("org/name")
+    assert str(caught.value).startswith("model 'org/name' ")
+
+
+@pytest.mark.parametrize("name", ["~nobody-here", "a\0b", "x" * 300, "no model"], ids=range(4))
+def test_a_name_that_can_be_no_model_is_refused(name):
+    with pytest.raises(rk.ModelError, match=r"does not exist|neither a folder here nor a hub name"):
+        rk.load_model(name)
 
 
 # --- weights and code of unknown origin ----------------------------------------------------------

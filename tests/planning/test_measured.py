@@ -39,7 +39,6 @@ def job_of(name, data):
         on_gpu=True,
         room=room,
         card=room,
-        backend="transformers" if own else "unsloth",
         in_4bit=in_4bit,
         targets=PROJECTIONS,
         optimizer="adamw_8bit" if in_4bit else "adamw_torch",

@@ -44,7 +44,7 @@ def test_unknown_card_is_refused_with_an_example(text):
 def test_preset_fits_the_card_in_its_name(name, vllm):
     config = read_run_file(name)
     card = find_card(re.search(r"\d+gb", name)[0])
-    facts = read_facts(config, EXAMPLES, card, card.usable, on_gpu=True)
+    facts = read_facts(config, EXAMPLES, card, card.usable)
     memory = plan_memory(make_job(config, replace(facts, vllm=vllm)))
     assert memory.peak_bytes < 0.95 * card.usable
 
