@@ -161,11 +161,9 @@ def evaluate(
         RewardContractError: From a reward.
     """
     rows = _repeat(dataset, num_samples, temperature)
-    check_finite(p for p in model.parameters() if p.requires_grad)
     ends = tuple(model.generation_config.eos_token_id)
-    given = {name: value for name, value in (sampling or {}).items() if value is not None}
     limit = thought_limit(tokenizer, thinking_budget)
-    how = Sampling(max_completion_length, ends, temperature, **given, thought=limit)
+    how = Sampling(max_completion_length, ends, temperature, **(sampling or {}), thought=limit)
     completer = Completer(
         draw=functools.partial(_draw, model, tokenizer, how, batch_size, seed, engine),
         processing_class=tokenizer,
@@ -174,11 +172,11 @@ def evaluate(
         functions=lambda: [reward.func for reward in rewards],
     )
     completions = completer.sample(rows)
-    names = [reward.name for reward in rewards]
-    scores = dict(zip(names, completer.score(rows, completions).result(), strict=True))
+    found = completer.score(rows, completions).result()
+    scores = {reward.name: own for reward, own in zip(rewards, found, strict=True)}
     samples = _samples(tokenizer, completions, scores)
     means = {name: _mean(own) for name, own in scores.items()}
-    length = fmean(sample["tokens"] for sample in samples)
+    length = fmean(map(len, completions.tokens.completion_ids))
     return Evaluation(means, len(dataset), length, temperature, samples, num_samples)
 
 
@@ -225,7 +223,7 @@ def settings_of(args: "LeaveOneOutConfig") -> dict[str, Any]:
     return {
         "max_completion_length": args.max_completion_length,
         "temperature": args.temperature,
-        "sampling": {name: getattr(args, name) for name in names},
+        "sampling": {n: value for n in names if (value := getattr(args, n)) is not None},
         "chat_template_kwargs": args.chat_template_kwargs,
         "batch_size": args.per_device_train_batch_size,
         "seed": args.seed,
@@ -251,6 +249,7 @@ def _draw(
     prompts: list[list[int]],
 ) -> tuple[list[list[int]], None]:
     """Return completion token ids up to and including EOS, one list a prompt."""
+    check_finite(p for p in model.parameters() if p.requires_grad)
     if engine is not None:
         engine.sync(model)
         drawn = draw_from(engine, prompts, how, seed)
@@ -262,12 +261,11 @@ def _draw(
     settings: dict[str, Any] = {
         "max_new_tokens": how.max_tokens,
         "repetition_penalty": how.repetition_penalty,
-        "do_sample": False,
+        "do_sample": how.temperature > 0,
         "use_cache": True,
     }
     if how.temperature > 0:
         settings |= {
-            "do_sample": True,
             "temperature": how.temperature,
             "top_p": how.top_p,
             "top_k": how.top_k,

@@ -173,6 +173,7 @@ def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> None:
 def _prompts(
     config: RunConfig, prompts: str | Path | None, most: int | None, given: Mapping[str, Any]
 ) -> Any:
+    """Return the prompts that the run kept out of training, or those of another name."""
     data, name = config.data, str(prompts or config.data.prompts)
     is_the_runs = name == data.prompts
     if prompts is None or (is_the_runs and hub_task(name) and not is_task(name)):
@@ -183,12 +184,16 @@ def _prompts(
                 "--prompts"
             )
         return kept_out if most is None else kept_out.select(range(min(most, len(kept_out))))
-    how: dict[str, Any] = {"num_prompts": most, "system": system_message(data)}
-    if is_task(name):
-        how = {"split": "held_out", "num_prompts": most or data.held_out or MAX_HELD_OUT}
+    if is_task(name):  # its held-out split
+        how: dict[str, Any] = {
+            "split": "held_out",
+            "num_prompts": most or data.held_out or MAX_HELD_OUT,
+        }
         # another task has levels and settings of its own
         keys = [key for key in ("level", "settings") if is_the_runs or key in given]
         how |= {key: getattr(data, key) for key in ("system", *keys)}
-    elif not hub_task(name):  # of which all rows are read
-        how |= {"split": data.split, "columns": data.columns}
+    else:
+        how = {"num_prompts": most, "system": system_message(data)}
+        if not hub_task(name):  # a file or a dataset in the run's own columns
+            how |= {"split": data.split, "columns": data.columns}
     return load_prompts(name, chat=data.chat, seed=config.seed, **how)

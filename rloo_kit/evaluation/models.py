@@ -76,17 +76,19 @@ def find_trained(given: str | Path) -> TrainedModel:
 
 
 def _adapter_of(run: Path) -> Path:
+    adapter = run / "adapter"
+    is_saved = (adapter / CONFIG).is_file()
     # a run that is being resumed has no end.json, and an adapter of before
-    checkpoint = None if (run / "end.json").is_file() else find_checkpoint(run)
-    if (run / "adapter" / CONFIG).is_file() and checkpoint is None:
-        return run / "adapter"
-    checkpoint = checkpoint or find_checkpoint(run)
-    if checkpoint is None:
-        raise ConfigError(
-            f"the run in {format_value(str(run))} has no adapter yet, and no checkpoint: train it "
-            f"first, with rloo-kit train {run} --resume"
-        )
-    return checkpoint.folder
+    if is_saved and (run / "end.json").is_file():
+        return adapter
+    if checkpoint := find_checkpoint(run):
+        return checkpoint.folder
+    if is_saved:
+        return adapter
+    raise ConfigError(
+        f"the run in {format_value(str(run))} has no adapter yet, and no checkpoint: train it "
+        f"first, with rloo-kit train {run} --resume"
+    )
 
 
 def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:

@@ -187,7 +187,7 @@ def compare(rows: list[Row]) -> Iterator[Compared]:
             pairs = zip(before.evaluation.values(name), row.evaluation.values(name), strict=True)
             known = [(a, b) for a, b in pairs if a is not None and b is not None]
             if known:
-                moved = difference([a for a, _ in known], [b for _, b in known])
+                moved = difference(*zip(*known, strict=True))
                 yield Compared(row.model, before.model, row.mode, name, moved)
 
 
@@ -210,16 +210,16 @@ def _cells(row: Row) -> dict[str, str]:
 
 def _table(rows: list[dict[str, str]]) -> list[str]:
     titles = list(max(rows, key=len))
-    lines = [{title: title for title in titles}, *rows]
-    widths = {title: max(len(line.get(title, "")) for line in lines) for title in titles}
-    return ["  ".join(line.get(t, "").ljust(widths[t]) for t in titles).rstrip() for line in lines]
+    lines = [titles, *([row.get(title, "") for title in titles] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
 
 def _line(row: Row) -> str:
     found = row.evaluation
     parts = [f"{name} {found.estimate(name) or 'none'}" for name in found.rewards]
-    parts += [f"pass@{k} {one.mean:.3f}" for k, one in list(found.pass_at.items())[1:]]
-    return f"{row.model}, {row.mode}: {', '.join(parts)} ({row.seconds:.0f} s)"
+    parts += [f"pass@{k} {one.mean:.3f}" for k, one in found.pass_at.items() if k > 1]
+    return f"{row.model}, {row.mode}: {', '.join([*parts, f'{row.seconds:.0f} s'])}"
 
 
 # --- result files: eval.json and judge.json grow, their samples do not ---------------------------

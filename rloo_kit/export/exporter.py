@@ -18,8 +18,8 @@ from rloo_kit.data.prompts import load_prompts
 from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import ConfigError, KitError, ModelError
 from rloo_kit.evaluation.models import LoadedBase, TrainedModel, find_trained, load_base
-from rloo_kit.export.llama_cpp import DTYPES, find_converter, write_gguf
-from rloo_kit.export.model_card import is_hub_name, model_card
+from rloo_kit.export.llama_cpp import find_converter, write_gguf
+from rloo_kit.export.model_card import KINDS, is_hub_name, model_card
 from rloo_kit.export.verify import Answers, ask, compare
 from rloo_kit.job import read_prompts, template_settings
 from rloo_kit.machine.environment import setup
@@ -31,14 +31,14 @@ from rloo_kit.output_folder import free_folder, read_json, write_json
 from rloo_kit.runs.child import call_in_child
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.wording import first_line, format_value
-from rloo_kit.types import Model, Tokenizer
+from rloo_kit.types import Model
 
 Say = Callable[[str], None]
 
-KINDS = ("adapter", "merged", "gguf", "hub")
 # `--base`: the 4-bit base that the run trained on, its weights written out in 16 bit
 DEQUANTIZED = "dequantized"
-# Largest mean difference of a token's log-probability, in nats, in float32 on a CPU
+# Types of a GGUF file, and the largest mean difference of a token's log-probability, in nats, in
+# float32 on a CPU
 TOLERANCES = {"bf16": 0.03, "f16": 0.03, "q8_0": 0.06}
 # Added where models stay in 16 bit, as on a GPU, which rounds every layer's output
 IN_16_BIT_TOLERANCE = 0.03
@@ -107,12 +107,7 @@ def export_model(  # noqa: PLR0913
     goal = free_folder(output or trained.adapter.parent / f"export-{to}")
     export = _Export(trained, trained.adapter, to, base, num_prompts if check else 0, say)
     with _whole_folder(goal) as folder:
-        if to == "adapter":
-            export.adapter_files(folder)
-        elif to == "merged":
-            export.merged(folder)
-        else:
-            export.gguf(folder, dtype, find_converter(converter))
+        export.write(folder, dtype, converter)
     say(f"{to} written to {goal}")
     return goal
 
@@ -163,9 +158,11 @@ def _to_hub(
 
 def _check_arguments(to: str, dtype: str, num_prompts: int) -> None:
     if to not in KINDS:
-        raise ConfigError(f"a model is exported to {', '.join(KINDS)}, not to {format_value(to)}")
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype is {format_value(dtype)}, must be one of {', '.join(DTYPES)}")
+        kinds = ", ".join([*KINDS, "hub"])
+        raise ConfigError(f"a model is exported to {kinds}, not to {format_value(to)}")
+    if dtype not in TOLERANCES:
+        known = ", ".join(TOLERANCES)
+        raise ConfigError(f"dtype is {format_value(dtype)}, must be one of {known}")
     if num_prompts < 1:
         raise ConfigError(f"{num_prompts} prompts compare nothing: give 1 or more, or --no-check")
 
@@ -204,8 +201,21 @@ class _Export:
     num_prompts: int  # that are compared; 0: it is not checked
     say: Say
 
-    def adapter_files(self, folder: Path) -> None:
-        """Copy the adapter, with the name that others know its base by."""
+    def write(self, folder: Path, dtype: str, converter: str | Path | None) -> None:
+        """Write the files of this kind, and the model card."""
+        if self.kind == "adapter":
+            base, notes = self._copy_adapter(folder), []
+        elif self.kind == "merged":
+            base, notes = self._merged(folder)
+        else:
+            base, notes = self._gguf(folder, dtype, find_converter(converter))
+        title, run = _title(self.trained), self.trained.run
+        record = read_run(run) if run else None
+        card = model_card(self.kind, title, base, licence_of(base), record, notes)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+    def _copy_adapter(self, folder: Path) -> str:
+        """Copy the adapter; return the name that others know its base by."""
         name = self.base or self.trained.base
         for pattern in (*ADAPTER_FILES, *TOKENIZER_FILES):
             for file in self.adapter.glob(pattern):
@@ -222,35 +232,36 @@ class _Export:
                 f"note: the adapter names its base by a folder of this machine, {name}: name it "
                 f"for others with --base"
             )
-        self._write_card(folder, name, [])
+        return name
 
-    def merged(self, folder: Path) -> None:
-        """Merge the adapter into its base in 16 bit."""
-        reference, notes, name = self._merge(folder)
+    def _merged(self, folder: Path) -> tuple[str, list[str]]:
+        """Merge the adapter into its base in 16 bit; return the base's name, notes for the card."""
+        name, notes, reference = self._merge(folder)
         self._load_back(folder, reference, TOLERANCES["bf16"])
-        self._write_card(folder, name, notes)
+        return name, notes
 
-    def gguf(self, folder: Path, dtype: str, command: list[str]) -> None:
-        """Merge and convert."""
+    def _gguf(self, folder: Path, dtype: str, command: list[str]) -> tuple[str, list[str]]:
+        """Merge and convert; return the base's name, and notes for the card."""
         file = folder / f"{_title(self.trained)}-{dtype}.gguf"
         with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
             model = Path(place) / "model"
             model.mkdir()
-            reference, notes, name = self._merge(model)
+            name, notes, reference = self._merge(model)
             self.say(f"converting into {file.name}")
             write_gguf(model, file, dtype, command)
             if reference is not None:
                 back = convert(file, Path(place) / "back")
                 self._load_back(back, reference, TOLERANCES[dtype])
-        self._write_card(folder, name, notes)
+        return name, notes
 
-    def _merge(self, folder: Path) -> tuple[Answers | None, list[str], str]:
+    def _merge(self, folder: Path) -> tuple[str, list[str], Answers | None]:
         """Write merged weights.
 
         Returns:
-            The answers on the 16-bit base before merging, notes for the card, the base's name.
+            The base's name, notes for the card, the answers on the 16-bit base before merging.
         """
         import torch
+        from transformers import AutoTokenizer
 
         with session():
             sixteen, name, notes = _base_in_16_bit(self.trained, self.base, self.say)
@@ -262,13 +273,23 @@ class _Export:
                     settings = template_settings(self.trained.config or RunConfig())
                     reference = ask(model, sixteen.tokenizer, prompts, settings)
             merged = sixteen.model.merge_and_unload().to(torch.bfloat16)
-            original = not notes  # there are some where 4-bit weights were dequantised
-            _save(merged, self.adapter, sixteen.tokenizer, folder, original_format=original)
+            merged.config.use_cache = True  # off while it trained
+            # Undo what transformers did to the weights' layout when it loaded them. Of 4-bit
+            # weights, on which there is a note, it cannot be undone
+            merged.save_pretrained(str(folder), save_original_format=not notes)
+            tokenizer = sixteen.tokenizer
+            if any(self.adapter.glob("tokenizer*")):
+                tokenizer = AutoTokenizer.from_pretrained(
+                    str(self.adapter), trust_remote_code=False
+                )
+            if longest := getattr(merged.config, "max_position_embeddings", None):
+                tokenizer.model_max_length = longest  # not the run's max_seq_length
+            tokenizer.save_pretrained(str(folder))
         if self.trained.config and self.trained.model.load_in_4bit and not notes:
             notes = [
                 "It was trained on the base in 4 bits; on 16 bits it answers a little otherwise."
             ]
-        return reference, notes, name
+        return name, notes, reference
 
     def _load_back(self, folder: Path, reference: Answers | None, tolerance: float) -> None:
         """Load what was written and compare its answers."""
@@ -294,12 +315,6 @@ class _Export:
                 train, held_out = read_prompts(self.trained.config, Path())
                 return (train if held_out is None else held_out)["prompt"][: self.num_prompts]
         return load_prompts("arithmetic", num_prompts=self.num_prompts, chat=is_chat)["prompt"][:]
-
-    def _write_card(self, folder: Path, base: str, notes: list[str]) -> None:
-        run = self.trained.run
-        record = read_run(run) if run else None
-        text = model_card(self.kind, _title(self.trained), base, licence_of(base), record, notes)
-        (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def _base_in_16_bit(
@@ -327,25 +342,6 @@ def _base_in_16_bit(
     if base != DEQUANTIZED:
         say(f"note: {note} Give the unquantised base with --base")
     return LoadedBase(found.model.dequantize(), found.tokenizer), name, [note]
-
-
-def _save(
-    model: Model, adapter: Path, tokenizer: Tokenizer, folder: Path, *, original_format: bool
-) -> None:
-    """Write a merged model and its tokenizer.
-
-    ``original_format`` undoes what transformers did to the weights' layout when it loaded them. Of
-    4-bit weights it cannot be undone.
-    """
-    from transformers import AutoTokenizer
-
-    model.config.use_cache = True  # off while it trained
-    model.save_pretrained(str(folder), save_original_format=original_format)
-    if any(adapter.glob("tokenizer*")):
-        tokenizer = AutoTokenizer.from_pretrained(str(adapter), trust_remote_code=False)
-    if longest := getattr(model.config, "max_position_embeddings", None):
-        tokenizer.model_max_length = longest  # not the run's max_seq_length
-    tokenizer.save_pretrained(str(folder))
 
 
 def _title(trained: TrainedModel) -> str:

@@ -10,11 +10,11 @@ from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.output_folder import read_json
 from rloo_kit.text.redaction import redact, redact_tree
 
-LIBRARIES = {"merged": "transformers", "gguf": "gguf"}
+# The hub's name of the library that loads it, and what it is
 KINDS = {
-    "adapter": "A LoRA adapter for",
-    "merged": "16-bit weights: a LoRA adapter merged into",
-    "gguf": "A GGUF file: a LoRA adapter merged into",
+    "adapter": ("peft", "A LoRA adapter for"),
+    "merged": ("transformers", "16-bit weights: a LoRA adapter merged into"),
+    "gguf": ("gguf", "A GGUF file: a LoRA adapter merged into"),
 }
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 LIMITS = [
@@ -47,17 +47,18 @@ def model_card(
 
     config = record.config if record else None
     prompts = config.data.prompts if config else ""
+    library, what = KINDS[kind]
     data = ModelCardData(
         base_model=base if is_hub_name(base) else None,
         datasets=prompts if is_hub_name(prompts) else None,
-        library_name=LIBRARIES.get(kind, "peft"),
+        library_name=library,
         license=licence,
         pipeline_tag="text-generation",
         tags=["rloo", "rloo-kit", "trl", *(["lora"] if kind == "adapter" else [])],
     )
     known = "is not known" if licence == "unknown" else f"is {licence}"
     text = (
-        f"---\n{data}\n---\n\n# {name}\n\n{KINDS[kind]} `{public_name(base)}`, "
+        f"---\n{data}\n---\n\n# {name}\n\n{what} `{public_name(base)}`, "
         f"trained by reinforcement learning (RLOO, REINFORCE Leave-One-Out) with rloo-kit. The "
         f"licence of the base {known}; it holds for this model too.\n"
     )
