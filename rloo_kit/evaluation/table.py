@@ -187,7 +187,8 @@ def compare(rows: list[Row]) -> Iterator[Compared]:
             pairs = zip(before.evaluation.values(name), row.evaluation.values(name), strict=True)
             known = [(a, b) for a, b in pairs if a is not None and b is not None]
             if known:
-                moved = difference(*zip(*known, strict=True))
+                old, new = zip(*known, strict=True)
+                moved = difference(old, new)
                 yield Compared(row.model, before.model, row.mode, name, moved)
 
 

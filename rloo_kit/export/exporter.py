@@ -88,7 +88,8 @@ def export_model(  # noqa: PLR0913
         ConfigError: The arguments do not fit, or there is no converter.
         ModelError: It cannot be loaded, merged, converted or uploaded, or answers otherwise.
     """
-    options = {"output": output, "base": base, "check": check, "num_prompts": num_prompts}
+    options: dict[str, Any] = {"output": output, "base": base}
+    options |= {"check": check, "num_prompts": num_prompts}
     if to == "hub":
         return _to_hub(run, repo, options, public, say)
     say = redacting(say)
