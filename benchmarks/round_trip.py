@@ -66,9 +66,10 @@ def main() -> None:
     args = parser.parse_args()
     rk.setup()
     from rloo_kit.data.lengths import prompt_ids
-    from rloo_kit.evaluation.evaluator import score_texts
     from rloo_kit.evaluation.held_out import read_held_out
     from rloo_kit.evaluation.models import find_trained, load_base
+    from rloo_kit.sampling.completer import as_completions
+    from rloo_kit.scoring.contract import call_reward, reward_columns
 
     trained = find_trained(args.run)
     exam = read_held_out([trained], num_prompts=args.num_prompts)
@@ -83,8 +84,8 @@ def main() -> None:
 
     def here(name: str, one: object, of: object) -> None:
         judge = exam.rewards(one.tokenizer)[:1]
-        with exam.on(one, [of]) as ask:
-            samples = ask(of, judge, temperature=0.0).samples
+        with exam.engine(one, [of]) as engine:
+            samples = exam.evaluate(one, engine, of, judge, temperature=0.0).samples
         scores = [sample["rewards"][judge[0].name] for sample in samples]
         note(name, [sample["completion"] for sample in samples], scores)
 
@@ -104,12 +105,13 @@ def main() -> None:
             if done.returncode:
                 raise SystemExit(f"{name} was not loaded elsewhere:\n{done.stderr[-2000:]}")
             found = json.loads(Path(file.name).read_text())
-        judge = exam.rewards(one.tokenizer)[:1]
         ids = [
             one.tokenizer(text, add_special_tokens=False)["input_ids"] for text in found["texts"]
         ]
-        scores = score_texts(list(exam.prompts), found["texts"], ids, judge)
-        note(f"{name}, {found['name']}", found["texts"], scores[judge[0].name])
+        completions = as_completions(exam.prompts["prompt"][:], found["texts"])
+        columns = reward_columns(list(exam.prompts), completions, ids)
+        scores = call_reward(exam.rewards(one.tokenizer)[0].func, columns)
+        note(f"{name}, {found['name']}", found["texts"], scores)
 
     one = load_base(trained)
     judge = exam.rewards(one.tokenizer)[0].name

@@ -12,9 +12,8 @@ from rloo_kit.evaluation.statistics import Estimate, estimate, pass_at_k
 from rloo_kit.rloo.guards import Pieces, check_finite, finite_logits
 from rloo_kit.rloo.rollout import Completions
 from rloo_kit.sampling.choice import thought_limit
-from rloo_kit.sampling.completer import Completer, as_completions
+from rloo_kit.sampling.completer import Completer
 from rloo_kit.sampling.engine import Sampling, draw_from
-from rloo_kit.scoring.contract import call_reward, reward_columns
 from rloo_kit.text.thoughts import ThoughtFinder
 from rloo_kit.text.wording import text_of
 from rloo_kit.types import Model, Score, Tokenizer
@@ -64,6 +63,11 @@ class Evaluation:
         return cls(**{f.name: found[f.name] for f in fields(cls) if f.name in found})
 
     @property
+    def drawn(self) -> str:
+        """How the completions were drawn."""
+        return f"sampled at {self.temperature:g}" if self.temperature else "greedy"
+
+    @property
     def by_prompt(self) -> list[list[dict[str, Any]]]:
         """The samples of each prompt."""
         size = self.num_samples
@@ -95,11 +99,12 @@ class Evaluation:
         name = self.correct_by
         scores = [[s["rewards"][name] for s in one] for one in self.by_prompt] if name else []
         rows = [one for one in scores if None not in one]
+        if not rows:
+            return {}
         powers = {2**power for power in range(self.num_samples.bit_length())}
-        reported = sorted({k for k in powers if k <= self.num_samples} | {self.num_samples})
         return {
             k: estimate([pass_at_k(len(one), one.count(1.0), k) for one in rows])
-            for k in (reported if rows else [])
+            for k in sorted(powers | {self.num_samples})
         }
 
     @property
@@ -156,11 +161,9 @@ def evaluate(
         RewardContractError: From a reward.
     """
     rows = _repeat(dataset, num_samples, temperature)
-    check_finite(p for p in model.parameters() if p.requires_grad)
     ends = tuple(model.generation_config.eos_token_id)
-    given = {name: value for name, value in (sampling or {}).items() if value is not None}
     limit = thought_limit(tokenizer, thinking_budget)
-    how = Sampling(max_completion_length, ends, temperature, **given, thought=limit)
+    how = Sampling(max_completion_length, ends, temperature, **(sampling or {}), thought=limit)
     completer = Completer(
         draw=functools.partial(_draw, model, tokenizer, how, batch_size, seed, engine),
         processing_class=tokenizer,
@@ -169,10 +172,11 @@ def evaluate(
         functions=lambda: [reward.func for reward in rewards],
     )
     completions = completer.sample(rows)
-    scores = completer.score(rows, completions).result()
-    samples = _samples(tokenizer, completions, [reward.name for reward in rewards], scores)
-    means = {one.name: _mean(own) for one, own in zip(rewards, scores, strict=True)}
-    length = fmean(sample["tokens"] for sample in samples)
+    found = completer.score(rows, completions).result()
+    scores = {reward.name: own for reward, own in zip(rewards, found, strict=True)}
+    samples = _samples(tokenizer, completions, scores)
+    means = {name: _mean(own) for name, own in scores.items()}
+    length = fmean(map(len, completions.tokens.completion_ids))
     return Evaluation(means, len(dataset), length, temperature, samples, num_samples)
 
 
@@ -189,7 +193,7 @@ def _repeat(dataset: Any, num_samples: int, temperature: float) -> list[dict[str
 
 
 def _samples(
-    tokenizer: Tokenizer, completions: Completions, names: list[str], scores: list[list[Score]]
+    tokenizer: Tokenizer, completions: Completions, scores: dict[str, list[Score]]
 ) -> list[dict[str, Any]]:
     """Return the samples of an evaluation."""
     find = ThoughtFinder(tokenizer)
@@ -204,7 +208,7 @@ def _samples(
         {
             "prompt": prompt,
             "completion": text,
-            "rewards": {name: own[i] for name, own in zip(names, scores, strict=True)},
+            "rewards": {name: own[i] for name, own in scores.items()},
             "tokens": len(ids),
             "thought_tokens": find(ids, text)["thought_tokens"],
             "cut_off": not ended,
@@ -213,29 +217,13 @@ def _samples(
     ]
 
 
-def score_texts(
-    rows: Sequence[dict[str, Any]],
-    texts: Sequence[str],
-    ids: list[list[int]],
-    rewards: "Sequence[LoadedReward]",
-) -> dict[str, list[float | None]]:
-    """Return what each reward gives n completions of n rows of a dataset, by its name.
-
-    Raises:
-        RewardContractError: From a reward.
-    """
-    completions = as_completions([row["prompt"] for row in rows], texts)
-    columns = reward_columns(rows, completions, ids)
-    return {reward.name: call_reward(reward.func, columns) for reward in rewards}
-
-
 def settings_of(args: "LeaveOneOutConfig") -> dict[str, Any]:
     """Return keywords of ``evaluate`` that draw as a run's ``LeaveOneOutConfig`` says."""
     names = ("top_p", "top_k", "min_p", "repetition_penalty")
     return {
         "max_completion_length": args.max_completion_length,
         "temperature": args.temperature,
-        "sampling": {name: getattr(args, name) for name in names},
+        "sampling": {n: value for n in names if (value := getattr(args, n)) is not None},
         "chat_template_kwargs": args.chat_template_kwargs,
         "batch_size": args.per_device_train_batch_size,
         "seed": args.seed,
@@ -261,46 +249,38 @@ def _draw(
     prompts: list[list[int]],
 ) -> tuple[list[list[int]], None]:
     """Return completion token ids up to and including EOS, one list a prompt."""
-    if engine is None:
-        return _complete(model, tokenizer, prompts, how, batch_size, seed), None
-    engine.sync(model)
-    drawn = draw_from(engine, prompts, how, seed)
-    engine.sleep()  # rewards on the GPU need its memory
-    return drawn.completion_ids, None
-
-
-def _complete(
-    model: Model,
-    tokenizer: Tokenizer,
-    prompts: list[list[int]],
-    how: Sampling,
-    batch_size: int,
-    seed: int,
-) -> list[list[int]]:
-    """Return completion token ids up to and including EOS, one list a prompt."""
-    import torch
-
+    check_finite(p for p in model.parameters() if p.requires_grad)
+    if engine is not None:
+        engine.sync(model)
+        drawn = draw_from(engine, prompts, how, seed)
+        engine.sleep()  # rewards on the GPU need its memory
+        return drawn.completion_ids, None
     from rloo_kit.sampling.decoding import complete
 
     # the settings of the model's own generation_config are not the run's
     settings: dict[str, Any] = {
         "max_new_tokens": how.max_tokens,
         "repetition_penalty": how.repetition_penalty,
-        "do_sample": False,
+        "do_sample": how.temperature > 0,
         "use_cache": True,
     }
     if how.temperature > 0:
-        drawn = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k}
-        settings |= {"do_sample": True, "min_p": how.min_p or None, **drawn}
-
-    ends, limit = how.stop_token_ids, how.thought
-
-    def of_piece(piece: Sequence[list[int]]) -> list[list[int]]:
-        with torch.inference_mode(), finite_logits():
-            return complete(model, piece, tokenizer.pad_token_id, ends, limit, **settings)
-
-    with _inference(model, seed):
-        return Pieces("evaluating", REMEDY).run(of_piece, prompts, batch_size)
+        settings |= {
+            "temperature": how.temperature,
+            "top_p": how.top_p,
+            "top_k": how.top_k,
+            "min_p": how.min_p or None,
+        }
+    of_piece = functools.partial(
+        complete,
+        model,
+        pad_token_id=tokenizer.pad_token_id,
+        ends=how.stop_token_ids,
+        thought=how.thought,
+        **settings,
+    )
+    with _inference(model, seed), finite_logits():
+        return Pieces("evaluating", REMEDY).run(of_piece, prompts, batch_size), None
 
 
 @contextlib.contextmanager
@@ -309,12 +289,11 @@ def _inference(model: Model, seed: int) -> Iterator[None]:
     import torch
 
     was_training = model.training
-    switch = getattr(model, "for_inference", None)  # Unsloth's fast decoding
-    switch() if switch else model.eval()
+    getattr(model, "for_inference", model.eval)()  # Unsloth's fast decoding
     try:
-        with torch.random.fork_rng():
+        with torch.inference_mode(), torch.random.fork_rng():
             torch.manual_seed(seed)
             yield
     finally:
-        restore = getattr(model, "for_training", None)
-        restore() if restore and was_training else model.train(was_training)
+        if was_training:
+            getattr(model, "for_training", model.train)()

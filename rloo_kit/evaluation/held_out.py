@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 from rloo_kit.config.engine_settings import requested_engine
 from rloo_kit.config.run_file import EXAMPLES, RunConfig, make_run_config, read_overrides
 from rloo_kit.data.hub_tasks import hub_task
-from rloo_kit.data.lengths import drop_long_prompts, prompt_ids
-from rloo_kit.data.prompts import is_task, load_prompts
-from rloo_kit.errors import ConfigError, DataError, GenerationError
+from rloo_kit.data.lengths import drop_long_prompts, tokenize_prompts
+from rloo_kit.data.prompts import MAX_HELD_OUT, is_task, load_prompts
+from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
 from rloo_kit.evaluation.models import LoadedBase, TrainedModel, why_not_by_vllm
 from rloo_kit.job import PreparedJob, held_out_judges, read_prompts, system_message
-from rloo_kit.machine.memory import add_to_session, remove_from_session
+from rloo_kit.machine.memory import add_to_session, session
+from rloo_kit.models.loading import load_tokenizer
 from rloo_kit.sampling.choice import check_engine, start_engine
-from rloo_kit.sampling.engine import Choice, Engine, choose
+from rloo_kit.sampling.engine import Engine, choose
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.wording import format_value
 from rloo_kit.types import Tokenizer
@@ -43,34 +44,17 @@ class HeldOut:
     prompts: Any  # a ``datasets.Dataset`` of n prompts with their columns
     source: str  # where they come from
     batch_size: int | None = None  # completions at one time; None: as many as are known to fit
-    engine_required: bool = False  # whether an engine that cannot be used is an error
     why_not: str | None = None  # why vLLM cannot sample for all of the models
-    fitted: bool = False
 
     @property
     def args(self) -> "LeaveOneOutConfig":
         """The trainer's settings of the run file."""
         return self.job.args
 
-    def fit(self, tokenizer: Tokenizer) -> "HeldOut":
-        """Return it without the prompts that the run leaves out for their length.
-
-        The first tokenizer decides, so that all models get the same prompts.
-        """
-        limit = self.job.config.data.max_prompt_tokens
-        if self.fitted or limit is None:
-            return self
-        template = self.args.chat_template_kwargs
-        short = drop_long_prompts(self.prompts, tokenizer, limit, template)[0]
-        return replace(self, prompts=short, fitted=True)
-
     def rewards(
         self, tokenizer: Tokenizer, specs: Sequence[Any] | None = None
     ) -> list[LoadedReward]:
-        """Return what judges held-out prompts; or the rewards of these specs of a run file alone.
-
-        Without a tokenizer, the texts never begin in a thought that the template opened.
-        """
+        """Return what judges held-out prompts; or the rewards of these specs of a run file."""
         template = self.args.chat_template_kwargs
         load = functools.partial(load_rewards, tokenizer=tokenizer, chat_template_kwargs=template)
         config = self.job.config
@@ -83,18 +67,18 @@ class HeldOut:
         return found
 
     @contextlib.contextmanager
-    def on(
+    def engine(
         self, base: LoadedBase, models: Sequence[TrainedModel], say: Say = print
-    ) -> Iterator["Sampler"]:
-        """Yield what samples for the models on one base, while its engine runs.
+    ) -> Iterator[Engine | None]:
+        """Load the adapters on one base, and run the engine that samples; None: transformers.
 
         Raises:
             DataError: A prompt leaves no room for its completion.
             GenerationError: vLLM was requested by name and cannot sample here, or does not start.
         """
-        template = self.args.chat_template_kwargs
-        ids = [prompt_ids(base.tokenizer, row["prompt"], template) for row in self.prompts]
-        length = max(map(len, ids)) + self.args.max_completion_length
+        prompts, template = self.prompts["prompt"][:], self.args.chat_template_kwargs
+        longest = max(map(len, tokenize_prompts(base.tokenizer, prompts, template)))
+        length = longest + self.args.max_completion_length
         limit = getattr(base.model.config, "max_position_embeddings", None)
         if limit is not None and length > limit:
             raise DataError(
@@ -102,55 +86,32 @@ class HeldOut:
                 "lower trainer.max_completion_length, or leave long prompts out"
             )
         base.load(models)
-        engine = self._start_engine(base, length, say)
-        try:
-            yield Sampler(self, base, engine)
-        finally:
-            if engine is not None:
-                engine.close()
-                remove_from_session(engine)
-
-    def _start_engine(self, base: LoadedBase, length: int, say: Say) -> Engine | None:
         # nothing trains next to the engine: it never sleeps, and takes as many rows as it can
         args = copy.copy(self.args)
         args.vllm_max_model_length, args.vllm_enable_sleep_mode = length, False
         args.generation_batch_size = self.batch_size or NUM_SEQUENCES
-        try:
+        with session():
             engine, choice = start_engine(base.model, args, why_not=self.why_not, trains=False)
-        except GenerationError as exc:
-            if self.engine_required:
-                raise
-            engine, choice = None, Choice("transformers", str(exc))
-        if choice.reason is not None:
-            say(f"completions by transformers: {choice.reason}")
-        return engine
+            if choice.reason is not None:
+                say(f"completions by transformers: {choice.reason}")
+            yield engine
 
-
-@dataclass(frozen=True)
-class Sampler:
-    """Completes and scores held-out prompts with the models on one base."""
-
-    held_out: HeldOut
-    base: LoadedBase  # its adapters are loaded
-    engine: Engine | None  # samples instead of transformers
-
-    @property
-    def name(self) -> str:
-        """For people: who draws the completions."""
-        return "transformers" if self.engine is None else self.engine.name
-
-    def __call__(
-        self, trained: TrainedModel, rewards: Sequence[LoadedReward], **how: Any
+    def evaluate(
+        self,
+        base: LoadedBase,
+        engine: Engine | None,
+        trained: TrainedModel,
+        rewards: Sequence[LoadedReward],
+        **how: Any,
     ) -> Evaluation:
         """Return the evaluation of one model; ``how`` replaces keywords of ``evaluate``."""
-        held_out, args = self.held_out, self.held_out.args
-        with self.base.using(trained) as model:
-            size = held_out.batch_size or args.per_device_train_batch_size
-            # without gradients a CPU holds more rows than the run's batch
-            if held_out.batch_size is None and model.device.type == "cpu":
-                size = max(size, BATCH_TOKENS // held_out.job.config.model.max_seq_length)
-            settings = settings_of(args) | {"batch_size": size, "engine": self.engine} | how
-            return evaluate(model, self.base.tokenizer, held_out.prompts, rewards, **settings)
+        size = self.batch_size or self.args.per_device_train_batch_size
+        # without gradients a CPU holds more rows than the run's batch
+        if self.batch_size is None and base.model.device.type == "cpu":
+            size = max(size, BATCH_TOKENS // self.job.config.model.max_seq_length)
+        settings = settings_of(self.args) | {"batch_size": size, "engine": engine} | how
+        with base.using(trained) as model:
+            return evaluate(model, base.tokenizer, self.prompts, rewards, **settings)
 
 
 # --- reading what is held out --------------------------------------------------------------------
@@ -166,6 +127,8 @@ def read_held_out(
     """Return the prompts for some models, by the run file of the first that is a run.
 
     Where none is a run, the kit's defaults are used. Arguments are those of ``evaluate_models``.
+    Prompts that the run leaves out for their length are counted in tokens of the first model, so
+    that all models get the same ones.
     """
     for name, value in (("num-prompts", num_prompts), ("batch-size", batch_size)):
         if value is not None and value < 1:
@@ -182,18 +145,21 @@ def read_held_out(
     job = PreparedJob(config, EXAMPLES)  # the paths of a run are whole
     args = job.args
     given = read_overrides(overrides)
-    required = choose_engine(args, given.get("trainer") or {})
+    choose_engine(args, given.get("trainer") or {})
     why_not = why_not_by_vllm(models)
-    if required:
-        check_engine(args, trains=False)
-        choose(requested_engine(args), on_gpu=True, why_not=why_not)
+    check_engine(args, trains=False)
+    choose(requested_engine(args), on_gpu=True, why_not=why_not)
     found = _prompts(config, prompts, num_prompts, given.get("data") or {})
-    source = str(prompts or config.data.prompts)
-    return HeldOut(job, found, source, batch_size, required, why_not)
+    limit = config.data.max_prompt_tokens
+    if limit is not None:
+        first = models[0].model
+        tokenizer = load_tokenizer(first.name, trust_remote_code=first.trust_remote_code)
+        found, _ = drop_long_prompts(found, tokenizer, limit, args.chat_template_kwargs)
+    return HeldOut(job, found, str(prompts or config.data.prompts), batch_size, why_not)
 
 
-def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> bool:
-    """Set the engine that evaluates in ``args``; return whether ``given`` names it.
+def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> None:
+    """Set the engine that evaluates in ``args``, by the settings that are ``given`` for it.
 
     It need not be the engine that trained, unless that was transformers.
     """
@@ -203,34 +169,32 @@ def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> bool:
         args.generation, args.use_vllm = "auto", False
     if "vllm_gpu_memory_utilization" not in given:  # it was for an engine next to a training
         args.memory_share_given = False
-    return requested_engine(args) == "vllm"
 
 
 def _prompts(
     config: RunConfig, prompts: str | Path | None, most: int | None, given: Mapping[str, Any]
 ) -> Any:
+    """Return the prompts that the run kept out of training, or those of another name."""
     data, name = config.data, str(prompts or config.data.prompts)
-    is_known = hub_task(name) is not None
-    has_own_split = is_task(name)
-    if prompts is not None and not has_own_split and not (is_known and name == data.prompts):
-        asked = load_prompts(
-            name,
-            split="train" if is_known else data.split,
-            num_prompts=most,
-            system=system_message(data),
-            chat=data.chat,
-            seed=config.seed,
-            columns=None if is_known else data.columns,
-        )
+    is_the_runs = name == data.prompts
+    if prompts is None or (is_the_runs and hub_task(name) and not is_task(name)):
+        _, kept_out = read_prompts(config, EXAMPLES)
+        if kept_out is None:
+            raise DataError(
+                "the run kept no prompts out of training (data.held_out: 0): name some with "
+                "--prompts"
+            )
+        return kept_out if most is None else kept_out.select(range(min(most, len(kept_out))))
+    if is_task(name):  # its held-out split
+        how: dict[str, Any] = {
+            "split": "held_out",
+            "num_prompts": most or data.held_out or MAX_HELD_OUT,
+        }
+        # another task has levels and settings of its own
+        keys = [key for key in ("level", "settings") if is_the_runs or key in given]
+        how |= {key: getattr(data, key) for key in ("system", *keys)}
     else:
-        if name != data.prompts:  # another task has levels and settings of its own
-            own = [key for key in ("level", "settings") if key not in given]
-            data = replace(data, prompts=name, split="train", columns=None, **dict.fromkeys(own))
-        if prompts is not None and has_own_split:
-            data = replace(data, held_out=most or data.held_out or None)
-        _, asked = read_prompts(replace(config, data=data), EXAMPLES)
-    if asked is None:
-        raise DataError(
-            "the run kept no prompts out of training (data.held_out: 0): name some with --prompts"
-        )
-    return asked if most is None else asked.select(range(min(most, len(asked))))
+        how = {"num_prompts": most, "system": system_message(data)}
+        if not hub_task(name):  # a file or a dataset in the run's own columns
+            how |= {"split": data.split, "columns": data.columns}
+    return load_prompts(name, chat=data.chat, seed=config.seed, **how)

@@ -1,9 +1,7 @@
 """What a command takes as a model: a run, an adapter, or a base alone; one base for several."""
 
 import contextlib
-import gc
-import json
-import sys
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,11 +11,11 @@ from typing import Any
 from rloo_kit.checkpoints.store import find_checkpoint
 from rloo_kit.config.run_file import ModelSection, RunConfig, read_run_file, without_hidden_settings
 from rloo_kit.errors import ConfigError, ModelError
-from rloo_kit.machine.memory import remove_from_session
+from rloo_kit.machine.memory import release
 from rloo_kit.models.adapters import CONFIG, adapter_in, base_of, is_path
 from rloo_kit.models.loading import load_model
 from rloo_kit.output_folder import read_json
-from rloo_kit.sampling.engine import active_adapter, why_no_hot_swap
+from rloo_kit.sampling.engine import why_no_hot_swap
 from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Model
 
@@ -45,7 +43,8 @@ class TrainedModel:
         folder = self.run or self.adapter
         if self.adapter is None or folder is None:
             return "base"
-        return folder.resolve().name if folder.resolve().name not in ("", "base") else "adapter"
+        name = folder.resolve().name
+        return name if name not in ("", "base") else "adapter"
 
     def without_adapter(self) -> "TrainedModel":
         """Return the base alone."""
@@ -66,12 +65,9 @@ def find_trained(given: str | Path) -> TrainedModel:
         ModelError: The adapter does not name its base.
     """
     text, folder = str(given), Path(given)
-    with contextlib.suppress(OSError, ValueError):  # a name that can be no path
-        if not folder.is_dir():
-            return TrainedModel(text, text)
-    if (folder / "run.yaml").is_file():
+    if os.path.isfile(folder / "run.yaml"):  # False of a name that can be no path
         return _of_run(text, folder, _adapter_of(folder))
-    if not (folder / CONFIG).is_file():
+    if not os.path.isfile(folder / CONFIG):
         return TrainedModel(text, text)
     parent = folder.resolve().parent
     if (parent / "run.yaml").is_file():
@@ -80,17 +76,19 @@ def find_trained(given: str | Path) -> TrainedModel:
 
 
 def _adapter_of(run: Path) -> Path:
+    adapter = run / "adapter"
+    is_saved = (adapter / CONFIG).is_file()
     # a run that is being resumed has no end.json, and an adapter of before
-    checkpoint = None if (run / "end.json").is_file() else find_checkpoint(run)
-    if (run / "adapter" / CONFIG).is_file() and checkpoint is None:
-        return run / "adapter"
-    checkpoint = checkpoint or find_checkpoint(run)
-    if checkpoint is None:
-        raise ConfigError(
-            f"the run in {format_value(str(run))} has no adapter yet, and no checkpoint: train it "
-            f"first, with rloo-kit train {run} --resume"
-        )
-    return checkpoint.folder
+    if is_saved and (run / "end.json").is_file():
+        return adapter
+    if checkpoint := find_checkpoint(run):
+        return checkpoint.folder
+    if is_saved:
+        return adapter
+    raise ConfigError(
+        f"the run in {format_value(str(run))} has no adapter yet, and no checkpoint: train it "
+        f"first, with rloo-kit train {run} --resume"
+    )
 
 
 def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
@@ -113,15 +111,16 @@ def _is_on_hub(name: str) -> bool:
 
 def why_not_by_vllm(models: Sequence[TrainedModel]) -> str | None:
     """Return why vLLM cannot sample for all of the models: no two engines are compared."""
+    from peft import PeftConfig
+
     for one in models:
         if not any(other.adapter and other.model == one.model for other in models):
             return f"{one.name} has no adapter, and vLLM is started for a base with one"
         if one.adapter is None:
             continue
         with contextlib.suppress(Exception):  # loading it reports what cannot be read
-            config = json.loads((one.adapter / CONFIG).read_bytes())
-            model = SimpleNamespace(peft_config={"default": SimpleNamespace(**config)})
-            if why_not := why_no_hot_swap(model):
+            config = PeftConfig.from_pretrained(str(one.adapter))
+            if why_not := why_no_hot_swap(SimpleNamespace(peft_config={"default": config})):
                 return why_not
     return None
 
@@ -135,32 +134,19 @@ class LoadedBase:
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model: Any = model
         self.tokenizer: Any = tokenizer
-        self._loaded: Any = model
         self._names: dict[Path, str] = {}
 
     @contextlib.contextmanager
     def using(self, trained: TrainedModel) -> Iterator[Any]:
-        """Yield the model with the adapter of ``trained`` active, or with none; nests.
+        """Yield the model with the adapter of ``trained`` active, or with none.
 
         Raises:
             ModelError: The adapter cannot be loaded, or does not fit the base.
         """
-        if trained.adapter is not None:
-            name = self._name_of(trained.adapter)  # which may wrap the model
-            # active_adapter of the model names one even while the adapters are off
-            before, active = self.model.active_adapter, active_adapter(self.model)
-            self.model.set_adapter(name)
-            self.model.base_model.enable_adapter_layers()
-            try:
-                yield self.model
-            finally:
-                self.model.set_adapter(before)
-                if active is None:
-                    self.model.base_model.disable_adapter_layers()
-        elif self._names:
-            with self.model.disable_adapter():
-                yield self.model
-        else:
+        from trl.trainer.utils import use_adapter
+
+        name = None if trained.adapter is None else self._name_of(trained.adapter)
+        with use_adapter(self.model, name) if self._names else contextlib.nullcontext():
             yield self.model
 
     def load(self, models: Sequence[TrainedModel]) -> None:
@@ -169,39 +155,27 @@ class LoadedBase:
             if trained.adapter is not None:
                 self._name_of(trained.adapter)
 
-    def unload(self) -> None:
-        """Drop the model, before another base is loaded."""
-        remove_from_session(self._loaded)
-        self.model = self._loaded = self.tokenizer = None
-        # PEFT's wrappers and modules refer to each other: only the collector frees their tensors
-        gc.collect()
-        if "torch" in sys.modules:
-            sys.modules["torch"].cuda.empty_cache()
-
     def _name_of(self, adapter: Path) -> str:
-        adapter = adapter.resolve()
-        if adapter not in self._names:
-            # PEFT's first is called default, which is what an engine is sent
-            name = f"adapter-{len(self._names)}" if self._names else "default"
-            self._load(adapter, name)
-            self._names[adapter] = name
-        return self._names[adapter]
-
-    def _load(self, adapter: Path, name: str) -> None:
+        """Return the name of an adapter in the model, which is loaded at its first use."""
         from peft import PeftModel
 
+        adapter = adapter.resolve()
+        if adapter in self._names:
+            return self._names[adapter]
         try:
             if self._names:
+                name = f"adapter-{len(self._names)}"
                 self.model.load_adapter(str(adapter), adapter_name=name)
             else:
-                self.model = PeftModel.from_pretrained(
-                    self.model, str(adapter), adapter_name=name, is_trainable=False
-                )
+                name = "default"  # PEFT's own, which is what an engine is sent
+                self.model = PeftModel.from_pretrained(self.model, str(adapter))
         except Exception as exc:  # what does not fit is raised by torch, PEFT and safetensors
             raise ModelError(
                 f"the adapter in {format_value(str(adapter))} cannot be put on its base "
                 f"({first_line(exc)}): see that it was trained on this model"
             ) from exc
+        self._names[adapter] = name
+        return name
 
 
 def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
@@ -210,14 +184,7 @@ def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
     Raises:
         ModelError, ConfigError, BackendError: As ``load_model`` does.
     """
-    how = replace(trained.model, **changes)
-    model, tokenizer = load_model(
-        how.name,
-        max_seq_length=how.max_seq_length,
-        load_in_4bit=how.load_in_4bit,
-        backend=how.backend,
-        trust_remote_code=how.trust_remote_code,
-    )
+    model, tokenizer = load_model(**vars(replace(trained.model, **changes)))
     _take_longer_prompts(model)
     return LoadedBase(model, tokenizer)
 
@@ -231,12 +198,11 @@ def _take_longer_prompts(model: Model) -> None:
 
 
 def by_base(models: Sequence[TrainedModel]) -> Iterator[tuple[LoadedBase, list[TrainedModel]]]:
-    """Load each base once, and yield it with the models on it; the last one is dropped first."""
+    """Load each base once, and yield it with the models on it; the last one is released first."""
     waiting = list(models)
     while waiting:
-        first = waiting[0]
-        same = [one for one in waiting if one.model == first.model]
-        waiting = [one for one in waiting if one.model != first.model]
-        one = load_base(first)
-        yield one, same
-        one.unload()
+        same = [one for one in waiting if one.model == waiting[0].model]
+        waiting = [one for one in waiting if one not in same]
+        base = load_base(same[0])
+        yield base, same
+        release(base.model)

@@ -3,7 +3,7 @@
 import itertools
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.evaluation.held_out import HeldOut, Say, read_held_out
 from rloo_kit.evaluation.models import TrainedModel, by_base, find_trained
-from rloo_kit.evaluation.statistics import Difference, Estimate, difference
+from rloo_kit.evaluation.statistics import Difference, difference
 from rloo_kit.machine.memory import session
 from rloo_kit.output_folder import check_writable, read_json, write_atomically, write_json
 from rloo_kit.report.page import write_report
+from rloo_kit.scoring.loading import LoadedReward
 from rloo_kit.text.redaction import redact_tree
-
-FILE, SAMPLES = "eval.json", "eval_samples.jsonl"
+from rloo_kit.types import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,7 @@ class Row:
     def mode(self) -> str:
         """How its completions were drawn."""
         found = self.evaluation
-        if not found.temperature:
-            return "greedy"
-        return f"{found.num_samples} sampled at {found.temperature:g}"
+        return f"{found.num_samples} {found.drawn}" if found.temperature else found.drawn
 
 
 @dataclass(frozen=True)
@@ -114,17 +112,14 @@ def evaluate_models(  # noqa: PLR0913
     if num_samples < 0 or not (num_samples or greedy):
         raise ConfigError(f"{num_samples} samples are no evaluation: give 1 or more, or be greedy")
     found = [find_trained(model) for model in models]
-    if base:
-        found = _with_base(found)
-    folder = Path(output) if output is not None else next((m.run for m in found if m.run), None)
-    if folder is not None:
-        check_writable(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+    if base and all(one.adapter for one in found):  # else a base is among them
+        found = [found[0].without_adapter(), *found]
+    folder = results_folder(output, next((one.run for one in found if one.run), None))
     how = [{"temperature": 0.0}] if greedy else []
     how += [{"num_samples": num_samples}] if num_samples else []
     with session():
         held_out = read_held_out(found, overrides, prompts, num_prompts, batch_size)
-        rows = list(_rows(held_out, found, how, say))
+        rows = judge_alike(score_models(held_out, found, how, held_out.rewards, say))
     table = EvalTable(held_out.source, rows, list(compare(rows)), folder)
     if folder is not None:
         samples = [
@@ -132,24 +127,36 @@ def evaluate_models(  # noqa: PLR0913
             for row in rows
             for sample in row.evaluation.samples
         ]
-        write_results(folder / FILE, "evaluations", table.as_dict(), folder / SAMPLES, samples, say)
+        write_results(folder / "eval.json", "evaluations", table.as_dict(), samples, say)
     return table
 
 
-def _rows(
-    held_out: HeldOut, models: list[TrainedModel], how: list[dict[str, Any]], say: Say
+def score_models(
+    held_out: HeldOut,
+    models: list[TrainedModel],
+    how: list[dict[str, Any]],
+    rewards_for: Callable[[Tokenizer], list[LoadedReward]],
+    say: Say,
 ) -> list[Row]:
+    """Return the models in their order, each sampled in several ways.
+
+    Args:
+        held_out: The prompts.
+        models: The bases of several are loaded one after another.
+        how: What replaces keywords of ``evaluate``, one dict a way.
+        rewards_for: Makes the rewards for the tokenizer of a base.
+        say: For lines.
+    """
     rows = []
     for base, on_it in by_base(models):
-        held_out = held_out.fit(base.tokenizer)
-        rewards = held_out.rewards(base.tokenizer)
-        with held_out.on(base, on_it, say) as sample:
+        rewards = rewards_for(base.tokenizer)
+        with held_out.engine(base, on_it, say) as engine:
+            sampler = "transformers" if engine is None else engine.name
             for trained, settings in itertools.product(on_it, how):
                 began = time.monotonic()
-                scored = sample(trained, rewards, **settings)
-                rows.append(Row(trained.name, scored, time.monotonic() - began, sample.name))
+                scored = held_out.evaluate(base, engine, trained, rewards, **settings)
+                rows.append(Row(trained.name, scored, time.monotonic() - began, sampler))
                 say(_line(rows[-1]))
-    rows = judge_alike(rows)
     names = [one.name for one in models]
     return sorted(rows, key=lambda row: names.index(row.model))
 
@@ -159,20 +166,13 @@ def judge_alike(rows: list[Row]) -> list[Row]:
 
     A reward with values between 0 and 1 may give none of them to one of the models.
     """
-    names = [
+    names = (
         name
         for name in rows[0].evaluation.rewards
         if all(row.evaluation.says_right_or_wrong(name) for row in rows)
-    ]
-    judge = names[0] if names else ""
+    )
+    judge = next(names, "")
     return [replace(row, evaluation=replace(row.evaluation, judged_by=judge)) for row in rows]
-
-
-def _with_base(found: list[TrainedModel]) -> list[TrainedModel]:
-    """Return the models with the base of the first adapter before them."""
-    bases = [one.without_adapter() for one in found if one.adapter is not None]
-    alone = any(one.adapter is None for one in found)
-    return found if alone or not bases else [bases[0], *found]
 
 
 def compare(rows: list[Row]) -> Iterator[Compared]:
@@ -187,7 +187,8 @@ def compare(rows: list[Row]) -> Iterator[Compared]:
             pairs = zip(before.evaluation.values(name), row.evaluation.values(name), strict=True)
             known = [(a, b) for a, b in pairs if a is not None and b is not None]
             if known:
-                moved = difference([a for a, _ in known], [b for _, b in known])
+                old, new = zip(*known, strict=True)
+                moved = difference(old, new)
                 yield Compared(row.model, before.model, row.mode, name, moved)
 
 
@@ -198,9 +199,9 @@ def _cells(row: Row) -> dict[str, str]:
     found = row.evaluation
     cells = {"model": row.model, "drawn": row.mode}
     for name in found.rewards:
-        cells[name] = _shown(found.estimate(name))
+        cells[name] = str(found.estimate(name) or "none")
     # of one completion pass@1 is the mean itself
-    cells |= {f"pass@{k}": _shown(one) for k, one in found.pass_at.items() if k > 1}
+    cells |= {f"pass@{k}": str(one) for k, one in found.pass_at.items() if k > 1}
     thinking = found.thinking_length
     cells["thinking"] = "none" if thinking is None else f"{thinking:.1f}"
     cells["tokens"] = f"{found.mean_length:.1f}"
@@ -208,39 +209,46 @@ def _cells(row: Row) -> dict[str, str]:
     return cells
 
 
-def _shown(one: Estimate | None) -> str:
-    return "none" if one is None else str(one)
-
-
 def _table(rows: list[dict[str, str]]) -> list[str]:
     titles = list(max(rows, key=len))
-    lines = [{title: title for title in titles}, *rows]
-    widths = {title: max(len(line.get(title, "")) for line in lines) for title in titles}
-    return ["  ".join(line.get(t, "").ljust(widths[t]) for t in titles).rstrip() for line in lines]
+    lines = [titles, *([row.get(title, "") for title in titles] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
 
 def _line(row: Row) -> str:
     found = row.evaluation
-    parts = [f"{name} {_shown(found.estimate(name))}" for name in found.rewards]
-    parts += [f"pass@{k} {one.mean:.3f}" for k, one in list(found.pass_at.items())[1:]]
-    return f"{row.model}, {row.mode}: {', '.join(parts)} ({row.seconds:.0f} s)"
+    parts = [f"{name} {found.estimate(name) or 'none'}" for name in found.rewards]
+    parts += [f"pass@{k} {one.mean:.3f}" for k, one in found.pass_at.items() if k > 1]
+    return f"{row.model}, {row.mode}: {', '.join([*parts, f'{row.seconds:.0f} s'])}"
 
 
 # --- result files: eval.json and judge.json grow, their samples do not ---------------------------
 
 
+def results_folder(given: str | Path | None, run: Path | None) -> Path | None:
+    """Return where the results are written, made if it is missing; None: nowhere.
+
+    Raises:
+        ConfigError: It cannot be made or written.
+    """
+    folder = run if given is None else Path(given)
+    if folder is not None:
+        check_writable(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def write_results(
-    path: Path,
-    name: str,
-    result: dict[str, Any],
-    samples: Path,
-    rows: list[dict[str, Any]],
-    say: Say,
+    path: Path, name: str, result: dict[str, Any], samples: list[dict[str, Any]], say: Say
 ) -> None:
-    """Add a result to ``{name: [result, ...]}``, replace its samples, write the report again."""
+    """Add a result to ``{name: [result, ...]}``, replace its samples, write the report again.
+
+    The samples of ``eval.json`` are in ``eval_samples.jsonl``.
+    """
     results = [*(read_json(path) or {}).get(name, []), result]
-    lines = "".join(json.dumps(redact_tree(row)) + "\n" for row in rows)
+    lines = "".join(json.dumps(redact_tree(sample)) + "\n" for sample in samples)
     write_json(path, redact_tree({name: results}), indent=1)
-    write_atomically(samples, lines.encode())
+    write_atomically(path.with_name(f"{path.stem}_samples.jsonl"), lines.encode())
     if (path.parent / "run.yaml").is_file():
         say(f"written to {path} and {write_report([path.parent])}")

@@ -13,18 +13,16 @@ from typing import Any
 
 from rloo_kit.config.run_file import read_value
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.evaluation.evaluator import score_texts
+from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.evaluation.held_out import HeldOut, Say, read_held_out
-from rloo_kit.evaluation.models import TrainedModel, by_base, find_trained
+from rloo_kit.evaluation.models import TrainedModel, find_trained
 from rloo_kit.evaluation.statistics import Difference, difference
-from rloo_kit.evaluation.table import write_results
+from rloo_kit.evaluation.table import Row, results_folder, score_models, write_results
 from rloo_kit.machine.memory import session
-from rloo_kit.output_folder import check_writable
+from rloo_kit.sampling.completer import as_completions
+from rloo_kit.scoring.contract import call_reward
 from rloo_kit.scoring.loading import LoadedReward
 from rloo_kit.types import Tokenizer
-
-FILE, SAMPLES = "judge.json", "judge_samples.jsonl"
-COLUMNS: tuple[str, ...] = ("prompt", "completion", "against", "won")
 
 
 @dataclass(frozen=True)
@@ -100,107 +98,90 @@ def judge_models(  # noqa: PLR0913
             f"{mine.name} would be compared with itself: name another model with --against"
         )
     spec = read_value(by) if isinstance(by, str) and by.lstrip().startswith("{") else by
-    folder = Path(output) if output is not None else mine.run
     with session():
         held_out = read_held_out([mine, other], overrides, prompts, num_prompts, batch_size)
-        if folder is not None:
-            check_writable(folder)
-            folder.mkdir(parents=True, exist_ok=True)
+        folder = results_folder(output, mine.run)
         how = {} if sampled else {"temperature": 0.0}
-        held_out, sides = _answers(held_out, [mine, other], spec, how)
-        for side in sides:
-            say(f"{side.name}: {len(side.texts)} completions")
-        won = verdicts(list(held_out.prompts), *sides)
-        result = _win_rate(mine, sides, held_out, won, spec=spec, sampled=sampled)
+        judge, rows = _answers(held_out, [mine, other], spec, how, say)
+        first, second = (row.evaluation for row in rows)
+        won = verdicts(judge, first, second)
+        result = _win_rate(rows, held_out, won, _describe(spec, judge))
     if folder is not None:
-        columns = zip(held_out.prompts["prompt"][:], *(s.texts for s in sides), won, strict=True)
-        rows = [dict(zip(COLUMNS, values, strict=True)) for values in columns]
-        write_results(folder / FILE, "judged", result.as_dict(), folder / SAMPLES, rows, say)
+        samples = [
+            {
+                "prompt": a["prompt"],
+                "completion": a["completion"],
+                "against": b["completion"],
+                "won": score,
+            }
+            for a, b, score in zip(first.samples, second.samples, won, strict=True)
+        ]
+        write_results(folder / "judge.json", "judged", result.as_dict(), samples, say)
     return result
-
-
-# --- the two sides -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Side:
-    """What one model answered."""
-
-    name: str
-    texts: list[str]
-    scores: list[float | None]  # of a judge that scores each alone
-    judge: LoadedReward
-    tokenizer: Tokenizer
-    sampler: str = "transformers"  # who drew the completions
-
-
-def _answers(
-    held_out: HeldOut, models: list[TrainedModel], spec: Any, how: dict[str, Any]
-) -> tuple[HeldOut, list[Side]]:
-    """Return the prompts that were used, and the completions of each model."""
-    found: dict[str, Side] = {}
-    # by what a reward reads of a tokenizer: token ids, and whether the template opens a thought
-    judges: dict[tuple[str, frozenset], LoadedReward] = {}
-    for base, on_it in by_base(models):
-        held_out = held_out.fit(base.tokenizer)
-        read = str(base.tokenizer.chat_template), frozenset(base.tokenizer.get_vocab().items())
-        if read not in judges:
-            specs = None if spec is None else [spec]
-            judges[read] = held_out.rewards(base.tokenizer, specs)[0]
-        judge = judges[read]
-        with held_out.on(base, on_it) as sample:
-            for trained in on_it:
-                scored = sample(trained, [] if _compares(judge) else [judge], **how).samples
-                found[trained.name] = Side(
-                    trained.name,
-                    [one["completion"] for one in scored],
-                    [one["rewards"].get(judge.name) for one in scored],
-                    judge,
-                    base.tokenizer,
-                    sample.name,
-                )
-    return held_out, [found[trained.name] for trained in models]
 
 
 # --- the verdicts --------------------------------------------------------------------------------
 
 
-def verdicts(rows: list[dict[str, Any]], mine: Side, other: Side) -> list[float | None]:
-    """Return 1 for a win, 0.5 for a tie, 0 for a loss, None without a verdict; one a prompt."""
-    if _compares(mine.judge):
-        return _compare_texts(rows, mine, other)
-    sign = -1 if mine.judge.weight_at(1.0) < 0 else 1  # a penalty: the lower one wins
+def _answers(
+    held_out: HeldOut, models: list[TrainedModel], spec: Any, how: dict[str, Any], say: Say
+) -> tuple[LoadedReward, list[Row]]:
+    """Return the judge, and what each model answered."""
+    # by what a reward reads of a tokenizer: token ids, and whether the template opens a thought
+    judges: dict[tuple[str, frozenset], LoadedReward] = {}
+
+    def rewards_for(tokenizer: Tokenizer) -> list[LoadedReward]:
+        read = str(tokenizer.chat_template), frozenset(tokenizer.get_vocab().items())
+        if read not in judges:
+            judges[read] = held_out.rewards(tokenizer, None if spec is None else [spec])[0]
+        return [] if _compares(judges[read]) else [judges[read]]
+
+    rows = score_models(held_out, models, [how], rewards_for, say)
+    return next(iter(judges.values())), rows
+
+
+def verdicts(judge: LoadedReward, mine: Evaluation, other: Evaluation) -> list[float | None]:
+    """Return 1 for a win, 0.5 for a tie, 0 for a loss, None without a verdict; one a prompt.
+
+    Args:
+        judge: A reward, or the reward ``judge`` in its mode ``pairwise``.
+        mine: One completion of each prompt, with its score where the judge scores each alone.
+        other: The same of the other model.
+    """
+    if _compares(judge):
+        return _compare_texts(judge, mine, other)
+    sign = -1 if judge.weight_at(1.0) < 0 else 1  # a penalty: the lower one wins
     return [
         None if a is None or b is None else 0.5 + sign * ((a > b) - (a < b)) / 2
-        for a, b in zip(mine.scores, other.scores, strict=True)
+        for a, b in zip(mine.values(judge.name), other.values(judge.name), strict=True)
     ]
 
 
 def _compares(judge: LoadedReward) -> bool:
-    """Return whether the judge reads both texts at once."""
-    return getattr(_inner(judge), "mode", None) == "pairwise"
+    """Return whether the judge is the reward ``judge`` that reads both texts at once."""
+    return getattr(judge.func.reward, "mode", None) == "pairwise"
 
 
-def _inner(judge: LoadedReward) -> Any:
-    return getattr(judge.func, "reward", judge.func)
-
-
-def _compare_texts(rows: list[dict[str, Any]], mine: Side, other: Side) -> list[float | None]:
+def _compare_texts(judge: LoadedReward, mine: Evaluation, other: Evaluation) -> list[float | None]:
     """Return what a judge that reads both says; an answer beats none, without asking."""
-    inner = _inner(mine.judge)
+    inner = judge.func.reward
     # of a completion the judge reads what follows the thought
     ours, theirs = (
-        [inner.answer_text(row["prompt"], text) for row, text in zip(rows, side.texts, strict=True)]
+        [inner.answer_text(one["prompt"], one["completion"]) for one in side.samples]
         for side in (mine, other)
     )
     pairs = [(a.strip(), b.strip()) for a, b in zip(ours, theirs, strict=True)]
     won: list[float | None] = [0.5 + (bool(a) - bool(b)) / 2 for a, b in pairs]
     to_ask = [number for number, pair in enumerate(pairs) if all(pair)]
     if to_ask:
-        asked = [{**rows[number], inner.column: theirs[number]} for number in to_ask]
-        texts = [mine.texts[number] for number in to_ask]
-        ids = [mine.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        said = score_texts(asked, texts, ids, [mine.judge])[mine.judge.name]
+        prompts = [mine.samples[number]["prompt"] for number in to_ask]
+        texts = [mine.samples[number]["completion"] for number in to_ask]
+        columns = {
+            "prompts": prompts,
+            "completions": as_completions(prompts, texts),
+            inner.column: [theirs[number] for number in to_ask],
+        }
+        said = call_reward(judge.func, columns)
         for number, value in zip(to_ask, said, strict=True):
             won[number] = value
     return won
@@ -209,29 +190,19 @@ def _compare_texts(rows: list[dict[str, Any]], mine: Side, other: Side) -> list[
 # --- the result ----------------------------------------------------------------------------------
 
 
-def _win_rate(
-    mine: TrainedModel,
-    sides: list[Side],
-    held_out: HeldOut,
-    won: list[float | None],
-    *,
-    spec: Any,
-    sampled: bool,
-) -> WinRate:
+def _win_rate(rows: list[Row], held_out: HeldOut, won: list[float | None], judge: str) -> WinRate:
     judged = [value for value in won if value is not None]
     if not judged:
         raise DataError(
             "the judge gave no verdict on any prompt: it applies to none of them, or could not be "
             "reached"
         )
-    judge = sides[0].judge
-    mode = f"sampled at {held_out.args.temperature:g}" if sampled else "greedy"
-    mode += f", by {' and '.join(sorted({side.sampler for side in sides}))}"
+    mine, other = rows
     return WinRate(
-        model=mine.name,
-        against=sides[1].name,
-        judge=_describe(spec, judge),
-        mode=mode,
+        model=mine.model,
+        against=other.model,
+        judge=judge,
+        mode=f"{mine.evaluation.drawn}, by {' and '.join(sorted({row.sampler for row in rows}))}",
         prompts=held_out.source,
         wins=judged.count(1.0),
         losses=judged.count(0.0),
@@ -243,7 +214,7 @@ def _win_rate(
 
 def _describe(spec: Any, judge: LoadedReward) -> str:
     if _compares(judge):
-        inner = _inner(judge)
+        inner = judge.func.reward
         return f"{inner.model}, asked in both orders (orders that disagree tie), for {inner.rubric}"
     wins = "lower" if judge.weight_at(1.0) < 0 else "higher"
     name = judge.name if spec is None else spec if isinstance(spec, str) else json.dumps(spec)

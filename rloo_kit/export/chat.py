@@ -1,9 +1,10 @@
 """``rloo-kit chat``: talk to a trained model in the terminal, its thought dimmed."""
 
+import contextlib
 import io
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import DEFAULTS
@@ -17,21 +18,18 @@ from rloo_kit.text.wording import printable
 from rloo_kit.types import Model, Prompt
 
 
-def chat(
-    model: str, *, base: bool = False, source: TextIO | None = None, out: TextIO | None = None
-) -> None:
+def chat(model: str, *, base: bool = False) -> None:
     """Answer line after line, with the system message, temperature and length of the run.
 
     Args:
         model: A run, a checkpoint, an adapter or a model.
         base: Let the base answer too, after it.
-        source: Lines are read here until it ends; None: the terminal.
-        out: Written to; None: the terminal.
 
     Raises:
         KitError: With the remedy.
     """
-    reader, console = source or sys.stdin, _console(out or sys.stdout)
+    from rich.console import Console
+
     trained = find_trained(model)
     config = trained.config or RunConfig()
     if base and trained.adapter is None:
@@ -40,12 +38,16 @@ def chat(
     text = system_message(config.data)
     system = [_turn("system", text)] if text else []
     conversations = [list(system) for _ in models]
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that is not UTF-8 shows a ? instead
+            stream.reconfigure(errors="replace")
+    console = Console()
     with session():
         loaded = load_base(trained)
-        for line in _lines(reader, console):
+        for line in _lines(console):
             for one, turns in zip(models, conversations, strict=True):
                 if base:
-                    console.print(f"{one.short_name}:", style="bold")
+                    console.out(f"{one.short_name}:", style="bold")
                 turns.append(_turn("user", line))
                 is_chat = config.data.chat and loaded.tokenizer.chat_template
                 with loaded.using(one) as policy:
@@ -61,25 +63,16 @@ def _turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _console(out: TextIO) -> Any:
-    from rich.console import Console
-
-    if isinstance(out, io.TextIOWrapper):  # a terminal that is not UTF-8 shows a ? instead
-        out.reconfigure(errors="replace")
-    return Console(file=out, highlight=False, markup=False, emoji=False)
-
-
-def _lines(source: TextIO, console: Any) -> Iterator[str]:
+def _lines(console: Any) -> Iterator[str]:
     """Yield the lines that are not empty."""
-    if isinstance(source, io.TextIOWrapper):
-        source.reconfigure(errors="replace")
     prompt = ""
-    if source.isatty():
+    if sys.stdin.isatty():
         console.print("Ctrl-D ends the conversation", style="dim")
         prompt = "> "
-    while line := console.input(prompt, stream=source):
-        if line.strip():
-            yield line.strip()
+    with contextlib.suppress(EOFError):
+        while True:
+            if line := console.input(prompt).strip():
+                yield line
 
 
 def _answer(
@@ -99,14 +92,9 @@ def _answer(
     if room < 1:
         raise ConfigError("the conversation is longer than the model takes: start a new one")
     opening = token_id(tokenizer, "<think>")
+    streamer: Any = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     # A chat template may open the thought
-    show = Printer(console, in_thought=opening is not None and opening in ids[-4:])
-
-    class Pieces(TextStreamer):
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            show(text)
-
-    streamer: Any = Pieces(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer.on_finalized_text = Printer(console, opening is not None and opening in ids[-4:])
     settings = {**DEFAULTS, **config.trainer}
     inputs = torch.tensor([ids], device=model.device)  # (1, P)
     with torch.inference_mode():
@@ -130,7 +118,7 @@ class Printer:
     def __init__(self, console: Any, in_thought: bool) -> None:
         self._console, self._in_thought = console, in_thought
 
-    def __call__(self, piece: str) -> None:
+    def __call__(self, piece: str, stream_end: bool = False) -> None:
         """Print whole words, as a ``TextStreamer`` gives them."""
         thought, end, answer = "", "", piece
         if self._in_thought or piece.lstrip().startswith("<think>"):
@@ -138,6 +126,6 @@ class Printer:
             self._in_thought = not end
         for text, style in ((thought + end, "dim"), (answer, None)):
             # Lines are kept, and nothing in them can steer the terminal
-            plain = "\n".join(printable(line) for line in text.split("\n"))
-            self._console.print(plain, style=style, end="", soft_wrap=True)
+            plain = "\n".join(map(printable, text.split("\n")))
+            self._console.out(plain, style=style, end="", highlight=False)
         self._console.file.flush()

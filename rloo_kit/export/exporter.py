@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.config.run_file import RunConfig
+from rloo_kit.data.prompts import load_prompts
 from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import ConfigError, KitError, ModelError
 from rloo_kit.evaluation.models import LoadedBase, TrainedModel, find_trained, load_base
-from rloo_kit.export.llama_cpp import DTYPES, find_converter, write_gguf
-from rloo_kit.export.model_card import CardFacts, is_hub_name, model_card
-from rloo_kit.export.verify import Answers, ask, compare, default_prompts
+from rloo_kit.export.llama_cpp import find_converter, write_gguf
+from rloo_kit.export.model_card import KINDS, is_hub_name, model_card
+from rloo_kit.export.verify import Answers, ask, compare
 from rloo_kit.job import read_prompts, template_settings
 from rloo_kit.machine.environment import setup
 from rloo_kit.machine.hardware import Hardware, detect_hardware
@@ -29,14 +31,14 @@ from rloo_kit.output_folder import free_folder, read_json, write_json
 from rloo_kit.runs.child import call_in_child
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.wording import first_line, format_value
-from rloo_kit.types import Model, Tokenizer
+from rloo_kit.types import Model
 
 Say = Callable[[str], None]
 
-KINDS = ("adapter", "merged", "gguf", "hub")
 # `--base`: the 4-bit base that the run trained on, its weights written out in 16 bit
 DEQUANTIZED = "dequantized"
-# Largest mean difference of a token's log-probability, in nats, in float32 on a CPU
+# Types of a GGUF file, and the largest mean difference of a token's log-probability, in nats, in
+# float32 on a CPU
 TOLERANCES = {"bf16": 0.03, "f16": 0.03, "q8_0": 0.06}
 # Added where models stay in 16 bit, as on a GPU, which rounds every layer's output
 IN_16_BIT_TOLERANCE = 0.03
@@ -44,8 +46,6 @@ IN_16_BIT_TOLERANCE = 0.03
 MEMORY_SHARE = 0.9
 # A process with these variables sees no GPU
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-# Of an answer that is compared
-MAX_TOKENS = 48
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "merges.txt", "spiece.model")  # fmt: skip
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -88,8 +88,9 @@ def export_model(  # noqa: PLR0913
         ConfigError: The arguments do not fit, or there is no converter.
         ModelError: It cannot be loaded, merged, converted or uploaded, or answers otherwise.
     """
+    options: dict[str, Any] = {"output": output, "base": base}
+    options |= {"check": check, "num_prompts": num_prompts}
     if to == "hub":
-        options = {"output": output, "base": base, "check": check, "num_prompts": num_prompts}
         return _to_hub(run, repo, options, public, say)
     say = redacting(say)
     _check_arguments(to, dtype, num_prompts)
@@ -102,18 +103,12 @@ def export_model(  # noqa: PLR0913
     environment = setup(trained.model.backend)
     if to != "adapter" and not _fits(trained, base, environment.hardware):
         say("the base in 16 bit does not fit into the GPU: the export runs on the CPU")
-        how = {"output": output, "dtype": dtype, "base": base, "converter": converter}
-        how |= {"check": check, "num_prompts": num_prompts, "variables": NO_GPU}
-        return call_in_child(export_model, (run, to), say, **how)
+        options |= {"dtype": dtype, "converter": converter, "variables": NO_GPU}
+        return call_in_child(export_model, (run, to), say, **options)
     goal = free_folder(output or trained.adapter.parent / f"export-{to}")
     export = _Export(trained, trained.adapter, to, base, num_prompts if check else 0, say)
     with _whole_folder(goal) as folder:
-        if to == "adapter":
-            export.adapter_files(folder)
-        elif to == "merged":
-            export.merged(folder)
-        else:
-            export.gguf(folder, dtype, find_converter(converter))
+        export.write(folder, dtype, converter)
     say(f"{to} written to {goal}")
     return goal
 
@@ -164,9 +159,11 @@ def _to_hub(
 
 def _check_arguments(to: str, dtype: str, num_prompts: int) -> None:
     if to not in KINDS:
-        raise ConfigError(f"a model is exported to {', '.join(KINDS)}, not to {format_value(to)}")
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype is {format_value(dtype)}, must be one of {', '.join(DTYPES)}")
+        kinds = ", ".join([*KINDS, "hub"])
+        raise ConfigError(f"a model is exported to {kinds}, not to {format_value(to)}")
+    if dtype not in TOLERANCES:
+        known = ", ".join(TOLERANCES)
+        raise ConfigError(f"dtype is {format_value(dtype)}, must be one of {known}")
     if num_prompts < 1:
         raise ConfigError(f"{num_prompts} prompts compare nothing: give 1 or more, or --no-check")
 
@@ -205,44 +202,67 @@ class _Export:
     num_prompts: int  # that are compared; 0: it is not checked
     say: Say
 
-    def adapter_files(self, folder: Path) -> None:
-        """Copy the adapter, with the name that others know its base by."""
-        name = self.base or base_name(self.trained)
-        copy_adapter(self.adapter, folder, name)
+    def write(self, folder: Path, dtype: str, converter: str | Path | None) -> None:
+        """Write the files of this kind, and the model card."""
+        if self.kind == "adapter":
+            base, notes = self._copy_adapter(folder), []
+        elif self.kind == "merged":
+            base, notes = self._merged(folder)
+        else:
+            base, notes = self._gguf(folder, dtype, find_converter(converter))
+        title, run = _title(self.trained), self.trained.run
+        record = read_run(run) if run else None
+        card = model_card(self.kind, title, base, licence_of(base), record, notes)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+    def _copy_adapter(self, folder: Path) -> str:
+        """Copy the adapter; return the name that others know its base by."""
+        name = self.base or self.trained.base
+        for pattern in (*ADAPTER_FILES, *TOKENIZER_FILES):
+            for file in self.adapter.glob(pattern):
+                shutil.copyfile(file, folder / file.name)
+        config_file, weights = (folder / name for name in ADAPTER_FILES)
+        config = read_json(config_file)
+        if config is None or not weights.is_file():
+            raise ModelError(
+                f"the adapter in {format_value(str(self.adapter))} is not whole: save it again"
+            )
+        write_json(config_file, config | {"base_model_name_or_path": name}, indent=2)
         if Path(name).exists():
             self.say(
                 f"note: the adapter names its base by a folder of this machine, {name}: name it "
                 f"for others with --base"
             )
-        self._write_card(folder, name, [])
+        return name
 
-    def merged(self, folder: Path) -> None:
-        """Merge the adapter into its base in 16 bit."""
-        reference, notes, name = self._merge(folder)
+    def _merged(self, folder: Path) -> tuple[str, list[str]]:
+        """Merge the adapter into its base in 16 bit; return the base's name, notes for the card."""
+        name, notes, reference = self._merge(folder)
         self._load_back(folder, reference, TOLERANCES["bf16"])
-        self._write_card(folder, name, notes)
+        return name, notes
 
-    def gguf(self, folder: Path, dtype: str, command: list[str]) -> None:
-        """Merge and convert."""
+    def _gguf(self, folder: Path, dtype: str, command: list[str]) -> tuple[str, list[str]]:
+        """Merge and convert; return the base's name, and notes for the card."""
         file = folder / f"{_title(self.trained)}-{dtype}.gguf"
         with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
             model = Path(place) / "model"
             model.mkdir()
-            reference, notes, name = self._merge(model)
+            name, notes, reference = self._merge(model)
             self.say(f"converting into {file.name}")
             write_gguf(model, file, dtype, command)
             if reference is not None:
                 back = convert(file, Path(place) / "back")
                 self._load_back(back, reference, TOLERANCES[dtype])
-        self._write_card(folder, name, notes)
+        return name, notes
 
-    def _merge(self, folder: Path) -> tuple[Answers | None, list[str], str]:
+    def _merge(self, folder: Path) -> tuple[str, list[str], Answers | None]:
         """Write merged weights.
 
         Returns:
-            The answers on the 16-bit base before merging, notes for the card, the base's name.
+            The base's name, notes for the card, the answers on the 16-bit base before merging.
         """
         import torch
+        from transformers import AutoTokenizer
 
         with session():
             sixteen, name, notes = _base_in_16_bit(self.trained, self.base, self.say)
@@ -250,15 +270,27 @@ class _Export:
             reference = None
             with sixteen.using(self.trained) as model:
                 if self.num_prompts:
-                    reference = self._ask(model, sixteen.tokenizer)
+                    prompts = self._prompts(is_chat=bool(sixteen.tokenizer.chat_template))
+                    settings = template_settings(self.trained.config or RunConfig())
+                    reference = ask(model, sixteen.tokenizer, prompts, settings)
             merged = sixteen.model.merge_and_unload().to(torch.bfloat16)
-            original = not notes  # there are some where 4-bit weights were dequantised
-            _save(merged, self.adapter, sixteen.tokenizer, folder, original_format=original)
+            merged.config.use_cache = True  # off while it trained
+            # Undo what transformers did to the weights' layout when it loaded them. Of 4-bit
+            # weights, on which there is a note, it cannot be undone
+            merged.save_pretrained(str(folder), save_original_format=not notes)
+            tokenizer = sixteen.tokenizer
+            if any(self.adapter.glob("tokenizer*")):
+                tokenizer = AutoTokenizer.from_pretrained(
+                    str(self.adapter), trust_remote_code=False
+                )
+            if longest := getattr(merged.config, "max_position_embeddings", None):
+                tokenizer.model_max_length = longest  # not the run's max_seq_length
+            tokenizer.save_pretrained(str(folder))
         if self.trained.config and self.trained.model.load_in_4bit and not notes:
             notes = [
                 "It was trained on the base in 4 bits; on 16 bits it answers a little otherwise."
             ]
-        return reference, notes, name
+        return name, notes, reference
 
     def _load_back(self, folder: Path, reference: Answers | None, tolerance: float) -> None:
         """Load what was written and compare its answers."""
@@ -277,30 +309,13 @@ class _Export:
             )
         self.say(f"loaded back: {found} (at most {tolerance:g})")
 
-    def _ask(self, model: Model, tokenizer: Tokenizer) -> Answers:
-        """Ask held-out prompts of the run, else general ones."""
-        config, rows, settings, most = self.trained.config, [], {}, MAX_TOKENS
-        if config is not None:
+    def _prompts(self, *, is_chat: bool) -> list[Any]:
+        """Return held-out prompts of the run, else some that are made."""
+        if self.trained.config is not None:
             with contextlib.suppress(KitError):  # its file was removed
-                train, held_out = read_prompts(config, Path())
-                rows = [row["prompt"] for row in (held_out if held_out is not None else train)]
-            settings = template_settings(config)
-            most = min(most, config.trainer.get("max_completion_length") or most)
-        prompts = (rows or default_prompts(tokenizer))[: self.num_prompts]
-        return ask(model, tokenizer, prompts, settings, max_tokens=most)
-
-    def _write_card(self, folder: Path, base: str, notes: list[str]) -> None:
-        run = self.trained.run
-        facts = CardFacts(
-            kind=self.kind,
-            name=_title(self.trained),
-            base=base,
-            licence=licence_of(base),
-            record=read_run(run) if run else None,
-            environment=(read_json(run / "environment.json") if run else {}) or {},
-            notes=tuple(notes),
-        )
-        (folder / "README.md").write_text(model_card(facts), encoding="utf-8")
+                train, held_out = read_prompts(self.trained.config, Path())
+                return (train if held_out is None else held_out)["prompt"][: self.num_prompts]
+        return load_prompts("arithmetic", num_prompts=self.num_prompts, chat=is_chat)["prompt"][:]
 
 
 def _base_in_16_bit(
@@ -330,60 +345,18 @@ def _base_in_16_bit(
     return LoadedBase(found.model.dequantize(), found.tokenizer), name, [note]
 
 
-def _save(
-    model: Model, adapter: Path, tokenizer: Tokenizer, folder: Path, *, original_format: bool
-) -> None:
-    """Write a merged model and its tokenizer.
-
-    ``original_format`` undoes what transformers did to the weights' layout when it loaded them. Of
-    4-bit weights it cannot be undone.
-    """
-    from transformers import AutoTokenizer
-
-    model.config.use_cache = True  # off while it trained
-    model.save_pretrained(str(folder), save_original_format=original_format)
-    if any(adapter.glob("tokenizer*")):
-        tokenizer = AutoTokenizer.from_pretrained(str(adapter), trust_remote_code=False)
-    if longest := getattr(model.config, "max_position_embeddings", None):
-        tokenizer.model_max_length = longest  # not the run's max_seq_length
-    tokenizer.save_pretrained(str(folder))
-
-
-def copy_adapter(adapter: Path, folder: Path, base: str) -> None:
-    """Copy an adapter and its tokenizer, and name its base.
-
-    Raises:
-        ModelError: Its config cannot be read.
-    """
-    for pattern in (*ADAPTER_FILES, *TOKENIZER_FILES):
-        for file in adapter.glob(pattern):
-            shutil.copyfile(file, folder / file.name)
-    config_file, weights = (folder / name for name in ADAPTER_FILES)
-    config = read_json(config_file)
-    if config is None or not weights.is_file():
-        raise ModelError(f"the adapter in {format_value(str(adapter))} is not whole: save it again")
-    write_json(config_file, config | {"base_model_name_or_path": base}, indent=2)
-
-
 def _title(trained: TrainedModel) -> str:
     folder = trained.run or trained.adapter or Path("model")
     text = re.sub(r"[^\w.-]+", "-", f"{Path(trained.base).stem}-{folder.resolve().name}")
     return text.strip("-.") or "model"
 
 
-def base_name(trained: TrainedModel) -> str:
-    """Return what others know the base by; a folder of this machine stays one."""
-    same = Path(trained.base).is_dir() and Path(trained.base).resolve() == TINY_THINKER.resolve()
-    return "tiny-thinker" if same else trained.base
-
-
 def licence_of(base: str) -> str:
     """Return the licence that the base's own card or file gives, else ``unknown``."""
-    from huggingface_hub import HfApi, ModelCard
+    from huggingface_hub import ModelCard
 
     with contextlib.suppress(Exception):  # no card, no network, no metadata
         place = TINY_THINKER if base == "tiny-thinker" else Path(base)
-        data = ModelCard.load(place / "README.md").data if place.is_dir() else None
-        data = data or HfApi().model_info(base).card_data
-        return str((data and data.get("license")) or "unknown")
+        card = ModelCard.load(place / "README.md" if place.is_dir() else base)
+        return card.data.get("license") or "unknown"
     return "unknown"

@@ -11,7 +11,6 @@ from rloo_kit.machine.environment import cache_folder
 from rloo_kit.text.wording import first_line, format_value
 
 SCRIPT = "convert_hf_to_gguf.py"
-DTYPES = ("bf16", "f16", "q8_0")
 
 
 def find_converter(given: str | Path | None = None) -> list[str]:
@@ -45,7 +44,7 @@ def write_gguf(model: Path, file: Path, dtype: str, command: Sequence[str]) -> N
     Args:
         model: Folder with 16-bit safetensors and a tokenizer, whose file may be corrected.
         file: To write.
-        dtype: One of ``DTYPES``.
+        dtype: ``bf16``, ``f16`` or ``q8_0``.
         command: As ``find_converter`` returned it.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rloo_kit.errors import GenerationError
-from rloo_kit.evaluation.models import TrainedModel, find_trained
+from rloo_kit.evaluation.models import find_trained
 from rloo_kit.machine.environment import load_env_file
 from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
 from rloo_kit.models.adapters import CONFIG
@@ -46,23 +46,18 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
         adapter = {"name": trained.short_name, "path": str(trained.adapter.resolve())}
         words += ["--enable-lora", "--max-lora-rank", str(reserved_rank(rank))]
         words += ["--lora-modules", json.dumps(adapter)]
-    trust = ["--trust-remote-code"] if trained.model.trust_remote_code else []
-    card = _for_the_card(trained)
-    return [sys.executable, "-m", MODULE, *words, *card, *trust, *more]
-
-
-def _for_the_card(trained: TrainedModel) -> list[str]:
-    """Return what fits the server to a GPU: the memory that is free, and the bits of the run."""
     hardware = detect_hardware()
-    if hardware.device == "cpu":
-        return []
-    # vLLM refuses to start where less is free than its share of the whole card
-    share = SHARE * hardware.free_memory / hardware.total_memory
-    words = ["--gpu-memory-utilization", f"{share:.3f}"]
-    known = any(mark in trained.model.name.lower() for mark in PREQUANTIZED)
-    if trained.config is not None and trained.model.load_in_4bit and not known:
-        words += ["--quantization", "bitsandbytes"]
-    return words
+    if hardware.device != "cpu":
+        # vLLM refuses to start where less is free than its share of the whole card
+        share = SHARE * hardware.free_memory / hardware.total_memory
+        words += ["--gpu-memory-utilization", f"{share:.3f}"]
+        # vLLM reads the bits of a quantised base from its config
+        is_packed = any(mark in trained.model.name.lower() for mark in PREQUANTIZED)
+        if trained.config is not None and trained.model.load_in_4bit and not is_packed:
+            words += ["--quantization", "bitsandbytes"]
+    if trained.model.trust_remote_code:
+        words += ["--trust-remote-code"]
+    return [sys.executable, "-m", MODULE, *words, *more]
 
 
 def serve(model: str | Path, more: Sequence[str] = (), say: Callable[[str], None] = print) -> None:

@@ -13,39 +13,22 @@ from rloo_kit.errors import DataError, ModelError
 from rloo_kit.evaluation.evaluator import evaluate
 from rloo_kit.types import Model, Tokenizer
 
-DEFAULT_PROMPTS = (
-    "What is 17 + 25?",
-    "Write one sentence about the sea.",
-    "How many days has a week?",
-    "Give a short definition of a triangle.",
-)
+# Of an answer that is compared
+MAX_TOKENS = 48
 
 
 @dataclass(frozen=True)
 class Answers:
     """What a model answered."""
 
-    prompts: list[str | list[dict[str, Any]]]
-    settings: dict[str, Any]  # of the chat template
-    ids: list[list[int]]  # of prompt and answer, as this model's tokenizer reads them
-    starts: list[int]  # tokens of each prompt
-    log_probs: list[list[float]]  # of each token of each answer, in nats
-
-
-def default_prompts(tokenizer: Tokenizer) -> list[Any]:
-    """Return prompts for a model of which no run is known."""
-    if tokenizer.chat_template:
-        return [[{"role": "user", "content": text}] for text in DEFAULT_PROMPTS]
-    return list(DEFAULT_PROMPTS)
+    prompts: Sequence[Any]
+    settings: dict[str, Any] | None  # of the chat template
+    rows: list[tuple[list[int], list[int]]]  # tokens of prompt and answer, by this tokenizer
+    log_probs: list[float]  # of each token of each answer, in nats
 
 
 def ask(
-    model: Model,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Any],
-    settings: dict[str, Any] | None = None,
-    *,
-    max_tokens: int = 48,
+    model: Model, tokenizer: Tokenizer, prompts: Sequence[Any], settings: dict[str, Any] | None
 ) -> Answers:
     """Return a model's greedy answers and their log-probabilities.
 
@@ -54,26 +37,24 @@ def ask(
         tokenizer: Its tokenizer.
         prompts: Texts or chat messages, at least one.
         settings: Of the chat template.
-        max_tokens: Of an answer.
     """
-    rows: Any = [{"prompt": prompt} for prompt in prompts]
     found = evaluate(
         model,
         tokenizer,
-        rows,
+        [{"prompt": prompt} for prompt in prompts],
         [],
         temperature=0,
-        max_completion_length=max_tokens,
+        max_completion_length=MAX_TOKENS,
         chat_template_kwargs=settings,
     )
-    ids, starts = [], []
-    for prompt, sample in zip(prompts, found.samples, strict=True):
-        head = prompt_ids(tokenizer, prompt, settings)
-        answer = tokenizer(sample["completion"], add_special_tokens=False)["input_ids"]
-        ids.append([*head, *answer])
-        starts.append(len(head))
-    log_probs = _log_probs(model, ids, starts)
-    return Answers(list(prompts), settings or {}, ids, starts, log_probs)
+    rows = [
+        (
+            prompt_ids(tokenizer, sample["prompt"], settings),
+            tokenizer(sample["completion"], add_special_tokens=False)["input_ids"],
+        )
+        for sample in found.samples
+    ]
+    return Answers(prompts, settings, rows, _log_probs(model, rows))
 
 
 def compare(first: Answers, model: Model, tokenizer: Tokenizer) -> float:
@@ -84,28 +65,29 @@ def compare(first: Answers, model: Model, tokenizer: Tokenizer) -> float:
     Raises:
         ModelError: Its tokenizer reads a prompt as other tokens.
     """
-    for prompt, ids, start in zip(first.prompts, first.ids, first.starts, strict=True):
+    for prompt, (ids, _) in zip(first.prompts, first.rows, strict=True):
         try:
             read = prompt_ids(tokenizer, prompt, first.settings)
         except DataError as exc:
             raise ModelError(f"its chat template was lost: {exc}") from exc
-        if read != ids[:start]:
-            raise ModelError(f"its tokenizer reads a prompt as {len(read)} tokens, not {start}")
-    now = [value for row in _log_probs(model, first.ids, first.starts) for value in row]
-    before = [value for row in first.log_probs for value in row]
-    total = sum(abs(a - b) for a, b in zip(now, before, strict=True))
+        if read != ids:
+            raise ModelError(f"its tokenizer reads a prompt as {len(read)} tokens, not {len(ids)}")
+    now = _log_probs(model, first.rows)
+    total = sum(abs(a - b) for a, b in zip(now, first.log_probs, strict=True))
     return total / max(1, len(now))
 
 
-def _log_probs(model: Model, ids: list[list[int]], starts: list[int]) -> list[list[float]]:
+def _log_probs(model: Model, rows: list[tuple[list[int], list[int]]]) -> list[float]:
     import torch
 
     model.eval()
     found = []
-    for row, start in zip(ids, starts, strict=True):
-        tokens = torch.tensor([row], device=model.device)  # (1, T)
+    for prompt, answer in rows:
+        tokens = torch.tensor([prompt + answer], device=model.device)  # (1, T)
         with torch.no_grad():
-            logits = model(input_ids=tokens).logits[0, start - 1 : -1].float()  # (answer, V)
-        chosen = logits.log_softmax(-1).gather(-1, tokens[0, start:, None])
-        found.append(chosen[:, 0].tolist())
+            logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]  # (answer, V)
+        losses = torch.nn.functional.cross_entropy(
+            logits.float(), tokens[0, len(prompt) :], reduction="none"
+        )
+        found += (-losses).tolist()
     return found

@@ -70,8 +70,7 @@ def means(evaluation: Evaluation) -> str:
         f"{name} {'none' if value is None else f'{value:.3f}'}"
         for name, value in evaluation.rewards.items()
     ]
-    how = f"sampled at {evaluation.temperature:g}" if evaluation.temperature else "greedy"
-    return f"{', '.join(parts)} on {evaluation.num_prompts} held-out prompts, {how}"
+    return f"{', '.join(parts)} on {evaluation.num_prompts} held-out prompts, {evaluation.drawn}"
 
 
 def compare(say: Say, before: Evaluation | None, after: Evaluation | None) -> None:

@@ -23,16 +23,17 @@ from rloo_kit.errors import (
     GenerationError,
     ModelError,
 )
-from rloo_kit.evaluation.evaluator import Evaluation, score_texts
+from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.evaluation.held_out import choose_engine
 from rloo_kit.evaluation.models import find_trained, load_base
 from rloo_kit.evaluation.statistics import difference
 from rloo_kit.evaluation.table import Row, compare, judge_alike
-from rloo_kit.evaluation.win_rate import Side, WinRate, verdicts
+from rloo_kit.evaluation.win_rate import WinRate, verdicts
 from rloo_kit.job import held_out_judges
 from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.sampling.engine import active_adapter
+from rloo_kit.scoring.contract import call_reward, reward_columns
 
 PROMPTS = 16
 
@@ -306,13 +307,11 @@ FEW = {"num_prompts": 4, "num_samples": 0}
 
 
 @pytest.mark.long
-def test_engine_that_does_not_start_fails_only_on_request(run, monkeypatch):
-    monkeypatch.setattr("rloo_kit.evaluation.held_out.start_engine", refused)
+def test_engine_that_was_asked_for_and_does_not_start_ends_the_evaluation(run, monkeypatch):
+    monkeypatch.setattr("rloo_kit.sampling.choice._in_process", refused)
     monkeypatch.setattr("rloo_kit.sampling.choice.why_not_vllm", lambda: None)
-    said = []
-    found = rk.evaluate_models([run], output=run.parent / "fallen", say=said.append, **FEW)
+    found = rk.evaluate_models([run], output=run.parent / "here", say=str, **FEW)
     assert {row.sampler for row in found.rows} == {"transformers"}
-    assert any("no room" in line for line in said)
     whole = "trainer={generation: vllm, max_completion_length: 48}"
     for how in ("trainer.generation=vllm", whole, "trainer.use_vllm=true"):
         with pytest.raises(GenerationError, match="no room"):
@@ -351,11 +350,11 @@ def test_missing_vllm_ends_the_command(run, capsys, monkeypatch):
 )
 def test_another_engine_may_evaluate_than_trained(trained, wanted, tmp_path):
     args = rk.LeaveOneOutConfig(str(tmp_path), **trained)
-    assert not choose_engine(args, {})
+    choose_engine(args, {})
     assert requested_engine(args) == wanted
     for given in ("transformers", "vllm"):
         args = rk.LeaveOneOutConfig(str(tmp_path), **trained | {"generation": given})
-        assert choose_engine(args, {"generation": given}) == (given != "transformers")
+        choose_engine(args, {"generation": given})
         assert requested_engine(args) == given
 
 
@@ -383,18 +382,14 @@ def adapters(tmp_path_factory):
     return folders
 
 
-def test_using_a_model_nests(adapters):
+def test_one_adapter_is_active_at_a_time_or_none(adapters):
     first, second = map(find_trained, adapters)
     one = load_base(first)
     one.load([first, second])
-    with one.using(first.without_adapter()) as model:
-        assert active_adapter(model) is None
-        with one.using(second):
-            assert active_adapter(model) == "adapter-1"
-            with one.using(first):
-                assert active_adapter(model) == "default"
-            assert active_adapter(model) == "adapter-1"
-        assert active_adapter(model) is None
+    names = {first: "default", first.without_adapter(): None, second: "adapter-1"}
+    for trained in (*names, first):
+        with one.using(trained) as model:
+            assert active_adapter(model) == names[trained]
 
 
 def test_models_own_repetition_penalty_is_not_used(run):
@@ -449,23 +444,34 @@ def test_one_judge_scores_the_models_of_every_base(run, tmp_path):
     assert found.ties == 2  # each was scored by the first that was made
 
 
+def answered(*texts, **rewards):
+    """The evaluation of these texts, each the answer to another question."""
+    samples = [
+        {
+            "prompt": [{"role": "user", "content": f"What is {n} + {n}?"}],
+            "completion": text,
+            "rewards": {name: values[n - 111] for name, values in rewards.items()},
+        }
+        for n, text in enumerate(texts, 111)
+    ]
+    return Evaluation({}, len(samples), 1.0, 0.0, samples)
+
+
 def test_answer_beats_a_thought_that_was_cut_off():
     (judge,) = rk.load_rewards(
         [{"name": "judge", "model": "m", "mode": "pairwise", "base_url": "http://127.0.0.1:9/v1"}],
         tokenizer=load_base(find_trained("tiny-thinker")).tokenizer,
     )
-    prompt = [{"role": "user", "content": "What is 1 + 1?"}]
     cut, whole = "1+1", "1+1=2 </think> 2"
-    sides = [[cut, whole, cut], [whole, cut, cut]]
-    one, other = (Side("", texts, [], judge, None) for texts in sides)
-    assert verdicts([{"prompt": prompt}] * 3, one, other) == [0.0, 1.0, 0.5]
+    one, other = answered(cut, whole, cut), answered(whole, cut, cut)
+    assert verdicts(judge, one, other) == [0.0, 1.0, 0.5]
 
 
 def test_of_a_penalty_the_lower_score_wins():
     (penalty,) = rk.load_rewards(["length:-1"])
     scores = ([1.0, 2.0, None], [2.0, 2.0, 1.0])
-    sides = [Side("", [], values, penalty, None) for values in scores]
-    assert verdicts([], *sides) == [1.0, 0.5, None]
+    sides = (answered("", "", "", length=values) for values in scores)
+    assert verdicts(penalty, *sides) == [1.0, 0.5, None]
 
 
 class Prefers(BaseHTTPRequestHandler):
@@ -510,18 +516,16 @@ def test_server_judge_is_asked_in_both_orders(answer, rate, monkeypatch):
         "name": "judge", "model": "some-judge", "mode": "pairwise", "rubric": "politeness",
         "base_url": f"http://127.0.0.1:{server.server_port}/v1",
     }  # fmt: skip
-    rows = [{"prompt": f"What is {n} + {n}?"} for n in range(111, 115)]
     try:
         (judge,) = rk.load_rewards([spec], tokenizer=tokenizer)
         texts = [[f"</think> {whose} {n}" for n in range(4)] for whose in ("mine", "theirs")]
-        sides = [Side("", one, [], judge, tokenizer) for one in texts]
-        won = verdicts(rows, *sides)
+        won = verdicts(judge, *(answered(*one) for one in texts))
     finally:
         server.shutdown()
         server.server_close()
         thread.join(10)
     assert won == [rate] * 4
-    assert len(Prefers.asked) == 2 * len(rows)
+    assert len(Prefers.asked) == 2 * 4
 
 
 def test_the_reward_of_a_task_judges_its_prompts():
@@ -544,9 +548,10 @@ def test_an_async_reward_scores_where_a_loop_runs():
         return [0.5] * len(completions)
 
     async def in_a_notebook():
-        return score_texts([{"prompt": "a"}], ["b"], [[1]], rk.load_rewards([slow]))
+        (reward,) = rk.load_rewards([slow])
+        return call_reward(reward.func, reward_columns([{"prompt": "a"}], ["b"], [[1]]))
 
-    assert asyncio.run(in_a_notebook()) == {"slow": [0.5]}
+    assert asyncio.run(in_a_notebook()) == [0.5]
 
 
 def test_a_win_rate_stays_between_none_and_all():

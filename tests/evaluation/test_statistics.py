@@ -42,17 +42,9 @@ def test_pass_at_k_of_very_many_is_exact():
     assert pass_at_k(100_000, 1, 50_000) == pytest.approx(0.5, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: pass_at_k(4, 1, 5),
-        lambda: pass_at_k(4, 5, 1),
-        lambda: estimate([]),
-        lambda: difference([], []),
-    ],
-)
-def test_impossible_numbers_are_refused(call):
-    with pytest.raises(ValueError, match=r"nothing|at least one"):
+@pytest.mark.parametrize("call", [lambda: estimate([]), lambda: difference([], [])])
+def test_no_values_are_refused(call):
+    with pytest.raises(ValueError, match="at least one"):
         call()
 
 

@@ -1,5 +1,6 @@
 """rloo-kit chat and serve: what is said, shown and started."""
 
+import contextlib
 import io
 import itertools
 import json
@@ -11,6 +12,7 @@ import sys
 
 import pytest
 import torch
+from rich.console import Console
 
 import rloo_kit as rk
 from rloo_kit.cli import main
@@ -18,7 +20,7 @@ from rloo_kit.config.run_file import DataSection
 from rloo_kit.data.hub_tasks import SYSTEM
 from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.models import find_trained, load_base
-from rloo_kit.export.chat import Printer, _console, chat
+from rloo_kit.export.chat import Printer, chat
 from rloo_kit.export.serve import server_command
 from rloo_kit.job import system_message
 from rloo_kit.machine.hardware import Hardware
@@ -45,9 +47,10 @@ def run(tmp_path_factory):
 
 
 def talk(model, *lines, **settings):
-    out = io.StringIO()
     lines = "".join(f"{line}\n" for line in lines)
-    chat(str(model), source=io.StringIO(lines), out=out, **settings)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setattr(sys, "stdin", io.StringIO(lines))
+        chat(str(model), **settings)
     return out.getvalue()
 
 
@@ -87,7 +90,7 @@ def test_conversation_that_is_too_long_is_refused(run):
 def test_terminal_dims_the_thought_and_escapes_control_characters():
     first, second = pty.openpty()
     with os.fdopen(first, "rb", buffering=0) as seen, os.fdopen(second, "w") as out:
-        console = _console(out)
+        console = Console(file=out)
         for in_thought in (True, False):
             show = Printer(console, in_thought)
             for piece in ("so 4\x1b[2J ", "is </think>\n\nthe ", "answer [b]"):

@@ -20,7 +20,7 @@ from rloo_kit.errors import ModelError
 from rloo_kit.evaluation.models import find_trained
 from rloo_kit.export.exporter import export_model, licence_of
 from rloo_kit.export.llama_cpp import find_converter, write_gguf
-from rloo_kit.export.model_card import CardFacts, is_hub_name, model_card, public_name
+from rloo_kit.export.model_card import is_hub_name, model_card, public_name
 from rloo_kit.export.verify import ask, compare
 from rloo_kit.machine.hardware import Hardware
 from rloo_kit.models.shape import TINY_THINKER
@@ -134,11 +134,11 @@ def test_model_that_answers_otherwise_is_detected(run, merged, tmp_path):
     folder, _ = merged
     with rk.session():
         model, tokenizer = rk.load_model(folder, load_in_4bit=False, max_seq_length=128)
-        prompts = ["one two", [{"role": "user", "content": "What is 1 + 2?"}]]
-        first = ask(model, tokenizer, prompts, max_tokens=8)
+        first = ask(model, tokenizer, ["one two"], None)
         assert compare(first, model, tokenizer) == 0
         other, _ = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
         assert compare(first, other, tokenizer) > 0.1
+        first = ask(model, tokenizer, [[{"role": "user", "content": "What is 1 + 2?"}]], None)
         tokenizer.chat_template = "{{ messages[0].content }}"
         with pytest.raises(ModelError, match="reads a prompt as"):
             compare(first, model, tokenizer)
@@ -273,10 +273,8 @@ def test_card_hides_folders_and_secrets(run):
             {"name": "judge", "api_key": "sk-very-secret-9876"},
         ],
     )
-    facts = CardFacts(
-        "adapter", "m", "Qwen/Qwen3-4B", record=dataclasses.replace(record, config=config)
-    )
-    text = model_card(facts)
+    record = dataclasses.replace(record, config=config)
+    text = model_card("adapter", "m", "Qwen/Qwen3-4B", record=record)
     data = huggingface_hub.ModelCard(text).data
     assert data.base_model == "Qwen/Qwen3-4B"
     assert data.datasets == "open-r1/maths"
