@@ -44,6 +44,7 @@ from rloo_kit.machine.hardware import find_card
 from rloo_kit.output_folder import free_folder, latest_folder, write_atomically
 from rloo_kit.planning.planner import make_plan
 from rloo_kit.reward_lab.lab import check_rewards, columns_of
+from rloo_kit.rewards import RewardModel
 from rloo_kit.runs.child import POSIX, call_in_child
 from rloo_kit.runs.train import train
 from rloo_kit.scoring.contract import AsyncCheckedReward, CheckedReward, call_reward
@@ -148,7 +149,7 @@ def _samples(prompts: "Dataset", rewards: list[LoadedReward]) -> str:
 def _asks_a_model(func: CheckedReward) -> bool:
     """Return whether a reward or a part of it asks a model, or counts the tokens of one."""
     parts = getattr(func.reward, "__dict__", {}).values()
-    own = isinstance(func, AsyncCheckedReward) or func.name.startswith("reward_model")
+    own = isinstance(func, AsyncCheckedReward) or isinstance(func.reward, RewardModel)
     own = own or "completion_ids" in func.required
     return own or any(_asks_a_model(part) for part in parts if isinstance(part, CheckedReward))
 

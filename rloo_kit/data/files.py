@@ -62,6 +62,17 @@ def read_rows(path: Path) -> list[PlacedRow]:
     return list(_iter_rows(path))
 
 
+def placed_rows(source: str | Path | Iterable[Row]) -> list[PlacedRow]:
+    """Return every row of a file, as ``read_rows`` does, or of a list, each with its place."""
+    if isinstance(source, str | Path):
+        return read_rows(local_path(str(source)))
+    rows = [(f"row {number}", row) for number, row in enumerate(source, 1)]
+    for place, row in rows:
+        if not isinstance(row, dict):
+            raise DataError(f"{place}: holds a {type(row).__name__}, must be an object")
+    return rows
+
+
 def _iter_rows(path: Path) -> Iterator[PlacedRow]:
     _check_file(path)
     readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet_rows}
@@ -290,17 +301,20 @@ def _check_prompt(row: Mapping[str, Any], place: str, there: Iterable[str] = ())
             "column to prompt, or name it with columns, as in {prompt: question}"
         )
     prompt = row["prompt"]
-    if isinstance(prompt, str) and prompt.strip():
-        return
-    if not isinstance(prompt, list) or not prompt:
+    if not isinstance(prompt, str) or not prompt.strip():
+        check_messages(prompt, "prompt", place)
+
+
+def check_messages(messages: object, name: str, place: str) -> None:
+    """Refuse what is no list of chat messages that a chat template can render.
+
+    Raises:
+        DataError: It says where, and what is wrong.
+    """
+    if not isinstance(messages, list) or not messages:
         raise DataError(
-            f"{place}: prompt is {format_value(prompt)}, must be text or a list of chat messages"
+            f"{place}: {name} is {format_value(messages)}, must be text or a list of chat messages"
         )
-    check_messages(prompt, "prompt", place)
-
-
-def check_messages(messages: list[Any], name: str, place: str) -> None:
-    """Refuse chat messages that no chat template can render."""
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise DataError(f"{place}: every message of {name} needs `role` and `content`")

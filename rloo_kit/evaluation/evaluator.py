@@ -165,7 +165,7 @@ def evaluate(
     limit = thought_limit(tokenizer, thinking_budget)
     how = Sampling(max_completion_length, ends, temperature, **(sampling or {}), thought=limit)
     completer = Completer(
-        draw=functools.partial(_draw, model, tokenizer, how, batch_size, seed, engine),
+        draw=functools.partial(draw, model, tokenizer, how, batch_size, seed, engine),
         processing_class=tokenizer,
         template_settings=chat_template_kwargs,
         ends=frozenset((*ends, tokenizer.pad_token_id)),
@@ -239,7 +239,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 # --- sampling ------------------------------------------------------------------------------------
 
 
-def _draw(
+def draw(
     model: Model,
     tokenizer: Tokenizer,
     how: Sampling,

@@ -8,7 +8,19 @@ from rloo_kit.diagnosis.rules import Finding, findings_text
 from rloo_kit.reward_lab.statistics import RewardStats, Signal
 from rloo_kit.text.wording import printable, text_of
 
-HEAD = ("weight", "mean", "std", "in-group", "low", "high", "fires", "none", "ms", "length")
+# Title of a column -> the field of ``RewardStats``
+COLUMNS = {
+    "weight": "weight",
+    "mean": "mean",
+    "std": "std",
+    "in-group": "group_std",
+    "low": "low",
+    "high": "high",
+    "fires": "fires",
+    "none": "none_share",
+    "ms": "milliseconds",
+    "length": "length_correlation",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,7 +45,7 @@ class RewardCheck:
 
     def __str__(self) -> str:
         rows = [*self.table, *([self.total] if len(self.table) > 1 else [])]
-        head = f"{'reward':<24}" + "".join(f" {title:>8}" for title in HEAD)
+        head = f"{'reward':<24}" + "".join(f" {title:>8}" for title in COLUMNS)
         parts = [
             "\n".join([head, *map(_row_text, rows)]),
             textwrap.fill(self.verdict, 100),
@@ -43,9 +55,7 @@ class RewardCheck:
 
 
 def _row_text(row: RewardStats) -> str:
-    numbers = (row.weight, row.mean, row.std, row.group_std, row.low, row.high, row.fires)
-    numbers = (*numbers, row.none_share, round(row.milliseconds, 2), row.length_correlation)
-    cells = "".join(f" {_short(number):>8}" for number in numbers)
+    cells = "".join(f" {_short(getattr(row, name)):>8}" for name in COLUMNS.values())
     return f"{printable(row.name)[:24]:<24}{cells}" + ("  faulty, see below" if row.fault else "")
 
 

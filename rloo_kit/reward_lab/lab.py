@@ -4,19 +4,19 @@ The model is the run's own, with its fresh adapter; or completions come from a f
 the run's tokenizer is loaded.
 """
 
-import contextlib
 import functools
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.run_file import RunConfig
-from rloo_kit.data.files import read_rows
+from rloo_kit.config.settings import DEFAULTS
+from rloo_kit.data.files import check_messages, placed_rows
 from rloo_kit.errors import ConfigError, DataError, KitError
-from rloo_kit.evaluation.evaluator import evaluate, settings_of
+from rloo_kit.evaluation.evaluator import draw
 from rloo_kit.job import PreparedJob, read_config, template_settings
 from rloo_kit.machine.environment import load_env_file
 from rloo_kit.machine.memory import add_to_session, session
@@ -32,25 +32,16 @@ from rloo_kit.reward_lab.statistics import (
     total_scores,
 )
 from rloo_kit.runs.child import call_in_child
-from rloo_kit.scoring.contract import RESERVED, CheckedReward
+from rloo_kit.sampling.choice import make_sampling, thought_limit
+from rloo_kit.sampling.completer import Completer
+from rloo_kit.scoring.contract import CheckedReward, reward_columns
 from rloo_kit.scoring.loading import LoadedReward, RewardSpec, load_rewards, with_weights
 from rloo_kit.text.redaction import redact_tree
 from rloo_kit.text.wording import text_of
-from rloo_kit.types import Row, Score, Tokenizer
+from rloo_kit.types import Row, Tokenizer
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class _Material:
-    """What the rewards are called with, and what is known of it."""
-
-    rows: list[Row]  # as `--completions` reads them
-    rewards: list[LoadedReward]
-    max_completion_length: int | None = None
-    max_seq_length: int | None = None
-    timeout: float | None = None
-    notes: list[str] = field(default_factory=list)
+NO_TOKENIZER = "note: without a tokenizer, rewards that look for thinking tokens use Qwen3's"
 
 
 def check_rewards(  # noqa: PLR0913
@@ -96,29 +87,36 @@ def check_rewards(  # noqa: PLR0913
     if folder is not None:
         check_writable(folder.parent)
     load_env_file()
-    config, base = (RunConfig(), Path()) if source is None else read_config(source, overrides)
+    has_run = source is not None
+    config, base = read_config(source, overrides) if has_run else (RunConfig(), Path())
     job = PreparedJob(config, base, say)
-    load = functools.partial(_load, job, rewards)
-    load(say=say)  # a wrong name costs a second here, and not a model load
+    _load(job, rewards, say=say)  # a wrong name costs a second here, and not a model load
     with session() as opened:
-        if completions is None:
-            on_gpu = job.environment.hardware.device != "cpu"
-            # A process that ends gives back all of a card's memory, and a training may follow
-            asked = (config, base, num_prompts, num_generations)
-            material = call_in_child(_sampled, asked, say) if on_gpu else _sampled(*asked, say)
-            material = replace(material, rewards=load(job.tokenizer))
-        else:
-            material = _read(completions, job if source is not None else None, load)
-        check = _examined(material)
+        sampled = completions is None
+        rows = _sample(job, num_prompts, num_generations) if sampled else _read(completions)
+        tokenizer = _tokenizer_here(job) if has_run else None
+        notes = [NO_TOKENIZER] if tokenizer is None else []
+        check = _examined(rows, _load(job, rewards, tokenizer), config if has_run else None, notes)
     say(f"\n{check}")
     if folder is not None:
-        _write(folder, check, material.rows, say)
-    if completions is None:
+        _write(folder, check, rows, say)
+    if sampled:
         say(f"\n{opened.released}")
     return check
 
 
 # --- where completions come from -----------------------------------------------------------------
+
+
+def _sample(job: PreparedJob, num_prompts: int, num_generations: int | None) -> list[Row]:
+    """Return completions of the run's model; on a GPU a process of its own draws them.
+
+    A process that ends gives back all of a card's memory, and a training may follow.
+    """
+    asked = (job.config, job.base, num_prompts, num_generations)
+    if job.environment.hardware.device == "cpu":
+        return _sampled(*asked, job.say)
+    return call_in_child(_sampled, asked, job.say)
 
 
 def _sampled(
@@ -127,8 +125,8 @@ def _sampled(
     num_prompts: int,
     num_generations: int | None,
     say: Say = print,
-) -> _Material:
-    """Return completions that the run's model draws from some of its prompts, without rewards."""
+) -> list[Row]:
+    """Return completions that the run's model draws from some of its prompts."""
     job = PreparedJob(config, base, say)
     (prompts, _), args = job.splits, job.args
     (model, tokenizer), (engine, _) = job.policy, job.engine
@@ -139,73 +137,47 @@ def _sampled(
         f"temperature {args.temperature:g}, at most {args.max_completion_length} tokens"
     )
     repeated = prompts.select([number for number in numbers for _ in range(size)])
-    given: dict[str, Any] = {}
-
-    def keep(**columns: Any) -> list[Score]:
-        given.update(columns)
-        return [None] * len(columns["completions"])
-
-    kept = [LoadedReward(keep, "kept")]
-    evaluate(model, tokenizer, repeated, kept, engine=engine, **settings_of(args))
-    ends = {*model.generation_config.eos_token_id, tokenizer.pad_token_id}
-    rows = [
+    ends = model.generation_config.eos_token_id
+    how = make_sampling(args, ends, thought_limit(tokenizer, args.thinking_budget))
+    batch_size = args.per_device_train_batch_size
+    completer = Completer(
+        draw=functools.partial(draw, model, tokenizer, how, batch_size, args.seed, engine),
+        processing_class=tokenizer,
+        template_settings=args.chat_template_kwargs,
+        ends=frozenset((*ends, tokenizer.pad_token_id)),
+    )
+    drawn = completer.sample(list(repeated))
+    columns = (repeated, drawn.completions, drawn.tokens.completion_ids, drawn.ended)
+    return [
         {
             **row,
-            "completion": given["completions"][number],
-            "completion_ids": (ids := given["completion_ids"][number]),
+            "completion": completion,
+            "completion_ids": ids,
             "group": number // size,
-            "truncated": not ids or ids[-1] not in ends,
+            "truncated": not ended,
         }
-        for number, row in enumerate(repeated)
+        for number, (row, completion, ids, ended) in enumerate(zip(*columns, strict=True))
     ]
-    return _Material(
-        rows,
-        [],
-        args.max_completion_length,
-        config.model.max_seq_length,
-        args.reward_timeout_seconds,
-    )
 
 
-def _read(
-    completions: str | Path | Sequence[Row],
-    job: PreparedJob | None,
-    load: Callable[..., list[LoadedReward]],
-) -> _Material:
-    """Return the completions of a file."""
-    if isinstance(completions, str | Path):
-        rows = [_checked(row, place) for place, row in read_rows(Path(completions))]
-    else:
-        rows = [_checked(row, f"row {n}") for n, row in enumerate(completions, 1)]
-    if not rows:
+def _read(completions: str | Path | Sequence[Row]) -> list[Row]:
+    """Return the completions of a file or a list."""
+    placed = placed_rows(completions)
+    if not placed:
         raise DataError("there are no completions: give rows with `prompt` and `completion`")
-    tokenizer = None
-    if job is not None:
-        with contextlib.suppress(KitError, OSError, ValueError):  # it may not be on this machine
-            tokenizer = job.tokenizer
-    note = "note: without a tokenizer, rewards that look for thinking tokens use Qwen3's"
-    material = _Material(rows, load(tokenizer), notes=[note] if tokenizer is None else [])
-    if job is None:
-        return material
-    trainer = job.config.trainer
-    return replace(
-        material,
-        max_completion_length=trainer.get("max_completion_length", 512),
-        max_seq_length=job.config.model.max_seq_length,
-        timeout=trainer.get("reward_timeout_seconds"),
-    )
+    for place, row in placed:
+        for name in ("prompt", "completion"):
+            if not isinstance(row.get(name), str):
+                check_messages(row.get(name), name, place)
+    return [row for _, row in placed]
 
 
-def _checked(row: Any, place: str) -> Row:
-    """Return a row that has a prompt and a completion."""
-    if not isinstance(row, dict):
-        raise DataError(f"{place}: holds a {type(row).__name__}, must be an object")
-    for name in ("prompt", "completion"):
-        value = row.get(name)
-        is_chat = isinstance(value, list) and all(isinstance(message, dict) for message in value)
-        if not isinstance(value, str) and not is_chat:
-            raise DataError(f"{place}: {name} is {value!r}, must be text or chat messages")
-    return row
+def _tokenizer_here(job: PreparedJob) -> Tokenizer | None:
+    """Return the tokenizer of a run; None where it is not on this machine."""
+    try:
+        return job.tokenizer
+    except (KitError, OSError, ValueError):
+        return None
 
 
 def _load(
@@ -227,28 +199,23 @@ def _load(
 
 def columns_of(rows: list[Row]) -> dict[str, Any]:
     """Return what the trainer would call a reward with."""
-    names = dict.fromkeys(name for row in rows for name in row if name not in RESERVED)
-    columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
-    if all(row.get("completion_ids") for row in rows):
-        columns["completion_ids"] = [row["completion_ids"] for row in rows]
-    return columns | {
-        "prompts": [row["prompt"] for row in rows],
-        "completions": [row["completion"] for row in rows],
-        "trainer_state": None,
-        "log_extra": lambda column, values: None,
-        "log_metric": lambda name, value: None,
-    }
+    ids = [row.get("completion_ids") for row in rows]
+    completions = [row["completion"] for row in rows]
+    return reward_columns(rows, completions, ids if all(ids) else None)
 
 
-def _batch_of(material: _Material, columns: dict[str, Any]) -> Batch:
-    rows, ids = material.rows, columns.get("completion_ids")
+def _batch_of(rows: list[Row], columns: dict[str, Any], config: RunConfig | None) -> Batch:
+    limit = longest = None
+    if config is not None:
+        longest = config.model.max_seq_length
+        limit = config.trainer.get("max_completion_length") or DEFAULTS["max_completion_length"]
+    ids, truncated = columns.get("completion_ids"), columns.get("truncated")
     groups: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
         # A run's completions.jsonl counts the groups of every step from 0.
         key = [row["prompt"]] if row.get("group") is None else [row.get("step"), row["group"]]
         groups.setdefault(json.dumps(key, default=str), []).append(number)
-    truncated, limit = columns.get("truncated"), material.max_completion_length
-    if truncated is None and ids is not None and limit:
+    if truncated is None and ids is not None and limit is not None:
         truncated = [len(row) >= limit for row in ids]
     return Batch(
         texts=[text_of(row["completion"]) for row in rows],
@@ -256,17 +223,21 @@ def _batch_of(material: _Material, columns: dict[str, Any]) -> Batch:
         num_tokens=ids and [len(row) for row in ids],
         truncated=truncated and [bool(value) for value in truncated],
         max_completion_length=limit,
-        max_seq_length=material.max_seq_length,
+        max_seq_length=longest,
     )
 
 
-def _examined(material: _Material) -> RewardCheck:
-    columns = columns_of(material.rows)
-    batch, notes, probed = _batch_of(material, columns), list(material.notes), []
-    for reward in material.rewards:
+def _examined(
+    rows: list[Row], rewards: list[LoadedReward], config: RunConfig | None, notes: list[str]
+) -> RewardCheck:
+    """Call the rewards as a run with that config would; None: there is no run."""
+    columns, probed = columns_of(rows), []
+    batch = _batch_of(rows, columns, config)
+    timeout = config.trainer.get("reward_timeout_seconds") if config is not None else None
+    for reward in rewards:
         if isinstance(reward.func, CheckedReward):
             add_to_session(reward.func)
-            probed.append(probe(reward, columns, batch, material.timeout))
+            probed.append(probe(reward, columns, batch, timeout))
         else:
             notes.append(f"note: {reward.name} is a model object, which was not checked")
     totals = total_scores(probed, batch)
@@ -279,7 +250,7 @@ def _examined(material: _Material) -> RewardCheck:
             "rewards": {reward.name: reward.scores[number] for reward in probed},
             "score": totals[number],
         }
-        for number, row in enumerate(material.rows)
+        for number, row in enumerate(rows)
     ]
     return RewardCheck(
         verdict=verdict(signal, findings),

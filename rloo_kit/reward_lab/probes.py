@@ -4,7 +4,7 @@ import random
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from rloo_kit.errors import RewardContractError
@@ -49,47 +49,39 @@ def probe(
     return _with_probes(first, func, columns, batch)
 
 
-@dataclass
-class _Answers:
-    """What a reward said to each probe: scores, or what it raised."""
-
-    func: CheckedReward
-    scores: dict[str, list[Score]] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-
-    def ask(self, name: str, columns: dict[str, Any]) -> None:
-        """Call the reward; with very long texts for one row only, and not for long."""
-        func = self.func
-        if name == "repeated":
-            limit = min(func.timeout or REPEATED_SECONDS, REPEATED_SECONDS)
-            func, columns = guarded(func, limit, "stop"), take_rows(columns, [0])
-        try:
-            self.scores[name] = call_reward(func, _altered(name, columns))
-        except RewardContractError as exc:
-            cause = exc.__cause__
-            self.errors[name] = printable(f"{type(cause).__name__}: {cause}" if cause else str(exc))
-
-
 def _with_probes(
     probed: Probed, func: CheckedReward, columns: dict[str, Any], batch: Batch
 ) -> Probed:
     """Return the same with the answers to other calls."""
     own, count = take_rows(columns, probed.rows), len(probed.rows)
-    answers = _Answers(func)
-    if count < len(probed.scores):
-        answers.ask("first", own)
-    started = time.perf_counter()
-    answers.ask("again", own)
-    # The first call also paid for what the reward imports.
-    seconds = min(probed.seconds, (time.perf_counter() - started) / count)
     order = random.Random(0).sample(range(count), count)
-    answers.ask("permuted", take_rows(own, order))
-    if "permuted" in answers.scores:
-        moved = dict(zip(order, answers.scores["permuted"], strict=True))
-        answers.scores["permuted"] = [moved[row] for row in range(count)]
-    for name in wanted_probes(batch, probed):
-        answers.ask(name, own)
-    return replace(probed, probes=answers.scores, probe_errors=answers.errors, seconds=seconds)
+    calls = {"first": own} if count < len(probed.scores) else {}
+    calls |= {"again": own, "permuted": take_rows(own, order)}
+    calls |= dict.fromkeys(wanted_probes(batch, probed), own)
+    scores: dict[str, list[Score]] = {}
+    errors: dict[str, str] = {}
+    seconds = probed.seconds
+    for name, given in calls.items():
+        asked = func
+        if name == "repeated":
+            # Very long texts: one row only, and not for long
+            limit = min(func.timeout or REPEATED_SECONDS, REPEATED_SECONDS)
+            asked, given = guarded(func, limit, "stop"), take_rows(own, [0])
+        if name in _ALTERED:
+            given = _altered(name, given)
+        started = time.perf_counter()
+        try:
+            scores[name] = call_reward(asked, given)
+        except RewardContractError as exc:
+            cause = exc.__cause__
+            errors[name] = printable(f"{type(cause).__name__}: {cause}" if cause else str(exc))
+        if name == "again":
+            # The first call also paid for what the reward imports.
+            seconds = min(seconds, (time.perf_counter() - started) / count)
+    if "permuted" in scores:
+        moved = dict(zip(order, scores["permuted"], strict=True))
+        scores["permuted"] = [moved[row] for row in range(count)]
+    return replace(probed, probes=scores, probe_errors=errors, seconds=seconds)
 
 
 def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractError) -> Fault:
@@ -128,14 +120,13 @@ _ALTERED: dict[str, tuple[Callable[[str], str], Callable[[list[int]], list[int]]
 
 
 def _altered(name: str, columns: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns with every completion altered; as they are for a name without a change."""
-    completions, ids = columns["completions"], columns.get("completion_ids")
-    if name in _ALTERED:
-        new_text, new_ids = _ALTERED[name]
-        completions = [_with_text(one, new_text(text_of(one))) for one in completions]
-        ids = ids and [new_ids(row) for row in ids]
-    changed = {**columns, "completions": completions}
-    return changed if ids is None else {**changed, "completion_ids": ids}
+    """Return the columns with every completion altered."""
+    new_text, new_ids = _ALTERED[name]
+    changed = [_with_text(one, new_text(text_of(one))) for one in columns["completions"]]
+    altered = {**columns, "completions": changed}
+    if "completion_ids" in columns:
+        altered["completion_ids"] = [new_ids(row) for row in columns["completion_ids"]]
+    return altered
 
 
 def _with_text(completion: Completion, text: str) -> Completion:

@@ -18,7 +18,6 @@ from rloo_kit.reward_lab.statistics import (
     Batch,
     Probed,
     Signal,
-    both_scored,
     is_constant,
     is_same,
     known,
@@ -144,8 +143,8 @@ def _blind(probed: Probed, batch: Batch, least: float) -> Iterator[Seen]:
     opened, now = probed.probes.get("opened"), probed.at_rows()
     if not opened or not _opened_by_prompt(batch):
         return
-    pairs = list(zip(*both_scored(opened, now), strict=True))
-    rises, falls = sum(a > b + 1e-6 for a, b in pairs), sum(a < b - 1e-6 for a, b in pairs)
+    gains = [a - b for a, b in zip(opened, now, strict=True) if a is not None and b is not None]
+    rises, falls = sum(gain > 1e-6 for gain in gains), sum(gain < -1e-6 for gain in gains)
     if rises >= max(1, 4 * falls, least * len(opened)):
         yield Seen(
             f"with '<think>' put before them, {rises} of {len(opened)} completions score higher "
@@ -162,7 +161,7 @@ def _blind(probed: Probed, batch: Batch, least: float) -> Iterator[Seen]:
 def _noisy(probed: Probed) -> Iterator[Seen]:
     first, again = probed.probes.get("first", probed.at_rows()), probed.probes.get("again")
     if changed := _num_changed(first, again):
-        found = rank_correlation(*both_scored(first, again or [])) or 0.0
+        found = rank_correlation(first, again or []) or 0.0
         yield Seen(
             f"called twice with the same input, {changed} of {len(first)} scores differ "
             f"(correlation of the two calls {found:.2f})",
@@ -222,7 +221,7 @@ def _fragile(probed: Probed) -> Iterator[Seen]:
 def _length(probed: Probed, batch: Batch) -> Iterator[Seen]:
     """Find that the score follows the length, also of completions that say nothing."""
     masked, now = probed.probes.get("masked"), probed.at_rows()
-    found = rank_correlation(*both_scored(batch.lengths, probed.scores)) or 0.0
+    found = rank_correlation(batch.lengths, probed.scores) or 0.0
     if not masked or abs(found) < LENGTH_CORRELATION or _MEANS_LENGTH.search(probed.name):
         return
     same = sum(map(is_same, now, masked))

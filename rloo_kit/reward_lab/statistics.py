@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev, stdev
 
-import numpy as np
+import pandas as pd
 
 from rloo_kit.types import Score
 
@@ -121,34 +121,22 @@ def is_same(one: Score, other: Score) -> bool:
     return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
 
 
-def both_scored(ones: Sequence[Score], others: Sequence[Score]) -> tuple[list[float], list[float]]:
-    """Return both columns without the rows in which one of them is None."""
-    pairs = [(a, b) for a, b in zip(ones, others, strict=True) if a is not None and b is not None]
-    return [a for a, _ in pairs], [b for _, b in pairs]
+def rank_correlation(xs: Sequence[Score], ys: Sequence[Score]) -> float | None:
+    """Return Spearman's correlation of the rows without a None; None where one side is constant."""
+    found = pd.DataFrame({"x": xs, "y": ys}, dtype=float).corr("spearman").loc["x", "y"]
+    return None if math.isnan(found) else round(float(found), 9)
 
 
-def ranks(values: Sequence[float]) -> np.ndarray:
-    """Return the rank of each value from 0 on; equal values share their mean rank."""
-    _, place, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts + 1) / 2)[place]
-
-
-def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """Return Spearman's correlation; None where one side does not vary."""
-    if len(set(xs)) < 2 or len(set(ys)) < 2:
-        return None
-    return round(float(np.corrcoef(ranks(xs), ranks(ys))[0, 1]), 9)
-
-
-def group_spreads(scores: Sequence[Score], batch: Batch) -> list[float]:
-    """Return the standard deviation within each group of two scores or more."""
+def scored_groups(scores: Sequence[Score], batch: Batch) -> list[list[float]]:
+    """Return the scores of each group that has two or more."""
     groups = [known(scores[row] for row in rows) for rows in batch.groups]
-    return [stdev(group) for group in groups if len(group) > 1]
+    return [group for group in groups if len(group) > 1]
 
 
 def statistics_of(probed: Probed, batch: Batch) -> RewardStats:
     """Return the row of the table."""
-    values, spreads = known(probed.scores), group_spreads(probed.scores, batch)
+    values = known(probed.scores)
+    spreads = [stdev(group) for group in scored_groups(probed.scores, batch)]
     return RewardStats(
         name=probed.name,
         weight=probed.weight,
@@ -159,8 +147,8 @@ def statistics_of(probed: Probed, batch: Batch) -> RewardStats:
         low=min(values, default=None),
         high=max(values, default=None),
         fires=sum(value > 0 for value in values) / len(values) if values else None,
-        milliseconds=probed.seconds * 1000,
-        length_correlation=rank_correlation(*both_scored(batch.lengths, probed.scores)),
+        milliseconds=round(probed.seconds * 1000, 2),
+        length_correlation=rank_correlation(batch.lengths, probed.scores),
         fault=probed.fault.text if probed.fault else None,
     )
 
@@ -176,14 +164,12 @@ def total_scores(rewards: Sequence[Probed], batch: Batch) -> list[Score]:
 
 def signal_of(totals: Sequence[Score], batch: Batch) -> Signal:
     """Return how many groups have scores that differ, and by how much."""
-    groups = [known(totals[row] for row in rows) for rows in batch.groups]
-    groups = [scores for scores in groups if len(scores) > 1]
-    values, spreads = known(totals), group_spreads(totals, batch)
+    values, groups = known(totals), scored_groups(totals, batch)
     equal = [scores[0] for scores in groups if is_constant(scores)]
     return Signal(
         num_groups=len(groups),
         num_with_signal=len(groups) - len(equal),
-        group_std=fmean(spreads) if groups else None,
+        group_std=fmean(map(stdev, groups)) if groups else None,
         all_lowest=sum(is_same(score, min(values)) for score in equal),
         all_highest=sum(is_same(score, max(values)) for score in equal),
     )

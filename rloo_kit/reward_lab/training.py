@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import os
 import random
@@ -11,22 +10,30 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.config.settings import Rule
 from rloo_kit.config.values import check_value
-from rloo_kit.data.files import check_messages, local_path, read_rows
+from rloo_kit.data.files import check_messages, placed_rows
 from rloo_kit.errors import ConfigError, DataError, MemoryRanOutError
 from rloo_kit.machine.environment import precision_as_asked, quiet, setup
 from rloo_kit.machine.hardware import TESTED, Hardware, installed_version
 from rloo_kit.machine.memory import add_to_session, is_out_of_memory, session
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.output_folder import check_writable, free_folder, write_json
+from rloo_kit.rewards._classifier import (
+    fingerprint,
+    load_base,
+    loading,
+    logits,
+    set_up_tokenizer,
+    token_ids,
+)
 from rloo_kit.text.redaction import redact_tree
-from rloo_kit.text.wording import format_value
 from rloo_kit.types import Completion, Row, Tokenizer
 
 if TYPE_CHECKING:
@@ -49,7 +56,13 @@ FIXED = {
     "disable_tqdm": True,
 }
 # What no library checks before the model is loaded
-ABOVE_0 = ("r", "lora_alpha", "max_length", "learning_rate", "held_out")
+ABOVE_0 = {
+    "r": int,
+    "lora_alpha": int,
+    "max_length": int,
+    "learning_rate": float,
+    "held_out": float,
+}
 
 
 @dataclass(frozen=True)
@@ -151,27 +164,16 @@ def train_reward_model(  # noqa: PLR0913
 
 def read_pairs(source: str | Path | Iterable[Row], *, chat: bool = True) -> list[Pair]:
     """Return checked pairs in the order of the file or of the rows."""
-    if isinstance(source, str | Path):
-        where, rows = format_value(str(source)), read_rows(local_path(str(source)))
-    else:
-        where = "the list of pairs"
-        rows = [(f"row {number}", row) for number, row in enumerate(source, 1)]
+    rows = placed_rows(source)
     if not rows:
-        raise DataError(f"{where} holds no pairs: put rows with chosen and rejected in it")
+        raise DataError("there are no pairs: give rows with `chosen` and `rejected`")
     return [_pair(row, place, chat=chat) for place, row in rows]
 
 
-def _pair(row: Any, place: str, *, chat: bool) -> Pair:
-    if not isinstance(row, Mapping) or row.get("chosen") is None or row.get("rejected") is None:
-        raise DataError(f"{place}: is {format_value(row)}, must have `chosen` and `rejected`")
+def _pair(row: Row, place: str, *, chat: bool) -> Pair:
     for name in ("chosen", "rejected", "prompt"):
         value = row.get(name)
-        if value is not None and not isinstance(value, str):
-            if not isinstance(value, list) or not value:
-                raise DataError(
-                    f"{place}: {name} is {format_value(value)}, must be text or a list of chat "
-                    "messages"
-                )
+        if not isinstance(value, str) and (value is not None or name != "prompt"):
             check_messages(value, name, place)
     if row["chosen"] == row["rejected"]:
         raise DataError(f"{place}: chosen and rejected are the same text; delete the pair")
@@ -230,11 +232,10 @@ def split_pairs(pairs: list[Pair], held_out: float, seed: int) -> tuple[list[Pai
 
 def _check(given: dict[str, Any]) -> None:
     """Raise an error for a wrong argument, before anything heavy is loaded."""
-    floats = {"learning_rate", "held_out"}
     errors = [
         error
-        for name in ABOVE_0
-        for error in check_value(name, given[name], float if name in floats else int, Rule(above=0))
+        for name, kind in ABOVE_0.items()
+        for error in check_value(name, given[name], kind, Rule(above=0))
     ]
     errors += check_value("seed", given["seed"], int, Rule(minimum=0))
     if errors:
@@ -280,25 +281,17 @@ def _train_and_save(
     return result
 
 
-def _reader() -> Any:
-    """Return the module that reads texts and loads classifiers for the reward."""
-    return importlib.import_module("rloo_kit.rewards._classifier")
-
-
 def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
     """Return the base with a fresh score head and adapter, and its tokenizer."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoTokenizer, set_seed
 
-    reader = _reader()
     set_seed(job.seed)
-    with quiet(), reader.loading(f"the base {job.model!r} of a reward model", job.place):
-        model, _ = reader.load_base(
-            job.place, load_in_4bit=job.load_in_4bit, device=hardware.device
-        )
+    with quiet(), loading(f"the base {job.model!r} of a reward model", job.place):
+        model, _ = load_base(job.place, load_in_4bit=job.load_in_4bit, device=hardware.device)
         tokenizer = AutoTokenizer.from_pretrained(job.place, trust_remote_code=False)
     add_to_session(model)
-    reader.set_up_tokenizer(model, tokenizer, job.model)
+    set_up_tokenizer(model, tokenizer, job.model)
     lora = LoraConfig(
         task_type="SEQ_CLS", r=job.r, lora_alpha=job.lora_alpha, target_modules="all-linear"
     )
@@ -307,12 +300,9 @@ def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
 
 def _read(tokenizer: Tokenizer, pairs: list[Pair], job: _Job) -> list[Ids]:
     """Return the tokens of each pair as the reward will read it, without equal ones."""
-    token_ids, limit = _reader().token_ids, min(job.max_length, tokenizer.model_max_length)
-    how = {"keep_thought": job.keep_thought, "max_length": limit}
-    found = [
-        (token_ids(tokenizer, *pair.chosen, **how), token_ids(tokenizer, *pair.rejected, **how))
-        for pair in pairs
-    ]
+    limit = min(job.max_length, tokenizer.model_max_length)
+    read = partial(token_ids, tokenizer, keep_thought=job.keep_thought, max_length=limit)
+    found = [(read(*pair.chosen), read(*pair.rejected)) for pair in pairs]
     different = [ids for ids in found if ids[0] != ids[1]]
     if not different:
         raise DataError(
@@ -330,14 +320,16 @@ def _arguments(job: _Job, folder: str, hardware: Hardware) -> Any:
     half = None if on_cpu else hardware.mixed_precision
     fixed = {**FIXED, "output_dir": folder, "use_cpu": on_cpu}
     # Unsloth changes defaults of the classes of TRL that it patches.
-    fields = [one for one in dataclasses.fields(RewardConfig) if one.init and one.name not in fixed]
-    defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    defaults = {
+        field.name: field.default
+        for field in dataclasses.fields(RewardConfig)
+        if field.init and field.default is not dataclasses.MISSING and field.name not in fixed
+    }
     defaults |= {
         "bf16": half == "bf16",
         "fp16": half == "fp16",
         "gradient_checkpointing": not on_cpu,
         "dataloader_pin_memory": not on_cpu,
-        "lr_scheduler_type": "linear",
         "logging_steps": 1,
         "seed": job.seed,
     }
@@ -412,17 +404,12 @@ def _train(trainer: Any) -> float:
 
 def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:
     """Score held-out pairs with the model as it is now: accuracy, margin, mean and std."""
-    import torch
-
-    model, args = trainer.accelerator.unwrap_model(trainer.model), trainer.args
-    dtype = torch.bfloat16 if args.bf16 else torch.float16
     rows = [side for pair in ids for side in pair]
     # As many tokens as a training pass.
-    budget = 2 * args.per_device_train_batch_size * max(map(len, rows))
-    model.eval()
-    with torch.autocast(args.device.type, dtype=dtype, enabled=args.bf16 or args.fp16):
-        scores = _reader().logits(model, trainer.processing_class.pad_token_id, rows, budget)
-    model.train()
+    budget = 2 * trainer.args.per_device_train_batch_size * max(map(len, rows))
+    trainer.model.eval()
+    with trainer.accelerator.autocast():
+        scores = logits(trainer.model, trainer.processing_class.pad_token_id, rows, budget)
     chosen, rejected = scores[0::2], scores[1::2]
     right = sum(c > r for c, r in zip(chosen, rejected, strict=True))
     return {
@@ -438,38 +425,40 @@ def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:
 
 def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, float]) -> None:
     """Write the folder under another name and rename it, so that it is whole or absent."""
-    model, partial = trainer.model, result.folder.with_name(f".{result.folder.name}.partial")
+    model, part = trainer.model, result.folder.with_name(f".{result.folder.name}.partial")
     model.peft_config["default"].base_model_name_or_path = job.model
     facts = _facts(job, result, trainer.state.global_step)
     try:
         # With save_embedding_layers PEFT would ask the hub for the base's vocabulary.
-        model.save_pretrained(str(partial), save_embedding_layers=False)
-        trainer.processing_class.save_pretrained(str(partial))
+        model.save_pretrained(str(part), save_embedding_layers=False)
+        trainer.processing_class.save_pretrained(str(part))
         # PEFT's card holds placeholders alone.
-        (partial / "README.md").unlink(missing_ok=True)
+        (part / "README.md").unlink(missing_ok=True)
         if scores["std"] > 0:
             calibration = {name: scores[name] for name in ("mean", "std")}
-            write_json(partial / "calibration.json", calibration, indent=2)
-        write_json(partial / "reward_model.json", redact_tree(facts), indent=2)
-        partial.rename(result.folder)
+            write_json(part / "calibration.json", calibration, indent=2)
+        write_json(part / "reward_model.json", redact_tree(facts), indent=2)
+        part.rename(result.folder)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _facts(job: _Job, result: RewardModelResult, steps: int) -> dict[str, Any]:
     """Return how the model was made, and how its base is found from another place."""
-    facts: dict[str, Any] = {"base": job.model}
-    if Path(job.place).is_dir():
-        facts["base_fingerprint"] = _reader().fingerprint(Path(job.place))
-        if job.model != "tiny-thinker":
-            place, folder = Path(job.place).resolve(), result.folder.resolve()
-            with contextlib.suppress(ValueError):
-                # No relative path leads to another drive of Windows.
-                facts["base_folder"] = Path(os.path.relpath(place, folder)).as_posix()
-    kept = {k: v for k, v in vars(result).items() if k != "folder"}
-    return facts | {
-        **{k: v for k, v in vars(job).items() if k != "model"},
-        **kept,
+    facts = {
+        "base": job.model,
+        **vars(job),
+        **vars(result),
         "steps": steps,
         "versions": {name: installed_version(name) for name in ("rloo_kit", *TESTED)},
     }
+    del facts["model"], facts["folder"]
+    place = Path(job.place)
+    if place.is_dir():
+        facts["base_fingerprint"] = fingerprint(place)
+        if job.model != "tiny-thinker":
+            with contextlib.suppress(ValueError):
+                # No relative path leads to another drive of Windows.
+                relative = os.path.relpath(place.resolve(), result.folder.resolve())
+                facts["base_folder"] = Path(relative).as_posix()
+    return facts

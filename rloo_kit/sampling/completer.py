@@ -31,7 +31,8 @@ class Completer:
     processing_class: Tokenizer  # the tokenizer, or a processor that has one
     template_settings: dict[str, Any] | None  # of the chat template
     ends: frozenset[int]  # tokens that end a completion
-    functions: Callable[[], Sequence[Any]]  # F rewards: functions, async functions, or models
+    # F rewards: functions, async functions, or models
+    functions: Callable[[], Sequence[Any]] = list
     tokenizers: Sequence[Any] = ()  # F: those of the models
     # `trainer_state`, `log_extra` and `log_metric` for the rewards
     for_rewards: Callable[[], dict[str, Any]] = dict

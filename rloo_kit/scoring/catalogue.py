@@ -1,19 +1,15 @@
 """Catalogue of rewards, their docstrings and parameters: the text of ``rloo-kit rewards``."""
 
 import ast
-import dataclasses
 import inspect
 import itertools
-import re
 import textwrap
 import typing
 from dataclasses import dataclass
 
-from rloo_kit.scoring.loading import named_rewards, reward_behind
+from rloo_kit.rewards import BUILTIN
+from rloo_kit.scoring.loading import reward_behind
 from rloo_kit.types import Reward
-
-# Arguments that the trainer fills
-COLUMNS = frozenset({"completions", "prompts", "completion_ids", "trainer_state"})
 
 
 @dataclass(frozen=True)
@@ -37,14 +33,13 @@ class Entry:
 
 def describe_rewards() -> list[Entry]:
     """Return every built-in reward, by name."""
-    return [describe_reward(name) for name in named_rewards()]
+    return [describe_reward(name) for name in sorted(BUILTIN)]
 
 
 def describe_reward(name: str) -> Entry:
     """Return one reward's entry."""
     target = reward_behind(name)
-    made = _made_by(target)
-    text = inspect.getdoc(made[0] if len(made) == 1 else target) or ""
+    text = inspect.getdoc(target) or ""
     return Entry(name, text.partition("\n")[0], text, tuple(_parameters(target)))
 
 
@@ -65,30 +60,20 @@ def entry_text(entry: Entry) -> str:
 
 
 def _parameters(target: Reward) -> list[Parameter]:
-    """Return the arguments of a class or factory."""
+    """Return the arguments of a class, or of a factory of several classes."""
+    is_class = inspect.isclass(target)
+    kinds = [target] if is_class else typing.get_args(typing.get_type_hints(target)["return"])
     texts: dict[str, str] = {}
-    for kind in [target] if inspect.isclass(target) else _made_by(target):
+    for kind in kinds:
         texts |= _field_texts(kind)
-    _, _, arguments = (inspect.getdoc(target) or "").partition("\nArgs:\n")
-    texts |= dict(re.findall(r"^ {4}(\w+): (.+)$", arguments, re.MULTILINE))
     values = {
         p.name: "" if p.default is p.empty else repr(p.default)
         for p in inspect.signature(target).parameters.values()
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in COLUMNS
     }
     return [
-        Parameter(name, "(its own)" if "factory" in value else value, texts.get(name, ""))
+        Parameter(name, "(its own)" if "factory" in value else value, texts[name])
         for name, value in values.items()
     ]
-
-
-def _made_by(target: Reward) -> list[type]:
-    """Return the dataclasses that a factory returns, by its annotation."""
-    if not inspect.isfunction(target):
-        return []
-    made = typing.get_type_hints(target).get("return")
-    kinds = (made, *typing.get_args(made))
-    return [kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
 
 
 def _field_texts(kind: type) -> dict[str, str]:

@@ -149,8 +149,7 @@ class Composed:
         return [by_row.get(row, other) for row in range(len(columns["completions"]))]
 
     def _parts(self) -> dict[str, CheckedReward]:
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: part for name, part in values.items() if isinstance(part, CheckedReward)}
+        return {name: part for name, part in vars(self).items() if isinstance(part, CheckedReward)}
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from rloo_kit.errors import KitError, RewardContractError
 from rloo_kit.text.redaction import redact
-from rloo_kit.text.wording import first_line, format_value
-from rloo_kit.types import Completion, Reward, Score, Tokenizer
+from rloo_kit.text.wording import first_line, format_value, text_of
+from rloo_kit.types import Reward, Score, Tokenizer
 
 T = TypeVar("T")
 # The largest float32: scores are stored as float32
@@ -27,36 +27,37 @@ MAX_SCORE = 3.4028234663852886e38
 
 # Columns of a dataset that rewards get under other names, or made anew
 RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")
+# What a trainer gives to a reward, where there is none
+OUTSIDE_OF_TRAINING = {
+    "trainer_state": None,  # of transformers
+    "log_extra": lambda column, values: None,  # takes a column for the table of completions
+    "log_metric": lambda name, value: None,  # takes a metric of the reward
+}
 
 
 def reward_columns(
     rows: Sequence[Mapping[str, Any]],
     completions: Sequence[Any],
-    completion_ids: list[list[int]],
-    *,
-    trainer_state: Any = None,
-    log_extra: Callable[[str, list[Any]], None] = lambda column, values: None,
-    log_metric: Callable[[str, float], None] = lambda name, value: None,
+    completion_ids: list[list[int]] | None,
+    **of_trainer: object,
 ) -> dict[str, Any]:
     """Return the keywords of a reward, as TRL calls it: whole columns of B rows.
 
     Args:
-        rows: Of the dataset, with ``prompt``; the names of their columns are those of the first.
+        rows: Of the dataset, with ``prompt``; None stands for a column that a row lacks.
         completions: Texts, or conversations.
-        completion_ids: Their tokens.
-        trainer_state: Of transformers; None outside of a training.
-        log_extra: Called with a column for the table of completions.
-        log_metric: Called with a metric of the reward.
+        completion_ids: Their tokens; None: they are not known.
+        **of_trainer: In place of ``OUTSIDE_OF_TRAINING``.
     """
-    names = sorted(set(rows[0]) - set(RESERVED))
+    names = sorted({name for row in rows for name in row} - set(RESERVED))
+    known = {} if completion_ids is None else {"completion_ids": completion_ids}
     return {
-        **{name: [row[name] for row in rows] for name in names},
+        **{name: [row.get(name) for row in rows] for name in names},
+        **known,
         "prompts": [row["prompt"] for row in rows],
         "completions": completions,
-        "completion_ids": completion_ids,
-        "trainer_state": trainer_state,
-        "log_extra": log_extra,
-        "log_metric": log_metric,
+        **OUTSIDE_OF_TRAINING,
+        **of_trainer,
     }
 
 
@@ -66,8 +67,6 @@ class CheckedReward:
 
     reward: Any  # a callable; it may have the methods ``bind(tokenizer)`` and ``release()``
     name: str
-    accepted: frozenset[str] | None  # keywords it takes; None: all of them
-    required: tuple[str, ...]  # keywords without a default
     timeout: float | None = None  # seconds a call may take; None: no limit
     on_error: str = "stop"
     """``stop`` raises; ``skip`` gives None to the rows that could not be scored and counts them
@@ -77,6 +76,11 @@ class CheckedReward:
     def __name__(self) -> str:
         """The name of the metric."""
         return self.name
+
+    @property
+    def required(self) -> list[str]:
+        """The keywords without a default."""
+        return keywords_of(self.reward)[2]
 
     def __call__(self, **columns: Any) -> list[Score]:
         """Return B scores, each a finite float or None.
@@ -90,8 +94,6 @@ class CheckedReward:
         except (KitError, *_PASSED_ON):
             # A KitError already says what to change.
             raise
-        except OverdueError as exc:
-            return self._too_slow(exc, columns)
         except BaseException as exc:
             # A sys.exit() in a reward must not end a run silently.
             return self._raised(exc, columns)
@@ -109,18 +111,15 @@ class CheckedReward:
         return replace(self, reward=self.reward.bind(tokenizer))
 
     def _select(self, columns: dict[str, Any]) -> dict[str, Any]:
-        missing = [name for name in self.required if name not in columns]
+        accepted, takes_any, required = keywords_of(self.reward)
+        missing = [name for name in required if name not in columns]
         if missing:
             raise RewardContractError(
                 f"reward {self.name!r} asks for {', '.join(map(repr, missing))}, which the "
                 "dataset lacks; add the column, or give the parameter a default "
                 f"(there are: {', '.join(sorted(columns))})"
             )
-        chosen = {
-            name: value
-            for name, value in columns.items()
-            if self.accepted is None or name in self.accepted
-        }
+        chosen = {name: value for name, value in columns.items() if takes_any or name in accepted}
         if callable(log := chosen.get("log_metric")):
             # Trackers and checkpoints keep the names.
             chosen["log_metric"] = lambda name, value: log(redact(str(name)), float(value))
@@ -143,14 +142,14 @@ class CheckedReward:
             columns["log_metric"](f"rewards/{self.name}/errors", float(count))
 
     def _raised(self, exc: BaseException, columns: dict[str, Any]) -> list[Score]:
-        raised = f" raised {type(exc).__name__}: {first_line(exc)}{_place_of(exc)}"
-        remedy = "correct it, or return None for a row it cannot score"
-        return self._failed(f"{raised}; {remedy}", columns, exc)
-
-    def _too_slow(self, exc: TimeoutError, columns: dict[str, Any]) -> list[Score]:
-        where = f" ({exc})" if str(exc) else ""
-        remedy = "make it faster, or raise trainer.reward_timeout_seconds"
-        return self._failed(f" took more than {self.timeout:g} s{where}; {remedy}", columns, exc)
+        if isinstance(exc, OverdueError):
+            where = f" ({exc})" if str(exc) else ""
+            fault = f" took more than {self.timeout:g} s{where}"
+            remedy = "make it faster, or raise trainer.reward_timeout_seconds"
+        else:
+            fault = f" raised {type(exc).__name__}: {first_line(exc)}{_place_of(exc)}"
+            remedy = "correct it, or return None for a row it cannot score"
+        return self._failed(f"{fault}; {remedy}", columns, exc)
 
     def _scores(self, output: Any, columns: dict[str, Any]) -> list[Score]:
         completions, got = columns["completions"], ""
@@ -170,7 +169,7 @@ class CheckedReward:
         elif wrong:
             self._failed(
                 f" returned {format_value(values[wrong[0]])} in row {wrong[0]}; return a finite "
-                f"float, or None (completion: {_excerpt(completions[wrong[0]])})",
+                f"float, or None (completion: {format_value(text_of(completions[wrong[0]]))})",
                 columns,
             )
         return [None if row in wrong else score for row, score in enumerate(scores)]
@@ -194,9 +193,8 @@ class AsyncCheckedReward(CheckedReward):
             if isinstance(exc, asyncio.CancelledError) and task is not None and task.cancelling():
                 # Cancelled from outside.
                 raise
-            if isinstance(exc, TimeoutError) and limit.expired():
-                return self._too_slow(exc, columns)
-            return self._raised(exc, columns)
+            is_overdue = isinstance(exc, TimeoutError) and limit.expired()
+            return self._raised(OverdueError() if is_overdue else exc, columns)
         return self._scores(output, columns)
 
 
@@ -208,13 +206,8 @@ def checked(func: Callable[..., Any], name: str | None = None) -> CheckedReward:
     """
     if isinstance(func, CheckedReward):
         return replace(func, name=name or func.name)
-    accepted, takes_any, required = keywords_of(func)
-    return (AsyncCheckedReward if _is_async(func) else CheckedReward)(
-        reward=func,
-        name=name or name_of(func),
-        accepted=None if takes_any else frozenset(accepted),
-        required=tuple(required),
-    )
+    kind = AsyncCheckedReward if _is_async(func) else CheckedReward
+    return kind(func, name or name_of(func))
 
 
 def guarded(reward: Reward, timeout: float | None, on_error: str) -> Any:
@@ -299,12 +292,6 @@ def _place_of(exc: BaseException) -> str:
     frames = [one for one in frames if Path(one.filename).parent != Path(__file__).parent]
     own = [one for one in frames if one.filename == frames[0].filename]
     return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-
-
-def _excerpt(completion: Completion) -> str:
-    if not isinstance(completion, str):
-        completion = str(completion[-1].get("content")) if completion else ""
-    return format_value(completion)
 
 
 # --- time limit ----------------------------------------------------------------------------------

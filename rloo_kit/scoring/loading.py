@@ -32,6 +32,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 from rloo_kit.errors import ConfigError, RewardLoadError
+from rloo_kit.rewards import BUILTIN, RewardModel
 from rloo_kit.scoring.composition import WeightSchedule, gated, rescaled, routed
 from rloo_kit.scoring.contract import checked, keywords_of, name_of
 from rloo_kit.text.chat_templates import WithSettings
@@ -45,6 +46,7 @@ Weight: TypeAlias = float | WeightSchedule
 # Keys of a table that say how its reward counts; they are no parameters of the reward
 COMPOSING = ("only_if", "only_for", "scaled_by", "clipped_to")
 _TABLE_HINT = "write it as a table, {name: ..., weight: ..., parameter: ...}"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
@@ -118,13 +120,18 @@ def load_reward(
         # A torch module: TRL scores with it itself.
         name = getattr(getattr(spec, "config", None), "name_or_path", "") or "reward_model"
         return LoadedReward(spec, Path(name).name)
-    finder = _Finder(Path.cwd() if base_dir is None else Path(base_dir), say)
-    func, weight = finder.reward_and_weight(spec)
+    func, weight = spec, 1.0
+    if isinstance(spec, str | Mapping):
+        finder = _Finder(Path(base_dir or ""), say)
+        func, weight = finder.reward_and_weight({"name": spec} if isinstance(spec, str) else spec)
+    elif hasattr(spec, "get_rewards"):
+        # An object with get_rewards(prompts, completions), as older notebooks have it
+        func = checked(spec.get_rewards, type(spec).__name__)
     _refuse_non_reward(func, spec)
-    if tokenizer is not None and callable(getattr(func, "bind", None)):
-        func = func.bind(tokenizer)
-    name = name_of(func)
-    return LoadedReward(checked(func, name), name, weight)
+    reward = checked(func)
+    if tokenizer is not None:
+        reward = reward.bind(tokenizer)
+    return LoadedReward(reward, reward.name, weight)
 
 
 def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedReward]:
@@ -139,27 +146,22 @@ def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedRe
         )
     return [
         replace(r, func=replace(r.func, reward=replace(r.func.reward, tokenizer=tokenizer)))
-        if tokenizer is not None and r.name.startswith("reward_model")
+        if tokenizer is not None and isinstance(getattr(r.func, "reward", None), RewardModel)
         else r
         for r, tokenizer in zip(rewards, listed, strict=True)
     ]
 
 
-def named_rewards() -> list[str]:
-    """Return the name of every built-in reward."""
-    return sorted(_builtin())
-
-
 def reward_behind(name: str) -> Any:
-    """Return the class, factory, function or instance behind a short name."""
-    if name not in _builtin():
+    """Return the class or factory behind the short name of a built-in reward.
+
+    Raises:
+        RewardLoadError: There is no such name.
+    """
+    if name not in BUILTIN:
         raise RewardLoadError(_unknown(name))
-    return _Finder(Path()).target(name)
-
-
-def _builtin() -> dict[str, str]:
-    """Return name -> "module:attribute" of the rewards that have a short name."""
-    return importlib.import_module("rloo_kit.rewards").BUILTIN
+    home, _, attribute = BUILTIN[name].partition(":")
+    return getattr(importlib.import_module(home), attribute)
 
 
 # --- a spec in parts ---------------------------------------------------------------------------
@@ -170,17 +172,8 @@ class _Finder:
     base: Path  # folder that relative paths start from
     say: Say | None = None  # called before code that is not the kit's is imported
 
-    def reward_and_weight(self, spec: RewardSpec) -> tuple[Any, Weight]:
-        """Return the reward of a spec and its weight."""
-        if isinstance(spec, Mapping):
-            return self._from_table(spec)
-        if isinstance(spec, str):
-            name, weight = self._split_weight(spec)
-            target = self.target(name)
-            return (_with_parameters(target, {}, name) if name in _builtin() else target), weight
-        return (_WithGetRewards(spec) if hasattr(spec, "get_rewards") else spec), 1.0
-
-    def _from_table(self, table: Mapping[str, Any]) -> tuple[Any, Weight]:
+    def reward_and_weight(self, table: Mapping[str, Any]) -> tuple[Any, Weight]:
+        """Return the reward of a table, and its weight."""
         parameters = dict(table)
         name = parameters.pop("name", None)
         if name is None:
@@ -192,7 +185,7 @@ class _Finder:
         given, weight = parameters.pop("weight", None), 1.0
         target, target_name = name, name_of(name)
         if isinstance(name, str):
-            target_name, weight = self._split_weight(name)
+            target_name, weight = _split_weight(name)
             model = parameters.get("model")
             if target_name == "reward_model" and isinstance(model, str):
                 # A folder, unless it is a hub name.
@@ -200,7 +193,7 @@ class _Finder:
                 parameters["model"] = str(path) if path.is_dir() else model
             target = self.target(target_name)
         reward = _with_parameters(target, parameters, target_name)
-        reward = self._composed(reward, composing, target_name) if composing else reward
+        reward = self._composed(reward, composing, target_name)
         return reward, weight if given is None else _checked_weight(given, name)
 
     def _composed(self, reward: Reward, keys: dict[str, Any], name: str) -> Any:
@@ -208,13 +201,15 @@ class _Finder:
         _refuse_non_reward(reward, name)
         try:
             if "scaled_by" in keys or "clipped_to" in keys:
-                clip = tuple(keys["clipped_to"]) if "clipped_to" in keys else None
-                reward = rescaled(reward, scale=keys.get("scaled_by", 1.0), clip=clip)
+                scale, clip = keys.get("scaled_by", 1.0), keys.get("clipped_to")
+                reward = rescaled(reward, scale=scale, clip=clip)
             if "only_if" in keys:
                 gate, limits = keys["only_if"], {}
                 if isinstance(gate, Mapping):
-                    limits = {key: gate[key] for key in ("at_least", "otherwise") if key in gate}
-                    gate = {key: value for key, value in gate.items() if key not in limits}
+                    gate = dict(gate)
+                    limits = {
+                        key: gate.pop(key) for key in ("at_least", "otherwise") if key in gate
+                    }
                 by = load_reward(gate, base_dir=self.base, say=self.say).func
                 reward = gated(reward, by, **limits)
             if "only_for" in keys:
@@ -227,42 +222,32 @@ class _Finder:
             ) from exc
         return reward
 
-    def _split_weight(self, spec: str) -> tuple[str, float]:
-        """Return (spec without its weight, weight); 1.0 where the last part is no number."""
-        head, colon, tail = spec.rpartition(":")
-        try:
-            float(tail)
-        except ValueError:
-            return spec, 1.0
-        return (head, _finite(tail, head)) if colon else (spec, 1.0)
-
     # --- where a reward is -----------------------------------------------------------------------
 
     def target(self, name: str) -> Any:
         """Return the object that a text names; of a built-in, the class or factory behind it."""
-        is_own = name in _builtin()
-        if is_own:
-            name = _builtin()[name]
-        elif name and any((self._path(name) / file).is_file() for file in _MODEL_FILES):
-            return _reward_model(str(self._path(name)))
-        elif re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) and not (
-            name.endswith(".py") or self._path(name).exists()
-        ):
-            # A name on the hub.
-            return _reward_model(name)
+        if name in BUILTIN:
+            return reward_behind(name)
+        if name and any((self._path(name) / file).is_file() for file in _MODEL_FILES):
+            return RewardModel(str(self._path(name)))
         home, colon, attribute = name.rpartition(":")
         if name.endswith(".py"):
             home, attribute = name, ""
+        elif _HUB_NAME.fullmatch(name) and not self._path(name).exists():
+            return RewardModel(name)
         if home.endswith(".py"):
             path, here = self._path(home), Path.cwd()
-            if path.is_file():
-                seen = path.relative_to(here) if path.is_relative_to(here) else path
-                self._announce(str(seen), attribute)
+            if not path.is_file():
+                raise RewardLoadError(
+                    f"reward file {format_value(str(path))} does not exist; give its path relative "
+                    "to the run file, or an absolute one"
+                )
+            seen = path.relative_to(here) if path.is_relative_to(here) else path
+            self._announce(str(seen), attribute)
             return _attribute(_load_file(path), attribute, name)
         if not colon:
             raise RewardLoadError(_unknown(name))
-        if not is_own:
-            self._announce(f"the installed module {home}", attribute)
+        self._announce(f"the installed module {home}", attribute)
         return _attribute(_import(home, name), attribute, name)
 
     def _announce(self, whose: str, attribute: str) -> None:
@@ -277,6 +262,16 @@ class _Finder:
         except (OSError, ValueError, RuntimeError):  # too long, or bytes that no path has
             raise RewardLoadError(_unknown(text)) from None
         return path
+
+
+def _split_weight(spec: str) -> tuple[str, float]:
+    """Return (spec without its weight, weight); 1.0 if the last part is no number."""
+    head, colon, tail = spec.rpartition(":")
+    try:
+        float(tail)
+    except ValueError:
+        return spec, 1.0
+    return (head, _finite(tail, head)) if colon else (spec, 1.0)
 
 
 def _checked_weight(value: object, name: object) -> Weight:
@@ -302,10 +297,6 @@ def _finite(value: Any, name: object) -> float:
     return weight
 
 
-def _reward_model(model: str) -> Any:
-    return importlib.import_module("rloo_kit.rewards.reward_model").RewardModel(model)
-
-
 # --- modules and what is in them ---------------------------------------------------------------
 
 
@@ -314,11 +305,6 @@ def _load_file(path: Path) -> ModuleType:
 
     ``sys.path`` is left alone: a file named like a package must not replace it.
     """
-    if not path.is_file():
-        raise RewardLoadError(
-            f"reward file {format_value(str(path))} does not exist; give its path relative to the "
-            "run file, or an absolute one"
-        )
     digest = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:12]
     name = f"_rloo_kit_reward_{path.stem}_{digest}"
     if name in sys.modules:
@@ -356,8 +342,13 @@ def _import(module: str, spec: str) -> ModuleType:
 def _attribute(module: ModuleType, attribute: str, spec: str) -> Any:
     if attribute and hasattr(module, attribute):
         return getattr(module, attribute)
-    own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
-    names = [name for name, value in own.items() if callable(value) and not name.startswith("_")]
+    names = [
+        name
+        for name, value in vars(module).items()
+        if callable(value)
+        and getattr(value, "__module__", "") == module.__name__
+        and not name.startswith("_")
+    ]
     raise RewardLoadError(
         f"reward {format_value(spec)} cannot be found: there is no {format_value(attribute)} in "
         f"it{did_you_mean(attribute, names)}; add ':function' with one of: {', '.join(names)}"
@@ -366,8 +357,8 @@ def _attribute(module: ModuleType, attribute: str, spec: str) -> Any:
 
 def _unknown(name: str) -> str:
     return (
-        f"unknown reward {format_value(name)}{did_you_mean(name, _builtin())}; give a built-in one "
-        f"({', '.join(named_rewards())}), 'file.py:function', 'package.module:function', the "
+        f"unknown reward {format_value(name)}{did_you_mean(name, BUILTIN)}; give a built-in one "
+        f"({', '.join(sorted(BUILTIN))}), 'file.py:function', 'package.module:function', the "
         "folder of a reward model, or its hub name 'org/name'"
     )
 
@@ -387,9 +378,9 @@ def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
                 f"give one of: {', '.join(known) or '(none)'}"
             )
     try:
-        if inspect.isclass(target) or name in _builtin():
+        if inspect.isclass(target) or name in BUILTIN:
             return target(**parameters)
-        if is_instance:
+        if is_instance and parameters:
             return replace(target, **parameters)
     except (TypeError, ValueError) as exc:
         raise RewardLoadError(
@@ -405,17 +396,3 @@ def _refuse_non_reward(func: object, spec: object) -> None:
             f"reward {format_value(spec)} is a {type(func).__name__}, which cannot be called as a "
             f"reward; give a function, an instance with __call__, or {_TABLE_HINT}"
         )
-
-
-@dataclass(frozen=True)
-class _WithGetRewards:
-    """An object with ``get_rewards(prompts, completions)``, as older notebooks have it."""
-
-    model: Any
-
-    @property
-    def __name__(self) -> str:
-        return type(self.model).__name__
-
-    def __call__(self, prompts: list[Any], completions: list[Any]) -> Any:
-        return self.model.get_rewards(prompts, completions)

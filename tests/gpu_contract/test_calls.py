@@ -39,7 +39,6 @@ RECEIVERS = GIVEN | {
     ".support_avx512bf16_for_cpu": "bitsandbytes.nn.Linear4bit.support_avx512bf16_for_cpu",
     # the kit's own
     "model.rloo_kit_notes": "",
-    "self.model.get_rewards": "",
 }
 ATTRIBUTES = {
     "LLMEngine.engine_core": "vllm.v1.engine.core_client.InprocClient",

@@ -3,6 +3,7 @@
 The completions are made here, 16 prompts of 8, and follow a chat template that opens the thought.
 """
 
+import asyncio
 import json
 import os
 import random
@@ -151,6 +152,10 @@ def hangs(completions, **_):
     time.sleep(5)
 
 
+async def hangs_async(completions, **_):
+    await asyncio.sleep(5)
+
+
 QUICK = {"source": "quickstart", "overrides": ["trainer.reward_timeout_seconds=0.1"]}
 CUT = changed(
     completion=lambda row: row["completion"].partition("</think>")[0],
@@ -164,7 +169,7 @@ SETTLED = changed(
 )
 FAULTS = {
     "raises": [([splits], ROWS)],
-    "timeout": [([hangs], ROWS, QUICK)],
+    "timeout": [([hangs], ROWS, QUICK), ([hangs_async], ROWS, QUICK)],
     "missing_column": [(["accuracy"], NO_ANSWER), ([right], NO_ANSWER)],
     "wrong_output": [([one_short], ROWS), ([log_of_zero], ROWS)],
     "never_applies": [(["accuracy"], BLANK_ANSWER)],

@@ -96,7 +96,7 @@ def test_pairs_come_from_rows_and_from_files_alike(tmp_path):
 @pytest.mark.parametrize(
     ("row", "remedy"),
     [
-        ({"prompt": "a", "chosen": "b"}, "must have `chosen` and `rejected`"),
+        ({"prompt": "a", "chosen": "b"}, "rejected is None, must be text or a list"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "same text; delete the pair"),
         ({"prompt": "a", "chosen": 5, "rejected": "b"}, "chosen is 5, must be text or a list"),
         ({"prompt": "a", "chosen": [], "rejected": "b"}, "must be text or a list of chat"),
@@ -115,7 +115,9 @@ def test_a_bad_pair_is_named_with_its_line_and_the_remedy(tmp_path, row, remedy)
 
 def test_no_pairs_are_named(tmp_path):
     for empty in ([], write_pairs(tmp_path / "empty.jsonl", [])):
-        with pytest.raises(DataError, match="holds no pairs: put rows with chosen and rejected"):
+        with pytest.raises(
+            DataError, match="there are no pairs: give rows with `chosen` and `rejected`"
+        ):
             read_pairs(empty)
 
 

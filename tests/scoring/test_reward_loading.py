@@ -61,6 +61,7 @@ class AsyncReward:
         ("my.py:polite", "polite", 1.0),
         ("my.py:polite:0.5", "polite", 0.5),
         ("./my.py:short:2", "short", 2.0),
+        ("my.py:Short", "short", 1.0),
         ("rloo_kit.rewards.length:length", "length", 1.0),
         ("rloo_kit.rewards.length:length:3", "length", 3.0),
         ({"name": "thinking", "weight": 0.25, "long": 60}, "thinking", 0.25),
