@@ -20,7 +20,6 @@ import math
 import shutil
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +83,11 @@ class ResumableTrainer(Trainer):
     _snapshot: dict[str, Any] | None = None
     _loop: TrainerState  # as it was at the snapshot
 
-    def train_exactly(
-        self, train: Callable[[str | None], Any], resume_from: str | Path | bool | None
+    def train(
+        self,
+        resume_from_checkpoint: str | Path | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         """Train, and lose no finished step.
 
@@ -93,15 +95,16 @@ class ResumableTrainer(Trainer):
         KeyboardInterrupt is raised. A second one is raised at once.
 
         Args:
-            train: Trains, from scratch (None) or from the folder of a checkpoint.
-            resume_from: A checkpoint, the folder of a run, or True for ``output_dir``.
+            resume_from_checkpoint: A checkpoint, the folder of a run, or True for ``output_dir``.
+            trial: As transformers has it.
+            ignore_keys_for_eval: As transformers has it.
 
         Raises:
             CheckpointError: There is none, it is broken, or of another run.
         """
         self._snapshot = self.state_read = self.stop_reason = None
         self.saved_at = 0
-        self.resumed_from = self._checkpoint_at(resume_from)
+        self.resumed_from = self._checkpoint_at(resume_from_checkpoint)
         self._facts = facts_of(
             self.args,
             self.accelerator.unwrap_model(self.model),
@@ -118,7 +121,7 @@ class ResumableTrainer(Trainer):
         self._started = time.monotonic()
         with StopSignals(say=print) as self._signals:
             try:
-                output = train(folder)
+                output = super().train(folder, trial, ignore_keys_for_eval)
             except Exception as exc:
                 self._save_last_step()
                 # Ctrl-C reaches child processes too, so the error is only its consequence
