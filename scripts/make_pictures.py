@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.diagnosis.record import RunRecord, RunStatistics, read_run
+from rloo_kit.diagnosis.record import RunRecord, read_run
 from rloo_kit.live.terminal import panel_of
 from rloo_kit.live.view import Progress
 from rloo_kit.report.page import write_report
@@ -43,7 +43,7 @@ def reward_svg(record: RunRecord) -> str:
     """Return the reward of each step with its spread within groups, and the held-out prompts."""
     from matplotlib.figure import Figure
 
-    rows = RunStatistics(record).rows
+    rows = record.rows
     steps = [row["step"] for row in rows]
     reward = [row["reward"] for row in rows]
     spread = [row["score/raw_group_std"] for row in rows]
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="the folder of a run, such as runs/quickstart")
     record = read_run(parser.parse_args().run)
     PICTURES.mkdir(exist_ok=True)
-    middle = RunStatistics(record).num_steps // 2
+    middle = record.num_steps // 2
     (PICTURES / "panel.svg").write_text(panel_svg(record, middle), encoding="utf-8")
     (PICTURES / "reward.svg").write_text(reward_svg(record), encoding="utf-8")
     report = write_report([record.folder])

@@ -20,35 +20,35 @@ import math
 import shutil
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import TrainOutput, speed_metrics
 
+from rloo_kit.checkpoints.state import (
+    checksum_of_rows,
+    checksum_of_weights,
+    random_states,
+    read_tree,
+    set_random_states,
+    write_tree,
+)
 from rloo_kit.checkpoints.stopping import StopSignals, interrupt_for
 from rloo_kit.checkpoints.store import (
     Checkpoint,
-    checksum_of_rows,
-    checksum_of_weights,
     find_checkpoint,
     list_steps,
     prune_checkpoints,
-    random_states,
     read_checkpoint,
-    read_tree,
-    set_random_states,
     write_checkpoint,
-    write_tree,
 )
 from rloo_kit.checkpoints.weights import read_weights, trained_parameters, write_weights
 from rloo_kit.config.settings import OWN_FIELDS, on_resume
 from rloo_kit.errors import CheckpointError, KitError
 from rloo_kit.rloo.guards import check_finite
-from rloo_kit.text.numbers import finite_numbers
+from rloo_kit.text.numbers import finite_numbers, mean_or_none
 
 # Settings that decide what is sampled and learned: another value would be another run.
 # `rows_per_step` is what an optimizer step learns from: how it is divided into
@@ -60,14 +60,8 @@ MAY_CHANGE = on_resume("may")
 OF_SCHEDULE = (
     "learning_rate", "lr_scheduler_type", "max_steps", "num_train_epochs", "warmup_steps",
 )  # fmt: skip
-# Fields of transformers' state that change within a step
-LOOP_FIELDS = ("epoch", "global_step", "num_input_tokens_seen", "total_flos")
 # Steps whose mean reward is the score of a checkpoint without held-out prompts
 SCORED_STEPS = 4
-
-
-class NothingLeftError(Exception):
-    """The checkpoint has all steps of the run; transformers would make one more."""
 
 
 class ResumableTrainer(Trainer):
@@ -85,13 +79,15 @@ class ResumableTrainer(Trainer):
     stop_reason: str | None = None  # why the training ended before its last step
     resumed_from: Checkpoint | None = None
     state_read: dict[str, Any] | None = None  # a checkpoint's, until the first step
-    saved_at = -1  # step of the last checkpoint
+    saved_at = 0  # step of the last checkpoint
     _snapshot: dict[str, Any] | None = None
-    _signals: StopSignals | None = None
-    _started = 0.0
+    _loop: TrainerState  # as it was at the snapshot
 
-    def train_exactly(
-        self, train: Callable[[str | None], Any], resume_from: str | Path | bool | None
+    def train(
+        self,
+        resume_from_checkpoint: str | Path | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         """Train, and lose no finished step.
 
@@ -99,44 +95,45 @@ class ResumableTrainer(Trainer):
         KeyboardInterrupt is raised. A second one is raised at once.
 
         Args:
-            train: Trains, from scratch (None) or from the folder of a checkpoint.
-            resume_from: A checkpoint, the folder of a run, or True for ``output_dir``.
+            resume_from_checkpoint: A checkpoint, the folder of a run, or True for ``output_dir``.
+            trial: As transformers has it.
+            ignore_keys_for_eval: As transformers has it.
 
         Raises:
             CheckpointError: There is none, it is broken, or of another run.
         """
         self._snapshot = self.state_read = self.stop_reason = None
-        self.saved_at = -1
-        self.resumed_from = self._checkpoint_at(resume_from)
+        self.saved_at = 0
+        self.resumed_from = self._checkpoint_at(resume_from_checkpoint)
         self._facts = facts_of(
             self.args,
             self.accelerator.unwrap_model(self.model),
             self.train_dataset,
             self.reward_func_names,
         )
-        folder, last = None, None
+        folder = None
         if self.resumed_from is not None:
             check_same_run(self.resumed_from, self._facts)
             self.state_read = read_tree(self.resumed_from.folder)
-            folder, last = str(self.resumed_from.folder), _Restore(self)
-            # After the callbacks whose state it restores
-            self.add_callback(last)
+            folder = str(self.resumed_from.folder)
+        # After the callbacks whose state it restores
+        self.add_callback(last := _Restore(self))
         self._started = time.monotonic()
         with StopSignals(say=print) as self._signals:
             try:
-                output = train(folder)
-            except NothingLeftError:
-                output = self._end_finished_run()
+                output = super().train(folder, trial, ignore_keys_for_eval)
             except Exception as exc:
-                self._save_after(exc)
+                self._save_last_step()
+                # Ctrl-C reaches child processes too, so the error is only its consequence
+                if self._signals.received is not None:
+                    raise interrupt_for(self._signals.received) from exc
                 raise
             finally:
                 self.state_read = None
-                if last is not None:
-                    self.remove_callback(last)
+                self.remove_callback(last)
         # It may have come after the last step
-        if self._signal_received is not None:
-            raise interrupt_for(self._signal_received)
+        if self._signals.received is not None:
+            raise interrupt_for(self._signals.received)
         return output
 
     # --- stopping --------------------------------------------------------------------------------
@@ -152,19 +149,14 @@ class ResumableTrainer(Trainer):
         Returns:
             Whether the last step is still to be saved.
         """
-        args, control = self.args, self.control
+        args = self.args
         hours = (time.monotonic() - self._started) / 3600
         if args.max_hours is not None and hours >= args.max_hours and not self.stop_reason:
             self.stop(f"max_hours {args.max_hours:g} is over: resume with --resume")
-        if not self.stop_reason and self._signal_received is None:
+        if not self.stop_reason and self._signals.received is None:
             return False
-        control.should_training_stop = True
+        self.control.should_training_stop = True
         return args.save_strategy != "no" and self.saved_at != self.state.global_step
-
-    @property
-    def _signal_received(self) -> int | None:
-        """The signal that asked to stop."""
-        return None if self._signals is None else self._signals.received
 
     # --- the snapshot of the last finished step --------------------------------------------------
 
@@ -172,10 +164,11 @@ class ResumableTrainer(Trainer):
         """Keep the small state in memory: called when a step is done and its weights are good."""
         callbacks: dict[str, Any] = {}
         self.notify("on_state", held=callbacks)
+        # A later step may be in progress when it is written
+        self._loop = copy.copy(self.state)
+        self._loop.log_history = [*self.state.log_history]
         self._snapshot = {
-            "step": self.state.global_step,
-            "loop": {name: getattr(self.state, name) for name in LOOP_FIELDS},
-            "rows": len(self.state.log_history),
+            "loop": {"epoch": self.state.epoch},
             "callbacks": callbacks,
             "rewards": [_state_of(reward) for reward in self.reward_funcs],
             "random": random_states(),
@@ -188,65 +181,44 @@ class ResumableTrainer(Trainer):
 
     # --- writing ---------------------------------------------------------------------------------
 
-    def _maybe_log_save_evaluate(  # noqa: PLR0913
-        self,
-        tr_loss: torch.Tensor,
-        grad_norm: Any,
-        model: torch.nn.Module,
-        trial: Any,
-        epoch: float,
-        ignore_keys_for_eval: list[str] | None,
-        start_time: float,
-        learning_rate: float | None = None,
-    ) -> None:
+    def _maybe_log_save_evaluate(self, *args: Any, **keywords: Any) -> None:
         self.control.should_save |= self.stop_if_asked()
-        super()._maybe_log_save_evaluate(
-            tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
-        )
+        super()._maybe_log_save_evaluate(*args, **keywords)
         if self.stop_if_asked():  # what callbacks found in the log
-            self._save_checkpoint(model, trial)
+            self._save_checkpoint(self.model, None)
         self.take_snapshot()
 
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write the checkpoint of the step that has just ended."""
-        self.saved_at = self.state.global_step
         self.store_flos()
         self.take_snapshot()
-        self._write_checkpoint(Path(self.args.output_dir))
+        self._write_checkpoint(self._snapshot)
 
     def check_weights(self) -> None:
         """Raise DivergedError where trained weights hold NaN or Inf."""
         check_finite(self.trained_parameters().values(), self.state.global_step)
 
-    def _save_after(self, exc: Exception) -> None:
-        """After an error, save the last finished step; raise what should be raised instead."""
-        args, step = self.args, self._snapshot["step"] if self._snapshot else 0
-        run = Path(args.output_dir)
-        if step and args.save_strategy != "no" and not (run / f"checkpoint-{step}").exists():
-            try:
-                self._write_checkpoint(run)
-            except KitError as other:  # the first error is the one to raise
-                warnings.warn(f"step {step} was not saved: {other}", RuntimeWarning, stacklevel=2)
-        # Ctrl-C reaches child processes too, so the error is only its consequence
-        if self._signal_received is not None:
-            raise interrupt_for(self._signal_received) from exc
+    def _save_last_step(self) -> None:
+        """After an error, save the last finished step."""
+        if self._snapshot is None or self.args.save_strategy == "no":
+            return
+        step = self._loop.global_step
+        if step == self.saved_at:
+            return
+        try:
+            self._write_checkpoint(self._snapshot)
+        except KitError as exc:  # the first error is the one to raise
+            warnings.warn(f"step {step} was not saved: {exc}", RuntimeWarning, stacklevel=2)
 
-    def _write_checkpoint(self, run: Path) -> Checkpoint:
-        snapshot = self._snapshot
-        assert snapshot is not None
+    def _write_checkpoint(self, snapshot: dict[str, Any]) -> None:
         self.check_weights()
+        run, loop = Path(self.args.output_dir), self._loop
         scaler = getattr(self.accelerator, "scaler", None)
         state = snapshot | {
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
         }
-        # A later step may be in progress, so its rows and counters are left out
-        loop = copy.copy(self.state)
-        loop.log_history = loop.log_history[: snapshot["rows"]]
-        for name, value in snapshot["loop"].items():
-            setattr(loop, name, value)
-
         policy: Any = self.accelerator.unwrap_model(self.model)
 
         def fill(folder: Path) -> None:
@@ -256,26 +228,26 @@ class ResumableTrainer(Trainer):
 
         self.notify("on_checkpoint")
         score = self._checkpoint_score(snapshot["callbacks"])
-        checkpoint = write_checkpoint(run, snapshot["step"], fill, facts=self._facts, score=score)
+        write_checkpoint(run, loop.global_step, fill, facts=self._facts, score=score)
+        self.saved_at = loop.global_step
         # Later checkpoints are of another future of this run, left by a resume
         for later in list_steps(run):
-            if later > checkpoint.step:
+            if later > self.saved_at:
                 shutil.rmtree(run / f"checkpoint-{later}", ignore_errors=True)
         prune_checkpoints(run, self.args.keep_last, self.args.keep_best)
-        return checkpoint
 
     def _checkpoint_score(self, callbacks: dict[str, Any]) -> float | None:
         """Return what ``keep_best`` compares: held-out prompts where they are scored on the way."""
         if "held_out" in callbacks:
             return callbacks["held_out"]
-        rows = self.state.log_history[-SCORED_STEPS:]
+        rows = self._loop.log_history[-SCORED_STEPS:]
         rewards = finite_numbers(row.get("reward") for row in rows)
-        return sum(rewards) / len(rewards) if rewards else None
+        return mean_or_none(rewards)
 
     # --- reading ---------------------------------------------------------------------------------
 
     def _checkpoint_at(self, wanted: str | Path | bool | None) -> Checkpoint | None:
-        if wanted is None or wanted is False:
+        if not wanted:
             return None
         place = Path(self.args.output_dir if wanted is True else wanted)
         if place.name.startswith("checkpoint-") or (place / TRAINER_STATE_NAME).exists():
@@ -311,12 +283,10 @@ class ResumableTrainer(Trainer):
 
         Raises:
             CheckpointError: The optimizer is another one.
-            NothingLeftError: The run has all its steps.
         """
         state = self.state_read
-        if state is None:
+        if state is None or self.resumed_from is None:
             return
-        assert self.resumed_from is not None
         try:
             self.optimizer.load_state_dict(state.pop("optimizer"))
             self._restore_schedule(state.pop("scheduler"))
@@ -335,14 +305,20 @@ class ResumableTrainer(Trainer):
         for reward, kept in zip(self.reward_funcs, state["rewards"], strict=True):
             if kept is not None:
                 _inner(reward).load_state_dict(kept)
-        self._load_rng_state(None)
-        if self.state.global_step >= self.state.max_steps:
-            raise NothingLeftError
+        set_random_states(state["random"])
+
+    def _run_epoch(self, *args: Any, **keywords: Any) -> None:
+        """Make the steps of an epoch; transformers would make one more of a run that has all."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **keywords)
+        else:
+            self.control.should_training_stop = True
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Set the random states: transformers calls this last, right before the first step."""
         if self.state_read is not None:
             set_random_states(self.state_read["random"])
+            self.state_read = None
 
     def _restore_schedule(self, kept: dict[str, Any]) -> None:
         """Load the schedule; where the run file asks for another one, move that to this step."""
@@ -357,15 +333,6 @@ class ResumableTrainer(Trainer):
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             for _ in range(kept["last_epoch"]):
                 schedule.step()
-
-    def _end_finished_run(self) -> TrainOutput:
-        """Log the last line of a run that has all its steps, and end it."""
-        metrics = speed_metrics("train", time.time(), num_steps=self.state.max_steps)
-        metrics |= {"total_flos": self.state.total_flos, "train_loss": 0.0}
-        self.log(metrics)
-        self.is_in_train = False
-        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     # --- what belongs to a step ------------------------------------------------------------------
 
@@ -403,10 +370,6 @@ class Boundary(TrainerCallback):
 
     def __init__(self, trainer: ResumableTrainer) -> None:
         self._trainer = trainer
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Drop the checkpoint's state, which is restored."""
-        self._trainer.state_read = None
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Weights are about to change."""

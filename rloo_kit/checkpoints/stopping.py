@@ -106,13 +106,10 @@ def terminate_as_interrupt() -> Iterator[None]:
     For the time before the training, where a signal has nothing to wait for; Ctrl-C raises by
     itself.
     """
-    received = []
 
     def end(number: int, _: FrameType | None) -> None:
-        received.append(number)
-        # A second one must not end the clean-up
-        if len(received) == 1:
-            raise Terminated
+        signal.signal(number, signal.SIG_IGN)  # a second one must not end the clean-up
+        raise Terminated
 
     with handled(end, signal.SIGTERM):
         yield

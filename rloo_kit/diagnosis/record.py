@@ -19,90 +19,12 @@ from rloo_kit.output_folder import read_json, read_object
 from rloo_kit.text.numbers import finite_number, finite_numbers, mean_or_none
 from rloo_kit.text.wording import text_of
 
-# Completions read from each end of a large file: the rules compare its beginning with its end
+# Completions kept of each end of a run: the rules compare its beginning with its end
 KEPT_ROWS = 2000
 # Most steps that count as the beginning, or the end, of a run; a quarter of a short run
 WINDOW = 20
 # Standard errors from which a change is not chance
 SIGNIFICANT = 3.0
-
-
-# --- the folder ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """What a run left in its folder."""
-
-    metrics: list[dict[str, Any]]  # one row per step, as in metrics.jsonl
-    completions: list[dict[str, Any]] = field(default_factory=list)
-    """One row per completion; of a large file the first and the last ones."""
-    evaluation: dict[str, Any] | None = None
-    """``before`` and ``after`` on held-out prompts; None without an evaluation."""
-    config: RunConfig | None = None  # None if run.yaml is missing or cannot be read
-    end: dict[str, Any] = field(default_factory=dict)
-    """How it ended: ``how``, ``reason``, ``steps``, ``seconds``, ``time``; of a run that a finding
-    stopped also ``finding`` and ``kept_step``. {} while it runs, and of a killed one."""
-    folder: Path | None = None
-
-    @property
-    def ended_by(self) -> Finding | None:
-        """The finding that stopped the run."""
-        found = self.end.get("finding")
-        try:
-            return Finding(**found) if found else None
-        except TypeError:  # damaged, or of another version with other fields
-            return None
-
-
-def read_run(folder: str | Path) -> RunRecord:
-    """Read what a run left; the half-written last line of a killed run is skipped.
-
-    Raises:
-        DataError: It is no folder of a run, or its metrics cannot be read.
-    """
-    place = Path(folder)
-    metrics = place / "metrics.jsonl"
-    if not metrics.is_file() and not (place / "run.yaml").is_file():
-        raise DataError(
-            f"{str(place)!r} is no run folder: it has neither metrics.jsonl nor run.yaml; give the "
-            "folder that rloo-kit train wrote"
-        )
-    try:
-        rows = _read_rows(metrics)
-        completions = _read_rows(place / "completions.jsonl", KEPT_ROWS)
-    except OSError as exc:
-        raise DataError(f"run folder {str(folder)!r} cannot be read: {exc}") from exc
-    if not rows and metrics.is_file() and metrics.stat().st_size:
-        raise DataError(
-            f"{str(metrics)!r} holds no line of JSON: it is damaged, or no run wrote it; give "
-            "another folder"
-        )
-    return RunRecord(
-        rows,
-        completions,
-        read_json(place / "evaluation.json"),
-        _read_config(place / "run.yaml"),
-        read_json(place / "end.json") or {},
-        place,
-    )
-
-
-def _read_rows(path: Path, num: int | None = None) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file, bad lines left out; [] if the file is missing."""
-    if not path.is_file():
-        return []
-    with path.open("rb") as lines:
-        # first and last rows; the first take all of them without a number
-        kept = [*islice(lines, num), *deque(lines, maxlen=num)]
-    return [row for line in kept if (row := read_object(line)) is not None]
-
-
-def _read_config(path: Path) -> RunConfig | None:
-    try:
-        return read_run_file(path)
-    except (ConfigError, RecursionError):
-        return None
 
 
 # --- numbers -------------------------------------------------------------------------------------
@@ -126,6 +48,9 @@ def trend(values: Sequence[float]) -> float:
     # The slope's t statistic is a function of Pearson's r alone.
     rest = 1.0 - r * r
     return r * math.sqrt((count - 2) / rest) if rest > 1e-12 else math.copysign(math.inf, r)
+
+
+# --- held-out prompts ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -155,19 +80,62 @@ class HeldOut:
         return f"{where} {moved} from {self.before:.3f} to {self.after:.3f}{chance}"
 
 
-# --- statistics of a run -------------------------------------------------------------------------
+def _held_out(name: str, before: dict[str, Any], after: dict[str, Any]) -> HeldOut | None:
+    """Return one reward of two evaluations; None if one of them has no number for it."""
+    old_mean = finite_number(before["rewards"][name])
+    new_mean = finite_number(after["rewards"].get(name))
+    if old_mean is None or new_mean is None:
+        return None
+    size = before.get("num_samples", 1)
+    old, new = (_prompt_means(part["samples"], name, size) for part in (before, after))
+    pairs = zip(old, new, strict=True) if len(old) == len(new) else ()
+    moved = [b - a for a, b in pairs if a is not None and b is not None]
+    num = len(moved) or int(finite_number(after.get("num_prompts")) or 1)
+    # Without paired scores: the largest standard deviation that scores in [0, 1] can have.
+    error = (stdev(moved) if len(moved) > 1 else 0.5) / math.sqrt(num)
+    return HeldOut(name, old_mean, new_mean, error, num)
+
+
+def _prompt_means(samples: list[dict[str, Any]], name: str, size: int) -> list[float | None]:
+    """Return the mean score of each held-out prompt, ``size`` completions each."""
+    scores = [sample["rewards"][name] for sample in samples]
+    groups = (scores[at : at + size] for at in range(0, len(scores), size))
+    return [mean_or_none(finite_numbers(group)) for group in groups]
+
+
+# --- the record ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class RunStatistics:
-    """Series and statistics over the rows of a record."""
+class RunRecord:
+    """What a run left in its folder, and statistics over its steps and completions."""
 
-    record: RunRecord
+    metrics: list[dict[str, Any]]  # one row per step, as in metrics.jsonl
+    completions: list[dict[str, Any]] = field(default_factory=list)
+    """One row per completion; of a large file the first and the last ones."""
+    evaluation: dict[str, Any] | None = None
+    """``before`` and ``after`` on held-out prompts; None without an evaluation."""
+    config: RunConfig | None = None  # None if run.yaml is missing or cannot be read
+    end: dict[str, Any] = field(default_factory=dict)
+    """How it ended: ``how``, ``reason``, ``steps``, ``seconds``, ``time``; of a run that a finding
+    stopped also ``finding`` and ``kept_step``. {} while it runs, and of a killed one."""
+    folder: Path | None = None
+
+    @property
+    def ended_by(self) -> Finding | None:
+        """The finding that stopped the run."""
+        found = self.end.get("finding")
+        try:
+            return Finding(**found) if found else None
+        except TypeError:  # damaged, or of another version with other fields
+            return None
+
+    # --- statistics over steps and completions ---------------------------------------------------
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """Steps that sampled; further passes over a batch and the summary have no reward."""
-        return [row for row in self.record.metrics if "reward" in row]
+        return [row for row in self.metrics if "reward" in row]
 
     @property
     def num_steps(self) -> int:
@@ -186,7 +154,7 @@ class RunStatistics:
 
     def series(self, *names: str) -> list[float]:
         """Return the values of the first of these metrics that the run has."""
-        series = (finite_numbers(row.get(name) for row in self.record.metrics) for name in names)
+        series = (finite_numbers(row.get(name) for row in self.metrics) for name in names)
         return next((values for values in series if values), [])
 
     def first(self, *names: str) -> float:
@@ -199,31 +167,31 @@ class RunStatistics:
 
     def setting(self, name: str) -> Any:
         """Return a trainer setting."""
-        given = self.record.config.trainer if self.record.config else {}
+        given = self.config.trainer if self.config else {}
         return given.get(name, DEFAULTS.get(name))
 
     @cached_property
     def groups_per_step(self) -> int:
         """Prompts sampled per optimizer step; 1 without a run file."""
-        if self.record.config is None:
+        if self.config is None:
             return 1
-        plan = batch_plan({k: v for k, v in self.record.config.trainer.items() if v})
+        plan = batch_plan({k: v for k, v in self.config.trainer.items() if v})
         batches = (self.setting("gradient_accumulation_steps") or 1) // plan.steps_per_generation
         return max(1, plan.num_prompts * max(1, batches))
 
-    def completions(self, *, at_end: bool) -> list[dict[str, Any]]:
+    def completions_of(self, *, at_end: bool) -> list[dict[str, Any]]:
         """Return the kept completions of the beginning, or of the end."""
         if not self.rows:
             return []
         num = min(self.window, self.num_steps)
         first, last = (self.step(-num), math.inf) if at_end else (0, self.step(num - 1))
-        rows = self.record.completions
+        rows = self.completions
         return [row for row in rows if first <= (finite_number(row.get("step")) or 0) <= last]
 
     def num_texts(self, *, at_end: bool) -> float:
         """Return the mean number of different texts in a group; NaN without completions."""
         groups: dict[tuple[Any, Any], set[str]] = {}
-        for row in self.completions(at_end=at_end):
+        for row in self.completions_of(at_end=at_end):
             key = (finite_number(row.get("step")), finite_number(row.get("group")))
             groups.setdefault(key, set()).add(text_of(row.get("completion")))
         return mean([len(texts) for texts in groups.values()])
@@ -236,18 +204,17 @@ class RunStatistics:
     @cached_property
     def scored_twice(self) -> list[HeldOut]:
         """Every reward on the held-out prompts, accuracy first, those never above 0 last."""
-        before, after = (self._evaluation(when) for when in ("before", "after"))
-        twice = [_held_out(name, before, after) for name in before.get("rewards", {})]
+        found = self.evaluation or {}
+        try:
+            before, after = found["before"], found["after"]
+            twice = [_held_out(name, before, after) for name in before["rewards"]]
+        except (AttributeError, KeyError, TypeError, ValueError):  # not there, or damaged
+            return []
         # Accuracy is also measured where the run does not reward it, and may never be above 0.
         return sorted(
             filter(None, twice),
             key=lambda one: (not (one.before or one.after), one.name != "accuracy"),
         )
-
-    def _evaluation(self, when: str) -> dict[str, Any]:
-        found = (self.record.evaluation or {}).get(when)
-        means = found.get("rewards") if isinstance(found, dict) else None
-        return found if isinstance(found, dict) and isinstance(means, dict) else {}
 
     @property
     def held_out(self) -> HeldOut | None:
@@ -285,29 +252,59 @@ class RunStatistics:
         return self.better or (self.rose and not self.worse)
 
 
-def _held_out(name: str, before: dict[str, Any], after: dict[str, Any]) -> HeldOut | None:
-    """Return one reward of two evaluations; None if one of them has no number for it."""
-    old_mean = finite_number(before["rewards"][name])
-    new_mean = finite_number(after.get("rewards", {}).get(name))
-    if old_mean is None or new_mean is None:
-        return None
-    size = max(1, int(finite_number(before.get("num_samples")) or 1))
-    old, new = (_prompt_means(part.get("samples"), name, size) for part in (before, after))
-    pairs = zip(old, new, strict=True) if len(old) == len(new) else ()
-    moved = [b - a for a, b in pairs if a is not None and b is not None]
-    num = len(moved) or int(finite_number(after.get("num_prompts")) or 1)
-    # Without paired scores: the largest standard deviation that scores in [0, 1] can have.
-    error = (stdev(moved) if len(moved) > 1 else 0.5) / math.sqrt(num)
-    return HeldOut(name, old_mean, new_mean, error, num)
+# --- the folder ----------------------------------------------------------------------------------
 
 
-def _prompt_means(samples: object, name: str, size: int) -> list[float | None]:
-    """Return the mean score of each held-out prompt, ``size`` completions each."""
-    if not isinstance(samples, list):
-        return []
+def read_run(folder: str | Path) -> RunRecord:
+    """Read what a run left; the half-written last line of a killed run is skipped.
+
+    Raises:
+        DataError: It is no folder of a run, or its metrics cannot be read.
+    """
+    place = Path(folder)
+    metrics = place / "metrics.jsonl"
+    if not metrics.is_file() and not (place / "run.yaml").is_file():
+        raise DataError(
+            f"{str(place)!r} is no run folder: it has neither metrics.jsonl nor run.yaml; give the "
+            "folder that rloo-kit train wrote"
+        )
     try:
-        scores = [sample["rewards"][name] for sample in samples]
-    except (KeyError, TypeError, IndexError):
+        rows = read_rows(metrics)
+        completions = read_rows(place / "completions.jsonl", KEPT_ROWS)
+    except OSError as exc:
+        raise DataError(f"run folder {str(folder)!r} cannot be read: {exc}") from exc
+    if not rows and metrics.is_file() and metrics.stat().st_size:
+        raise DataError(
+            f"{str(metrics)!r} holds no line of JSON: it is damaged, or no run wrote it; give "
+            "another folder"
+        )
+    return RunRecord(
+        rows,
+        completions,
+        read_json(place / "evaluation.json"),
+        _read_config(place / "run.yaml"),
+        read_json(place / "end.json") or {},
+        place,
+    )
+
+
+def read_rows(path: Path, num: int | None = None) -> list[dict[str, Any]]:
+    """Return the objects of a JSONL file, bad lines left out; [] if the file is missing.
+
+    Args:
+        path: The file.
+        num: Lines that are read of its beginning, and of its end; None: all.
+    """
+    if not path.is_file():
         return []
-    groups = (scores[at : at + size] for at in range(0, len(scores), size))
-    return [mean_or_none(finite_numbers(group)) for group in groups]
+    with path.open("rb") as lines:
+        # first and last rows; the first take all of them without a number
+        kept = [*islice(lines, num), *deque(lines, maxlen=num)]
+    return [row for line in kept if (row := read_object(line)) is not None]
+
+
+def _read_config(path: Path) -> RunConfig | None:
+    try:
+        return read_run_file(path)
+    except (ConfigError, RecursionError):
+        return None

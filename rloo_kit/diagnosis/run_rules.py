@@ -12,7 +12,7 @@ from statistics import fmean
 
 from rloo_kit.config.run_file import make_run_config
 from rloo_kit.config.settings import DEFAULTS
-from rloo_kit.diagnosis.record import RunRecord, RunStatistics, mean, read_run
+from rloo_kit.diagnosis.record import RunRecord, mean, read_run
 from rloo_kit.diagnosis.rules import (
     ALMOST_NONE,
     LITTLE_SIGNAL,
@@ -41,19 +41,20 @@ _ALL_ALIKE = "no_signal entropy_collapse"
 # --- settings ------------------------------------------------------------------------------------
 
 
-def _valid(run: RunStatistics, *choices: str) -> str:
+def _valid(run: RunRecord, *choices: str) -> str:
     """Return the first of these settings that the run file accepts, else ""."""
-    settings = run.record.config.as_dict() if run.record.config else None
-    for choice in choices if settings else ():
+    if run.config is None:
+        return ""
+    for choice in choices:
         try:
-            make_run_config(settings, choice.split(", "))
+            make_run_config(run.config.as_dict(), choice.split(", "))
         except ConfigError:
             continue
         return choice
     return ""
 
 
-def _rate(run: RunStatistics) -> float:
+def _rate(run: RunRecord) -> float:
     """Return the highest learning rate of the run."""
     given = finite_number(run.setting("learning_rate")) or DEFAULTS["learning_rate"]
     logged = run.series("learning_rate", "lr")
@@ -61,26 +62,26 @@ def _rate(run: RunStatistics) -> float:
     return max([given, *logged])
 
 
-def _usual_rate(run: RunStatistics) -> float:
-    config = run.record.config
+def _usual_rate(run: RunRecord) -> float:
+    config = run.config
     return TINY_RATE if config and base_name(config.model.name) == "tiny-thinker" else USUAL_RATE
 
 
-def _lower_rate(run: RunStatistics) -> str:
+def _lower_rate(run: RunRecord) -> str:
     rate, usual = _rate(run), _usual_rate(run)
     return f"trainer.learning_rate={usual if rate > usual else rate / 3:.1g}"
 
 
-def _higher_beta(run: RunStatistics) -> str:
+def _higher_beta(run: RunRecord) -> str:
     beta = finite_number(run.setting("beta")) or 0.0
     return f"trainer.beta={0.1 if beta < 0.1 else 2 * beta:.1g}"
 
 
-def _calmer(run: RunStatistics) -> str:
+def _calmer(run: RunRecord) -> str:
     return f"{_lower_rate(run)}, {_higher_beta(run)}"
 
 
-def _more_generations(run: RunStatistics) -> str:
+def _more_generations(run: RunRecord) -> str:
     """Return the setting with more completions per prompt, in a batch that holds them."""
     size = 8 if run.setting("num_generations") < 8 else 16
     more = f"trainer.num_generations={size}"
@@ -96,7 +97,7 @@ def four_times_longer(limit: int, max_seq_length: int | None) -> str:
     return setting
 
 
-def _moved(run: RunStatistics) -> str:
+def _moved(run: RunRecord) -> str:
     """Return how the run went, in half a sentence."""
     if run.held_out is not None:
         return str(run.held_out)
@@ -114,7 +115,7 @@ def _moved(run: RunStatistics) -> str:
     "restart the run, or sample with transformers",
     explains="kl_explosion reward_collapse",
 )
-def _stale_sampler(run: RunStatistics) -> Iterator[Seen]:
+def _stale_sampler(run: RunRecord) -> Iterator[Seen]:
     seen = [
         f"the sampler is at {share:.2f} between {what} (0) and the policy (1)"
         for name, what in (("adapter_reached", "its base"), ("step_reached", "itself a step ago"))
@@ -134,7 +135,7 @@ def _stale_sampler(run: RunStatistics) -> Iterator[Seen]:
     explains=f"all_truncated empty_output length_explosion cold_start reward_collapse "
     f"reward_hacking {_ALL_ALIKE}",
 )
-def _kl_explosion(run: RunStatistics) -> Iterator[Seen]:
+def _kl_explosion(run: RunRecord) -> Iterator[Seen]:
     values, end = run.series("kl/token", "kl"), run.last("kl/token", "kl")
     # Nats per token; a run that also got worse is lost earlier.
     limit = 1.0 if end > 1.0 or not (run.worse or run.fell) else 0.3
@@ -158,10 +159,10 @@ def _kl_explosion(run: RunStatistics) -> Iterator[Seen]:
     "raise the limit on completion length, or make the thoughts shorter",
     explains=f"constant_reward cold_start {_ALL_ALIKE}",
 )
-def _all_truncated(run: RunStatistics) -> Iterator[Seen]:
+def _all_truncated(run: RunRecord) -> Iterator[Seen]:
     cut_off = min(run.first(*TRUNCATED), run.last(*TRUNCATED))
     if cut_off >= MOSTLY or (cut_off > 0.5 and not mean(run.signal) >= LITTLE_SIGNAL):
-        config, limit = run.record.config, run.setting("max_completion_length")
+        config, limit = run.config, run.setting("max_completion_length")
         longer = four_times_longer(limit, config.model.max_seq_length if config else None)
         yield Seen(
             f"{cut_off:.0%} of the completions, or more, reached the limit of {limit} tokens",
@@ -177,8 +178,8 @@ def _all_truncated(run: RunStatistics) -> Iterator[Seen]:
     "the base with beta 0.05 and a lower learning rate",
     explains=f"reward_collapse reward_hacking {_ALL_ALIKE}",
 )
-def _empty_output(run: RunStatistics) -> Iterator[Seen]:
-    rows = run.completions(at_end=True)
+def _empty_output(run: RunRecord) -> Iterator[Seen]:
+    rows = run.completions_of(at_end=True)
     blank = sum(not text_of(row.get("completion")).strip() for row in rows)
     if blank > len(rows) / 2 and not run.better:
         yield Seen(
@@ -193,7 +194,7 @@ def _empty_output(run: RunStatistics) -> Iterator[Seen]:
     "add a length term (soft_overlong, thinking_budget), keep beta above 0, begin from the base",
     explains=f"all_truncated reward_collapse reward_hacking {_ALL_ALIKE}",
 )
-def _length_explosion(run: RunStatistics) -> Iterator[Seen]:
+def _length_explosion(run: RunRecord) -> Iterator[Seen]:
     begin, end = run.first("completions/mean_length"), run.last("completions/mean_length")
     cut_off = run.last(*TRUNCATED)
     harmful = cut_off > 0.5 or run.worse or end > 3 * begin
@@ -216,7 +217,7 @@ def _length_explosion(run: RunStatistics) -> Iterator[Seen]:
     about_signal=True,
     explains=_ALL_ALIKE,
 )
-def _constant(run: RunStatistics) -> Iterator[Seen]:
+def _constant(run: RunRecord) -> Iterator[Seen]:
     """Find that all scores of the run are the same, or that one reward of several never paid."""
     spreads, means, unpaid = run.series("reward_std"), run.series("reward"), _never_paid(run)
     if not means or not spreads:
@@ -226,13 +227,16 @@ def _constant(run: RunStatistics) -> Iterator[Seen]:
             yield Seen(f"it gave 0 to every completion of {run.num_steps} steps", "warning", unpaid)
         return
     seen = f"every completion of {run.num_steps} steps got {means[0]:.3g}"
-    if means[0] <= 0:
-        yield _cold(run, seen, unpaid)
-    else:
+    if means[0] > 0:
         yield Seen(seen)
+        return
+    level = run.config.data.level if run.config else None
+    easier = f"data.level={level - 1}" if isinstance(level, int) and level > 1 else ""
+    setting = easier or _more_generations(run)
+    yield Seen(seen, reward=unpaid, setting=setting, kind="cold_start")
 
 
-def _never_paid(run: RunStatistics) -> str | None:
+def _never_paid(run: RunRecord) -> str | None:
     """Return the name of a reward that gave 0 to every completion of the run."""
     for key in run.rows[0]:
         if key.startswith("rewards/") and key.endswith("/mean"):
@@ -240,12 +244,6 @@ def _never_paid(run: RunStatistics) -> str | None:
             if not any(run.series(key)) and not any(run.series(f"{name}/std")):
                 return name.removeprefix("rewards/")
     return None
-
-
-def _cold(run: RunStatistics, seen: str, reward: str | None = None) -> Seen:
-    now = run.record.config.data.level if run.record.config else None
-    easier = _valid(run, f"data.level={now - 1}") if isinstance(now, int) and now > 1 else ""
-    return Seen(seen, reward=reward, setting=easier or _more_generations(run), kind="cold_start")
 
 
 RULES.rule(
@@ -266,7 +264,7 @@ RULES.rule(
     about_signal=True,
     explains="no_signal",
 )
-def _reward_collapse(run: RunStatistics) -> Iterator[Seen]:
+def _reward_collapse(run: RunRecord) -> Iterator[Seen]:
     """Find that scores differed once, and are all alike now, at less than the best."""
     signal, rewards = run.signal, run.series("reward")
     dead = next((n for n, share in enumerate(reversed(signal)) if share > 0.01), len(signal))
@@ -293,7 +291,7 @@ def _reward_collapse(run: RunStatistics) -> Iterator[Seen]:
     "read the best paid of the last completions; use a stricter, verifiable reward, and raise beta",
     explains=_ALL_ALIKE,
 )
-def _reward_hacking(run: RunStatistics) -> Iterator[Seen]:
+def _reward_hacking(run: RunRecord) -> Iterator[Seen]:
     if run.worse and run.rose:
         yield Seen(
             f"the reward rose from {run.first('reward'):.3g} to {run.last('reward'):.3g}, while "
@@ -308,7 +306,7 @@ def _reward_hacking(run: RunStatistics) -> Iterator[Seen]:
     "begin again with a lower learning rate or a higher beta, and sample at temperature 1",
     explains="reward_collapse no_signal",
 )
-def _entropy_collapse(run: RunStatistics) -> Iterator[Seen]:
+def _entropy_collapse(run: RunRecord) -> Iterator[Seen]:
     rows = [row for row in run.rows if row.get("passes/trained") != 0]
     values = finite_numbers(row.get("policy/entropy_avg", row.get("entropy")) for row in rows)
     if len(values) < 4 or run.better or (run.rose and run.held_out is None):
@@ -337,7 +335,7 @@ def _entropy_collapse(run: RunStatistics) -> Iterator[Seen]:
     about_signal=True,
     explains="learning_rate_too_low",
 )
-def _no_signal(run: RunStatistics) -> Iterator[Seen]:
+def _no_signal(run: RunRecord) -> Iterator[Seen]:
     half = run.signal[: max(2, run.num_steps // 2)]
     share = mean(half)
     if run.learned or not share < LITTLE_SIGNAL:
@@ -359,7 +357,7 @@ def _no_signal(run: RunStatistics) -> Iterator[Seen]:
     "raise the learning rate: with LoRA 1e-5 is usual, more for a tiny model",
     about_signal=True,
 )
-def _learning_rate_too_low(run: RunStatistics) -> Iterator[Seen]:
+def _learning_rate_too_low(run: RunRecord) -> Iterator[Seen]:
     share, rate, usual = mean(run.signal), _rate(run), _usual_rate(run)
     kl = run.series("kl/sequence", "objective/kl")
     warming_up = max(run.series("learning_rate", "lr"), default=rate) < rate / 2
@@ -382,7 +380,7 @@ def _learning_rate_too_low(run: RunStatistics) -> Iterator[Seen]:
     "end here, or take more prompts: harder ones where most are solved, easier ones where few are",
     about_signal=True,
 )
-def _prompts_used_up(run: RunStatistics) -> Iterator[Seen]:
+def _prompts_used_up(run: RunRecord) -> Iterator[Seen]:
     skipped, retired = run.last("signal/prompts_skipped"), run.last("signal/prompts_retired")
     if skipped >= MOSTLY:
         yield Seen(
@@ -405,10 +403,9 @@ def find_in_run(record: RunRecord) -> list[Finding]:
     ended_by = record.ended_by if record.ended_by and record.ended_by.kind in KINDS else None
     if ended_by:  # the evaluation is of the restored weights, not of the run's last ones
         record = replace(record, evaluation=None)
-    run = RunStatistics(record)
-    if run.num_steps < 2:
+    if record.num_steps < 2:
         return []
-    found = [finding for check in RULES.checks for finding in check(run)]
+    found = [finding for check in RULES.checks for finding in check(record)]
     if ended_by is None:
         return RULES.ordered(found)
     others = RULES.ordered([ended_by, *found])
@@ -417,23 +414,22 @@ def find_in_run(record: RunRecord) -> list[Finding]:
 
 def verdict(record: RunRecord, findings: Sequence[Finding]) -> str:
     """Return one sentence: whether the run learned, and what to change first."""
-    run = RunStatistics(record)
-    if run.num_steps < 2:
-        counted = "one step" if run.num_steps else "no step"
+    if record.num_steps < 2:
+        counted = "one step" if record.num_steps else "no step"
         return f"Nothing can be said: the run recorded {counted}, and two are needed."
-    text = _outcome(run)
+    text = _outcome(record)
     if record.ended_by:
         kept = record.end.get("kept_step")
         text = f"It was stopped by {record.ended_by.kind}"
         text += "" if kept is None else f" and keeps its weights after step {kept}"
-    text = f"{text}: {_moved(run)}"
+    text = f"{text}: {_moved(record)}"
     if findings:
         what = findings[0].setting or findings[0].remedy.partition(";")[0]
         return f"{text}; change first ({findings[0].kind}): {what}."
     return f"{text}."
 
 
-def _outcome(run: RunStatistics) -> str:
+def _outcome(run: RunRecord) -> str:
     if run.better or (run.held_out is None and run.rose):
         return "It learned"
     if run.worse or (run.held_out is None and run.fell):

@@ -9,13 +9,14 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from rloo_kit.config.run_file import RunConfig
-from rloo_kit.diagnosis.record import RunRecord
+from rloo_kit.diagnosis.record import KEPT_ROWS, RunRecord, read_rows
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.diagnosis.run_rules import KINDS, find_in_run
 from rloo_kit.text.numbers import finite_numbers
@@ -27,8 +28,6 @@ FIRST_STEPS, FIRST_STEPS_OF_SIGNAL = 5, 10
 BY_HELD_OUT = frozenset({"reward_hacking"})
 # Share of the run's time that checks may take
 TIME_SHARE = 0.005
-# Completions of the beginning that the rules see, and as many of the end
-KEPT_ROWS = 1000
 # Batches whose mean score says how good the weights are
 BEST_OVER = 4
 
@@ -89,7 +88,8 @@ class RunWatch(TrainerCallback):
     """Look for findings after every step.
 
     Args:
-        config: Of the run; its settings make the remedies.
+        config: Of the run; its settings make the remedies. With ``data.held_out_every`` the scores
+            on held-out prompts say which weights are best, if ``see_held_out`` got some at step 0.
         tell: Called with the findings when they change.
         stop: Called with a sentence, at most once, when the run must end.
         stop_on: Kinds of findings that end it; the best weights are restored then.
@@ -98,53 +98,42 @@ class RunWatch(TrainerCallback):
 
     def __init__(
         self,
-        config: RunConfig | None = None,
-        tell: Callable[[list[Finding]], None] = lambda findings: None,
-        stop: Callable[[str], None] = lambda reason: None,
+        config: RunConfig,
+        tell: Callable[[list[Finding]], None],
+        stop: Callable[[str], None],
         stop_on: Sequence[str] = (),
         parameters: Callable[[], Sequence[Any]] = list,
     ) -> None:
         self.config, self.tell, self.stop = config, tell, stop
         self.stop_on = frozenset(stop_on)
         self.parameters = parameters
-        # Whether held-out prompts are scored during training, and say which weights are best
-        self.by_held_out = False
-        self.past: RunRecord | None = None  # of a resumed run
+        self._evaluation: dict[str, Any] = {}
         self._begin()
 
     def _begin(self) -> None:
         self.findings: list[Finding] = []  # reported last
         self.stopped_on: Finding | None = None
         self.best: BestWeights | None = None
-        self._metrics: list[dict[str, Any]] = []
-        self._first: list[dict[str, Any]] = []
-        self._last: deque[dict[str, Any]] = deque(maxlen=KEPT_ROWS)
-        self._evaluation: dict[str, Any] = {}
+        self._completions: list[dict[str, Any]] = []  # the first and the last ones
         self._num_checks = self._num_evaluations = 0
         self._since: dict[str, tuple[int, int]] = {}
         self._suspected: set[str] = set()
         self._next_check = 0.0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    @property
+    def by_held_out(self) -> bool:
+        """Whether held-out prompts are scored during training, and say which weights are best."""
+        return bool(self.config.data.held_out_every) and "before" in self._evaluation
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Begin a new record; scores on held-out prompts from before it are kept."""
-        evaluation = self._evaluation
         self._begin()
-        self._evaluation = evaluation
         if self.stop_on:
             self.best = BestWeights(self.parameters())
-            if self.by_held_out and "before" in evaluation:
-                self._see_scores(0, evaluation["before"])
+            if self.by_held_out:
+                self._see_scores(0, self._evaluation["before"])
 
-    def on_state(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        held: dict[str, Any],
-        **_: Any,
-    ) -> None:
+    def on_state(self, *_: Any, held: dict[str, Any]) -> None:
         """Put the best weights into the checkpoint."""
         if self.best is not None:
             held["best_weights"] = self.best.state_dict()
@@ -153,15 +142,13 @@ class RunWatch(TrainerCallback):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
+        *_: Any,
         held: dict[str, Any],
-        **_: Any,
     ) -> None:
-        """Restore the record of the finished steps, and the best weights."""
+        """Restore the completions of the finished steps, and the best weights."""
+        rows = read_rows(Path(args.output_dir) / "completions.jsonl", KEPT_ROWS)
         done = state.global_step
-        self._metrics = [row for row in state.log_history if row.get("step", 0) <= done]
-        if self.past is not None:
-            self._keep([row for row in self.past.completions if (row.get("step") or 0) <= done])
+        self._completions = [row for row in rows if (row.get("step") or 0) <= done]
         if self.best is not None and "best_weights" in held:
             self.best.load_state_dict(held["best_weights"])
 
@@ -169,23 +156,18 @@ class RunWatch(TrainerCallback):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
+        *_: Any,
         records: list[dict[str, Any]],
         rollout: Any,
-        **_: Any,
     ) -> None:
         """Keep a batch, and the weights that sampled it if it is among the best."""
-        self._keep(records)
+        self._completions += records
+        del self._completions[KEPT_ROWS:-KEPT_ROWS]
         if self.best is not None and not self.by_held_out:
             scores = rollout.sampled.scores.view(-1, rollout.num_generations)  # (P, G)
             means = finite_numbers(scores.nanmean(dim=1).tolist())
             if means and not self.stop_on & self._suspected:
                 self.best.see_batch(state.global_step, fmean(means))
-
-    def _keep(self, records: list[dict[str, Any]]) -> None:
-        room = KEPT_ROWS - len(self._first)
-        self._first += records[:room]
-        self._last += records[room:]
 
     def see_held_out(self, step: int, evaluation: dict[str, Any]) -> None:
         """Take scores on held-out prompts into account.
@@ -211,17 +193,16 @@ class RunWatch(TrainerCallback):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
+        *_: Any,
         logs: dict[str, Any],
-        **_: Any,
+        **__: Any,
     ) -> None:
         """Check, unless checks have used their share of the time."""
-        self._metrics.append({"step": state.global_step, **logs})
         started = time.monotonic()
         if "reward" not in logs or self.stopped_on or started < self._next_check:
             return
         try:
-            self._check(state.global_step)
+            self._check(state)
         except Exception as exc:  # a faulty rule must not end a run
             self._next_check = math.inf
             warnings.warn(
@@ -233,9 +214,7 @@ class RunWatch(TrainerCallback):
         taken = time.monotonic() - started
         self._next_check = started + taken / TIME_SHARE
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Restore the best weights if a finding ended the run."""
         if self.stopped_on and self.best:
             self.best.restore()
@@ -245,23 +224,22 @@ class RunWatch(TrainerCallback):
         if self.best:
             self.best.release()
 
-    def _check(self, step: int) -> None:
-        rows = [*self._first, *self._last]
-        record = RunRecord(self._metrics, rows, self._evaluation or None, self.config)
+    def _check(self, state: TrainerState) -> None:
+        evaluation = self._evaluation or None
+        record = RunRecord(state.log_history, self._completions, evaluation, self.config)
         found = find_in_run(record)
         self._num_checks += 1
         now = (self._num_checks, self._num_evaluations)
         self._since = {f.kind: self._since.get(f.kind, now) for f in found}
         self._suspected = {f.kind for f in found if f.level == "error"}
-        confirmed = [f for f in found if self._is_confirmed(f, step)]
+        confirmed = [f for f in found if self._is_confirmed(f, state.global_step)]
         if [_identity(f) for f in confirmed] != [_identity(f) for f in self.findings]:
             self.tell(confirmed)
         self.findings = confirmed
-        for finding in confirmed:
-            if finding.kind in self.stop_on and finding.level == "error":
-                self.stopped_on = finding
-                self.stop(self._why(finding))
-                return
+        harmful = (f for f in confirmed if f.kind in self.stop_on and f.level == "error")
+        if ending := next(harmful, None):
+            self.stopped_on = ending
+            self.stop(self._why(ending))
 
     def _is_confirmed(self, finding: Finding, step: int) -> bool:
         check, evaluation = self._since[finding.kind]

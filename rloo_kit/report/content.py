@@ -10,7 +10,7 @@ from typing import Any
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import DEFAULTS
-from rloo_kit.diagnosis.record import RunRecord, RunStatistics
+from rloo_kit.diagnosis.record import RunRecord
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
 from rloo_kit.output_folder import read_json
@@ -85,7 +85,7 @@ def _end(record: RunRecord) -> dict[str, Any]:
         "reason": str(end.get("reason") or ""),
         "steps": finite_number(end.get("steps")) or (steps[-1] if steps else 0),
         "planned": finite_number(record.config.trainer.get("max_steps")) if record.config else None,
-        "rows": RunStatistics(record).num_steps,
+        "rows": record.num_steps,
         "seconds": finite_number(end.get("seconds")),
         "began": times[0] if times else None,
         "ended": finite_number(end.get("time")) or (times[-1] if times else None),
@@ -123,7 +123,7 @@ def _held_out(record: RunRecord) -> dict[str, Any]:
     found = record.evaluation or {}
     parts = {name: found[name] for name in ("before", "after") if as_dict(found.get(name))}
     means = {name: _numbers(part.get("rewards")) for name, part in parts.items()}
-    compared = {one.name: one for one in RunStatistics(record).scored_twice}
+    compared = {one.name: one for one in record.scored_twice}
     rewards = []
     for name in dict.fromkeys([*compared, *(name for mean in means.values() for name in mean)]):
         row: dict[str, Any] = {"name": name}
@@ -178,8 +178,7 @@ def _sample(sample: dict[str, Any]) -> dict[str, Any]:
 
 def _beta(record: RunRecord) -> float | None:
     """Return what a nat of KL costs; None where advantages are of tokens."""
-    run = RunStatistics(record)
-    return None if run.setting("token_level_kl") else finite_number(run.setting("beta"))
+    return None if record.setting("token_level_kl") else finite_number(record.setting("beta"))
 
 
 def _settings(config: RunConfig | None) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from rloo_kit.machine.environment import setup
 from rloo_kit.machine.memory import session
 from rloo_kit.output_folder import check_writable, write_atomically
 from rloo_kit.runs.child import call_in_child
+from rloo_kit.runs.precision import PRECISIONS, mismatch
 from rloo_kit.scoring.loading import with_weights
 from rloo_kit.text.redaction import redact_tree, redacting
 from rloo_kit.text.wording import format_value
@@ -84,12 +86,12 @@ def calibrate(  # noqa: PLR0913
         given = f"num_prompts {num_prompts} and num_generations {num_generations}"
         raise ConfigError(f"{given} must be at least 1 and 2")
     say, file = redacting(say), _free_file(source, output)
-    job = PreparedJob(*read_config(source, overrides), say)
-    config, base = job.config, job.base
+    config, base = read_config(source, overrides)
+    job = PreparedJob(_with_every_level(config, num_prompts), base, say)
     if precision and job.environment.hardware.mixed_precision == "fp16":
         raise ConfigError("this card has no bf16, so a run takes float16: leave --precision out")
     with session():
-        levels, others, held_out = _tried(config, base, num_prompts, num_generations, say)
+        levels, others, held_out = _tried(job, num_prompts, num_generations)
     say(table := _table(levels))
     chosen = _chosen(levels)
     if precision:
@@ -110,7 +112,8 @@ def calibrate(  # noqa: PLR0913
 
 
 def _write_run_file(file: Path, config: RunConfig, table: str) -> None:
-    settings = yaml.safe_dump(redact_tree(_changed(config.as_dict())), sort_keys=False)
+    changed = _changed(config.as_dict(), RunConfig().as_dict())
+    settings = yaml.safe_dump(redact_tree(changed), sort_keys=False)
     comment = f"made by rloo-kit calibrate\n{table}".replace("\n", "\n# ")
     write_atomically(file, f"# {comment}\n{settings}".encode())
 
@@ -123,26 +126,16 @@ def _write_prompts(file: Path, train: list[Row], held_out: list[Row]) -> dict[st
     return settings | {"prompts": file.name, "held_out": len(held_out)}
 
 
-def _mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str) -> float:
-    setup(config.model.backend)
-    from rloo_kit.runs.precision import mismatch  # TRL, after Unsloth
-
-    return mismatch(config, base, rows, precision)
-
-
 def _in_best_precision(
     config: RunConfig, base: Path, rows: Sequence[Row], say: Callable[[str], None]
 ) -> tuple[RunConfig, str]:
     """Return the settings with ``bf16`` or ``fp16``, and what was measured."""
-    from rloo_kit.runs.precision import PRECISIONS  # TRL, after Unsloth
-
+    on_cpu = setup(config.model.backend).hardware.device == "cpu"
     found = {}
     for name in PRECISIONS:
         measured = (config, base, rows, name)
-        if setup(config.model.backend).hardware.device == "cpu":
-            found[name] = _mismatch(*measured)
-        else:  # one vLLM engine that sleeps, and one precision of Unsloth's, a process
-            found[name] = call_in_child(_mismatch, measured, say)
+        # one vLLM engine that sleeps, and one precision of Unsloth's, a process
+        found[name] = mismatch(*measured) if on_cpu else call_in_child(mismatch, measured, say)
     best = min(found, key=lambda name: (math.isnan(found[name]), found[name]))
     others = {name: value for name, value in config.trainer.items() if name not in PRECISIONS}
     values = ", ".join(f"{name} {value:.5f}" for name, value in found.items())
@@ -166,33 +159,38 @@ def _free_file(source: str | Path | RunConfig, output: str | Path | None) -> Pat
     return file
 
 
-def _changed(settings: dict[str, Any], default: dict[str, Any] | None = None) -> dict[str, Any]:
+def _changed(settings: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
     """Return the rewards, and the settings that differ from the defaults."""
-    default = RunConfig().as_dict() if default is None else default
     parts = {n: _changed(v, default[n]) if n in SECTIONS else v for n, v in settings.items()}
     return {n: v for n, v in parts.items() if n == "rewards" or v not in ({}, default[n])}
 
 
+def _with_every_level(config: RunConfig, num_prompts: int) -> RunConfig:
+    """Return the settings of a task with so many prompts of each level that is asked for."""
+    data, last = config.data, count_levels(config.data.prompts)
+    if not last:
+        return config
+    wanted = data.level if isinstance(data.level, list) else list(range(1, last + 1))
+    data = replace(data, level=wanted, num_prompts=num_prompts * len(wanted), held_out=0)
+    return replace(config, data=data)
+
+
 def _tried(
-    config: RunConfig, base: Path, num_prompts: int, size: int | None, say: Callable[[str], None]
+    job: PreparedJob, num_prompts: int, size: int | None
 ) -> tuple[list[Level], Iterable[Row], list[Row]]:
     """Return what every level scored, the prompts that were not sampled, and those held out."""
-    data = config.data
-    if last := count_levels(data.prompts):
-        wanted = data.level if isinstance(data.level, list) else list(range(1, last + 1))
-        data = replace(data, level=wanted, num_prompts=num_prompts * len(wanted), held_out=0)
-    job = PreparedJob(replace(config, data=data), base, say)
     job.prepare()
     prompts, held_out = job.splits
-    drawn, size = _drawn(prompts, num_prompts, config.seed), size or job.args.num_generations
+    drawn = _drawn(prompts, num_prompts, job.config.seed)
+    size = size or job.args.num_generations
     rows = [*prompts.select(drawn)]
     rewards = with_weights(job.rewards, job.args.reward_weights)
     judge = job.guarded(max(rewards, key=lambda reward: reward.weight_at(0.0)), "stop")
     engine, _ = job.engine
-    say(f"sampling {len(rows)} prompts x {size} completions of {config.model.name}")
-    how = settings_of(job.args) | {"engine": engine, "num_samples": size}
-    found = evaluate(*job.policy, rows, [judge], **how).by_prompt
-    scores = [[one["rewards"][judge.name] for one in group] for group in found]
+    job.say(f"sampling {len(rows)} prompts x {size} completions of {job.config.model.name}")
+    how = settings_of(job.args)
+    found = evaluate(*job.policy, rows, [judge], engine=engine, num_samples=size, **how)
+    scores = [[one["rewards"][judge.name] for one in group] for group in found.by_prompt]
     others = prompts.select(sorted(set(range(len(prompts))) - set(drawn)))
     return _by_level(rows, scores, judge.name), others, [*(held_out or [])]
 
@@ -208,16 +206,15 @@ def _drawn(prompts: "Dataset", num: int, seed: int) -> list[int]:
 
 
 def _by_level(rows: list[Row], scores: list[list[float | None]], judge: str) -> list[Level]:
+    """Return what every level scored; the rows of a level are next to each other."""
     known = [[score for score in group if score is not None] for group in scores]
     if not all(0 <= score <= 1 for group in known for score in group) or not any(known):
         remedy = "set its scaled_by, or raise the weight of another"
         raise ConfigError(f"the reward {judge} weighs most and is not in [0, 1]: {remedy}")
-    groups: dict[Any, list[tuple[Row, list[float]]]] = {}
-    for row, group in zip(rows, known, strict=True):
-        if group:
-            groups.setdefault(row.get("level"), []).append((row, group))
+    scored = [(row, group) for row, group in zip(rows, known, strict=True) if group]
     levels = []
-    for level, own in groups.items():
+    for level, of_level in groupby(scored, lambda pair: pair[0].get("level")):
+        own = [*of_level]
         differ = [row for row, group in own if min(group) < max(group)]
         solved = fmean(fmean(group) for _, group in own)
         levels.append(Level(level, len(own), solved, len(differ) / len(own), differ))

@@ -59,7 +59,6 @@ def call_in_child(
         KeyboardInterrupt: After a signal without a result; Terminated for SIGTERM.
         Exception: Whatever the function raised.
     """
-    received: list[int] = []
     with tempfile.TemporaryDirectory(prefix="rloo-kit-child-") as folder:
         order, answer = Path(folder) / "order", Path(folder) / "answer"
         order.write_bytes(
@@ -67,15 +66,7 @@ def call_in_child(
         )
         with _started(order, answer, variables or {}) as process:
             started(process)
-
-            def forward(number: int, _: object) -> None:
-                received.append(number)
-                if len(received) > 2:
-                    raise interrupt_for(number)
-                if POSIX:  # Windows sends Ctrl-C to both
-                    process.send_signal(number)
-
-            with handled(forward, *SIGNALS):
+            with _forwarded_to(process) as received:
                 assert process.stdout is not None
                 for line in process.stdout:
                     say(line.rstrip("\n"))
@@ -93,6 +84,22 @@ def call_in_child(
     if returned:
         return value
     raise value
+
+
+@contextlib.contextmanager
+def _forwarded_to(process: subprocess.Popen) -> Iterator[list[int]]:
+    """Send signals on, raise the third one; yield a list of those received."""
+    received: list[int] = []
+
+    def forward(number: int, _: object) -> None:
+        received.append(number)
+        if len(received) > 2:
+            raise interrupt_for(number)
+        if POSIX:  # Windows sends Ctrl-C to both
+            process.send_signal(number)
+
+    with handled(forward, *SIGNALS):
+        yield received
 
 
 @contextlib.contextmanager

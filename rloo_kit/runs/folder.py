@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rloo_kit.checkpoints.stopping import StopSignals, interrupt_for
 from rloo_kit.checkpoints.store import Checkpoint, list_steps
 from rloo_kit.config.run_file import SECTIONS, RunConfig, read_run_file
 from rloo_kit.errors import ConfigError
@@ -70,11 +69,9 @@ def folder_to_resume(
 def has_finished(folder: Path, max_steps: int) -> bool:
     """Return whether a run has made all its steps; ``max_steps`` 0 leaves it to the epochs."""
     end = read_json(folder / "end.json") or {}
-    steps = end.get("steps")
     return (
         end.get("how") == "finished"
-        and isinstance(steps, int)
-        and (max_steps <= 0 or steps >= max_steps)
+        and (max_steps <= 0 or end["steps"] >= max_steps)
         and (folder / "adapter").is_dir()
     )
 
@@ -114,53 +111,47 @@ def _differences(
 
 
 @contextlib.contextmanager
-def new_folder(
-    wanted: Path, config: RunConfig, environment: Environment
+def opened_folder(
+    free: Path,
+    past: Path | None,
+    config: RunConfig,
+    environment: Environment,
+    checkpoint: Checkpoint | None,
 ) -> Iterator["RunRecorder"]:
-    """Create a run's folder, numbered if the name exists; yield the recorder of the run.
+    """Create a run's folder, or reopen an unfinished run's; yield the recorder of the run.
 
-    The folder is removed if the body fails before a step. A later error is written to it, with a
+    A new folder is removed if the body fails before a step. A later error is written to it, with a
     report.
+
+    Args:
+        free: The new folder, numbered if the name exists.
+        past: The unfinished run's, which the caller has locked; None: a new one is made.
+        config: Of the run.
+        environment: Of the run.
+        checkpoint: To resume from; without one the run starts from step 0 with an empty record.
     """
     from rloo_kit.runs.recorder import RunRecorder
 
-    made: list[Path] = []
-    with _removed_if_empty(made):
-        # A signal between mkdir and the note of it would leave an empty folder
-        with StopSignals() as stop:
-            made.append(folder := make_run_folder(wanted))
-        if stop.received:
-            raise interrupt_for(stop.received)
-        with lock_folder(folder):
-            _write_settings(folder, config, environment)
-            recorder = RunRecorder(folder)
-            with _end_recorded(recorder):
-                yield recorder
-
-
-@contextlib.contextmanager
-def reopened_folder(
-    folder: Path, config: RunConfig, environment: Environment, checkpoint: Checkpoint | None
-) -> Iterator["RunRecorder"]:
-    """Reopen the folder of an unfinished run, which the caller has locked; yield its recorder.
-
-    Without a checkpoint the run starts from step 0 with an empty record.
-    """
-    from rloo_kit.runs.recorder import RunRecorder
+    folder = past or make_run_folder(free)
 
     def begin() -> None:
         for name in RECORD if checkpoint is None else ("end.json",):
             (folder / name).unlink(missing_ok=True)
         # The adapter of fewer steps would be taken for the trained one
         shutil.rmtree(folder / "adapter", ignore_errors=True)
-        _write_settings(folder, config, environment)
+        write_run_file(folder, config)
+        facts = asdict(environment)
+        facts["versions"] = {name: installed_version(name) for name in ("rloo_kit", *TESTED)}
+        write_json(folder / "environment.json", redact_tree(facts), indent=2)
 
-    if checkpoint is None:
-        begin()
-        recorder = RunRecorder(folder)
-    else:  # only once the trainer has accepted the checkpoint as one of this run
-        recorder = RunRecorder(folder, begin)
-    with _end_recorded(recorder):
+    recorder = RunRecorder(folder, begin)
+    with contextlib.ExitStack() as stack:
+        if past is None:
+            stack.enter_context(_removed_if_empty(folder))
+            stack.enter_context(lock_folder(folder))
+        if checkpoint is None:  # else once the trainer has accepted it as one of this run
+            recorder.begin()
+        stack.enter_context(_end_recorded(recorder))
         yield recorder
 
 
@@ -170,26 +161,18 @@ def write_run_file(folder: Path, config: RunConfig) -> None:
     write_atomically(folder / RUN_FILE, text.encode())
 
 
-def _write_settings(folder: Path, config: RunConfig, environment: Environment) -> None:
-    write_run_file(folder, config)
-    facts = asdict(environment)
-    facts["versions"] = {name: installed_version(name) for name in ("rloo_kit", *TESTED)}
-    write_json(folder / "environment.json", redact_tree(facts), indent=2)
-
-
 @contextlib.contextmanager
-def _removed_if_empty(made: list[Path]) -> Iterator[None]:
-    """Remove the new folders that the body notes if the run fails before a step."""
+def _removed_if_empty(folder: Path) -> Iterator[None]:
+    """Remove a new folder if the run fails before a step."""
     learned = ("metrics.jsonl", "completions.jsonl", "adapter")
     try:
         yield
     except BaseException:
-        for folder in made:
-            if not any((folder / name).exists() for name in learned) and not list_steps(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-                # The parent stays where it holds other runs
-                with contextlib.suppress(OSError):
-                    folder.parent.rmdir()
+        if not any((folder / name).exists() for name in learned) and not list_steps(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            # The parent stays where it holds other runs
+            with contextlib.suppress(OSError):
+                folder.parent.rmdir()
         raise
 
 
@@ -205,5 +188,4 @@ def _end_recorded(recorder: "RunRecorder") -> Iterator[None]:
             # A full disk must not hide the first error
             with contextlib.suppress(OSError):
                 recorder.write_end("failed", reason, recorder.steps, time.monotonic() - start)
-            recorder.write_report()
         raise

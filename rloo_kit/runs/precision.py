@@ -9,24 +9,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
-
-import torch
-from transformers import GenerationConfig
-from trl.trainer import rloo_trainer  # whose names Unsloth replaces
+from typing import TYPE_CHECKING, Any
 
 from rloo_kit.config.run_file import RunConfig
-from rloo_kit.data.lengths import prompt_ids
+from rloo_kit.data.lengths import tokenize_prompts
 from rloo_kit.errors import ConfigError
 from rloo_kit.job import PreparedJob
 from rloo_kit.machine.memory import session
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.sampling.canary import PROBE_TOKENS, PROBE_TOKENS_PER_ROW
-from rloo_kit.sampling.choice import make_sampling
-from rloo_kit.sampling.decoding import as_sampled, until_end
-from rloo_kit.sampling.engine import Generations
-from rloo_kit.training.trainer import LeaveOneOutTrainer
 from rloo_kit.types import Row
+
+if TYPE_CHECKING:
+    from rloo_kit.training.trainer import LeaveOneOutTrainer
 
 PRECISIONS = ("bf16", "fp16")
 # Every token can be drawn, with the probability that the policy gives it
@@ -34,13 +29,11 @@ WHOLE_DISTRIBUTION = {
     "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None,
     "thinking_budget": None, "max_completion_length": PROBE_TOKENS_PER_ROW,
 }  # fmt: skip
-
-
-# No more prompts than there are, and one reward
+# No more prompts than there are, one reward, and a sampler that may differ
 ONE_GROUP = {
     "per_device_train_batch_size": 8, "num_generations": 8, "gradient_accumulation_steps": 1,
     "steps_per_generation": None, "generation_batch_size": None, "reward_weights": None,
-    "learn_from": None,
+    "learn_from": None, "canary": False,
 }  # fmt: skip
 
 
@@ -54,8 +47,6 @@ def mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str)
     config = replace(config, trainer=settings | {name: name == precision for name in PRECISIONS})
     rows = rows[: PROBE_TOKENS // PROBE_TOKENS_PER_ROW]
     with tempfile.TemporaryDirectory() as folder, session():
-        from datasets import Dataset
-
         job = PreparedJob(replace(config, output_dir=folder), base)
         args = job.args
         if not getattr(args, precision):  # Unsloth has changed it
@@ -63,17 +54,25 @@ def mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str)
                 f"Unsloth does not compute in {precision} here: set model.backend: transformers, "
                 "or leave --precision out"
             )
+        from datasets import Dataset
+
+        from rloo_kit.training.trainer import LeaveOneOutTrainer  # TRL, after Unsloth
+
         model, tokenizer = job.policy
         trainer = LeaveOneOutTrainer(model, _no_reward, args, Dataset.from_list([*rows]), tokenizer)
-        prompts = [prompt_ids(tokenizer, row["prompt"], args.chat_template_kwargs) for row in rows]
-        drawn = _drawn(trainer, prompts)
-        tokens = TokenRows(prompts, drawn.completion_ids)
-        learner = trainer.learner
-        found = learner.log_probs(tokens, [*range(len(prompts))], trainer.policy.forward)  # (B, T)
+        asked = [row["prompt"] for row in rows]
+        prompts = tokenize_prompts(tokenizer, asked, args.chat_template_kwargs)
+        if trainer.engine is None:
+            ids, log_probs = _drawn_by_transformers(trainer, prompts)
+        else:
+            ids, log_probs = trainer.sampler.draw(prompts)
+            assert log_probs is not None  # an engine reports them
+        tokens, numbers = TokenRows(prompts, ids), [*range(len(prompts))]
+        learnt = trainer.learner.log_probs(tokens, numbers, trainer.policy.forward)  # (B, T)
         return fmean(
-            abs(sampled - learnt)
-            for own, row in zip(drawn.log_probs, found.tolist(), strict=True)
-            for sampled, learnt in zip(own, row, strict=False)  # the row is padded
+            abs(of_sampler - of_learner)
+            for row in zip(ids, log_probs, learnt.tolist(), strict=True)
+            for _, of_sampler, of_learner in zip(*row, strict=False)  # ids are not padded
         )
 
 
@@ -81,18 +80,15 @@ def _no_reward(completions: list[Any], **_: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-def _drawn(trainer: LeaveOneOutTrainer, prompts: list[list[int]]) -> Generations:
-    """Complete each prompt once with the run's sampler."""
-    if trainer.engine is None:
-        return _drawn_by_transformers(trainer, prompts)
-    trainer.engine.sync(trainer.model)
-    sampling = make_sampling(trainer.args, trainer.eos_token_ids)
-    drawn = trainer.engine.generate(prompts, sampling, trainer.args.seed)
-    trainer.engine.sleep()
-    return drawn
+def _drawn_by_transformers(
+    trainer: "LeaveOneOutTrainer", prompts: list[list[int]]
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Complete each prompt once; the log-probabilities are padded to the longest."""
+    import torch
+    from trl.trainer import rloo_trainer  # whose names Unsloth replaces
 
+    from rloo_kit.sampling.decoding import as_sampled, until_end
 
-def _drawn_by_transformers(trainer: LeaveOneOutTrainer, prompts: list[list[int]]) -> Generations:
     unwrapped = rloo_trainer.unwrap_model_for_generation(  # pyright: ignore[reportPrivateImportUsage]
         trainer.model_wrapped, trainer.accelerator, generation_kwargs=trainer.generation_kwargs
     )
@@ -100,15 +96,12 @@ def _drawn_by_transformers(trainer: LeaveOneOutTrainer, prompts: list[list[int]]
     with unwrapped as model, torch.no_grad(), as_sampled(model):
         found = model.generate(
             **padded.to(model.device),
-            generation_config=GenerationConfig.from_dict(
-                trainer.generation_config.to_dict()
-                | {"return_dict_in_generate": True, "output_scores": True}
-            ),
+            generation_config=trainer.generation_config,
+            return_dict_in_generate=True,
+            output_scores=True,
         )
         scores = model.compute_transition_scores(
             found.sequences, found.scores, normalize_logits=True
         )  # (B, C)
-    width = found.sequences.size(1) - scores.size(1)
-    ids = [until_end(row[width:].tolist(), trainer.eos_token_ids) for row in found.sequences]
-    pairs = zip(scores.tolist(), ids, strict=True)
-    return Generations(ids, [row[: len(own)] for row, own in pairs])
+    drawn = found.sequences[:, -scores.size(1) :].tolist()
+    return [until_end(row, trainer.eos_token_ids) for row in drawn], scores.tolist()

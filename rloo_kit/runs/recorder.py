@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from rloo_kit.diagnosis.watch import RunWatch
 from rloo_kit.errors import DiskError
@@ -34,63 +34,52 @@ class RunRecorder(TrainerCallback):
 
     Args:
         folder: Of the run; it exists.
-        begin: Called once, when the training begins and nothing can refuse the run any more.
+        make_ready: Called once, at the latest when the training begins and nothing can refuse the
+            run any more.
     """
 
-    def __init__(self, folder: Path, begin: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, folder: Path, make_ready: Callable[[], None] = lambda: None) -> None:
         self.folder = folder
         self.steps = 0  # optimizer steps that were recorded
         self.resumed_at: list[int] = []  # steps after which the run was resumed
         self.began = False
-        self._begin = begin
+        self._make_ready = make_ready
         self._started, self._earlier = time.monotonic(), 0.0
         self._evaluation: dict[str, Any] = {}
         self._next_report = 0.0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def begin(self) -> None:
         """Start to use the folder."""
         if not self.began:
             self.began = True
-            self._begin()
+            self._make_ready()
 
-    def on_log(
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Start to use the folder, if that has not happened."""
+        self.begin()
+
+    def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # transformers passes logs
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
+        *_: Any,
+        logs: dict[str, Any],
+        **__: Any,
     ) -> None:
         """Append one line to metrics.jsonl."""
-        row = {"step": state.global_step, "time": time.time(), **(logs or {})}
+        row = {"step": state.global_step, "time": time.time(), **logs}
         self._append("metrics.jsonl", [row])
         self.steps = state.global_step
         if self.steps > 1 and time.monotonic() > self._next_report:
             self.write_report()
 
-    def on_completions(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        records: list[dict[str, Any]],
-        **_: Any,
-    ) -> None:
+    def on_completions(self, *_: Any, records: list[dict[str, Any]], **__: Any) -> None:
         """Append the completions of one generation batch, with rewards, KL and advantages."""
         self._append("completions.jsonl", records)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
-    def on_state(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        held: dict[str, Any],
-        **_: Any,
-    ) -> None:
+    def on_state(self, *_: Any, held: dict[str, Any]) -> None:
         """Put into the checkpoint how many bytes of each file belong to the steps so far."""
         held["record"] = {
             "sizes": {name: _size(self.folder / name) for name in ROW_FILES},
@@ -102,14 +91,11 @@ class RunRecorder(TrainerCallback):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
+        *_: Any,
         held: dict[str, Any],
-        **_: Any,
     ) -> None:
         """Truncate the files to the checkpoint: later steps are made again."""
-        record = held.get("record")
-        if record is None:
-            return
+        record = held["record"]
         self.steps, self._earlier = state.global_step, record["seconds"]
         self.resumed_at = [*record["resumed_at"], state.global_step]
         # And no other name that the checkpoint gives
@@ -128,9 +114,7 @@ class RunRecorder(TrainerCallback):
         if found:
             write_json(self.folder / "evaluation.json", redact_tree(self._evaluation))
 
-    def on_checkpoint(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_checkpoint(self, *_: Any) -> None:
         """Flush the rows to the disk before the checkpoint that counts on them."""
         for name in ROW_FILES:
             with contextlib.suppress(OSError), (self.folder / name).open("rb") as file:
@@ -175,7 +159,7 @@ class RunRecorder(TrainerCallback):
     def write_end(
         self, how: str, reason: str, steps: int, seconds: float, watch: RunWatch | None = None
     ) -> None:
-        """Write how the run ended to end.json.
+        """Write how the run ended to end.json, and the last report.
 
         Args:
             how: finished, interrupted, stopped or failed.
@@ -192,6 +176,7 @@ class RunRecorder(TrainerCallback):
             end["finding"] = asdict(watch.stopped_on)
             end["kept_step"] = watch.best.step if watch.best else None
         write_json(self.folder / "end.json", redact_tree({**end, "time": time.time()}))
+        self.write_report()
 
     def write_report(self) -> None:
         """Write report.html; if that fails, warn and continue the run."""
@@ -209,40 +194,27 @@ class HeldOutScores(TrainerCallback):
 
     Args:
         every: Steps.
-        score: Scores them.
-        note: Called with the scores and the steps done.
-        rest: Called after that, so that an engine frees the memory of its weights.
+        score: Called with the steps done, scores them.
     """
 
-    def __init__(
-        self,
-        every: int,
-        score: Callable[[], Evaluation | None],
-        note: Callable[[Evaluation, int], None],
-        rest: Callable[[], None],
-    ) -> None:
-        self.every, self.score, self.note, self.rest = every, score, note, rest
+    def __init__(self, every: int, score: Callable[[int], Evaluation | None]) -> None:
+        self.every, self.score = every, score
         self._last: tuple[int, float | None] = (-1, None)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Score when it is time; the end of the training is scored by the run."""
         if state.global_step % self.every or state.global_step >= state.max_steps:
             return
-        evaluation = self.score()
+        evaluation = self.score(state.global_step)
         if evaluation is not None:
-            self.note(evaluation, state.global_step)
             self._last = (state.global_step, next(iter(evaluation.rewards.values()), None))
-        self.rest()
 
     def on_state(
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
+        *_: Any,
         held: dict[str, Any],
-        **_: Any,
     ) -> None:
         """Put the score into the checkpoint of the step that was scored."""
         step, score = self._last

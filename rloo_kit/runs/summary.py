@@ -28,7 +28,6 @@ class RunResult:
     """The outcome of a run."""
 
     folder: Path
-    adapter: Path
     before: Evaluation | None
     after: Evaluation | None
     steps: int
@@ -36,6 +35,11 @@ class RunResult:
     interrupted: bool  # by Ctrl-C or SIGTERM
     terminated: bool = False  # by SIGTERM
     released: Released | None = None
+
+    @property
+    def adapter(self) -> Path:
+        """The folder of the trained adapter."""
+        return self.folder / "adapter"
 
 
 def announce_load(

@@ -7,13 +7,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from rloo_kit.checkpoints.stopping import Terminated, terminate_as_interrupt
 from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.diagnosis.record import read_run
-from rloo_kit.errors import ConfigError, DataError, KitError, MemoryRanOutError
+from rloo_kit.errors import ConfigError, KitError, MemoryRanOutError
 from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
 from rloo_kit.job import PreparedJob, read_config, with_whole_paths
 from rloo_kit.live.select import live_progress
@@ -27,8 +27,7 @@ from rloo_kit.runs.folder import (
     check_same_settings,
     folder_to_resume,
     has_finished,
-    new_folder,
-    reopened_folder,
+    opened_folder,
 )
 from rloo_kit.runs.summary import RunResult
 from rloo_kit.text.redaction import redacting
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 def train(
@@ -91,7 +91,7 @@ def train(
                 return _already_finished(past, say)
         elif resume:
             say(f"no run in {config.output_dir} to resume: a new one begins")
-        result = _train_and_score(job, absolute, past, say)
+        result = _train_and_score(job, absolute, past)
     result = replace(result, released=opened.released)
     summary.conclude(say, result)
     return result
@@ -100,14 +100,15 @@ def train(
 def _already_finished(folder: Path, say: Say) -> RunResult:
     steps = read_run(folder).end["steps"]
     say(f"the run in {folder} has finished its {steps} steps; for more raise trainer.max_steps")
-    return RunResult(folder, folder / "adapter", None, None, steps, 0.0, interrupted=False)
+    return RunResult(folder, None, None, steps, 0.0, interrupted=False)
 
 
 # --- preparation ---------------------------------------------------------------------------------
 
 
-def _prepare(job: PreparedJob, past: Path | None, say: Say) -> Path:
+def _prepare(job: PreparedJob, past: Path | None) -> Path:
     """Make the parts of the job, and return the folder of the run; nothing is written yet."""
+    say = job.say
     live_progress()  # refuses a wrong RLOO_KIT_LIVE before the model is loaded
     folder = past or free_folder(job.config.output_dir)
     job.prepare()
@@ -134,29 +135,25 @@ def _score(job: PreparedJob) -> Evaluation | None:
     _, held_out = job.splits
     if held_out is None:
         return None
-    how: dict[str, Any] = settings_of(job.args) | {"engine": job.engine[0]}
     return evaluate(
-        *job.policy, held_out, job.judges, num_samples=job.config.data.held_out_samples, **how
+        *job.policy,
+        held_out,
+        job.judges,
+        engine=job.engine[0],
+        num_samples=job.config.data.held_out_samples,
+        **settings_of(job.args),
     )
 
 
 # --- training ------------------------------------------------------------------------------------
 
 
-def _train_and_score(
-    job: PreparedJob, absolute: RunConfig, past: Path | None, say: Say
-) -> RunResult:
+def _train_and_score(job: PreparedJob, absolute: RunConfig, past: Path | None) -> RunResult:
     """Run everything except the release; what is made here belongs to the open session."""
-    free = _prepare(job, past, say)
+    say, free = job.say, _prepare(job, past)
     checkpoint, before = _find_progress(past)
-    if past is None:
-        opened = new_folder(free, absolute, job.environment)
-    else:
-        opened = reopened_folder(past, absolute, job.environment, checkpoint)
     score = functools.partial(_score, job)
-    with opened as recorder:
-        folder = recorder.folder
-        job.args.output_dir = str(folder)
+    with opened_folder(free, past, absolute, job.environment, checkpoint) as recorder:
         trainer = _make_trainer(job, recorder)
         if checkpoint is None:
             trainer.dry_run_if_wanted(
@@ -164,20 +161,26 @@ def _train_and_score(
                 max_prompt_tokens=job.config.data.max_prompt_tokens,
                 remedy=lambda: remedy(job.config, room_here(), base=job.base),
             )
-        if before is None:
-            before = score()
-        if before:
+        before = before or score()
+        if before is not None:
             say(f"before: {summary.means(before)}")
-        _follow_scores(trainer, recorder, job.config, score, before, resumed=checkpoint is not None)
-        seconds, by = _train(trainer, checkpoint, say)
-        save_adapter(*job.policy, folder / "adapter")
-        after, by = _score_again(score, by)
-        steps = trainer.state.global_step
-        _finish(trainer, recorder, after, seconds, by)
+            _follow_scores(trainer, recorder, score, before, job.config.data.held_out_every)
+        if before is not None and checkpoint is None:  # else the record has them
+            recorder.write_evaluation(before, 0)
+        started, after = time.monotonic(), None
+        _, by = _until_interrupted(lambda: _train(trainer, checkpoint, say))
+        seconds, steps = time.monotonic() - started, trainer.state.global_step
+        if by:
+            say(f"\ninterrupted after step {steps}: saving the adapter")
+        save_adapter(*job.policy, recorder.folder / "adapter")
+        if not by:
+            after, by = _until_interrupted(score)
+        if after is not None:
+            recorder.write_evaluation(after)
+        recorder.write_end(*_how_it_ended(by, trainer.stop_reason), steps, seconds, trainer.watch)
     summary.compare(say, before, after)
     return RunResult(
-        folder,
-        folder / "adapter",
+        recorder.folder,
         before,
         after,
         steps,
@@ -189,8 +192,7 @@ def _train_and_score(
 
 def _find_progress(past: Path | None) -> tuple[Checkpoint | None, Evaluation | None]:
     """Return the checkpoint to resume from, and the scores from before the training."""
-    checkpoint = find_checkpoint(past) if past is not None else None
-    if past is None or checkpoint is None:
+    if past is None or (checkpoint := find_checkpoint(past)) is None:
         return None, None
     found = (read_json(past / "evaluation.json") or {}).get("before") or {}
     try:
@@ -203,8 +205,9 @@ def _make_trainer(job: PreparedJob, recorder: "RunRecorder") -> "LeaveOneOutTrai
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
     model, tokenizer = job.policy
+    job.args.output_dir = str(recorder.folder)
     try:
-        return LeaveOneOutTrainer(
+        trainer = LeaveOneOutTrainer(
             model=model,
             reward_funcs=job.rewards,
             args=job.args,
@@ -217,47 +220,40 @@ def _make_trainer(job: PreparedJob, recorder: "RunRecorder") -> "LeaveOneOutTrai
         if isinstance(exc, KitError):
             raise
         raise ConfigError(f"TRL refuses the trainer settings: {first_line(exc)}") from exc
+    if trainer.watch is not None:
+        trainer.watch.config = job.config  # the whole one
+    return trainer
 
 
 def _follow_scores(
     trainer: "LeaveOneOutTrainer",
     recorder: "RunRecorder",
-    config: RunConfig,
     score: Callable[[], Evaluation | None],
-    before: Evaluation | None,
-    *,
-    resumed: bool,
+    before: Evaluation,
+    every: int | None,
 ) -> None:
     """Score held-out prompts during training, for the record and for the watch."""
     from rloo_kit.runs.recorder import HeldOutScores
 
-    watch, every = trainer.watch, config.data.held_out_every
+    watch, engine = trainer.watch, trainer.engine
+    see = watch.see_held_out if watch is not None else lambda step, evaluation: None
+    see(0, before.as_dict())
 
-    def note(evaluation: Evaluation, step: int) -> None:
-        if not (resumed and step == 0):
+    def score_now(step: int) -> Evaluation | None:
+        evaluation = score()
+        if evaluation is not None:
             recorder.write_evaluation(evaluation, step)
-        if watch is not None:
-            watch.see_held_out(step, evaluation.as_dict())
+            see(step, evaluation.as_dict())
+        if engine is not None:
+            engine.sleep()  # frees the memory of its weights
+        return evaluation
 
-    if watch is not None:
-        watch.config = config
-        watch.by_held_out = before is not None and bool(every)
-        # After a power cut it may hold no line
-        with contextlib.suppress(DataError):
-            watch.past = read_run(recorder.folder) if resumed else None
-    if before is None:
-        return
-    note(before, 0)
     if every:
-        rest = trainer.engine.sleep if trainer.engine is not None else lambda: None
-        trainer.add_callback(HeldOutScores(every, score, note, rest))
+        trainer.add_callback(HeldOutScores(every, score_now))
 
 
-def _train(
-    trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Say
-) -> tuple[float, str]:
-    """Train; return the seconds, and the signal that interrupted it or ""."""
-    start = time.monotonic()
+def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Say) -> None:
+    """Train, and say how to go on where it stops early."""
     if checkpoint is not None:
         say(f"resuming from step {checkpoint.step} ({checkpoint.folder})")
     try:
@@ -265,9 +261,6 @@ def _train(
             # Said below
             warnings.filterwarnings("ignore", message="training stops")
             trainer.train(resume_from_checkpoint=checkpoint and checkpoint.folder)
-    except KeyboardInterrupt as exc:
-        say(f"\ninterrupted after step {trainer.state.global_step}: saving the adapter")
-        return time.monotonic() - start, _signal_name(exc)
     except Exception as exc:
         if step := trainer.state.global_step:
             folder = trainer.args.output_dir
@@ -281,34 +274,18 @@ def _train(
         ) from exc
     if trainer.stop_reason:
         say(f"\nstopped after step {trainer.state.global_step}: {trainer.stop_reason}")
-    return time.monotonic() - start, ""
 
 
-def _signal_name(exc: KeyboardInterrupt) -> str:
-    return "SIGTERM" if isinstance(exc, Terminated) else "Ctrl-C"
+def _how_it_ended(interrupted_by: str, stop_reason: str | None) -> tuple[str, str]:
+    """Return finished, stopped or interrupted, and why."""
+    if interrupted_by:
+        return "interrupted", f"by {interrupted_by}"
+    return ("stopped", stop_reason) if stop_reason else ("finished", "")
 
 
-def _score_again(score: Callable[[], Evaluation | None], by: str) -> tuple[Evaluation | None, str]:
-    """Return the scores after training and the signal that interrupted the run."""
-    if by:
-        return None, by
+def _until_interrupted(call: Callable[[], T]) -> tuple[T | None, str]:
+    """Return what a call returns, and the signal that interrupted it or ""."""
     try:
-        return score(), ""
+        return call(), ""
     except KeyboardInterrupt as exc:
-        return None, _signal_name(exc)
-
-
-def _finish(
-    trainer: "LeaveOneOutTrainer",
-    recorder: "RunRecorder",
-    after: Evaluation | None,
-    seconds: float,
-    by: str,
-) -> None:
-    """Write the scores after training, how the run ended, and the last report."""
-    if after is not None:
-        recorder.write_evaluation(after)
-    how = "interrupted" if by else "stopped" if trainer.stop_reason else "finished"
-    reason = f"by {by}" if by else trainer.stop_reason or ""
-    recorder.write_end(how, reason, trainer.state.global_step, seconds, trainer.watch)
-    recorder.write_report()
+        return None, "SIGTERM" if isinstance(exc, Terminated) else "Ctrl-C"

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from transformers.training_args import OptimizerNames
 
-from rloo_kit.checkpoints.store import random_states, set_random_states
+from rloo_kit.checkpoints.state import random_states, set_random_states
 from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.data.lengths import longest_prompt
 from rloo_kit.errors import MemoryRanOutError

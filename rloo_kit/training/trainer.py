@@ -206,21 +206,18 @@ class LeaveOneOutTrainer(StepTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Make the dry run and train, or resume (``train_exactly``); views are closed at the end.
+        """Make the dry run and train, or resume; views are closed at the end.
 
         Raises:
             CheckpointError: There is no checkpoint, it is broken, or of another run.
             MemoryRanOutError: The worst case does not fit (``args.dry_run``).
         """
-        train = super().train
         self.collected, self.sampler.is_synced = [], False
         self.rloo.rollout, self.rloo.waiting = None, []
         try:
             if not (resume_from_checkpoint or self.dry_run_done):
                 self.dry_run_if_wanted(print)
-            return self.train_exactly(
-                lambda folder: train(folder, trial, ignore_keys_for_eval), resume_from_checkpoint
-            )
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
             for callback in self.callback_handler.callbacks:
                 if callable(close := getattr(callback, "close", None)):

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from rloo_kit.checkpoints.store import (
     MANIFEST,
+    Checkpoint,
     find_checkpoint,
     list_steps,
     prune_checkpoints,
@@ -66,13 +67,13 @@ def rewrite_manifest(folder, **changes):
 
 def test_a_checkpoint_is_read_back_as_it_was_written(tmp_path):
     facts = {"rng": [1, 2**70], "loss": 0.1 + 0.2, "text": "ß", "none": None}
-    written = write_checkpoint(tmp_path / "runs" / "a", 30, fill, facts=facts, score=0.5)
-    assert written.folder == tmp_path / "runs" / "a" / "checkpoint-30"
-    assert (written.step, written.score, written.facts) == (30, 0.5, facts)
-    assert read_checkpoint(written.folder) == written == find_checkpoint(tmp_path / "runs" / "a")
-    assert {name: (written.folder / name).read_bytes() for name in FILES} == FILES
-    assert hidden(tmp_path / "runs" / "a") == []
-    manifest = json.loads((written.folder / MANIFEST).read_text())
+    folder = write_checkpoint(tmp_path / "runs" / "a", 30, fill, facts=facts, score=0.5)
+    assert folder == tmp_path / "runs" / "a" / "checkpoint-30"
+    written = read_checkpoint(folder)
+    assert written == Checkpoint(folder, 30, 0.5, facts) == find_checkpoint(folder.parent)
+    assert {name: (folder / name).read_bytes() for name in FILES} == FILES
+    assert hidden(folder.parent) == []
+    manifest = json.loads((folder / MANIFEST).read_text())
     assert set(manifest["files"]) == set(FILES)
 
 
@@ -91,7 +92,7 @@ def test_where_there_is_no_run_nothing_is_found(tmp_path, run):
     (tmp_path / "file").write_text("")
     assert find_checkpoint(tmp_path / run) is None
     assert list_steps(tmp_path / run) == []
-    assert prune_checkpoints(tmp_path / run, 1, 1) == []
+    prune_checkpoints(tmp_path / run, 1, 1)
 
 
 def test_odd_names_are_no_checkpoints(tmp_path):
@@ -159,7 +160,7 @@ class FaultError(Exception):
     pass
 
 
-@pytest.mark.parametrize("fault", [FaultError, KeyboardInterrupt, ConnectionResetError])
+@pytest.mark.parametrize("fault", [FaultError, KeyboardInterrupt])
 def test_another_exception_passes_and_leaves_nothing(tmp_path, fault):
     write(tmp_path, 10, 20)
     before = contents(tmp_path)
@@ -328,15 +329,14 @@ def test_killed_at_any_call_a_valid_one_is_found(tmp_path, scenario, allowed):
 def test_the_last_and_the_best_stay(tmp_path, scores, keep_last, keep_best, left):
     for step, score in enumerate(scores, 1):
         write(tmp_path, step, score=score)
-    removed = prune_checkpoints(tmp_path, keep_last, keep_best)
+    prune_checkpoints(tmp_path, keep_last, keep_best)
     assert list_steps(tmp_path) == left
-    assert removed == [step for step in range(1, len(scores) + 1) if step not in left]
     assert sorted(os.listdir(tmp_path)) == [f"checkpoint-{step}" for step in left]
 
 
 def test_the_one_just_written_stays_also_below_an_older_future(tmp_path):
     write(tmp_path, 40, 50, 10)
-    assert prune_checkpoints(tmp_path, 1, 0) == [40]
+    prune_checkpoints(tmp_path, 1, 0)
     assert list_steps(tmp_path) == [10, 50]
 
 
@@ -344,7 +344,7 @@ def test_broken_ones_do_not_count_and_stay(tmp_path):
     write(tmp_path, 10, 20, 30, 40)
     (tmp_path / "checkpoint-40" / "empty").unlink()
     (tmp_path / "checkpoint-10" / MANIFEST).unlink()
-    assert prune_checkpoints(tmp_path, 1, 0) == [20]
+    prune_checkpoints(tmp_path, 1, 0)
     assert list_steps(tmp_path) == [10, 30, 40]
 
 

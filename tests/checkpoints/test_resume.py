@@ -15,15 +15,9 @@ from transformers import TrainerCallback
 
 import rloo_kit as rk
 from rloo_kit.checkpoints.resume import check_same_run, facts_of
+from rloo_kit.checkpoints.state import random_states, read_tree, set_random_states, write_tree
 from rloo_kit.checkpoints.stopping import Terminated
-from rloo_kit.checkpoints.store import (
-    Checkpoint,
-    list_steps,
-    random_states,
-    read_tree,
-    set_random_states,
-    write_tree,
-)
+from rloo_kit.checkpoints.store import Checkpoint, list_steps
 from rloo_kit.errors import CheckpointError
 
 STEPS, CUT = 5, 3
@@ -377,14 +371,6 @@ def test_tensors_and_arrays_read_back_bit_for_bit(tmp_path):
 def test_what_only_a_pickle_could_keep_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds a function at 'a\.0'"):
         write_tree(tmp_path, {"a": [lambda: None]})
-
-
-@pytest.mark.parametrize("damage", ["", "[]", '{"tensor": "9"}', "[" * 100_000])
-def test_damaged_state_is_refused(tmp_path, damage):
-    write_tree(tmp_path, {"a": torch.ones(2)})
-    (tmp_path / "state.json").write_text(damage)
-    with pytest.raises(CheckpointError, match="take an earlier checkpoint"):
-        read_tree(tmp_path)
 
 
 def test_random_states_come_back(tmp_path):

@@ -56,22 +56,33 @@ def exploded(step):
     return row(step, **{"kl": 3.0, "kl/token": 3.0, "kl/sequence": 60.0, "reward": 0.0})
 
 
+def log(watch, state, logs):
+    """What transformers does with a line of the log."""
+    state.log_history.append({**logs, "step": state.global_step})
+    watch.on_log(None, state, None, logs=logs)
+
+
 def drive(watch, logged, batches=None):
     """Let a watch see a training of these rows; return the state."""
-    state = SimpleNamespace(global_step=0)
+    state = SimpleNamespace(global_step=0, log_history=[])
     watch.on_train_begin(None, state, None)
     for step, logs in enumerate(logged, 1):
         rows = (batches or batch)(step)
         watch.on_completions(None, state, None, records=rows, rollout=sampled(rows))
         state.global_step = step
-        watch.on_log(None, state, None, logs=logs)
+        log(watch, state, logs)
         watch._next_check = 0.0  # as if the steps took their usual time
     return state
 
 
-def watching(**arguments):
+def watching(held_out_every=None, **arguments):
     reported, stops = [], []
-    config = make_run_config({"trainer": {"learning_rate": 1e-3, "max_steps": 40}})
+    config = make_run_config(
+        {
+            "data": {"held_out_every": held_out_every},
+            "trainer": {"learning_rate": 1e-3, "max_steps": 40},
+        }
+    )
     watch = RunWatch(
         config,
         tell=lambda findings: reported.append([f.kind for f in findings]),
@@ -135,11 +146,11 @@ def test_checks_take_their_share_of_the_time_and_no_more(monkeypatch):
 
     monkeypatch.setattr(watch_module, "find_in_run", slow)
     watch, _, _ = watching()
-    state = SimpleNamespace(global_step=0)
+    state = SimpleNamespace(global_step=0, log_history=[])
     watch.on_train_begin(None, state, None)
     for step in range(1, 50):
         state.global_step = step
-        watch.on_log(None, state, None, logs=row(step))
+        log(watch, state, row(step))
     assert checks == [1], "the next check is due after 0.02 s / TIME_SHARE"
 
 
@@ -189,7 +200,7 @@ def test_scores_are_compared_as_the_rewards_gave_them():
     watch, _, _ = watching(
         stop_on=["kl_explosion"], parameters=lambda: [torch.nn.Parameter(torch.zeros(1))]
     )
-    state = SimpleNamespace(global_step=0)
+    state = SimpleNamespace(global_step=0, log_history=[])
     watch.on_train_begin(None, state, None)
     for step in range(20):
         state.global_step = step
@@ -207,10 +218,9 @@ def scores(share, num=64):
 
 def test_reward_hacking_stops_a_run_at_its_best_held_out_score():
     weight = torch.nn.Parameter(torch.zeros(1))
-    watch, _, stops = watching(stop_on=["reward_hacking"], parameters=lambda: [weight])
-    watch.by_held_out = True
+    watch, _, stops = watching(4, stop_on=["reward_hacking"], parameters=lambda: [weight])
     watch.see_held_out(0, scores(0.5))
-    state = SimpleNamespace(global_step=0)
+    state = SimpleNamespace(global_step=0, log_history=[])
     watch.on_train_begin(None, state, None)
     for step in range(1, 25):
         rows = batch(step)
@@ -219,7 +229,7 @@ def test_reward_hacking_stops_a_run_at_its_best_held_out_score():
         state.global_step = step
         if step % 4 == 0:
             watch.see_held_out(step, scores(0.7 if step == 8 else 0.5 - 0.015 * step))
-        watch.on_log(None, state, None, logs=row(step))
+        log(watch, state, row(step))
         watch._next_check = 0.0
         if stops:
             break

@@ -17,7 +17,7 @@ import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.config.engine_settings import requested_engine
 from rloo_kit.config.run_file import DataSection
-from rloo_kit.diagnosis.record import RunStatistics, read_run
+from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import (
     ConfigError,
     GenerationError,
@@ -90,7 +90,7 @@ def test_a_run_reports_pass_and_intervals(run):
 
 def test_chance_is_counted_in_prompts(run):
     """Completions of one prompt are alike: four of them are no four prompts."""
-    found = {one.name: one for one in RunStatistics(read_run(run)).scored_twice}
+    found = {one.name: one for one in read_run(run).scored_twice}
     assert found["accuracy"].num == PROMPTS
 
 

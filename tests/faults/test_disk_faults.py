@@ -50,9 +50,9 @@ def test_a_full_disk_for_a_checkpoint(small_disk, reference):
     one = Trial(small_disk / "trial", reference, {"trainer.save_steps": 1})
 
     def fill_when_third():
-        import safetensors.torch
+        from rloo_kit.checkpoints import state
 
-        real = safetensors.torch.save_file
+        real = state.save_file
 
         def save_file(tensors, path, *args, **kwargs):
             if str(path).startswith(str(one.run)) and ".checkpoint-3." in str(path):
@@ -62,7 +62,7 @@ def test_a_full_disk_for_a_checkpoint(small_disk, reference):
                 )
             return real(tensors, path, *args, **kwargs)
 
-        safetensors.torch.save_file = save_file
+        state.save_file = save_file
 
     life = one.begin(before=fill_when_third)
     assert life.finish() == 2, life.text

@@ -1,10 +1,8 @@
 """Whole runs of the embedded model through the command and the API."""
 
 import json
-import os
 import re
 import shutil
-import signal
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,13 +13,12 @@ import yaml
 
 import rloo_kit as rk
 from rloo_kit.cli import main
-from rloo_kit.config.run_file import RunConfig, make_run_config
+from rloo_kit.config.run_file import make_run_config
 from rloo_kit.errors import ModelError
-from rloo_kit.machine.environment import Environment, setup
+from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.runs import summary
-from rloo_kit.runs.folder import new_folder
 
 SHORT = [
     "--set", "trainer.max_steps=4", "--set", "data.held_out=32", "--set", "data.num_prompts=64",
@@ -208,20 +205,6 @@ def test_memory_that_runs_out_elsewhere_is_one_sentence(place, monkeypatch, caps
     assert "resume with rloo-kit train runs/quickstart --resume" in printed.out
     if place == "metrics":  # weights that an optimizer step has half changed are not saved
         assert list(Path("runs/quickstart").glob("checkpoint-*/adapter_model.safetensors"))
-
-
-def test_a_signal_while_the_run_folder_is_made_leaves_none(monkeypatch):
-    make = os.mkdir
-
-    def interrupted(*args, **kwargs):
-        make(*args, **kwargs)
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(os, "mkdir", interrupted)
-    config = RunConfig()
-    with pytest.raises(KeyboardInterrupt), new_folder(Path("run"), config, setup()):
-        pass
-    assert not Path("run").exists()
 
 
 def test_saved_run_file_trains_again_from_another_folder(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rloo_kit as rk
-from rloo_kit.checkpoints.store import random_states
+from rloo_kit.checkpoints.state import random_states
 from rloo_kit.cli import main
 from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.training.dry_run import largest_passes

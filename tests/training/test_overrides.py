@@ -15,11 +15,16 @@ EXPECTED = {
     "_load_rng_state": "self, checkpoint",
     "_maybe_log_save_evaluate": "self, tr_loss, grad_norm, model, trial, epoch, "
     "ignore_keys_for_eval, start_time, learning_rate=None",
+    "_run_epoch": "self, model, epoch, train_dataloader, steps_in_epoch, "
+    "num_update_steps_per_epoch, trial, ignore_keys_for_eval, start_time, "
+    "resume_from_checkpoint, epochs_trained, steps_trained_in_current_epoch",
     "_save_checkpoint": "self, model, trial",
     "log": "self, logs, start_time=None",
     "train": "self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None",
     "training_step": "self, model, inputs, num_items_in_batch",
 }
+# Overrides that hand all arguments on
+WRAPPED = {"_maybe_log_save_evaluate", "_run_epoch"}
 CALLED = (
     "compute_loss_context_manager",
     "store_flos",
@@ -46,7 +51,11 @@ def test_the_overrides_are_these():
 def test_an_override_has_the_signature_of_its_hook(name):
     hook = getattr(RLOOTrainer, name)
     assert written(hook) == EXPECTED[name], "moved upstream"
-    assert parameters(getattr(LeaveOneOutTrainer, name)) == parameters(hook)
+    override = getattr(LeaveOneOutTrainer, name)
+    if name in WRAPPED:
+        assert written(override) == "self, *args, **keywords"
+    else:
+        assert parameters(override) == parameters(hook)
 
 
 def test_every_hook_that_is_called_exists():

@@ -1,0 +1,144 @@
+"""State of a training: a tree of values in JSON and safetensors, random states, checksums.
+
+``state.json`` holds the tree; what JSON lacks is an object of one key in it: ``{"dict": items}``
+(so that keys may be numbers), ``{"tuple": items}``, and ``{"tensor": name}`` or ``{"array": name}``
+for a value in ``state.safetensors``.
+"""
+
+import hashlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from rloo_kit.errors import CheckpointError
+from rloo_kit.types import Model
+
+TREE, TENSORS = "state.json", "state.safetensors"
+# Rows of a data set that its checksum reads, evenly spaced
+SAMPLED_ROWS = 512
+# Values of each frozen weight that their checksum reads
+SAMPLED_VALUES = 64
+
+
+def write_tree(folder: Path, tree: dict[str, Any]) -> None:
+    """Write a tree to ``state.json`` and ``state.safetensors``.
+
+    Args:
+        folder: That exists.
+        tree: Of dicts (keys are texts or numbers), lists, tuples, numbers, texts, None, tensors of
+            torch and arrays of NumPy.
+
+    Raises:
+        CheckpointError: It holds something else.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    plain = _encode(tree, "", tensors)
+    (folder / TREE).write_text(json.dumps(plain), encoding="ascii")
+    save_file(tensors, str(folder / TENSORS))
+
+
+def read_tree(folder: Path) -> dict[str, Any]:
+    """Return what ``write_tree`` wrote, in a checkpoint that was verified; tensors on the CPU."""
+    return _decode(json.loads((folder / TREE).read_bytes()), load_file(str(folder / TENSORS)))
+
+
+def _encode(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_encode(item, f"{path}.{place}", tensors) for place, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"tuple": _encode(list(value), path, tensors)}
+    if isinstance(value, dict):
+        items = [
+            [_encode(key, path, tensors), _encode(item, f"{path}.{key}", tensors)]
+            for key, item in value.items()
+        ]
+        return {"dict": items}
+    if not isinstance(value, np.ndarray | torch.Tensor):
+        raise CheckpointError(
+            f"the training's state holds a {type(value).__name__} at {path[1:]!r}, which only a "
+            f"pickle could keep: use an optimizer or reward whose state is numbers, texts and "
+            f"tensors"
+        )
+    name = f"{len(tensors)}{path}"
+    # a copy of its own: safetensors takes no views, and this state may be written later
+    tensors[name] = torch.as_tensor(value).detach().to("cpu", copy=True).contiguous()
+    return {"array" if isinstance(value, np.ndarray) else "tensor": name}
+
+
+def _decode(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(plain, list):
+        return [_decode(item, tensors) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, content),) = plain.items()
+    if kind == "tuple":
+        return tuple(_decode(content, tensors))
+    if kind == "dict":
+        return dict(_decode(content, tensors))
+    # a clone: what safetensors maps from the file must not change with it
+    tensor = tensors[content].clone()
+    return tensor.numpy() if kind == "array" else tensor
+
+
+# --- random states -------------------------------------------------------------------------------
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of Python's, NumPy's and torch's generators, a GPU's included."""
+    # of the device that trains: asking the others would put a CUDA context on each
+    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": on_gpu,
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Put back what ``random_states`` returned; of older states, of every GPU, the first GPU's."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"][0])
+
+
+# --- which model, which prompts ------------------------------------------------------------------
+
+
+def checksum_of_weights(model: Model) -> str:
+    """Return a checksum of the frozen weights: names, shapes, types and some values of each.
+
+    Args:
+        model: Whose trained parameters have ``requires_grad``; those are left out.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        # TRL's copy of the adapter
+        if parameter.requires_grad or ".ref." in name:
+            continue
+        values = parameter.detach().reshape(-1)[:SAMPLED_VALUES].cpu()
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(str(values.tolist()).encode())
+    return digest.hexdigest()
+
+
+def checksum_of_rows(dataset: Any) -> str | None:
+    """Return a checksum of a data set: its length and some of its rows; None of a stream."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return None
+    size = len(dataset)
+    digest = hashlib.sha256(str(size).encode())
+    for place in range(0, size, max(1, size // SAMPLED_ROWS)):
+        digest.update(json.dumps(dataset[place], sort_keys=True, default=str).encode())
+    return digest.hexdigest()
