@@ -4,9 +4,11 @@ transformers reads the file and dequantizes its weights to bf16, 2 bytes per par
 is cached.
 """
 
+import contextlib
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,9 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
     goal = _goal(path, cache_dir)
     if goal.is_dir():
         return goal
-    model, tokenizer, missing = _read(path)
+    with _reading(path):
+        model, tokenizer, missing = _read(path)
+        _repair_tokens(model, tokenizer)
     if missing:  # transformers would start them at random
         raise ModelError(
             f"{format_value(str(path))} lacks {len(missing)} weights of its model, {missing[0]!r} "
@@ -57,12 +61,29 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
     return goal
 
 
-def _read_tokenizer(path: Path) -> Any:
+def read_tokenizer(path: Path, cache_dir: Path | None = None) -> Any:
+    """Return the tokenizer of a GGUF file, without its weights.
+
+    Raises:
+        ModelError: As ``convert`` does.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(path).expanduser().absolute()
+    goal = _goal(path, cache_dir)
+    if goal.is_dir():
+        return AutoTokenizer.from_pretrained(goal, trust_remote_code=False)
+    with _reading(path):
+        return _tokenizer_of(path)
+
+
+def _tokenizer_of(path: Path) -> Any:
     from transformers import AutoTokenizer
     from transformers.integrations.gguf import read_gguf_metadata
 
-    metadata, _ = read_gguf_metadata(str(path), ("tokenizer.ggml.tokens",))
-    tokenizer = AutoTokenizer.from_pretrained(**_source(path))
+    arrays = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
+    metadata, _ = read_gguf_metadata(str(path), arrays)
+    tokenizer = _make_tokenizer(metadata) or AutoTokenizer.from_pretrained(**_source(path))
     _register_tokens(tokenizer, metadata)
     return tokenizer
 
@@ -85,6 +106,48 @@ def _register_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
             if kind in (CONTROL, USER_DEFINED) and token not in known
         ]
     )
+
+
+def _make_tokenizer(metadata: dict[str, Any]) -> Any | None:
+    """Return a tokenizer by transformers' fast reader; None where it has no converter.
+
+    AutoTokenizer takes that reader for one architecture only (transformers 5.17); its other one
+    needs 4 s for 49,000 tokens, and runs twice.
+    """
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations import ggml
+
+    architecture = metadata["general.architecture"]
+    names = {architecture, f"{architecture}_text"} & ggml.GGUF_TO_FAST_CONVERTERS.keys()
+    if not names:
+        return None
+    settings = {
+        name: metadata[f"tokenizer.{key}"]
+        for key, name in ggml.GGUF_TOKENIZER_MAPPING["tokenizer"].items()
+        if f"tokenizer.{key}" in metadata
+    }
+    backend, special = ggml.convert_gguf_tokenizer(names.pop(), settings)
+    for kind in ("bos", "eos", "pad", "unk"):
+        if (place := settings.get(f"{kind}_token_id")) is not None:
+            special[f"{kind}_token"] = settings["tokens"][place]
+    special["clean_up_tokenization_spaces"] = False
+    template = metadata.get("tokenizer.chat_template")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise what transformers raises while it reads a GGUF file as a ModelError."""
+    if installed_version("gguf") is None:
+        raise ModelError("reading a .gguf file needs the package gguf; pip install gguf")
+    try:
+        yield
+    except Exception as exc:  # every architecture has readers of its own
+        raise ModelError(
+            f"transformers cannot read {format_value(str(path))} ({first_line(exc)}): it is "
+            "damaged, or of an architecture that transformers does not know; download it again, or "
+            "use the model's Hugging Face folder or name"
+        ) from exc
 
 
 def _source(path: Path) -> dict[str, Any]:
@@ -121,25 +184,15 @@ def _read(path: Path) -> tuple[Any, Any, list[str]]:
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    if installed_version("gguf") is None:
-        raise ModelError("reading a .gguf file needs the package gguf; pip install gguf")
+    source = _source(path)
     auto_model: Any = AutoModelForCausalLM  # its stub leaves out output_loading_info
-    try:
-        model, info = auto_model.from_pretrained(
-            **_source(path),
-            dtype=torch.bfloat16,
-            quantization_config=GgufConfig(dequantize=True),
-            output_loading_info=True,
-        )
-        tokenizer = _read_tokenizer(path)
-        _repair_tokens(model, tokenizer)
-    except Exception as exc:  # every architecture has readers of its own
-        raise ModelError(
-            f"transformers cannot read {format_value(str(path))} ({first_line(exc)}): it is "
-            "damaged, or of an architecture that transformers does not know; download it again, or "
-            "use the model's Hugging Face folder or name"
-        ) from exc
-    return model, tokenizer, sorted(info["missing_keys"])
+    model, info = auto_model.from_pretrained(
+        **source,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+        output_loading_info=True,
+    )
+    return model, _tokenizer_of(path), sorted(info["missing_keys"])
 
 
 def _repair_tokens(model: Model, tokenizer: Tokenizer) -> None:

@@ -106,6 +106,10 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     with _as_model_errors(str(name)), quiet():
+        if str(name).endswith(".gguf"):
+            from rloo_kit.models.gguf import read_tokenizer
+
+            return read_tokenizer(Path(name))
         source = find_model(name)
         adapter = adapter_in(source)
         if adapter is not None and not _has_tokenizer(adapter):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rloo_kit.errors import ModelError
-from rloo_kit.models.gguf import _read_tokenizer, convert
+from rloo_kit.models.gguf import convert, read_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMOLLM2 = REPOSITORY / ".cache" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -172,13 +172,21 @@ def answers(tokenizer):
     chat = [{"role": "user", "content": "Is the 3 Ünal?"}, {"role": "assistant", "content": "no"}]
     ids = tokenizer(" t s the 你好 <think> <|im_end|> ").input_ids
     shown = tokenizer.decode(ids), tokenizer.decode(ids, skip_special_tokens=True)
-    return ids, shown, tokenizer.apply_chat_template(chat)["input_ids"]
+    return ids, shown, tokenizer.apply_chat_template(chat)["input_ids"], tokenizer.eos_token
+
+
+@pytest.mark.parametrize("template", [CHATML, NAMES_EOS])
+def test_the_tokenizer_read_first_is_that_of_the_folder(tmp_path, template):
+    path, cache = write_gguf(tmp_path / "tiny.gguf", template=template), tmp_path / "cache"
+    first = read_tokenizer(path, cache)
+    assert not cache.exists()
+    assert answers(first) == answers(load(convert(path, cache))[1])
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_control_and_user_defined_tokens_stay_whole(tmp_path, architecture):
     path = write_gguf(tmp_path / "tiny.gguf", architecture=architecture)
-    tokenizer = _read_tokenizer(path)  # the file lacks weights that a Qwen has
+    tokenizer = read_tokenizer(path, tmp_path)
     opened, closed, turn = tokenizer.convert_tokens_to_ids([*THINK, "<|turn|>"])
     ids = tokenizer("<|turn|><think>t</think>").input_ids
     assert [ids[0], ids[1], ids[-1]] == [turn, opened, closed]
@@ -188,14 +196,13 @@ def test_control_and_user_defined_tokens_stay_whole(tmp_path, architecture):
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
-def test_the_tokenizer_is_that_of_transformers(tmp_path, architecture):
+def test_the_tokenizer_read_first_is_that_of_transformers(tmp_path, architecture):
     from transformers import AutoTokenizer
 
     path = write_gguf(tmp_path / "tiny.gguf", architecture=architecture)
     slow = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
     slow.add_tokens([*THINK, "<|turn|>"])  # which it splits
-    tokenizer = _read_tokenizer(path)  # the file lacks weights that a Qwen has
-    assert answers(tokenizer) == answers(slow)
+    assert answers(read_tokenizer(path, tmp_path))[:3] == answers(slow)[:3]
 
 
 def test_the_folder_is_reused_until_the_file_changes(tmp_path):
