@@ -37,8 +37,9 @@ from rloo_kit.data.prompts import BUILTIN
 from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import KitError, ModelError, SetupError
 from rloo_kit.job import beside, read_config, read_prompts
-from rloo_kit.live.notebook import DRAWING_SECONDS, page_of
-from rloo_kit.live.view import number_text, progress_of
+from rloo_kit.live.figure import DRAWING_SECONDS, page_of
+from rloo_kit.live.progress import progress_of
+from rloo_kit.live.series import CHARTS
 from rloo_kit.machine.environment import quiet
 from rloo_kit.machine.hardware import find_card
 from rloo_kit.output_folder import free_folder, latest_folder, write_atomically
@@ -138,7 +139,9 @@ def _samples(prompts: "Dataset", rewards: list[LoadedReward]) -> str:
     }
     lines = []
     for number, row in enumerate(rows):
-        scores = [f"{name} {number_text(found[number], 3)}" for name, found in earned.items()]
+        scores = [
+            f"{name} {CHARTS['reward'].text(found[number])}" for name, found in earned.items()
+        ]
         completion = " ".join(text_of(row["completion"]).split())
         lines += [text_of(row["prompt"]), f"    {completion}   {', '.join(scores)}"]
     left = ", ".join(one.name for one in rewards if one.name not in earned)
