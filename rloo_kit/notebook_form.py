@@ -84,7 +84,7 @@ class Form:
         wide = {"layout": {"width": "36em"}, "style": {"description_width": "6em"}}
         self.start = widgets.Dropdown(options=["", *shipped], description="begin with", **wide)
         self.fields = {
-            "model": widgets.Text(description="model", **wide),
+            "model": widgets.Text(**wide),
             "prompts": widgets.Combobox(options=[*BUILTIN, *tasks], **wide),
             "rewards": widgets.Textarea(**wide),
             "card": widgets.Combobox(options=["this", "8GB", "12GB", "16GB", "24GB"], **wide),
