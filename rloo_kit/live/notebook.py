@@ -1,6 +1,7 @@
 """A run as a figure in a notebook."""
 
 import time
+from typing import Any
 
 from rloo_kit.live.figure import DRAWING_SECONDS, page_of
 from rloo_kit.live.view import LiveView
@@ -16,7 +17,7 @@ class NotebookFigure(LiveView):
     def _begin(self) -> None:
         from IPython.display import display
 
-        self._handle = display(page_of(self.progress), raw=True, display_id=True)
+        self._handle: Any = display(page_of(self.progress), raw=True, display_id=True)
         self._due = time.monotonic()
 
     def _show_step(self) -> None:

@@ -116,9 +116,13 @@ class Metrics:
         if not values or not edges or not all(edges):
             return values, values, values
         if len(edges) == 2:
-            return values, *edges
-        pairs = [(v, s or 0.0) for v, s in zip(values, edges[0], strict=True)]
-        low, high = ([None if v is None else v + sign * s for v, s in pairs] for sign in (-1, 1))
+            low, high = edges
+            return values, low, high
+        spread = [s or 0.0 for s in edges[0]]
+        low, high = (
+            [None if v is None else v + sign * s for v, s in zip(values, spread, strict=True)]
+            for sign in (-1, 1)
+        )
         return values, low, high
 
     def reward_lines(self) -> list[Line]:

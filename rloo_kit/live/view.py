@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.live.progress import Progress, finding_line
@@ -23,7 +23,7 @@ class LiveView(TrainerCallback):
         self._open = False
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, *_: object, **__: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Start the clock."""
         self._open = True
@@ -40,13 +40,13 @@ class LiveView(TrainerCallback):
         if self.progress.metrics.rows:
             self._safely(self._show_step)
 
-    def on_log(
+    def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # transformers passes logs
         self,
         args: TrainingArguments,
         state: TrainerState,
-        *_: object,
+        control: TrainerControl,
         logs: dict[str, Any],
-        **__: object,
+        **_: Any,
     ) -> None:
         """Show a step; a further pass over a batch, and the summary, have no reward."""
         if "reward" in logs:
