@@ -340,7 +340,7 @@ view = live_progress()
 state = start(view)
 try:
     make_step(view, state)
-    print("ready")
+    print("READY")
     {then}
 finally:
     view.close()
@@ -358,7 +358,7 @@ def in_a_terminal(place, then, interrupt):
     killer = threading.Timer(60, child.kill)
     killer.start()
     try:
-        while "ready" not in place.read() and child.poll() is None:
+        while "READY" not in place.read() and child.poll() is None:
             pass
         if interrupt:
             child.send_signal(interrupt)
