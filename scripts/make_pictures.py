@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.diagnosis.record import RunRecord, read_run
+from rloo_kit.live.progress import Progress
 from rloo_kit.live.terminal import panel_of
-from rloo_kit.live.view import Progress
 from rloo_kit.report.page import write_report
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"

@@ -12,7 +12,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it
 PURE = {
     "text",
     "report",
-    "live",
     "config",
     "scoring",
     "data",

@@ -46,7 +46,9 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 HEAVY = {"torch", "unsloth", "trl", "transformers", "peft", "vllm", "datasets"}
 
 # ... except in packages that are all tensors or subclass TRL (ruff's TID253 lists the files).
-TENSOR_PACKAGES = {"rloo", "training", "checkpoints", "sampling", "diagnosis", "runs", "machine"}
+TENSOR_PACKAGES = {
+    "rloo", "training", "checkpoints", "sampling", "diagnosis", "live", "runs", "machine"
+}  # fmt: skip
 
 
 def name_in_kit(path):

@@ -2,12 +2,12 @@
 
 import os
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rloo_kit.errors import ConfigError
-from rloo_kit.live.notebook import NotebookFigure
-from rloo_kit.live.terminal import TerminalPanel
-from rloo_kit.live.view import LiveView, PlainLines
+
+if TYPE_CHECKING:
+    from rloo_kit.live.view import LiveView
 
 # Environment variable that chooses the view
 VARIABLE = "RLOO_KIT_LIVE"
@@ -15,7 +15,19 @@ CHOICES = ("auto", "panel", "notebook", "plain", "off")
 MIN_COLUMNS = 60
 
 
-def live_progress(stream: TextIO | None = None) -> LiveView:
+def chosen_view() -> str:
+    """Return what RLOO_KIT_LIVE says; ``auto`` if it is not set.
+
+    Raises:
+        ConfigError: It is none of ``CHOICES``.
+    """
+    choice = os.environ.get(VARIABLE) or "auto"
+    if choice not in CHOICES:
+        raise ConfigError(f"{VARIABLE} is {choice!r}, must be one of {', '.join(CHOICES)}")
+    return choice
+
+
+def live_progress(stream: TextIO | None = None) -> "LiveView":
     """Return the view that fits the output, or the one that RLOO_KIT_LIVE names.
 
     Args:
@@ -24,29 +36,25 @@ def live_progress(stream: TextIO | None = None) -> LiveView:
     Raises:
         ConfigError: RLOO_KIT_LIVE has another value.
     """
-    choice = os.environ.get(VARIABLE) or "auto"
-    if choice not in CHOICES:
-        raise ConfigError(f"{VARIABLE} is {choice!r}, must be one of {', '.join(CHOICES)}")
-    in_notebook = stream is None and _in_notebook()
-    target = stream or sys.stdout
+    from rich.console import Console
+
+    from rloo_kit.live.notebook import NotebookFigure
+    from rloo_kit.live.terminal import TerminalPanel
+    from rloo_kit.live.view import LiveView, PlainLines
+
+    choice, target = chosen_view(), stream or sys.stdout
     if choice == "auto":
-        choice = "notebook" if in_notebook else "panel" if _can_redraw(target) else "plain"
+        console = Console(file=target)
+        in_notebook = stream is None and console.is_jupyter
+        has_panel = (
+            target.isatty()
+            and not console.is_dumb_terminal
+            and console.encoding.startswith("utf")
+            and console.width >= MIN_COLUMNS
+        )
+        choice = "notebook" if in_notebook else "panel" if has_panel else "plain"
     if choice == "notebook":
         return NotebookFigure()
     if choice == "panel":
         return TerminalPanel(target)
     return LiveView() if choice == "off" else PlainLines(target)
-
-
-def _in_notebook() -> bool:
-    """Return whether this process is a kernel; IPython in a terminal is none."""
-    ipython = sys.modules.get("IPython")
-    return hasattr(ipython.get_ipython(), "kernel") if ipython else False
-
-
-def _can_redraw(stream: TextIO) -> bool:
-    """Return whether the stream is a terminal that can hold the panel and move its cursor."""
-    if os.environ.get("TERM", "") in ("", "dumb") or not stream.isatty():
-        return False
-    is_utf = (stream.encoding or "").lower().startswith("utf")
-    return is_utf and os.get_terminal_size(stream.fileno()).columns >= MIN_COLUMNS

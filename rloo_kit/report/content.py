@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.run_file import RunConfig
@@ -13,8 +14,9 @@ from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.diagnosis.record import RunRecord
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
+from rloo_kit.live.series import Chart
 from rloo_kit.output_folder import read_json
-from rloo_kit.report.curves import Chart, as_dict, curves_of, held_out_points, rows_of
+from rloo_kit.report.curves import as_dict, as_list, curves_of, held_out_points, metrics_of, scored
 from rloo_kit.report.examples import completion_parts, kept_groups, messages_of
 from rloo_kit.text.numbers import finite_number, finite_numbers
 from rloo_kit.text.redaction import redact_tree
@@ -44,7 +46,7 @@ def run_content(
         "samples": _samples(record, MAX_SAMPLES // share),
         "curves": curves_of(record, charts),
         "points": held_out_points(record),
-        **kept_groups(record.folder, GROUP_BYTES // share),
+        **kept_groups(_folder(record), GROUP_BYTES // share),
         "beta": _beta(record),
         "config": _settings(record.config),
         "environment": _environment(record),
@@ -60,10 +62,6 @@ def _numbers(value: object) -> dict[str, float | None]:
     return {name: finite_number(number) for name, number in as_dict(value).items()}
 
 
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
 # --- how it went ---------------------------------------------------------------------------------
 
 
@@ -76,14 +74,13 @@ def _finding(finding: Finding, record: RunRecord) -> dict[str, Any]:
 
 def _end(record: RunRecord) -> dict[str, Any]:
     """Return how the run ended, and when; a run that was killed has no end.json."""
-    steps = rows_of(record).steps
     times = finite_numbers(row.get("time") for row in record.metrics)
     end = record.end
-    evaluated = "after" in (record.evaluation or {})
+    last_step = max(metrics_of(record).steps, default=0)
     return {
-        "how": str(end.get("how") or ("finished" if evaluated else "open")),
+        "how": str(end.get("how") or ("finished" if scored(record, "after") else "open")),
         "reason": str(end.get("reason") or ""),
-        "steps": finite_number(end.get("steps")) or (steps[-1] if steps else 0),
+        "steps": finite_number(end.get("steps")) or last_step,
         "planned": finite_number(record.config.trainer.get("max_steps")) if record.config else None,
         "rows": record.num_steps,
         "seconds": finite_number(end.get("seconds")),
@@ -103,7 +100,7 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
             ("rewards", ", ".join(map(_reward_name, config.rewards))),
             ("seed", str(config.seed)),
         ]
-    if steps := finite_numbers(_list(record.end.get("resumed_at"))):
+    if steps := finite_numbers(as_list(record.end.get("resumed_at"))):
         facts.append(("resumed", f"after step {', '.join(f'{step:g}' for step in steps)}"))
     return [*facts, *_environment(record)[:1]]
 
@@ -120,20 +117,16 @@ def _reward_name(reward: object) -> str:
 
 def _held_out(record: RunRecord) -> dict[str, Any]:
     """Return every reward before and after, and what their difference amounts to."""
-    found = record.evaluation or {}
-    parts = {name: found[name] for name in ("before", "after") if as_dict(found.get(name))}
-    means = {name: _numbers(part.get("rewards")) for name, part in parts.items()}
-    compared = {one.name: one for one in record.scored_twice}
-    rewards = []
-    for name in dict.fromkeys([*compared, *(name for mean in means.values() for name in mean)]):
-        row: dict[str, Any] = {"name": name}
-        row |= {part: mean.get(name) for part, mean in means.items()}
-        if one := compared.get(name):
-            row |= {"error": one.error, "num": one.num, "change": _sign(one.change)}
-        rewards.append(row)
+    parts = {when: scored(record, when) for when in ("before", "after")}
+    means = {when: _numbers(part.get("rewards")) for when, part in parts.items()}
+    rewards: dict[str, dict[str, Any]] = {
+        one.name: {**asdict(one), "change": _sign(one.change)} for one in record.scored_twice
+    }
+    for name in means["before"] | means["after"]:
+        rewards.setdefault(name, {"name": name, **{when: means[when].get(name) for when in means}})
     keys = ("num_prompts", "mean_length")
-    facts = {name: {k: finite_number(part.get(k)) for k in keys} for name, part in parts.items()}
-    return {"rewards": rewards, **facts}
+    facts = {when: {k: finite_number(part.get(k)) for k in keys} for when, part in parts.items()}
+    return {"rewards": [*rewards.values()], **facts}
 
 
 def _sign(change: float) -> str:
@@ -145,10 +138,9 @@ def _sign(change: float) -> str:
 
 def _samples(record: RunRecord, most: int) -> dict[str, Any]:
     """Return held-out prompts with both completions, those whose rewards changed most first."""
-    found = record.evaluation or {}
     before, after = (
-        [as_dict(one) for one in _list(as_dict(found.get(name)).get("samples"))]
-        for name in ("before", "after")
+        [*map(as_dict, as_list(scored(record, when).get("samples")))]
+        for when in ("before", "after")
     )
     if len(before) != len(after):  # the run still trains, or scored other prompts
         after = [{}] * len(before)
@@ -205,16 +197,12 @@ def _flat(config: RunConfig) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return ", ".join(value)
-    if isinstance(value, float):
-        return f"{value:g}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _environment(record: RunRecord) -> list[tuple[str, str]]:
     """Return hardware, backend and versions as pairs of name and value."""
-    facts = (read_json(record.folder / "environment.json") if record.folder else None) or {}
+    facts = read_json(_folder(record) / "environment.json") or {}
     hardware, found = as_dict(facts.get("hardware")), []
     if hardware.get("name"):
         memory = finite_number(hardware.get("total_memory"))
@@ -227,5 +215,8 @@ def _environment(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _command(record: RunRecord) -> str:
-    place = (record.folder / "run.yaml").as_posix() if record.folder else "run.yaml"
-    return f"rloo-kit train {shlex.quote(place)}"
+    return f"rloo-kit train {shlex.quote((_folder(record) / 'run.yaml').as_posix())}"
+
+
+def _folder(record: RunRecord) -> Path:
+    return record.folder or Path()

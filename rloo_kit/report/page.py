@@ -15,9 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.diagnosis.record import RunRecord, read_run
-from rloo_kit.diagnosis.run_rules import find_in_run, verdict
+from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import DataError
+from rloo_kit.live.series import Chart
 from rloo_kit.machine.hardware import installed_version
 from rloo_kit.output_folder import without_nan, write_atomically
 from rloo_kit.report.content import run_content
@@ -32,9 +32,6 @@ SCRIPTS = ("parts.js", "curves.js", "groups.js", "report.js")
 NAME, NAME_OF_SEVERAL = "report.html", "comparison.html"
 # In page.html; filled in one pass, so that inserted data is not searched.
 PLACE = re.compile(r"\{\{(\w+)\}\}")
-# Characters that could end a script or open a tag; in JSON they occur only inside texts
-ESCAPED = "<>&\u2028\u2029"
-SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def write_report(
@@ -54,36 +51,35 @@ def write_report(
         DataError: A folder is none of a run, the path does not end in .html, or it cannot be
             written.
     """
-    given = [folders] if isinstance(folders, str | Path) else list(folders)
-    target = _target([Path(folder) for folder in given], path)
+    given = [*map(Path, [folders] if isinstance(folders, str | Path) else folders)]
+    target = _target(given, path)
     records = [read_run(folder) for folder in given]
-    page = report_html(records).encode("utf-8", "replace")  # a name may hold a lone surrogate
+    charts = charts_of(records)
+    runs = [
+        run_content(record, name, charts, len(records))
+        for record, name in zip(records, _names(given), strict=True)
+    ]
+    page = _page(charts, runs).encode("utf-8", "replace")  # texts may hold a lone surrogate
     try:
         write_atomically(target, page)
     except OSError as exc:
         raise DataError(
             f"the report cannot be written to {str(target)!r} ({exc}): give another path"
         ) from exc
-    for name, record in zip(names_of(records), records, strict=True):
-        text = verdict(record, find_in_run(record))
-        say(text if len(records) == 1 else f"{name}: {text}")
+    for run in runs:
+        say(run["verdict"] if len(runs) == 1 else f"{run['name']}: {run['verdict']}")
     return target
 
 
-def report_html(records: Sequence[RunRecord]) -> str:
+def _page(charts: Sequence[Chart], runs: Sequence[dict[str, Any]]) -> str:
     """Return the page of one run, or of several side by side."""
-    charts = charts_of(records)
-    names = names_of(records)
-    runs = [
-        run_content(record, name, charts, len(records))
-        for record, name in zip(records, names, strict=True)
-    ]
     content = {
         "version": installed_version("rloo_kit"),
         "charts": [asdict(chart) for chart in charts],
         "runs": runs,
     }
-    title = f"{' / '.join(names)}: {'report' if len(runs) == 1 else 'comparison'}"
+    title = f"{' / '.join(run['name'] for run in runs)}: "
+    title += "report" if len(runs) == 1 else "comparison"
     verdicts = [printable(f"{run['name']}: {run['verdict']}") for run in runs]
     parts = {
         **_assets(),
@@ -97,21 +93,19 @@ def report_html(records: Sequence[RunRecord]) -> str:
 def page_json(value: Any) -> str:
     """Return JSON for the inside of a ``<script type="application/json">``.
 
-    NaN and infinities become null, a lone surrogate U+FFFD, other types their text.
+    NaN and infinities become null, other types their text.
     """
     text = json.dumps(
         without_nan(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str
     )
-    for character in ESCAPED:
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return SURROGATE.sub("\ufffd", text)
+    return text.replace("<", "\\u003c")  # no text can open a tag or end the script
 
 
-def names_of(records: Sequence[RunRecord]) -> list[str]:
+def _names(folders: Sequence[Path]) -> list[str]:
     """Return a name for every run: that of its folder, or the path where two have the same."""
-    folders = [record.folder.resolve() if record.folder else Path("run") for record in records]
-    names = [folder.name for folder in folders]
-    return names if len(set(names)) == len(names) else [folder.as_posix() for folder in folders]
+    paths = [folder.resolve() for folder in folders]
+    names = [path.name for path in paths]
+    return names if len(set(names)) == len(names) else [path.as_posix() for path in paths]
 
 
 @cache

@@ -16,7 +16,7 @@ from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import ConfigError, KitError, MemoryRanOutError
 from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
 from rloo_kit.job import PreparedJob, read_config, with_whole_paths
-from rloo_kit.live.select import live_progress
+from rloo_kit.live.select import chosen_view
 from rloo_kit.machine.engines import sleep_pool_bytes
 from rloo_kit.machine.memory import MIB, is_out_of_memory, session
 from rloo_kit.models.loading import save_adapter
@@ -109,7 +109,7 @@ def _already_finished(folder: Path, say: Say) -> RunResult:
 def _prepare(job: PreparedJob, past: Path | None) -> Path:
     """Make the parts of the job, and return the folder of the run; nothing is written yet."""
     say = job.say
-    live_progress()  # refuses a wrong RLOO_KIT_LIVE before the model is loaded
+    chosen_view()  # refuses a wrong RLOO_KIT_LIVE before the model is loaded
     folder = past or free_folder(job.config.output_dir)
     job.prepare()
     from rloo_kit.training.trainer import check_prompts  # TRL, after Unsloth

@@ -20,19 +20,19 @@ from nbclient import NotebookClient
 
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.errors import ConfigError
+from rloo_kit.live import progress as live
 from rloo_kit.live import select
-from rloo_kit.live import terminal as terminal_panel
-from rloo_kit.live import view as live
-from rloo_kit.live.notebook import figure_png
+from rloo_kit.live.figure import figure_png
+from rloo_kit.live.progress import Progress
 from rloo_kit.live.terminal import TerminalPanel
-from rloo_kit.live.view import LiveView, PlainLines, Progress
+from rloo_kit.live.view import LiveView, PlainLines
 
 # Of the quickstart's first step.
 ROW = {
     "loss": 9.313225746154785e-09, "grad_norm": 0.16217748820781708, "learning_rate": 0.001,
     "num_tokens": 4261.0, "completions/mean_length": 27.578125, "completions/clipped_ratio": 0.0,
-    "speed/generation_tokens_per_second": 1630.3704799725574, "signal/groups_without": 0.5,
-    "reward": 0.59375, "reward_std": 0.49501481652259827, "frac_reward_zero_std": 0.5,
+    "speed/generation_tokens_per_second": 1630.3704799725574, "signal/groups_without": 0.25,
+    "reward": 0.59375, "reward_std": 0.49501481652259827, "frac_reward_zero_std": 0.25,
     "score/raw_group_std": 0.2540663480758667, "completions/truncated": 0.0,
     "rewards/accuracy/mean": 0.59375, "rewards/accuracy/std": 0.49501481652259827,
     "rewards/thinking/mean": 0.7, "rewards/thinking/std": 0.0,
@@ -117,12 +117,14 @@ class Terminal:
 @pytest.fixture
 def terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
-    for name in ("NO_COLOR", "RLOO_KIT_LIVE", "COLUMNS", "LINES"):
+    for name in ("NO_COLOR", "RLOO_KIT_LIVE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(terminal_panel, "REFRESH_SECONDS", 0)
     made = []
 
     def make(columns=80, lines=24):
+        # rich asks the terminal of this process for its size, unless it is told
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setenv("LINES", str(lines))
         made.append(Terminal(columns, lines))
         return made[-1]
 
@@ -203,7 +205,7 @@ def test_pipe_gets_one_line_per_step_and_finding():
         text = lines.read()
     assert re.fullmatch(
         r"step 1/3  reward 0\.594  accuracy 0\.594  thinking 0\.700  kl 0\.0345  length 27\.6  "
-        r"no signal 50%  \d+ tokens/s  0.0 s left\n"
+        r"no signal 25%  \d+ tokens/s  0.0 s left\n"
         r"error: kl_explosion; set trainer\.beta=0\.1\n"
         r"(step [23]/3  .* left\n){2}",
         text,
@@ -221,7 +223,7 @@ def test_odd_metrics_are_shown_as_none(value, terminal):
                 make_step(view, state, **dict.fromkeys(ROW, value))
             make_step(view, state)
             view.close()
-        assert len(view.progress.steps) == 6
+        assert len(view.progress.metrics.steps) == 6
     figure_png(view.progress)
 
 
@@ -333,11 +335,12 @@ sys.path[:0] = {path!r}
 from test_live import make_step, start
 from rloo_kit.live.select import live_progress
 
+print("imported")  # libraries log before
 view = live_progress()
 state = start(view)
 try:
     make_step(view, state)
-    print("ready")
+    print("READY")
     {then}
 finally:
     view.close()
@@ -355,7 +358,7 @@ def in_a_terminal(place, then, interrupt):
     killer = threading.Timer(60, child.kill)
     killer.start()
     try:
-        while "ready" not in place.read() and child.poll() is None:
+        while "READY" not in place.read() and child.poll() is None:
             pass
         if interrupt:
             child.send_signal(interrupt)
@@ -368,7 +371,7 @@ def in_a_terminal(place, then, interrupt):
 def test_ctrl_c_leaves_panel_and_cursor(terminal):
     place = terminal()
     assert in_a_terminal(place, "time.sleep(60)", signal.SIGINT) != 0
-    text = place.read()
+    text = place.read().partition("imported")[2].lstrip()
     lines = screen(text, 80)
     assert "step 1/40" in panel_of(lines)[0]
     assert lines[-2].rstrip() == "KeyboardInterrupt"  # printed below the panel

@@ -1,0 +1,55 @@
+"""A run so far as a figure for a notebook; nothing heavy is imported."""
+
+import base64
+import html
+import io
+from importlib.util import find_spec
+
+from rloo_kit.live.progress import Progress, finding_line
+from rloo_kit.live.series import FOLLOWED
+
+# Least time between two drawings, each of which takes a part of a second
+DRAWING_SECONDS = 10.0
+
+
+def page_of(progress: Progress) -> dict[str, str]:
+    """Return a run so far as HTML and as plain text."""
+    line = progress.line
+    findings = [finding_line(finding) for finding in progress.findings]
+    findings = findings or ["the doctor finds nothing"] * bool(progress.metrics.rows)
+    text = "\n".join([line, *findings])
+    page = f'<pre style="white-space: pre-wrap; margin: 0 0 4px">{html.escape(text)}</pre>'
+    if progress.metrics.rows and find_spec("matplotlib") is not None:
+        picture = base64.b64encode(figure_png(progress)).decode("ascii")
+        source = f"data:image/png;base64,{picture}"
+        page += f'<img alt="{html.escape(line)}" width="900" src="{source}">'
+    return {"text/plain": text, "text/html": page}
+
+
+def figure_png(progress: Progress) -> bytes:
+    """Return the curves of a run as a PNG; pyplot and its settings are not touched."""
+    import numpy as np
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    metrics = progress.metrics
+    rewards = ("Reward functions", metrics.reward_lines())
+    charts = [(chart.title, chart.lines[:1]) for chart in FOLLOWED]
+    picture = io.BytesIO()
+    # A reward's name may hold a $, which would begin a formula
+    with rc_context({"font.size": 7, "lines.linewidth": 1.2, "text.parse_math": False}):
+        # Half as many pixels again as the page shows, for sharp screens.
+        figure = Figure(figsize=(9, 4), dpi=150, layout="constrained")
+        axes = figure.subplots(2, 4).flat
+        for axis, (title, lines) in zip(axes, [*charts, rewards], strict=True):
+            axis.set_title(title, loc="left")
+            for line in lines:
+                # None, a gap, becomes NaN
+                values, low, high = np.array(metrics.curve(line), dtype=float)
+                if len(values):
+                    axis.plot(metrics.steps, values, marker=".", markersize=2, label=line.label)
+                    axis.fill_between(metrics.steps, low, high, alpha=0.15, linewidth=0)
+        if rewards[1]:
+            axis.legend(framealpha=0.6)
+        figure.savefig(picture, format="png")
+    return picture.getvalue()

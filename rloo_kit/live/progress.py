@@ -1,0 +1,92 @@
+"""Where a run is: its steps so far, its findings, the time that is left."""
+
+from collections import deque
+from statistics import median
+from typing import Any
+
+from rloo_kit.diagnosis.record import RunRecord
+from rloo_kit.diagnosis.rules import Finding
+from rloo_kit.diagnosis.run_rules import find_in_run
+from rloo_kit.live.series import CHARTS, Metrics
+from rloo_kit.text.numbers import finite_number
+from rloo_kit.text.wording import format_duration, printable
+
+# Steps whose median gives the time that is left
+PACE_STEPS = 20
+
+
+class Progress:
+    """Where a run is: its newest step and what is known of the earlier ones.
+
+    Args:
+        step: Optimizer steps done when it begins.
+        total: Optimizer steps of the run.
+        now: Seconds of a monotonic clock.
+    """
+
+    def __init__(self, step: int = 0, total: int = 0, now: float = 0.0) -> None:
+        self.step, self.total = step, total
+        self.metrics = Metrics([], [])
+        self.completions: list[dict[str, Any]] = []
+        self.findings: list[Finding] = []
+        self.tokens_per_second = 0.0
+        self._paces: deque[float] = deque(maxlen=PACE_STEPS)
+        self._last, self._tokens = now, 0.0
+
+    def add(self, step: int, total: int, logs: dict[str, Any], now: float) -> None:
+        """Add the metrics of a step that sampled."""
+        seconds = max(1e-9, now - self._last)
+        # After a resume, or with several passes over a batch, steps between were not logged.
+        self._paces.append(seconds / max(1, step - self.step))
+        tokens = finite_number(logs.get("num_tokens")) or self._tokens
+        self.tokens_per_second = (tokens - self._tokens) / seconds
+        self._last, self._tokens = now, tokens
+        self.step, self.total = step, total
+        self.metrics.steps.append(step)
+        self.metrics.rows.append(logs)
+
+    @property
+    def seconds_left(self) -> float:
+        """By the median of the last steps; 0 before the first."""
+        return median(self._paces) * max(0, self.total - self.step) if self._paces else 0.0
+
+    @property
+    def line(self) -> str:
+        """The newest step as one line: rewards, KL, length, speed, time left."""
+        if not self.metrics.rows:
+            return f"step {self.step}/{self.total}"
+        logs, rewards = self.metrics.rows[-1], self.metrics.reward_lines()
+        numbers = [("reward", "reward", "reward")]
+        if len(rewards) > 1:
+            numbers += [(printable(line.label), line.metrics[0], "reward") for line in rewards]
+        numbers += [("kl", "kl", "kl_token"), ("length", "completions/mean_length", "length")]
+        parts = [f"step {self.step:>{len(str(self.total))}}/{self.total}"]
+        parts += [
+            f"{name} {CHARTS[chart].text(logs[key])}" for name, key, chart in numbers if key in logs
+        ]
+        with_signal = self.metrics.newest(CHARTS["signal"].lines[0])
+        if with_signal is not None and with_signal < 1:
+            parts.append(f"no signal {1 - with_signal:.0%}")
+        if cut_off := self.metrics.newest(CHARTS["truncated"].lines[0]):
+            parts.append(f"cut off {cut_off:.0%}")
+        left = format_duration(self.seconds_left)
+        return "  ".join([*parts, f"{self.tokens_per_second:.0f} tokens/s", f"{left} left"])
+
+
+def progress_of(record: RunRecord) -> Progress:
+    """Return where a recorded run is, with the curves of all its steps."""
+    rows = [row for row in record.metrics if "reward" in row]
+    total = (record.config.trainer.get("max_steps") if record.config else None) or 0
+    first = rows[0] if rows else {}
+    progress = Progress(now=first.get("time", 0.0) - first.get("step_time", 0.0))
+    for row in rows:
+        progress.add(row["step"], max(total, rows[-1]["step"]), row, row["time"])
+    progress.findings = find_in_run(record)
+    return progress
+
+
+def finding_line(finding: Finding) -> str:
+    """Return a finding as one line: what it is, and the setting to change or what to do."""
+    of = f" ({finding.reward})" if finding.reward else ""
+    rest = f"set {finding.setting}" if finding.setting else finding.remedy
+    return printable(f"{finding.level}: {finding.kind}{of}; {rest}")

@@ -1,0 +1,158 @@
+"""The metrics of a run that are drawn: which there are, what they mean, and their values.
+
+The terminal's panel, the notebook's figure and the report all draw ``CHARTS``.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rloo_kit.text.numbers import finite_number, finite_numbers, mean_or_none
+
+Values = list[float | None]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart."""
+
+    label: str
+    metrics: tuple[str, ...]  # names in metrics.jsonl; the first that the run has is drawn
+    band: tuple[str, ...] = ()  # one: the spread around the line. Two: from the one to the other
+    from_one: bool = False  # draws one minus the metric
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What is drawn over the steps, and what it means."""
+
+    id: str
+    title: str
+    note: str  # unit and meaning, in a line
+    lines: tuple[Line, ...]
+    band_note: str = ""  # what the band is
+    share: bool = False  # values are shares from 0 to 1
+    held_out: tuple[str, ...] = ()  # rewards whose means on held-out prompts are drawn as points
+    digits: int = 3  # after the point, of a value as text
+
+    def text(self, value: object) -> str:
+        """Return a value for a person; ``none`` for anything but a finite number."""
+        number = finite_number(value)
+        if number is None:
+            return "none"
+        return f"{number:.0%}" if self.share else f"{number:.{self.digits}f}"
+
+
+_SPREAD, _LENGTHS = ("score/raw_group_std",), ("completions/min_length", "completions/max_length")
+# In the order of the report, where the charts of the single rewards come after the first
+CHARTS = {chart.id: chart for chart in (
+    Chart("reward", "Reward", "mean score of a step", (Line("reward", ("reward",), _SPREAD),),
+          band_note="band: one standard deviation within a group"),
+    Chart("kl_sequence", "KL of a completion",
+          "nats from the reference, summed over the completion",
+          (Line("KL", ("kl/sequence", "objective/kl")),)),
+    Chart("kl_token", "KL of a token", "nats from the reference",
+          (Line("KL", ("kl/token", "kl")),), digits=4),
+    Chart("signal", "Groups with signal",
+          "share of groups whose scores differ: the others teach nothing",
+          (Line("with signal", ("signal/groups_without", "frac_reward_zero_std"), from_one=True),
+           Line("rows drawn by learn_from", ("signal/drawn",))), share=True),
+    Chart("entropy", "Entropy", "nats a token; near 0 all completions of a prompt are alike",
+          (Line("entropy", ("policy/entropy_avg", "entropy")),)),
+    Chart("length", "Length", "tokens of a completion",
+          (Line("mean length", ("completions/mean_length",), _LENGTHS),),
+          band_note="band: the shortest to the longest", digits=1),
+    Chart("truncated", "Cut off", "share of completions that reached max_completion_length",
+          (Line("cut off", ("completions/truncated", "completions/clipped_ratio")),), share=True),
+    Chart("grad_norm", "Gradient norm", "before it is clipped to max_grad_norm",
+          (Line("norm", ("grad_norm",)),)),
+    Chart("learning_rate", "Learning rate", "of the step",
+          (Line("rate", ("learning_rate", "lr")),)),
+    Chart("speed", "Speed", "tokens a second",
+          (Line("sampling", ("speed/generation_tokens_per_second",)),
+           Line("learning", ("speed/learning_tokens_per_second",)))),
+    Chart("memory", "Peak memory", "GiB", (Line("peak", ("memory/peak_gib",)),)),
+)}  # fmt: skip
+# Charts that are followed while the run trains
+FOLLOWED = [
+    CHARTS[name]
+    for name in (
+        "reward",
+        "kl_sequence",
+        "kl_token",
+        "length",
+        "truncated",
+        "signal",
+        "grad_norm",
+    )
+]
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The metrics of a run, a row a step."""
+
+    steps: list[int]
+    rows: list[dict[str, Any]]
+
+    def values(self, names: Iterable[str]) -> Values:
+        """Return the values of the first of these metrics that the run has; else []."""
+        for name in names:
+            found = [finite_number(row.get(name)) for row in self.rows]
+            if any(value is not None for value in found):
+                return found
+        return []
+
+    def newest(self, line: Line) -> float | None:
+        """Return the value of a line at the last step."""
+        return next(iter(self.curve(line)[0][-1:]), None)
+
+    def curve(self, line: Line) -> tuple[Values, Values, Values]:
+        """Return a line, and its band from low to high: the line itself where it has none."""
+        values = self.values(line.metrics)
+        if line.from_one:
+            values = [None if value is None else 1.0 - value for value in values]
+        edges = [self.values((name,)) for name in line.band]
+        if not values or not edges or not all(edges):
+            return values, values, values
+        if len(edges) == 2:
+            low, high = edges
+            return values, low, high
+        spread = [s or 0.0 for s in edges[0]]
+        low, high = (
+            [None if v is None else v + sign * s for v, s in zip(values, spread, strict=True)]
+            for sign in (-1, 1)
+        )
+        return values, low, high
+
+    def reward_lines(self) -> list[Line]:
+        """Return a line for the mean of each reward, in the order in which they first came."""
+        names = dict.fromkeys(name for row in self.rows for name in row if is_reward(name))
+        return [reward_line(name.removeprefix("rewards/").removesuffix("/mean")) for name in names]
+
+
+def reward_line(name: str) -> Line:
+    """Return the mean of a reward as a line."""
+    return Line(name, (f"rewards/{name}/mean",))
+
+
+def is_reward(name: str) -> bool:
+    """Return whether a metric is the mean of a reward, ``rewards/NAME/mean``."""
+    return name.startswith("rewards/") and name.endswith("/mean")
+
+
+def cut(num_steps: int, most: int) -> list[slice]:
+    """Return neighbouring steps as at most so many slices of one width."""
+    width = max(1, -(-num_steps // most))
+    return [slice(at, at + width) for at in range(0, num_steps, width)]
+
+
+def means(values: Sequence[float | None], cuts: list[slice]) -> Values:
+    """Return the mean of each slice; None where it has no value."""
+    return [rounded(mean_or_none(finite_numbers(values[part]))) for part in cuts]
+
+
+def rounded(value: object) -> float | None:
+    """Return a finite number with six digits, which a page need not exceed; else None."""
+    number = finite_number(value)
+    return None if number is None else float(f"{number:.6g}")
