@@ -204,8 +204,6 @@ class Learner:
         old = output.log_probs.detach() if rollout.on_policy else stored
         advantages = rollout.advantages[rows, :width]  # (N, 1) or (N, C)
         row_weights, token_weights = weights[rows], None
-        if rollout.draw_weights is not None:
-            row_weights = row_weights * rollout.draw_weights[rows]
         if self.correction is not None and rollout.sampler_log_probs is not None:
             sampler, (level, cap) = rollout.sampler_log_probs[rows, :width], self.correction
             factors = rollout_weights(old, sampler, mask, level, cap)

@@ -7,19 +7,12 @@ Shapes: P prompts, G generations per prompt, B = P*G completions, T the longest 
 functions.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 import torch
 
-from rloo_kit.rloo.advantages import (
-    BASELINES,
-    draw_rows,
-    inclusion_probabilities,
-    leave_one_out_advantages,
-    normalised_sum,
-)
+from rloo_kit.rloo.advantages import BASELINES, leave_one_out_advantages, normalised_sum
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.objective import (
     RunningMoments,
@@ -91,20 +84,18 @@ class ScoredBatch(Completions):
         advantages = leave_one_out_advantages(scores.view(-1, num_generations))  # (P, G)
         return (advantages != 0).any(dim=1)
 
-    def replace_groups(
-        self, groups: Sequence[int], other: Self, shaping: Shaping, num_generations: int
-    ) -> Self:
-        """Return the batch with ``groups`` replaced by those groups of ``other`` that have signal.
+    def with_signal_of(self, other: Self, shaping: Shaping, num_generations: int) -> Self:
+        """Return the batch with groups without signal replaced by groups of ``other`` that have it.
 
-        Where ``other`` has fewer of them, the last of ``groups`` stay.
+        Where ``other`` has fewer of them, the last groups without signal stay.
         """
-        usable = other.has_signal(shaping, num_generations).nonzero().flatten().tolist()
-        rows = list(range(len(self.tokens)))
-        for old, new in zip(groups, usable, strict=False):
-            first = len(self.tokens) + new * num_generations
-            rows[old * num_generations : (old + 1) * num_generations] = range(
-                first, first + num_generations
-            )
+        size, num_rows = num_generations, len(self.tokens)
+        empty = (~self.has_signal(shaping, size)).nonzero().flatten().tolist()
+        usable = other.has_signal(shaping, size).nonzero().flatten().tolist()
+        rows = list(range(num_rows))
+        for old, new in zip(empty, usable, strict=False):
+            first = num_rows + new * size
+            rows[old * size : (old + 1) * size] = range(first, first + size)
 
         def pick(mine: list[Any], others: list[Any]) -> list[Any]:
             both = mine + others
@@ -149,8 +140,6 @@ class Rollout:
     settled: torch.Tensor  # (P,) bool: groups whose advantages are final
     # `(B, T)` float32 as the engine reported them; None where it does not
     sampler_log_probs: torch.Tensor | None = None
-    # `(B,)` one over the probability that the row was drawn; None where all rows are learned from
-    draw_weights: torch.Tensor | None = None
     on_policy: bool = True  # whether no optimizer step was made since it was sampled
 
     @classmethod
@@ -321,22 +310,6 @@ class Rollout:
         found[rows] = advantages * self.learnable[rows, None]
         settled[numbers.to(device)] = True
         return replace(self, advantages=found, settled=settled)
-
-    def with_drawn_rows(self, wanted: int, start: float) -> Self:
-        """Return the rollout that learns from ``wanted`` rows alone, drawn by their gradient.
-
-        Its size is estimated as |A| times length; weights of one over the probability keep the
-        gradient of the whole batch unbiased. Advantages must be final.
-
-        Args:
-            wanted: Rows to learn from; all where no more have a gradient.
-            start: Uniform in [0, 1).
-        """
-        sizes = self.row_advantages.abs() * self.completion_mask.sum(1)  # (B,)
-        chances = inclusion_probabilities(sizes * self.learnable, wanted)
-        drawn = draw_rows(chances, start)
-        weights = torch.where(drawn, 1 / chances, 0.0).to(self.scores.dtype)
-        return replace(self, learnable=drawn, draw_weights=weights)
 
 
 def rows_needing_old_pass(rollout: Rollout, first_step: set[int]) -> list[int]:

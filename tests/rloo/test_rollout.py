@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rloo_kit.rloo.advantages import shrinkage_advantages
+from rloo_kit.rloo.advantages import BASELINES
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.metrics import completion_records, rollout_metrics
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping, rows_needing_old_pass
@@ -246,26 +246,22 @@ def test_rewards_normalised_apart_leave_the_logged_score_alone():
     assert rollout.groups == plain.groups
 
 
-# --- shrinkage -----------------------------------------------------------------------------------
+# --- another baseline ----------------------------------------------------------------------------
 
 
-def test_shrinkage_makes_groups_of_equal_scores_learn():
-    scores = [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
-    plain, rollout = (settled(scores, 2, baseline=b) for b in ("leave_one_out", "shrinkage"))
-    assert plain.groups == [[], [2, 3], [], [6, 7]]
-    assert rollout.groups == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    close(rollout.row_advantages, shrinkage_advantages(torch.tensor(scores).view(4, 2)).view(-1))
-    assert (rollout.advantages[:2] > 0).all()
-    assert (rollout.advantages[4:6] < 0).all()
-    # what dynamic sampling and `signal/groups_without` count is the scores alone
-    assert rollout.sampled.has_signal(rollout.shaping, 2).tolist() == [False, True, False, True]
+def over_other_prompts(rewards):
+    """Advantages over the mean reward of the other prompts."""
+    means = rewards.nanmean(dim=1)
+    others = (means.nansum() - means) / (len(means) - 1)
+    return (rewards - others[:, None]).nan_to_num(nan=0.0)
 
 
-@pytest.mark.parametrize("baseline", ["leave_one_out", "shrinkage"])
-def test_the_baseline_of_the_kl_stays_leave_one_out(baseline):
+@pytest.mark.parametrize("baseline", ["leave_one_out", "other_prompts"])
+def test_the_baseline_of_the_kl_stays_leave_one_out(baseline, monkeypatch):
+    monkeypatch.setitem(BASELINES, "other_prompts", over_other_prompts)
     whole = scored(SCORES, 2, lengths=LENGTHS, beta=0.3, baseline=baseline)
     whole = fill(whole).with_advantages()
-    assert whole.pull.any() == (baseline == "shrinkage")
+    assert whole.pull.any() == (baseline == "other_prompts")
     kl = torch.tensor([sum(kl_by_hand(whole, row)) for row in range(12)])
     penalty = advantages_by_hand(kl.masked_fill(whole.scores.isnan(), NAN).tolist(), 2)
     close(whole.row_advantages, (whole.score_advantages - 0.3 * penalty) * whole.learnable)
@@ -359,7 +355,7 @@ def view(sample, row):
 def test_replaced_groups_are_whole_and_have_signal():
     mine = tagged("a", [1.0, 1.0, 0.0, 1.0, NAN, 3.0, 0.0, 0.0])
     other = tagged("b", [2.0, 2.0, 2.0, 5.0, 7.0, 6.0])
-    kept, mine = mine, mine.replace_groups([0, 2, 3], other, Shaping(), 2)
+    kept, mine = mine, mine.with_signal_of(other, Shaping(), 2)
     # Group 0 of the other has no signal; two are left for three places.
     sources = [(other, 2), (other, 3), (kept, 2), (kept, 3), (other, 4), (other, 5)]
     sources += [(kept, 6), (kept, 7)]
