@@ -222,12 +222,12 @@ def test_without_kl_rows_with_advantage_are_learnable(masks):
     ended = [True] * 10 + [False, True]
     rollout = scored(NO_SIGNAL, 3, ended=ended, mask_truncated_completions=masks)
     assert rollout.learnable.equal(rollout.row_advantages != 0)
-    assert rollout.groups == [[], [3, 5], [], [11] if masks else [10, 11]]
+    assert rollout.learnable_rows == ([3, 5, 11] if masks else [3, 5, 10, 11])
 
 
 def test_with_a_kl_a_group_of_equal_scores_still_learns():
     rollout = settled(NO_SIGNAL, 3, beta=0.1)
-    assert rollout.groups == [[0, 1, 2], [3, 4, 5], [], [10, 11]]
+    assert rollout.learnable_rows == [0, 1, 2, 3, 4, 5, 10, 11]
     assert (rollout.advantages[:3] != 0).all()
 
 
@@ -243,7 +243,7 @@ def test_rewards_normalised_apart_leave_the_logged_score_alone():
     close(plain.row_advantages, torch.tensor([1.0, -1.0, 0.0, 0.0]))
     # the second reward is twice the first, so both count alike
     close(rollout.row_advantages, torch.tensor([1.0, -1.0, 0.0, 0.0]) * 2 * math.sqrt(2))
-    assert rollout.groups == plain.groups
+    assert rollout.learnable_rows == plain.learnable_rows
 
 
 # --- another baseline ----------------------------------------------------------------------------
