@@ -160,7 +160,7 @@ class WorstCase:
                     else:
                         learner.log_probs(tokens, numbers, self.policy.forward)
             # a step of several rollouts learns from one after another
-            for number, longest in largest_passes(max(1, min(rows, in_step)), width, budget):
+            for number, longest in largest_passes(min(rows, in_step), width, budget):
                 rollout = self._rollout(ids, number, longest)
                 weights = torch.zeros(len(rollout), device=learner.device)  # (B,)
                 weights[:number] = 1 / number
