@@ -1,4 +1,4 @@
-"""Held-out score against steps and seconds: the kit's RLOO in three settings, TRL's RLOO and GRPO.
+"""Held-out score against steps and seconds: the kit's RLOO, TRL's RLOO and GRPO.
 
     python benchmarks/study.py                                  # every run: hours on two CPU cores
     python benchmarks/study.py --task arithmetic --minutes 4    # begins no run after that
@@ -8,11 +8,11 @@
 
 A finished run is one line of a file in benchmarks/results and is not run again, except by
 ``--quiet`` where its seconds do not count. All arms of a task have the same adapter, prompts,
-reward and settings; prompts come from a pool that they see more than once, as ``prompt_selection``
-needs. Held-out prompts are scored every few steps, outside of the seconds, which count from the
-first step. KL is that of the held-out completions, in nats a completion, from the model without its
-adapter. ``--gpu`` has the prompts, group, rank, learning rate and length of verl's GRPO-LoRA runs
-(eric-haibin-lin/verl-data, gsm8k/*lorarank32*.log).
+reward and settings; prompts come from a pool that they see more than once. Held-out prompts are
+scored every few steps, outside of the seconds, which count from the first step. KL is that of the
+held-out completions, in nats a completion, from the model without its adapter. ``--gpu`` has the
+prompts, group, rank, learning rate and length of verl's GRPO-LoRA runs (eric-haibin-lin/verl-data,
+gsm8k/*lorarank32*.log).
 """
 
 import argparse
@@ -45,8 +45,6 @@ RESULTS = Path(__file__).parent / "results"
 # Arm -> trainer, settings that differ
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "kit RLOO": ("kit", {}),
-    "kit, shrinkage": ("kit", {"baseline": "shrinkage"}),
-    "kit, history": ("kit", {"prompt_selection": "history"}),
     "TRL RLOO": ("trl-rloo", {}),
     "TRL GRPO": ("trl-grpo", {}),
     "TRL Dr. GRPO": ("trl-grpo", {"loss_type": "dr_grpo", "scale_rewards": "none"}),

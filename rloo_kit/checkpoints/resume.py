@@ -54,6 +54,8 @@ from rloo_kit.text.numbers import finite_numbers, mean_or_none
 # `rows_per_step` is what an optimizer step learns from: how it is divided into
 # `per_device_train_batch_size` and `gradient_accumulation_steps` may change.
 MUST_STAY = sorted([*on_resume("must"), "rows_per_step"])
+# Settings of older versions that decided what is learned
+GONE = ("learn_from", "prompt_retire_at", "prompt_selection")
 # Settings whose new value is used from the next step on, and reported
 MAY_CHANGE = on_resume("may")
 # Of those, the ones that make the learning rate of a step
@@ -433,9 +435,9 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
     for field in OWN_FIELDS:  # a setting that the version of the checkpoint did not have
         old.setdefault(field.name, field.default)
     changed = ", ".join(
-        f"trainer.{s} was {old.get(s)!r} and is {new[s]!r}"
-        for s in MUST_STAY
-        if s in old and old[s] != new[s]
+        f"trainer.{s} was {old[s]!r} and is {new.get(s)!r}"
+        for s in (*MUST_STAY, *GONE)
+        if s in old and old[s] != new.get(s)
     )
     if changed:
         raise CheckpointError(

@@ -51,7 +51,6 @@ STOP_ON = (
     "reward_hacking",
     "entropy_collapse",
     "no_signal",
-    "prompts_used_up",
     "learning_rate_too_low",
 )
 
@@ -95,8 +94,8 @@ class KitSettings:
     )
     baseline: str = setting(
         "leave_one_out",
-        "`leave_one_out`, or `shrinkage`: pulled towards the mean of the other prompts; or a row "
-        "that you added to `BASELINES` ([change the step](../how-to/change_the_step.md)).",
+        "`leave_one_out`; or a row that you added to `BASELINES` ([change the "
+        "step](../how-to/change_the_step.md)).",
         table="rloo_kit.rloo.advantages:BASELINES",
         resume="must",
     )
@@ -113,13 +112,6 @@ class KitSettings:
     reward_timeout_seconds: float | None = setting(
         None, "A reward function that takes longer is an error; null: no limit.", above=0
     )
-    learn_from: int | None = setting(
-        None,
-        "Completions per prompt, on average, that get a training pass, drawn so that the gradient "
-        "stays unbiased; null: all. Needs `beta` 0.",
-        minimum=1,
-        resume="must",
-    )
     dynamic_sampling: bool = setting(
         False,
         "Draw further prompts in place of groups of equal scores.",
@@ -130,18 +122,6 @@ class KitSettings:
         "At most so many draws for one batch; what is missing then stays as it is.",
         minimum=1,
         maximum=100,
-        resume="must",
-    )
-    prompt_selection: Literal["history"] | None = setting(
-        None,
-        "`history`: prompts whose last groups had equal scores are skipped half of the time, then "
-        "three times in four, and so on to 99%; others take their place.",
-        resume="must",
-    )
-    prompt_retire_at: float | None = setting(
-        None,
-        "With `prompt_selection`: a prompt is drawn no more once the mean score of its group is so "
-        "high, such as 0.9 where right answers score 1.",
         resume="must",
     )
     generation: Literal["auto", "vllm", "transformers"] = setting(

@@ -32,8 +32,12 @@ RENAMED = {
     "num_mini_batches": "steps_per_generation",
     "response_length": "max_completion_length",
 }
+_OTHER_PROMPTS = "set trainer.dynamic_sampling: true, or choose prompts by rloo-kit calibrate"
 # Settings that are gone, and what replaces them
 REMOVED = {
+    "learn_from": "set a smaller trainer.num_generations",
+    "prompt_retire_at": _OTHER_PROMPTS,
+    "prompt_selection": _OTHER_PROMPTS,
     "speculative_decoding": (
         "write vllm.speculative_config: {method: suffix, num_speculative_tokens: 4}"
     ),
@@ -110,27 +114,14 @@ def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[
 def _check_together(given: Mapping[str, Any]) -> list[str]:
     """Return what is wrong between settings that are right one by one."""
     values = {**DEFAULTS, **given}
-    drawn, group = values["learn_from"], values["num_generations"]
     budget, longest = values["thinking_budget"], values["max_completion_length"]
     is_wrong = {
         "trainer.stop_on needs the doctor, and trainer.doctor is false: remove one": (
             values["stop_on"] and not values["doctor"]
         ),
-        "trainer.learn_from needs trainer.beta 0: with a KL penalty every advantage needs the "
-        "passes of its whole group": drawn and values["beta"],
-        f"trainer.learn_from {drawn} is not below trainer.num_generations {group}: lower it, or "
-        "leave it out to learn from all": drawn and not values["beta"] and drawn >= group,
         f"trainer.thinking_budget {budget} leaves no space for an answer in "
         f"trainer.max_completion_length {longest}: lower it, or raise the latter": (
             budget and budget >= longest
-        ),
-        "trainer.baseline shrinkage learns from groups of equal scores, and "
-        "trainer.dynamic_sampling drops them, which would bias the gradient: remove one": (
-            values["baseline"] == "shrinkage" and values["dynamic_sampling"]
-        ),
-        f"trainer.prompt_retire_at is {format_value(values['prompt_retire_at'])} and needs "
-        "trainer.prompt_selection: set that to history, or remove this": (
-            values["prompt_retire_at"] is not None and values["prompt_selection"] is None
         ),
     }
     return [error for error, wrong in is_wrong.items() if wrong]

@@ -238,13 +238,8 @@ class RunRecord:
 
     @cached_property
     def fell(self) -> bool:
-        """The training reward fell by more than chance, on prompts that stayed the same."""
-        return not self.chooses_prompts and trend(self.series("reward")) < -SIGNIFICANT
-
-    @property
-    def chooses_prompts(self) -> bool:
-        """Whether prompts that are solved leave, so that a lower reward says nothing."""
-        return self.setting("prompt_selection") is not None
+        """The training reward fell by more than chance."""
+        return trend(self.series("reward")) < -SIGNIFICANT
 
     @property
     def learned(self) -> bool:

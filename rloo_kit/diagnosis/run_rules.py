@@ -269,7 +269,7 @@ def _reward_collapse(run: RunRecord) -> Iterator[Seen]:
     signal, rewards = run.signal, run.series("reward")
     dead = next((n for n, share in enumerate(reversed(signal)) if share > 0.01), len(signal))
     alive = signal[: len(signal) - dead]
-    if dead < max(3, len(signal) // 10) or len(signal) != len(rewards) or run.chooses_prompts:
+    if dead < max(3, len(signal) // 10) or len(signal) != len(rewards):
         return
     # In small batches so many groups without signal in a row may be chance.
     chance = (1 - mean(alive)) ** (dead * run.groups_per_step)
@@ -371,22 +371,6 @@ def _learning_rate_too_low(run: RunRecord) -> Iterator[Seen]:
             f"{run.last('reward'):.3g}; the highest learning rate was {rate:.1g}",
             "error" if rate < LOWEST_RATE else "warning",
             setting=_valid(run, f"trainer.learning_rate={usual if rate < usual else 3 * rate:.1g}"),
-        )
-
-
-@RULES.rule(
-    "prompts_used_up",
-    "the prompts that are left are solved always or never, and teach nothing",
-    "end here, or take more prompts: harder ones where most are solved, easier ones where few are",
-    about_signal=True,
-)
-def _prompts_used_up(run: RunRecord) -> Iterator[Seen]:
-    skipped, retired = run.last("signal/prompts_skipped"), run.last("signal/prompts_retired")
-    if skipped >= MOSTLY:
-        yield Seen(
-            f"prompt_selection skipped {skipped:.0%} of the prompts it looked at in the last "
-            f"steps; {retired:.0f} have retired",
-            "warning",
         )
 
 

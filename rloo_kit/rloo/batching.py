@@ -53,31 +53,26 @@ class MicroBatch:
 
 
 @dataclass
-class Extent:
-    """What some rows cost as one micro-batch, in positions."""
+class SharedExtent:
+    """What some rows cost as one micro-batch whose prompts run once, in positions."""
 
+    tokens: "TokenRows"
     num_rows: int = 0
-    longest: int = 0
     longest_completion: int = 0
     longest_prompt: int = 0
     prompts: set[int] = field(default_factory=set)
 
-    def add(self, prompt: int, prompt_length: int, completion_length: int) -> None:
-        """Add a row; ``prompt`` is a number, the same for equal prompts."""
+    def add(self, row: int) -> None:
+        """Add a row, by its number."""
+        tokens = self.tokens
         self.num_rows += 1
-        self.longest = max(self.longest, prompt_length + completion_length)
-        self.longest_completion = max(self.longest_completion, completion_length)
-        self.longest_prompt = max(self.longest_prompt, prompt_length)
-        self.prompts.add(prompt)
+        self.longest_completion = max(self.longest_completion, len(tokens.completion_ids[row]))
+        self.longest_prompt = max(self.longest_prompt, len(tokens.prompt_ids[row]))
+        self.prompts.add(tokens.prompt_numbers[row])
 
     @property
-    def apart(self) -> int:
-        """Each row with its prompt."""
-        return self.num_rows * self.longest
-
-    @property
-    def shared(self) -> int:
-        """Each prompt once, without its last token, which begins every row."""
+    def positions(self) -> int:
+        """Each prompt without its last token, which begins every row."""
         rows = self.num_rows * (self.longest_completion + 1)
         return rows + len(self.prompts) * (self.longest_prompt - 1)
 
@@ -92,7 +87,7 @@ class TokenRows:
     def __len__(self) -> int:
         return len(self.completion_ids)
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """Tokens of each row, its prompt included."""
         pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
@@ -100,7 +95,7 @@ class TokenRows:
 
     def num_tokens(self, rows: Sequence[int]) -> int:
         """Return the tokens of some rows, prompts included."""
-        return sum(len(self.prompt_ids[row]) + len(self.completion_ids[row]) for row in rows)
+        return sum(self.lengths[row] for row in rows)
 
     @cached_property
     def prompt_numbers(self) -> list[int]:
@@ -108,17 +103,13 @@ class TokenRows:
         numbers: dict[tuple[int, ...], int] = {}
         return [numbers.setdefault(tuple(ids), len(numbers)) for ids in self.prompt_ids]
 
-    def _add(self, extent: Extent, row: int) -> Extent:
-        prompt, completion = self.prompt_ids[row], self.completion_ids[row]
-        extent.add(self.prompt_numbers[row], len(prompt), len(completion))
-        return extent
-
     def is_cheaper_shared(self, rows: Sequence[int], overhead: int = 0) -> bool:
         """Return whether running each prompt once, which is one more pass, costs less."""
-        extent = Extent()
+        extent = SharedExtent(self)
         for row in rows:
-            self._add(extent, row)
-        return extent.shared + overhead < extent.apart
+            extent.add(row)
+        apart = len(rows) * max(self.lengths[row] for row in rows)
+        return extent.positions + overhead < apart
 
     def cut(
         self, rows: Sequence[int], budget: int, overhead: int = 0, *, share: bool = False
@@ -130,15 +121,16 @@ class TokenRows:
 
         No micro-batch has more positions than ``budget``, except a single row that has by itself.
         """
-        lengths = self.lengths
-        order = sorted(rows, key=lambda row: (lengths[row], row))
+        order = sorted(rows, key=lambda row: (self.lengths[row], row))
         cost, cut_before = [0], [0]  # of the first n rows: the lowest cost, where the last cut is
         for end in range(1, len(order) + 1):
-            options, extent = [], Extent()
+            options, extent = [], SharedExtent(self)
+            longest = self.lengths[order[end - 1]]
             for start in range(end - 1, -1, -1):
-                positions = self._add(extent, order[start]).apart
+                positions = (end - start) * longest
                 if share:
-                    positions = min(positions, extent.shared + overhead)
+                    extent.add(order[start])
+                    positions = min(positions, extent.positions + overhead)
                 if positions > budget and options:
                     break
                 options.append((cost[start] + positions + overhead, start))
@@ -160,7 +152,7 @@ class TokenRows:
             The bundles, each the rows of one or several groups of like length; and the groups that
             do not fit even alone.
         """
-        sized = sorted((self.num_tokens(rows), list(rows)) for rows in groups if len(rows))
+        sized = sorted((self.num_tokens(rows), list(rows)) for rows in groups)
         bundles: list[list[int]] = []
         room = 0
         for tokens, rows in sized:
@@ -192,43 +184,40 @@ class TokenRows:
             prompts = [prompt[-1:] for prompt in prompts]
         completions = [self.completion_ids[row] for row in rows]
         pairs = list(zip(prompts, completions, strict=True))
-        num_tokens = [len(prompt) + len(completion) for prompt, completion in pairs]
-        width = max(num_tokens)
-        if multiple_of:
-            width = -(-width // multiple_of) * multiple_of
-        ids = torch.full((len(pairs), width), pad_token_id, dtype=torch.long)
-        labels = torch.full_like(ids, IGNORED)
-        for row, (prompt, completion) in enumerate(pairs):
-            ids[row, : num_tokens[row]] = torch.tensor([*prompt, *completion], dtype=torch.long)
-            labels[row, len(prompt) : num_tokens[row]] = ids[row, len(prompt) : num_tokens[row]]
-        columns = torch.arange(max(map(len, completions)))
+        labels = [[IGNORED] * len(prompt) + completion for prompt, completion in pairs]
+        ids = _padded([prompt + own for prompt, own in pairs], pad_token_id, multiple_of)
         begin = torch.tensor([len(prompt) for prompt in prompts]).unsqueeze(1)
         length = torch.tensor([len(completion) for completion in completions]).unsqueeze(1)
+        columns = torch.arange(int(length.max()))
         return MicroBatch(
             rows=torch.tensor(list(rows), dtype=torch.long, device=device),
             input_ids=ids.to(device),
-            labels=labels.to(device),
-            places=(begin + columns).clamp(max=width - 1).to(device),
+            labels=_padded(labels, IGNORED, multiple_of).to(device),
+            places=(begin + columns).clamp(max=ids.size(1) - 1).to(device),
             completion_mask=(columns < length).to(device),
-            num_tokens=sum(num_tokens) + (0 if shared is None else int(shared.lengths.sum())),
+            num_tokens=sum(map(len, labels)) + (0 if shared is None else int(shared.lengths.sum())),
             shared=shared,
         )
 
     def _shared_prompts(
         self, rows: Sequence[int], pad_token_id: int, device: torch.device | str
     ) -> SharedPrompts:
-        first = {self.prompt_numbers[row]: row for row in reversed(rows)}
-        place = {number: place for place, number in enumerate(first)}
-        heads = [
-            torch.tensor(self.prompt_ids[row][:-1], dtype=torch.long) for row in first.values()
-        ]
-        padded = pad_sequence(heads, batch_first=True, padding_value=pad_token_id)
+        heads = {self.prompt_numbers[row]: self.prompt_ids[row][:-1] for row in reversed(rows)}
+        place = {number: place for place, number in enumerate(heads)}
         of_row = [place[self.prompt_numbers[row]] for row in rows]
         return SharedPrompts(
-            padded.to(device),
-            torch.tensor([len(head) for head in heads], device=device),
+            _padded([*heads.values()], pad_token_id).to(device),
+            torch.tensor([len(head) for head in heads.values()], device=device),
             torch.tensor(of_row, device=device),
         )
+
+
+def _padded(rows: list[list[int]], value: int, multiple_of: int | None = None) -> torch.Tensor:
+    """Return rows of ids as ``(N, W)`` int64, W the longest, rounded up to ``multiple_of``."""
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    padded = pad_sequence(tensors, batch_first=True, padding_value=value)
+    missing = -padded.size(1) % (multiple_of or 1)
+    return torch.nn.functional.pad(padded, (0, missing), value=value)
 
 
 MIB = 1024**2

@@ -5,6 +5,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rloo_kit.errors import DivergedError, MemoryRanOutError
@@ -23,17 +24,14 @@ RESUME = "the last checkpoint is good: resume from it with --resume"
 # --- NaN and Inf ---------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class StepGuard:
-    """Skips optimizer steps with NaN/Inf gradients; ``limit`` of them in a row raise.
+    """Skips optimizer steps with NaN/Inf gradients; ``limit`` of them in a row raise."""
 
-    ``scaler`` is fp16's loss scaler, where there is one.
-    """
-
-    def __init__(self, limit: int, scaler: Any = None) -> None:
-        self.limit = limit
-        self.scaler = scaler
-        self.skipped = 0  # steps so far
-        self.in_a_row = 0  # since the last good one, those that count towards the limit
+    limit: int
+    scaler: Any = None  # fp16's loss scaler, where there is one
+    skipped: int = 0  # steps so far
+    in_a_row: int = 0  # since the last good one, those that count towards the limit
 
     def check(self, loss: float, parameters: Sequence[Any], step: int) -> bool:
         """Return whether the optimizer may step; drop the gradients where not.
@@ -105,7 +103,7 @@ def _norm(tensors: Sequence[Any]) -> float:
     """Return the 2-norm of all of them; NaN and Inf come through."""
     from torch.nn.utils import get_total_norm
 
-    return float(get_total_norm(tensors)) if tensors else 0.0
+    return float(get_total_norm(tensors))
 
 
 def _count(tensors: Sequence[Any]) -> int:
@@ -130,13 +128,13 @@ def retry_smaller(attempt: Callable[[], None], halve: Callable[[Exception], None
             torch.cuda.empty_cache()
 
 
+@dataclass(eq=False)
 class Pieces:
     """Runs a call over rows: all at once, or in pieces as large as fit into memory."""
 
-    def __init__(self, what: str, remedy: str) -> None:
-        self.what = what
-        self.remedy = remedy
-        self.size: int | None = None  # rows of a piece; None: memory has not run out yet
+    what: str  # is done, as in "sampling"
+    remedy: str
+    size: int | None = None  # rows of a piece; None: memory has not run out yet
 
     def run(
         self, call: Callable[[Sequence[Row]], list[Found]], rows: Sequence[Row], at_most: int

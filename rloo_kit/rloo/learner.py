@@ -7,7 +7,8 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -120,8 +121,8 @@ class Learner:
         Returns:
             The rollout with the old log-probabilities and the advantages of the rows.
         """
-        left = set(((weights > 0) & rollout.learnable).nonzero().flatten().tolist())
         in_step = (weights > 0).nonzero().flatten().tolist()
+        left = set(in_step) & set(rollout.learnable_rows)
         self.tally.rows += len(in_step)
         self.tally.step_tokens += rollout.sampled.tokens.num_tokens(in_step)
         self.tally.trained += len(left)
@@ -148,11 +149,8 @@ class Learner:
         A group that is more than memory holds at once gets a pass for its KL here.
         """
         tokens = rollout.sampled.tokens
-        groups = [[row for row in rows if row in left] for rows in rollout.groups]
-        unsettled = {number for number, rows in enumerate(groups) if rows} & set(
-            (~rollout.settled).nonzero().flatten().tolist()
-        )
-        waiting = [groups[number] for number in sorted(unsettled)]
+        groups = groupby(sorted(left), key=lambda row: row // rollout.num_generations)
+        waiting = [list(rows) for number, rows in groups if not rollout.settled[number]]
         bundles, too_long = tokens.bundle(waiting, self.budget)
         if too_long:
             rollout = self.with_old(rollout, [row for rows in too_long for row in rows])
@@ -166,7 +164,7 @@ class Learner:
         self, rollout: Rollout, pieces: list[list[int]], weights: torch.Tensor
     ) -> Rollout:
         """Run micro-batches forward, compute their groups' advantages, then run them backward."""
-        counted = self.tally.copy()
+        counted = replace(self.tally)
         graphs: list[tuple[MicroBatch, PassOutput]] = []
         try:
             with stashed_gradients(self.parameters):
@@ -204,8 +202,6 @@ class Learner:
         old = output.log_probs.detach() if rollout.on_policy else stored
         advantages = rollout.advantages[rows, :width]  # (N, 1) or (N, C)
         row_weights, token_weights = weights[rows], None
-        if rollout.draw_weights is not None:
-            row_weights = row_weights * rollout.draw_weights[rows]
         if self.correction is not None and rollout.sampler_log_probs is not None:
             sampler, (level, cap) = rollout.sampler_log_probs[rows, :width], self.correction
             factors = rollout_weights(old, sampler, mask, level, cap)
@@ -241,9 +237,9 @@ class Learner:
         if not rollout.on_policy:
             moved = output.log_probs - rollout.old_log_probs[batch.rows, : mask.size(1)]  # (N, C)
             tally.squared_log_ratio += float((moved.square() * mask).sum())
-        tally.ratios.append(objective.ratios.cpu())
-        tally.clipped_low.append(objective.clipped_low.cpu())
-        tally.clipped_high.append(objective.clipped_high.cpu())
+        tally.ratios = torch.cat([tally.ratios, objective.ratios.cpu()])
+        tally.clipped_low = torch.cat([tally.clipped_low, objective.clipped_low.cpu()])
+        tally.clipped_high = torch.cat([tally.clipped_high, objective.clipped_high.cpu()])
 
     def _cut(self, tokens: TokenRows, rows: Iterable[int], factor: int = 1) -> list[list[int]]:
         share = self.may_share()

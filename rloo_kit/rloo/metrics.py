@@ -3,7 +3,7 @@
 The older names are those of TRL v0.21.0, ``RLOOTrainer.train``.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -142,6 +142,9 @@ def _numbers(values: torch.Tensor) -> list[float | None]:
 # --- an optimizer step ---------------------------------------------------------------------------
 
 
+NO_ROWS = torch.zeros(0)
+
+
 @dataclass
 class Tally:
     """Counts of an optimizer step; sums over the rows and tokens that were trained."""
@@ -161,21 +164,17 @@ class Tally:
     corrections: int = 0
     correction: float = 0.0
     capped: int = 0
-    ratios: list[torch.Tensor] = field(default_factory=list)
-    clipped_low: list[torch.Tensor] = field(default_factory=list)
-    clipped_high: list[torch.Tensor] = field(default_factory=list)
-
-    def copy(self) -> "Tally":
-        """Return an independent copy."""
-        lists = {name: [*value] for name, value in vars(self).items() if isinstance(value, list)}
-        return replace(self, **lists)
+    # `(trained,)` as `Surrogate` has them
+    ratios: torch.Tensor = NO_ROWS
+    clipped_low: torch.Tensor = NO_ROWS
+    clipped_high: torch.Tensor = NO_ROWS
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step; means over rows count all of them."""
         rows, tokens = max(1, self.rows), max(1, self.completion_tokens)
-        none = [torch.zeros(1)]
-        ratios = torch.cat(self.ratios or [torch.ones(1)])
-        low, high = torch.cat(self.clipped_low or none), torch.cat(self.clipped_high or none)
+        ratios, low, high = self.ratios, self.clipped_low, self.clipped_high
+        if not len(ratios):
+            ratios, low, high = torch.ones(1), torch.zeros(1), torch.zeros(1)
         clipped = float((low + high).sum()) / rows
         corrected = {}
         if self.corrections:

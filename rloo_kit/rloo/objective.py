@@ -71,22 +71,6 @@ def token_kl(
     return log_ratio if estimator == "k1" else torch.expm1(-log_ratio) + log_ratio
 
 
-def subtract_kl(scores: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return the rewards of the sequence level, ``r_i = s_i - beta * sum_t kl_it``.
-
-    They come before the leave-one-out baseline.
-
-    Args:
-        scores: ``(N,)``.
-        kl: ``(N, T)`` of tokens, in nats; 0 where there is no token.
-        beta: Strength of the penalty.
-
-    Returns:
-        ``(N,)``.
-    """
-    return scores - beta * kl.sum(1)
-
-
 def subtract_kl_to_go(advantages: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
     """Return the advantages of the token level, ``A_it = A_i - beta * sum_{u >= t} kl_iu``.
 

@@ -7,27 +7,25 @@ Shapes: P prompts, G generations per prompt, B = P*G completions, T the longest 
 functions.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from rloo_kit.rloo.advantages import (
     BASELINES,
-    draw_rows,
-    inclusion_probabilities,
     leave_one_out_advantages,
+    leave_one_out_baselines,
     normalised_sum,
 )
 from rloo_kit.rloo.batching import TokenRows
-from rloo_kit.rloo.objective import (
-    RunningMoments,
-    normalise,
-    subtract_kl,
-    subtract_kl_to_go,
-    token_kl,
-)
+from rloo_kit.rloo.objective import RunningMoments, normalise, subtract_kl_to_go, token_kl
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Made = TypeVar("Made", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -91,27 +89,26 @@ class ScoredBatch(Completions):
         advantages = leave_one_out_advantages(scores.view(-1, num_generations))  # (P, G)
         return (advantages != 0).any(dim=1)
 
-    def replace_groups(
-        self, groups: Sequence[int], other: Self, shaping: Shaping, num_generations: int
-    ) -> Self:
-        """Return the batch with ``groups`` replaced by those groups of ``other`` that have signal.
+    def with_signal_of(self, other: Self, shaping: Shaping, num_generations: int) -> Self:
+        """Return the batch with groups without signal replaced by groups of ``other`` that have it.
 
-        Where ``other`` has fewer of them, the last of ``groups`` stay.
+        Where ``other`` has fewer of them, the last groups without signal stay.
         """
-        usable = other.has_signal(shaping, num_generations).nonzero().flatten().tolist()
-        rows = list(range(len(self.tokens)))
-        for old, new in zip(groups, usable, strict=False):
-            first = len(self.tokens) + new * num_generations
-            rows[old * num_generations : (old + 1) * num_generations] = range(
-                first, first + num_generations
-            )
+        size, num_groups = num_generations, len(self.tokens) // num_generations
+        without = (~self.has_signal(shaping, size)).nonzero().flatten().tolist()
+        usable = other.has_signal(shaping, size).nonzero().flatten().tolist()
+        groups = list(range(num_groups))  # those of the other come after the own ones
+        for old, new in zip(without, usable, strict=False):
+            groups[old] = num_groups + new
+        rows = [group * size + place for group in groups for place in range(size)]
 
         def pick(mine: list[Any], others: list[Any]) -> list[Any]:
             both = mine + others
             return [both[row] for row in rows]
 
         known, more = self.sampler_log_probs, other.sampler_log_probs
-        return type(self)(
+        return replace(
+            self,
             prompts=pick(self.prompts, other.prompts),
             completions=pick(self.completions, other.completions),
             tokens=TokenRows(
@@ -122,7 +119,6 @@ class ScoredBatch(Completions):
             rewards=torch.cat([self.rewards, other.rewards])[rows],
             scores=torch.cat([self.scores, other.scores])[rows],
             sampler_log_probs=None if known is None or more is None else pick(known, more),
-            weights=self.weights,
         )
 
 
@@ -149,8 +145,6 @@ class Rollout:
     settled: torch.Tensor  # (P,) bool: groups whose advantages are final
     # `(B, T)` float32 as the engine reported them; None where it does not
     sampler_log_probs: torch.Tensor | None = None
-    # `(B,)` one over the probability that the row was drawn; None where all rows are learned from
-    draw_weights: torch.Tensor | None = None
     on_policy: bool = True  # whether no optimizer step was made since it was sampled
 
     @classmethod
@@ -176,6 +170,10 @@ class Rollout:
         places = torch.arange(int(lengths.max()), device=device)  # (T,)
         mask = (places < lengths.unsqueeze(1)) & ~masked.unsqueeze(1)  # (B, T)
         empty = torch.zeros(mask.shape, device=device)
+        sampler_log_probs = None
+        if sampled.sampler_log_probs is not None:
+            reported = [torch.tensor(values) for values in sampled.sampler_log_probs]
+            sampler_log_probs = pad_sequence(reported, batch_first=True).to(device)  # (B, T)
         rollout = cls(
             sampled=sampled,
             num_generations=num_generations,
@@ -187,7 +185,7 @@ class Rollout:
             reference_log_probs=empty,
             advantages=empty if is_token_level(shaping) else empty[:, :1],
             settled=torch.zeros(len(scores) // num_generations, dtype=torch.bool, device=device),
-            sampler_log_probs=_padded(sampled.sampler_log_probs, empty),
+            sampler_log_probs=sampler_log_probs,
         )
         # at beta 0 the gradient of a row is its advantage times that of its log-probability
         has_gradient = (rollout.score_advantages != 0) | (shaping.beta != 0)
@@ -195,11 +193,11 @@ class Rollout:
         return rollout.with_advantages() if shaping.beta == 0 else rollout
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything as dicts, lists and copies of tensors, for a checkpoint."""
-        state = _values_of(self) | {"shaping": asdict(self.shaping)}
-        tokens = _values_of(self.sampled.tokens)
-        state["sampled"] = _values_of(self.sampled) | {"tokens": tokens}
-        return state
+        """Return everything as dicts, lists and tensors, for a checkpoint."""
+        tokens = self.sampled.tokens
+        ids = {"prompt_ids": tokens.prompt_ids, "completion_ids": tokens.completion_ids}
+        sampled = vars(self.sampled) | {"tokens": ids}
+        return vars(self) | {"sampled": sampled, "shaping": asdict(self.shaping)}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], device: Any) -> Self:
@@ -207,14 +205,13 @@ class Rollout:
 
         A checkpoint of an older version may hold fields that are gone, or one advantage per row.
         """
-        sampled = dict(state["sampled"])
-        sampled["tokens"] = TokenRows(**sampled["tokens"])
+        tokens = TokenRows(**state["sampled"]["tokens"])
         values = state | {
-            "sampled": ScoredBatch(**_on(device, sampled)),
-            "shaping": Shaping(**_known(Shaping, state["shaping"])),
+            "sampled": _made(ScoredBatch, state["sampled"] | {"tokens": tokens}, device),
+            "shaping": _made(Shaping, state["shaping"], device),
             "advantages": state["advantages"].view(len(state["scores"]), -1),
         }
-        return cls(**_on(device, _known(cls, values)))
+        return _made(cls, values, device)
 
     def __len__(self) -> int:
         return len(self.sampled.tokens)
@@ -227,17 +224,10 @@ class Rollout:
         return self.learnable.nonzero().flatten().tolist()
 
     @property
-    def groups(self) -> list[list[int]]:
-        """The learnable rows of every group."""
-        places = torch.arange(len(self)).view(-1, self.num_generations)  # (P, G)
-        wanted = self.learnable.view_as(places).cpu()
-        return [rows[take].tolist() for rows, take in zip(places, wanted, strict=True)]
-
-    @property
     def comparable(self) -> torch.Tensor:
         """``(B,)`` bool: scorable rows with at least one scorable sibling."""
-        scorable = ~self.scores.view(-1, self.num_generations).isnan()  # (P, G)
-        return (scorable & (scorable.sum(dim=1, keepdim=True) > 1)).view(-1)
+        baselines = leave_one_out_baselines(self.scores.view(-1, self.num_generations))  # (P, G)
+        return ~baselines.isnan().view(-1)
 
     @property
     def score_advantages(self) -> torch.Tensor:
@@ -299,44 +289,28 @@ class Rollout:
         Args:
             groups: Their numbers; None: all.
         """
-        shaping, size = self.shaping, self.num_generations
-        device = self.scores.device
-        numbers = torch.arange(len(self.settled)) if groups is None else torch.tensor(groups)
-        rows = (numbers.unsqueeze(1) * size + torch.arange(size)).view(-1).to(device)  # (N,)
-        advantages = self.score_advantages[rows]  # (N,)
+        shaping = self.shaping
+        final = torch.zeros_like(self.settled)  # (P,)
+        final[slice(None) if groups is None else groups] = True
+        counts = self.comparable.unsqueeze(1)  # (B, 1)
         if is_token_level(shaping):
-            advantages = subtract_kl_to_go(advantages, self.token_kl[rows], shaping.beta)  # (N, T)
-            counts = self.completion_mask[rows] & self.comparable[rows].unsqueeze(1)
-            advantages = advantages * (self.completion_mask[rows] & self.learnable[rows, None])
+            counts = counts & self.completion_mask  # (B, T)
+            advantages = subtract_kl_to_go(self.score_advantages, self.token_kl, shaping.beta)
+        elif shaping.beta:
+            rewards = (self.scores - shaping.beta * self.kl).view(-1, self.num_generations)
+            advantages = leave_one_out_advantages(rewards).view(-1, 1) + self.pull.unsqueeze(1)
         else:
-            if shaping.beta:
-                rewards = subtract_kl(self.scores[rows], self.token_kl[rows], shaping.beta)
-                advantages = leave_one_out_advantages(rewards.view(-1, size)).view(-1)
-                advantages = advantages + self.pull[rows]
-            advantages, counts = advantages.unsqueeze(1), self.comparable[rows, None]  # (N, 1)
+            advantages = self.score_advantages.unsqueeze(1)
         if shaping.normalize_advantages:  # over their spread among comparable rows or tokens
             known = advantages.masked_fill(~counts, torch.nan)
             advantages = normalise(known).nan_to_num(nan=0.0)
-        found, settled = self.advantages.clone(), self.settled.clone()
-        found[rows] = advantages * self.learnable[rows, None]
-        settled[numbers.to(device)] = True
-        return replace(self, advantages=found, settled=settled)
-
-    def with_drawn_rows(self, wanted: int, start: float) -> Self:
-        """Return the rollout that learns from ``wanted`` rows alone, drawn by their gradient.
-
-        Its size is estimated as |A| times length; weights of one over the probability keep the
-        gradient of the whole batch unbiased. Advantages must be final.
-
-        Args:
-            wanted: Rows to learn from; all where no more have a gradient.
-            start: Uniform in [0, 1).
-        """
-        sizes = self.row_advantages.abs() * self.completion_mask.sum(1)  # (B,)
-        chances = inclusion_probabilities(sizes * self.learnable, wanted)
-        drawn = draw_rows(chances, start)
-        weights = torch.where(drawn, 1 / chances, 0.0).to(self.scores.dtype)
-        return replace(self, learnable=drawn, draw_weights=weights)
+        advantages = advantages * (counts & self.learnable.unsqueeze(1))  # (B, 1) or (B, T)
+        rows = final.repeat_interleave(self.num_generations).unsqueeze(1)  # (B, 1)
+        return replace(
+            self,
+            advantages=torch.where(rows, advantages, self.advantages),
+            settled=self.settled | final,
+        )
 
 
 def rows_needing_old_pass(rollout: Rollout, first_step: set[int]) -> list[int]:
@@ -358,25 +332,7 @@ def is_token_level(shaping: Shaping) -> bool:
     return shaping.token_level_kl and shaping.beta != 0
 
 
-def _values_of(of: Any) -> dict[str, Any]:
-    values = {field.name: getattr(of, field.name) for field in fields(of)}
-    return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
-
-
-def _known(kind: Any, values: dict[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in fields(kind)}
-    return {name: value for name, value in values.items() if name in names}
-
-
-def _on(device: Any, values: dict[str, Any]) -> dict[str, Any]:
-    return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in values.items()}
-
-
-def _padded(rows: list[list[float]] | None, like: torch.Tensor) -> torch.Tensor | None:
-    """Return lists of numbers as one ``(B, T)`` tensor, 0 beyond their ends."""
-    if rows is None:
-        return None
-    padded = torch.zeros_like(like)
-    for row, values in enumerate(rows):
-        padded[row, : len(values)] = torch.tensor(values)
-    return padded
+def _made(kind: type[Made], values: dict[str, Any], device: Any) -> Made:
+    """Return a dataclass of those values that are its fields, tensors on a device."""
+    known = {field.name: values[field.name] for field in fields(kind) if field.name in values}
+    return kind(**{n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in known.items()})

@@ -33,7 +33,7 @@ WHOLE_DISTRIBUTION = {
 ONE_GROUP = {
     "per_device_train_batch_size": 8, "num_generations": 8, "gradient_accumulation_steps": 1,
     "steps_per_generation": None, "generation_batch_size": None, "reward_weights": None,
-    "learn_from": None, "canary": False,
+    "canary": False,
 }  # fmt: skip
 
 

@@ -115,10 +115,9 @@ class StepLog:
         tables = self.tables
         tables["prompt"].extend(redact_tree(sampled.prompts))
         tables["completion"].extend(redact_tree(sampled.completions))
-        tables["advantages"].extend(record["advantage"] for record in records)
-        for name in self.names:
-            values = (record["rewards"][name] for record in records)
-            tables["rewards"][name].extend(math.nan if v is None else v for v in values)
+        tables["advantages"].extend(rollout.row_advantages.tolist())
+        for place, name in enumerate(self.names):
+            tables["rewards"][name].extend(sampled.rewards[:, place].tolist())
         for column, values in self.extra.items():
             # Dynamic sampling scores more rows than it trains: which is whose is then unknown.
             of_rows = values if len(values) == len(rollout) else [None] * len(rollout)
@@ -145,8 +144,8 @@ class StepLog:
         if skipped:
             self.metrics["step/skipped"] = [skipped]
         elapsed = time.perf_counter() - self.first_started
-        for name, value in (("episode", self.episodes), ("eps", self.episodes / elapsed)):
-            self.metrics[name] = [value]  # a count so far, not a mean of counts
+        # counts so far, not means of counts
+        self.metrics |= {"episode": [self.episodes], "eps": [self.episodes / elapsed]}
         self.elsewhere = 0.0
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import torch
 from trl import RLOOTrainer  # pyright: ignore[reportPrivateImportUsage]  # Unsloth's is there
 
 from rloo_kit.checkpoints.resume import ResumableTrainer
-from rloo_kit.data.history import PromptHistory
 from rloo_kit.data.lengths import check_lengths
 from rloo_kit.errors import ConfigError
 from rloo_kit.machine.hardware import detect_hardware
@@ -25,8 +24,8 @@ from rloo_kit.scoring.loading import LoadedReward
 from rloo_kit.training.completer import Sampler, TrainingCompleter
 from rloo_kit.training.config import LeaveOneOutConfig
 from rloo_kit.training.dry_run import DryRun, WorstCase
+from rloo_kit.training.dynamic_sampling import DynamicSampling
 from rloo_kit.training.metrics import StepLog
-from rloo_kit.training.options import Options
 from rloo_kit.training.policy import Policy
 from rloo_kit.types import Model, Tokenizer
 
@@ -71,11 +70,8 @@ class StepTrainer(ResumableTrainer, RLOOTrainer):
         self.policy = Policy(self.model, self.ref_model, self.accelerator, args)
         self.sampler = self._make_sampler(engine)
         completer = self._make_completer(rewards)
-        self.options = Options(
-            args=args,
-            dataset=lambda: self.train_dataset,
-            log=self.step_log,
-            history=PromptHistory(args.prompt_retire_at) if args.prompt_selection else None,
+        self.dynamic_sampling = DynamicSampling(
+            args=args, dataset=lambda: self.train_dataset, log=self.step_log
         )
         self.rloo = Step(
             sample=completer.sample,
@@ -88,9 +84,7 @@ class StepTrainer(ResumableTrainer, RLOOTrainer):
             num_generations=self.num_generations,
             num_slices=args.steps_per_generation,
             num_iterations=self.num_iterations,
-            which_prompts=self.options.which_prompts,
-            after_scoring=self.options.after_scoring,
-            rows_to_learn=self.options.rows_to_learn,
+            after_scoring=self.dynamic_sampling.after_scoring,
             overlap=not args.dynamic_sampling,
         )
 

@@ -226,7 +226,8 @@ class LeaveOneOutTrainer(StepTrainer):
     def state_dict(self) -> dict[str, Any]:
         """Return what this trainer keeps from step to step, in copies."""
         passes = {"budget": self.learner.budget, "at_once": self.sampler.pieces.size}
-        parts = self.rloo.state_dict() | self.options.state_dict() | self.step_log.state_dict()
+        parts = self.rloo.state_dict() | self.dynamic_sampling.state_dict()
+        parts |= self.step_log.state_dict()
         return super().state_dict() | {"trainer": passes | parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -239,7 +240,7 @@ class LeaveOneOutTrainer(StepTrainer):
             self.learner.budget = held["budget"] or self.learner.budget
         self.sampler.pieces.size = held["at_once"]
         self.rloo.load_state_dict(held)
-        self.options.load_state_dict(held)
+        self.dynamic_sampling.load_state_dict(held)
         self.step_log.load_state_dict(held)
 
 
@@ -285,12 +286,11 @@ def check_prompts(dataset: Any, args: Any) -> None:
             f"there are {len(dataset)} prompts to train on, and one batch takes {num}: give more, "
             f"or lower trainer.per_device_train_batch_size or gradient_accumulation_steps"
         )
-    for name in ("dynamic_sampling", "prompt_selection"):
-        if not has_rows and getattr(args, name):
-            raise DataError(
-                f"train_dataset is a stream, and {name} needs random access: load it without "
-                f"streaming"
-            )
+    if not has_rows and args.dynamic_sampling:
+        raise DataError(
+            "train_dataset is a stream, and dynamic_sampling needs random access: load it without "
+            "streaming"
+        )
 
 
 def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:

@@ -174,22 +174,8 @@ SPOILED = {
         run_config=config(learning_rate=1e-9),
     ),
 }
-USED_UP = {
-    "reward": line(0.5, 0.8)[:16] + [0.0] * 8,
-    "signal/groups_without": [0.4] * 16 + [1.0] * 8,
-    "signal/prompts_retired": line(0, 300),
-}
-SPOILED["prompts_used_up"] = record(
-    {**USED_UP, "signal/prompts_skipped": line(0.0, 1.0)[:16] + [0.95] * 8},
-    run_config=config(prompt_selection="history", prompt_retire_at=0.9),
-)
 WELL = {
     "rising": record(),
-    "solved prompts leave, others are left": record(
-        {**USED_UP, "signal/prompts_skipped": line(0.0, 0.8)},
-        evaluation=held_out(0.5, 0.95),
-        run_config=config(prompt_selection="history"),
-    ),
     "rising on held-out prompts": record(evaluation=held_out(0.5, 0.95)),
     "not yet rising": record(
         {**FLAT, "kl/sequence": line(0.0, 0.3)}, evaluation=held_out(0.5, 0.52)

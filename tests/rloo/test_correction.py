@@ -161,8 +161,8 @@ def test_replaced_groups_bring_their_log_probs():
     )
     equal = torch.zeros(4)
     mine = replace(mine, scores=equal, rewards=equal[:, None])
-    found = mine.replace_groups([0], coming, Shaping(), 4)
+    found = mine.with_signal_of(coming, Shaping(), 4)
     assert found.sampler_log_probs == coming.sampler_log_probs
     mine, coming = replace(mine, sampler_log_probs=None), replace(coming, sampler_log_probs=None)
-    found = mine.replace_groups([0], coming, Shaping(), 4)
+    found = mine.with_signal_of(coming, Shaping(), 4)
     assert found.sampler_log_probs is None

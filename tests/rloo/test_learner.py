@@ -5,7 +5,6 @@ reference loops over single rows without padding and shares nothing with the kit
 """
 
 import contextlib
-import itertools
 import math
 import warnings
 import weakref
@@ -16,7 +15,6 @@ import torch
 
 from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.machine.memory import is_out_of_memory
-from rloo_kit.rloo.advantages import inclusion_probabilities
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import Learner, PassOutput
 from rloo_kit.rloo.metrics import Tally
@@ -261,29 +259,6 @@ def test_the_gradient_is_that_of_the_full_batch(beta, token_level, budget):
     assert learner.tally.trained == len(trained)
     assert learner.tally.rows == 16
     assert learner.budget == budget
-
-
-@pytest.mark.parametrize("wanted", [1, 3, 6, 16])
-def test_the_expected_gradient_of_drawn_rows_is_that_of_all(wanted):
-    """Exactly: what is drawn changes only at the ends of the rows, modulo 1."""
-    policy = Policy()
-    whole = make_rollout()
-    sizes = whole.row_advantages.abs() * torch.tensor(COMPLETIONS)
-    ends = inclusion_probabilities(sizes * whole.learnable, wanted).cumsum(0) % 1
-    edges = [0.0, *sorted(ends.tolist()), 1.0]
-    expected = [torch.zeros_like(parameter) for parameter in policy.parameters]
-    for low, high in itertools.pairwise(edges):
-        if high - low < 1e-9:
-            continue
-        drawing = policy.copy()
-        rollout = make_rollout().with_drawn_rows(wanted, (low + high) / 2)
-        learner = Machine(drawing).learner(10_000)
-        learner.learn(rollout, EVERY_ROW)
-        assert learner.tally.trained == min(wanted, len(WITH_ADVANTAGE))
-        for total, parameter in zip(expected, drawing.parameters, strict=True):
-            total += (high - low) * parameter.grad
-    Machine(policy).learner(10_000).learn(whole, EVERY_ROW)
-    same(policy, expected)
 
 
 GROUP_TOKENS = [

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rloo_kit.rloo.advantages import shrinkage_advantages
+from rloo_kit.rloo.advantages import BASELINES
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.metrics import completion_records, rollout_metrics
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping, rows_needing_old_pass
@@ -222,12 +222,12 @@ def test_without_kl_rows_with_advantage_are_learnable(masks):
     ended = [True] * 10 + [False, True]
     rollout = scored(NO_SIGNAL, 3, ended=ended, mask_truncated_completions=masks)
     assert rollout.learnable.equal(rollout.row_advantages != 0)
-    assert rollout.groups == [[], [3, 5], [], [11] if masks else [10, 11]]
+    assert rollout.learnable_rows == ([3, 5, 11] if masks else [3, 5, 10, 11])
 
 
 def test_with_a_kl_a_group_of_equal_scores_still_learns():
     rollout = settled(NO_SIGNAL, 3, beta=0.1)
-    assert rollout.groups == [[0, 1, 2], [3, 4, 5], [], [10, 11]]
+    assert rollout.learnable_rows == [0, 1, 2, 3, 4, 5, 10, 11]
     assert (rollout.advantages[:3] != 0).all()
 
 
@@ -243,29 +243,25 @@ def test_rewards_normalised_apart_leave_the_logged_score_alone():
     close(plain.row_advantages, torch.tensor([1.0, -1.0, 0.0, 0.0]))
     # the second reward is twice the first, so both count alike
     close(rollout.row_advantages, torch.tensor([1.0, -1.0, 0.0, 0.0]) * 2 * math.sqrt(2))
-    assert rollout.groups == plain.groups
+    assert rollout.learnable_rows == plain.learnable_rows
 
 
-# --- shrinkage -----------------------------------------------------------------------------------
+# --- another baseline ----------------------------------------------------------------------------
 
 
-def test_shrinkage_makes_groups_of_equal_scores_learn():
-    scores = [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
-    plain, rollout = (settled(scores, 2, baseline=b) for b in ("leave_one_out", "shrinkage"))
-    assert plain.groups == [[], [2, 3], [], [6, 7]]
-    assert rollout.groups == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    close(rollout.row_advantages, shrinkage_advantages(torch.tensor(scores).view(4, 2)).view(-1))
-    assert (rollout.advantages[:2] > 0).all()
-    assert (rollout.advantages[4:6] < 0).all()
-    # what dynamic sampling and `signal/groups_without` count is the scores alone
-    assert rollout.sampled.has_signal(rollout.shaping, 2).tolist() == [False, True, False, True]
+def over_other_prompts(rewards):
+    """Advantages over the mean reward of the other prompts."""
+    means = rewards.nanmean(dim=1)
+    others = (means.nansum() - means) / (len(means) - 1)
+    return (rewards - others[:, None]).nan_to_num(nan=0.0)
 
 
-@pytest.mark.parametrize("baseline", ["leave_one_out", "shrinkage"])
-def test_the_baseline_of_the_kl_stays_leave_one_out(baseline):
+@pytest.mark.parametrize("baseline", ["leave_one_out", "other_prompts"])
+def test_the_baseline_of_the_kl_stays_leave_one_out(baseline, monkeypatch):
+    monkeypatch.setitem(BASELINES, "other_prompts", over_other_prompts)
     whole = scored(SCORES, 2, lengths=LENGTHS, beta=0.3, baseline=baseline)
     whole = fill(whole).with_advantages()
-    assert whole.pull.any() == (baseline == "shrinkage")
+    assert whole.pull.any() == (baseline == "other_prompts")
     kl = torch.tensor([sum(kl_by_hand(whole, row)) for row in range(12)])
     penalty = advantages_by_hand(kl.masked_fill(whole.scores.isnan(), NAN).tolist(), 2)
     close(whole.row_advantages, (whole.score_advantages - 0.3 * penalty) * whole.learnable)
@@ -359,7 +355,7 @@ def view(sample, row):
 def test_replaced_groups_are_whole_and_have_signal():
     mine = tagged("a", [1.0, 1.0, 0.0, 1.0, NAN, 3.0, 0.0, 0.0])
     other = tagged("b", [2.0, 2.0, 2.0, 5.0, 7.0, 6.0])
-    kept, mine = mine, mine.replace_groups([0, 2, 3], other, Shaping(), 2)
+    kept, mine = mine, mine.with_signal_of(other, Shaping(), 2)
     # Group 0 of the other has no signal; two are left for three places.
     sources = [(other, 2), (other, 3), (kept, 2), (kept, 3), (other, 4), (other, 5)]
     sources += [(kept, 6), (kept, 7)]

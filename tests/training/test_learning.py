@@ -191,47 +191,6 @@ def test_dynamic_sampling_fills_the_batch_with_signal(policy, tmp_path):
     assert sum(row["signal/groups_drawn_again"] for row in logs(trainer)) > 0
 
 
-def sums(prompt):
-    return prompt[-1]["content"]
-
-
-def alike_but_one(prompts, completions, **_):
-    """Scores differ for one prompt of the training set alone; two others are solved."""
-    paid = {"a": [1.0, 0.0], "b": [1.0, 1.0], "c": [1.0, 1.0]}
-    return [paid.get(sums(p), [0.0, 0.0])[row % 2] for row, p in enumerate(prompts)]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_prompts_without_signal_give_way_to_those_with(policy, tmp_path, dynamic):
-    from datasets import Dataset
-
-    rows = [[{"role": "user", "content": name}] for name in "abcdefgh"]
-    recorded = []
-    trainer = trainer_for(
-        policy, tmp_path, alike_but_one, prompts=Dataset.from_dict({"prompt": rows}),
-        prompt_selection="history", prompt_retire_at=0.9, dynamic_sampling=dynamic,
-        max_steps=12, max_completion_length=2, beta=0.0,
-    )  # fmt: skip
-    trainer.add_callback(Rollouts(recorded))
-    trainer.train()
-    drawn = [[sums(p) for p in rollout.sampled.prompts] for rollout in recorded]
-    for batch in drawn:
-        assert all(len(set(batch[i : i + 4])) == 1 for i in range(0, 16, 4))
-    late = [name for batch in drawn[6:] for name in batch]
-    assert late.count("a") > len(late) / 2  # by turns it would be one in eight
-    assert trainer.options.history.retired
-    assert not {"b", "c"} & set(late)
-    skipped = [row["signal/prompts_skipped"] for row in logs(trainer)]
-    assert dynamic or skipped[0] == 0  # what is drawn again knows the batch's own groups
-    assert sum(skipped[6:]) / len(skipped[6:]) > 0.3
-    assert logs(trainer)[-1]["signal/prompts_retired"] == 2
-    if dynamic:  # what it draws again is chosen and remembered too
-        streaks = trainer.options.history.streaks.values()
-        assert sum(streaks) > 12 * 4 * 0.2
-        assert sum(row["signal/groups_drawn_again"] for row in logs(trainer)) > 0
-
-
 def test_unscorable_rows_are_in_the_completion_table(policy, tmp_path, capsys):
     def some(completions, log_extra, **_):
         log_extra("length", [len(text) for text in texts(completions)])
@@ -307,9 +266,8 @@ def test_a_continued_adapter_keeps_a_reference_copy(policy, tmp_path):
 @pytest.mark.long
 def test_a_stream_of_prompts_trains_unless_rows_are_picked(policy, tmp_path):
     stream = rk.load_prompts("arithmetic", num_prompts=32).to_iterable_dataset()
-    for asked in ({"dynamic_sampling": True}, {"prompt_selection": "history"}):
-        with pytest.raises(rk.DataError, match=f"{next(iter(asked))} needs random access"):
-            trainer_for(policy, tmp_path, ones, prompts=stream, **asked)
+    with pytest.raises(rk.DataError, match="dynamic_sampling needs random access"):
+        trainer_for(policy, tmp_path, ones, prompts=stream, dynamic_sampling=True)
     trainer_for(policy, tmp_path, ones, prompts=stream, token_level_kl=True).train()
 
 

@@ -1,0 +1,63 @@
+"""Dynamic sampling: further prompts in place of those whose completions have equal scores."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rloo_kit.rloo.rollout import ScoredBatch
+from rloo_kit.rloo.step import Row
+from rloo_kit.training.config import LeaveOneOutConfig
+from rloo_kit.training.metrics import StepLog
+
+
+@dataclass(kw_only=True, eq=False)
+class DynamicSampling:
+    """Looks for groups without signal after scoring, and replaces them where it is asked to."""
+
+    args: LeaveOneOutConfig
+    dataset: Callable[[], Any]  # rows with `prompt`
+    log: StepLog
+    order: deque[int] = field(default_factory=deque)  # rows of the dataset that come next
+    num_orders: int = 0  # that were begun
+
+    def after_scoring(
+        self, batch: ScoredBatch, complete: Callable[[list[Row]], ScoredBatch]
+    ) -> ScoredBatch:
+        """Replace groups without signal by groups of further prompts (``dynamic_sampling``)."""
+        shaping, size, drawn = self.args.shaping, self.args.num_generations, 0
+        without = ~batch.has_signal(shaping, size)  # (P,)
+        self.log.note("signal/groups_without", without.float().mean().item())
+        if not self.args.dynamic_sampling:
+            return batch
+        for _ in range(self.args.dynamic_sampling_rounds):
+            missing = int((~batch.has_signal(shaping, size)).sum())
+            if not missing:
+                break
+            rows = [self._next_row() for _ in range(missing)]
+            more = complete([row for row in rows for _ in range(size)])
+            batch = batch.with_signal_of(more, shaping, size)
+            drawn += missing
+        self.log.note("signal/groups_drawn_again", drawn)
+        return batch
+
+    def _next_row(self) -> Row:
+        """Return the next row of a random order of the training set, apart from the run's own."""
+        dataset = self.dataset()
+        if not self.order:
+            generator = torch.Generator().manual_seed(self.args.seed + self.num_orders)
+            self.order.extend(torch.randperm(len(dataset), generator=generator).tolist())
+            self.num_orders += 1
+        return dataset[self.order.popleft()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept from batch to batch, in copies."""
+        return {"prompt_order": list(self.order), "prompt_orders": self.num_orders}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned."""
+        self.order = deque(state["prompt_order"])
+        # an older checkpoint has no count, and began each order by the number of its slice
+        self.num_orders = state.get("prompt_orders", state.get("micro_step", 0) + 1)
