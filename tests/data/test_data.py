@@ -264,8 +264,11 @@ def test_two_columns_may_change_names_with_each_other(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"prompt": "text"}, "columns names 'text' as the source of 'prompt', and there are only "
-         "['id', 'question', 'solution']: name one of these"),
+        ({"prompt": "text"}, "has no `text`, only ['id', 'question', 'solution']: rename the "
+         "column to prompt, or name it with columns, as in {prompt: question}"),
+        ({"prompt": "question", "answer": "text"}, "columns names 'text' as the source of "
+         "'answer', and there are only ['id', 'question', 'solution']: name one of these"),
+        ({"prompt": "question", "answer": "question"}, "columns gives the prompts another name"),
         ({"prompt": "question", "id": "solution"}, "columns makes 'id', which exists already"),
         ({"answer": "solution"}, "has no `prompt`, only ['id', 'question', 'solution']: rename the "
          "column to prompt, or name it with columns, as in {prompt: question}"),
@@ -629,7 +632,7 @@ def test_columns_whose_chunks_differ_are_joined(monkeypatch, values, stored):
 def test_a_column_of_two_types_is_named(monkeypatch):
     monkeypatch.setattr(files, "CHUNK", 2)
     rows = [{"prompt": "a", "answer": value} for value in (1, 2, "three")]
-    with pytest.raises(DataError, match="the column 'answer' cannot be stored"):
+    with pytest.raises(DataError, match=r"a column cannot be stored \(.* answer has incompatible"):
         files.as_dataset(rows)
 
 
