@@ -75,9 +75,9 @@ def longest_prompt(
     dataset: "Dataset", tokenizer: Tokenizer, settings: dict[str, Any] | None = None
 ) -> list[int]:
     """Return the tokens of the longest prompt: of the ``COUNTED`` that may be longest."""
-    rows = ((most, -row, prompt) for row, prompt, most in _bounded(dataset, tokenizer, settings))
-    candidates = heapq.nlargest(COUNTED, rows, key=lambda one: one[:2])
-    return max((prompt_ids(tokenizer, prompt, settings) for *_, prompt in candidates), key=len)
+    rows = _bounded(dataset, tokenizer, settings)
+    candidates = heapq.nlargest(COUNTED, rows, key=lambda one: one[2])
+    return max((prompt_ids(tokenizer, prompt, settings) for _, prompt, _ in candidates), key=len)
 
 
 def drop_long_prompts(

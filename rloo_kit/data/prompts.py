@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rloo_kit.data.files import as_dataset, read_source
 from rloo_kit.data.gym_tasks import PREFIX, count_gym_levels, make_gym_rows
 from rloo_kit.data.hub_tasks import HUB_TASKS, SYSTEM, has_held_out_split, hub_task, read_hub_task
-from rloo_kit.data.tasks import SPLITS, TASKS, make_rows
+from rloo_kit.data.tasks import LEVELS, SPLITS, TASKS, make_rows
 from rloo_kit.errors import DataError
 from rloo_kit.text.wording import format_name, format_value
 from rloo_kit.types import Row
@@ -66,8 +66,8 @@ def load_prompts(  # noqa: PLR0913
         "level": level is not None and not is_made,
         "settings": settings and not name.startswith(PREFIX),
     }
-    for key in useless:
-        if useless[key]:
+    for key, is_useless in useless.items():
+        if is_useless:
             raise DataError(f"{key} has no effect on the prompts {format_value(name)}: drop it")
     if is_known and chat and system is None:
         system = SYSTEM
@@ -96,7 +96,7 @@ def count_levels(name: str) -> int:
     """Return how many levels a task has; 0: it has none, or the prompts are no task."""
     if name.startswith(PREFIX):
         return count_gym_levels(name)
-    return TASKS[name].levels if name in BUILTIN else 0
+    return LEVELS if name in BUILTIN else 0
 
 
 def split_held_out(dataset: "Dataset", held_out: int | None) -> "tuple[Dataset, Dataset | None]":
