@@ -15,7 +15,7 @@ from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.completer import Completer, as_completions
 from rloo_kit.sampling.engine import Sampling, draw_from
 from rloo_kit.scoring.contract import call_reward, reward_columns
-from rloo_kit.text.thoughts import ThoughtFinder
+from rloo_kit.text.thoughts import find_thought
 from rloo_kit.text.wording import text_of
 from rloo_kit.types import Model, Score, Tokenizer
 
@@ -192,7 +192,6 @@ def _samples(
     tokenizer: Tokenizer, completions: Completions, names: list[str], scores: list[list[Score]]
 ) -> list[dict[str, Any]]:
     """Return the samples of an evaluation."""
-    find = ThoughtFinder(tokenizer)
     rows = zip(
         completions.prompts,
         map(text_of, completions.completions),
@@ -206,7 +205,7 @@ def _samples(
             "completion": text,
             "rewards": {name: own[i] for name, own in zip(names, scores, strict=True)},
             "tokens": len(ids),
-            "thought_tokens": find(ids, text)["thought_tokens"],
+            "thought_tokens": find_thought(tokenizer, ids, text)["thought_tokens"],
             "cut_off": not ended,
         }
         for i, (prompt, text, ids, ended) in enumerate(rows)
