@@ -227,8 +227,10 @@ def _changed_rows(
     for place, row in placed:
         if key not in row:
             raise _without_prompt(place, key, row)
-        _check_prompt(row[key], place)
-        yield {**row, key: change(row[key])}
+        prompt = row[key]
+        if not isinstance(prompt, str) or not prompt.strip():
+            check_messages(prompt, "prompt", place)
+        yield {**row, key: change(prompt)}
 
 
 def _changed_table(
@@ -245,7 +247,7 @@ def _changed_table(
     placed = ((f"{name}, row {number}", row) for number, row in enumerate(iter_rows(prompts), 1))
     is_text = isinstance(prompts.features[key], datasets.Value)
     made = as_dataset(_changed_rows(placed, key, change), None if is_text else prompts.features)
-    if dataset.column_names == [key]:
+    if dataset.column_names == [key] or not len(made):
         return made
     both = datasets.concatenate_datasets([made, dataset.remove_columns(key)], axis=1)
     return both.select_columns(dataset.column_names)
@@ -276,19 +278,16 @@ def _without_prompt(place: str, key: str, there: Iterable[str]) -> DataError:
     )
 
 
-def _check_prompt(prompt: object, place: str) -> None:
-    """Refuse a prompt that is neither a non-empty text nor a list of chat messages."""
-    if isinstance(prompt, str) and prompt.strip():
-        return
-    if not isinstance(prompt, list) or not prompt:
+def check_messages(messages: object, name: str, place: str) -> None:
+    """Refuse what is no list of chat messages that a chat template can render.
+
+    Raises:
+        DataError: With the place, and the name of the column.
+    """
+    if not isinstance(messages, list) or not messages:
         raise DataError(
-            f"{place}: prompt is {format_value(prompt)}, must be text or a list of chat messages"
+            f"{place}: {name} is {format_value(messages)}, must be text or a list of chat messages"
         )
-    check_messages(prompt, "prompt", place)
-
-
-def check_messages(messages: list[Any], name: str, place: str) -> None:
-    """Refuse chat messages that no chat template can render."""
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise DataError(f"{place}: every message of {name} needs `role` and `content`")

@@ -4,7 +4,6 @@ import hashlib
 import operator
 import random
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from itertools import cycle, islice
 
 from rloo_kit.errors import DataError
@@ -106,7 +105,7 @@ def arithmetic_prompt(a: int, b: int) -> str:
 # Level -> how many numbers, the largest, the operators of the solution that it is made from
 _COUNTDOWN = {1: (3, 10, "+-"), 2: (3, 20, "+-*"), 3: (4, 50, "+-*/"), 4: (5, 99, "+-*/")}
 _LARGE = (25, 50, 75, 100)
-_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 
 
 def _countdown(rng: random.Random, level: int) -> tuple[Row, bool]:
@@ -131,13 +130,13 @@ def countdown_problem(rng: random.Random, level: int) -> tuple[list[int], int, s
             numbers, low = [rng.randint(1, largest) for _ in range(how_many)], 1
         rng.shuffle(numbers)
         value, text = _combined(rng, numbers, operators)
-        if value.denominator == 1 and low <= value <= 999 and value not in numbers:
-            return numbers, int(value), text
+        if low <= value <= 999 and value not in numbers:
+            return numbers, value, text
 
 
-def _combined(rng: random.Random, numbers: list[int], operators: str) -> tuple[Fraction, str]:
+def _combined(rng: random.Random, numbers: list[int], operators: str) -> tuple[int, str]:
     """Join two of what is left until one is; no step comes to 0 or below, or to a fraction."""
-    left = [(Fraction(number), str(number)) for number in numbers]
+    left = [(number, str(number)) for number in numbers]
     while len(left) > 1:
         a, b = (left.pop(rng.randrange(len(left))) for _ in range(2))
         sign = rng.choice(operators)

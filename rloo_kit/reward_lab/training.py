@@ -167,11 +167,6 @@ def _pair(row: Any, place: str, *, chat: bool) -> Pair:
     for name in ("chosen", "rejected", "prompt"):
         value = row.get(name)
         if value is not None and not isinstance(value, str):
-            if not isinstance(value, list) or not value:
-                raise DataError(
-                    f"{place}: {name} is {format_value(value)}, must be text or a list of chat "
-                    "messages"
-                )
             check_messages(value, name, place)
     if row["chosen"] == row["rejected"]:
         raise DataError(f"{place}: chosen and rejected are the same text; delete the pair")

@@ -191,6 +191,12 @@ def test_an_empty_file_has_no_rows(tmp_path, name, text):
         load_prompts(write(tmp_path, name, text))
 
 
+def test_an_empty_table_has_no_rows(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": [], "answer": []}), tmp_path / "p.parquet")
+    with pytest.raises(DataError, match="has no rows: put at least one prompt in it"):
+        load_prompts(tmp_path / "p.parquet")
+
+
 def test_text_that_is_not_utf8_is_to_be_saved_as_such(tmp_path):
     path = write(tmp_path, "p.jsonl", '{"prompt": "Warum nicht über Nacht?"}', "latin-1")
     with pytest.raises(DataError, match=r"cannot be read: .*; save it as UTF-8 text"):
