@@ -83,9 +83,13 @@ _known: dict[str, str] = {}
 def remember_secret(value: str, name: str = "") -> None:
     """Mask a text from now on wherever it occurs, unless it is plain (``is_plain``)."""
     text = value.strip()
-    if text not in _known and not is_plain(text):
-        for form in _written_forms(text):
-            _known.setdefault(form, _label(name))
+    if text in _known or is_plain(text):
+        return
+    # As text, JSON and an address write it
+    forms = {text, repr(text)[1:-1], quote(text), quote(text, safe="")}
+    forms |= {json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
+    for form in forms:
+        _known.setdefault(form, _label(name))
 
 
 def remember_settings(settings: object, name: str = "") -> None:
@@ -127,12 +131,6 @@ def _passwords_in(text: str) -> Iterator[str]:
         for password in {match["secret"], unquote(match["secret"])}:
             if not is_plain(password):
                 yield password
-
-
-def _written_forms(value: str) -> set[str]:
-    """Return a secret as text, JSON and an address write it."""
-    escaped = {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}
-    return {value, repr(value)[1:-1], quote(value), quote(value, safe=""), *escaped}
 
 
 # --- shapes --------------------------------------------------------------------------------------
