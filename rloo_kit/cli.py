@@ -8,6 +8,7 @@ check) or would not fit (plan); 2 the input is wrong, with one sentence that say
 import argparse
 import io
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,6 @@ from rloo_kit.errors import ConfigError, KitError
 from rloo_kit.text.redaction import (
     redact,
     redacted_logs,
-    redacted_traceback,
     redacting,
     remember_arguments,
 )
@@ -50,8 +50,8 @@ def _run(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt as exc:
         print("rloo-kit: interrupted", file=sys.stderr)
         return exit_code(exc)
-    except Exception as exc:
-        print(redacted_traceback(exc), file=sys.stderr, end="")
+    except Exception:
+        print(redact(traceback.format_exc()), file=sys.stderr, end="")
         return 1
 
 

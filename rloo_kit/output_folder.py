@@ -74,11 +74,12 @@ def latest_folder(wanted: str | Path) -> Path | None:
     """
     wanted = Path(wanted)
     pattern = re.compile(re.escape(wanted.name) + "(?:-([2-9]|[1-9][0-9]+))?")
-    found = {}
-    for folder in wanted.parent.iterdir() if wanted.parent.is_dir() else ():
-        match = pattern.fullmatch(folder.name)
-        if match and any((folder / file).is_file() for file in ("run.yaml", "metrics.jsonl")):
-            found[int(match[1] or 1)] = wanted.with_name(folder.name)
+    found = {
+        int(match[1] or 1): folder
+        for folder in wanted.parent.glob("*")
+        if (match := pattern.fullmatch(folder.name))
+        and any((folder / file).is_file() for file in ("run.yaml", "metrics.jsonl"))
+    }
     return found[max(found)] if found else None
 
 

@@ -20,8 +20,9 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from worked_thought import worked_thought
 
-from rloo_kit.data.tasks import arithmetic_prompt, is_held_out, worked_thought
+from rloo_kit.data.tasks import arithmetic_prompt, is_held_out
 
 SEED = 20261121
 FORGET_CARRY = 0.6

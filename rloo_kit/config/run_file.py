@@ -279,8 +279,9 @@ def without_hidden_settings(config: RunConfig) -> RunConfig:
 
     They are then read from where they are kept: the environment and .env.
     """
-    settings, names = without_hidden(config.as_dict())
-    return make_run_config(settings) if names else config
+    settings = config.as_dict()
+    kept = without_hidden(settings)
+    return config if kept == settings else make_run_config(kept)
 
 
 # --- checking ------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Files and hub datasets, read with their columns under the kit's names and their prompts checked.
 
-A text file is read as rows, so that an error names its line. A table (Parquet, the hub) is read as
-a Dataset, so that images stay as they are.
+A text file is read as rows, so that an error names its line and a prompt may be text in one row and
+messages in the next. A table (Parquet, the hub) is read as a Dataset, so that images stay as they
+are. Neither writes a copy into a cache.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from rloo_kit.text.wording import first_line, format_value, printable
 from rloo_kit.types import Row
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, Features
 
 FILE_TYPES = (".jsonl", ".csv", ".parquet")
 # Rows that are Python objects at a time
@@ -31,25 +32,29 @@ PlacedRow = tuple[str, Row]
 def read_source(
     name: str,
     split: str,
-    num: int | None = None,
-    columns: Mapping[str, str] | None = None,
-    builtin: Iterable[str] = (),
-) -> "Iterable[Row] | Dataset":
-    """Return the first ``num`` rows of a file or a hub dataset.
+    num: int | None,
+    columns: Mapping[str, str],
+    builtin: Iterable[str],
+    change: Callable[[Any], Any],
+) -> "Dataset":
+    """Return the first ``num`` rows of a file or a hub dataset, each prompt checked and changed.
 
     ``columns`` is name in the kit -> name in the source; an error lists the tasks ``builtin``.
+
+    Raises:
+        DataError: No such source, a bad row, or ``columns`` that do not fit.
     """
-    path = local_path(name)
+    path, key = local_path(name), columns.get("prompt", "prompt")
     looks_local = path.suffix.lower() in (*FILE_TYPES, ".json", ".txt") or name.startswith(
         (".", "/", "~")
     )
     if not os.path.exists(path) and not looks_local:
-        return _checked_table(_read_hub(name, split, builtin), name, num, columns)
-    _check_file(path)
-    if path.suffix.lower() == ".parquet":
-        return _checked_table(_read_parquet(path), str(path), num, columns)
-    there = dict.fromkeys(key for _, row in _iter_rows(path) for key in row) if columns else {}
-    return islice(_checked_rows(_iter_rows(path), _new_names(columns, list(there))), num)
+        dataset = _changed_table(_read_hub(name, split, builtin), name, num, key, change)
+    elif path.suffix.lower() == ".parquet":
+        dataset = _changed_table(_read_parquet(path), str(path), num, key, change)
+    else:
+        dataset = as_dataset(_changed_rows(islice(_iter_rows(path), num), key, change))
+    return _renamed(dataset, columns)
 
 
 def local_path(name: str) -> Path:
@@ -58,7 +63,11 @@ def local_path(name: str) -> Path:
 
 
 def read_rows(path: Path) -> list[PlacedRow]:
-    """Return every row of a .jsonl, .csv or .parquet file, with its file and line."""
+    """Return every row of a .jsonl, .csv or .parquet file, with its file and line.
+
+    Raises:
+        DataError: The file cannot be read, or a line is damaged.
+    """
     return list(_iter_rows(path))
 
 
@@ -71,6 +80,56 @@ def placed_rows(source: str | Path | Iterable[Row]) -> list[PlacedRow]:
         if not isinstance(row, dict):
             raise DataError(f"{place}: holds a {type(row).__name__}, must be an object")
     return rows
+
+
+def as_dataset(rows: Iterable[Row], features: "Features | None" = None) -> "Dataset":
+    """Return rows as a Dataset; a column that some rows lack is None there.
+
+    Raises:
+        DataError: A column has values of two types, or such that cannot be stored.
+    """
+    import pyarrow
+
+    types = {field.name: field.type for field in features.arrow_schema} if features else {}
+    tables, left = [pyarrow.table({})], iter(rows)
+    while chunk := list(islice(left, CHUNK)):
+        columns = {}
+        for name in dict.fromkeys(key for row in chunk for key in row):
+            with _storing(f"the column {format_value(name)}"):
+                name.encode()
+                columns[name] = pyarrow.array([row.get(name) for row in chunk], types.get(name))
+        tables.append(pyarrow.table(columns))
+    with _storing("a column"):
+        return _dataset(pyarrow.concat_tables(tables, promote_options="permissive"), features)
+
+
+@contextlib.contextmanager
+def _storing(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as exc:
+        # From pyarrow: mixed types, values or names that it cannot hold.
+        raise DataError(
+            f"{what} cannot be stored ({first_line(exc)}): give it values of one type, text in "
+            "valid Unicode and numbers of at most 64 bits"
+        ) from exc
+
+
+def _dataset(table: Any, features: "Features | None" = None) -> "Dataset":
+    import datasets
+
+    # Without a fingerprint datasets would pickle the whole table for a name of its content
+    info = datasets.DatasetInfo(features=features)
+    return datasets.Dataset(table, info, fingerprint=uuid.uuid4().hex)
+
+
+def iter_rows(dataset: "Dataset") -> Iterator[Row]:
+    """Yield the rows as they are stored; an image in one is its bytes or path."""
+    for table in dataset.with_format("arrow").iter(CHUNK):
+        yield from table.to_pylist()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# --- reading -------------------------------------------------------------------------------------
 
 
 def _iter_rows(path: Path) -> Iterator[PlacedRow]:
@@ -89,89 +148,6 @@ def _iter_rows(path: Path) -> Iterator[PlacedRow]:
             f"data file {format_value(str(path))} cannot be read: {first_line(exc)}; save it as "
             "UTF-8 text"
         ) from exc
-
-
-def as_dataset(rows: Iterable[Row]) -> "Dataset":
-    """Return rows as a Dataset; a column that some rows lack is None there."""
-    import pyarrow
-
-    parts: dict[str, list[Any]] = {}  # column -> arrays, one for each chunk of rows
-    lengths: list[int] = []
-    left = iter(rows)
-    while chunk := list(islice(left, CHUNK)):
-        for name in dict.fromkeys([*parts, *(key for row in chunk for key in row)]):
-            arrays = parts.setdefault(name, [pyarrow.nulls(length) for length in lengths])
-            with _storing(name):
-                arrays.append(pyarrow.array([row.get(name) for row in chunk]))
-        lengths.append(len(chunk))
-    table = pyarrow.table({name: _joined(name, arrays) for name, arrays in parts.items()})
-    return _dataset(table)
-
-
-def _joined(name: str, arrays: list[Any]) -> Any:
-    """Return one column of arrays whose types may differ, as integers and numbers do."""
-    import pyarrow
-
-    kinds = [pyarrow.schema([("", one)]) for one in {array.type for array in arrays}]
-    with _storing(name):
-        kind = pyarrow.unify_schemas(kinds, promote_options="permissive").field(0).type
-        return pyarrow.chunked_array([array.cast(kind) for array in arrays], kind)
-
-
-@contextlib.contextmanager
-def _storing(name: str) -> Iterator[None]:
-    try:
-        name.encode()
-        yield
-    except Exception as exc:
-        # From pyarrow: mixed types, values or names that it cannot hold.
-        raise DataError(
-            f"the column {format_value(name)} cannot be stored ({first_line(exc)}): give it "
-            "values of one type, text in valid Unicode and numbers of at most 64 bits"
-        ) from exc
-
-
-def _dataset(table: Any, features: Any = None) -> "Dataset":
-    import datasets
-
-    return datasets.Dataset(
-        datasets.table.InMemoryTable(table),  # pyright: ignore[reportAttributeAccessIssue] - a submodule that datasets imports
-        info=features and datasets.DatasetInfo(features=features),
-        # datasets would pickle the whole table for a name of its content
-        fingerprint=uuid.uuid4().hex,
-    )
-
-
-def iter_prompts(dataset: "Dataset") -> Iterator[Any]:
-    """Yield the prompts as they are stored; an image in one is its bytes or path."""
-    for table in dataset.select_columns("prompt").with_format("arrow").iter(CHUNK):
-        yield from table.column("prompt").to_pylist()  # type: ignore[union-attr]
-
-
-def with_changed_prompts(dataset: "Dataset", change: Callable[[Any], Any]) -> "Dataset":
-    """Return the dataset with other prompts; messages keep their type, for there may be images."""
-    import datasets
-    import pyarrow
-
-    features, kind, arrays, is_same = None, None, [], True
-    if not isinstance(next(iter_prompts(dataset), ""), str):
-        features = datasets.Features({"prompt": dataset.features["prompt"]})
-        kind = features.arrow_schema.field(0).type
-    prompts = iter_prompts(dataset)
-    while chunk := list(islice(prompts, CHUNK)):
-        changed = [change(prompt) for prompt in chunk]
-        is_same = is_same and changed == chunk
-        arrays.append(pyarrow.array(changed, kind))
-    if is_same:
-        return dataset
-    made = _dataset(pyarrow.table({"prompt": pyarrow.chunked_array(arrays)}), features)
-    if dataset.column_names == ["prompt"]:
-        return made
-    both = datasets.concatenate_datasets([made, dataset.remove_columns("prompt")], axis=1)
-    return both.select_columns(dataset.column_names)
-
-
-# --- reading -------------------------------------------------------------------------------------
 
 
 def _check_file(path: Path) -> None:
@@ -220,14 +196,14 @@ def _read_csv(path: Path) -> Iterator[PlacedRow]:
 
 
 def _read_parquet_rows(path: Path) -> Iterator[PlacedRow]:
-    tables: Any = _read_parquet(path).with_format("arrow").iter(CHUNK)
-    for number, row in enumerate((row for table in tables for row in table.to_pylist()), 1):
+    for number, row in enumerate(iter_rows(_read_parquet(path)), 1):
         yield _place(path, "row", number), row
 
 
 def _read_parquet(path: Path) -> "Dataset":
     import pyarrow.parquet
 
+    _check_file(path)
     try:
         return _dataset(pyarrow.parquet.read_table(path))
     except Exception as exc:
@@ -255,61 +231,69 @@ def _read_hub(name: str, split: str, builtin: Iterable[str]) -> "Dataset":
 # --- columns and prompts -------------------------------------------------------------------------
 
 
-def _checked_rows(placed: Iterable[PlacedRow], new_names: Mapping[str, str]) -> Iterator[Row]:
+def _changed_rows(
+    placed: Iterable[PlacedRow], key: str, change: Callable[[Any], Any]
+) -> Iterator[Row]:
+    """Yield rows with their prompts, in the column ``key``, checked and changed."""
     for place, row in placed:
-        renamed = {new_names.get(key, key): value for key, value in row.items()}
-        _check_prompt(renamed, place, row)
-        yield renamed
+        if key not in row:
+            raise _without_prompt(place, key, row)
+        prompt = row[key]
+        if not isinstance(prompt, str) or not prompt.strip():
+            check_messages(prompt, "prompt", place)
+        yield {**row, key: change(prompt)}
 
 
-def _checked_table(
-    dataset: "Dataset", name: str, num: int | None, columns: Mapping[str, str] | None
+def _changed_table(
+    dataset: "Dataset", name: str, num: int | None, key: str, change: Callable[[Any], Any]
 ) -> "Dataset":
+    """Return the first ``num`` rows; messages keep their type, for there may be images."""
+    import datasets
+
+    if key not in dataset.column_names:
+        raise _without_prompt(name, key, dataset.column_names)
     if num is not None:
         dataset = dataset.select(range(min(num, len(dataset))))
-    new_names = _new_names(columns, dataset.column_names)
-    renamed = dataset.rename_columns(new_names) if new_names else dataset
+    prompts = dataset.select_columns(key)
+    placed = ((f"{name}, row {number}", row) for number, row in enumerate(iter_rows(prompts), 1))
+    is_text = isinstance(prompts.features[key], datasets.Value)
+    made = as_dataset(_changed_rows(placed, key, change), None if is_text else prompts.features)
+    if dataset.column_names == [key] or not len(made):
+        return made
+    both = datasets.concatenate_datasets([made, dataset.remove_columns(key)], axis=1)
+    return both.select_columns(dataset.column_names)
+
+
+def _renamed(dataset: "Dataset", columns: Mapping[str, str]) -> "Dataset":
+    there = dataset.column_names
+    if not there:
+        return dataset  # an empty file
+    for new, old in columns.items():
+        if old not in there:
+            raise DataError(
+                f"columns names {format_value(old)} as the source of {format_value(new)}, and "
+                f"there are only {format_value(sorted(there))}: name one of these"
+            )
+        if new in there and new not in columns.values():
+            raise DataError(f"columns makes {format_value(new)}, which exists already: rename that")
+    renamed = dataset.rename_columns({old: new for new, old in columns.items()})
     if "prompt" not in renamed.column_names:
-        _check_prompt({}, name, dataset.column_names)
-    for number, prompt in enumerate(iter_prompts(renamed), 1):
-        _check_prompt({"prompt": prompt}, f"{name}, row {number}")
+        raise DataError("columns gives the prompts another name: name their column with prompt")
     return renamed
 
 
-def _new_names(columns: Mapping[str, str] | None, there: list[str]) -> dict[str, str]:
-    """Return name in the source -> name in the kit, of the columns that change it."""
-    columns = columns or {}
-    for new, old in columns.items():
-        if there and old not in there:
-            raise DataError(
-                f"columns names {format_value(old)} as the source of {format_value(new)}, and "
-                f"there are only {format_value(sorted(map(str, there)))}: name one of these"
-            )
-    wanted = {new: old for new, old in columns.items() if new != old}
-    new_names = {old: new for new, old in wanted.items()}
-    for new in wanted:
-        if new in there and new not in new_names:
-            raise DataError(f"columns makes {format_value(new)}, which exists already: rename that")
-    return new_names if there else {}
-
-
-def _check_prompt(row: Mapping[str, Any], place: str, there: Iterable[str] = ()) -> None:
-    """Refuse a row whose prompt is neither a non-empty text nor a list of chat messages."""
-    if "prompt" not in row:
-        raise DataError(
-            f"{place}: has no `prompt`, only {format_value(sorted(map(str, there)))}: rename the "
-            "column to prompt, or name it with columns, as in {prompt: question}"
-        )
-    prompt = row["prompt"]
-    if not isinstance(prompt, str) or not prompt.strip():
-        check_messages(prompt, "prompt", place)
+def _without_prompt(place: str, key: str, there: Iterable[str]) -> DataError:
+    return DataError(
+        f"{place}: has no `{printable(key)}`, only {format_value(sorted(map(str, there)))}: rename "
+        "the column to prompt, or name it with columns, as in {prompt: question}"
+    )
 
 
 def check_messages(messages: object, name: str, place: str) -> None:
     """Refuse what is no list of chat messages that a chat template can render.
 
     Raises:
-        DataError: It says where, and what is wrong.
+        DataError: With the place, and the name of the column.
     """
     if not isinstance(messages, list) or not messages:
         raise DataError(

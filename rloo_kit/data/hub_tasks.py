@@ -133,9 +133,9 @@ def _read_files(path: Path, task: HubTask, split: str) -> list[PlacedRow]:
 def _read_hub(short: str, task: HubTask, split: str) -> list[PlacedRow]:
     import datasets
 
-    name, revision = task.repository, task.revision
+    name = task.repository
     try:
-        rows = datasets.load_dataset(name, task.subset, split=split, revision=revision)
+        rows = datasets.load_dataset(name, task.subset, split=split, revision=task.revision)
     except Exception as exc:
         # Hub, network and split errors have no common base.
         raise DataError(

@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rloo_kit.data.files import iter_prompts
+from rloo_kit.data.files import iter_rows
 from rloo_kit.errors import DataError
 from rloo_kit.text.wording import first_line
 from rloo_kit.types import Prompt, Tokenizer
@@ -75,9 +75,9 @@ def longest_prompt(
     dataset: "Dataset", tokenizer: Tokenizer, settings: dict[str, Any] | None = None
 ) -> list[int]:
     """Return the tokens of the longest prompt: of the ``COUNTED`` that may be longest."""
-    rows = ((most, -row, prompt) for row, prompt, most in _bounded(dataset, tokenizer, settings))
-    candidates = heapq.nlargest(COUNTED, rows, key=lambda one: one[:2])
-    return max((prompt_ids(tokenizer, prompt, settings) for *_, prompt in candidates), key=len)
+    rows = _bounded(dataset, tokenizer, settings)
+    candidates = heapq.nlargest(COUNTED, rows, key=lambda one: one[2])
+    return max((prompt_ids(tokenizer, prompt, settings) for _, prompt, _ in candidates), key=len)
 
 
 def drop_long_prompts(
@@ -101,7 +101,8 @@ def _bounded(
 ) -> Iterator[tuple[int, Any, float]]:
     """Yield row, prompt, and how many tokens it has at most."""
     template: dict[tuple[str, ...], int] = {}  # roles -> tokens of the first prompt with these
-    for row, prompt in enumerate(iter_prompts(dataset)):
+    rows = iter_rows(dataset.select_columns("prompt"))
+    for row, prompt in enumerate(one["prompt"] for one in rows):
         messages = [{"role": "", "content": prompt}] if isinstance(prompt, str) else prompt
         # what a message lacks, a table holds as None
         if any({key for key in one if one[key] is not None} != KEYS for one in messages):
@@ -126,9 +127,8 @@ def check_lengths(
     longest: int,
     *,
     before: int = 0,
-    by_file: bool = True,
 ) -> None:
-    """Raise DataError where a prompt and its completion are longer than the model was loaded with.
+    """Refuse prompts that with their completion are longer than the model was loaded with.
 
     Args:
         dataset: With ``prompt``.
@@ -136,27 +136,20 @@ def check_lengths(
         args: The trainer's settings.
         longest: The model's ``max_seq_length``.
         before: Rows that come before these, for the number in the message.
-        by_file: Whether the settings are those of a run file, else of Python.
+
+    Raises:
+        DataError: With the number of the first such prompt, and what to set.
     """
     completion, multiple = args.max_completion_length, args.pad_to_multiple_of or 1
-    most = longest // multiple * multiple  # rows are padded up to a multiple
-    room = most - completion
+    room = longest // multiple * multiple - completion  # rows are padded up to a multiple
     longer = longer_prompts(dataset, tokenizer, room, args.chat_template_kwargs)
     if not longer:
         return
     row, length = next(iter(longer.items()))
-    longest_prompt = max(longer.values())
-    least = -(-(longest_prompt + completion) // multiple) * multiple
-    if by_file:
-        remedy = (
-            f"set model.max_seq_length to at least {least}, or leave such prompts out with "
-            f"data.max_prompt_tokens: {room}"
-        )
-    else:
-        remedy = f"load the model with max_seq_length={least}"
-        if most > longest_prompt:
-            remedy += f", or lower max_completion_length to {most - longest_prompt}"
+    least = -(-(max(longer.values()) + completion) // multiple) * multiple
     raise DataError(
         f"prompt {before + row + 1} has {length} tokens, and {room} fit before a completion of "
-        f"{completion}: {remedy}"
+        f"{completion}: load the model with max_seq_length {least} (model.max_seq_length in a run "
+        "file), lower max_completion_length, or leave such prompts out with "
+        f"data.max_prompt_tokens: {room}"
     )

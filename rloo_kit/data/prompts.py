@@ -5,14 +5,14 @@ other column reaches the reward functions under its own name.
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rloo_kit.data.files import as_dataset, read_source, with_changed_prompts
+from rloo_kit.data.files import as_dataset, read_source
 from rloo_kit.data.gym_tasks import PREFIX, count_gym_levels, make_gym_rows
 from rloo_kit.data.hub_tasks import HUB_TASKS, SYSTEM, has_held_out_split, hub_task, read_hub_task
-from rloo_kit.data.tasks import SPLITS, TASKS, make_rows
+from rloo_kit.data.tasks import LEVELS, SPLITS, TASKS, make_rows
 from rloo_kit.errors import DataError
 from rloo_kit.text.wording import format_name, format_value
 from rloo_kit.types import Row
@@ -66,18 +66,22 @@ def load_prompts(  # noqa: PLR0913
         "level": level is not None and not is_made,
         "settings": settings and not name.startswith(PREFIX),
     }
-    for key in useless:
-        if useless[key]:
+    for key, is_useless in useless.items():
+        if is_useless:
             raise DataError(f"{key} has no effect on the prompts {format_value(name)}: drop it")
-    if is_made:
-        source = _make_task(name, num_prompts or NUM_BUILTIN_PROMPTS, split, seed, level, settings)
-    elif is_known:
-        source = read_hub_task(name, split)[:num_prompts]
-        system = SYSTEM if system is None and chat else system
+    if is_known and chat and system is None:
+        system = SYSTEM
+    change = functools.partial(_as_prompt, system=system, chat=chat)
+    if is_made or is_known:
+        if is_made:
+            num = num_prompts or NUM_BUILTIN_PROMPTS
+            rows = _make_task(name, num, split, seed, level, settings)
+        else:
+            rows = read_hub_task(name, split)[:num_prompts]
+        dataset = as_dataset({**row, "prompt": change(row["prompt"])} for row in rows)
     else:
         known = (*BUILTIN, *HUB_TASKS, f"{PREFIX}TASK")
-        source = read_source(name, split, num_prompts, columns, known)
-    dataset = _with_prompts(source, system, chat=chat)
+        dataset = read_source(name, split, num_prompts, columns or {}, known, change)
     if not len(dataset):
         raise DataError(f"{format_value(name)} has no rows: put at least one prompt in it")
     return dataset
@@ -92,7 +96,7 @@ def count_levels(name: str) -> int:
     """Return how many levels a task has; 0: it has none, or the prompts are no task."""
     if name.startswith(PREFIX):
         return count_gym_levels(name)
-    return TASKS[name].levels if name in BUILTIN else 0
+    return LEVELS if name in BUILTIN else 0
 
 
 def split_held_out(dataset: "Dataset", held_out: int | None) -> "tuple[Dataset, Dataset | None]":
@@ -136,17 +140,6 @@ def _make_task(
     if name in BUILTIN:
         return make_rows(name, num, split=split, seed=seed, level=level)
     return make_gym_rows(name, num, split=split, seed=seed, settings=settings, level=level)
-
-
-def _with_prompts(
-    source: "Iterable[Row] | Dataset", system: str | None, *, chat: bool
-) -> "Dataset":
-    """Return the source as a Dataset whose prompts are as the model gets them."""
-    change = functools.partial(_as_prompt, system=system, chat=chat)
-    table: Any = source
-    if hasattr(table, "column_names"):
-        return with_changed_prompts(table, change)
-    return as_dataset({**row, "prompt": change(row["prompt"])} for row in table)
 
 
 def _as_prompt(prompt: Any, system: str | None, *, chat: bool) -> Any:

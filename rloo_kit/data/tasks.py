@@ -4,9 +4,7 @@ import hashlib
 import operator
 import random
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from itertools import cycle, islice
-from typing import NamedTuple
 
 from rloo_kit.errors import DataError
 from rloo_kit.text.wording import format_value
@@ -14,16 +12,11 @@ from rloo_kit.types import Row
 
 SPLITS = ("train", "held_out")
 HELD_OUT_ONE_IN = 8
+# Of every task; 1 is the easiest
+LEVELS = 5
 
 # Takes a level, counted from 1; returns the columns of one problem, and whether it is held out
 Maker = Callable[[random.Random, int], tuple[Row, bool]]
-
-
-class Task(NamedTuple):
-    """A kind of problem that is made on the spot."""
-
-    make: Maker
-    levels: int  # number of levels; 1 is the easiest
 
 
 def make_rows(
@@ -44,14 +37,13 @@ def make_rows(
 
 
 def _checked_levels(name: str, level: int | list[int] | None) -> list[int]:
-    levels = level if isinstance(level, list | tuple) else [1 if level is None else level]
-    last = TASKS[name].levels
-    if not levels or any(type(one) is not int or not 1 <= one <= last for one in levels):
+    levels = level if isinstance(level, list) else [1 if level is None else level]
+    if not levels or any(type(one) is not int or not 1 <= one <= LEVELS for one in levels):
         raise DataError(
-            f"{name} has the levels 1 to {last}, not {format_value(level)}: give one of them, or a "
-            "list"
+            f"{name} has the levels 1 to {LEVELS}, not {format_value(level)}: give one of them, or "
+            "a list"
         )
-    return list(levels)
+    return levels
 
 
 def _problems(name: str, level: int, split: str, seed: int) -> Iterator[Row]:
@@ -59,7 +51,7 @@ def _problems(name: str, level: int, split: str, seed: int) -> Iterator[Row]:
     first = name == "arithmetic" and level == 1
     rng = random.Random(f"{seed} {split}" if first else f"{seed} {split} {name} {level}")
     while True:
-        columns, held_out = TASKS[name].make(rng, level)
+        columns, held_out = TASKS[name](rng, level)
         if held_out == (split == "held_out"):
             yield {**columns, "task": name, "level": level}
 
@@ -108,33 +100,12 @@ def arithmetic_prompt(a: int, b: int) -> str:
     return f"What is {a} + {b}?"
 
 
-def worked_thought(a: int, b: int, forgets: Callable[[], bool] = lambda: False) -> tuple[str, int]:
-    """Return (thought, answer): the sum of two 3-digit numbers digit by digit, right to left.
-
-    ``forgets`` is asked at every carry; True drops it, in the thought and in the answer.
-
-    >>> worked_thought(347, 286)
-    ('7+6=13 4+8+1=13 3+2+1=6', 633)
-    """
-    lines, carry, answer = [], 0, 0
-    for place in range(3):
-        x, y = a // 10**place % 10, b // 10**place % 10
-        total = x + y + carry
-        lines.append(f"{x}+{y}+1={total}" if carry else f"{x}+{y}={total}")
-        if place == 2:
-            answer += total * 100
-        else:
-            answer += total % 10 * 10**place
-            carry = 1 if total >= 10 and not forgets() else 0
-    return " ".join(lines), answer
-
-
 # --- countdown -----------------------------------------------------------------------------------
 
 # Level -> how many numbers, the largest, the operators of the solution that it is made from
 _COUNTDOWN = {1: (3, 10, "+-"), 2: (3, 20, "+-*"), 3: (4, 50, "+-*/"), 4: (5, 99, "+-*/")}
 _LARGE = (25, 50, 75, 100)
-_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 
 
 def _countdown(rng: random.Random, level: int) -> tuple[Row, bool]:
@@ -159,13 +130,13 @@ def countdown_problem(rng: random.Random, level: int) -> tuple[list[int], int, s
             numbers, low = [rng.randint(1, largest) for _ in range(how_many)], 1
         rng.shuffle(numbers)
         value, text = _combined(rng, numbers, operators)
-        if value.denominator == 1 and low <= value <= 999 and value not in numbers:
-            return numbers, int(value), text
+        if low <= value <= 999 and value not in numbers:
+            return numbers, value, text
 
 
-def _combined(rng: random.Random, numbers: list[int], operators: str) -> tuple[Fraction, str]:
+def _combined(rng: random.Random, numbers: list[int], operators: str) -> tuple[int, str]:
     """Join two of what is left until one is; no step comes to 0 or below, or to a fraction."""
-    left = [(Fraction(number), str(number)) for number in numbers]
+    left = [(number, str(number)) for number in numbers]
     while len(left) > 1:
         a, b = (left.pop(rng.randrange(len(left))) for _ in range(2))
         sign = rng.choice(operators)
@@ -176,7 +147,4 @@ def _combined(rng: random.Random, numbers: list[int], operators: str) -> tuple[F
 
 
 # Name -> built-in task
-TASKS = {
-    "arithmetic": Task(_arithmetic, 5),
-    "countdown": Task(_countdown, 5),
-}
+TASKS: dict[str, Maker] = {"arithmetic": _arithmetic, "countdown": _countdown}

@@ -14,7 +14,7 @@ from rloo_kit.rloo.rollout import Completions
 from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.completer import Completer
 from rloo_kit.sampling.engine import Sampling, draw_from
-from rloo_kit.text.thoughts import ThoughtFinder
+from rloo_kit.text.thoughts import find_thought
 from rloo_kit.text.wording import text_of
 from rloo_kit.types import Model, Score, Tokenizer
 
@@ -196,7 +196,6 @@ def _samples(
     tokenizer: Tokenizer, completions: Completions, scores: dict[str, list[Score]]
 ) -> list[dict[str, Any]]:
     """Return the samples of an evaluation."""
-    find = ThoughtFinder(tokenizer)
     rows = zip(
         completions.prompts,
         map(text_of, completions.completions),
@@ -210,7 +209,7 @@ def _samples(
             "completion": text,
             "rewards": {name: own[i] for name, own in scores.items()},
             "tokens": len(ids),
-            "thought_tokens": find(ids, text)["thought_tokens"],
+            "thought_tokens": find_thought(tokenizer, ids, text)["thought_tokens"],
             "cut_off": not ended,
         }
         for i, (prompt, text, ids, ended) in enumerate(rows)

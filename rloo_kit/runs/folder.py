@@ -84,9 +84,9 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
     Raises:
         ConfigError: The first setting that differs.
     """
-    then, _ = without_hidden(read_run_file(folder / RUN_FILE).as_dict())
+    then = without_hidden(read_run_file(folder / RUN_FILE).as_dict())
     # Secrets are masked in run.yaml, so both are compared without them
-    asked, _ = without_hidden(redact_tree(now.as_dict()))
+    asked = without_hidden(redact_tree(now.as_dict()))
     for path, old, new in _differences(then, asked):
         raise ConfigError(
             f"{path} is {format_value(new)}, and the run in {format_value(str(folder))} began with "

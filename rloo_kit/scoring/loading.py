@@ -17,6 +17,7 @@ may be a schedule over training, ``{0: 1.0, 0.5: 0.2}``, and a table composes wi
 - ``scaled_by: 0.1`` and ``clipped_to: [-1, 1]``
 """
 
+import copy
 import functools
 import hashlib
 import importlib
@@ -35,7 +36,6 @@ from rloo_kit.errors import ConfigError, RewardLoadError
 from rloo_kit.rewards import BUILTIN, RewardModel
 from rloo_kit.scoring.composition import WeightSchedule, gated, rescaled, routed
 from rloo_kit.scoring.contract import checked, keywords_of, name_of
-from rloo_kit.text.chat_templates import WithSettings
 from rloo_kit.text.wording import did_you_mean, first_line, format_value, printable
 from rloo_kit.types import Reward, Tokenizer
 
@@ -92,8 +92,11 @@ def load_rewards(
         say: Called with a line that names code which is not the kit's, before it is imported.
     """
     if tokenizer is not None and chat_template_kwargs:
-        settings: Any = WithSettings(tokenizer, dict(chat_template_kwargs))
-        tokenizer = settings
+        with_settings: Any = copy.copy(tokenizer)
+        with_settings.apply_chat_template = functools.partial(
+            tokenizer.apply_chat_template, **chat_template_kwargs
+        )
+        tokenizer = with_settings
     loaded: list[LoadedReward] = []
     for spec in specs:
         reward = load_reward(spec, tokenizer, base_dir, say)

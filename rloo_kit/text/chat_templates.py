@@ -1,6 +1,4 @@
-"""The end-of-turn token of a chat template, and a template with fixed settings."""
-
-from typing import Any
+"""The end-of-turn token of a chat template."""
 
 from rloo_kit.types import Tokenizer
 
@@ -24,22 +22,3 @@ def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
     known = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}  # a plain word is no end
     fits = [token for token in known if token in vocabulary and after.startswith(token)]
     return vocabulary[max(fits, key=len)] if fits else None
-
-
-class WithSettings:
-    """A tokenizer whose chat template always gets a run's settings.
-
-    A reward that asks the template who opens the thought then sees what the policy is prompted
-    with, such as a thought switched off by ``enable_thinking: false``.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
-        self._tokenizer = tokenizer
-        self._settings = settings
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        """Render as the tokenizer does, with the settings."""
-        return self._tokenizer.apply_chat_template(conversation, **{**self._settings, **kwargs})

@@ -10,14 +10,12 @@ import json
 import logging
 import os
 import re
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-# Characters from which a value is searched for in other texts
+# Characters from which a text may hold a secret
 MIN_LENGTH = 8
 HIDDEN = re.compile(r"\[hidden(?:: [\w.-]{1,64})?\]")
 
@@ -29,14 +27,20 @@ ALWAYS_SECRET = re.compile(
     r"|(access|api|auth|hf|hub|bot|refresh|bearer|session)_?token(?![a-z])"
     r"|(access|private|auth|account|encryption|signing|master)_key(?![a-z])"
 )
-# A word of a name: the value is a secret unless it is plain (see `is_plain`)
-OFTEN_SECRET = re.compile("auth|authorization|bearer|cookie|jwt|key|pass|pat|pwd|token")
-# A word before `token` that makes it one of a vocabulary
-OF_A_TOKENIZER = re.compile("bos|cls|end|eos|image|mask|pad|per|sep|special|start|stop|think|unk")
-# A last word that makes the value a fact about a secret
+# The last word, and any word of a variable: the value is a secret unless it is plain (`is_plain`)
+OFTEN_SECRET = "(?<![a-z])(auth|authorization|bearer|cookie|jwt|key|pass|pat|pwd|token)"
+OFTEN_SECRET_SETTING = re.compile(f"{OFTEN_SECRET}$")
+OFTEN_SECRET_VARIABLE = re.compile(f"{OFTEN_SECRET}(?![a-z])")
+# The value is a fact about a secret, an identifier, or a token of a vocabulary
 NOT_THE_VALUE = re.compile(
-    "column|dir|endpoint|env|field|file|format|length|limit|name|path|size|sock|timeout|type|url"
+    "(?<![a-z])(public(?![a-z])|(column|dir|endpoint|env|field|file|format|length|limit|name|path"
+    "|size|sock|timeout|type|url)$)"
 )
+NO_SECRET = re.compile(
+    "(?<![a-z])(id$|(bos|cls|end|eos|image|mask|pad|per|sep|special|start|stop|think|unk)_(.*_)?token(?![a-z]))"
+)
+# No letters, one word, or a path
+PLAIN = re.compile(r"[\W\d_]*|\D{0,15}|[~.]{0,2}/\D*")
 
 
 def is_secret_name(name: str) -> bool:
@@ -48,15 +52,13 @@ def is_secret_name(name: str) -> bool:
 def _how_secret(name: str) -> str | None:
     """Return ``always``, ``often`` or None."""
     last = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.rsplit(".", 1)[-1]).lower()
-    words = [word for word in re.split(r"[^a-z]+", last) if word]
-    if not words or NOT_THE_VALUE.fullmatch(words[-1]) or "public" in words:
+    words = "_".join(re.findall("[a-z]+", last))
+    if NOT_THE_VALUE.search(words):
         return None
-    if ALWAYS_SECRET.search("_".join(words)):
+    if ALWAYS_SECRET.search(words):
         return "always"
-    if words[-1] == "id" or ("token" in words and any(map(OF_A_TOKENIZER.fullmatch, words))):
-        return None
-    telling = words if name.isupper() else words[-1:]
-    return "often" if any(map(OFTEN_SECRET.fullmatch, telling)) else None
+    often = OFTEN_SECRET_VARIABLE if name.isupper() else OFTEN_SECRET_SETTING
+    return "often" if often.search(words) and not NO_SECRET.search(words) else None
 
 
 def is_plain(value: str) -> bool:
@@ -65,31 +67,29 @@ def is_plain(value: str) -> bool:
     That is a short one, a number or date, a word, a path, or an address without a password.
     """
     text = value.strip()
-    has_digit = any(map(str.isdigit, text))
-    if len(text) < MIN_LENGTH or not any(map(str.isalpha, text)) or HIDDEN.fullmatch(text):
+    if len(text) < MIN_LENGTH or _is_hidden(text):
         return True
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
         return not any(_passwords_in(text))
-    # A key in base64 may begin with / too, and holds digits
-    return not has_digit and (len(text) < 2 * MIN_LENGTH or bool(re.match("[~.]{0,2}/", text)))
+    return bool(PLAIN.fullmatch(text))  # a key in base64 may begin with / too, and holds digits
 
 
 # --- known values --------------------------------------------------------------------------------
 
-_known: set[str] = set()
-# (text, replacement), longest first
-_forms: list[tuple[str, str]] = []
+# Text -> what replaces it
+_known: dict[str, str] = {}
 
 
-def remember_secret(value: object, name: str = "") -> None:
-    """Mask a text or number from now on wherever it occurs, unless it is plain (``is_plain``)."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+def remember_secret(value: str, name: str = "") -> None:
+    """Mask a text from now on wherever it occurs, unless it is plain (``is_plain``)."""
+    text = value.strip()
+    if text in _known or is_plain(text):
         return
-    text = str(value).strip()
-    if text not in _known and not is_plain(text):
-        new = [(form, _label(name)) for form in _written_forms(text)]
-        _forms[:] = sorted([*_forms, *new], key=lambda form: -len(form[0]))
-        _known.add(text)
+    # As text, JSON and an address write it
+    forms = {text, repr(text)[1:-1], quote(text), quote(text, safe="")}
+    forms |= {json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
+    for form in forms:
+        _known.setdefault(form, _label(name))
 
 
 def remember_settings(settings: object, name: str = "") -> None:
@@ -100,7 +100,7 @@ def remember_settings(settings: object, name: str = "") -> None:
     elif isinstance(settings, list | tuple):
         for value in settings:
             remember_settings(value, name)
-    elif is_secret_name(name):
+    elif isinstance(settings, str) and is_secret_name(name):
         remember_secret(settings, name)
     elif isinstance(settings, str):
         for password in _passwords_in(settings):
@@ -111,8 +111,7 @@ def remember_arguments(arguments: Iterable[str]) -> None:
     """Remember the secrets among the ``name=value`` arguments of a command."""
     for argument in arguments:
         name, _, value = argument.partition("=")
-        secret = next((part for part in name.split(".")[::-1] if is_secret_name(part)), "")
-        remember_settings(value.strip("'\" "), secret)
+        remember_settings(value.strip("'\" "), name)
 
 
 def _remember_environment() -> None:
@@ -129,28 +128,23 @@ def _label(name: str) -> str:
 def _passwords_in(text: str) -> Iterator[str]:
     """Yield the passwords of addresses in a text, as written and decoded."""
     for match in IN_AN_ADDRESS.finditer(text) if "@" in text else ():
-        for password in {match["value"], unquote(match["value"])}:
+        for password in {match["secret"], unquote(match["secret"])}:
             if not is_plain(password):
                 yield password
-
-
-def _written_forms(value: str) -> set[str]:
-    """Return a secret as text, JSON and an address write it."""
-    escaped = {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}
-    return {value, repr(value)[1:-1], quote(value), quote(value, safe=""), *escaped}
 
 
 # --- shapes --------------------------------------------------------------------------------------
 
 IN_AN_ADDRESS = re.compile(
-    r"(?<=:/)/?[^\s/:@\"'<>\\]*:(?P<value>[^\s/@\"'<>\\]+)(?=@)"  # pathlib leaves one slash
+    r"(?<=:/)/?[^\s/:@\"'<>\\]*:(?P<secret>[^\s/@\"'<>\\]+)(?=@)"  # pathlib leaves one slash
 )
 _VALUE = r"(?P<value>[^\s\"'\\<>&,;(){}\[\]]{8,})"
 _ASSIGNED = r"[\"'\\]{0,4}\s{0,3}[:=]\s{0,3}[\"'\\]{0,4}"
-# `value` is what is masked; without it the whole match
+# Each ends with a `secret`, or a `value` that is one unless it is plain
 SHAPES = [re.compile(pattern, re.ASCII) for pattern in (
-    r"hf_[A-Za-z0-9]{20,}",
-    r"(?:(?<![A-Za-z0-9-])|(?<=\\[nrt]))sk-(?=[\w-]{0,64}[0-9])[\w-]{16,}",  # not so in "task-"
+    r"(?P<secret>hf_[A-Za-z0-9]{20,})",
+    # not so in "task-"
+    r"(?:(?<![A-Za-z0-9-])|(?<=\\[nrt]))(?P<secret>sk-(?=[\w-]{0,64}[0-9])[\w-]{16,})",
     IN_AN_ADDRESS.pattern,
     rf"(?i)[?&](?:[\w.-]{{0,40}}(?:token|api[_-]?key|secret|password)|key)={_VALUE}",
     rf"(?i)(?:(?:authorization|api-key){_ASSIGNED}(?:(?:basic|bearer|token)\s{{1,3}})?"
@@ -161,13 +155,10 @@ SHAPES = [re.compile(pattern, re.ASCII) for pattern in (
 
 
 def _mask_shape(match: re.Match[str]) -> str:
-    """Return the match without its value, which may stay where it is plain."""
-    if "value" not in match.re.groupindex:
-        return "[hidden]"
-    if match.re.pattern != IN_AN_ADDRESS.pattern and is_plain(match["value"]):
+    kind = str(match.lastgroup)
+    if kind == "value" and is_plain(match[kind]):
         return match[0]
-    start, end = (place - match.start() for place in match.span("value"))
-    return f"{match[0][:start]}[hidden]{match[0][end:]}"
+    return f"{match[0].removesuffix(match[kind])}[hidden]"
 
 
 # --- masking -------------------------------------------------------------------------------------
@@ -186,8 +177,8 @@ def redact(text: str) -> str:
 def _redact(text: str) -> str:
     if len(text) < MIN_LENGTH:
         return text
-    for form, label in _forms:
-        text = text.replace(form, label)
+    for form in sorted(_known, key=len, reverse=True):
+        text = text.replace(form, _known[form])
     for pattern in SHAPES:
         text = pattern.sub(_mask_shape, text)
     return text
@@ -204,34 +195,28 @@ def _redact_tree(value: Any, name: str) -> Any:
         items = [(key, _redact_tree(item, str(key))) for key, item in value.items()]
         return {_redact(key) if isinstance(key, str) else key: item for key, item in items}
     if isinstance(value, list | tuple):
-        items = [_redact_tree(item, name) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, str):
-        how = _how_secret(name)
-        hides = how == "always" or (how == "often" and not is_plain(value))
-        return _label(name) if value and hides and not HIDDEN.fullmatch(value) else _redact(value)
-    if isinstance(value, Path) and (text := _redact(str(value))) != str(value):
-        return text
-    return value
+        return [_redact_tree(item, name) for item in value]
+    if not isinstance(value, str):
+        return value
+    how = _how_secret(name)
+    hides = how == "always" or (how == "often" and not is_plain(value))
+    return _label(name) if value and hides and not _is_hidden(value) else _redact(value)
 
 
-def without_hidden(settings: Any, place: str = "") -> tuple[Any, list[str]]:
-    """Return (settings read back without those that were masked, the names of these).
+def without_hidden(settings: Any) -> Any:
+    """Return settings read back without those that were masked.
 
     A text that is masked in part, such as an address without its password, stays.
     """
-    if not isinstance(settings, Mapping | list):
-        return settings, []
-    kept, names = [], []
-    for key, item in settings.items() if isinstance(settings, Mapping) else enumerate(settings):
-        name = f"{place}.{key}" if place else str(key)
-        if isinstance(item, str) and HIDDEN.fullmatch(item):
-            names.append(name)
-        else:
-            inside, more = without_hidden(item, name)
-            kept.append((key, inside))
-            names += more
-    return dict(kept) if isinstance(settings, Mapping) else [item for _, item in kept], names
+    if isinstance(settings, Mapping):
+        return {key: without_hidden(item) for key, item in settings.items() if not _is_hidden(item)}
+    if isinstance(settings, list):
+        return [without_hidden(item) for item in settings if not _is_hidden(item)]
+    return settings
+
+
+def _is_hidden(value: object) -> bool:
+    return isinstance(value, str) and HIDDEN.fullmatch(value) is not None
 
 
 # --- what the kit prints -------------------------------------------------------------------------
@@ -242,24 +227,17 @@ def redacting(say: Callable[[str], Any]) -> Callable[[str], None]:
     return lambda line: say(redact(line))
 
 
-def redacted_traceback(exc: BaseException) -> str:
-    """Return what Python prints for an error that nobody caught, with secrets masked."""
-    return redact("".join(traceback.format_exception(exc)))
+class _RedactedRecord(logging.LogRecord):
+    def getMessage(self) -> str:  # noqa: N802
+        return redact(super().getMessage())
 
 
 @contextlib.contextmanager
 def redacted_logs() -> Iterator[None]:
     """Mask secrets in what any library logs inside the block."""
-    make_record = logging.getLogRecordFactory()
-
-    def make_redacted(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = make_record(*args, **kwargs)
-        with contextlib.suppress(Exception):  # wrong arguments: logging reports them itself
-            record.msg, record.args = redact(record.getMessage()), ()
-        return record
-
-    logging.setLogRecordFactory(make_redacted)
+    before = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(_RedactedRecord)
     try:
         yield
     finally:
-        logging.setLogRecordFactory(make_record)
+        logging.setLogRecordFactory(before)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rloo_kit.text.wording import text_of
 from rloo_kit.types import Tokenizer
 
 THOUGHT_ENDS = "</think>"
@@ -15,26 +16,22 @@ def token_id(tokenizer: Tokenizer, token: str) -> int | None:
     return found if known else None
 
 
-class ThoughtFinder:
-    """Separate the thought of a completion from its answer, by the id of the closing token."""
+def find_thought(
+    tokenizer: Tokenizer, completion_ids: list[int], completion: Any
+) -> dict[str, int | None]:
+    """Return what a row of completions.jsonl says about the thought, by the id of its end.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.closing_id = token_id(tokenizer, THOUGHT_ENDS)
-
-    def __call__(self, completion_ids: list[int], completion: Any) -> dict[str, int | None]:
-        """Return what a row of completions.jsonl says about the thought.
-
-        ``thought_tokens`` are those before the first closing token, ``answer_at`` the characters
-        up to and including the last one; both are None where no thought was closed.
-        """
-        found = {"tokens": len(completion_ids), "thought_tokens": None, "answer_at": None}
-        if self.closing_id not in completion_ids:
-            return found
-        found["thought_tokens"] = completion_ids.index(self.closing_id)
-        end = len(completion_ids) - completion_ids[::-1].index(self.closing_id)
-        thought = self._tokenizer.decode(completion_ids[:end], skip_special_tokens=True)
-        text = completion if isinstance(completion, str) else completion[-1].get("content")
-        if isinstance(text, str) and text.startswith(thought):
-            found["answer_at"] = len(thought)
+    ``thought_tokens`` are those before the first closing token, ``answer_at`` the characters
+    up to and including the last one; both are None where no thought was closed.
+    """
+    found = {"tokens": len(completion_ids), "thought_tokens": None, "answer_at": None}
+    closing_id = token_id(tokenizer, THOUGHT_ENDS)
+    if closing_id not in completion_ids:
         return found
+    found["thought_tokens"] = completion_ids.index(closing_id)
+    end = len(completion_ids) - completion_ids[::-1].index(closing_id)
+    thought = tokenizer.decode(completion_ids[:end], skip_special_tokens=True)
+    text = text_of(completion)
+    if text.startswith(thought):
+        found["answer_at"] = len(thought)
+    return found

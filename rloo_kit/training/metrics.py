@@ -13,7 +13,7 @@ from rloo_kit.machine.memory import take_peak, used_on_gpu
 from rloo_kit.rloo.metrics import Tally, completion_metrics, completion_records, rollout_metrics
 from rloo_kit.rloo.rollout import Completions, Rollout
 from rloo_kit.text.redaction import redact, redact_tree
-from rloo_kit.text.thoughts import ThoughtFinder
+from rloo_kit.text.thoughts import find_thought
 from rloo_kit.types import Tokenizer
 
 
@@ -44,7 +44,7 @@ class StepLog:
         # of rewards, until the next rollout: columns of the table, and their own metrics
         self.extra = defaultdict[str, list[Any]](list)
         self.of_rewards = defaultdict[str, list[float]](list)
-        self.thoughts = ThoughtFinder(tokenizer)
+        self.tokenizer = tokenizer
         self.loss_sum = 0.0  # of all optimizer steps whose loss was a number
         self.episodes = 0  # completions that were trained on so far
         self.elsewhere = 0.0  # seconds of the optimizer step in progress that were not learning
@@ -106,7 +106,7 @@ class StepLog:
                 "step": number,
                 **record,
                 "group": first + record["group"],
-                **self.thoughts(ids, record["completion"]),
+                **find_thought(self.tokenizer, ids, record["completion"]),
             }
             for record, ids in zip(
                 completion_records(rollout, self.names), sampled.tokens.completion_ids, strict=True

@@ -157,7 +157,7 @@ class StepTrainer(ResumableTrainer, RLOOTrainer):
         """Refuse prompts that Unsloth would cut, where it is known how long the model can be."""
         longest, dataset = notes_of(self.model).max_seq_length, self.train_dataset
         if longest is not None and hasattr(dataset, "__len__"):
-            check_lengths(dataset, self.tokenizer, self.args, longest, by_file=False)
+            check_lengths(dataset, self.tokenizer, self.args, longest)
 
     @property
     def engine(self) -> Engine | None:

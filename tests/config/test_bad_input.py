@@ -80,7 +80,7 @@ DATA = {
     "held out too many": ('{"prompt": "a"}\n' * 4, "lower it to at most 3"),
     "too long": (
         json.dumps({"prompt": "why " * 60}) + "\n",
-        "set model.max_seq_length to at least",
+        "(model.max_seq_length in a run file)",
     ),
 }
 

@@ -191,6 +191,12 @@ def test_an_empty_file_has_no_rows(tmp_path, name, text):
         load_prompts(write(tmp_path, name, text))
 
 
+def test_an_empty_table_has_no_rows(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": [], "answer": []}), tmp_path / "p.parquet")
+    with pytest.raises(DataError, match="has no rows: put at least one prompt in it"):
+        load_prompts(tmp_path / "p.parquet")
+
+
 def test_text_that_is_not_utf8_is_to_be_saved_as_such(tmp_path):
     path = write(tmp_path, "p.jsonl", '{"prompt": "Warum nicht über Nacht?"}', "latin-1")
     with pytest.raises(DataError, match=r"cannot be read: .*; save it as UTF-8 text"):
@@ -264,8 +270,11 @@ def test_two_columns_may_change_names_with_each_other(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"prompt": "text"}, "columns names 'text' as the source of 'prompt', and there are only "
-         "['id', 'question', 'solution']: name one of these"),
+        ({"prompt": "text"}, "has no `text`, only ['id', 'question', 'solution']: rename the "
+         "column to prompt, or name it with columns, as in {prompt: question}"),
+        ({"prompt": "question", "answer": "text"}, "columns names 'text' as the source of "
+         "'answer', and there are only ['id', 'question', 'solution']: name one of these"),
+        ({"prompt": "question", "answer": "question"}, "columns gives the prompts another name"),
         ({"prompt": "question", "id": "solution"}, "columns makes 'id', which exists already"),
         ({"answer": "solution"}, "has no `prompt`, only ['id', 'question', 'solution']: rename the "
          "column to prompt, or name it with columns, as in {prompt: question}"),
@@ -629,7 +638,7 @@ def test_columns_whose_chunks_differ_are_joined(monkeypatch, values, stored):
 def test_a_column_of_two_types_is_named(monkeypatch):
     monkeypatch.setattr(files, "CHUNK", 2)
     rows = [{"prompt": "a", "answer": value} for value in (1, 2, "three")]
-    with pytest.raises(DataError, match="the column 'answer' cannot be stored"):
+    with pytest.raises(DataError, match=r"a column cannot be stored \(.* answer has incompatible"):
         files.as_dataset(rows)
 
 

@@ -145,7 +145,7 @@ def test_settings_and_overrides():
 
 
 def test_files_of_prompts(tmp_path):
-    from rloo_kit.data.files import read_source
+    from rloo_kit.data.prompts import load_prompts
 
     seeds = [
         as_jsonl([{"prompt": "What is 1 + 1?", "answer": "2"}, {"prompt": "Say é 😀"}]),
@@ -162,8 +162,7 @@ def test_files_of_prompts(tmp_path):
     def target(data):
         path = tmp_path / ("rows.jsonl" if data[:1] in (b"{", b"") else "rows.csv")
         path.write_bytes(data)
-        for row in read_source(str(path), "train"):
-            assert row["prompt"]
+        assert all(load_prompts(path)["prompt"])
 
     every(80, st.one_of(mutated(seeds), rows), target)
 

@@ -4,15 +4,20 @@ import json
 import random
 import re
 import statistics
+import sys
+from pathlib import Path
 
 import pytest
 from rloo_kit.rewards import RewardModel
 
 from rloo_kit.cli import main
-from rloo_kit.data.tasks import arithmetic_prompt, worked_thought
+from rloo_kit.data.tasks import arithmetic_prompt
 from rloo_kit.errors import ConfigError, DataError, MemoryRanOutError, ModelError
 from rloo_kit.reward_lab.training import read_pairs, split_pairs, train_reward_model
 from rloo_kit.scoring.loading import load_rewards
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from worked_thought import worked_thought
 
 USER = {"role": "user", "content": "Hello?"}
 GOOD = {"role": "assistant", "content": "Hello!"}

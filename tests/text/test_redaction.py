@@ -42,8 +42,7 @@ def nothing_known(monkeypatch):
     for name in list(os.environ):
         if is_secret_name(name):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(redaction, "_known", set())
-    monkeypatch.setattr(redaction, "_forms", [])
+    monkeypatch.setattr(redaction, "_known", {})
 
 
 def some(length, letters=LETTERS):
@@ -239,9 +238,7 @@ def test_masked_settings_are_left_out_when_read_back():
     }
     written = yaml.safe_dump(redact_tree(settings), sort_keys=False)
     assert SECRET not in written
-    found, names = without_hidden(yaml.safe_load(written))
-    assert names == ["trainer.hub_token", "rewards.1.api_key"]
-    assert found == {
+    assert without_hidden(yaml.safe_load(written)) == {
         "trainer": {"beta": 0.1},
         "rewards": ["accuracy", {"name": "own", "weight": 2}],
         "data": {"prompts": "https://me:[hidden]@example.org/x.jsonl"},
