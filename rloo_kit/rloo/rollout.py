@@ -145,7 +145,7 @@ class Rollout:
     settled: torch.Tensor  # (P,) bool: groups whose advantages are final
     # `(B, T)` float32 as the engine reported them; None where it does not
     sampler_log_probs: torch.Tensor | None = None
-    on_policy: bool = True  # whether no optimizer step was made since it was sampled
+    on_policy: bool = True  # False from the second optimizer step that learns from it
 
     @classmethod
     def scored(

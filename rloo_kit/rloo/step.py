@@ -1,16 +1,26 @@
-"""One training step of RLOO: prompts, completions, scores, advantages, reference, gradient, log.
+"""One training step of RLOO, in order: prompts, completions, scores, advantages, gradient, log.
 
-The whole algorithm is called from here, in order. Every part is given what it uses when it is made:
-the package ``training`` makes the parts of a model, and a test makes them of a table.
+The whole algorithm is called from here. Each part is given what it uses when it is made: the
+package ``training`` makes the parts for a model, and a test makes them for a table of logits.
 
-Shapes: P prompts, G generations per prompt, B = P*G completions, T the longest completion.
+Where the rest is:
+
+- The baseline is subtracted by a function of ``advantages.BASELINES``, for ``Rollout``.
+- A loss is a function of ``objective.LOSSES``, which ``Learner`` calls.
+- ``training.dynamic_sampling`` decides that prompts are sampled again, in ``after_scoring``.
+- vLLM sleeps from the end of ``sample`` to the next one: rewards, the reference pass and the
+  learner's passes have its memory.
+- A checkpoint holds ``state_dict``; ``checkpoints.resume`` adds weights, optimizer and random
+  states.
+
+Shapes: P prompts, G generations per prompt, B = P*G completions, N of their rows, T the longest
+completion. A row is one completion; the G rows of a prompt are neighbours.
 """
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -22,7 +32,7 @@ from rloo_kit.rloo.metrics import Tally
 from rloo_kit.rloo.objective import RunningMoments
 from rloo_kit.rloo.rollout import Completions, Rollout, ScoredBatch, Shaping, rows_needing_old_pass
 
-# A row of the training set, with `prompt`
+# A row of the training set, with `prompt`; it comes once for each of its G completions
 Row = Mapping[str, Any]
 Result = TypeVar("Result")
 
@@ -31,112 +41,131 @@ Result = TypeVar("Result")
 class Pending(Generic[Result]):
     """Rewards that are being computed."""
 
-    runs: bool  # whether async rewards run in the background
-    result: Callable[[], Result]  # waits for all
+    in_background: bool  # whether async rewards run meanwhile
+    result: Callable[[], Result]  # waits for all rewards
 
 
 class Log(Protocol):
-    """What a step reports."""
+    """What a step reports to."""
 
     def note(self, name: str, value: float) -> None:
         """Add a value to a metric."""
 
     def note_rollout(self, rollout: Rollout, number: int) -> None:
-        """A rollout has its final advantages, in the step of that number."""
+        """Take a new rollout, once it has its advantages, and the number of its step."""
 
     def note_step(self, tally: Tally, seconds: float, skipped: int) -> None:
-        """A step has its gradient; so many were skipped so far."""
+        """Take the counts of a step, its time, and the number of steps skipped so far."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Step:
     """Makes the gradient of one optimizer step after another.
 
-    A rollout is cut into slices in random order. A step learns from all slices of one rollout, from
-    some of them (``gradient_accumulation_steps`` below ``steps_per_generation``), or from those of
-    several rollouts; a rollout is used ``num_iterations`` times.
+    The rows of a rollout are cut into ``num_slices`` slices of equal size, in random order. A step
+    learns from all slices of a rollout, from some of them (``gradient_accumulation_steps`` below
+    ``steps_per_generation``), or from those of several rollouts. Each slice is used
+    ``num_iterations`` times.
     """
 
     # the parts
     sample: Callable[[list[Row]], Completions]  # one completion of each row
     score: Callable[[list[Row], Completions], Pending[ScoredBatch]]
-    reference: Callable[[TokenRows, list[int]], torch.Tensor] | None  # (B, T); None: no KL penalty
-    learner: Callable[[], Learner]  # made when first called: its budget is the memory that is free
+    # `(B, T)` log-probabilities of some rows under the reference; None if beta is 0
+    reference: Callable[[TokenRows, list[int]], torch.Tensor] | None
+    learner: Callable[[], Learner]  # made at its first use, when free memory sets its token budget
     guard: StepGuard
     log: Log
     shaping: Shaping
     num_generations: int
     num_slices: int = 1
     num_iterations: int = 1
-    # the three places of options
+    # the three places of options (docs/how-to/change_the_step.md)
     which_prompts: Callable[[list[Row]], list[Row]] = lambda rows: rows
     after_scoring: Callable[[ScoredBatch, Callable[[list[Row]], ScoredBatch]], ScoredBatch] = (
-        lambda batch, complete: batch
+        lambda batch, sample_and_score: batch
     )
-    rows_to_learn: Callable[[Rollout], Rollout] = lambda rollout: rollout
-    overlap: bool = True  # whether the reference pass may run while async rewards do
+    rows_to_learn: Callable[[Rollout], Rollout] = lambda rollout: rollout  # may clear `learnable`
+    # Whether the reference pass may run beside async rewards: not if `after_scoring` swaps rows
+    overlap: bool = True
     # the state
     moments: RunningMoments = field(default_factory=RunningMoments)  # `normalize_reward: moving`
-    rollout: Rollout | None = None
-    waiting: list[torch.Tensor] = field(default_factory=list)  # slices of it: rows yet to train
+    rollout: Rollout | None = None  # the newest
+    waiting: list[torch.Tensor] = field(default_factory=list)  # its slices that are yet to train
 
     def run(self, batches: Sequence[list[Row]], number: int) -> torch.Tensor:
         """Leave the gradient of a step in the parameters; return its loss.
 
         Args:
-            batches: For each slice of the step, B rows; used where a new rollout is due.
-            number: Of the step, from 1.
+            batches: B rows for each slice of the step; they are used if a new rollout is due.
+            number: The number of the step, from 1.
 
         Raises:
-            DivergedError: Weights are NaN or Inf, or too many steps in a row were.
+            DivergedError: Weights are NaN or Inf, or too many steps in a row were skipped.
             MemoryRanOutError: Not even a single completion fits.
         """
-        started, learner = time.perf_counter(), self.learner()
-        parts = [
-            self.next_slice(rows, number, coming=len(batches) - place)
-            for place, rows in enumerate(batches)
-        ]
-        share = 1 / sum(len(rows) for _, rows in parts)  # every row has the same weight
-        learned: list[Rollout] = []
-        for _, slices in groupby(parts, key=lambda part: id(part[0])):
-            (rollout, rows), *others = slices
-            weights = torch.zeros(len(rollout), device=learner.device)  # (B,)
-            for slice_rows in (rows, *(more for _, more in others)):
-                weights[slice_rows] += share
-            learned.append(learner.learn(rollout, weights))
-        for rollout in learned:
+        started = time.perf_counter()
+        learner = self.learner()
+        rollouts: list[Rollout] = []
+        counts: list[torch.Tensor] = []  # (B,) of each rollout: how often the step uses a row
+        num_rows = 0
+        for place, batch in enumerate(batches):
+            rollout, rows = self.next_slice(batch, number, slices_left=len(batches) - place)
+            if not rollouts or rollout is not rollouts[-1]:
+                rollouts.append(rollout)
+                counts.append(torch.zeros(len(rollout), device=learner.device))
+            counts[-1][rows] += 1
+            num_rows += len(rows)
+        pairs = zip(rollouts, counts, strict=True)
+        rollouts = [learner.learn(rollout, count * (1 / num_rows)) for rollout, count in pairs]
+        for rollout in rollouts:
             if rollout.on_policy:
                 self.log.note_rollout(rollout, number)
-        self.rollout = replace(learned[-1], on_policy=False)
-        loss = learner.tally.loss
-        if not self.guard.check(loss, learner.parameters, number):
+        self.rollout = replace(rollouts[-1], on_policy=False)
+        tally = learner.take_tally()
+        if not self.guard.check(tally.loss, learner.parameters, number):  # gradients are dropped
             self.log.note("grad_norm", math.nan)  # not the 0 of a norm over no gradients
-        self.log.note_step(learner.take_tally(), time.perf_counter() - started, self.guard.skipped)
-        return torch.tensor(loss, device=learner.device)
+        self.log.note_step(tally, time.perf_counter() - started, self.guard.skipped)
+        return torch.tensor(tally.loss, device=learner.device)
 
-    def next_slice(self, rows: list[Row], number: int, coming: int) -> tuple[Rollout, torch.Tensor]:
-        """Return a rollout, and ``(N,)`` numbers of its rows; ``coming`` slices are left to run."""
+    def next_slice(
+        self, batch: list[Row], number: int, slices_left: int
+    ) -> tuple[Rollout, torch.Tensor]:
+        """Return a rollout and ``(N,)`` of its rows; make a new rollout if no slice waits.
+
+        Args:
+            batch: The B rows of a new rollout.
+            number: The number of the step.
+            slices_left: How many slices the step has yet to take, with this one.
+        """
         if not self.waiting or self.rollout is None:
-            rollout, learner = self.make_rollout(rows, number), self.learner()
+            rollout = self.make_rollout(batch, number)
             slices = torch.randperm(len(rollout)).split(len(rollout) // self.num_slices)
-            first_step = {row for slice_rows in slices[:coming] for row in slice_rows.tolist()}
-            later = rows_needing_old_pass(rollout, first_step)
-            rollout = learner.with_old(rollout, later)
+            # The training pass of this step gives these rows their old log-probabilities
+            in_this_step = {row for rows in slices[:slices_left] for row in rows.tolist()}
+            later = rows_needing_old_pass(rollout, in_this_step)
+            rollout = self.learner().with_old(rollout, later)
             if later and self.reference is not None:
                 rollout = rollout.with_advantages()
-            self.rollout, self.waiting = rollout, [*slices] * self.num_iterations
+            self.rollout = rollout
+            self.waiting = [*slices] * self.num_iterations
         return self.rollout, self.waiting.pop(0)
 
     def make_rollout(self, rows: list[Row], number: int) -> Rollout:
-        """Sample and score; at beta 0 the advantages are final, else the learner settles them."""
-        check_finite(self.learner().parameters, number - 1)
+        """Sample and score.
+
+        If beta is 0 the advantages are final. Else they need old log-probabilities for the KL:
+        ``next_slice`` or the learner computes them as soon as these are known.
+        """
+        check_finite(self.learner().parameters, number - 1)  # weights of the step before
         rows = self.which_prompts(rows)
         completions = self.sample(rows)
-        scoring, reference = self.score(rows, completions), None
-        if self.reference is not None and self.overlap and scoring.runs:
-            may_learn = completions.unmasked_rows(self.shaping)
-            reference = self.reference(completions.tokens, may_learn)
-        batch = self.after_scoring(scoring.result(), self.complete)
+        scoring = self.score(rows, completions)
+        reference = None
+        if self.reference is not None and self.overlap and scoring.in_background:
+            # Scores will say which of these rows learn nothing
+            reference = self.reference(completions.tokens, completions.unmasked_rows(self.shaping))
+        batch = self.after_scoring(scoring.result(), self.sample_and_score)
         rollout = Rollout.scored(batch, self.num_generations, self.shaping, self.moments)
         if self.reference is not None:
             if reference is None:
@@ -144,12 +173,12 @@ class Step:
             rollout = rollout.with_reference(reference)
         return self.rows_to_learn(rollout)
 
-    def complete(self, rows: list[Row]) -> ScoredBatch:
+    def sample_and_score(self, rows: list[Row]) -> ScoredBatch:
         """Sample and score further rows."""
         return self.score(rows, self.sample(rows)).result()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is kept from step to step, in copies."""
+        """Return what a resumed run needs of the steps so far."""
         batch = None
         if self.waiting and self.rollout is not None:
             batch = {"rollout": self.rollout.state_dict(), "rows": torch.cat(self.waiting)}
@@ -160,10 +189,11 @@ class Step:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned; the slices may have another size now."""
+        """Load what ``state_dict`` returned; a resumed run may have slices of another size."""
         self.moments = RunningMoments(**state["moments"])
         self.guard.skipped, self.guard.in_a_row = state["skipped"]
-        self.rollout, self.waiting = None, []
+        self.rollout = None
+        self.waiting = []
         if batch := state["batch"]:
             self.rollout = Rollout.from_state_dict(batch["rollout"], self.learner().device)
             rows = _rows_left(state, self.num_iterations)
@@ -171,7 +201,11 @@ class Step:
 
 
 def _rows_left(state: dict[str, Any], num_iterations: int) -> torch.Tensor:
-    """Return ``(N,)`` rows yet to train; older checkpoints hold all slices and a count of them."""
+    """Return ``(N,)`` rows yet to train.
+
+    Older checkpoints hold all slices of the rollout as ``order``, and as ``micro_step`` the number
+    of slices that were trained since the run began.
+    """
     batch = state["batch"]
     if "rows" in batch:
         return batch["rows"]

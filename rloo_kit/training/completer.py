@@ -183,7 +183,7 @@ class TrainingCompleter(Completer):
     def score(self, rows: Sequence[Row], completions: Completions) -> Pending[ScoredBatch]:
         """Start the rewards of completions of rows; the async ones run in the background."""
         pending = super().score(rows, completions)
-        return Pending(pending.runs, lambda: self._batch(pending.result, completions))
+        return Pending(pending.in_background, lambda: self._batch(pending.result, completions))
 
     def _batch(
         self, wait: Callable[[], list[list[Score]]], completions: Completions

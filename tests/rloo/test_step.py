@@ -42,7 +42,7 @@ class Scores:
     """Answer 2 is right."""
 
     completions: Completions
-    runs: bool = False
+    in_background: bool = False
 
     def result(self):
         found = torch.tensor([float(one == [2]) for one in self.completions.completions])
