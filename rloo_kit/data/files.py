@@ -129,6 +129,12 @@ def iter_rows(dataset: "Dataset") -> Iterator[Row]:
         yield from table.to_pylist()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def iter_column(dataset: "Dataset", name: str) -> Iterator[Any]:
+    """Yield the values of one column as they are stored."""
+    for table in dataset.select_columns(name).with_format("arrow").iter(CHUNK):
+        yield from table.column(name).to_pylist()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 # --- reading -------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rloo_kit.data.files import iter_rows
+from rloo_kit.data.files import iter_column
 from rloo_kit.errors import DataError
 from rloo_kit.text.wording import first_line
 from rloo_kit.types import Prompt, Tokenizer
@@ -101,8 +101,7 @@ def _bounded(
 ) -> Iterator[tuple[int, Any, float]]:
     """Yield row, prompt, and how many tokens it has at most."""
     template: dict[tuple[str, ...], int] = {}  # roles -> tokens of the first prompt with these
-    rows = iter_rows(dataset.select_columns("prompt"))
-    for row, prompt in enumerate(one["prompt"] for one in rows):
+    for row, prompt in enumerate(iter_column(dataset, "prompt")):
         messages = [{"role": "", "content": prompt}] if isinstance(prompt, str) else prompt
         # what a message lacks, a table holds as None
         if any({key for key in one if one[key] is not None} != KEYS for one in messages):
