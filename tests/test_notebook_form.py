@@ -92,7 +92,7 @@ def test_the_run_file_says_what_the_fields_say(form):
     [
         ("model", "", "model.name is None"),
         ("rewards", "", "rewards: is empty, so there is nothing to learn from"),
-        ("rewards", "accuracy, {name", "rewards is '[accuracy, {name]', must be a list"),
+        ("rewards", "accuracy, {name", "rewards is '[accuracy, {name]', must be a valid list"),
         ("settings", "trainer.num_generation=8", "did you mean 'num_generations'?"),
         ("settings", "beta 0.1", "is not of the form section.key=value"),
     ],

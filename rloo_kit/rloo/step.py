@@ -5,13 +5,15 @@ package ``training`` makes the parts for a model, and a test makes them for a ta
 
 Where the rest is:
 
-- The baseline is subtracted by a function of ``advantages.BASELINES``, for ``Rollout``.
-- A loss is a function of ``objective.LOSSES``, which ``Learner`` calls.
-- ``training.dynamic_sampling`` decides that prompts are sampled again, in ``after_scoring``.
-- vLLM sleeps from the end of ``sample`` to the next one: rewards, the reference pass and the
-  learner's passes have its memory.
-- A checkpoint holds ``state_dict``; ``checkpoints.resume`` adds weights, optimizer and random
-  states.
+- The baseline is subtracted in ``rloo.advantages``; ``Rollout`` takes the function that
+  ``BASELINES`` names.
+- A loss is a function in ``LOSSES`` of ``rloo.objective``; ``Learner`` calls it.
+- ``training.dynamic_sampling`` decides whether groups without signal are replaced by groups of
+  further prompts, which are sampled again: it is ``after_scoring``.
+- vLLM sleeps from the end of one ``sample`` to the next: rewards, the reference pass, the learner's
+  passes and the optimizer have its memory.
+- ``Step.state_dict`` is a part of a checkpoint; ``checkpoints.resume`` adds weights, optimizer,
+  schedule, random states, callbacks and rewards.
 
 Shapes: P prompts, G generations per prompt, B = P*G completions, N of their rows, T the longest
 completion. A row is one completion; the G rows of a prompt are neighbours.
@@ -97,7 +99,8 @@ class Step:
         """Leave the gradient of a step in the parameters; return its loss.
 
         Args:
-            batches: B rows for each slice of the step; they are used if a new rollout is due.
+            batches: B rows for each slice of the step; they are read only if the slice is the first
+                of a new rollout.
             number: The number of the step, from 1.
 
         Raises:
@@ -106,7 +109,7 @@ class Step:
         """
         started = time.perf_counter()
         learner = self.learner()
-        rollouts: list[Rollout] = []
+        rollouts: list[Rollout] = []  # mostly one
         counts: list[torch.Tensor] = []  # (B,) of each rollout: how often the step uses a row
         num_rows = 0
         for place, batch in enumerate(batches):
@@ -116,12 +119,11 @@ class Step:
                 counts.append(torch.zeros(len(rollout), device=learner.device))
             counts[-1][rows] += 1
             num_rows += len(rows)
-        pairs = zip(rollouts, counts, strict=True)
-        rollouts = [learner.learn(rollout, count * (1 / num_rows)) for rollout, count in pairs]
-        for rollout in rollouts:
-            if rollout.on_policy:
-                self.log.note_rollout(rollout, number)
-        self.rollout = replace(rollouts[-1], on_policy=False)
+        for rollout, count in zip(rollouts, counts, strict=True):
+            learned = learner.learn(rollout, weights=count * (1 / num_rows))  # forward, backward
+            if learned.on_policy:  # it was sampled in this step, and has its advantages now
+                self.log.note_rollout(learned, number)
+            self.rollout = replace(learned, on_policy=False)
         tally = learner.take_tally()
         if not self.guard.check(tally.loss, learner.parameters, number):  # gradients are dropped
             self.log.note("grad_norm", math.nan)  # not the 0 of a norm over no gradients
@@ -143,9 +145,9 @@ class Step:
             slices = torch.randperm(len(rollout)).split(len(rollout) // self.num_slices)
             # The training pass of this step gives these rows their old log-probabilities
             in_this_step = {row for rows in slices[:slices_left] for row in rows.tolist()}
-            later = rows_needing_old_pass(rollout, in_this_step)
-            rollout = self.learner().with_old(rollout, later)
-            if later and self.reference is not None:
+            needs_pass = rows_needing_old_pass(rollout, in_this_step)
+            rollout = self.learner().with_old(rollout, needs_pass)
+            if needs_pass and self.reference is not None:  # they are all rows, so the KL is known
                 rollout = rollout.with_advantages()
             self.rollout = rollout
             self.waiting = [*slices] * self.num_iterations
@@ -154,8 +156,9 @@ class Step:
     def make_rollout(self, rows: list[Row], number: int) -> Rollout:
         """Sample and score.
 
-        If beta is 0 the advantages are final. Else they need old log-probabilities for the KL:
-        ``next_slice`` or the learner computes them as soon as these are known.
+        If beta is 0 the advantages are final. Else they wait for the KL, and so for the old
+        log-probabilities: ``next_slice`` computes them if it runs a pass for these, else
+        ``Learner.learn`` does.
         """
         check_finite(self.learner().parameters, number - 1)  # weights of the step before
         rows = self.which_prompts(rows)

@@ -185,7 +185,7 @@ def _redact(text: str) -> str:
 
 
 def redact_tree(value: Any, name: str = "") -> Any:
-    """Return nested dicts and lists with every secret in their texts and keys masked."""
+    """Return nested dicts, lists and tuples with every secret in their texts and keys masked."""
     _remember_environment()
     return _redact_tree(value, name)
 
@@ -195,7 +195,8 @@ def _redact_tree(value: Any, name: str) -> Any:
         items = [(key, _redact_tree(item, str(key))) for key, item in value.items()]
         return {_redact(key) if isinstance(key, str) else key: item for key, item in items}
     if isinstance(value, list | tuple):
-        return [_redact_tree(item, name) for item in value]
+        kept = [_redact_tree(item, name) for item in value]
+        return tuple(kept) if isinstance(value, tuple) else kept
     if not isinstance(value, str):
         return value
     how = _how_secret(name)
