@@ -17,13 +17,12 @@ from trl.trainer.utils import use_adapter
 
 from rloo_kit.config.engine_settings import blame_generation_kwargs
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
-from rloo_kit.rloo.guards import Pieces, finite_logits
 from rloo_kit.rloo.rollout import Completions, ScoredBatch
 from rloo_kit.rloo.step import Pending, Row
 from rloo_kit.sampling.canary import Canary
 from rloo_kit.sampling.choice import make_sampling
 from rloo_kit.sampling.completer import Completer
-from rloo_kit.sampling.decoding import complete
+from rloo_kit.sampling.decoding import Pieces, complete, finite_logits
 from rloo_kit.sampling.engine import Engine, ThoughtLimit, draw_from
 from rloo_kit.scoring.composition import WeightSchedule
 from rloo_kit.scoring.loading import LoadedReward
