@@ -44,7 +44,7 @@ def odd_characters(completions, **_):
     [
         ({"kl_koef": 0.1}, "did you mean 'kl_coef'"),
         ({"num_generation": 4}, "did you mean 'num_generations'"),
-        ({"normalize_reward": "bath"}, "batch, moving"),
+        ({"normalize_reward": "bath"}, "'batch' or 'moving'"),
         ({"num_generations": 3}, "per_device_train_batch_size to 6 or 9"),
         ({"kl_coef": 0.1, "beta": 0.2}, "keep beta"),
         ({"generation_batch_size": 8, "steps_per_generation": 2}, "give one of them"),
