@@ -11,6 +11,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -267,13 +268,13 @@ def finite_logits() -> Iterator[None]:
         ) from exc
 
 
+@dataclass
 class Pieces:
     """Runs a call over rows: all at once, or in pieces as large as fit into memory."""
 
-    def __init__(self, what: str, remedy: str) -> None:
-        self.what = what
-        self.remedy = remedy
-        self.size: int | None = None  # rows of a piece; None: memory has not run out yet
+    what: str  # is done to the rows, such as "sampling"
+    remedy: str
+    size: int | None = None  # rows of a piece; None: memory has not run out yet
 
     def run(
         self, call: Callable[[Sequence[Row]], list[Found]], rows: Sequence[Row], at_most: int
