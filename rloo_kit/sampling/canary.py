@@ -300,7 +300,10 @@ class Canary:
         for values in before:
             with policies.adapter_set_to(values):
                 others[PREVIOUS_STEP] = policies.log_probs(tokens)
-        nearest = self._nearest(sampler, now, others, noise, metrics)
+        found = {n: position_between(sampler, now, one, noise) for n, one in others.items()}
+        positions = {name: position for name, position in found.items() if position is not None}
+        metrics |= {name: one.share for name, one in positions.items() if one.resolved}
+        nearest = self._nearest(positions)
         if not nearest and difference <= max(NOISE_FLOOR, NOISE_FACTOR * noise_mean):
             return metrics
         raise StalePolicyError(
@@ -309,26 +312,12 @@ class Canary:
             f"{MESSAGES.get(nearest, UNKNOWN)}"
         )
 
-    def _nearest(
-        self,
-        sampler: torch.Tensor,
-        now: torch.Tensor,
-        others: dict[str, torch.Tensor],
-        noise: torch.Tensor,
-        metrics: dict[str, float],
-    ) -> str:
-        """Return the name of the other policy that sampled, or nothing; fill in the metrics."""
-        fits: dict[str, float] = {}
-        for name, other in others.items():
-            position = position_between(sampler, now, other, noise)
-            if position is None:
-                continue
-            if position.resolved:
-                metrics[name] = position.share
+    def _nearest(self, positions: dict[str, Position]) -> str:
+        """Return the name of the other policy that sampled, or nothing."""
+        for name, position in positions.items():
             self._history[name].append(position)
-            if is_other(self._history[name]):
-                fits[name] = position.fit
-        return min(fits, key=fits.__getitem__, default="")
+        found = [name for name in positions if is_other(self._history[name])]
+        return min(found, key=lambda name: positions[name].fit, default="")
 
     def _noise(self, moved: torch.Tensor) -> tuple[torch.Tensor, float]:
         """Return each token's standard deviation under rounding, and the mean of the last batches.
