@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,6 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.machine.environment import Environment, load_env_file, setup
 from rloo_kit.machine.memory import add_to_session
 from rloo_kit.models.adapters import adapter_in, lora_settings
-from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.loading import attach_lora, load_model, load_tokenizer
 from rloo_kit.sampling.choice import check_engine, start_engine, thought_limit
 from rloo_kit.sampling.engine import Choice, Engine
@@ -127,31 +126,27 @@ def _with_whole_paths(reward: object, base: Path, *, is_path: bool = False) -> A
 def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
     """Return the prompts to train on, in their order, and those held out or None."""
     data = config.data
-    common = {
-        "num_prompts": data.num_prompts,
-        "system": data.system,
-        "chat": data.chat,
-        "seed": config.seed,
-        "columns": data.columns,
-        "level": data.level,
-        "settings": data.settings,
-    }
     name, task = prompts_beside(data.prompts, base), hub_task(data.prompts)
     if task is not None and task.train is None:
         raise DataError(
             f"{data.prompts} is for evaluation: rloo-kit eval RUN --prompts {data.prompts}, and "
             "train on gsm8k or dapo-math"
         )
-    if is_task(name):
-        train, held_out = load_prompts(name, split=data.split, **common), None
-        number = MAX_HELD_OUT if data.held_out is None else data.held_out
-        if number:
-            common["num_prompts"] = number
-            held_out = load_prompts(name, split="held_out", **common)
-    else:
-        everything = load_prompts(name, split=data.split, **common)
-        train, held_out = split_held_out(everything, data.held_out)
-    return train, held_out
+    load = partial(
+        load_prompts,
+        name,
+        system=data.system,
+        chat=data.chat,
+        seed=config.seed,
+        columns=data.columns,
+        level=data.level,
+        settings=data.settings,
+    )
+    train = load(split=data.split, num_prompts=data.num_prompts)
+    if not is_task(name):
+        return split_held_out(train, data.held_out)
+    number = MAX_HELD_OUT if data.held_out is None else data.held_out
+    return train, load(split="held_out", num_prompts=number) if number else None
 
 
 def template_settings(config: RunConfig) -> dict[str, Any]:
@@ -319,13 +314,9 @@ class PreparedJob:
                 f"model ({self.environment.why_not_unsloth}): leave it out"
             )
         loaded, tokenizer = load_model(
-            beside(model.name, self.base),
-            max_seq_length=model.max_seq_length,
-            load_in_4bit=model.load_in_4bit,
-            backend=model.backend,
+            **asdict(replace(model, name=beside(model.name, self.base))),
             precision="fp16" if args.fp16 else "auto",
-            trust_remote_code=model.trust_remote_code,
-            max_lora_rank=reserved_rank(config.lora.r),
+            max_lora_rank=config.lora.r,
             vllm=config.vllm,
             **_engine_arguments(args),
             **config.unsloth,
@@ -345,10 +336,10 @@ def _engine_arguments(args: "LeaveOneOutConfig") -> dict[str, Any]:
     """Return what ``load_model`` needs to load the base once for training and for vLLM."""
     if requested_engine(args) == "transformers":
         return {}
-    given = {"gpu_memory_utilization": args.vllm_gpu_memory_utilization}
+    share = args.vllm_gpu_memory_utilization if args.memory_share_given else None
     return {
         "fast_inference": "auto",
         "num_sequences": args.generation_batch_size,
         "unsloth_vllm_standby": args.vllm_enable_sleep_mode,
-        **(given if args.memory_share_given else {}),
+        "gpu_memory_utilization": share,
     }

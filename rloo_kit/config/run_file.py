@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -184,6 +184,22 @@ NOT_YAML = (yaml.YAMLError, RecursionError, LookupError, TypeError, ValueError)
 # --- reading -------------------------------------------------------------------------------------
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader that refuses a key given twice; YAML would keep the last one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Return the table of a node, or raise ConfigError."""
+        keys = set()
+        for key, _ in node.value:
+            if key.value in keys:
+                raise ConfigError(
+                    f"line {key.start_mark.line + 1} of the run file gives the key "
+                    f"{format_name(key.value)} again: keep one of them"
+                )
+            keys.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file, or one that ships with the kit, and apply ``section.key=value`` overrides.
 
@@ -205,7 +221,9 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             f"run file {name} cannot be read as text ({first_line(exc)}): save it as UTF-8"
         ) from exc
     try:
-        content = yaml.safe_load(text)
+        content = yaml.load(text, _Loader)
+    except ConfigError:
+        raise
     except NOT_YAML as exc:
         mark, problem = getattr(exc, "problem_mark", None), getattr(exc, "problem", None)
         line = f" in line {mark.line + 1}" if mark else ""

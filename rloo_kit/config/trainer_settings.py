@@ -8,14 +8,15 @@ import ast
 import math
 import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Strict
+from pydantic import Strict, ValidationError, WrapValidator
+from pydantic_core import PydanticCustomError
 
 from rloo_kit.config.settings import DEFAULTS, RULES, KitSettings
 from rloo_kit.config.values import NO_RULE, check_value
@@ -48,6 +49,17 @@ SOURCES = (
     ("trl", "trainer/base_config.py", "_BaseConfig"),
     ("transformers", "training_args.py", "TrainingArguments"),
 )
+
+
+def _two_numbers(value: object, check: Callable[[object], object]) -> object:
+    """Return what ``check`` makes of two numbers, for pydantic."""
+    try:
+        return check(value)
+    except ValidationError:
+        message = "Input should be two numbers, such as [-1, 1]"
+        raise PydanticCustomError("two_numbers", message) from None
+
+
 # Types in TRL's source that a value can be checked against; others are left to TRL
 TYPE_NAMES = {
     "bool": bool,
@@ -60,7 +72,10 @@ TYPE_NAMES = {
     "list[str]": list[str],
     "None": type(None),
     "str": str,
-    "tuple[float, float]": Annotated[tuple[float, float], Strict(False)],  # a list in YAML
+    # a list in YAML
+    "tuple[float, float]": Annotated[
+        tuple[float, float], Strict(False), WrapValidator(_two_numbers)
+    ],
 }
 KIT_TYPES: dict[str, Any] = {
     **typing.get_type_hints(KitSettings),

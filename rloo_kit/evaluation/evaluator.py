@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.statistics import Estimate, estimate, pass_at_k
-from rloo_kit.rloo.guards import Pieces, check_finite, finite_logits
+from rloo_kit.rloo.guards import check_finite
 from rloo_kit.rloo.rollout import Completions
 from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.completer import Completer
@@ -254,7 +254,7 @@ def draw(
         drawn = draw_from(engine, prompts, how, seed)
         engine.sleep()  # rewards on the GPU need its memory
         return drawn.completion_ids, None
-    from rloo_kit.sampling.decoding import complete
+    from rloo_kit.sampling.decoding import Pieces, complete, finite_logits
 
     # the settings of the model's own generation_config are not the run's
     settings: dict[str, Any] = {

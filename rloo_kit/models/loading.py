@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from rloo_kit.errors import ConfigError, KitError, ModelError
 from rloo_kit.machine.environment import Environment, quiet, setup
 from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.machine.memory import add_to_session, is_out_of_memory
-from rloo_kit.models.adapters import CONFIG, WEIGHTS, adapter_in, base_of, is_path, lora_settings
+from rloo_kit.models.adapters import WEIGHTS, adapter_in, base_of, is_path, lora_settings
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import TINY_THINKER
@@ -26,11 +25,6 @@ from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Model, Tokenizer
 
 PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
-# Fields of an adapter's config that are no settings of the adapter
-NO_SETTINGS = {
-    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
-    "inference_mode",
-}  # fmt: skip
 
 
 def load_model(
@@ -75,21 +69,19 @@ def load_model(
         max_lora_rank = max(lora_settings(adapter, {})["r"], max_lora_rank)
         source = find_model(base_of(adapter))
     why_not_shared = _why_not_shared(environment, fast_inference)
-    engine = EngineSettings(
-        max_seq_length, load_in_4bit, reserved_rank(max_lora_rank), num_sequences,
-        not_shared=tuple(vllm or ()),
-        **_taken_from(kwargs, fast_inference, why_not_shared),
-    )  # fmt: skip
+    given = _taken_from(kwargs, fast_inference, why_not_shared) | {"not_shared": tuple(vllm or ())}
+    rank = reserved_rank(max_lora_rank)
+    engine = EngineSettings(max_seq_length, load_in_4bit, rank, num_sequences, **given)
     kwargs = {"dtype": _dtype(precision, environment)} | kwargs
     kwargs |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}
+    kwargs |= {"max_seq_length": max_seq_length, "load_in_4bit": load_in_4bit}
     load_base = _load_unsloth if environment.backend == "unsloth" else _load_transformers
-    load = functools.partial(load_base, source, max_seq_length, load_in_4bit, **kwargs)
+    load = functools.partial(load_base, source, **kwargs)
     if why_not_shared is None:
         load = functools.partial(load_shared, load, source, engine, trust_remote_code)
     with _as_model_errors(str(name)), _progress_bars(shown=not Path(source).is_dir()), quiet():
         model, tokenizer = load()
-        _prepare_tokenizer(model, tokenizer)
-        keep_trainable_layout(model)
+        _prepare(model, tokenizer)
     notes = notes_of(model)
     notes.backend, notes.vllm = environment.backend, dict(vllm or {})
     notes.max_seq_length, notes.trust_remote_code = max_seq_length, trust_remote_code
@@ -185,11 +177,12 @@ def attach_lora(
         "target_modules": target_modules,
     }
     folder = notes_of(model).adapter
+    if use_gradient_checkpointing is not None:
+        notes_of(model).gradient_checkpointing = use_gradient_checkpointing
     if folder is not None and hasattr(model, "peft_config"):
         lora_settings(Path(folder), given)
         if use_gradient_checkpointing is not None:
             _recompute(model, use_gradient_checkpointing)
-            notes_of(model).gradient_checkpointing = use_gradient_checkpointing
         return model
     # what is not given is as in a run file's `lora:`
     asked = {name: value for name, value in given.items() if value is not None}
@@ -207,13 +200,12 @@ def attach_lora(
 
 
 def _new_adapter(
-    model: Any, settings: dict[str, Any], use_gradient_checkpointing: bool | str | None, seed: int
+    model: Any, settings: dict[str, Any], checkpointing: bool | str | None = None, seed: int = 0
 ) -> Any:
     """Return the model with an adapter made of these settings of ``LoraConfig``."""
     import torch
     from peft import LoraConfig, get_peft_model
 
-    checkpointing = use_gradient_checkpointing
     if checkpointing is None:
         checkpointing = "unsloth" if model.device.type != "cpu" else False
     if notes_of(model).backend == "unsloth":
@@ -226,8 +218,6 @@ def _new_adapter(
         torch.manual_seed(seed)
         peft_model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
         _recompute(peft_model, checkpointing)
-    if use_gradient_checkpointing is not None:
-        notes_of(peft_model).gradient_checkpointing = use_gradient_checkpointing
     return peft_model
 
 
@@ -244,7 +234,7 @@ def _recompute(model: Any, checkpointing: bool | str) -> None:
 
 def _with_adapter(model: Model, folder: Path) -> Any:
     """Return the model with the adapter in a folder, ready to train further."""
-    from peft import LoraConfig, set_peft_model_state_dict
+    from peft import LoraConfig, PeftConfig, set_peft_model_state_dict
     from safetensors.torch import load_file
 
     # A fresh adapter gets the folder's weights, so that Unsloth patches its layers and its config
@@ -254,14 +244,14 @@ def _with_adapter(model: Model, folder: Path) -> Any:
         defaults = vars(LoraConfig())
         settings = {
             name: value
-            for name in defaults.keys() - NO_SETTINGS
+            for name in defaults.keys() - vars(PeftConfig()).keys()
             if (value := getattr(config, name)) != defaults[name]
         }
         settings |= {"r": config.r, "lora_alpha": config.lora_alpha}  # Unsloth's defaults differ
         if not isinstance(config.target_modules, str):
             settings["target_modules"] = sorted(config.target_modules or ())
         with quiet():
-            peft_model = _new_adapter(model, settings, None, seed=0)
+            peft_model = _new_adapter(model, settings)
         found = set_peft_model_state_dict(peft_model, load_file(folder / WEIGHTS))
         lost = [name for name in found.missing_keys if ".default" in name]
         if wrong := [*found.unexpected_keys, *lost]:
@@ -313,8 +303,11 @@ def save_adapter(model: Model, tokenizer: Tokenizer, folder: str | Path) -> Path
 
 def _replace_adapter(folder: Path, partial: Path) -> None:
     """Put a folder in the place of another one, whose adapter is whole at any moment."""
+    from peft import PeftConfig
+
     old = folder.with_name(f".{folder.name}.old")
-    if (folder / WEIGHTS).is_file() and _saved_config(folder) == _saved_config(partial):
+    config_in = PeftConfig.from_pretrained
+    if (folder / WEIGHTS).is_file() and config_in(str(folder)) == config_in(str(partial)):
         for file in sorted(partial.iterdir()):  # of the adapter's own files, one has changed
             file.replace(folder / file.name)
         partial.rmdir()
@@ -324,12 +317,6 @@ def _replace_adapter(folder: Path, partial: Path) -> None:
         folder.rename(old)
     partial.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _saved_config(folder: Path) -> dict[str, Any]:
-    """Return an adapter's config; PEFT writes the names of layers in any order."""
-    config = json.loads((folder / CONFIG).read_text("utf-8"))
-    return {k: sorted(v, key=str) if isinstance(v, list) else v for k, v in config.items()}
 
 
 def keep_trainable_layout(model: Model) -> None:
@@ -446,14 +433,10 @@ def _dtype(precision: str, environment: Environment) -> Any:
     return kinds[precision]
 
 
-def _load_unsloth(
-    source: str, max_seq_length: int, load_in_4bit: bool, **kwargs: Any
-) -> tuple[Any, Any]:
+def _load_unsloth(source: str, **kwargs: Any) -> tuple[Any, Any]:
     from unsloth import FastLanguageModel
 
-    return FastLanguageModel.from_pretrained(
-        source, max_seq_length=max_seq_length, load_in_4bit=load_in_4bit, **kwargs
-    )
+    return FastLanguageModel.from_pretrained(source, **kwargs)
 
 
 def _load_transformers(
@@ -495,8 +478,9 @@ def _progress_bars(*, shown: bool) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _prepare_tokenizer(model: Model, tokenizer: Tokenizer) -> None:
+def _prepare(model: Model, tokenizer: Tokenizer) -> None:
     """Pad on the left with a token that is set; stop at every end-of-turn token."""
+    keep_trainable_layout(model)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"

@@ -1,18 +1,14 @@
-"""Guards of a training step: NaN/Inf in gradients, weights or logits, and out of memory."""
+"""Guards of a training step: NaN/Inf in gradients or weights, and out of memory."""
 
-import contextlib
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from rloo_kit.errors import DivergedError, MemoryRanOutError
+from rloo_kit.errors import DivergedError
 from rloo_kit.machine.memory import is_out_of_memory
-
-Row = TypeVar("Row")
-Found = TypeVar("Found")
 
 REMEDY = (
     "lower trainer.learning_rate or trainer.max_grad_norm, compute in bf16 or float32 instead of "
@@ -85,20 +81,6 @@ def check_finite(tensors: Iterable[Any], step: int | None = None) -> None:
         )
 
 
-@contextlib.contextmanager
-def finite_logits() -> Iterator[None]:
-    """Raise DivergedError where a model samples from logits that hold NaN or Inf."""
-    try:
-        yield
-    except RuntimeError as exc:
-        if "probability tensor contains" not in str(exc):
-            raise
-        raise DivergedError(
-            "the model's logits hold NaN or Inf, so nothing can be sampled: compute in bf16 or "
-            f"float32 instead of fp16, or lower trainer.learning_rate; {RESUME}"
-        ) from exc
-
-
 def _norm(tensors: Sequence[Any]) -> float:
     """Return the 2-norm of all of them; NaN and Inf come through."""
     from torch.nn.utils import get_total_norm
@@ -126,47 +108,3 @@ def retry_smaller(attempt: Callable[[], None], halve: Callable[[Exception], None
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-
-
-@dataclass(eq=False)
-class Pieces:
-    """Runs a call over rows: all at once, or in pieces as large as fit into memory."""
-
-    what: str  # is done, as in "sampling"
-    remedy: str
-    size: int | None = None  # rows of a piece; None: memory has not run out yet
-
-    def run(
-        self, call: Callable[[Sequence[Row]], list[Found]], rows: Sequence[Row], at_most: int
-    ) -> list[Found]:
-        """Return what ``call`` gives for all rows, in their order.
-
-        Out of memory halves the rows of a piece, here and in later runs; finished pieces are kept.
-
-        Raises:
-            MemoryRanOutError: A single row does not fit.
-        """
-        found: list[Found] = []
-
-        def attempt() -> None:
-            while len(found) < len(rows):
-                size = min(at_most, self.size or at_most)
-                found.extend(call(rows[len(found) : len(found) + size]))
-
-        retry_smaller(attempt, lambda exc: self._halve(exc, min(at_most, len(rows) - len(found))))
-        return found
-
-    def _halve(self, exc: Exception, tried: int) -> None:
-        tried = min(tried, self.size or tried)
-        if tried < 2:
-            raise MemoryRanOutError(
-                f"memory ran out while {self.what} a single completion: {self.remedy}"
-            ) from exc
-        if self.size is None:
-            warnings.warn(
-                f"memory ran out while {self.what} {tried} completions at once: trying "
-                f"{tried // 2}, and fewer if needed",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        self.size = tried // 2

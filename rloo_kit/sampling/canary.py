@@ -11,8 +11,8 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -129,43 +129,48 @@ def is_other(positions: Sequence[Position]) -> bool:
     return together.errors < -HISTORY_ERRORS and together.share < 0.25
 
 
+@contextlib.contextmanager
+def rounding(model: Model, dtype: torch.dtype) -> Iterator[None]:
+    """Disturb the output of every decoder layer as much as one more rounding would."""
+    # half a unit in the last place: the largest error of one rounding
+    amplitude = torch.finfo(dtype).eps / 2
+    generator = torch.Generator(model.device).manual_seed(0)
+
+    def disturb(_module: object, _inputs: object, output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output  # (B, T, H)
+        noise = torch.rand(hidden.shape, generator=generator, device=hidden.device) * 2 - 1
+        hidden = (hidden.float() * (1 + amplitude * noise)).to(hidden.dtype)
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    layers = [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
+    layers = layers or [model.get_input_embeddings()]
+    hooks = [layer.register_forward_hook(disturb) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 @dataclass
 class Policies:
     """The trainer's pass under other adapters than the one that trains; all come back unchanged."""
 
-    run: Pass
-    model: Model
-    adapter: dict[str, torch.Tensor]
+    run: Pass  # under whatever adapter the model has at the moment
+    model: Model  # with an adapter of PEFT
     pad_token_id: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # that the pass computes in
+
+    @cached_property
+    def adapter(self) -> dict[str, torch.Tensor]:
+        """What trains, by its names."""
+        return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
 
     def log_probs(self, tokens: TokenRows) -> torch.Tensor:
         """Return ``(N,)`` log-probabilities of all completion tokens, row by row."""
         batch = tokens.pad(range(len(tokens)), self.pad_token_id, self.model.device)
         with torch.no_grad():
             return self.run(batch)[batch.completion_mask].float()  # (B, C) -> (N,)
-
-    @contextlib.contextmanager
-    def rounding(self) -> Iterator[None]:
-        """Disturb the output of every decoder layer as much as one more rounding would."""
-        # half a unit in the last place: the largest error of one rounding
-        amplitude = torch.finfo(self.dtype).eps / 2
-        generator = torch.Generator(self.model.device).manual_seed(0)
-
-        def disturb(_module: object, _inputs: object, output: Any) -> Any:
-            hidden = output[0] if isinstance(output, tuple) else output  # (B, T, H)
-            noise = torch.rand(hidden.shape, generator=generator, device=hidden.device) * 2 - 1
-            hidden = (hidden.float() * (1 + amplitude * noise)).to(hidden.dtype)
-            return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
-
-        layers = [m for m in self.model.modules() if type(m).__name__.endswith("DecoderLayer")]
-        layers = layers or [self.model.get_input_embeddings()]
-        hooks = [layer.register_forward_hook(disturb) for layer in layers]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     @contextlib.contextmanager
     def adapter_set_to(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -193,50 +198,35 @@ class Policies:
             if "lora_B" in name
         }
         here = self.log_probs(tokens)
-        size, tries = 0.02, 12
-        while True:
+        shifted = self.adapter
+        size = 0.02
+        for _ in range(12):
             shifted = self.copy_adapter()
             for name, values in noise.items():
                 shifted[name] += (size * values).to(shifted[name].dtype)
             with self.adapter_set_to(shifted):
                 there = self.log_probs(tokens)
-            moved, tries = float((there - here).abs().mean()), tries - 1
-            if 0.3 <= moved <= 3 or not tries:
-                return shifted
+            moved = float((there - here).abs().mean())
+            if 0.3 <= moved <= 3:
+                break
             size *= 2 if moved < 0.3 else 0.6
+        return shifted
 
 
 class Canary:
-    """Compares sampler and trainer, and stops the run where they are two policies.
+    """Compares sampler and trainer, and stops the run where they are two policies."""
 
-    ``log_probs`` is the trainer's pass, under whatever adapter the model has at the moment, in
-    ``dtype``; within ``without_adapter()`` the model is its base.
-    """
-
-    def __init__(
-        self,
-        *,
-        log_probs: Pass,
-        model: Model,
-        without_adapter: Callable[[], AbstractContextManager[Any]],
-        pad_token_id: int,
-        dtype: torch.dtype,
-        sampling: Sampling,
-    ) -> None:
-        adapter = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._model = model
-        self._policies = Policies(log_probs, model, adapter, pad_token_id, dtype)
-        self._without_adapter = without_adapter
+    def __init__(self, policies: Policies, sampling: Sampling) -> None:
+        self._policies = policies
         self._sampling = sampling
-        self._now: dict[str, torch.Tensor] | None = None
-        self._before: dict[str, torch.Tensor] | None = None
+        self._sent: deque[dict[str, torch.Tensor]] = deque(maxlen=2)  # adapters, the last one last
         self._history = {name: deque[Position](maxlen=HISTORY) for name in MESSAGES}
         self._noises: deque[tuple[float, float]] = deque(maxlen=HISTORY)
 
     def sent(self, dtype: torch.dtype) -> None:
         """Remember the adapter as it was just sent, rounded to ``dtype``."""
         # a small step can be lost in that rounding, which does not make the sampler stale
-        self._before, self._now = self._now, self._policies.copy_adapter(dtype)
+        self._sent.append(self._policies.copy_adapter(dtype))
 
     def prove(self, engine: Engine, prompt_ids: list[list[int]], seed: int) -> None:
         """Send an adapter that is shifted on purpose, and check that the sampler follows it.
@@ -254,13 +244,13 @@ class Canary:
         drawn = engine.generate(prompts, short, seed)
         shifted = self._policies.shift(TokenRows(prompts, drawn.completion_ids), seed)
         with self._policies.adapter_set_to(shifted):
-            engine.sync(self._model)
+            engine.sync(self._policies.model)
             drawn = engine.generate(prompts, short, seed)
             tokens = TokenRows(prompts, drawn.completion_ids)
             within = self._policies.log_probs(tokens)  # (N,)
         outside = self._policies.log_probs(tokens)
         # from here on the engine samples from the policy that trains
-        engine.sync(self._model)
+        engine.sync(self._policies.model)
         sampler = _flat(drawn.log_probs, tokens, within.device)
         position = position_between(sampler, within, outside, torch.ones_like(within))
         if position is not None and position.share < 0.5:
@@ -274,6 +264,8 @@ class Canary:
     ) -> dict[str, float]:
         """Compare a batch with the policies it could have come from; return metrics.
 
+        ``sent`` comes before, after every sync.
+
         ``sampling/adapter_reached`` and ``sampling/step_reached`` are 1 for the policy that trains,
         0 for its base or itself a step ago, and absent where rounding hides which;
         ``sampling/probe_difference`` and ``sampling/rounding_noise`` are mean nats.
@@ -282,13 +274,12 @@ class Canary:
             StalePolicyError: Another policy sampled; the message says which, most likely.
             GenerationError: The engine reported NaN or Inf.
         """
-        if self._now is None:
-            raise RuntimeError("call sent() after every sync")
         tokens, log_probs = _cut_probe(tokens, log_probs)
         policies, others = self._policies, dict[str, torch.Tensor]()
-        with policies.adapter_set_to(self._now):
+        *before, sent = self._sent
+        with policies.adapter_set_to(sent):
             now = policies.log_probs(tokens)  # (N,)
-            with policies.rounding():
+            with rounding(policies.model, policies.dtype):
                 disturbed = policies.log_probs(tokens)
         noise, noise_mean = self._noise(disturbed - now)
         sampler = _flat(log_probs, tokens, now.device)
@@ -304,12 +295,15 @@ class Canary:
         if not self._sampling.whole_distribution:
             # Truncation renormalises what is left, so the sampler's numbers are not the policy's.
             return metrics
-        with self._without_adapter():
+        with policies.model.disable_adapter():
             others[BASE] = policies.log_probs(tokens)
-        if self._before is not None:
-            with policies.adapter_set_to(self._before):
+        for values in before:
+            with policies.adapter_set_to(values):
                 others[PREVIOUS_STEP] = policies.log_probs(tokens)
-        nearest = self._nearest(sampler, now, others, noise, metrics)
+        found = {n: position_between(sampler, now, one, noise) for n, one in others.items()}
+        positions = {name: position for name, position in found.items() if position is not None}
+        metrics |= {name: one.share for name, one in positions.items() if one.resolved}
+        nearest = self._nearest(positions)
         if not nearest and difference <= max(NOISE_FLOOR, NOISE_FACTOR * noise_mean):
             return metrics
         raise StalePolicyError(
@@ -318,26 +312,12 @@ class Canary:
             f"{MESSAGES.get(nearest, UNKNOWN)}"
         )
 
-    def _nearest(
-        self,
-        sampler: torch.Tensor,
-        now: torch.Tensor,
-        others: dict[str, torch.Tensor],
-        noise: torch.Tensor,
-        metrics: dict[str, float],
-    ) -> str:
-        """Return the name of the other policy that sampled, or nothing; fill in the metrics."""
-        fits: dict[str, float] = {}
-        for name, other in others.items():
-            position = position_between(sampler, now, other, noise)
-            if position is None:
-                continue
-            if position.resolved:
-                metrics[name] = position.share
+    def _nearest(self, positions: dict[str, Position]) -> str:
+        """Return the name of the other policy that sampled, or nothing."""
+        for name, position in positions.items():
             self._history[name].append(position)
-            if is_other(self._history[name]):
-                fits[name] = position.fit
-        return min(fits, key=fits.__getitem__, default="")
+        found = [name for name in positions if is_other(self._history[name])]
+        return min(found, key=lambda name: positions[name].fit, default="")
 
     def _noise(self, moved: torch.Tensor) -> tuple[torch.Tensor, float]:
         """Return each token's standard deviation under rounding, and the mean of the last batches.

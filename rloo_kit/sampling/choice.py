@@ -42,28 +42,20 @@ def start_engine(
     asked = requested_engine(args)
     why_not = why_not or _why_not_here(asked, model)
     choice = choose(asked, on_gpu=model.device.type != "cpu", why_not=why_not)
-    if trains:
-        check_settings(args, choice.engine)
-    _check_vllm_table(model, choice)
-    if choice.engine == "transformers":
-        _put_to_sleep(model)
-        return None, choice
-    # vLLM reserves for the longest row that the model was loaded for
-    notes = notes_of(model)
-    max_length = (
-        args.vllm_max_model_length
-        or notes.max_seq_length
-        or model.config.get_text_config().max_position_embeddings
-    )
-    try:
-        return _in_process(model, args, max_length), choice
-    except GenerationError as exc:
-        if asked != "auto" or notes.vllm:
-            raise
+    if choice.engine == "vllm":
         if trains:
-            check_settings(args, "transformers")
-        _put_to_sleep(model)
-        return None, Choice("transformers", str(exc))
+            check_settings(args, "vllm")
+        try:
+            return _in_process(model, args), choice
+        except GenerationError as exc:
+            if asked != "auto" or notes_of(model).vllm:
+                raise
+            choice = Choice("transformers", str(exc))
+    if trains:
+        check_settings(args, "transformers")
+    _check_vllm_table(model, choice)
+    _put_to_sleep(model)
+    return None, choice
 
 
 def _why_not_here(asked: str, model: Model) -> str | None:
@@ -75,9 +67,8 @@ def _why_not_here(asked: str, model: Model) -> str | None:
 
 
 def _check_vllm_table(model: Model, choice: Choice) -> None:
-    """Raise ConfigError where the run file's ``vllm:`` is set and another engine samples."""
-    names = () if choice.engine == "vllm" else notes_of(model).vllm
-    for name in names:
+    """Raise ConfigError where the run file's ``vllm:`` is set, and transformers samples."""
+    for name in notes_of(model).vllm:
         reason = f" ({choice.reason})" if choice.reason else ""
         raise ConfigError(
             f"vllm.{name} is for vLLM, and transformers samples{reason}: leave it out, or set "
@@ -109,12 +100,18 @@ def _put_to_sleep(model: Model) -> None:
         llm.sleep(level=1)
 
 
-def _in_process(model: Model, args: Any, max_length: int) -> Engine:
+def _in_process(model: Model, args: Any) -> Engine:
     from rloo_kit.sampling.vllm_inprocess import VllmEngine
 
     notes = notes_of(model)
     if notes.shared_engine is not None:
         _check_shared(args, notes.shared_engine)
+    # vLLM reserves for the longest row that the model was loaded for
+    max_length = (
+        args.vllm_max_model_length
+        or notes.max_seq_length
+        or model.config.get_text_config().max_position_embeddings
+    )
     engine = VllmEngine(
         model,
         max_length=max_length,
@@ -136,12 +133,10 @@ def check_engine(args: Any, *, trains: bool = True) -> None:
         ConfigError: The engine does not obey a setting.
     """
     asked = requested_engine(args)
-    if asked == "vllm":
-        choose("vllm", on_gpu=True, why_not=why_not_vllm())
-    if asked == "auto" and (detect_hardware().device == "cpu" or why_not_vllm()):
-        asked = "transformers"
-    if trains:
-        check_settings(args, asked)
+    on_gpu = detect_hardware().device != "cpu"
+    choice = choose(asked, on_gpu=on_gpu, why_not=why_not_vllm())
+    if trains:  # auto may still find that vLLM cannot sample from the model
+        check_settings(args, asked if choice.engine == "vllm" else "transformers")
 
 
 def thought_limit(tokenizer: Tokenizer, tokens: int | None) -> ThoughtLimit | None:
@@ -158,7 +153,7 @@ def thought_limit(tokenizer: Tokenizer, tokens: int | None) -> ThoughtLimit | No
             f"trainer.thinking_budget is {tokens}, and this model has no single tokens <think> and "
             "</think>: leave it out, or use a thinking model"
         )
-    return ThoughtLimit(tokens, start, end)
+    return ThoughtLimit(tokens, (start, end))
 
 
 def make_sampling(

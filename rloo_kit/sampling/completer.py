@@ -7,7 +7,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Completer:
     # `trainer_state`, `log_extra` and `log_metric` for the rewards
     for_rewards: Callable[[], dict[str, Any]] = dict
     # runs async rewards, in a thread of its own; None: one after another
-    loop: asyncio.AbstractEventLoop | None = field(default=None)
+    loop: asyncio.AbstractEventLoop | None = None
 
     def sample(self, rows: Sequence[Mapping[str, Any]]) -> Completions:
         """Sample one completion of each row.

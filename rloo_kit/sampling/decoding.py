@@ -8,17 +8,24 @@ Shapes: B rows, U different prompts, L rows that still grow, W prompt tokens, C 
 """
 
 import contextlib
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from rloo_kit.errors import DivergedError, MemoryRanOutError
+from rloo_kit.rloo.guards import RESUME, retry_smaller
 from rloo_kit.sampling.dense import dense_layers
 from rloo_kit.sampling.engine import ThoughtLimit
 from rloo_kit.types import Model
+
+Row = TypeVar("Row")
+Found = TypeVar("Found")
 
 # Ended rows leave once they are this share of the batch: selecting rows copies the cache
 LEAVING_SHARE = 1 / 8
@@ -242,3 +249,65 @@ def _has_row_state(processors: Any, num_rows: int) -> bool:
     return num_rows > 1 and any(
         isinstance(one, dict) or (isinstance(one, torch.Tensor) and one.dim() > 1) for one in values
     )
+
+
+# --- guards --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def finite_logits() -> Iterator[None]:
+    """Raise DivergedError where a model samples from logits that hold NaN or Inf."""
+    try:
+        yield
+    except RuntimeError as exc:
+        if "probability tensor contains" not in str(exc):
+            raise
+        raise DivergedError(
+            "the model's logits hold NaN or Inf, so nothing can be sampled: compute in bf16 or "
+            f"float32 instead of fp16, or lower trainer.learning_rate; {RESUME}"
+        ) from exc
+
+
+@dataclass
+class Pieces:
+    """Runs a call over rows: all at once, or in pieces as large as fit into memory."""
+
+    what: str  # is done to the rows, such as "sampling"
+    remedy: str
+    size: int | None = None  # rows of a piece; None: memory has not run out yet
+
+    def run(
+        self, call: Callable[[Sequence[Row]], list[Found]], rows: Sequence[Row], at_most: int
+    ) -> list[Found]:
+        """Return what ``call`` gives for all rows, in their order.
+
+        Out of memory halves the rows of a piece, here and in later runs; finished pieces are kept.
+
+        Raises:
+            MemoryRanOutError: A single row does not fit.
+        """
+        found: list[Found] = []
+
+        def size() -> int:
+            return min(at_most, len(rows) - len(found), self.size or at_most)
+
+        def attempt() -> None:
+            while size():
+                found.extend(call(rows[len(found) : len(found) + size()]))
+
+        retry_smaller(attempt, lambda exc: self._halve(exc, size()))
+        return found
+
+    def _halve(self, exc: Exception, tried: int) -> None:
+        if tried < 2:
+            raise MemoryRanOutError(
+                f"memory ran out while {self.what} a single completion: {self.remedy}"
+            ) from exc
+        if self.size is None:
+            warnings.warn(
+                f"memory ran out while {self.what} {tried} completions at once: trying "
+                f"{tried // 2}, and fewer if needed",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self.size = tried // 2

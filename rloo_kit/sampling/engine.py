@@ -1,14 +1,13 @@
 """The interface of engines that sample, adapter folders, and the choice of an engine.
 
-The base model stays in the engine; only the LoRA adapter moves, as a small folder in shared memory
-under a fresh name after every optimizer step. Nothing is merged, so 4-bit weights are not rounded.
+The base model stays in the engine; only the LoRA adapter moves, as a small folder in shared memory,
+written anew after every optimizer step. Nothing is merged, so 4-bit weights are not rounded.
 """
 
-import json
 import os
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,22 +22,16 @@ class ThoughtLimit:
     """A thought that is open after so many tokens ends its completion there, as truncated."""
 
     tokens: int
-    start_id: int  # of <think>, in the prompt or in the completion
-    end_id: int  # of </think>
+    ids: tuple[int, int]  # of <think>, in the prompt or in the completion, and of </think>
 
     def exceeds(self, prompt_ids: list[int], ids: list[int]) -> bool:
         """Return whether the thought is open at the limit."""
         known = [one for one in (*prompt_ids, *ids[: self.tokens]) if one in self.ids]
-        return len(ids) >= self.tokens and known[-1:] == [self.start_id]
+        return len(ids) >= self.tokens and known[-1:] == [self.ids[0]]
 
     def cut(self, prompt_ids: list[int], ids: list[int]) -> list[int]:
         """Return a completion up to the limit, where its thought exceeds it."""
         return ids[: self.tokens] if self.exceeds(prompt_ids, ids) else ids
-
-    @property
-    def ids(self) -> tuple[int, int]:
-        """Both ids."""
-        return self.start_id, self.end_id
 
 
 @dataclass(frozen=True)
@@ -63,14 +56,15 @@ class Sampling:
 
     def as_vllm(self) -> dict[str, Any]:
         """Return the arguments of vLLM's ``SamplingParams``; log-probs of the drawn tokens only."""
-        values = asdict(self)
-        return {
-            **{n: value for n, value in values.items() if n not in ("others", "thought")},
+        values = {
+            **vars(self),
             "stop_token_ids": list(self.stop_token_ids),
             "top_k": max(0, self.top_k),
             "logprobs": 0,
             **self.others,
         }
+        del values["others"], values["thought"]
+        return values
 
 
 @dataclass(frozen=True)
@@ -179,43 +173,39 @@ def adapter_tensors(model: Model, name: str = "default") -> dict[str, Any]:
     return get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
 
 
-def plain_config(config: Any) -> dict[str, Any]:
-    """Return a PEFT config as a dict that JSON can hold: sets become sorted lists."""
-    return {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
+class AdapterFolder:
+    """A folder with the adapter as it was sent last, and what else an engine reads.
 
-
-class AdapterFolders:
-    """One folder after another, each with the adapter of one moment.
-
-    They are in shared memory, or the system's temporary folder.
+    It is in shared memory, or the system's temporary folder.
     """
 
     def __init__(self) -> None:
-        parent = None
-        if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
-            parent = SHARED_MEMORY
+        parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+        if parent is not None:
             _remove_leftovers(parent)
         prefix = f"rloo-kit-{_namespace()}-{os.getpid()}-"
         self.root = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        self._number = 0
 
     def write(self, model: Model, dtype: Any) -> Path:
-        """Write the active adapter of a PEFT model in the engine's type; return its folder."""
+        """Write the active adapter of a PEFT model in the engine's type; return its folder.
+
+        Raises:
+            GenerationError: There is no space for it.
+        """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        self._number += 1
-        folder = self.root / f"adapter-{self._number}"
+        folder = self.root / "adapter"
         active = active_adapter(model) or "default"
         tensors = {
             name: tensor.detach().to("cpu", dtype).contiguous()
             for name, tensor in adapter_tensors(model, active).items()
         }
+        # not written over: tensors that vLLM has read may be the old file's pages
+        shutil.rmtree(folder, ignore_errors=True)
         try:
-            folder.mkdir()
+            model.peft_config[active].save_pretrained(str(folder))
             save_file(tensors, folder / "adapter_model.safetensors")
-            config = plain_config(model.peft_config[active])
-            (folder / "adapter_config.json").write_text(json.dumps(config, default=str))
         except (OSError, SafetensorError) as exc:
             raise GenerationError(
                 f"the adapter cannot be written to {str(self.root)!r} ({exc}): free some space "

@@ -5,30 +5,37 @@ fast_inference=True)`` on a GPU), or one of the kit's own.
 """
 
 import contextlib
+import copy
 import logging
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from rloo_kit.errors import GenerationError, MemoryRanOutError
 from rloo_kit.machine.engines import leave_process_groups, may_sleep, shut_down_engine
 from rloo_kit.machine.environment import quiet
 from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.machine.memory import is_out_of_memory
-from rloo_kit.models.engine_memory import BATCHED_TOKENS, cpu_cache, engine_memory, engine_size
+from rloo_kit.models.engine_memory import (
+    BATCHED_TOKENS,
+    EngineSize,
+    cpu_cache,
+    engine_memory,
+    engine_size,
+)
 from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import shape_of_config
 from rloo_kit.models.shared_engine import why_no_start
 from rloo_kit.sampling.engine import (
-    AdapterFolders,
+    AdapterFolder,
     Generations,
     Sampling,
     active_adapter,
     adapter_tensors,
-    plain_config,
     reserved_rank_of,
 )
 from rloo_kit.text.wording import first_line
@@ -69,8 +76,7 @@ class VllmEngine:
         self._sleeps = sleeps and self._on_gpu
         self._number = 0
         self._request: Any = None
-        self._folder: Path | None = None
-        self._folders = AdapterFolders()
+        self._folder = AdapterFolder()
         if self.shared:
             config = self._llm.llm_engine.vllm_config.model_config
             self._sleeps &= config.enable_sleep_mode
@@ -100,11 +106,12 @@ class VllmEngine:
         memory_share: float | None,
         extra: dict[str, Any],
     ) -> Any:
-        import torch
-
+        config = model.get_base_model().config
+        is_4bit, max_rank = _is_4bit(model), reserved_rank_of(model)
+        trust_remote_code = notes_of(model).trust_remote_code
         arguments = {
-            "model": model.get_base_model().config.name_or_path,
-            "trust_remote_code": notes_of(model).trust_remote_code,
+            "model": config.name_or_path,
+            "trust_remote_code": trust_remote_code,
             "skip_tokenizer_init": True,  # token ids in, token ids out
             "generation_config": "vllm",  # no sampling defaults but ours
             "dtype": str(self.adapter_dtype).removeprefix("torch."),
@@ -112,9 +119,9 @@ class VllmEngine:
             "max_num_seqs": num_sequences,
             "max_num_batched_tokens": BATCHED_TOKENS,
             "enable_lora": True,
-            "max_lora_rank": reserved_rank_of(model),
+            "max_lora_rank": max_rank,
             "lora_target_modules": _vllm_modules(
-                [config.target_modules for config in model.peft_config.values()]
+                [adapter.target_modules for adapter in model.peft_config.values()]
             ),
             "max_loras": 1,
             "max_cpu_loras": 2,
@@ -123,49 +130,37 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",  # after temperature and truncation
             "disable_log_stats": True,
         }
-        if self._on_gpu:
-            torch.cuda.empty_cache()
-            if _is_4bit(model):
-                arguments["quantization"] = "bitsandbytes"
-        else:
-            # its CPU worker fails on a seeded prompt that is cut between two passes
-            arguments["enable_chunked_prefill"] = False
-            arguments["max_num_batched_tokens"] = max(BATCHED_TOKENS, max_length)
-            if _is_4bit(model):
-                folder = self._folders.root / "base"
-                arguments["model"] = str(write_dequantised(model, self.adapter_dtype, folder))
-        arguments |= self._memory(model, num_sequences, max_length, memory_share, extra)
-        with _without_side_effects(), quiet():
-            from vllm import LLM
-
-            return LLM(**{**arguments, **extra})
-
-    def _memory(
-        self,
-        model: Model,
-        num_sequences: int,
-        max_length: int,
-        share: float | None,
-        extra: dict[str, Any],
-    ) -> dict[str, Any]:
-        """Return vLLM's memory settings for an engine with its own copy of the weights."""
-        hardware = detect_hardware()
-        config = model.get_base_model().config
         size = engine_size(
-            shape_of_config(
-                config,
-                str(config.name_or_path),
-                trust_remote_code=notes_of(model).trust_remote_code,
-            ),
-            in_4bit=_is_4bit(model) and hardware.device != "cpu",
-            max_rank=reserved_rank_of(model),
+            shape_of_config(config, config.name_or_path, trust_remote_code=trust_remote_code),
+            in_4bit=is_4bit and self._on_gpu,
+            max_rank=max_rank,
             num_sequences=num_sequences,
             max_length=max_length,
             batched_tokens=extra.get("max_num_batched_tokens", BATCHED_TOKENS),
             draft_tokens=(extra.get("speculative_config") or {}).get("num_speculative_tokens", 0),
         )
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+            if is_4bit:
+                arguments["quantization"] = "bitsandbytes"
+        else:
+            # its CPU worker fails on a seeded prompt that is cut between two passes
+            arguments["enable_chunked_prefill"] = False
+            arguments["max_num_batched_tokens"] = max(BATCHED_TOKENS, max_length)
+            if is_4bit:
+                folder = self._folder.root / "base"
+                arguments["model"] = str(write_dequantised(model, self.adapter_dtype, folder))
+        arguments |= self._memory(size, memory_share)
+        with _without_side_effects(), quiet():
+            from vllm import LLM
+
+            return LLM(**arguments | extra)
+
+    def _memory(self, size: EngineSize, share: float | None) -> dict[str, Any]:
+        """Return vLLM's memory settings for an engine with its own copy of the weights."""
+        hardware = detect_hardware()
         free, card = hardware.free_memory, hardware.total_memory
-        if hardware.device == "cpu":
+        if not self._on_gpu:
             return {"kv_cache_memory_bytes": cpu_cache(size, free)}
         found = engine_memory(size, free, sleeps=self._sleeps, card=card, share=share)
         if share is not None:
@@ -180,8 +175,8 @@ class VllmEngine:
         """Send the active adapter, if one is, and drop the one before."""
         started = time.perf_counter()
         self._wake()
-        engine, before, folder_before = self._llm.llm_engine, self._request, self._folder
-        self._request, self._folder = self._requested(model)
+        engine, before = self._llm.llm_engine, self._request
+        self._request = self._requested(model)
         if _is_lora_request(before):
             engine.remove_lora(before.lora_int_id)
         if _is_lora_request(self._request):
@@ -193,31 +188,29 @@ class VllmEngine:
                     f"transformers"
                 ) from exc
         engine.reset_prefix_cache()
-        if folder_before is not None:
-            shutil.rmtree(folder_before, ignore_errors=True)
         self.sync_seconds = time.perf_counter() - started
 
-    def _requested(self, model: Model) -> tuple[Any, Path | None]:
-        """Return the request that samples with the active adapter, and the folder it is in."""
+    def _requested(self, model: Model) -> Any:
+        """Return the request that samples with the active adapter; None where none is."""
         active = active_adapter(model)
         if active is None:
-            return None, None
+            return None
         if self.shared and list(model.peft_config) == ["default"]:
             # Unsloth writes the adapter's config there once, and sends tensors.
-            return model.load_lora(str(self._folders.root / "config"), load_tensors=True), None
+            return model.load_lora(str(self._folder.root / "config"), load_tensors=True)
         from vllm.lora.request import LoRARequest
 
         self._number += 1
         name = f"{ADAPTER_NAME}-{self._number}"
         if not self.shared:
-            folder = self._folders.write(model, self.adapter_dtype)
-            return LoRARequest(name, self._number, str(folder)), folder
+            folder = self._folder.write(model, self.adapter_dtype)
+            return LoRARequest(name, self._number, str(folder))
         # Unsloth's load_lora would send every adapter, TRL's frozen reference copy too
         tensors = {
             "lora_tensors": adapter_tensors(model, active),
-            "lora_config": plain_config(model.peft_config[active]),
+            "lora_config": model.peft_config[active].to_dict(),
         }
-        return LoRARequest(f"{name}-live", self._number + LIVE_IDS, **tensors), None
+        return LoRARequest(f"{name}-live", self._number + LIVE_IDS, **tensors)
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
         """See ``Engine.generate``; every completion has a seed of its own."""
@@ -257,8 +250,6 @@ class VllmEngine:
 
     def _wake(self) -> None:
         if self._sleeps and self._llm.llm_engine.is_sleeping():
-            import torch
-
             torch.cuda.empty_cache()  # what the learning step let go of
             try:
                 self._llm.wake_up()
@@ -280,7 +271,7 @@ class VllmEngine:
             shut_down_engine(llm, on_gpu=self._on_gpu)
         else:  # also after a start that failed
             leave_process_groups()
-        self._folders.close()
+        self._folder.close()
 
 
 @contextlib.contextmanager
@@ -290,8 +281,6 @@ def _without_side_effects() -> Iterator[None]:
     Its CPU worker replaces ``torch.set_num_threads`` and the number of threads, and every start
     leaves variables of torch.distributed behind.
     """
-    import torch
-
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     before = set(os.environ)
     level = logging.getLogger("vllm").level
@@ -331,8 +320,8 @@ def write_dequantised(model: Model, dtype: Any, folder: Path) -> Path:
         tensors[name.replace(".base_layer", "")] = values.to("cpu", dtype).contiguous()
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    settings = {k: v for k, v in base.config.to_dict().items() if k != "quantization_config"}
-    config = type(base.config).from_dict(settings)
+    config = copy.deepcopy(base.config)
+    vars(config).pop("quantization_config", None)
     config.dtype = dtype
     config.save_pretrained(folder)
     return folder
@@ -352,12 +341,10 @@ def _vllm_modules(targets: list[Any]) -> list[str] | None:
     names = set().union(*targets)
     joined = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
     joined |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
-    return sorted({*names, *(joined[name] for name in names if name in joined)})
+    return sorted(names | {joined.get(name, name) for name in names})
 
 
 def _compute_dtype(model: Model) -> Any:
     """Return the type that the trainer computes the base in."""
-    import torch
-
-    dtype = getattr(model.get_base_model().config, "dtype", None)
+    dtype = model.get_base_model().config.dtype
     return dtype if dtype in (torch.float16, torch.float32) else torch.bfloat16

@@ -13,17 +13,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from trl.trainer import rloo_trainer  # whose names Unsloth replaces
-from trl.trainer.utils import use_adapter
 
 from rloo_kit.config.engine_settings import blame_generation_kwargs
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
-from rloo_kit.rloo.guards import Pieces, finite_logits
 from rloo_kit.rloo.rollout import Completions, ScoredBatch
 from rloo_kit.rloo.step import Pending, Row
-from rloo_kit.sampling.canary import Canary
+from rloo_kit.sampling.canary import Canary, Policies
 from rloo_kit.sampling.choice import make_sampling
 from rloo_kit.sampling.completer import Completer
-from rloo_kit.sampling.decoding import complete
+from rloo_kit.sampling.decoding import Pieces, complete, finite_logits
 from rloo_kit.sampling.engine import Engine, ThoughtLimit, draw_from
 from rloo_kit.scoring.composition import WeightSchedule
 from rloo_kit.scoring.loading import LoadedReward
@@ -139,14 +137,9 @@ class Sampler:
             with self.policy.no_grad():
                 return self.policy.run(batch, entropies=False).log_probs
 
-        return Canary(
-            log_probs=log_probs,
-            model=model,
-            without_adapter=lambda: use_adapter(model, None),
-            pad_token_id=self.pad_token_id,
-            dtype=torch.bfloat16 if self.args.bf16 else model.dtype,
-            sampling=make_sampling(self.args, self.eos_token_ids),
-        )
+        dtype = torch.bfloat16 if self.args.bf16 else model.dtype
+        policies = Policies(log_probs, model, self.pad_token_id, dtype)
+        return Canary(policies, make_sampling(self.args, self.eos_token_ids))
 
 
 @contextlib.contextmanager

@@ -83,7 +83,6 @@ def test_an_engine_that_does_not_sample_takes_no_settings(tmp_path, capsys):
 def test_vllm_that_samples_obeys():
     model = torch.nn.Linear(1, 1)
     notes_of(model).vllm = {"enforce_eager": True}
-    _check_vllm_table(model, Choice("vllm"))
     with pytest.raises(ConfigError, match=r"vllm.enforce_eager .* transformers samples"):
         _check_vllm_table(model, Choice("transformers"))
 

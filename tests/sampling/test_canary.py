@@ -14,6 +14,7 @@ from rloo_kit.sampling.canary import (
     PROBE_TOKENS,
     PROBE_TOKENS_PER_ROW,
     Canary,
+    Policies,
     is_other,
     position_between,
 )
@@ -176,7 +177,7 @@ class TinyPolicy(torch.nn.Module):
         return places.gather(2, ids.unsqueeze(2)).squeeze(2)
 
     @contextlib.contextmanager
-    def without_adapter(self):
+    def disable_adapter(self):
         self.layer.adapter_on = False
         try:
             yield
@@ -257,15 +258,8 @@ PROMPTS = [[2 + row % 7, 3 + row % 5, 4 + row % 3] for row in range(12)]
 SAMPLING = Sampling(24, (STOP,))
 
 
-def canary_of(policy, **keywords):
-    keywords = {"log_probs": policy.log_probs, "sampling": SAMPLING, **keywords}
-    return Canary(
-        model=policy,
-        without_adapter=policy.without_adapter,
-        pad_token_id=PAD,
-        dtype=BF16,
-        **keywords,
-    )
+def canary_of(policy, log_probs=None, sampling=SAMPLING):
+    return Canary(Policies(log_probs or policy.log_probs, policy, PAD, BF16), sampling)
 
 
 def train(policy, engine, canary, *, steps=5, size=0.02):

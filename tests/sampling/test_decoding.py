@@ -135,14 +135,14 @@ def test_guidance_takes_generates_own_loop():
 
 def limited(ids, prompt, limit):
     """By hand: cut where the last of the two tokens, up to the limit, is the one that opens."""
-    tokens, start, end = limit.tokens, limit.start_id, limit.end_id
+    tokens, (start, end) = limit.tokens, limit.ids
     seen = [one for one in prompt + ids[:tokens] if one in (start, end)]
     return ids[:tokens] if len(ids) >= tokens and seen and seen[-1] == start else ids
 
 
 def limits():
     """Limits by which some completions of PROMPTS are cut, and some are not."""
-    return [ThoughtLimit(5, 20, 61), ThoughtLimit(9, 32, 33), ThoughtLimit(3, 22, 62)]
+    return [ThoughtLimit(5, (20, 61)), ThoughtLimit(9, (32, 33)), ThoughtLimit(3, (22, 62))]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mamba"])

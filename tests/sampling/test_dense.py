@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 
 import rloo_kit as rk
 from rloo_kit.sampling import dense
-from rloo_kit.sampling.canary import NOISE_FACTOR, Policies
+from rloo_kit.sampling.canary import NOISE_FACTOR, rounding
 from rloo_kit.sampling.dense import dense_layers
 
 IDS = torch.tensor([[20, 21, 22, 23, 24, 25]])
@@ -69,7 +69,7 @@ def test_in_16_and_4_bit_it_differs_no_more_than_rounding():
         return log_probs(model, ids).gather(2, picked)
 
     expected = score()
-    with Policies(None, model, {}, 0, torch.bfloat16).rounding():
+    with rounding(model, torch.bfloat16):
         noise = (score() - expected).abs().mean()
     with dense_layers(model):
         assert not lora_layers(model)
