@@ -182,7 +182,9 @@ def test_every_from_pretrained_passes_trust_remote_code():
     for path in OURS:
         for call in calls_in(path):
             name = ast.unparse(call.func)
-            if not name.endswith(".from_pretrained") or name.startswith(("PeftModel", "Lora")):
+            if not name.endswith(".from_pretrained") or name.startswith(
+                ("PeftModel", "PeftConfig", "Lora")
+            ):
                 continue  # they read weights or a JSON file and run no code of a model
             given = {word.arg: word.value for word in call.keywords}  # **kwargs is None here
             assert {"trust_remote_code", None} & set(given), (path.name, call.lineno)
