@@ -47,6 +47,7 @@ from rloo_kit.reward_lab.lab import check_rewards, columns_of
 from rloo_kit.rewards import RewardModel
 from rloo_kit.runs.child import POSIX, call_in_child
 from rloo_kit.runs.train import train
+from rloo_kit.scoring.composition import Composed
 from rloo_kit.scoring.contract import AsyncCheckedReward, CheckedReward, call_reward
 from rloo_kit.scoring.loading import LoadedReward, load_rewards
 from rloo_kit.text.redaction import redact
@@ -148,10 +149,10 @@ def _samples(prompts: "Dataset", rewards: list[LoadedReward]) -> str:
 
 def _asks_a_model(func: CheckedReward) -> bool:
     """Return whether a reward or a part of it asks a model, or counts the tokens of one."""
-    parts = getattr(func.reward, "__dict__", {}).values()
-    own = isinstance(func, AsyncCheckedReward) or isinstance(func.reward, RewardModel)
-    own = own or "completion_ids" in func.required
-    return own or any(_asks_a_model(part) for part in parts if isinstance(part, CheckedReward))
+    if isinstance(func.reward, Composed):
+        return any(map(_asks_a_model, func.reward.parts))
+    is_model = isinstance(func, AsyncCheckedReward) or isinstance(func.reward, RewardModel)
+    return is_model or "completion_ids" in func.required
 
 
 def _follow_the_kernel() -> None:
