@@ -20,7 +20,7 @@ from rloo_kit.evaluation.evaluator import draw
 from rloo_kit.job import PreparedJob, read_config, template_settings
 from rloo_kit.machine.environment import load_env_file
 from rloo_kit.machine.memory import add_to_session, session
-from rloo_kit.output_folder import check_writable, free_folder
+from rloo_kit.output_folder import check_writable, free_folder, write_json
 from rloo_kit.reward_lab.check import RewardCheck
 from rloo_kit.reward_lab.probes import probe
 from rloo_kit.reward_lab.rules import find_all, verdict
@@ -209,6 +209,7 @@ def _batch_of(rows: list[Row], columns: dict[str, Any], config: RunConfig | None
     if config is not None:
         longest = config.model.max_seq_length
         limit = config.trainer.get("max_completion_length") or DEFAULTS["max_completion_length"]
+    texts = [text_of(row["completion"]) for row in rows]
     ids, truncated = columns.get("completion_ids"), columns.get("truncated")
     groups: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
@@ -218,10 +219,10 @@ def _batch_of(rows: list[Row], columns: dict[str, Any], config: RunConfig | None
     if truncated is None and ids is not None and limit is not None:
         truncated = [len(row) >= limit for row in ids]
     return Batch(
-        texts=[text_of(row["completion"]) for row in rows],
+        texts=texts,
         groups=list(groups.values()),
-        num_tokens=ids and [len(row) for row in ids],
-        truncated=truncated and [bool(value) for value in truncated],
+        lengths=[len(one) for one in ids or texts],
+        truncated=truncated,
         max_completion_length=limit,
         max_seq_length=longest,
     )
@@ -265,8 +266,7 @@ def _examined(
 
 def _write(folder: Path, check: RewardCheck, rows: list[Row], say: Say) -> None:
     folder.mkdir(parents=True)
-    text = json.dumps(redact_tree(asdict(check)), indent=1, default=str)
-    (folder / "rewards_check.json").write_text(f"{text}\n", encoding="utf-8")
+    write_json(folder / "rewards_check.json", redact_tree(asdict(check)), indent=1)
     with (folder / "completions.jsonl").open("w", encoding="utf-8") as lines:
         lines.writelines(f"{json.dumps(redact_tree(row), default=str)}\n" for row in rows)
     say(f"\nwritten to {folder}; again without the model: --completions {folder}/completions.jsonl")

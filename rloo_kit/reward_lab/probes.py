@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from rloo_kit.diagnosis.rules import Seen
 from rloo_kit.errors import RewardContractError
 from rloo_kit.reward_lab.rules import wanted_probes
-from rloo_kit.reward_lab.statistics import Batch, Fault, Probed
+from rloo_kit.reward_lab.statistics import Batch, Probed
 from rloo_kit.scoring.contract import (
     CheckedReward,
     OverdueError,
@@ -84,7 +85,7 @@ def _with_probes(
     return replace(probed, probes=scores, probe_errors=errors, seconds=seconds)
 
 
-def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractError) -> Fault:
+def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractError) -> Seen:
     """Return which part of the contract a reward broke."""
     # A built-in reward names the column it reads in a setting, not as a parameter.
     asked = [*func.required, getattr(func.reward, "column", None)]
@@ -93,7 +94,7 @@ def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractErro
         kind = "missing_column"
     elif exc.__cause__ is not None:
         kind = "timeout" if isinstance(exc.__cause__, OverdueError) else "raises"
-    return Fault(kind, printable(str(exc)))
+    return Seen(printable(str(exc)), reward=func.name, kind=kind)
 
 
 # --- altered completions -------------------------------------------------------------------------
