@@ -23,6 +23,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -171,8 +172,7 @@ def reward_behind(name: str) -> Any:
     """
     if name not in BUILTIN:
         raise RewardLoadError(_unknown(name))
-    home, _, attribute = BUILTIN[name].partition(":")
-    return getattr(importlib.import_module(home), attribute)
+    return pkgutil.resolve_name(BUILTIN[name])
 
 
 # --- a spec in parts ---------------------------------------------------------------------------
