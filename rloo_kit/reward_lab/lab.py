@@ -4,6 +4,7 @@ The model is the run's own, with its fresh adapter; or completions come from a f
 the run's tokenizer is loaded.
 """
 
+import contextlib
 import functools
 import json
 import random
@@ -14,8 +15,8 @@ from typing import Any
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import DEFAULTS
-from rloo_kit.data.files import check_messages, placed_rows
-from rloo_kit.errors import ConfigError, DataError, KitError
+from rloo_kit.data.files import placed_rows
+from rloo_kit.errors import ConfigError, KitError
 from rloo_kit.evaluation.evaluator import draw
 from rloo_kit.job import PreparedJob, read_config, template_settings
 from rloo_kit.machine.environment import load_env_file
@@ -94,7 +95,11 @@ def check_rewards(  # noqa: PLR0913
     with session() as opened:
         sampled = completions is None
         rows = _sample(job, num_prompts, num_generations) if sampled else _read(completions)
-        tokenizer = _tokenizer_here(job) if has_run else None
+        tokenizer = None
+        if has_run:
+            # Completions of a file can be checked where the model is not.
+            with contextlib.suppress(KitError, OSError, ValueError):
+                tokenizer = job.tokenizer
         notes = [NO_TOKENIZER] if tokenizer is None else []
         check = _examined(rows, _load(job, rewards, tokenizer), config if has_run else None, notes)
     say(f"\n{check}")
@@ -162,22 +167,7 @@ def _sampled(
 
 def _read(completions: str | Path | Sequence[Row]) -> list[Row]:
     """Return the completions of a file or a list."""
-    placed = placed_rows(completions)
-    if not placed:
-        raise DataError("there are no completions: give rows with `prompt` and `completion`")
-    for place, row in placed:
-        for name in ("prompt", "completion"):
-            if not isinstance(row.get(name), str):
-                check_messages(row.get(name), name, place)
-    return [row for _, row in placed]
-
-
-def _tokenizer_here(job: PreparedJob) -> Tokenizer | None:
-    """Return the tokenizer of a run; None where it is not on this machine."""
-    try:
-        return job.tokenizer
-    except (KitError, OSError, ValueError):
-        return None
+    return [row for _, row in placed_rows(completions, ("prompt", "completion"))]
 
 
 def _load(

@@ -80,8 +80,8 @@ def _with_probes(
             # The first call also paid for what the reward imports.
             seconds = min(seconds, (time.perf_counter() - started) / count)
     if "permuted" in scores:
-        moved = dict(zip(order, scores["permuted"], strict=True))
-        scores["permuted"] = [moved[row] for row in range(count)]
+        in_place = sorted(zip(order, scores["permuted"], strict=True))
+        scores["permuted"] = [score for _, score in in_place]
     return replace(probed, probes=scores, probe_errors=errors, seconds=seconds)
 
 
