@@ -10,7 +10,7 @@ import csv
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,14 +71,24 @@ def read_rows(path: Path) -> list[PlacedRow]:
     return list(_iter_rows(path))
 
 
-def placed_rows(source: str | Path | Iterable[Row]) -> list[PlacedRow]:
-    """Return every row of a file, as ``read_rows`` does, or of a list, each with its place."""
+def placed_rows(source: str | Path | Iterable[Row], columns: Sequence[str]) -> list[PlacedRow]:
+    """Return every row of a file or of a list, each with its place.
+
+    Raises:
+        DataError: There are none, or one of ``columns`` is neither text nor chat messages.
+    """
     if isinstance(source, str | Path):
-        return read_rows(local_path(str(source)))
-    rows = [(f"row {number}", row) for number, row in enumerate(source, 1)]
+        rows = read_rows(local_path(str(source)))
+    else:
+        rows = [(f"row {number}", row) for number, row in enumerate(source, 1)]
+    if not rows:
+        raise DataError(f"there are no rows: give some with {' and '.join(columns)}")
     for place, row in rows:
         if not isinstance(row, dict):
             raise DataError(f"{place}: holds a {type(row).__name__}, must be an object")
+        for name in columns:
+            if not isinstance(value := row.get(name), str):
+                check_messages(value, name, place)
     return rows
 
 

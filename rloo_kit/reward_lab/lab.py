@@ -4,6 +4,7 @@ The model is the run's own, with its fresh adapter; or completions come from a f
 the run's tokenizer is loaded.
 """
 
+import contextlib
 import functools
 import json
 import random
@@ -14,13 +15,13 @@ from typing import Any
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import DEFAULTS
-from rloo_kit.data.files import check_messages, placed_rows
-from rloo_kit.errors import ConfigError, DataError, KitError
+from rloo_kit.data.files import placed_rows
+from rloo_kit.errors import ConfigError, KitError
 from rloo_kit.evaluation.evaluator import draw
 from rloo_kit.job import PreparedJob, read_config, template_settings
 from rloo_kit.machine.environment import load_env_file
 from rloo_kit.machine.memory import add_to_session, session
-from rloo_kit.output_folder import check_writable, free_folder
+from rloo_kit.output_folder import check_writable, free_folder, write_json
 from rloo_kit.reward_lab.check import RewardCheck
 from rloo_kit.reward_lab.probes import probe
 from rloo_kit.reward_lab.rules import find_all, verdict
@@ -94,7 +95,11 @@ def check_rewards(  # noqa: PLR0913
     with session() as opened:
         sampled = completions is None
         rows = _sample(job, num_prompts, num_generations) if sampled else _read(completions)
-        tokenizer = _tokenizer_here(job) if has_run else None
+        tokenizer = None
+        if has_run:
+            # Completions of a file can be checked where the model is not.
+            with contextlib.suppress(KitError, OSError, ValueError):
+                tokenizer = job.tokenizer
         notes = [NO_TOKENIZER] if tokenizer is None else []
         check = _examined(rows, _load(job, rewards, tokenizer), config if has_run else None, notes)
     say(f"\n{check}")
@@ -162,22 +167,7 @@ def _sampled(
 
 def _read(completions: str | Path | Sequence[Row]) -> list[Row]:
     """Return the completions of a file or a list."""
-    placed = placed_rows(completions)
-    if not placed:
-        raise DataError("there are no completions: give rows with `prompt` and `completion`")
-    for place, row in placed:
-        for name in ("prompt", "completion"):
-            if not isinstance(row.get(name), str):
-                check_messages(row.get(name), name, place)
-    return [row for _, row in placed]
-
-
-def _tokenizer_here(job: PreparedJob) -> Tokenizer | None:
-    """Return the tokenizer of a run; None where it is not on this machine."""
-    try:
-        return job.tokenizer
-    except (KitError, OSError, ValueError):
-        return None
+    return [row for _, row in placed_rows(completions, ("prompt", "completion"))]
 
 
 def _load(
@@ -209,6 +199,7 @@ def _batch_of(rows: list[Row], columns: dict[str, Any], config: RunConfig | None
     if config is not None:
         longest = config.model.max_seq_length
         limit = config.trainer.get("max_completion_length") or DEFAULTS["max_completion_length"]
+    texts = [text_of(row["completion"]) for row in rows]
     ids, truncated = columns.get("completion_ids"), columns.get("truncated")
     groups: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
@@ -218,10 +209,10 @@ def _batch_of(rows: list[Row], columns: dict[str, Any], config: RunConfig | None
     if truncated is None and ids is not None and limit is not None:
         truncated = [len(row) >= limit for row in ids]
     return Batch(
-        texts=[text_of(row["completion"]) for row in rows],
+        texts=texts,
         groups=list(groups.values()),
-        num_tokens=ids and [len(row) for row in ids],
-        truncated=truncated and [bool(value) for value in truncated],
+        lengths=[len(one) for one in ids or texts],
+        truncated=truncated,
         max_completion_length=limit,
         max_seq_length=longest,
     )
@@ -265,8 +256,7 @@ def _examined(
 
 def _write(folder: Path, check: RewardCheck, rows: list[Row], say: Say) -> None:
     folder.mkdir(parents=True)
-    text = json.dumps(redact_tree(asdict(check)), indent=1, default=str)
-    (folder / "rewards_check.json").write_text(f"{text}\n", encoding="utf-8")
+    write_json(folder / "rewards_check.json", redact_tree(asdict(check)), indent=1)
     with (folder / "completions.jsonl").open("w", encoding="utf-8") as lines:
         lines.writelines(f"{json.dumps(redact_tree(row), default=str)}\n" for row in rows)
     say(f"\nwritten to {folder}; again without the model: --completions {folder}/completions.jsonl")

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from rloo_kit.diagnosis.rules import Seen
 from rloo_kit.errors import RewardContractError
 from rloo_kit.reward_lab.rules import wanted_probes
-from rloo_kit.reward_lab.statistics import Batch, Fault, Probed
+from rloo_kit.reward_lab.statistics import Batch, Probed
 from rloo_kit.scoring.contract import (
     CheckedReward,
     OverdueError,
@@ -79,12 +80,12 @@ def _with_probes(
             # The first call also paid for what the reward imports.
             seconds = min(seconds, (time.perf_counter() - started) / count)
     if "permuted" in scores:
-        moved = dict(zip(order, scores["permuted"], strict=True))
-        scores["permuted"] = [moved[row] for row in range(count)]
+        in_place = sorted(zip(order, scores["permuted"], strict=True))
+        scores["permuted"] = [score for _, score in in_place]
     return replace(probed, probes=scores, probe_errors=errors, seconds=seconds)
 
 
-def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractError) -> Fault:
+def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractError) -> Seen:
     """Return which part of the contract a reward broke."""
     # A built-in reward names the column it reads in a setting, not as a parameter.
     asked = [*func.required, getattr(func.reward, "column", None)]
@@ -93,7 +94,7 @@ def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractErro
         kind = "missing_column"
     elif exc.__cause__ is not None:
         kind = "timeout" if isinstance(exc.__cause__, OverdueError) else "raises"
-    return Fault(kind, printable(str(exc)))
+    return Seen(printable(str(exc)), reward=func.name, kind=kind)
 
 
 # --- altered completions -------------------------------------------------------------------------

@@ -69,17 +69,12 @@ def wanted_probes(batch: Batch, probed: Probed) -> list[str]:
     - ``opened``: with ``<think>`` before it
     - ``repeated``: one, its beginning 200 times over
     """
-    wanted = ["empty", "unclosed"]
-    if _opened_by_prompt(batch):
-        wanted.append("opened")
-    wanted.append("repeated" if is_constant(probed.scores) else "masked")
-    return wanted
-
-
-def _opened_by_prompt(batch: Batch) -> bool:
-    """Return whether most completions close a thought that they did not open."""
+    wanted = ["empty", "unclosed", "repeated" if is_constant(probed.scores) else "masked"]
     closed = [text for text in batch.texts if "</think>" in text]
-    return sum("<think>" not in text for text in closed) > len(closed) / 2
+    if sum("<think>" not in text for text in closed) > len(closed) / 2:
+        # The prompt opens the thought.
+        wanted.append("opened")
+    return wanted
 
 
 # --- one reward ----------------------------------------------------------------------------------
@@ -91,18 +86,15 @@ def find_in_reward(probed: Probed, batch: Batch, *, excused: bool) -> list[Findi
     ``excused``: a fault of the completions explains that scores do not differ.
     """
     if probed.fault:
-        seen = Seen(probed.fault.text, reward=probed.name)
-        return [RULES.finding(probed.fault.kind, seen)]
+        return [RULES.finding(probed.fault.kind, probed.fault)]
     cause = _never_applies(probed) or _noisy(probed) or _moved(probed)
-    if not cause and probed.counts and is_constant(probed.scores):
-        cause = _blind(probed, batch, least=0.1)
-        cause = cause or ([] if excused else _constant(probed))
-    if not cause:
-        cause = _fragile(probed)
-        if probed.counts and not is_constant(probed.scores):
-            # A longer text with "<think>" before it also scores higher where length pays
-            cause += list(_length(probed, batch)) or list(_blind(probed, batch, least=0.3))
-    return cause
+    if cause or not probed.counts:
+        return cause or _fragile(probed)
+    if is_constant(probed.scores):
+        cause = _blind(probed, least=0.1) or ([] if excused else _constant(probed))
+        return cause or _fragile(probed)
+    # A longer text with "<think>" before it also scores higher where length pays
+    return _fragile(probed) + (_length(probed, batch) or _blind(probed, least=0.3))
 
 
 @RULES.rule(
@@ -124,7 +116,8 @@ def _never_applies(probed: Probed) -> Iterator[Seen]:
     "raise the limit on completion length, or make the thoughts shorter",
 )
 def _truncated(batch: Batch, *, harmful: bool) -> Iterator[Seen]:
-    num, count, limit = sum(batch.truncated or []), len(batch.texts), batch.max_completion_length
+    num, count = sum(map(bool, batch.truncated or [])), len(batch.texts)
+    limit = batch.max_completion_length
     if num > count / 2:
         level = "error" if num >= MOSTLY * count and harmful else "warning"
         longer = four_times_longer(limit, batch.max_seq_length) if limit else ""
@@ -138,10 +131,10 @@ def _truncated(batch: Batch, *, harmful: bool) -> Iterator[Seen]:
     "look for '</think>' alone, or use the built-in thinking_format, which knows the template",
     about_signal=True,
 )
-def _blind(probed: Probed, batch: Batch, least: float) -> Iterator[Seen]:
+def _blind(probed: Probed, least: float) -> Iterator[Seen]:
     """Find that a ``<think>`` before the completion raises the score."""
-    opened, now = probed.probes.get("opened"), probed.at_rows()
-    if not opened or not _opened_by_prompt(batch):
+    opened, now = probed.probes.get("opened"), probed.first
+    if not opened:
         return
     gains = [a - b for a, b in zip(opened, now, strict=True) if a is not None and b is not None]
     rises, falls = sum(gain > 1e-6 for gain in gains), sum(gain < -1e-6 for gain in gains)
@@ -159,9 +152,9 @@ def _blind(probed: Probed, batch: Batch, least: float) -> Iterator[Seen]:
     "seed what is random by the completion's text, or ask a judge at temperature 0",
 )
 def _noisy(probed: Probed) -> Iterator[Seen]:
-    first, again = probed.probes.get("first", probed.at_rows()), probed.probes.get("again")
+    first, again = probed.first, probed.probes.get("again", [])
     if changed := _num_changed(first, again):
-        found = rank_correlation(first, again or []) or 0.0
+        found = rank_correlation(first, again) or 0.0
         yield Seen(
             f"called twice with the same input, {changed} of {len(first)} scores differ "
             f"(correlation of the two calls {found:.2f})",
@@ -176,22 +169,20 @@ def _noisy(probed: Probed) -> Iterator[Seen]:
     "compute every score from its own row alone, and keep no state between rows",
 )
 def _moved(probed: Probed) -> Iterator[Seen]:
-    first = probed.probes.get("first", probed.at_rows())
-    if changed := _num_changed(first, probed.probes.get("permuted")):
+    first = probed.first
+    if changed := _num_changed(first, probed.probes.get("permuted", [])):
         seen = "with the same rows in another order"
         yield Seen(f"{seen}, {changed} of {len(first)} got another score", reward=probed.name)
 
 
-def _num_changed(first: list[Score], other: list[Score] | None) -> int:
-    """Return how many scores differ by more than rounding in a batched model explains."""
-    if other is None:
-        return 0
+def _num_changed(first: list[Score], other: list[Score]) -> int:
+    """Return how many scores differ by more than rounding in a batched model explains.
+
+    ``other`` is empty if the call failed.
+    """
     values = known(first)
     slack = 0.01 * (max(values) - min(values)) + 1e-6 if values else 0.0
-    return sum(
-        (a is None) != (b is None) or (a is not None and b is not None and abs(a - b) > slack)
-        for a, b in zip(first, other, strict=False)
-    )
+    return sum(not is_same(a, b, slack) for a, b in zip(first, other, strict=False))
 
 
 @RULES.rule(
@@ -207,10 +198,10 @@ def _fragile(probed: Probed) -> Iterator[Seen]:
         "empty": "an empty completion",
         "unclosed": "a completion cut off in the middle",
     }
-    errors = probed.probe_errors
-    failed = [f"for {what}: {errors[name]}" for name, what in tried.items() if name in errors]
+    failed = [name for name in tried if name in probed.probe_errors]
     if failed:
-        yield Seen(failed[0], "warning", probed.name)
+        evidence = f"for {tried[failed[0]]}: {probed.probe_errors[failed[0]]}"
+        yield Seen(evidence, "warning", probed.name)
 
 
 @RULES.rule(
@@ -220,11 +211,11 @@ def _fragile(probed: Probed) -> Iterator[Seen]:
 )
 def _length(probed: Probed, batch: Batch) -> Iterator[Seen]:
     """Find that the score follows the length, also of completions that say nothing."""
-    masked, now = probed.probes.get("masked"), probed.at_rows()
+    masked = probed.probes.get("masked")
     found = rank_correlation(batch.lengths, probed.scores) or 0.0
     if not masked or abs(found) < LENGTH_CORRELATION or _MEANS_LENGTH.search(probed.name):
         return
-    same = sum(map(is_same, now, masked))
+    same = sum(map(is_same, probed.first, masked))
     if same >= MOSTLY * len(masked):
         yield Seen(
             f"rank correlation with the length {found:+.2f}; with every letter replaced by x, "

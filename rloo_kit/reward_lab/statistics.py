@@ -12,6 +12,7 @@ from statistics import fmean, pstdev, stdev
 
 import pandas as pd
 
+from rloo_kit.diagnosis.rules import Seen
 from rloo_kit.types import Score
 
 
@@ -21,23 +22,10 @@ class Batch:
 
     texts: list[str]
     groups: list[list[int]]  # rows of each prompt
-    num_tokens: list[int] | None = None
+    lengths: list[int]  # tokens of each completion where they are known, else characters
     truncated: list[bool] | None = None  # whether the completion ended because it reached the limit
     max_completion_length: int | None = None
     max_seq_length: int | None = None
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each completion where they are known, else characters."""
-        return self.num_tokens or [len(text) for text in self.texts]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Why a reward gave no usable scores."""
-
-    kind: str  # ``raises``, ``timeout``, ``missing_column`` or ``wrong_output``
-    text: str
 
 
 @dataclass(frozen=True)
@@ -49,7 +37,8 @@ class Probed:
     scores: list[Score]  # B, as the run would get them; all None with a fault
     # Of one completion
     seconds: float = 0.0
-    fault: Fault | None = None
+    # Why there are no usable scores: `raises`, `timeout`, `missing_column` or `wrong_output`
+    fault: Seen | None = None
     rows: list[int] = field(default_factory=list)  # that the probes were called with
     probes: dict[str, list[Score]] = field(default_factory=dict)  # those rows' scores by probe
     probe_errors: dict[str, str] = field(default_factory=dict)  # what the reward raised on them
@@ -59,9 +48,10 @@ class Probed:
         """Whether it is part of the score; with weight 0 it is only logged."""
         return self.weight != 0
 
-    def at_rows(self) -> list[Score]:
-        """Return the scores of the probed rows."""
-        return [self.scores[row] for row in self.rows]
+    @property
+    def first(self) -> list[Score]:
+        """The scores of the probed rows, from a call of their own if they are not all rows."""
+        return self.probes.get("first") or [self.scores[row] for row in self.rows]
 
 
 @dataclass(frozen=True)
@@ -114,11 +104,11 @@ def is_constant(scores: Iterable[Score]) -> bool:
     return bool(values) and is_same(min(values), max(values))
 
 
-def is_same(one: Score, other: Score) -> bool:
-    """Return whether two scores are the same, rounding aside."""
+def is_same(one: Score, other: Score, slack: float = 1e-9) -> bool:
+    """Return whether two scores are the same, rounding aside, or differ by at most ``slack``."""
     if one is None or other is None:
         return one is other
-    return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
+    return math.isclose(one, other, rel_tol=1e-6, abs_tol=slack)
 
 
 def rank_correlation(xs: Sequence[Score], ys: Sequence[Score]) -> float | None:
@@ -149,7 +139,7 @@ def statistics_of(probed: Probed, batch: Batch) -> RewardStats:
         fires=sum(value > 0 for value in values) / len(values) if values else None,
         milliseconds=round(probed.seconds * 1000, 2),
         length_correlation=rank_correlation(batch.lengths, probed.scores),
-        fault=probed.fault.text if probed.fault else None,
+        fault=probed.fault.evidence if probed.fault else None,
     )
 
 

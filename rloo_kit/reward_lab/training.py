@@ -8,7 +8,6 @@ import random
 import shutil
 import statistics
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -164,22 +163,18 @@ def train_reward_model(  # noqa: PLR0913
 
 def read_pairs(source: str | Path | Iterable[Row], *, chat: bool = True) -> list[Pair]:
     """Return checked pairs in the order of the file or of the rows."""
-    rows = placed_rows(source)
-    if not rows:
-        raise DataError("there are no pairs: give rows with `chosen` and `rejected`")
+    rows = placed_rows(source, ("chosen", "rejected"))
     return [_pair(row, place, chat=chat) for place, row in rows]
 
 
 def _pair(row: Row, place: str, *, chat: bool) -> Pair:
-    for name in ("chosen", "rejected", "prompt"):
-        value = row.get(name)
-        if not isinstance(value, str) and (value is not None or name != "prompt"):
-            check_messages(value, name, place)
+    prompt = row.get("prompt")
+    if not isinstance(prompt, str | None):
+        check_messages(prompt, "prompt", place)
     if row["chosen"] == row["rejected"]:
         raise DataError(f"{place}: chosen and rejected are the same text; delete the pair")
     chosen, rejected = (
-        _text(row.get("prompt"), row[name], f"{place}: {name}", chat=chat)
-        for name in ("chosen", "rejected")
+        _text(prompt, row[name], f"{place}: {name}", chat=chat) for name in ("chosen", "rejected")
     )
     group = json.dumps(chosen[0], sort_keys=True, default=str) if chosen[0] else place
     return Pair(chosen, rejected, group)
@@ -389,9 +384,8 @@ def _progress(say: Say) -> Any:
 
 def _train(trainer: Any) -> float:
     """Train; return the seconds."""
-    start = time.monotonic()
     try:
-        trainer.train()
+        return trainer.train().metrics["train_runtime"]
     except Exception as exc:
         if not is_out_of_memory(exc):
             raise
@@ -399,7 +393,6 @@ def _train(trainer: Any) -> float:
             "out of memory while training the reward model: lower per_device_train_batch_size (and "
             "raise gradient_accumulation_steps by as much) or max_length"
         ) from exc
-    return time.monotonic() - start
 
 
 def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:

@@ -197,12 +197,12 @@ def _tried(
 
 def _drawn(prompts: "Dataset", num: int, seed: int) -> list[int]:
     """Return the places of ``num`` prompts of every level, or of all that there are."""
-    groups: dict[Any, list[int]] = {}
     levels = prompts["level"] if "level" in prompts.column_names else [None] * len(prompts)
-    for number, level in enumerate(levels):
-        groups.setdefault(level, []).append(number)
-    drawn, order = random.Random(seed), [groups[level] for level in sorted(groups, key=str)]
-    return [n for own in order for n in drawn.sample(own, min(num, len(own)))]
+    order, drawn = random.Random(seed), []
+    for level in sorted(set(levels), key=str):
+        own = [place for place, other in enumerate(levels) if other == level]
+        drawn += order.sample(own, min(num, len(own)))
+    return drawn
 
 
 def _by_level(rows: list[Row], scores: list[list[float | None]], judge: str) -> list[Level]:

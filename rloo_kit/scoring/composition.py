@@ -7,10 +7,9 @@ other; in a run file the keys ``only_if``, ``only_for``, ``scaled_by`` and ``cli
 same, and ``weight: {0: 1.0, 0.5: 0.0}`` makes a ``WeightSchedule``.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rloo_kit.errors import RewardContractError
@@ -25,26 +24,30 @@ def gated(
     *,
     at_least: float = 1.0,
     otherwise: float = 0.0,
-) -> "Gated":
+) -> "Composed":
     """Return the reward, called only for the rows that ``by`` scores with ``at_least``.
 
     The other rows, also those for which ``by`` is None, score ``otherwise``.
     """
-    return Gated(checked(reward), checked(by), float(at_least), float(otherwise))
+    limits = {"at_least": float(at_least), "otherwise": float(otherwise)}
+    return Composed((checked(reward), checked(by)), _gated, limits)
 
 
-def routed(reward: Callable[..., Any], **only_for: Any) -> "Routed":
+def routed(reward: Callable[..., Any], **only_for: Any) -> "Composed":
     """Return the reward for the rows whose columns hold the given values; None elsewhere.
 
     ``only_for`` is column -> the value, or a list of values, that its rows hold.
+
+    Raises:
+        ValueError: No column is named.
     """
     if not only_for:
         raise ValueError("routed() names no column; give one, such as routed(reward, task='math')")
     wanted = {
-        column: tuple(values) if isinstance(values, list | tuple | set) else (values,)
+        column: list(values) if isinstance(values, list | tuple | set) else [values]
         for column, values in only_for.items()
     }
-    return Routed(checked(reward), tuple(wanted.items()))
+    return Composed((checked(reward),), _routed, {"only_for": wanted})
 
 
 def rescaled(
@@ -52,14 +55,19 @@ def rescaled(
     *,
     scale: float = 1.0,
     clip: tuple[float, float] | None = None,
-) -> "Rescaled":
-    """Return the reward times ``scale``, then cut to the range ``clip`` (low, high)."""
+) -> "Composed":
+    """Return the reward times ``scale``, then cut to the range ``clip`` (low, high).
+
+    Raises:
+        ValueError: ``clip`` is no range.
+    """
     low, high = clip or (-math.inf, math.inf)
     if not low < high:
         raise ValueError(
             f"clip {format_value(clip)} is not (low, high); give the lower number first"
         )
-    return Rescaled(checked(reward), float(scale), float(low), float(high))
+    limits = {"scale": float(scale), "low": float(low), "high": float(high)}
+    return Composed((checked(reward),), _rescaled, limits)
 
 
 @dataclass(frozen=True)
@@ -102,30 +110,31 @@ class WeightSchedule:
 class Composed:
     """A reward that calls other rewards; async if one of them is."""
 
-    reward: CheckedReward
+    parts: tuple[CheckedReward, ...]  # the first one scores, and names the whole
+    scores: Callable[..., Coroutine[Any, Any, list[Score]]]  # of columns, parts and settings
+    settings: dict[str, Any]
 
     @property
     def __name__(self) -> str:
-        return self.reward.name
+        return self.parts[0].name
 
     @property
     def is_async(self) -> bool:
         """Whether a call returns a coroutine."""
-        return any(isinstance(part, AsyncCheckedReward) for part in self._parts().values())
+        return any(isinstance(part, AsyncCheckedReward) for part in self.parts)
 
     def bind(self, tokenizer: Tokenizer) -> "Composed":
         """Return this reward with its parts bound to a tokenizer."""
-        bound = {name: part.bind(tokenizer) for name, part in self._parts().items()}
-        return dataclasses.replace(self, **bound)
+        return replace(self, parts=tuple(part.bind(tokenizer) for part in self.parts))
 
     def release(self) -> None:
         """Release what the parts hold."""
-        for part in self._parts().values():
+        for part in self.parts:
             part.release()
 
     def __call__(self, **columns: Any) -> list[Score] | Coroutine[Any, Any, list[Score]]:
         """Return B scores, or a coroutine that does."""
-        coroutine = self.scores(columns)
+        coroutine = self.scores(columns, *self.parts, **self.settings)
         if self.is_async:
             return coroutine
         # No part is async, so the coroutine ends at its first step; in a notebook's running loop
@@ -136,71 +145,54 @@ class Composed:
             return done.value
         raise AssertionError("a reward that is not async awaited something")
 
-    async def scores(self, columns: dict[str, Any]) -> list[Score]:
-        """Return B scores."""
-        raise NotImplementedError
 
-    async def _scores_of(
-        self, rows: list[int], columns: dict[str, Any], other: Score
-    ) -> list[Score]:
-        """Call the reward for some rows; the others get the score ``other``."""
-        found = await _call(self.reward, _only(columns, rows)) if rows else []
-        by_row = dict(zip(rows, found, strict=True))
-        return [by_row.get(row, other) for row in range(len(columns["completions"]))]
-
-    def _parts(self) -> dict[str, CheckedReward]:
-        return {name: part for name, part in vars(self).items() if isinstance(part, CheckedReward)}
-
-
-@dataclass(frozen=True)
-class Gated(Composed):
-    """What ``gated`` returns."""
-
-    by: CheckedReward
-    at_least: float
-    otherwise: float
-
-    async def scores(self, columns: dict[str, Any]) -> list[Score]:
-        """Call the gate, then the reward for the rows that passed."""
-        gate = await _call(self.by, columns)
-        rows = [row for row, s in enumerate(gate) if s is not None and s >= self.at_least]
-        if "log_metric" in columns and gate:
-            columns["log_metric"](f"rewards/{self.reward.name}/gate_open", len(rows) / len(gate))
-        return await self._scores_of(rows, columns, self.otherwise)
+async def _gated(
+    columns: dict[str, Any],
+    reward: CheckedReward,
+    by: CheckedReward,
+    *,
+    at_least: float,
+    otherwise: float,
+) -> list[Score]:
+    """Call the gate, then the reward for the rows that passed."""
+    gate = await _call(by, columns)
+    rows = [row for row, score in enumerate(gate) if score is not None and score >= at_least]
+    if "log_metric" in columns and gate:
+        columns["log_metric"](f"rewards/{reward.name}/gate_open", len(rows) / len(gate))
+    return await _scores_of(reward, rows, columns, otherwise)
 
 
-@dataclass(frozen=True)
-class Routed(Composed):
-    """What ``routed`` returns."""
-
-    only_for: tuple[tuple[str, tuple[Any, ...]], ...]
-
-    async def scores(self, columns: dict[str, Any]) -> list[Score]:
-        """Call the reward for its own rows."""
-        rows = list(range(len(columns["completions"])))
-        for column, values in self.only_for:
-            if column not in columns:
-                raise RewardContractError(
-                    f"reward {self.reward.name!r} is only for rows with {format_name(column)} in "
-                    f"{format_value(list(values))}, and the dataset has no column "
-                    f"{format_value(column)}; add it, or drop only_for"
-                )
-            rows = [row for row in rows if columns[column][row] in values]
-        return await self._scores_of(rows, columns, None)
+async def _routed(
+    columns: dict[str, Any], reward: CheckedReward, *, only_for: dict[str, list[Any]]
+) -> list[Score]:
+    """Call the reward for its own rows."""
+    rows = list(range(len(columns["completions"])))
+    for column, values in only_for.items():
+        if column not in columns:
+            raise RewardContractError(
+                f"reward {reward.name!r} is only for rows with {format_name(column)} in "
+                f"{format_value(values)}, and the dataset has no column {format_value(column)}; "
+                "add it, or drop only_for"
+            )
+        rows = [row for row in rows if columns[column][row] in values]
+    return await _scores_of(reward, rows, columns, None)
 
 
-@dataclass(frozen=True)
-class Rescaled(Composed):
-    """What ``rescaled`` returns."""
+async def _rescaled(
+    columns: dict[str, Any], reward: CheckedReward, *, scale: float, low: float, high: float
+) -> list[Score]:
+    """Scale and clip the scores of the reward."""
+    scores = await _call(reward, columns)
+    return [None if score is None else min(max(score * scale, low), high) for score in scores]
 
-    scale: float
-    low: float
-    high: float
 
-    async def scores(self, columns: dict[str, Any]) -> list[Score]:
-        """Scale and clip the scores of the reward."""
-        low, high, scores = self.low, self.high, await _call(self.reward, columns)
-        return [None if s is None else min(max(s * self.scale, low), high) for s in scores]
+async def _scores_of(
+    reward: CheckedReward, rows: list[int], columns: dict[str, Any], other: Score
+) -> list[Score]:
+    """Call the reward for some rows; the others get the score ``other``."""
+    found = await _call(reward, _only(columns, rows)) if rows else []
+    by_row = dict(zip(rows, found, strict=True))
+    return [by_row.get(row, other) for row in range(len(columns["completions"]))]
 
 
 async def _call(reward: CheckedReward, columns: dict[str, Any]) -> list[Score]:

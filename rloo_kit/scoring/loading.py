@@ -24,6 +24,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +35,7 @@ from typing import Any, TypeAlias
 
 from rloo_kit.errors import ConfigError, RewardLoadError
 from rloo_kit.rewards import BUILTIN, RewardModel
-from rloo_kit.scoring.composition import WeightSchedule, gated, rescaled, routed
+from rloo_kit.scoring.composition import Composed, WeightSchedule, gated, rescaled, routed
 from rloo_kit.scoring.contract import checked, keywords_of, name_of
 from rloo_kit.text.wording import did_you_mean, first_line, format_value, printable
 from rloo_kit.types import Reward, Tokenizer
@@ -138,7 +139,11 @@ def load_reward(
 
 
 def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedReward]:
-    """Return the rewards, TRL's ``reward_processing_classes`` given to the kit's reward models."""
+    """Return the rewards, TRL's ``reward_processing_classes`` given to the kit's reward models.
+
+    Raises:
+        ConfigError: There are not as many as rewards, or a composed reward is given one.
+    """
     if given is None:
         return rewards
     listed = given if isinstance(given, list | tuple) else [given]
@@ -147,12 +152,19 @@ def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedRe
             f"reward_processing_classes holds {len(listed)} and reward_funcs {len(rewards)}: give "
             f"one for each reward, None for those without"
         )
-    return [
-        replace(r, func=replace(r.func, reward=replace(r.func.reward, tokenizer=tokenizer)))
-        if tokenizer is not None and isinstance(getattr(r.func, "reward", None), RewardModel)
-        else r
-        for r, tokenizer in zip(rewards, listed, strict=True)
-    ]
+    return list(map(_with_tokenizer, rewards, listed))
+
+
+def _with_tokenizer(reward: LoadedReward, tokenizer: object) -> LoadedReward:
+    inner = getattr(reward.func, "reward", None)
+    if isinstance(inner, Composed) and tokenizer is not None:
+        raise ConfigError(
+            f"reward_processing_classes holds a tokenizer for {reward.name!r}, which is composed: "
+            "give None there, and the tokenizer to the reward model that it is made of"
+        )
+    if tokenizer is None or not isinstance(inner, RewardModel):
+        return reward
+    return replace(reward, func=replace(reward.func, reward=replace(inner, tokenizer=tokenizer)))
 
 
 def reward_behind(name: str) -> Any:
@@ -163,8 +175,7 @@ def reward_behind(name: str) -> Any:
     """
     if name not in BUILTIN:
         raise RewardLoadError(_unknown(name))
-    home, _, attribute = BUILTIN[name].partition(":")
-    return getattr(importlib.import_module(home), attribute)
+    return pkgutil.resolve_name(BUILTIN[name])
 
 
 # --- a spec in parts ---------------------------------------------------------------------------
@@ -197,7 +208,7 @@ class _Finder:
             target = self.target(target_name)
         reward = _with_parameters(target, parameters, target_name)
         reward = self._composed(reward, composing, target_name)
-        return reward, weight if given is None else _checked_weight(given, name)
+        return reward, _checked_weight(weight if given is None else given, target_name)
 
     def _composed(self, reward: Reward, keys: dict[str, Any], name: str) -> Any:
         """Return a reward as the composing keys of its table say."""
@@ -207,12 +218,9 @@ class _Finder:
                 scale, clip = keys.get("scaled_by", 1.0), keys.get("clipped_to")
                 reward = rescaled(reward, scale=scale, clip=clip)
             if "only_if" in keys:
-                gate, limits = keys["only_if"], {}
-                if isinstance(gate, Mapping):
-                    gate = dict(gate)
-                    limits = {
-                        key: gate.pop(key) for key in ("at_least", "otherwise") if key in gate
-                    }
+                gate = keys["only_if"]
+                gate = dict(gate) if isinstance(gate, Mapping) else {"name": gate}
+                limits = {key: gate.pop(key) for key in ("at_least", "otherwise") if key in gate}
                 by = load_reward(gate, base_dir=self.base, say=self.say).func
                 reward = gated(reward, by, **limits)
             if "only_for" in keys:
@@ -267,27 +275,23 @@ class _Finder:
         return path
 
 
-def _split_weight(spec: str) -> tuple[str, float]:
+def _split_weight(spec: str) -> tuple[str, str | float]:
     """Return (spec without its weight, weight); 1.0 if the last part is no number."""
-    head, colon, tail = spec.rpartition(":")
+    head, _, tail = spec.rpartition(":")
     try:
         float(tail)
     except ValueError:
         return spec, 1.0
-    return (head, _finite(tail, head)) if colon else (spec, 1.0)
+    return (head, tail) if head else (spec, 1.0)
 
 
-def _checked_weight(value: object, name: object) -> Weight:
+def _checked_weight(value: Any, name: str) -> Weight:
     """Return a weight as a finite float, or as a schedule."""
-    if not isinstance(value, Mapping):
-        return _finite(value, name)
-    try:
-        return WeightSchedule.of(value)
-    except ValueError as exc:
-        raise RewardLoadError(f"reward {format_value(name)}: {exc}") from exc
-
-
-def _finite(value: Any, name: object) -> float:
+    if isinstance(value, Mapping):
+        try:
+            return WeightSchedule.of(value)
+        except ValueError as exc:
+            raise RewardLoadError(f"reward {format_value(name)}: {exc}") from exc
     try:
         weight = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):

@@ -28,6 +28,7 @@ def batch(num_prompts, size, **known):
     count = num_prompts * size
     texts = known.pop("texts", [f"text {row}" for row in range(count)])
     groups = [list(range(n, n + size)) for n in range(0, count, size)]
+    known.setdefault("lengths", list(map(len, texts)))
     return Batch(texts, groups, **known)
 
 
@@ -62,7 +63,7 @@ def test_what_does_not_vary_correlates_with_nothing():
 
 
 def test_the_table_leaves_none_out():
-    row = statistics_of(probed([1.0, None, 0.0, 0.0]), batch(2, 2, num_tokens=[4, 9, 2, 3]))
+    row = statistics_of(probed([1.0, None, 0.0, 0.0]), batch(2, 2, lengths=[4, 9, 2, 3]))
     assert (row.none_share, row.mean) == (0.25, pytest.approx(1 / 3))
     assert (row.low, row.high, row.fires) == (0.0, 1.0, pytest.approx(1 / 3))
     # Of the second group; the first has one score.

@@ -110,7 +110,9 @@ def test_compositions_nest_pickle_release_and_keep_the_name():
     assert score(reward) == [2.0, 0.0, None, None]
     reward.release()
     assert costly.released
-    again = pickle.loads(pickle.dumps(routed(gated(Accuracy(), by=Length()), task="sum")))
+    reward = routed(gated(Accuracy(), by=Length()), task="sum")
+    again = pickle.loads(pickle.dumps(reward))
+    assert again == reward != routed(gated(Accuracy(), by=Length(), at_least=2), task="sum")
     assert score(again) == [0.0, 0.0, None, None]
 
 
@@ -123,7 +125,8 @@ def test_parts_are_bound_to_the_tokenizer():
 
     tokenizer = object()
     loaded = load_reward(routed(gated(short, by=Bound()), task="sum"), tokenizer=tokenizer)
-    assert loaded.func.reward.reward.reward.by.reward.tokenizer is tokenizer
+    (gate,) = loaded.func.reward.parts
+    assert gate.reward.parts[1].reward.tokenizer is tokenizer
     again = load_reward(checked(Bound()), tokenizer=tokenizer)
     assert again.func.reward.tokenizer is tokenizer
 

@@ -17,6 +17,7 @@ from trl import ModelConfig, RLOOConfig, RLOOTrainer, ScriptArguments, TrlParser
 import rloo_kit as rk
 from rloo_kit.config.engine_settings import OF_NO_ENGINE, OF_TRANSFORMERS, check_settings
 from rloo_kit.models.loading import TINY_THINKER
+from rloo_kit.scoring.loading import load_rewards, with_tokenizers
 from rloo_kit.training.trainer import REPLACED
 
 HERE = Path(__file__).parents[1]
@@ -332,6 +333,13 @@ def test_too_few_reward_processing_classes_are_refused(policy, tmp_path):
             reward_funcs=["accuracy", short],
             reward_processing_classes=policy[1],
         )
+
+
+def test_a_composed_reward_model_refuses_a_tokenizer_of_trl():
+    (reward,) = load_rewards([{"name": "reward_model", "model": "org/name", "scaled_by": 2}])
+    assert with_tokenizers([reward], [None]) == [reward]
+    with pytest.raises(rk.ConfigError, match="reward_model', which is composed: give None there"):
+        with_tokenizers([reward], [object()])
 
 
 # --- datasets ------------------------------------------------------------------------------------
