@@ -162,8 +162,8 @@ class ResumableTrainer(Trainer):
 
     # --- the snapshot of the last finished step --------------------------------------------------
 
-    def take_snapshot(self) -> None:
-        """Keep the small state in memory: called when a step is done and its weights are good."""
+    def take_snapshot(self) -> dict[str, Any]:
+        """Return the small state, and keep it: called when a step is done and its weights are good."""
         callbacks: dict[str, Any] = {}
         self.notify("on_state", held=callbacks)
         # A later step may be in progress when it is written
@@ -176,6 +176,7 @@ class ResumableTrainer(Trainer):
             "random": random_states(),
             **self.state_dict(),
         }
+        return self._snapshot
 
     def invalidate_snapshot(self) -> None:
         """Forget the snapshot: called right before the optimizer changes the weights."""
@@ -193,8 +194,7 @@ class ResumableTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write the checkpoint of the step that has just ended."""
         self.store_flos()
-        self.take_snapshot()
-        self._write_checkpoint(self._snapshot)
+        self._write_checkpoint(self.take_snapshot())
 
     def check_weights(self) -> None:
         """Raise DivergedError where trained weights hold NaN or Inf."""

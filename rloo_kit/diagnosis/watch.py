@@ -146,7 +146,7 @@ class RunWatch(TrainerCallback):
         held: dict[str, Any],
     ) -> None:
         """Restore the completions of the finished steps, and the best weights."""
-        rows = read_rows(Path(args.output_dir) / "completions.jsonl", KEPT_ROWS)
+        rows = read_rows(Path(str(args.output_dir)) / "completions.jsonl", KEPT_ROWS)
         done = state.global_step
         self._completions = [row for row in rows if (row.get("step") or 0) <= done]
         if self.best is not None and "best_weights" in held:

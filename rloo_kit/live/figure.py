@@ -40,7 +40,7 @@ def figure_png(progress: Progress) -> bytes:
     with rc_context({"font.size": 7, "lines.linewidth": 1.2, "text.parse_math": False}):
         # Half as many pixels again as the page shows, for sharp screens.
         figure = Figure(figsize=(9, 4), dpi=150, layout="constrained")
-        axes = figure.subplots(2, 4).flat
+        axes = [*figure.subplots(2, 4).flat]
         for axis, (title, lines) in zip(axes, [*charts, rewards], strict=True):
             axis.set_title(title, loc="left")
             for line in lines:
@@ -50,6 +50,6 @@ def figure_png(progress: Progress) -> bytes:
                     axis.plot(metrics.steps, values, marker=".", markersize=2, label=line.label)
                     axis.fill_between(metrics.steps, low, high, alpha=0.15, linewidth=0)
         if rewards[1]:
-            axis.legend(framealpha=0.6)
+            axes[-1].legend(framealpha=0.6)
         figure.savefig(picture, format="png")
     return picture.getvalue()

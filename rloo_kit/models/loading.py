@@ -69,7 +69,8 @@ def load_model(
         max_lora_rank = max(lora_settings(adapter, {})["r"], max_lora_rank)
         source = find_model(base_of(adapter))
     why_not_shared = _why_not_shared(environment, fast_inference)
-    given = _taken_from(kwargs, fast_inference, why_not_shared) | {"not_shared": tuple(vllm or ())}
+    given = _taken_from(kwargs, fast_inference, why_not_shared)
+    given["not_shared"] = tuple(vllm or ())
     rank = reserved_rank(max_lora_rank)
     engine = EngineSettings(max_seq_length, load_in_4bit, rank, num_sequences, **given)
     kwargs = {"dtype": _dtype(precision, environment)} | kwargs

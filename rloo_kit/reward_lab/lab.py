@@ -189,7 +189,7 @@ def _load(
 
 def columns_of(rows: list[Row]) -> dict[str, Any]:
     """Return what the trainer would call a reward with."""
-    ids = [row.get("completion_ids") for row in rows]
+    ids: list[Any] = [row.get("completion_ids") for row in rows]
     completions = [row["completion"] for row in rows]
     return reward_columns(rows, completions, ids if all(ids) else None)
 

@@ -338,7 +338,7 @@ def _vllm_modules(targets: list[Any]) -> list[str] | None:
     """
     if any(isinstance(names, str) for names in targets):  # a pattern
         return None
-    names = set().union(*targets)
+    names = set[str]().union(*targets)
     joined = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
     joined |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
     return sorted(names | {joined.get(name, name) for name in names})

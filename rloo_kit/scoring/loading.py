@@ -124,13 +124,14 @@ def load_reward(
         # A torch module: TRL scores with it itself.
         name = getattr(getattr(spec, "config", None), "name_or_path", "") or "reward_model"
         return LoadedReward(spec, Path(name).name)
-    func, weight = spec, 1.0
+    func: Any = spec
+    weight = 1.0
     if isinstance(spec, str | Mapping):
         finder = _Finder(Path(base_dir or ""), say)
         func, weight = finder.reward_and_weight({"name": spec} if isinstance(spec, str) else spec)
     elif hasattr(spec, "get_rewards"):
         # An object with get_rewards(prompts, completions), as older notebooks have it
-        func = checked(spec.get_rewards, type(spec).__name__)
+        func = checked(func.get_rewards, type(spec).__name__)
     _refuse_non_reward(func, spec)
     reward = checked(func)
     if tokenizer is not None:
@@ -156,7 +157,7 @@ def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedRe
 
 
 def _with_tokenizer(reward: LoadedReward, tokenizer: object) -> LoadedReward:
-    inner = getattr(reward.func, "reward", None)
+    inner: Any = getattr(reward.func, "reward", None)
     if isinstance(inner, Composed) and tokenizer is not None:
         raise ConfigError(
             f"reward_processing_classes holds a tokenizer for {reward.name!r}, which is composed: "

@@ -40,10 +40,10 @@ class StepLog:
         self.tables = tables
         self.trainer_state = state
         self.tell = tell
-        self.metrics = defaultdict[str, list[float]](list)  # since the last line
+        self.metrics = defaultdict[str, list[int | float]](list)  # since the last line
         # of rewards, until the next rollout: columns of the table, and their own metrics
         self.extra = defaultdict[str, list[Any]](list)
-        self.of_rewards = defaultdict[str, list[float]](list)
+        self.of_rewards = defaultdict[str, list[int | float]](list)
         self.tokenizer = tokenizer
         self.loss_sum = 0.0  # of all optimizer steps whose loss was a number
         self.episodes = 0  # completions that were trained on so far
