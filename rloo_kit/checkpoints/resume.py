@@ -163,7 +163,7 @@ class ResumableTrainer(Trainer):
     # --- the snapshot of the last finished step --------------------------------------------------
 
     def take_snapshot(self) -> dict[str, Any]:
-        """Return the small state, and keep it: called when a step is done and its weights are good."""
+        """Return the small state of a step that is done and has good weights, and keep it."""
         callbacks: dict[str, Any] = {}
         self.notify("on_state", held=callbacks)
         # A later step may be in progress when it is written

@@ -123,7 +123,7 @@ class FormPage:
 
 MISTAKES = {
     "settings": ("trainer.num_generation=8", "did you mean 'num_generations'?"),
-    "rewards": ("accuracy, {name", "must be a list"),
+    "rewards": ("accuracy, {name", "must be a valid list"),
 }
 
 
