@@ -56,7 +56,6 @@ def greedy(file: Path) -> dict | None:
         for one in newest["compared"]
         if (one["mode"], one["reward"]) == ("greedy", JUDGE)
     ]
-    del found["is_real"]
     return {"means": means, "found": found}
 
 

@@ -113,13 +113,15 @@ class RunRecord:
     metrics: list[dict[str, Any]]  # one row per step, as in metrics.jsonl
     completions: list[dict[str, Any]] = field(default_factory=list)
     """One row per completion; of a large file the first and the last ones."""
-    evaluation: dict[str, Any] | None = None
-    """``before`` and ``after`` on held-out prompts; None without an evaluation."""
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    """``before`` and ``after`` on held-out prompts; {} without an evaluation."""
     config: RunConfig | None = None  # None if run.yaml is missing or cannot be read
     end: dict[str, Any] = field(default_factory=dict)
     """How it ended: ``how``, ``reason``, ``steps``, ``seconds``, ``time``; of a run that a finding
     stopped also ``finding`` and ``kept_step``. {} while it runs, and of a killed one."""
-    folder: Path | None = None
+    folder: Path = Path()
+    environment: dict[str, Any] = field(default_factory=dict)
+    """``hardware``, ``backend``, ``versions`` and more; {} if environment.json cannot be read."""
 
     @property
     def ended_by(self) -> Finding | None:
@@ -204,9 +206,8 @@ class RunRecord:
     @cached_property
     def scored_twice(self) -> list[HeldOut]:
         """Every reward on the held-out prompts, accuracy first, those never above 0 last."""
-        found = self.evaluation or {}
         try:
-            before, after = found["before"], found["after"]
+            before, after = self.evaluation["before"], self.evaluation["after"]
             twice = [_held_out(name, before, after) for name in before["rewards"]]
         except (AttributeError, KeyError, TypeError, ValueError):  # not there, or damaged
             return []
@@ -276,10 +277,11 @@ def read_run(folder: str | Path) -> RunRecord:
     return RunRecord(
         rows,
         completions,
-        read_json(place / "evaluation.json"),
+        read_json(place / "evaluation.json") or {},
         _read_config(place / "run.yaml"),
         read_json(place / "end.json") or {},
         place,
+        read_json(place / "environment.json") or {},
     )
 
 

@@ -225,8 +225,7 @@ class RunWatch(TrainerCallback):
             self.best.release()
 
     def _check(self, state: TrainerState) -> None:
-        evaluation = self._evaluation or None
-        record = RunRecord(state.log_history, self._completions, evaluation, self.config)
+        record = RunRecord(state.log_history, self._completions, self._evaluation, self.config)
         found = find_in_run(record)
         self._num_checks += 1
         now = (self._num_checks, self._num_evaluations)

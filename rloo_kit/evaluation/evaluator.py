@@ -160,7 +160,14 @@ def evaluate(
         MemoryRanOutError: Not even a single completion fits; until then fewer are drawn at a time.
         RewardContractError: From a reward.
     """
-    rows = _repeat(dataset, num_samples, temperature)
+    if num_samples > 1 and temperature == 0:
+        raise ConfigError(
+            f"{num_samples} greedy completions of a prompt are all the same: sample them at a "
+            f"temperature above 0, or take one"
+        )
+    rows = [row for row in dataset for _ in range(num_samples)]
+    if not rows:
+        raise DataError("there is no held-out prompt to evaluate on: set data.held_out above 0")
     ends = tuple(model.generation_config.eos_token_id)
     limit = thought_limit(tokenizer, thinking_budget)
     how = Sampling(max_completion_length, ends, temperature, **(sampling or {}), thought=limit)
@@ -178,18 +185,6 @@ def evaluate(
     means = {name: _mean(own) for name, own in scores.items()}
     length = fmean(map(len, completions.tokens.completion_ids))
     return Evaluation(means, len(dataset), length, temperature, samples, num_samples)
-
-
-def _repeat(dataset: Any, num_samples: int, temperature: float) -> list[dict[str, Any]]:
-    if num_samples > 1 and temperature == 0:
-        raise ConfigError(
-            f"{num_samples} greedy completions of a prompt are all the same: sample them at a "
-            f"temperature above 0, or take one"
-        )
-    rows = [row for row in dataset for _ in range(num_samples)]
-    if not rows:
-        raise DataError("there is no held-out prompt to evaluate on: set data.held_out above 0")
-    return rows
 
 
 def _samples(

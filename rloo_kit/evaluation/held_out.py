@@ -57,11 +57,12 @@ class HeldOut:
         """Return what judges held-out prompts; or the rewards of these specs of a run file."""
         template = self.args.chat_template_kwargs
         load = functools.partial(load_rewards, tokenizer=tokenizer, chat_template_kwargs=template)
-        config = self.job.config
-        found = load(config.rewards if specs is None else specs)
         if specs is None:
+            config = self.job.config
             data = replace(config.data, prompts=self.source)
-            found = held_out_judges(found, self.prompts, load, data)
+            found = held_out_judges(load(config.rewards), self.prompts, load, data)
+        else:
+            found = load(specs)
         for reward in found:
             add_to_session(reward.func)
         return found
@@ -85,7 +86,8 @@ class HeldOut:
                 f"prompt and completion may have {length} tokens, and the model takes {limit}: "
                 "lower trainer.max_completion_length, or leave long prompts out"
             )
-        base.load(models)
+        for trained in models:
+            base.load(trained)
         # nothing trains next to the engine: it never sleeps, and takes as many rows as it can
         args = copy.copy(self.args)
         args.vllm_max_model_length, args.vllm_enable_sleep_mode = length, False

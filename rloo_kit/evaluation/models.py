@@ -145,21 +145,21 @@ class LoadedBase:
         """
         from trl.trainer.utils import use_adapter
 
-        name = None if trained.adapter is None else self._name_of(trained.adapter)
+        name = self.load(trained)
         with use_adapter(self.model, name) if self._names else contextlib.nullcontext():
             yield self.model
 
-    def load(self, models: Sequence[TrainedModel]) -> None:
-        """Load the adapters of some models on this base, before an engine starts."""
-        for trained in models:
-            if trained.adapter is not None:
-                self._name_of(trained.adapter)
+    def load(self, trained: TrainedModel) -> str | None:
+        """Return the name of an adapter in the model, loaded at its first use; None of a base.
 
-    def _name_of(self, adapter: Path) -> str:
-        """Return the name of an adapter in the model, which is loaded at its first use."""
+        Raises:
+            ModelError: The adapter cannot be loaded, or does not fit the base.
+        """
         from peft import PeftModel
 
-        adapter = adapter.resolve()
+        if trained.adapter is None:
+            return None
+        adapter = trained.adapter.resolve()
         if adapter in self._names:
             return self._names[adapter]
         try:

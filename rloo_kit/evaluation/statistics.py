@@ -7,8 +7,7 @@ models are compared prompt by prompt.
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
@@ -47,21 +46,13 @@ class Difference(Estimate):
     """How much more one model has than another on the same prompts."""
 
     p_value: float  # chance of a mean this far from 0 where both models were alike
-
-    @property
-    def is_real(self) -> bool:
-        """Whether the interval leaves 0 out, and the test says the same at 5%."""
-        return self.p_value < 1 - CONFIDENCE and not self.low <= 0 <= self.high
+    is_real: bool  # the interval leaves 0 out, and the test says the same at 5%
 
     @property
     def verdict(self) -> str:
         """The p-value, and whether the difference is real."""
         p = "p < 0.001" if self.p_value < 0.001 else f"p = {self.p_value:.3f}"
         return f"{p}: {'real' if self.is_real else 'may be chance'}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self) | {"is_real": self.is_real}
 
     def __str__(self) -> str:
         return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}], {self.verdict}"
@@ -103,7 +94,9 @@ def difference(before: Sequence[float], after: Sequence[float], seed: int = 0) -
     if low == high:  # the next prompt may be another, by as much as all of them together
         room = _room(len(moved)) * (abs(mean) or max(map(abs, [*before, *after])))
         low, high = low - room, high + room
-    return Difference(mean, low, high, len(moved), _sign_flip(moved, seed))
+    p_value = _sign_flip(moved, seed)
+    is_real = p_value < 1 - CONFIDENCE and not low <= 0 <= high
+    return Difference(mean, low, high, len(moved), p_value, is_real)
 
 
 def _bootstrap(values: Sequence[float], seed: int) -> tuple[float, float, float]:

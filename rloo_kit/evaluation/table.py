@@ -76,7 +76,7 @@ class EvalTable:
             facts = {name: getattr(row, name) for name in ("model", "mode", "seconds", "sampler")}
             rows.append(facts | row.evaluation.as_dict())
             del rows[-1]["samples"]
-        compared = [asdict(one) | {"found": one.found.as_dict()} for one in self.compared]
+        compared = [asdict(one) for one in self.compared]
         return {"time": time.time(), "prompts": self.prompts, "rows": rows, "compared": compared}
 
 
@@ -195,13 +195,15 @@ def compare(rows: list[Row]) -> Iterator[Compared]:
 # --- what is shown and written -------------------------------------------------------------------
 
 
+def _scores(found: Evaluation) -> dict[str, str]:
+    scores = {name: str(found.estimate(name) or "none") for name in found.rewards}
+    # of one completion pass@1 is the mean itself
+    return scores | {f"pass@{k}": str(one) for k, one in found.pass_at.items() if k > 1}
+
+
 def _cells(row: Row) -> dict[str, str]:
     found = row.evaluation
-    cells = {"model": row.model, "drawn": row.mode}
-    for name in found.rewards:
-        cells[name] = str(found.estimate(name) or "none")
-    # of one completion pass@1 is the mean itself
-    cells |= {f"pass@{k}": str(one) for k, one in found.pass_at.items() if k > 1}
+    cells = {"model": row.model, "drawn": row.mode, **_scores(found)}
     thinking = found.thinking_length
     cells["thinking"] = "none" if thinking is None else f"{thinking:.1f}"
     cells["tokens"] = f"{found.mean_length:.1f}"
@@ -217,10 +219,8 @@ def _table(rows: list[dict[str, str]]) -> list[str]:
 
 
 def _line(row: Row) -> str:
-    found = row.evaluation
-    parts = [f"{name} {found.estimate(name) or 'none'}" for name in found.rewards]
-    parts += [f"pass@{k} {one.mean:.3f}" for k, one in found.pass_at.items() if k > 1]
-    return f"{row.model}, {row.mode}: {', '.join([*parts, f'{row.seconds:.0f} s'])}"
+    scores = [f"{name} {score}" for name, score in _scores(row.evaluation).items()]
+    return f"{row.model}, {row.mode}: {', '.join([*scores, f'{row.seconds:.0f} s'])}"
 
 
 # --- result files: eval.json and judge.json grow, their samples do not ---------------------------

@@ -59,8 +59,7 @@ class WinRate:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        found = {"rate": self.rate, "found": self.found.as_dict()}
-        return {"time": time.time()} | asdict(self) | found
+        return {"time": time.time(), **asdict(self), "rate": self.rate}
 
 
 def judge_models(  # noqa: PLR0913
@@ -165,26 +164,25 @@ def _compares(judge: LoadedReward) -> bool:
 def _compare_texts(judge: LoadedReward, mine: Evaluation, other: Evaluation) -> list[float | None]:
     """Return what a judge that reads both says; an answer beats none, without asking."""
     inner = judge.func.reward
+    prompts = [one["prompt"] for one in mine.samples]
     # of a completion the judge reads what follows the thought
     ours, theirs = (
         [inner.answer_text(one["prompt"], one["completion"]) for one in side.samples]
         for side in (mine, other)
     )
-    pairs = [(a.strip(), b.strip()) for a, b in zip(ours, theirs, strict=True)]
-    won: list[float | None] = [0.5 + (bool(a) - bool(b)) / 2 for a, b in pairs]
-    to_ask = [number for number, pair in enumerate(pairs) if all(pair)]
-    if to_ask:
-        prompts = [mine.samples[number]["prompt"] for number in to_ask]
-        texts = [mine.samples[number]["completion"] for number in to_ask]
-        columns = {
-            "prompts": prompts,
-            "completions": as_completions(prompts, texts),
-            inner.column: [theirs[number] for number in to_ask],
-        }
-        said = call_reward(judge.func, columns)
-        for number, value in zip(to_ask, said, strict=True):
-            won[number] = value
-    return won
+    answered = [(bool(a.strip()), bool(b.strip())) for a, b in zip(ours, theirs, strict=True)]
+    columns = {
+        "prompts": prompts,
+        "completions": as_completions(prompts, [one["completion"] for one in mine.samples]),
+        # it is not asked about a row without a reference
+        inner.column: [
+            text if all(both) else None for text, both in zip(theirs, answered, strict=True)
+        ],
+    }
+    return [
+        score if all(both) else 0.5 + (both[0] - both[1]) / 2
+        for score, both in zip(call_reward(judge.func, columns), answered, strict=True)
+    ]
 
 
 # --- the result ----------------------------------------------------------------------------------
@@ -206,7 +204,7 @@ def _win_rate(rows: list[Row], held_out: HeldOut, won: list[float | None], judge
         prompts=held_out.source,
         wins=judged.count(1.0),
         losses=judged.count(0.0),
-        ties=len(judged) - judged.count(1.0) - judged.count(0.0),
+        ties=judged.count(0.5),
         unjudged=len(won) - len(judged),
         found=difference([0.5] * len(judged), judged),
     )

@@ -88,12 +88,9 @@ def export_model(  # noqa: PLR0913
         ConfigError: The arguments do not fit, or there is no converter.
         ModelError: It cannot be loaded, merged, converted or uploaded, or answers otherwise.
     """
-    options: dict[str, Any] = {"output": output, "base": base}
-    options |= {"check": check, "num_prompts": num_prompts}
-    if to == "hub":
-        return _to_hub(run, repo, options, public, say)
     say = redacting(say)
-    _check_arguments(to, dtype, num_prompts)
+    _check_arguments(to, dtype, num_prompts, repo)
+    kind = "adapter" if to == "hub" else to
     trained = find_trained(run)
     if trained.adapter is None:
         raise ConfigError(
@@ -101,15 +98,27 @@ def export_model(  # noqa: PLR0913
             "adapter"
         )
     environment = setup(trained.model.backend)
-    if to != "adapter" and not _fits(trained, base, environment.hardware):
+    if kind != "adapter" and not _fits(trained, base, environment.hardware):
         say("the base in 16 bit does not fit into the GPU: the export runs on the CPU")
-        options |= {"dtype": dtype, "converter": converter, "variables": NO_GPU}
-        return call_in_child(export_model, (run, to), say, **options)
-    goal = free_folder(output or trained.adapter.parent / f"export-{to}")
-    export = _Export(trained, trained.adapter, to, base, num_prompts if check else 0, say)
+        return call_in_child(
+            export_model,
+            (run, to),
+            say,
+            variables=NO_GPU,
+            output=output,
+            dtype=dtype,
+            base=base,
+            converter=converter,
+            check=check,
+            num_prompts=num_prompts,
+        )
+    goal = free_folder(output or trained.adapter.parent / f"export-{kind}")
+    export = _Export(trained, trained.adapter, kind, base, num_prompts if check else 0, say)
     with _whole_folder(goal) as folder:
         export.write(folder, dtype, converter)
-    say(f"{to} written to {goal}")
+    say(f"{kind} written to {goal}")
+    if to == "hub":
+        say(f"uploaded to {_upload(goal, str(repo), private=not public)}")
     return goal
 
 
@@ -135,32 +144,28 @@ def _widen(model: Model) -> bool:
     return fits
 
 
-def _to_hub(
-    run: str | Path, repo: str | None, options: dict[str, Any], public: bool, say: Say
-) -> Path:
-    """Export the adapter and upload its folder."""
-    if repo is None or not is_hub_name(repo):
-        raise ConfigError("--to hub needs the name of a repository: add --repo OWNER/NAME")
+def _upload(folder: Path, repo: str, *, private: bool) -> str:
+    """Upload an export, and return the address of its repository."""
     from httpx import HTTPError
     from huggingface_hub import HfApi
 
-    folder = export_model(run, "adapter", **options, say=say)
     try:
-        place = HfApi().create_repo(repo, private=not public, exist_ok=True)
+        place = HfApi().create_repo(repo, private=private, exist_ok=True)
         HfApi().upload_folder(repo_id=place.repo_id, folder_path=str(folder))
     except (HTTPError, OSError, ValueError) as exc:  # no network, no token, no right to write there
         raise ModelError(
             f"the upload to {repo} failed ({first_line(exc)}): log in with hf auth login and "
             f"upload the export, which is in {folder}"
         ) from exc
-    say(f"uploaded to {place}")
-    return folder
+    return str(place)
 
 
-def _check_arguments(to: str, dtype: str, num_prompts: int) -> None:
-    if to not in KINDS:
-        kinds = ", ".join([*KINDS, "hub"])
-        raise ConfigError(f"a model is exported to {kinds}, not to {format_value(to)}")
+def _check_arguments(to: str, dtype: str, num_prompts: int, repo: str | None) -> None:
+    kinds = [*KINDS, "hub"]
+    if to not in kinds:
+        raise ConfigError(f"a model is exported to {', '.join(kinds)}, not to {format_value(to)}")
+    if to == "hub" and not is_hub_name(repo or ""):
+        raise ConfigError("--to hub needs the name of a repository: add --repo OWNER/NAME")
     if dtype not in TOLERANCES:
         known = ", ".join(TOLERANCES)
         raise ConfigError(f"dtype is {format_value(dtype)}, must be one of {known}")
@@ -207,7 +212,8 @@ class _Export:
         if self.kind == "adapter":
             base, notes = self._copy_adapter(folder), []
         elif self.kind == "merged":
-            base, notes = self._merged(folder)
+            base, notes, reference = self._merge(folder)
+            self._load_back(folder, reference, TOLERANCES["bf16"])
         else:
             base, notes = self._gguf(folder, dtype, find_converter(converter))
         title, run = _title(self.trained), self.trained.run
@@ -235,18 +241,11 @@ class _Export:
             )
         return name
 
-    def _merged(self, folder: Path) -> tuple[str, list[str]]:
-        """Merge the adapter into its base in 16 bit; return the base's name, notes for the card."""
-        name, notes, reference = self._merge(folder)
-        self._load_back(folder, reference, TOLERANCES["bf16"])
-        return name, notes
-
     def _gguf(self, folder: Path, dtype: str, command: list[str]) -> tuple[str, list[str]]:
         """Merge and convert; return the base's name, and notes for the card."""
         file = folder / f"{_title(self.trained)}-{dtype}.gguf"
         with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
             model = Path(place) / "model"
-            model.mkdir()
             name, notes, reference = self._merge(model)
             self.say(f"converting into {file.name}")
             write_gguf(model, file, dtype, command)
@@ -256,7 +255,7 @@ class _Export:
         return name, notes
 
     def _merge(self, folder: Path) -> tuple[str, list[str], Answers | None]:
-        """Write merged weights.
+        """Merge the adapter into its base in 16 bit, and write the weights.
 
         Returns:
             The base's name, notes for the card, the answers on the 16-bit base before merging.

@@ -55,8 +55,8 @@ def write_gguf(model: Path, file: Path, dtype: str, command: Sequence[str]) -> N
     done = subprocess.run(words, capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode == 0 and file.is_file():
         return
-    lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-    reason = first_line(RuntimeError(lines[-1] if lines else f"exit code {done.returncode}"))
+    said = (done.stderr + done.stdout).strip() or f"exit code {done.returncode}"
+    reason = first_line(RuntimeError(said.splitlines()[-1]))
     raise ModelError(
         f"llama.cpp's converter failed ({reason}): take another llama.cpp by --converter, or "
         f"export --to merged"

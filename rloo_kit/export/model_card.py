@@ -7,7 +7,6 @@ from typing import Any
 from rloo_kit.config.settings import RULES
 from rloo_kit.diagnosis.record import RunRecord
 from rloo_kit.evaluation.evaluator import Evaluation
-from rloo_kit.output_folder import read_json
 from rloo_kit.text.redaction import redact, redact_tree
 
 # The hub's name of the library that loads it, and what it is
@@ -110,10 +109,9 @@ def _training(record: RunRecord) -> list[str]:
             f"{bits} base; LoRA of rank {config.lora.r}, alpha {config.lora.lora_alpha}",
             f"Settings: {', '.join(settings)}",
         ]
-    environment = (read_json(record.folder / "environment.json") if record.folder else None) or {}
-    if hardware := environment.get("hardware"):
+    if hardware := record.environment.get("hardware"):
         lines.append(f"Hardware: {hardware.get('name')}")
-    if versions := environment.get("versions"):
+    if versions := record.environment.get("versions"):
         lines.append("Versions: " + ", ".join(f"{name} {v}" for name, v in versions.items() if v))
     return lines
 
@@ -133,7 +131,7 @@ def _scores(record: RunRecord) -> list[str]:
     lines = []
     for when in ("before", "after"):
         try:
-            found = Evaluation.from_dict((record.evaluation or {})[when])
+            found = Evaluation.from_dict(record.evaluation[when])
         except (TypeError, KeyError, AttributeError):  # of another version, or missing
             continue
         for name in found.rewards:

@@ -79,6 +79,7 @@ def compare(first: Answers, model: Model, tokenizer: Tokenizer) -> float:
 
 def _log_probs(model: Model, rows: list[tuple[list[int], list[int]]]) -> list[float]:
     import torch
+    from trl.trainer.utils import selective_log_softmax
 
     model.eval()
     found = []
@@ -86,8 +87,5 @@ def _log_probs(model: Model, rows: list[tuple[list[int], list[int]]]) -> list[fl
         tokens = torch.tensor([prompt + answer], device=model.device)  # (1, T)
         with torch.no_grad():
             logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]  # (answer, V)
-        losses = torch.nn.functional.cross_entropy(
-            logits.float(), tokens[0, len(prompt) :], reduction="none"
-        )
-        found += (-losses).tolist()
+        found += selective_log_softmax(logits.float(), tokens[0, len(prompt) :]).tolist()
     return found

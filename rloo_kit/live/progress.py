@@ -75,8 +75,8 @@ class Progress:
 
 def progress_of(record: RunRecord) -> Progress:
     """Return where a recorded run is, with the curves of all its steps."""
-    rows = [row for row in record.metrics if "reward" in row]
-    total = (record.config.trainer.get("max_steps") if record.config else None) or 0
+    rows = record.rows
+    total = record.setting("max_steps") or 0
     first = rows[0] if rows else {}
     progress = Progress(now=first.get("time", 0.0) - first.get("step_time", 0.0))
     for row in rows:

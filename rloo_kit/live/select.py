@@ -53,8 +53,10 @@ def live_progress(stream: TextIO | None = None) -> "LiveView":
             and console.width >= MIN_COLUMNS
         )
         choice = "notebook" if in_notebook else "panel" if has_panel else "plain"
-    if choice == "notebook":
-        return NotebookFigure()
-    if choice == "panel":
-        return TerminalPanel(target)
-    return LiveView() if choice == "off" else PlainLines(target)
+    views = {
+        "notebook": NotebookFigure,
+        "panel": TerminalPanel,
+        "plain": PlainLines,
+        "off": LiveView,
+    }
+    return views[choice](target)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -27,10 +27,6 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 class TerminalPanel(LiveView):
     """A panel that is redrawn in place; what is printed meanwhile appears above it."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
-        self.stream = stream
 
     def _begin(self) -> None:
         console = Console(file=self.stream, force_terminal=True)
@@ -106,10 +102,9 @@ def _findings(progress: Progress) -> Table:
 
 def _metrics(progress: Progress) -> Table:
     """Return a row for each metric: name, newest value, curve, newest band."""
-    first, *others = FOLLOWED
-    rewards = [(line.label, first, line) for line in progress.metrics.reward_lines()]
-    rows = [(first.id, first, first.lines[0]), *rewards[:MAX_REWARDS]]
-    rows += [(chart.id, chart, chart.lines[0]) for chart in others]
+    rows = [(chart.id, chart, chart.lines[0]) for chart in FOLLOWED]
+    rewards = progress.metrics.reward_lines()[:MAX_REWARDS]
+    rows[1:1] = [(line.label, CHARTS["reward"], line) for line in rewards]
     grid = _grid({"justify": "right"}, {"style": "cyan"}, {})
     for name, chart, line in rows:
         values, low, high = progress.metrics.curve(line)

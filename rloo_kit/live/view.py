@@ -4,6 +4,7 @@ An error in a view closes the view and never ends the run.
 """
 
 import contextlib
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,9 +17,14 @@ from rloo_kit.live.progress import Progress, finding_line
 
 
 class LiveView(TrainerCallback):
-    """Follow a run and show nothing; subclasses show it."""
+    """Follow a run and show nothing; subclasses show it.
 
-    def __init__(self) -> None:
+    Args:
+        stream: Where text is written; None: stdout.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = stream or sys.stdout
         self.progress = Progress()
         self._open = False
 
@@ -86,10 +92,6 @@ class LiveView(TrainerCallback):
 
 class PlainLines(LiveView):
     """One line a step, and one for each finding when it first appears."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
-        self.stream = stream
 
     def _begin(self) -> None:
         self._shown: set[str] = set()

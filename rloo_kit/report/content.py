@@ -6,7 +6,6 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.run_file import RunConfig
@@ -15,7 +14,6 @@ from rloo_kit.diagnosis.record import RunRecord
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
 from rloo_kit.live.series import Chart
-from rloo_kit.output_folder import read_json
 from rloo_kit.report.curves import as_dict, as_list, curves_of, held_out_points, metrics_of, scored
 from rloo_kit.report.examples import completion_parts, kept_groups, messages_of
 from rloo_kit.text.numbers import finite_number, finite_numbers
@@ -46,7 +44,7 @@ def run_content(
         "samples": _samples(record, MAX_SAMPLES // share),
         "curves": curves_of(record, charts),
         "points": held_out_points(record),
-        **kept_groups(_folder(record), GROUP_BYTES // share),
+        **kept_groups(record.folder, GROUP_BYTES // share),
         "beta": _beta(record),
         "config": _settings(record.config),
         "environment": _environment(record),
@@ -81,7 +79,7 @@ def _end(record: RunRecord) -> dict[str, Any]:
         "how": str(end.get("how") or ("finished" if scored(record, "after") else "open")),
         "reason": str(end.get("reason") or ""),
         "steps": finite_number(end.get("steps")) or last_step,
-        "planned": finite_number(record.config.trainer.get("max_steps")) if record.config else None,
+        "planned": finite_number(record.setting("max_steps")),
         "rows": record.num_steps,
         "seconds": finite_number(end.get("seconds")),
         "began": times[0] if times else None,
@@ -202,8 +200,8 @@ def _text(value: object) -> str:
 
 def _environment(record: RunRecord) -> list[tuple[str, str]]:
     """Return hardware, backend and versions as pairs of name and value."""
-    facts = read_json(_folder(record) / "environment.json") or {}
-    hardware, found = as_dict(facts.get("hardware")), []
+    facts, found = record.environment, []
+    hardware = as_dict(facts.get("hardware"))
     if hardware.get("name"):
         memory = finite_number(hardware.get("total_memory"))
         size = f", {memory / (1 << 30):.0f} GiB" if memory else ""
@@ -215,8 +213,4 @@ def _environment(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _command(record: RunRecord) -> str:
-    return f"rloo-kit train {shlex.quote((_folder(record) / 'run.yaml').as_posix())}"
-
-
-def _folder(record: RunRecord) -> Path:
-    return record.folder or Path()
+    return f"rloo-kit train {shlex.quote((record.folder / 'run.yaml').as_posix())}"

@@ -48,7 +48,10 @@ def charts_of(records: Sequence[RunRecord]) -> list[Chart]:
         Chart(f"reward-{place}", f"Reward {name}", note, (reward_line(name),), held_out=(name,))
         for place, name in enumerate(rewards)
     ]
-    if len(of_rewards) == 1 and all(_is_the_reward(run, of_rewards[0]) for run in runs):
+    # A reward that is all that the runs pay needs no chart of its own.
+    if len(of_rewards) == 1 and all(
+        run.values(of_rewards[0].lines[0].metrics) == run.values(("reward",)) for run in runs
+    ):
         first = replace(first, held_out=of_rewards[0].held_out)
         of_rewards = []
     return [
@@ -56,11 +59,6 @@ def charts_of(records: Sequence[RunRecord]) -> list[Chart]:
         for chart in (first, *of_rewards, *others)
         if chart in of_rewards or any(run.curve(line)[0] for run in runs for line in chart.lines)
     ]
-
-
-def _is_the_reward(run: Metrics, chart: Chart) -> bool:
-    """Return whether this one reward is all that the run pays, so that one curve shows both."""
-    return run.values(chart.lines[0].metrics) == run.values(("reward",))
 
 
 def held_out_points(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
@@ -72,7 +70,7 @@ def held_out_points(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
     last = max(metrics_of(record).steps, default=0) if last is None else last
     parts = [
         {"step": 0, **scored(record, "before")},
-        *map(as_dict, as_list(as_dict(record.evaluation).get("during"))),
+        *map(as_dict, as_list(record.evaluation.get("during"))),
         {"step": last, **scored(record, "after")},
     ]
     points: dict[str, list[tuple[int, float]]] = {}
@@ -86,7 +84,7 @@ def held_out_points(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
 
 def scored(record: RunRecord, when: str) -> dict[str, Any]:
     """Return the evaluation ``before`` or ``after`` the training; {} if there is none."""
-    return as_dict(as_dict(record.evaluation).get(when))
+    return as_dict(record.evaluation.get(when))
 
 
 def as_dict(value: object) -> dict[str, Any]:

@@ -16,26 +16,32 @@ from rloo_kit.rloo.rollout import Rollout, is_token_level
 
 def rollout_metrics(rollout: Rollout, names: list[str]) -> dict[str, float]:
     """Return means over a rollout with final advantages; ``names`` are those of its rewards."""
+    from trl.trainer.utils import nanstd  # by which TRL's own metrics are computed
+
     sampled, size, beta = rollout.sampled, rollout.num_generations, rollout.shaping.beta
     raw, scores = sampled.scores, rollout.scores
     ended = torch.tensor(sampled.ended, dtype=torch.float32)
     rewards = scores - beta * rollout.kl  # (B,)
+    # (P,) each, NaN of a group with less than two scorable rows
+    spread, raw_spread, paid_spread = (
+        nanstd(one.view(-1, size), dim=1) for one in (scores, raw, rewards)
+    )
     found = {
         "reward": _mean(raw),
-        "reward_std": _std(raw),
-        "frac_reward_zero_std": _mean((_group_std(rewards, size) < 1e-8).float()),
+        "reward_std": float(nanstd(raw)),
+        "frac_reward_zero_std": _mean((paid_spread < 1e-8).float()),
         "score/raw": _mean(raw),
         "score/shaped": _mean(scores),
         "score/after_kl": _mean(rewards),
-        "score/group_std": _mean(_group_std(scores, size)),
-        "score/raw_group_std": _mean(_group_std(raw, size)),
+        "score/group_std": _mean(spread),
+        "score/raw_group_std": _mean(raw_spread),
         "objective/scores": _mean(raw),
         "val/num_eos_tokens": float(ended.sum()),
         "completions/truncated": 1.0 - float(ended.mean()),
     }
     for place, name in enumerate(names):
         found[f"rewards/{name}/mean"] = _mean(sampled.rewards[:, place])
-        found[f"rewards/{name}/std"] = _std(sampled.rewards[:, place])
+        found[f"rewards/{name}/std"] = float(nanstd(sampled.rewards[:, place]))
     if beta and rollout.learnable.any():
         found |= _kl_metrics(rollout)
     return found | _sampler_metrics(rollout)
@@ -46,15 +52,14 @@ def completion_metrics(lengths: list[int], ended: list[bool]) -> dict[str, float
     all_lengths = torch.tensor(lengths, dtype=torch.float32)  # (B,)
     is_finished = torch.tensor(ended, dtype=torch.bool)
     finished = all_lengths[is_finished] if is_finished.any() else torch.zeros(1)
-    return {
-        "completions/mean_length": float(all_lengths.mean()),
-        "completions/min_length": float(all_lengths.min()),
-        "completions/max_length": float(all_lengths.max()),
-        "completions/clipped_ratio": float((~is_finished).float().mean()),
-        "completions/mean_terminated_length": float(finished.mean()),
-        "completions/min_terminated_length": float(finished.min()),
-        "completions/max_terminated_length": float(finished.max()),
-    }
+    found = {"completions/clipped_ratio": float((~is_finished).float().mean())}
+    for what, values in (("length", all_lengths), ("terminated_length", finished)):
+        found |= {
+            f"completions/mean_{what}": float(values.mean()),
+            f"completions/min_{what}": float(values.min()),
+            f"completions/max_{what}": float(values.max()),
+        }
+    return found
 
 
 def completion_records(rollout: Rollout, names: list[str]) -> list[dict[str, Any]]:
@@ -118,21 +123,8 @@ def _kl_metrics(rollout: Rollout) -> dict[str, float]:
     }
 
 
-def _group_std(values: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """Return ``(P,)`` standard deviations over the scorable rows of each group."""
-    grouped = values.view(-1, num_generations)  # (P, G)
-    count = (~grouped.isnan()).sum(dim=1)
-    squares = (grouped - grouped.nanmean(dim=1, keepdim=True)).square().nansum(dim=1)
-    return (squares / (count - 1)).sqrt().masked_fill(count < 2, torch.nan)
-
-
 def _mean(values: torch.Tensor) -> float:
     return float(values.nanmean())
-
-
-def _std(values: torch.Tensor) -> float:
-    known = values[~values.isnan()]
-    return float(known.std()) if known.numel() > 1 else float("nan")
 
 
 def _numbers(values: torch.Tensor) -> list[float | None]:
@@ -176,14 +168,7 @@ class Tally:
         if not len(ratios):
             ratios, low, high = torch.ones(1), torch.zeros(1), torch.zeros(1)
         clipped = float((low + high).sum()) / rows
-        corrected = {}
-        if self.corrections:
-            corrected = {
-                "sampling/correction_mean": self.correction / self.corrections,
-                "sampling/correction_capped": self.capped / self.corrections,
-            }
-        return {
-            **corrected,
+        found = {
             "entropy": self.entropy / tokens,
             "clip_ratio/low_mean": float(low.sum()) / rows,
             "clip_ratio/low_min": float(low.min()) if self.trained == self.rows else 0.0,
@@ -203,3 +188,7 @@ class Tally:
             "passes/old": self.old_rows / rows,
             "passes/reference": self.reference_rows / rows,
         }
+        if self.corrections:
+            found["sampling/correction_mean"] = self.correction / self.corrections
+            found["sampling/correction_capped"] = self.capped / self.corrections
+        return found

@@ -67,9 +67,9 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
             values["optim"] = "adamw_torch"
         defaults = {
             **{
-                field.name: field.default
-                for field in dataclasses.fields(RLOOConfig)
-                if field.init and field.default is not dataclasses.MISSING
+                name: field.default
+                for name, field in _TRL_FIELDS.items()
+                if field.default is not dataclasses.MISSING
             },
             **TRL_DEFAULTS,
             "gradient_checkpointing": not on_cpu,
@@ -97,9 +97,8 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
     def shaping(self) -> Shaping:
         """How scores become advantages."""
         mode = "batch" if self.normalize_reward is True else self.normalize_reward or None
-        names = {field.name for field in dataclasses.fields(Shaping)} - {"normalize_reward"}
-        values = {name: getattr(self, name) for name in names}
-        return Shaping(**values, normalize_reward=mode)
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(Shaping)}
+        return Shaping(**values | {"normalize_reward": mode})
 
 
 _TRL_FIELDS = {field.name: field for field in dataclasses.fields(RLOOConfig) if field.init}

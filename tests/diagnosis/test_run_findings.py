@@ -107,7 +107,7 @@ def record(rows=None, *, said=None, evaluation=None, run_config=None):
     return RunRecord(
         metrics(**(rows or {})),
         completions() if said is None else said,
-        evaluation,
+        evaluation or {},
         run_config or config(),
     )
 
@@ -356,7 +356,7 @@ def test_damaged_files_are_left_out(folder, name, content):
     ),
     worsened=st.sampled_from([{}, {"reward": line(0.9, 0.1)}, DULL, all_of(0.0), all_of(1.0)]),
     sampled=st.booleans(),
-    scored=st.sampled_from([None, held_out(0.6, 0.2), held_out(0.2, 0.6)]),
+    scored=st.sampled_from([{}, held_out(0.6, 0.2), held_out(0.2, 0.6)]),
 )
 @settings(max_examples=40, deadline=None)
 def test_odd_metrics_raise_no_error(broken, worsened, sampled, scored):

@@ -385,7 +385,8 @@ def adapters(tmp_path_factory):
 def test_one_adapter_is_active_at_a_time_or_none(adapters):
     first, second = map(find_trained, adapters)
     one = load_base(first)
-    one.load([first, second])
+    one.load(first)
+    one.load(second)
     names = {first: "default", first.without_adapter(): None, second: "adapter-1"}
     for trained in (*names, first):
         with one.using(trained) as model:

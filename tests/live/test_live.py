@@ -18,6 +18,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from rloo_kit.diagnosis.record import RunRecord
 from rloo_kit.diagnosis.rules import Finding
 from rloo_kit.errors import ConfigError
 from rloo_kit.live import progress as live
@@ -437,10 +438,10 @@ def test_notebook_shows_one_figure_updated_in_place(tmp_path):
 def test_a_recorded_run_begins_with_its_first_step():
     row = ROW | {"step": 1, "time": 100.0, "step_time": 4.0}
     rows = [row, row | {"step": 2, "time": 104.0}]
-    record = SimpleNamespace(metrics=rows, config=None)
+    record = RunRecord(rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(live, "find_in_run", lambda _: [])
         progress = live.progress_of(record)
         assert list(progress._paces) == [4.0, 4.0]
-        record.config = SimpleNamespace(trainer={"max_steps": -1})
+        record = RunRecord(rows, config=SimpleNamespace(trainer={"max_steps": -1}))
         assert live.progress_of(record).total == 2
