@@ -46,7 +46,7 @@ def announce_load(
     say: Say, config: RunConfig, environment: Environment, args: "LeaveOneOutConfig"
 ) -> None:
     """Print which model loads, and why that may take minutes; nothing for the embedded one here."""
-    on_gpu = environment.hardware.device != "cpu"
+    on_gpu = environment.hardware.on_gpu
     text = f"loading {config.model.name}"
     if on_gpu and requested_engine(args) != "transformers" and why_not_vllm() is None:
         text += "; vLLM compiles at its first start, which takes minutes"
