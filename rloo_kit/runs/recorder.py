@@ -194,20 +194,18 @@ class HeldOutScores(TrainerCallback):
 
     Args:
         every: Steps.
-        score: Called with the steps done, scores them.
+        score: Called with the steps done; scores them, and returns the mean of the first reward.
     """
 
-    def __init__(self, every: int, score: Callable[[int], Evaluation | None]) -> None:
+    def __init__(self, every: int, score: Callable[[int], float | None]) -> None:
         self.every, self.score = every, score
         self._last: tuple[int, float | None] = (-1, None)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Score when it is time; the end of the training is scored by the run."""
-        if state.global_step % self.every or state.global_step >= state.max_steps:
-            return
-        evaluation = self.score(state.global_step)
-        if evaluation is not None:
-            self._last = (state.global_step, next(iter(evaluation.rewards.values()), None))
+        step = state.global_step
+        if step % self.every == 0 and step < state.max_steps:
+            self._last = (step, self.score(step))
 
     def on_state(
         self,

@@ -29,7 +29,7 @@ from rloo_kit.runs.folder import (
     has_finished,
     opened_folder,
 )
-from rloo_kit.runs.summary import RunResult
+from rloo_kit.runs.summary import RunResult, Say
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.wording import first_line
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from rloo_kit.runs.recorder import RunRecorder
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
-Say = Callable[[str], None]
 T = TypeVar("T")
 
 
@@ -239,14 +238,14 @@ def _follow_scores(
     see = watch.see_held_out if watch is not None else lambda step, evaluation: None
     see(0, before.as_dict())
 
-    def score_now(step: int) -> Evaluation | None:
+    def score_now(step: int) -> float | None:
         evaluation = score()
-        if evaluation is not None:
-            recorder.write_evaluation(evaluation, step)
-            see(step, evaluation.as_dict())
+        assert evaluation is not None  # as before the training
+        recorder.write_evaluation(evaluation, step)
+        see(step, evaluation.as_dict())
         if engine is not None:
             engine.sleep()  # frees the memory of its weights
-        return evaluation
+        return next(iter(evaluation.rewards.values()), None)
 
     if every:
         trainer.add_callback(HeldOutScores(every, score_now))
