@@ -27,8 +27,6 @@ from rloo_kit.machine.hardware import (
 from rloo_kit.text.redaction import remember_settings
 from rloo_kit.text.wording import first_line
 
-# Less fragmentation; CUDA under WSL and older vLLM's sleep fail with it
-ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 # Variables that must be set before vLLM or Unsloth is imported
 VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, not in a child
@@ -159,11 +157,7 @@ def load_env_file() -> str | None:
 
 def _set_variables() -> None:
     """Fill in variables that must stand before torch and Unsloth are imported."""
-    with_vllm = installed_version("vllm") is not None
-    expandable = not with_vllm and "microsoft" not in platform.release().lower()
-    defaults = dict(ALLOCATOR) if expandable else {}
-    defaults |= dict(VLLM) if with_vllm else {}
-    defaults |= {
+    defaults = {
         "TQDM_NOTEBOOK": "false",  # text progress bars: no ipywidgets needed
         "UNSLOTH_COMPILE_LOCATION": str(cache_folder() / "unsloth_compiled_cache"),
         "TOKENIZERS_PARALLELISM": "false",  # no fork warnings
@@ -171,6 +165,11 @@ def _set_variables() -> None:
         "UNSLOTH_DISABLE_STATISTICS": "1",  # the same
         "DISABLE_SAFETENSORS_CONVERSION": "1",  # transformers asks a service to convert pickles
     }
+    if installed_version("vllm") is not None:
+        defaults |= VLLM
+    elif "microsoft" not in platform.release().lower():
+        # Less fragmentation; CUDA under WSL and older vLLM's sleep fail with it
+        defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     # tqdm warns in a notebook without ipywidgets and uses text, which is what TQDM_NOTEBOOK asks.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 from rloo_kit.config.run_file import RunConfig, read_overrides
@@ -41,10 +42,7 @@ def find_changes(config: RunConfig, facts: Facts, room: int) -> list[Change]:
 
     [] where it fits, or where all of them do not suffice.
     """
-
-    def peak(options: Sequence[Option]) -> int:
-        return peak_with(config, facts, options)
-
+    peak = partial(peak_with, config, facts)
     # later families are tried on top of what was chosen, so that each change is as mild as it helps
     found: list[Option] = []
     for family in range(len(_families(config, facts))):

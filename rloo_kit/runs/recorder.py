@@ -107,12 +107,14 @@ class RunRecorder(TrainerCallback):
 
     def _load_scores(self, step: int) -> None:
         """Load the scores of the steps so far."""
-        found = read_json(self.folder / "evaluation.json") or {}
-        rows = [row for row in found.get("during", []) if row["step"] <= step]
-        self._evaluation = {"before": found["before"]} if "before" in found else {}
-        self._evaluation |= {"during": rows} if rows else {}
-        if found:
-            write_json(self.folder / "evaluation.json", redact_tree(self._evaluation))
+        found = read_json(self.folder / "evaluation.json")
+        if not found:
+            return
+        found.pop("after", None)
+        if "during" in found:
+            found["during"] = [row for row in found["during"] if row["step"] <= step]
+        self._evaluation = found
+        self._write_scores()
 
     def on_checkpoint(self, *_: Any) -> None:
         """Flush the rows to the disk before the checkpoint that counts on them."""
@@ -154,6 +156,9 @@ class RunRecorder(TrainerCallback):
             self._evaluation.setdefault("during", []).append(found)
         else:
             self._evaluation["after" if step is None else "before"] = found
+        self._write_scores()
+
+    def _write_scores(self) -> None:
         write_json(self.folder / "evaluation.json", redact_tree(self._evaluation))
 
     def write_end(

@@ -84,12 +84,10 @@ def compare(say: Say, before: Evaluation | None, after: Evaluation | None) -> No
     say(f"after:  {means(after)}")
     if before is None:
         return
-    pairs = [
-        (_total(new) - _total(old), old, new)
-        for old, new in zip(before.samples, after.samples, strict=True)
-    ]
-    risen = sorted((pair for pair in pairs if pair[0] > 0), key=lambda pair: -pair[0])
-    for _, old, new in risen[:SAMPLES_SHOWN]:
+    pairs = zip(before.samples, after.samples, strict=True)
+    risen = [(old, new) for old, new in pairs if _total(new) > _total(old)]
+    risen.sort(key=lambda pair: _total(pair[0]) - _total(pair[1]))
+    for old, new in risen[:SAMPLES_SHOWN]:
         prompt = old["prompt"]
         say(f"\n  {_one_line(prompt if isinstance(prompt, str) else prompt[-1]['content'])}")
         say(f"    before: {_one_line(old['completion'])}")

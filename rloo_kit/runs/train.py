@@ -164,8 +164,8 @@ def _train_and_score(job: PreparedJob, absolute: RunConfig, past: Path | None) -
         if before is not None:
             say(f"before: {summary.means(before)}")
             _follow_scores(trainer, recorder, score, before, job.config.data.held_out_every)
-        if before is not None and checkpoint is None:  # else the record has them
-            recorder.write_evaluation(before, 0)
+            if checkpoint is None:  # else the record has them
+                recorder.write_evaluation(before, 0)
         started, after = time.monotonic(), None
         _, by = _until_interrupted(lambda: _train(trainer, checkpoint, say))
         seconds, steps = time.monotonic() - started, trainer.state.global_step
