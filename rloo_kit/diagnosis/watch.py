@@ -233,7 +233,7 @@ class RunWatch(TrainerCallback):
         self._since = {f.kind: self._since.get(f.kind, now) for f in found}
         self._suspected = {f.kind for f in found if f.level == "error"}
         confirmed = [f for f in found if self._is_confirmed(f, state.global_step)]
-        if [_identity(f) for f in confirmed] != [_identity(f) for f in self.findings]:
+        if list(map(_identity, confirmed)) != list(map(_identity, self.findings)):
             self.tell(confirmed)
         self.findings = confirmed
         harmful = (f for f in confirmed if f.kind in self.stop_on and f.level == "error")

@@ -122,12 +122,11 @@ def check_import_order() -> None:
     # a bare `import trl` may come first
     loaded = {module.partition(".")[0] for module in sys.modules.keys() - SHELL}
     early = [name for name in PATCHED_BY_UNSLOTH if name in loaded]
-    if not early:
-        return
-    raise ImportOrderError(
-        f"{early[0]} was imported before unsloth, so Unsloth cannot patch it: restart the "
-        f"kernel and put `import rloo_kit as rk; rk.setup()` before every other import"
-    )
+    if early:
+        raise ImportOrderError(
+            f"{early[0]} was imported before unsloth, so Unsloth cannot patch it: restart the "
+            f"kernel and put `import rloo_kit as rk; rk.setup()` before every other import"
+        )
 
 
 def _check_same(backend: str, environment: Environment) -> None:
@@ -190,7 +189,7 @@ def _hide_broken_packages() -> None:
         try:
             importlib.import_module(name)
         except Exception:  # such as an operator that this build of torch lacks
-            for loaded in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
+            for loaded in [m for m in sys.modules if m.partition(".")[0] == name]:
                 del sys.modules[loaded]
             sys.modules[name] = None  # type: ignore[assignment]  # import machinery: "not there"
 

@@ -70,7 +70,7 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
         shape=facts.shape,
         on_gpu=facts.card.on_gpu,
         room=facts.room,
-        card=facts.card.usable if facts.card.on_gpu else 0,
+        card=facts.card.usable,
         in_4bit=config.model.load_in_4bit or facts.shape.packed,
         value_bytes=2 if facts.card.on_gpu or facts.card.bf16 else 4,
         rank=config.lora.r,

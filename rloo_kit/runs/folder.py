@@ -72,11 +72,8 @@ def folder_to_resume(
 def has_finished(folder: Path, max_steps: int) -> bool:
     """Return whether a run has made all its steps; ``max_steps`` 0 leaves it to the epochs."""
     end = read_json(folder / "end.json") or {}
-    return (
-        end.get("how") == "finished"
-        and (max_steps <= 0 or end["steps"] >= max_steps)
-        and (folder / "adapter").is_dir()
-    )
+    done = end.get("how") == "finished" and end["steps"] >= max_steps
+    return done and (folder / "adapter").is_dir()
 
 
 def check_same_settings(folder: Path, now: RunConfig) -> None:
