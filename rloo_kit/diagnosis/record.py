@@ -178,12 +178,9 @@ class RunRecord:
         return max(1, plan.num_prompts * max(1, plan.accumulation // plan.steps_per_generation))
 
     def completions_of(self, *, at_end: bool) -> list[dict[str, Any]]:
-        """Return the kept completions of the beginning, or of the end."""
-        if not self.rows:
-            return []
-        num = min(self.window, self.num_steps)
+        """Return the kept completions of the beginning, or of the end, of two steps or more."""
+        num, rows = self.window, self.completions
         first, last = (self.step(-num), math.inf) if at_end else (0, self.step(num - 1))
-        rows = self.completions
         return [row for row in rows if first <= (finite_number(row.get("step")) or 0) <= last]
 
     def num_texts(self, *, at_end: bool) -> float:

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,6 +31,8 @@ BY_HELD_OUT = frozenset({"reward_hacking"})
 TIME_SHARE = 0.005
 # Batches whose mean score says how good the weights are
 BEST_OVER = 4
+# What makes a finding another one than that of the last check: not its numbers
+_identity = attrgetter("kind", "reward", "level")
 
 
 class BestWeights:
@@ -258,7 +261,3 @@ class RunWatch(TrainerCallback):
             )
         change = f"change {finding.setting}" if finding.setting else finding.remedy
         return f"{finding.kind}: {finding.evidence}{kept}; {change}"
-
-
-def _identity(finding: Finding) -> tuple[str, str | None, str]:
-    return finding.kind, finding.reward, finding.level

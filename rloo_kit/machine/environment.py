@@ -150,7 +150,7 @@ def load_env_file() -> str | None:
     if not path:
         return None
     remember_settings(dotenv_values(path))  # of which the environment may have other values
-    load_dotenv(path, override=False)
+    load_dotenv(path)
     return path
 
 

@@ -72,9 +72,9 @@ def find_card(text: str) -> Hardware:
         ConfigError: It is no size.
     """
     size = re.fullmatch(r"\s*([0-9]{1,4}(?:\.[0-9]+)?)\s*Gi?B?\s*", text, re.IGNORECASE)
-    if size and 1 <= float(size[1]) <= 1024:
-        memory = int(float(size[1]) * GIB)
-        name = f"a card of {float(size[1]):g} GB"
+    if size and 1 <= (gib := float(size[1])) <= 1024:
+        memory = int(gib * GIB)
+        name = f"a card of {gib:g} GB"
         return Hardware("cuda", name, memory, memory, bf16=True, num_devices=1)
     raise ConfigError(f"{format_value(text)} is no size of a card: give one such as 12GB")
 

@@ -87,8 +87,7 @@ def is_out_of_memory(exc: BaseException) -> bool:
         return False
     if isinstance(exc, MemoryError | torch.OutOfMemoryError):
         return True
-    text = str(exc).lower() if isinstance(exc, RuntimeError) else ""
-    return any(mark in text for mark in OUT_OF_MEMORY)
+    return isinstance(exc, RuntimeError) and any(one in str(exc).lower() for one in OUT_OF_MEMORY)
 
 
 def measure() -> MemoryUse:

@@ -21,6 +21,8 @@ from rloo_kit.models.shared_engine import why_not_shared
 from rloo_kit.planning.memory import Job
 from rloo_kit.sampling.engine import choose
 
+_shape = lru_cache(maxsize=16)(read_shape)
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -49,7 +51,7 @@ def read_facts(config: RunConfig, base: Path, card: Hardware, room: int) -> Fact
     """
     name = beside(config.model.name, base)
     return Facts(
-        shape=_shape(name, config.model.trust_remote_code),
+        shape=_shape(name, trust_remote_code=config.model.trust_remote_code),
         longest=_longest_prompt(config, name, base),
         card=card,
         room=room,
@@ -120,11 +122,6 @@ def _checkpointing(config: RunConfig, facts: Facts) -> str:
     return "unsloth" if facts.unsloth else "plain"
 
 
-@lru_cache(maxsize=16)
-def _shape(name: str, trust_remote_code: bool) -> ModelShape:
-    return read_shape(name, trust_remote_code=trust_remote_code)
-
-
 def _longest_prompt(config: RunConfig, name: str, base: Path) -> int | None:
     folder = TINY_THINKER if name == "tiny-thinker" else Path(name)
     if not (folder / "tokenizer_config.json").is_file():
@@ -144,9 +141,11 @@ def _longest_prompt(config: RunConfig, name: str, base: Path) -> int | None:
 
 def _engine(config: RunConfig, facts: Facts) -> str:
     """Return who will sample: ``transformers``, ``vllm``, or ``shared`` (vLLM, Unsloth's copy)."""
-    trainer, by_code = config.trainer, config.model.trust_remote_code
+    trainer = config.trainer
     asked = "vllm" if trainer.get("use_vllm") else trainer.get("generation", "auto")
-    is_shared = facts.unsloth and why_not_shared(facts.shape, trust_remote_code=by_code) is None
+    is_shared = facts.unsloth and not why_not_shared(
+        facts.shape, trust_remote_code=config.model.trust_remote_code
+    )
     can_sample = facts.vllm and (is_shared or not facts.unsloth)
     # a plan for another machine takes vLLM at its word
     why_not = None if can_sample or asked == "vllm" else "it cannot here"

@@ -85,8 +85,6 @@ class Plan:
     def __repr__(self) -> str:
         return "\n".join(_picture(self))
 
-    __str__ = __repr__
-
 
 def plan(
     source: str | Path | RunConfig, gpu: str | None = None, overrides: Sequence[str] = ()
