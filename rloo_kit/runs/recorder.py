@@ -204,13 +204,13 @@ class HeldOutScores(TrainerCallback):
 
     def __init__(self, every: int, score: Callable[[int], float | None]) -> None:
         self.every, self.score = every, score
-        self._last: tuple[int, float | None] = (-1, None)
+        self._newest: dict[int, float | None] = {}  # step -> its score
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Score when it is time; the end of the training is scored by the run."""
         step = state.global_step
         if step % self.every == 0 and step < state.max_steps:
-            self._last = (step, self.score(step))
+            self._newest = {step: self.score(step)}
 
     def on_state(
         self,
@@ -220,8 +220,7 @@ class HeldOutScores(TrainerCallback):
         held: dict[str, Any],
     ) -> None:
         """Put the score into the checkpoint of the step that was scored."""
-        step, score = self._last
-        held["held_out"] = score if step == state.global_step else None
+        held["held_out"] = self._newest.get(state.global_step)
 
 
 def _size(path: Path) -> int:
