@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    options = vars(_parser().parse_args(argv))
+    options = vars(PARSER.parse_args(argv))
     call = options.pop("call")
     try:
         with terminate_as_interrupt(), warnings.catch_warnings():
@@ -67,86 +67,78 @@ def _show_warning(
 
 # Adds one argument or option to the parser of a command
 Argument = Callable[[argparse.ArgumentParser], object]
-# Commands with verbs
-GROUPS = {
-    "rewards": "the reward library",
-    "reward-model": "a reward that is learnt from pairs",
-}
-# Words of a command -> its text, its arguments and what it calls with them: None is exit code 0
-COMMANDS: dict[str, tuple[str, tuple[Argument, ...], Callable[..., int | None]]] = {}
+PARSER = argparse.ArgumentParser(
+    prog="rloo-kit", description="RLOO fine-tuning of thinking models on one consumer GPU."
+)
+PARSER.add_argument("--version", action="version", version=f"rloo-kit {__version__}")
+# First word of commands that have verbs -> the verbs; "": the commands themselves
+VERBS = {"": PARSER.add_subparsers(required=True, metavar="COMMAND")}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rloo-kit", description="RLOO fine-tuning of thinking models on one consumer GPU."
-    )
-    parser.add_argument("--version", action="version", version=f"rloo-kit {__version__}")
-    groups = {"": parser.add_subparsers(required=True, metavar="COMMAND")}
-    for words, (text, arguments, call) in COMMANDS.items():
-        group, _, name = words.rpartition(" ")
-        if group not in groups:
-            verbs = groups[""].add_parser(group, help=GROUPS[group])
-            groups[group] = verbs.add_subparsers(required=True, metavar="VERB")
-        command = groups[group].add_parser(name, help=text, description=text)
-        command.set_defaults(call=call)
-        for add_to in arguments:
-            add_to(command)
-    return parser
+def _group(name: str, text: str) -> None:
+    """Add a command with verbs."""
+    group = VERBS[""].add_parser(name, help=text)
+    VERBS[name] = group.add_subparsers(required=True, metavar="VERB")
 
 
 def _command(words: str, text: str, *arguments: Argument) -> Callable[..., Any]:
-    """Return a decorator: the command calls the function with its arguments, by name."""
+    """Return a decorator: the command calls the function with its arguments, by name.
+
+    What the function returns is the exit code; None is 0.
+    """
+    group, _, name = words.rpartition(" ")
+    command = VERBS[group].add_parser(name, help=text, description=text)
+    for add_to in arguments:
+        add_to(command)
 
     def register(call: Callable[..., int | None]) -> Callable[..., int | None]:
-        COMMANDS[words] = text, arguments, call
+        command.set_defaults(call=call)
         return call
 
     return register
 
 
-def _argument(*names: str, **how: Any) -> Argument:
+def _argument(name: str, text: str | None = None, **how: Any) -> Argument:
     """Return an argument of a command, as ``ArgumentParser.add_argument`` takes it."""
-    return lambda command: command.add_argument(*names, **how)
+    return lambda command: command.add_argument(name, help=text, **how)
 
 
 def _set(dest: str, text: str) -> Argument:
     return _argument(
         "--set",
+        f"{text} (may be repeated)",
         action="append",
         default=[],
         dest=dest,
         metavar="KEY=VALUE",
-        help=f"{text} (may be repeated)",
     )
 
 
 SET = _set("overrides", "override a setting, such as trainer.beta=0.1")
-RUN_FILE = _argument("source", metavar="RUN.yaml", help="or the folder of a run")
-MODEL = _argument("model", metavar="RUN", help="a run, a checkpoint, an adapter or a model")
+RUN_FILE = _argument("source", "or the folder of a run", metavar="RUN.yaml")
+MODEL = _argument("model", "a run, a checkpoint, an adapter or a model", metavar="RUN")
 RESUME = _argument(
     "--resume",
-    action="store_true",
-    help="resume the newest run of output_dir, or the run in this folder, from its newest whole "
+    "resume the newest run of output_dir, or the run in this folder, from its newest whole "
     "checkpoint; where there is none, start",
+    action="store_true",
 )
 # What eval and judge ask their models, and where they write
 ASKED = (
     _argument(
-        "--prompts", metavar="SOURCE", help="a file, task or dataset; default: the held-out prompts"
+        "--prompts", "a file, task or dataset; default: the held-out prompts", metavar="SOURCE"
     ),
-    _argument("--num-prompts", type=int, metavar="N", help="at most so many"),
-    _argument("--batch-size", type=int, metavar="B", help="completions at one time"),
+    _argument("--num-prompts", "at most so many", type=int, metavar="N"),
+    _argument("--batch-size", "completions at one time", type=int, metavar="B"),
     SET,
     _argument(
         "--vllm",
+        "use vLLM (on a GPU the default, where it can run)",
         action="append_const",
         dest="overrides",
         const="trainer.generation=vllm",
-        help="use vLLM (on a GPU the default, where it can run)",
     ),
-    _argument(
-        "--output", metavar="DIR", help="write the result here instead of into the run's folder"
-    ),
+    _argument("--output", "write the result here instead of into the run's folder", metavar="DIR"),
 )
 
 
@@ -171,7 +163,7 @@ def _train(source: str, **options: Any) -> int:
 @_command(
     "doctor",
     "what this machine can run; or, of a run, what went wrong and what to change",
-    _argument("run", nargs="?", metavar="RUN", help="the folder of a run"),
+    _argument("run", "the folder of a run", nargs="?", metavar="RUN"),
 )
 def _doctor(run: str | None) -> int:
     if run is not None:
@@ -191,9 +183,9 @@ def _doctor(run: str | None) -> int:
     RUN_FILE,
     _argument(
         "--gpu",
+        "memory of a card (12GB), or this machine's (default)",
         default="this",
         metavar="GPU",
-        help="memory of a card (12GB), or this machine's (default)",
     ),
     SET,
 )
@@ -211,19 +203,15 @@ def _plan(source: str, gpu: str, overrides: list[str]) -> int:
     "calibrate",
     "sample every level before a run, and write a run file with the level that teaches",
     RUN_FILE,
+    _argument("--num-prompts", "of each level (default 32)", type=int, default=32, metavar="N"),
+    _argument("--num-generations", "of each prompt; as in the run file", type=int, metavar="G"),
     _argument(
-        "--num-prompts", type=int, default=32, metavar="N", help="of each level (default 32)"
-    ),
-    _argument(
-        "--num-generations", type=int, metavar="G", help="of each prompt; as in the run file"
-    ),
-    _argument(
-        "--output", metavar="FILE.yaml", help="default: RUN-calibrated.yaml; nothing is overwritten"
+        "--output", "default: RUN-calibrated.yaml; nothing is overwritten", metavar="FILE.yaml"
     ),
     _argument(
         "--precision",
+        "load the model in bf16 and in float16 too, and write the better one",
         action="store_true",
-        help="load the model in bf16 and in float16 too, and write the better one",
     ),
     SET,
 )
@@ -236,11 +224,11 @@ def _calibrate(**options: Any) -> None:
 @_command(
     "report",
     "one page that says what a run did, why, and what to change; or compares several",
-    _argument("runs", nargs="+", metavar="RUN", help="the folder of a run"),
+    _argument("runs", "the folder of a run", nargs="+", metavar="RUN"),
     _argument(
         "--output",
+        "report.html in the run's folder, comparison.html here for several, where not given",
         metavar="FILE.html",
-        help="report.html in the run's folder, comparison.html here for several, where not given",
     ),
 )
 def _report(runs: list[str], output: str | None) -> None:
@@ -252,19 +240,17 @@ def _report(runs: list[str], output: str | None) -> None:
 @_command(
     "eval",
     "score models on the same held-out prompts: accuracy, pass@k, their intervals",
-    _argument(
-        "models", nargs="+", metavar="RUN", help="a run, a checkpoint, an adapter or a model"
-    ),
-    _argument("--no-base", action="store_false", dest="base", help="leave the base model out"),
+    _argument("models", "a run, a checkpoint, an adapter or a model", nargs="+", metavar="RUN"),
+    _argument("--no-base", "leave the base model out", action="store_false", dest="base"),
     _argument(
         "--samples",
+        "sampled completions of each prompt (default 4); 0: greedy alone",
         type=int,
         default=4,
         dest="num_samples",
         metavar="K",
-        help="sampled completions of each prompt (default 4); 0: greedy alone",
     ),
-    _argument("--no-greedy", action="store_false", dest="greedy", help="sampled completions alone"),
+    _argument("--no-greedy", "sampled completions alone", action="store_false", dest="greedy"),
     *ASKED,
 )
 def _eval(**options: Any) -> None:
@@ -277,14 +263,14 @@ def _eval(**options: Any) -> None:
     "judge",
     "win rate: how often a judge prefers a model's completions to others",
     MODEL,
-    _argument("--against", default="base", metavar="RUN", help="base (default) or another model"),
+    _argument("--against", "base (default) or another model", default="base", metavar="RUN"),
     _argument(
         "--by",
-        metavar="REWARD",
-        help="who judges: a reward as in a run file, such as 'models/my-reward-model' or "
+        "who judges: a reward as in a run file, such as 'models/my-reward-model' or "
         "'{name: judge, model: NAME, mode: pairwise}'; default: the held-out judge",
+        metavar="REWARD",
     ),
-    _argument("--sampled", action="store_true", help="draw at the run's temperature, not greedily"),
+    _argument("--sampled", "draw at the run's temperature, not greedily", action="store_true"),
     *ASKED,
 )
 def _judge(**options: Any) -> None:
@@ -297,7 +283,7 @@ def _judge(**options: Any) -> None:
     "chat",
     "chat with a trained model in the terminal, and with its base if wanted",
     MODEL,
-    _argument("--base", action="store_true", help="let the base answer too"),
+    _argument("--base", "let the base answer too", action="store_true"),
 )
 def _chat(model: str, base: bool) -> None:
     from rloo_kit.export.chat import chat
@@ -310,7 +296,7 @@ def _chat(model: str, base: bool) -> None:
     "serve a trained model by vLLM's own OpenAI-compatible server",
     MODEL,
     _argument(
-        "more", nargs=argparse.REMAINDER, metavar="...", help="vLLM's options, such as --port 9000"
+        "more", "vLLM's options, such as --port 9000", nargs=argparse.REMAINDER, metavar="..."
     ),
 )
 def _serve(model: str, more: list[str]) -> None:
@@ -322,35 +308,36 @@ def _serve(model: str, more: list[str]) -> None:
 @_command(
     "export",
     "export a trained model: adapter, merged 16-bit weights, GGUF, the hub",
-    _argument("run", metavar="RUN", help="a run, a checkpoint, an adapter, or an export"),
-    _argument("--to", required=True, metavar="KIND", help="adapter, merged, gguf or hub"),
-    _argument("--output", metavar="DIR", help="default: export-KIND, next to the adapter"),
-    _argument("--dtype", default="bf16", help="of a GGUF file: bf16, f16 or q8_0"),
+    _argument("run", "a run, a checkpoint, an adapter, or an export", metavar="RUN"),
+    _argument("--to", "adapter, merged, gguf or hub", required=True, metavar="KIND"),
+    _argument("--output", "default: export-KIND, next to the adapter", metavar="DIR"),
+    _argument("--dtype", "of a GGUF file: bf16, f16 or q8_0", default="bf16"),
     _argument(
         "--base",
-        metavar="NAME",
-        help="the 16-bit base to merge into, or dequantized: the run's 4-bit base written out; of "
+        "the 16-bit base to merge into, or dequantized: the run's 4-bit base written out; of "
         "an adapter, the name that it gives its base",
+        metavar="NAME",
     ),
-    _argument("--repo", metavar="OWNER/NAME", help="of the hub: where it is uploaded to"),
-    _argument("--public", action="store_true", help="of the hub: else it is private"),
-    _argument("--converter", metavar="DIR", help="llama.cpp, with convert_hf_to_gguf.py"),
-    _argument(
-        "--no-check", action="store_false", dest="check", help="do not load it back to compare"
-    ),
+    _argument("--repo", "of the hub: where it is uploaded to", metavar="OWNER/NAME"),
+    _argument("--public", "of the hub: else it is private", action="store_true"),
+    _argument("--converter", "llama.cpp, with convert_hf_to_gguf.py", metavar="DIR"),
+    _argument("--no-check", "do not load it back to compare", action="store_false", dest="check"),
     _argument(
         "--prompts",
+        "that are compared (default 16)",
         type=int,
         default=16,
         dest="num_prompts",
         metavar="N",
-        help="that are compared (default 16)",
     ),
 )
 def _export(**options: Any) -> None:
     from rloo_kit.export.exporter import export_model
 
     export_model(**options)
+
+
+_group("rewards", "the reward library")
 
 
 @_command("rewards list", "every reward with a short name, in one line")
@@ -376,23 +363,18 @@ def _rewards_show(name: str) -> None:
     "rewards check",
     "try the rewards of a run file on the model's own completions, before any training",
     _argument("source", metavar="RUN.yaml"),
-    _argument("--completions", metavar="FILE.jsonl", help="score these; no model needed"),
+    _argument("--completions", "score these; no model needed", metavar="FILE.jsonl"),
     _argument(
-        "--prompts",
-        type=int,
-        default=16,
-        dest="num_prompts",
-        metavar="N",
-        help="prompts to sample",
+        "--prompts", "prompts to sample", type=int, default=16, dest="num_prompts", metavar="N"
     ),
     _argument(
         "--generations",
+        "completions of each; as in the run file",
         type=int,
         dest="num_generations",
         metavar="G",
-        help="completions of each; as in the run file",
     ),
-    _argument("--output-dir", metavar="DIR", help="write the findings and the completions here"),
+    _argument("--output-dir", "write the findings and the completions here", metavar="DIR"),
     SET,
 )
 def _rewards_check(**options: Any) -> int:
@@ -401,11 +383,14 @@ def _rewards_check(**options: Any) -> int:
     return 1 if check_rewards(**options, say=redacting(print)).has_errors else 0
 
 
+_group("reward-model", "a reward that is learnt from pairs")
+
+
 @_command(
     "reward-model train",
     "train a reward model on pairs of a better and a worse text",
-    _argument("pairs", metavar="PAIRS.jsonl", help="rows with prompt, chosen, rejected"),
-    _argument("--model", default="tiny-thinker", help="the base: a folder or a hub name"),
+    _argument("pairs", "rows with prompt, chosen, rejected", metavar="PAIRS.jsonl"),
+    _argument("--model", "the base: a folder or a hub name", default="tiny-thinker"),
     _argument("--output-dir", default="runs/reward-model", metavar="DIR"),
     _set(
         "settings",

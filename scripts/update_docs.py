@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 
 import rloo_kit
-from rloo_kit.cli import _parser
+from rloo_kit.cli import PARSER
 from rloo_kit.config.run_file import DataSection, LoraSection, ModelSection, RunConfig
 from rloo_kit.config.settings import BY_DEVICE, TRL_DEFAULTS, KitSettings, Rule, on_resume
 from rloo_kit.machine.hardware import TESTED
@@ -66,7 +66,7 @@ WORDS = {
 
 def commands() -> str:
     """Return the commands, each with its arguments and options."""
-    return "\n".join(_commands(_parser(), 2))
+    return "\n".join(_commands(PARSER, 2))
 
 
 def _commands(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:

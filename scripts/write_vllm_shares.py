@@ -48,7 +48,7 @@ def _cells(path: Path) -> list[str]:
             facts = read_facts(config, EXAMPLES, card, card.usable)
         except ModelError:  # its config is in a file that is fetched first, or on the hub
             return []
-        job = make_job(config, replace(facts, vllm=True, backend="unsloth"))
+        job = make_job(config, replace(facts, vllm=True, unsloth=True))
         if job.engine != "shared":
             return []
         fits = plan_memory(job).peak_bytes <= card.usable

@@ -154,18 +154,17 @@ class RunRecord:
         given = finite_number(self.rows[place].get("step"))
         return int(given or range(1, self.num_steps + 1)[place])
 
-    def series(self, *names: str) -> list[float]:
-        """Return the values of the first of these metrics that the run has."""
-        series = (finite_numbers(row.get(name) for row in self.metrics) for name in names)
-        return next((values for values in series if values), [])
+    def series(self, name: str) -> list[float]:
+        """Return the values of a metric; [] if the run does not have it."""
+        return finite_numbers(row.get(name) for row in self.metrics)
 
-    def first(self, *names: str) -> float:
-        """Return the mean over the beginning; NaN if the run has none of these metrics."""
-        return mean(self.series(*names)[: self.window])
+    def first(self, name: str) -> float:
+        """Return the mean of a metric over the beginning; NaN if the run does not have it."""
+        return mean(self.series(name)[: self.window])
 
-    def last(self, *names: str) -> float:
-        """Return the mean over the end; NaN if the run has none of these metrics."""
-        return mean(self.series(*names)[-self.window :])
+    def last(self, name: str) -> float:
+        """Return the mean of a metric over the end; NaN if the run does not have it."""
+        return mean(self.series(name)[-self.window :])
 
     def setting(self, name: str) -> Any:
         """Return a trainer setting."""
@@ -178,16 +177,12 @@ class RunRecord:
         if self.config is None:
             return 1
         plan = batch_plan({k: v for k, v in self.config.trainer.items() if v})
-        batches = (self.setting("gradient_accumulation_steps") or 1) // plan.steps_per_generation
-        return max(1, plan.num_prompts * max(1, batches))
+        return max(1, plan.num_prompts * max(1, plan.accumulation // plan.steps_per_generation))
 
     def completions_of(self, *, at_end: bool) -> list[dict[str, Any]]:
-        """Return the kept completions of the beginning, or of the end."""
-        if not self.rows:
-            return []
-        num = min(self.window, self.num_steps)
+        """Return the kept completions of the beginning, or of the end, of two steps or more."""
+        num, rows = self.window, self.completions
         first, last = (self.step(-num), math.inf) if at_end else (0, self.step(num - 1))
-        rows = self.completions
         return [row for row in rows if first <= (finite_number(row.get("step")) or 0) <= last]
 
     def num_texts(self, *, at_end: bool) -> float:
@@ -201,7 +196,7 @@ class RunRecord:
     @cached_property
     def signal(self) -> list[float]:
         """Share of the groups of each step whose scores differ."""
-        return [1.0 - v for v in self.series("signal/groups_without", "frac_reward_zero_std")]
+        return [1.0 - v for v in self.series("signal/groups_without")]
 
     @cached_property
     def scored_twice(self) -> list[HeldOut]:

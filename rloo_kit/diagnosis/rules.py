@@ -108,8 +108,13 @@ def findings_text(findings: Sequence[Finding]) -> str:
     for number, finding in enumerate(findings, 1):
         of = f" ({finding.reward})" if finding.reward else ""
         lines.append(f"{number}. {finding.level}: {finding.kind}{printable(of)}")
-        parts = {"seen": finding.evidence, "why": finding.why, "do": finding.remedy}
-        parts |= {"set": finding.setting} if finding.setting else {}
+        # Nothing is written of an empty one
+        parts = {
+            "seen": finding.evidence,
+            "why": finding.why,
+            "do": finding.remedy,
+            "set": finding.setting,
+        }
         for name, text in parts.items():
             lines += textwrap.wrap(
                 printable(str(text)), 100, initial_indent=f"   {name:<5}", subsequent_indent=" " * 8

@@ -31,7 +31,7 @@ from rloo_kit.text.wording import text_of
 LOWEST_RATE, USUAL_RATE, TINY_RATE = 1e-6, 1e-5, 1e-3
 # Mean number of different texts in a group below which the sampler repeats itself
 REPEATED = 1.5
-TRUNCATED = ("completions/truncated", "completions/clipped_ratio")
+TRUNCATED = "completions/truncated"
 
 RULES = Rules()
 KINDS = RULES.kinds
@@ -57,7 +57,7 @@ def _valid(run: RunRecord, *choices: str) -> str:
 def _rate(run: RunRecord) -> float:
     """Return the highest learning rate of the run."""
     given = finite_number(run.setting("learning_rate")) or DEFAULTS["learning_rate"]
-    logged = run.series("learning_rate", "lr")
+    logged = run.series("learning_rate")
     # During a warm-up the given rate is still to come.
     return max([given, *logged])
 
@@ -136,7 +136,7 @@ def _stale_sampler(run: RunRecord) -> Iterator[Seen]:
     f"reward_hacking {_ALL_ALIKE}",
 )
 def _kl_explosion(run: RunRecord) -> Iterator[Seen]:
-    values, end = run.series("kl/token", "kl"), run.last("kl/token", "kl")
+    values, end = run.series("kl"), run.last("kl")
     # Nats per token; a run that also got worse is lost earlier.
     limit = 1.0 if end > 1.0 or not (run.worse or run.fell) else 0.3
     if not end > limit or run.better:
@@ -160,7 +160,7 @@ def _kl_explosion(run: RunRecord) -> Iterator[Seen]:
     explains=f"constant_reward cold_start {_ALL_ALIKE}",
 )
 def _all_truncated(run: RunRecord) -> Iterator[Seen]:
-    cut_off = min(run.first(*TRUNCATED), run.last(*TRUNCATED))
+    cut_off = min(run.first(TRUNCATED), run.last(TRUNCATED))
     if cut_off >= MOSTLY or (cut_off > 0.5 and not mean(run.signal) >= LITTLE_SIGNAL):
         config, limit = run.config, run.setting("max_completion_length")
         longer = four_times_longer(limit, config.model.max_seq_length if config else None)
@@ -196,7 +196,7 @@ def _empty_output(run: RunRecord) -> Iterator[Seen]:
 )
 def _length_explosion(run: RunRecord) -> Iterator[Seen]:
     begin, end = run.first("completions/mean_length"), run.last("completions/mean_length")
-    cut_off = run.last(*TRUNCATED)
+    cut_off = run.last(TRUNCATED)
     harmful = cut_off > 0.5 or run.worse or end > 3 * begin
     if begin and end >= 1.5 * begin and harmful and not run.better:
         yield Seen(
@@ -359,8 +359,8 @@ def _no_signal(run: RunRecord) -> Iterator[Seen]:
 )
 def _learning_rate_too_low(run: RunRecord) -> Iterator[Seen]:
     share, rate, usual = mean(run.signal), _rate(run), _usual_rate(run)
-    kl = run.series("kl/sequence", "objective/kl")
-    warming_up = max(run.series("learning_rate", "lr"), default=rate) < rate / 2
+    kl = run.series("kl/sequence")
+    warming_up = max(run.series("learning_rate"), default=rate) < rate / 2
     moved = run.better or run.worse or run.rose or run.fell
     if warming_up or moved or not share >= LITTLE_SIGNAL:
         return

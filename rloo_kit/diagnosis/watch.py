@@ -9,6 +9,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,6 +31,8 @@ BY_HELD_OUT = frozenset({"reward_hacking"})
 TIME_SHARE = 0.005
 # Batches whose mean score says how good the weights are
 BEST_OVER = 4
+# What makes a finding another one than that of the last check: not its numbers
+_identity = attrgetter("kind", "reward", "level")
 
 
 class BestWeights:
@@ -232,7 +235,7 @@ class RunWatch(TrainerCallback):
         self._since = {f.kind: self._since.get(f.kind, now) for f in found}
         self._suspected = {f.kind for f in found if f.level == "error"}
         confirmed = [f for f in found if self._is_confirmed(f, state.global_step)]
-        if [_identity(f) for f in confirmed] != [_identity(f) for f in self.findings]:
+        if list(map(_identity, confirmed)) != list(map(_identity, self.findings)):
             self.tell(confirmed)
         self.findings = confirmed
         harmful = (f for f in confirmed if f.kind in self.stop_on and f.level == "error")
@@ -257,7 +260,3 @@ class RunWatch(TrainerCallback):
             )
         change = f"change {finding.setting}" if finding.setting else finding.remedy
         return f"{finding.kind}: {finding.evidence}{kept}; {change}"
-
-
-def _identity(finding: Finding) -> tuple[str, str | None, str]:
-    return finding.kind, finding.reward, finding.level

@@ -27,8 +27,6 @@ from rloo_kit.machine.hardware import (
 from rloo_kit.text.redaction import remember_settings
 from rloo_kit.text.wording import first_line
 
-# Less fragmentation; CUDA under WSL and older vLLM's sleep fail with it
-ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 # Variables that must be set before vLLM or Unsloth is imported
 VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, not in a child
@@ -124,12 +122,11 @@ def check_import_order() -> None:
     # a bare `import trl` may come first
     loaded = {module.partition(".")[0] for module in sys.modules.keys() - SHELL}
     early = [name for name in PATCHED_BY_UNSLOTH if name in loaded]
-    if not early:
-        return
-    raise ImportOrderError(
-        f"{early[0]} was imported before unsloth, so Unsloth cannot patch it: restart the "
-        f"kernel and put `import rloo_kit as rk; rk.setup()` before every other import"
-    )
+    if early:
+        raise ImportOrderError(
+            f"{early[0]} was imported before unsloth, so Unsloth cannot patch it: restart the "
+            f"kernel and put `import rloo_kit as rk; rk.setup()` before every other import"
+        )
 
 
 def _check_same(backend: str, environment: Environment) -> None:
@@ -153,17 +150,13 @@ def load_env_file() -> str | None:
     if not path:
         return None
     remember_settings(dotenv_values(path))  # of which the environment may have other values
-    load_dotenv(path, override=False)
+    load_dotenv(path)
     return path
 
 
 def _set_variables() -> None:
     """Fill in variables that must stand before torch and Unsloth are imported."""
-    with_vllm = installed_version("vllm") is not None
-    expandable = not with_vllm and "microsoft" not in platform.release().lower()
-    defaults = dict(ALLOCATOR) if expandable else {}
-    defaults |= dict(VLLM) if with_vllm else {}
-    defaults |= {
+    defaults = {
         "TQDM_NOTEBOOK": "false",  # text progress bars: no ipywidgets needed
         "UNSLOTH_COMPILE_LOCATION": str(cache_folder() / "unsloth_compiled_cache"),
         "TOKENIZERS_PARALLELISM": "false",  # no fork warnings
@@ -171,6 +164,11 @@ def _set_variables() -> None:
         "UNSLOTH_DISABLE_STATISTICS": "1",  # the same
         "DISABLE_SAFETENSORS_CONVERSION": "1",  # transformers asks a service to convert pickles
     }
+    if installed_version("vllm") is not None:
+        defaults |= VLLM
+    elif "microsoft" not in platform.release().lower():
+        # Less fragmentation; CUDA under WSL and older vLLM's sleep fail with it
+        defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     # tqdm warns in a notebook without ipywidgets and uses text, which is what TQDM_NOTEBOOK asks.
@@ -191,7 +189,7 @@ def _hide_broken_packages() -> None:
         try:
             importlib.import_module(name)
         except Exception:  # such as an operator that this build of torch lacks
-            for loaded in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
+            for loaded in [m for m in sys.modules if m.partition(".")[0] == name]:
                 del sys.modules[loaded]
             sys.modules[name] = None  # type: ignore[assignment]  # import machinery: "not there"
 

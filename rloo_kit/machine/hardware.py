@@ -35,7 +35,7 @@ TESTED = {
 
 @dataclass(frozen=True)
 class Hardware:
-    """One machine as training sees it; memory in bytes."""
+    """One machine, or a card that is planned for, as training sees it; memory in bytes."""
 
     device: str  # "cuda", "xpu" or "cpu"
     name: str
@@ -45,40 +45,37 @@ class Hardware:
     num_devices: int
 
     @property
-    def mixed_precision(self) -> str:
-        """``bf16`` where the device has it, else ``fp16`` on a GPU and ``no`` on a CPU."""
-        if self.bf16:
-            return "bf16"
-        return "no" if self.device == "cpu" else "fp16"
-
-
-@dataclass(frozen=True)
-class Card:
-    """What limits a training on one card, or on a CPU."""
-
-    name: str
-    memory: int  # bytes, as on the box
-    bf16: bool = True  # whether it computes bfloat16 natively
-    on_gpu: bool = True
+    def on_gpu(self) -> bool:
+        """Whether it trains on a GPU."""
+        return self.device != "cpu"
 
     @property
     def usable(self) -> int:
         """Bytes that a process can have when nothing else runs on the card."""
-        return int(self.memory * USABLE)
+        return int(self.total_memory * USABLE)
+
+    @property
+    def mixed_precision(self) -> str:
+        """``bf16`` where the device has it, else ``fp16`` on a GPU and ``no`` on a CPU."""
+        if self.bf16:
+            return "bf16"
+        return "fp16" if self.on_gpu else "no"
 
 
-def find_card(text: str) -> Card:
-    """Return a card of a size.
+def find_card(text: str) -> Hardware:
+    """Return a card of a size, with all of its memory free.
 
-    >>> find_card("12GB").memory == 12 * GIB
+    >>> find_card("12GB").total_memory == 12 * GIB
     True
 
     Raises:
         ConfigError: It is no size.
     """
     size = re.fullmatch(r"\s*([0-9]{1,4}(?:\.[0-9]+)?)\s*Gi?B?\s*", text, re.IGNORECASE)
-    if size and 1 <= float(size[1]) <= 1024:
-        return Card(f"a card of {float(size[1]):g} GB", int(float(size[1]) * GIB))
+    if size and 1 <= (gib := float(size[1])) <= 1024:
+        memory = int(gib * GIB)
+        name = f"a card of {gib:g} GB"
+        return Hardware("cuda", name, memory, memory, bf16=True, num_devices=1)
     raise ConfigError(f"{format_value(text)} is no size of a card: give one such as 12GB")
 
 

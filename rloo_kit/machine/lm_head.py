@@ -40,40 +40,31 @@ def token_log_probs(
         ``(N,)`` log-probabilities and ``(N,)`` entropies, float32, in nats. Gradients flow through
         the log-probabilities; the entropies are detached.
     """
+
+    def score(part: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        offset = None if bias is None else bias.to(part.dtype)
+        # (chunk, H) x (V, H) -> (chunk, V)
+        logits = linear(part, weight.to(part.dtype), offset).float() * scale_before_cap
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits * scale
+        log_normalizer = logits.logsumexp(dim=-1)
+        log_probs = logits.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - log_normalizer
+        with torch.no_grad():
+            probs = (logits - log_normalizer.unsqueeze(-1)).exp()
+            entropies = log_normalizer - (probs * logits).sum(dim=-1)
+        return log_probs, entropies
+
     chunk = max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // len(weight)))
     found = []
     # split, not slices: the gradient of a slice is as large as the tensor it was cut from
-    for part, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        args = (part, weight, bias, wanted, scale, softcap, scale_before_cap)
+    for pair in zip(hidden.split(chunk), targets.split(chunk), strict=True):
         if torch.is_grad_enabled():  # recompute the chunk's logits in backward, do not keep them
-            found.append(checkpoint(_chunk, *args, use_reentrant=False))
+            found.append(checkpoint(score, *pair, use_reentrant=False))
         else:
-            found.append(_chunk(*args))
+            found.append(score(*pair))
     log_probs, entropies = zip(*found, strict=True)
     return torch.cat(log_probs), torch.cat(entropies)
-
-
-def _chunk(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    scale_before_cap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    bias = None if bias is None else bias.to(hidden.dtype)
-    # (chunk, H) x (V, H) -> (chunk, V)
-    logits = linear(hidden, weight.to(hidden.dtype), bias).float() * scale_before_cap
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits = logits * scale
-    log_normalizer = logits.logsumexp(dim=-1)
-    log_probs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_normalizer
-    with torch.no_grad():
-        probs = (logits - log_normalizer.unsqueeze(-1)).exp()
-        entropies = log_normalizer - (probs * logits).sum(dim=-1)
-    return log_probs, entropies
 
 
 class PlainTorchLogProb:

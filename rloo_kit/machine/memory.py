@@ -87,8 +87,7 @@ def is_out_of_memory(exc: BaseException) -> bool:
         return False
     if isinstance(exc, MemoryError | torch.OutOfMemoryError):
         return True
-    text = str(exc).lower() if isinstance(exc, RuntimeError) else ""
-    return any(mark in text for mark in OUT_OF_MEMORY)
+    return isinstance(exc, RuntimeError) and any(one in str(exc).lower() for one in OUT_OF_MEMORY)
 
 
 def measure() -> MemoryUse:
@@ -97,17 +96,14 @@ def measure() -> MemoryUse:
     import torch
 
     process = psutil.Process()
-    gpu = {}
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        reserved = torch.cuda.memory_reserved()
-        gpu["gpu_allocated"] = torch.cuda.memory_allocated()
-        gpu |= {"gpu_reserved": reserved, "gpu_other": total - free - reserved}
+    # torch counts 0 without a GPU
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     children = []
     for child in process.children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has just ended
             children.append(f"{child.pid} {child.name()}")
-    return MemoryUse(process.memory_info().rss, children=tuple(children), **gpu)
+    resident, other = process.memory_info().rss, used_on_gpu() - reserved
+    return MemoryUse(resident, allocated, reserved, other, tuple(children))
 
 
 def used_on_gpu() -> int:

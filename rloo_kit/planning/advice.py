@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from itertools import chain
 
-from rloo_kit.config.run_file import RunConfig
+from rloo_kit.config.run_file import RunConfig, read_overrides
 from rloo_kit.planning.job import Facts, make_job
 from rloo_kit.planning.memory import Job, plan_memory
 
-# Settings that are changed together: `section.key` and value.
-Option = dict[str, Any]
+# Settings that are changed together, each `section.key=value`, as after `--set`
+Option = list[str]
 
 
 @dataclass(frozen=True)
@@ -19,25 +20,16 @@ class Change:
     settings: Option
     saves: int  # bytes of the peak, together with the changes before it
 
-    @property
-    def lines(self) -> list[str]:
-        """``section.key=value`` for each, as after ``--set``."""
-        return [f"{name}={str(value).lower()}" for name, value in self.settings.items()]
-
     def __str__(self) -> str:
-        return "set " + ", ".join(line.replace("=", " to ") for line in self.lines)
+        return "set " + ", ".join(one.replace("=", " to ") for one in self.settings)
 
 
 def apply(config: RunConfig, options: Sequence[Option]) -> RunConfig:
     """Return the settings with options changed, in their order."""
-    for name, value in (setting for option in options for setting in option.items()):
-        section, _, key = name.partition(".")
-        if section == "trainer":
-            config = replace(config, trainer={**config.trainer, key: value})
-        else:
-            changed = replace(getattr(config, section), **{key: value})
-            config = replace(config, **{section: changed})
-    return config
+    changes = read_overrides(list(chain.from_iterable(options)))
+    trainer = config.trainer | changes.pop("trainer", {})
+    sections = {name: replace(getattr(config, name), **keys) for name, keys in changes.items()}
+    return replace(config, trainer=trainer, **sections)
 
 
 def peak_with(config: RunConfig, facts: Facts, options: Sequence[Option]) -> int:
@@ -50,10 +42,7 @@ def find_changes(config: RunConfig, facts: Facts, room: int) -> list[Change]:
 
     [] where it fits, or where all of them do not suffice.
     """
-
-    def peak(options: Sequence[Option]) -> int:
-        return peak_with(config, facts, options)
-
+    peak = partial(peak_with, config, facts)
     # later families are tried on top of what was chosen, so that each change is as mild as it helps
     found: list[Option] = []
     for family in range(len(_families(config, facts))):
@@ -84,18 +73,18 @@ def _families(config: RunConfig, facts: Facts) -> list[list[Option]]:
     job = make_job(config, facts)
     return [
         [
-            {"trainer.optim": name}
+            [f"trainer.optim={name}"]
             for name in ("adamw_8bit", "paged_adamw_8bit")
             if facts.card.on_gpu and "8bit" not in job.optimizer
         ],
-        [{"trainer.gradient_checkpointing": True}] if job.checkpointing == "none" else [],
-        [] if job.in_4bit else [{"model.load_in_4bit": True}],
+        [["trainer.gradient_checkpointing=true"]] if job.checkpointing == "none" else [],
+        [] if job.in_4bit else [["model.load_in_4bit=true"]],
         # smaller passes, down to a single row: slower, and the same gradient
         [
-            {"trainer.tokens_per_micro_batch": budget}
+            [f"trainer.tokens_per_micro_batch={budget}"]
             for budget in _halves(plan_memory(job).budget, job.width)
         ],
-        [{"trainer.generation": "transformers"}] if job.engine in ("vllm", "shared") else [],
+        [["trainer.generation=transformers"]] if job.engine in ("vllm", "shared") else [],
         # fewer completions at once for the same step: more accumulation
         [
             _batch(rows, job.step_rows // rows)
@@ -103,7 +92,7 @@ def _families(config: RunConfig, facts: Facts) -> list[list[Option]]:
             if rows % job.group == 0 and job.step_rows % rows == 0
             if not config.trainer.get("generation_batch_size")
         ],
-        [] if facts.continues else [{"lora.r": rank} for rank in _halves(job.rank, 8)],
+        [] if facts.continues else [[f"lora.r={rank}"] for rank in _halves(job.rank, 8)],
         _shorter_completions(config, job),
     ]
 
@@ -115,11 +104,11 @@ def _halves(value: int, lowest: int) -> Iterator[int]:
 
 
 def _batch(rows: int, accumulation: int) -> Option:
-    return {
-        "trainer.per_device_train_batch_size": rows,
-        "trainer.gradient_accumulation_steps": accumulation,
-        "trainer.steps_per_generation": 1,
-    }
+    return [
+        f"trainer.per_device_train_batch_size={rows}",
+        f"trainer.gradient_accumulation_steps={accumulation}",
+        "trainer.steps_per_generation=1",
+    ]
 
 
 def _shorter_completions(config: RunConfig, job: Job) -> list[Option]:
@@ -127,5 +116,7 @@ def _shorter_completions(config: RunConfig, job: Job) -> list[Option]:
     while length > 128:
         length = max(128, length // 4 * 3 // 64 * 64)
         longest = config.model.max_seq_length - job.completion + length
-        options.append({"trainer.max_completion_length": length, "model.max_seq_length": longest})
+        options.append(
+            [f"trainer.max_completion_length={length}", f"model.max_seq_length={longest}"]
+        )
     return options

@@ -13,13 +13,15 @@ from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.errors import KitError
 from rloo_kit.job import beside, read_prompts, template_settings
-from rloo_kit.machine.hardware import Card, installed_version, why_not_unsloth
+from rloo_kit.machine.hardware import Hardware, installed_version, why_not_unsloth
 from rloo_kit.models.adapters import adapter_in
 from rloo_kit.models.engine_memory import BATCHED_TOKENS
 from rloo_kit.models.shape import TINY_THINKER, ModelShape, read_shape
 from rloo_kit.models.shared_engine import why_not_shared
 from rloo_kit.planning.memory import Job
 from rloo_kit.sampling.engine import choose
+
+_shape = lru_cache(maxsize=16)(read_shape)
 
 
 @dataclass(frozen=True)
@@ -28,34 +30,34 @@ class Facts:
 
     shape: ModelShape
     longest: int | None  # tokens of the longest prompt; None where it is not on this machine
-    card: Card
+    card: Hardware
     room: int  # bytes that this process may take
-    backend: str
+    unsloth: bool  # whether it trains, on a GPU
     vllm: bool  # whether it is installed
     continues: bool  # whether the run trains an adapter further, whose rank stays
 
 
-def read_facts(config: RunConfig, base: Path, card: Card, room: int) -> Facts:
+def read_facts(config: RunConfig, base: Path, card: Hardware, room: int) -> Facts:
     """Return what a plan of a run needs to know of its model, its prompts and this machine.
 
     Args:
         config: Of the run.
         base: Folder that the paths of model and prompts start from.
-        card: What is planned for; of a CPU its name and memory.
+        card: What is planned for: a card, or this machine.
         room: Bytes that this process may take.
 
     Raises:
         ModelError: The config of a model cannot be read.
     """
     name = beside(config.model.name, base)
-    tried = config.model.backend != "transformers"
-    unsloth = tried and not why_not_unsloth("cuda" if card.on_gpu else "cpu")
     return Facts(
-        shape=_shape(name, config.model.trust_remote_code),
+        shape=_shape(name, trust_remote_code=config.model.trust_remote_code),
         longest=_longest_prompt(config, name, base),
         card=card,
         room=room,
-        backend="unsloth" if unsloth else "transformers",
+        unsloth=card.on_gpu
+        and config.model.backend != "transformers"
+        and not why_not_unsloth(card.device),
         vllm=installed_version("vllm") is not None,
         continues=adapter_in(name) is not None,
     )
@@ -70,7 +72,7 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
         shape=facts.shape,
         on_gpu=facts.card.on_gpu,
         room=facts.room,
-        card=facts.card.usable if facts.card.on_gpu else 0,
+        card=facts.card.usable,
         in_4bit=config.model.load_in_4bit or facts.shape.packed,
         value_bytes=2 if facts.card.on_gpu or facts.card.bf16 else 4,
         rank=config.lora.r,
@@ -117,12 +119,7 @@ def assumptions(config: RunConfig, facts: Facts, job: Job) -> Iterator[str]:
 def _checkpointing(config: RunConfig, facts: Facts) -> str:
     if not config.trainer.get("gradient_checkpointing", facts.card.on_gpu):
         return "none"
-    return "unsloth" if facts.card.on_gpu and facts.backend == "unsloth" else "plain"
-
-
-@lru_cache(maxsize=16)
-def _shape(name: str, trust_remote_code: bool) -> ModelShape:
-    return read_shape(name, trust_remote_code=trust_remote_code)
+    return "unsloth" if facts.unsloth else "plain"
 
 
 def _longest_prompt(config: RunConfig, name: str, base: Path) -> int | None:
@@ -144,11 +141,12 @@ def _longest_prompt(config: RunConfig, name: str, base: Path) -> int | None:
 
 def _engine(config: RunConfig, facts: Facts) -> str:
     """Return who will sample: ``transformers``, ``vllm``, or ``shared`` (vLLM, Unsloth's copy)."""
-    trainer, by_code = config.trainer, config.model.trust_remote_code
+    trainer = config.trainer
     asked = "vllm" if trainer.get("use_vllm") else trainer.get("generation", "auto")
-    unsloth = facts.card.on_gpu and facts.backend == "unsloth"
-    is_shared = unsloth and why_not_shared(facts.shape, trust_remote_code=by_code) is None
-    can_sample = facts.vllm and (is_shared or not unsloth)
+    is_shared = facts.unsloth and not why_not_shared(
+        facts.shape, trust_remote_code=config.model.trust_remote_code
+    )
+    can_sample = facts.vllm and (is_shared or not facts.unsloth)
     # a plan for another machine takes vLLM at its word
     why_not = None if can_sample or asked == "vllm" else "it cannot here"
     engine = choose(asked, on_gpu=facts.card.on_gpu, why_not=why_not).engine

@@ -20,16 +20,16 @@ from rloo_kit.models.engine_memory import (
 )
 from rloo_kit.models.shape import Linear, ModelShape, weight_bytes
 
-PHASES: tuple[str, ...] = ("load", "start", "sample", "score", "learn")
-LOAD, START, SAMPLE, SCORE, LEARN = PHASES
-# What happens in a phase, in words
+# Phases, and what happens in them in words
 DOING = {
-    LOAD: "the model is loaded",
-    START: "vLLM starts",
-    SAMPLE: "completions are sampled",
-    SCORE: "log-probabilities are computed",
-    LEARN: "it learns",
+    "load": "the model is loaded",
+    "start": "vLLM starts",
+    "sample": "completions are sampled",
+    "score": "log-probabilities are computed",
+    "learn": "it learns",
 }
+PHASES = tuple(DOING)
+LOAD, START, SAMPLE, SCORE, LEARN = PHASES
 
 # Resident memory of a CPU process that has trained, without its tensors: Python, torch, TRL and
 # the backend (benchmarks/plan_accuracy.py --libraries).
@@ -257,7 +257,7 @@ def _by_transformers(job: Job) -> dict[str, Held]:
     cache += cache // max(1, shape.num_layers)  # a layer is copied when it grows
     # Unsloth's models on a GPU decode by a loop of their own, and run a prompt for each completion
     prompts = job.rows if job.on_gpu else -(-job.rows // job.group)
-    read = prompts * min(job.prompt, job.width) * _forward_bytes(job.shape, wide)
+    read = prompts * min(job.prompt, job.width) * _forward_bytes(job)
     matrices = 0
     if not job.on_gpu:
         matrices = wide * sum(linear.count * linear.size for linear in _adapted(job))
@@ -294,9 +294,9 @@ def layer_bytes(job: Job) -> int:
     )
 
 
-def _forward_bytes(shape: ModelShape, wide: int) -> int:
+def _forward_bytes(job: Job) -> int:
     """Return what a layer holds of a position in a forward pass without gradient."""
-    return wide * (4 * shape.intermediate_size + 6 * shape.hidden_size)
+    return job.value_bytes * (4 * job.shape.intermediate_size + 6 * job.shape.hidden_size)
 
 
 def _budget(job: Job, free: int) -> int:
@@ -335,7 +335,7 @@ def _passes(job: Job, budget: int, trained: int) -> dict[str, Held]:
         rows = max(1, NO_GRAD_FACTOR * budget // width)
         scored = min(rows, max(job.rows, job.step_rows)) * width
         chunk = _log_prob_chunk(job, scored, gradient=False)
-        parts["activations of one layer"] = {SCORE: scored * _forward_bytes(job.shape, wide)}
+        parts["activations of one layer"] = {SCORE: scored * _forward_bytes(job)}
         parts["log-prob chunk, no gradient"] = {SCORE: chunk}
     return parts
 

@@ -13,7 +13,7 @@ from rloo_kit.config.run_file import RunConfig
 from rloo_kit.errors import KitError
 from rloo_kit.job import read_config
 from rloo_kit.machine.environment import quiet, setup
-from rloo_kit.machine.hardware import GIB, USABLE, Card, detect_hardware, find_card
+from rloo_kit.machine.hardware import GIB, USABLE, detect_hardware, find_card
 from rloo_kit.models.engine_memory import MIB
 from rloo_kit.planning.advice import Change, find_changes, peak_with
 from rloo_kit.planning.job import Facts, assumptions, make_job, read_facts
@@ -85,8 +85,6 @@ class Plan:
     def __repr__(self) -> str:
         return "\n".join(_picture(self))
 
-    __str__ = __repr__
-
 
 def plan(
     source: str | Path | RunConfig, gpu: str | None = None, overrides: Sequence[str] = ()
@@ -121,7 +119,7 @@ def make_plan(config: RunConfig, gpu: str | None = None, *, base: Path = Path())
         base: Folder that the paths of model and prompts start from, here and below.
     """
     if gpu is None or gpu.strip().lower() == "this":
-        card, room = _this_card(), room_here()
+        card, room = detect_hardware(), room_here()
     else:
         card = find_card(gpu)
         room = card.usable
@@ -133,21 +131,15 @@ def make_plan(config: RunConfig, gpu: str | None = None, *, base: Path = Path())
     return replace(made, changes=tuple(find_changes(config, facts, room)))
 
 
-def _this_card() -> Card:
-    hardware = detect_hardware()
-    on_gpu = hardware.device != "cpu"
-    return Card(hardware.name, hardware.total_memory, hardware.bf16, on_gpu)
-
-
 def room_here() -> int:
     """Return the bytes that this process may take: what is free, and what it has already."""
     hardware = detect_hardware()
-    if hardware.device != "cpu":
+    if hardware.on_gpu:
         import torch
 
         # whoever asks a GPU for its memory makes a CUDA context there
         held = torch.cuda.memory_reserved() if hardware.device == "cuda" else 0
-        return min(int(USABLE * hardware.total_memory), hardware.free_memory + CONTEXT + held)
+        return min(hardware.usable, hardware.free_memory + CONTEXT + held)
     import psutil
 
     return hardware.free_memory + psutil.Process().memory_info().rss
@@ -159,7 +151,7 @@ def remedy(config: RunConfig, room: int, *, base: Path = Path()) -> str:
     Where the plan fits into ``room`` bytes all the same, the changes save a tenth of its peak.
     """
     try:
-        facts = read_facts(config, base, _this_card(), room)
+        facts = read_facts(config, base, detect_hardware(), room)
     except KitError:
         return ""
     less = min(room, int(0.9 * peak_with(config, facts, ())))
@@ -191,7 +183,8 @@ def _picture(made: Plan) -> list[str]:
     if made.changes:
         lines += ["", "to make it fit:"]
         lines += [
-            f"  {', '.join(change.lines)}  (saves {_gib(change.saves)})" for change in made.changes
+            f"  {', '.join(change.settings)}  (saves {_gib(change.saves)})"
+            for change in made.changes
         ]
     elif not made.fits and made.refusal is None:
         lines += ["", "no setting makes it fit: use a smaller model"]

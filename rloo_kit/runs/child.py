@@ -5,7 +5,6 @@ The subprocess is a fresh interpreter, not a fork: CUDA does not survive a fork.
 """
 
 import contextlib
-import operator
 import os
 import pickle
 import shutil
@@ -37,7 +36,6 @@ def call_in_child(
     args: tuple[Any, ...],
     say: Callable,
     *,
-    started: Callable[[subprocess.Popen], None] = lambda process: None,
     variables: Mapping[str, str] | None = None,
     **keywords: Any,
 ) -> Any:
@@ -50,7 +48,6 @@ def call_in_child(
         function: Importable by its module and name.
         args: Picklable.
         say: Called with each line that the subprocess prints.
-        started: Called with the subprocess, for a thread: no signal reaches one.
         variables: Of the subprocess's environment, over those of this process.
         **keywords: Picklable.
 
@@ -61,16 +58,15 @@ def call_in_child(
     """
     with tempfile.TemporaryDirectory(prefix="rloo-kit-child-") as folder:
         order, answer = Path(folder) / "order", Path(folder) / "answer"
-        order.write_bytes(
-            pickle.dumps((function.__module__, function.__qualname__, args, keywords))
-        )
-        with _started(order, answer, variables or {}) as process:
-            started(process)
-            with _forwarded_to(process) as received:
-                assert process.stdout is not None
-                for line in process.stdout:
-                    say(line.rstrip("\n"))
-                process.wait()
+        order.write_bytes(pickle.dumps((function, args, keywords)))
+        with (
+            _started(order, answer, variables or {}) as process,
+            _forwarded_to(process) as received,
+        ):
+            assert process.stdout is not None
+            for line in process.stdout:
+                say(line.rstrip("\n"))
+            process.wait()
         if not answer.exists():
             if received:
                 raise interrupt_for(received[-1])
@@ -146,15 +142,12 @@ def _started(order: Path, answer: Path, variables: Mapping[str, str]) -> Iterato
 
 
 def _main(order: str, answer: str) -> None:
-    import importlib
-
     # a shell that starts the parent in the background leaves SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_end_with_the_parent, args=(Path(order).parent,), daemon=True).start()
-    module, name, args, keywords = pickle.loads(Path(order).read_bytes())
     with terminate_as_interrupt():
         try:
-            function = operator.attrgetter(name)(importlib.import_module(module))
+            function, args, keywords = pickle.loads(Path(order).read_bytes())
             result = (True, function(*args, **keywords))
         except Terminated as exc:  # not the parent's to raise, unless it was asked too
             sys.exit(exit_code(exc))

@@ -31,11 +31,14 @@ if TYPE_CHECKING:
     from rloo_kit.runs.recorder import RunRecorder
 
 RUN_FILE = "run.yaml"
-# Settings outside of `trainer:` that may differ when a run resumes
+# Settings that may differ when a run resumes; the trainer compares those of `trainer:`
 MAY_CHANGE = {
-    "model": ("name", "backend"),  # a folder may have moved: the weights themselves are compared
-    "data": ("held_out_every", "prompts"),
-    "lora": (),
+    "model.name",  # a folder may have moved: the weights themselves are compared
+    "model.backend",
+    "data.held_out_every",
+    "data.prompts",
+    "trainer",
+    "output_dir",
 }
 RECORD = ("metrics.jsonl", "completions.jsonl", "evaluation.json", "end.json", "report.html")
 
@@ -69,11 +72,8 @@ def folder_to_resume(
 def has_finished(folder: Path, max_steps: int) -> bool:
     """Return whether a run has made all its steps; ``max_steps`` 0 leaves it to the epochs."""
     end = read_json(folder / "end.json") or {}
-    return (
-        end.get("how") == "finished"
-        and (max_steps <= 0 or end["steps"] >= max_steps)
-        and (folder / "adapter").is_dir()
-    )
+    done = end.get("how") == "finished" and end["steps"] >= max_steps
+    return done and (folder / "adapter").is_dir()
 
 
 def check_same_settings(folder: Path, now: RunConfig) -> None:
@@ -84,27 +84,27 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
     Raises:
         ConfigError: The first setting that differs.
     """
-    then = without_hidden(read_run_file(folder / RUN_FILE).as_dict())
+    then = _by_path(without_hidden(read_run_file(folder / RUN_FILE).as_dict()))
     # Secrets are masked in run.yaml, so both are compared without them
-    asked = without_hidden(redact_tree(now.as_dict()))
-    for path, old, new in _differences(then, asked):
-        raise ConfigError(
-            f"{path} is {format_value(new)}, and the run in {format_value(str(folder))} began with "
-            f"{format_value(old)}: set it back, or leave --resume out to begin a new run"
-        )
+    asked = _by_path(without_hidden(redact_tree(now.as_dict())))
+    for path, new in asked.items():
+        old = then.get(path)
+        if old != new and path not in MAY_CHANGE:
+            raise ConfigError(
+                f"{path} is {format_value(new)}, and the run in {format_value(str(folder))} began "
+                f"with {format_value(old)}: set it back, or leave --resume out to begin a new run"
+            )
 
 
-def _differences(
-    then: dict[str, Any], now: dict[str, Any], section: str = ""
-) -> Iterator[tuple[str, Any, Any]]:
-    for name, new in now.items():
-        old = then.get(name)
-        if name in ("trainer", "output_dir") or name in MAY_CHANGE.get(section, ()):
-            continue
-        if name in SECTIONS and not section:
-            yield from _differences(old or {}, new, name)
-        elif old != new:
-            yield f"{section}.{name}".lstrip("."), old, new
+def _by_path(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return every setting under ``section.key``, or under its own name outside of sections."""
+    found = {}
+    for name, value in settings.items():
+        if name in SECTIONS:
+            found |= {f"{name}.{key}": one for key, one in value.items()}
+        else:
+            found[name] = value
+    return found
 
 
 # --- creating and reopening ----------------------------------------------------------------------

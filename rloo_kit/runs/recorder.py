@@ -107,12 +107,14 @@ class RunRecorder(TrainerCallback):
 
     def _load_scores(self, step: int) -> None:
         """Load the scores of the steps so far."""
-        found = read_json(self.folder / "evaluation.json") or {}
-        rows = [row for row in found.get("during", []) if row["step"] <= step]
-        self._evaluation = {"before": found["before"]} if "before" in found else {}
-        self._evaluation |= {"during": rows} if rows else {}
-        if found:
-            write_json(self.folder / "evaluation.json", redact_tree(self._evaluation))
+        found = read_json(self.folder / "evaluation.json")
+        if not found:
+            return
+        found.pop("after", None)
+        if "during" in found:
+            found["during"] = [row for row in found["during"] if row["step"] <= step]
+        self._evaluation = found
+        self._write_scores()
 
     def on_checkpoint(self, *_: Any) -> None:
         """Flush the rows to the disk before the checkpoint that counts on them."""
@@ -154,6 +156,9 @@ class RunRecorder(TrainerCallback):
             self._evaluation.setdefault("during", []).append(found)
         else:
             self._evaluation["after" if step is None else "before"] = found
+        self._write_scores()
+
+    def _write_scores(self) -> None:
         write_json(self.folder / "evaluation.json", redact_tree(self._evaluation))
 
     def write_end(
@@ -194,20 +199,18 @@ class HeldOutScores(TrainerCallback):
 
     Args:
         every: Steps.
-        score: Called with the steps done, scores them.
+        score: Called with the steps done; scores them, and returns the mean of the first reward.
     """
 
-    def __init__(self, every: int, score: Callable[[int], Evaluation | None]) -> None:
+    def __init__(self, every: int, score: Callable[[int], float | None]) -> None:
         self.every, self.score = every, score
-        self._last: tuple[int, float | None] = (-1, None)
+        self._newest: dict[int, float | None] = {}  # step -> its score
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Score when it is time; the end of the training is scored by the run."""
-        if state.global_step % self.every or state.global_step >= state.max_steps:
-            return
-        evaluation = self.score(state.global_step)
-        if evaluation is not None:
-            self._last = (state.global_step, next(iter(evaluation.rewards.values()), None))
+        step = state.global_step
+        if step % self.every == 0 and step < state.max_steps:
+            self._newest = {step: self.score(step)}
 
     def on_state(
         self,
@@ -217,8 +220,7 @@ class HeldOutScores(TrainerCallback):
         held: dict[str, Any],
     ) -> None:
         """Put the score into the checkpoint of the step that was scored."""
-        step, score = self._last
-        held["held_out"] = score if step == state.global_step else None
+        held["held_out"] = self._newest.get(state.global_step)
 
 
 def _size(path: Path) -> int:

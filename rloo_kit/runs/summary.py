@@ -46,7 +46,7 @@ def announce_load(
     say: Say, config: RunConfig, environment: Environment, args: "LeaveOneOutConfig"
 ) -> None:
     """Print which model loads, and why that may take minutes; nothing for the embedded one here."""
-    on_gpu = environment.hardware.device != "cpu"
+    on_gpu = environment.hardware.on_gpu
     text = f"loading {config.model.name}"
     if on_gpu and requested_engine(args) != "transformers" and why_not_vllm() is None:
         text += "; vLLM compiles at its first start, which takes minutes"
@@ -84,12 +84,10 @@ def compare(say: Say, before: Evaluation | None, after: Evaluation | None) -> No
     say(f"after:  {means(after)}")
     if before is None:
         return
-    pairs = [
-        (_total(new) - _total(old), old, new)
-        for old, new in zip(before.samples, after.samples, strict=True)
-    ]
-    risen = sorted((pair for pair in pairs if pair[0] > 0), key=lambda pair: -pair[0])
-    for _, old, new in risen[:SAMPLES_SHOWN]:
+    pairs = zip(before.samples, after.samples, strict=True)
+    risen = [(old, new) for old, new in pairs if _total(new) > _total(old)]
+    risen.sort(key=lambda pair: _total(pair[0]) - _total(pair[1]))
+    for old, new in risen[:SAMPLES_SHOWN]:
         prompt = old["prompt"]
         say(f"\n  {_one_line(prompt if isinstance(prompt, str) else prompt[-1]['content'])}")
         say(f"    before: {_one_line(old['completion'])}")

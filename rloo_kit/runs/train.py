@@ -29,7 +29,7 @@ from rloo_kit.runs.folder import (
     has_finished,
     opened_folder,
 )
-from rloo_kit.runs.summary import RunResult
+from rloo_kit.runs.summary import RunResult, Say
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.wording import first_line
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from rloo_kit.runs.recorder import RunRecorder
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
-Say = Callable[[str], None]
 T = TypeVar("T")
 
 
@@ -165,8 +164,8 @@ def _train_and_score(job: PreparedJob, absolute: RunConfig, past: Path | None) -
         if before is not None:
             say(f"before: {summary.means(before)}")
             _follow_scores(trainer, recorder, score, before, job.config.data.held_out_every)
-        if before is not None and checkpoint is None:  # else the record has them
-            recorder.write_evaluation(before, 0)
+            if checkpoint is None:  # else the record has them
+                recorder.write_evaluation(before, 0)
         started, after = time.monotonic(), None
         _, by = _until_interrupted(lambda: _train(trainer, checkpoint, say))
         seconds, steps = time.monotonic() - started, trainer.state.global_step
@@ -239,14 +238,14 @@ def _follow_scores(
     see = watch.see_held_out if watch is not None else lambda step, evaluation: None
     see(0, before.as_dict())
 
-    def score_now(step: int) -> Evaluation | None:
+    def score_now(step: int) -> float | None:
         evaluation = score()
-        if evaluation is not None:
-            recorder.write_evaluation(evaluation, step)
-            see(step, evaluation.as_dict())
+        assert evaluation is not None  # as before the training
+        recorder.write_evaluation(evaluation, step)
+        see(step, evaluation.as_dict())
         if engine is not None:
             engine.sleep()  # frees the memory of its weights
-        return evaluation
+        return next(iter(evaluation.rewards.values()), None)
 
     if every:
         trainer.add_callback(HeldOutScores(every, score_now))
