@@ -97,7 +97,8 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
     def shaping(self) -> Shaping:
         """How scores become advantages."""
         mode = "batch" if self.normalize_reward is True else self.normalize_reward or None
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(Shaping)}
+        names = [field.name for field in dataclasses.fields(Shaping)]
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
         return Shaping(**values | {"normalize_reward": mode})
 
 
