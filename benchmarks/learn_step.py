@@ -43,8 +43,8 @@ from trl import RLOOConfig, RLOOTrainer
 
 from rloo_kit.config.run_file import PROJECTIONS
 from rloo_kit.live.view import LiveView
+from rloo_kit.machine.cleanup import take_peak
 from rloo_kit.machine.hardware import installed_version
-from rloo_kit.machine.memory import take_peak
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.training.step_trainer import route_trl_lm_head
 

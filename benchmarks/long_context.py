@@ -91,7 +91,7 @@ class Clock:
         self.phase, self.since = "rest", time.process_time()
 
     def switch(self, phase: str) -> str:
-        from rloo_kit.machine.memory import take_peak
+        from rloo_kit.machine.cleanup import take_peak
 
         self.seconds[self.phase] += time.process_time() - self.since
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), take_peak())
@@ -116,9 +116,9 @@ def watched() -> Clock:
     from rloo_kit.rloo.learner import Learner
     from rloo_kit.runs.recorder import RunRecorder
     from rloo_kit.sampling.completer import Completer
-    from rloo_kit.training.completer import Sampler
-    from rloo_kit.training.metrics import StepLog
     from rloo_kit.training.policy import Policy
+    from rloo_kit.training.sampler import Sampler
+    from rloo_kit.training.step_log import StepLog
 
     clock = Clock()
     for owner, name, phase in (
@@ -341,7 +341,7 @@ def run_arm(arm: Arm, lengths: list[int]) -> None:
     rk.setup()
     from transformers.utils import logging
 
-    from rloo_kit.machine.memory import measure
+    from rloo_kit.machine.cleanup import measure
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()

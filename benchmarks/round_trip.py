@@ -67,7 +67,7 @@ def main() -> None:
     rk.setup()
     from rloo_kit.data.lengths import prompt_ids
     from rloo_kit.evaluation.held_out import read_held_out
-    from rloo_kit.evaluation.models import find_trained, load_base
+    from rloo_kit.evaluation.trained import find_trained, load_base
     from rloo_kit.sampling.completer import as_completions
     from rloo_kit.scoring.contract import call_reward, reward_columns
 

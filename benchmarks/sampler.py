@@ -28,7 +28,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.utils import logging
 
-from rloo_kit.machine.memory import take_peak
+from rloo_kit.machine.cleanup import take_peak
 from rloo_kit.sampling.decoding import complete
 
 ROOT = Path(__file__).parents[1]

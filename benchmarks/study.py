@@ -39,7 +39,7 @@ from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.evaluation.evaluator import evaluate, settings_of
 from rloo_kit.job import PreparedJob, read_prompts
 from rloo_kit.machine.lm_head import token_log_probs
-from rloo_kit.scoring.loading import load_rewards
+from rloo_kit.scoring.specs import load_rewards
 
 RESULTS = Path(__file__).parent / "results"
 # Arm -> trainer, settings that differ

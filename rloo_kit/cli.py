@@ -170,7 +170,7 @@ def _doctor(run: str | None) -> int:
         from rloo_kit.diagnosis.run_rules import diagnose
 
         return int(any(finding.level == "error" for finding in diagnose(run)))
-    from rloo_kit.diagnosis.machine import examine
+    from rloo_kit.diagnosis.installation import examine
 
     lines, can_train = examine()
     print("\n".join(lines))
@@ -400,7 +400,7 @@ _group("reward-model", "a reward that is learnt from pairs")
 )
 def _reward_model_train(pairs: str, settings: list[str], **options: Any) -> None:
     from rloo_kit.config.run_file import read_overrides
-    from rloo_kit.reward_lab.training import train_reward_model
+    from rloo_kit.reward_lab.reward_model import train_reward_model
 
     options |= read_overrides(settings)
     for name in {"pairs", "say"} & set(options):

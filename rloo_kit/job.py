@@ -28,17 +28,17 @@ from rloo_kit.data.prompts import (
     split_held_out,
 )
 from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.machine.cleanup import add_to_session
 from rloo_kit.machine.environment import Environment, load_env_file, setup
-from rloo_kit.machine.memory import add_to_session
 from rloo_kit.models.adapters import adapter_in, lora_settings
 from rloo_kit.models.loading import attach_lora, load_model, load_tokenizer
 from rloo_kit.sampling.choice import check_engine, start_engine, thought_limit
 from rloo_kit.sampling.engine import Choice, Engine
 from rloo_kit.scoring.contract import guarded
-from rloo_kit.scoring.loading import LoadedReward, RewardSpec, load_rewards
+from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards
 
 if TYPE_CHECKING:
-    from rloo_kit.training.config import LeaveOneOutConfig
+    from rloo_kit.training.arguments import LeaveOneOutConfig
 
 
 def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, Path]:
@@ -232,7 +232,7 @@ class PreparedJob:
     def args(self) -> "LeaveOneOutConfig":
         """The trainer's settings: ``trainer:``, and what ``data:`` says to it."""
         config, _ = self.config, self.environment
-        from rloo_kit.training.config import LeaveOneOutConfig  # TRL, after Unsloth
+        from rloo_kit.training.arguments import LeaveOneOutConfig  # TRL, after Unsloth
 
         settings = {**config.trainer}
         if config.data.enable_thinking is not None:

@@ -15,7 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a model whose config is on the hub alone i
 from rloo_kit.config.run_file import EXAMPLES, read_run_file
 from rloo_kit.errors import ModelError
 from rloo_kit.machine.hardware import find_card
-from rloo_kit.planning.job import make_job, read_facts
+from rloo_kit.planning.facts import make_job, read_facts
 from rloo_kit.planning.memory import plan_memory, planned_engine
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/how-to/plan.md"

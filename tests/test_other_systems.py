@@ -20,7 +20,7 @@ root, facts, lines = Path(sys.argv[1]), {}, []
 
 import rloo_kit as rk
 from rloo_kit.cli import main
-from rloo_kit.machine.memory import take_peak
+from rloo_kit.machine.cleanup import take_peak
 from rloo_kit.runs.child import call_in_child
 
 facts["child"] = call_in_child(print, ("caf\\u00e9 \\u2588",), lines.append), lines[:]

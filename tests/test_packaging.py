@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import rloo_kit
-from rloo_kit.diagnosis.machine import install_command, set_for
+from rloo_kit.diagnosis.installation import install_command, set_for
 from rloo_kit.machine.hardware import TESTED
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,7 +13,7 @@ import pytest
 import rloo_kit as rk
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.report.page import write_report
-from rloo_kit.scoring.loading import load_rewards
+from rloo_kit.scoring.specs import load_rewards
 
 ROOT = Path(__file__).parents[1]
 SPEC = importlib.util.spec_from_file_location("audit", ROOT / "scripts" / "audit.py")

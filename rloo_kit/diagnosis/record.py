@@ -13,7 +13,7 @@ from typing import Any
 from rloo_kit.config.run_file import RunConfig, read_run_file
 from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.config.trainer_settings import batch_plan
-from rloo_kit.diagnosis.rules import Finding
+from rloo_kit.diagnosis.registry import Finding
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.output_folder import read_json, read_object
 from rloo_kit.text.numbers import finite_number, finite_numbers, mean_or_none

@@ -13,7 +13,7 @@ from statistics import fmean
 from rloo_kit.config.run_file import make_run_config
 from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.diagnosis.record import RunRecord, mean, read_run
-from rloo_kit.diagnosis.rules import (
+from rloo_kit.diagnosis.registry import (
     ALMOST_NONE,
     LITTLE_SIGNAL,
     MOSTLY,

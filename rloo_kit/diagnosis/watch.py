@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.diagnosis.record import KEPT_ROWS, RunRecord, read_rows
-from rloo_kit.diagnosis.rules import Finding
+from rloo_kit.diagnosis.registry import Finding
 from rloo_kit.diagnosis.run_rules import KINDS, find_in_run
 from rloo_kit.text.numbers import finite_numbers
 

@@ -20,8 +20,8 @@ from rloo_kit.types import Model, Score, Tokenizer
 
 if TYPE_CHECKING:
     from rloo_kit.sampling.engine import Engine
-    from rloo_kit.scoring.loading import LoadedReward
-    from rloo_kit.training.config import LeaveOneOutConfig
+    from rloo_kit.scoring.specs import LoadedReward
+    from rloo_kit.training.arguments import LeaveOneOutConfig
 
 REMEDY = "lower max_completion_length, use a smaller model, or set model.load_in_4bit"
 

@@ -15,18 +15,18 @@ from rloo_kit.data.lengths import drop_long_prompts, tokenize_prompts
 from rloo_kit.data.prompts import MAX_HELD_OUT, is_task, load_prompts
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
-from rloo_kit.evaluation.models import LoadedBase, TrainedModel, why_not_by_vllm
+from rloo_kit.evaluation.trained import LoadedBase, TrainedModel, why_not_by_vllm
 from rloo_kit.job import PreparedJob, held_out_judges, read_prompts, system_message
-from rloo_kit.machine.memory import add_to_session, session
+from rloo_kit.machine.cleanup import add_to_session, session
 from rloo_kit.models.loading import load_tokenizer
 from rloo_kit.sampling.choice import check_engine, start_engine
 from rloo_kit.sampling.engine import Engine, choose
-from rloo_kit.scoring.loading import LoadedReward, load_rewards
+from rloo_kit.scoring.specs import LoadedReward, load_rewards
 from rloo_kit.text.wording import format_value
 from rloo_kit.types import Tokenizer
 
 if TYPE_CHECKING:
-    from rloo_kit.training.config import LeaveOneOutConfig
+    from rloo_kit.training.arguments import LeaveOneOutConfig
 
 Say = Callable[[str], None]
 # On a CPU, of the prompts and completions that are drawn together; on a GPU the run's batch is

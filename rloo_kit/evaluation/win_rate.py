@@ -15,13 +15,13 @@ from rloo_kit.config.run_file import read_value
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.evaluation.held_out import HeldOut, Say, read_held_out
-from rloo_kit.evaluation.models import TrainedModel, find_trained
 from rloo_kit.evaluation.statistics import Difference, difference
 from rloo_kit.evaluation.table import Row, results_folder, score_models, write_results
-from rloo_kit.machine.memory import session
+from rloo_kit.evaluation.trained import TrainedModel, find_trained
+from rloo_kit.machine.cleanup import session
 from rloo_kit.sampling.completer import as_completions
 from rloo_kit.scoring.contract import call_reward
-from rloo_kit.scoring.loading import LoadedReward
+from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.types import Tokenizer
 
 

@@ -10,9 +10,9 @@ from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.errors import ConfigError
-from rloo_kit.evaluation.models import find_trained, load_base
+from rloo_kit.evaluation.trained import find_trained, load_base
 from rloo_kit.job import system_message, template_settings
-from rloo_kit.machine.memory import session
+from rloo_kit.machine.cleanup import session
 from rloo_kit.text.thoughts import THOUGHT_ENDS, token_id
 from rloo_kit.text.wording import printable
 from rloo_kit.types import Model, Prompt

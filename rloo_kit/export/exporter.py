@@ -17,14 +17,14 @@ from rloo_kit.config.run_file import RunConfig
 from rloo_kit.data.prompts import load_prompts
 from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import ConfigError, KitError, ModelError
-from rloo_kit.evaluation.models import LoadedBase, TrainedModel, find_trained, load_base
+from rloo_kit.evaluation.trained import LoadedBase, TrainedModel, find_trained, load_base
 from rloo_kit.export.llama_cpp import find_converter, write_gguf
 from rloo_kit.export.model_card import KINDS, is_hub_name, model_card
 from rloo_kit.export.verify import Answers, ask, compare
 from rloo_kit.job import read_prompts, template_settings
+from rloo_kit.machine.cleanup import session
 from rloo_kit.machine.environment import setup
 from rloo_kit.machine.hardware import Hardware, detect_hardware
-from rloo_kit.machine.memory import session
 from rloo_kit.models.gguf import convert
 from rloo_kit.models.shape import TINY_THINKER, read_shape, weight_bytes
 from rloo_kit.output_folder import free_folder, read_json, write_json

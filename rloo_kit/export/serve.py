@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rloo_kit.errors import GenerationError
-from rloo_kit.evaluation.models import find_trained
+from rloo_kit.evaluation.trained import find_trained
 from rloo_kit.machine.environment import load_env_file
 from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
 from rloo_kit.models.adapters import CONFIG

@@ -5,7 +5,7 @@ from statistics import median
 from typing import Any
 
 from rloo_kit.diagnosis.record import RunRecord
-from rloo_kit.diagnosis.rules import Finding
+from rloo_kit.diagnosis.registry import Finding
 from rloo_kit.diagnosis.run_rules import find_in_run
 from rloo_kit.live.series import CHARTS, Metrics
 from rloo_kit.text.numbers import finite_number

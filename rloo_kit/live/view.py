@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from rloo_kit.diagnosis.rules import Finding
+from rloo_kit.diagnosis.registry import Finding
 from rloo_kit.live.progress import Progress, finding_line
 
 

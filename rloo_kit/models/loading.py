@@ -12,9 +12,9 @@ from typing import Any
 from rloo_kit.config.engine_tables import SHARED_ENGINE_NAMES
 from rloo_kit.config.run_file import LoraSection
 from rloo_kit.errors import ConfigError, KitError, ModelError
+from rloo_kit.machine.cleanup import add_to_session, is_out_of_memory
 from rloo_kit.machine.environment import Environment, quiet, setup
 from rloo_kit.machine.hardware import why_not_vllm
-from rloo_kit.machine.memory import add_to_session, is_out_of_memory
 from rloo_kit.models.adapters import WEIGHTS, adapter_in, base_of, is_path, lora_settings
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.notes import notes_of

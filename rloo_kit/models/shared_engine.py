@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rloo_kit.errors import ConfigError, GenerationError
+from rloo_kit.machine.cleanup import is_out_of_memory
 from rloo_kit.machine.engines import may_sleep
 from rloo_kit.machine.hardware import detect_hardware
-from rloo_kit.machine.memory import is_out_of_memory
 from rloo_kit.models.engine_memory import (
     BATCHED_TOKENS,
     MAX_SEQUENCES,

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import chain
 
 from rloo_kit.config.run_file import RunConfig, read_overrides
-from rloo_kit.planning.job import Facts, make_job
+from rloo_kit.planning.facts import Facts, make_job
 from rloo_kit.planning.memory import Job, plan_memory
 
 # Settings that are changed together, each `section.key=value`, as after `--set`

@@ -16,7 +16,7 @@ from rloo_kit.machine.environment import quiet, setup
 from rloo_kit.machine.hardware import GIB, USABLE, detect_hardware, find_card
 from rloo_kit.models.engine_memory import MIB
 from rloo_kit.planning.advice import Change, find_changes, peak_with
-from rloo_kit.planning.job import Facts, assumptions, make_job, read_facts
+from rloo_kit.planning.facts import Facts, assumptions, make_job, read_facts
 from rloo_kit.planning.memory import CONTEXT, DOING, Job, MemoryPlan, plan_memory, planned_engine
 
 # Columns of the longest bar and of a part's name: 80 with the number

@@ -11,7 +11,7 @@ from typing import Any
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.diagnosis.record import RunRecord
-from rloo_kit.diagnosis.rules import Finding
+from rloo_kit.diagnosis.registry import Finding
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
 from rloo_kit.live.series import Chart
 from rloo_kit.report.curves import as_dict, as_list, curves_of, held_out_points, metrics_of, scored

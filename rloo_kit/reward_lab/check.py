@@ -4,8 +4,8 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
-from rloo_kit.diagnosis.rules import Finding, findings_text
-from rloo_kit.reward_lab.statistics import RewardStats, Signal
+from rloo_kit.diagnosis.registry import Finding, findings_text
+from rloo_kit.reward_lab.score_statistics import RewardStats, Signal
 from rloo_kit.text.wording import printable, text_of
 
 # Title of a column -> the field of ``RewardStats``

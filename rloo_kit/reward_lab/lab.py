@@ -19,13 +19,13 @@ from rloo_kit.data.files import placed_rows
 from rloo_kit.errors import ConfigError, KitError
 from rloo_kit.evaluation.evaluator import draw
 from rloo_kit.job import PreparedJob, read_config, template_settings
+from rloo_kit.machine.cleanup import add_to_session, session
 from rloo_kit.machine.environment import load_env_file
-from rloo_kit.machine.memory import add_to_session, session
 from rloo_kit.output_folder import check_writable, free_folder, write_json
 from rloo_kit.reward_lab.check import RewardCheck
 from rloo_kit.reward_lab.probes import probe
 from rloo_kit.reward_lab.rules import find_all, verdict
-from rloo_kit.reward_lab.statistics import (
+from rloo_kit.reward_lab.score_statistics import (
     Batch,
     Probed,
     signal_of,
@@ -36,7 +36,7 @@ from rloo_kit.runs.child import call_in_child
 from rloo_kit.sampling.choice import make_sampling, thought_limit
 from rloo_kit.sampling.completer import Completer
 from rloo_kit.scoring.contract import CheckedReward, reward_columns
-from rloo_kit.scoring.loading import LoadedReward, RewardSpec, load_rewards, with_weights
+from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards, with_weights
 from rloo_kit.text.redaction import redact_tree
 from rloo_kit.text.wording import text_of
 from rloo_kit.types import Row, Tokenizer

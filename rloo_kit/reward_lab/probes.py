@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rloo_kit.diagnosis.rules import Seen
+from rloo_kit.diagnosis.registry import Seen
 from rloo_kit.errors import RewardContractError
 from rloo_kit.reward_lab.rules import wanted_probes
-from rloo_kit.reward_lab.statistics import Batch, Probed
+from rloo_kit.reward_lab.score_statistics import Batch, Probed
 from rloo_kit.scoring.contract import (
     CheckedReward,
     OverdueError,
@@ -18,7 +18,7 @@ from rloo_kit.scoring.contract import (
     guarded,
     take_rows,
 )
-from rloo_kit.scoring.loading import LoadedReward
+from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.text.wording import printable, text_of
 from rloo_kit.types import Completion, Score
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from rloo_kit.diagnosis.rules import (
+from rloo_kit.diagnosis.registry import (
     ALMOST_NONE,
     LITTLE_SIGNAL,
     MOSTLY,
@@ -14,7 +14,7 @@ from rloo_kit.diagnosis.rules import (
     Seen,
 )
 from rloo_kit.diagnosis.run_rules import four_times_longer
-from rloo_kit.reward_lab.statistics import (
+from rloo_kit.reward_lab.score_statistics import (
     Batch,
     Probed,
     Signal,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rloo_kit.errors import DivergedError
-from rloo_kit.machine.memory import is_out_of_memory
+from rloo_kit.machine.cleanup import is_out_of_memory
 
 REMEDY = (
     "lower trainer.learning_rate or trainer.max_grad_norm, compute in bf16 or float32 instead of "

@@ -22,12 +22,12 @@ from rloo_kit.data.prompts import count_levels
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.evaluator import evaluate, settings_of
 from rloo_kit.job import PreparedJob, read_config, with_whole_paths
+from rloo_kit.machine.cleanup import session
 from rloo_kit.machine.environment import setup
-from rloo_kit.machine.memory import session
 from rloo_kit.output_folder import check_writable, write_atomically
 from rloo_kit.runs.child import call_in_child
 from rloo_kit.runs.precision import PRECISIONS, mismatch
-from rloo_kit.scoring.loading import with_weights
+from rloo_kit.scoring.specs import with_weights
 from rloo_kit.text.redaction import redact_tree, redacting
 from rloo_kit.text.wording import format_value
 from rloo_kit.types import Row

@@ -15,7 +15,7 @@ from rloo_kit.config.run_file import RunConfig
 from rloo_kit.data.lengths import tokenize_prompts
 from rloo_kit.errors import ConfigError
 from rloo_kit.job import PreparedJob
-from rloo_kit.machine.memory import session
+from rloo_kit.machine.cleanup import session
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.sampling.canary import PROBE_TOKENS, PROBE_TOKENS_PER_ROW
 from rloo_kit.types import Row

@@ -10,12 +10,12 @@ from rloo_kit.config.run_file import RunConfig
 from rloo_kit.diagnosis.record import read_run
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
 from rloo_kit.evaluation.evaluator import Evaluation
+from rloo_kit.machine.cleanup import Released
 from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import GIB, why_not_vllm
-from rloo_kit.machine.memory import Released
 
 if TYPE_CHECKING:
-    from rloo_kit.training.config import LeaveOneOutConfig
+    from rloo_kit.training.arguments import LeaveOneOutConfig
 
 Say = Callable[[str], None]
 

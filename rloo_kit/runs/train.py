@@ -17,8 +17,8 @@ from rloo_kit.errors import ConfigError, KitError, MemoryRanOutError
 from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
 from rloo_kit.job import PreparedJob, read_config, with_whole_paths
 from rloo_kit.live.select import chosen_view
+from rloo_kit.machine.cleanup import MIB, is_out_of_memory, session
 from rloo_kit.machine.engines import sleep_pool_bytes
-from rloo_kit.machine.memory import MIB, is_out_of_memory, session
 from rloo_kit.models.loading import save_adapter
 from rloo_kit.output_folder import free_folder, lock_folder, read_json
 from rloo_kit.planning.planner import remedy, room_here

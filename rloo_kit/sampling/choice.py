@@ -4,8 +4,8 @@ from typing import Any
 
 from rloo_kit.config.engine_settings import check_settings, requested_engine
 from rloo_kit.errors import ConfigError, GenerationError
+from rloo_kit.machine.cleanup import add_to_session
 from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
-from rloo_kit.machine.memory import add_to_session
 from rloo_kit.models.engine_memory import MAX_SEQUENCES
 from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shared_engine import EngineSettings

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from rloo_kit.errors import GenerationError, MemoryRanOutError
+from rloo_kit.machine.cleanup import is_out_of_memory
 from rloo_kit.machine.engines import leave_process_groups, may_sleep, shut_down_engine
 from rloo_kit.machine.environment import quiet
 from rloo_kit.machine.hardware import detect_hardware
-from rloo_kit.machine.memory import is_out_of_memory
 from rloo_kit.models.engine_memory import (
     BATCHED_TOKENS,
     EngineSize,

@@ -8,7 +8,7 @@ import typing
 from dataclasses import dataclass
 
 from rloo_kit.rewards import BUILTIN
-from rloo_kit.scoring.loading import reward_behind
+from rloo_kit.scoring.specs import reward_behind
 from rloo_kit.types import Reward
 
 

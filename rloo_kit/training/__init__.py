@@ -1,7 +1,7 @@
 """The leave-one-out trainer over TRL, its settings and its dry run.
 
 Public: ``LeaveOneOutTrainer``, ``LeaveOneOutConfig``. ``step_trainer`` makes the parts of
-``rloo.step.Step`` from TRL's trainer: ``policy`` (passes), ``completer`` (sampling and rewards),
-``dynamic_sampling`` and ``metrics`` (the log). It must not know run folders, reports or the command
+``rloo.step.Step`` from TRL's trainer: ``policy`` (passes), ``sampler`` (sampling and rewards),
+``dynamic_sampling`` and ``step_log``. It must not know run folders, reports or the command
 line.
 """

@@ -19,13 +19,13 @@ from rloo_kit.checkpoints.state import random_states, set_random_states
 from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.data.lengths import longest_prompt
 from rloo_kit.errors import MemoryRanOutError
+from rloo_kit.machine.cleanup import is_out_of_memory, measure, return_to_system, take_peak
 from rloo_kit.machine.hardware import GIB, detect_hardware
-from rloo_kit.machine.memory import is_out_of_memory, measure, return_to_system, take_peak
 from rloo_kit.models.notes import notes_of
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import NO_GRAD_FACTOR, Learner
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch
-from rloo_kit.training.config import LeaveOneOutConfig
+from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.policy import Policy, enable_checkpointing
 from rloo_kit.types import Model, Tokenizer
 

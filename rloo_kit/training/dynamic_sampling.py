@@ -9,8 +9,8 @@ import torch
 
 from rloo_kit.rloo.rollout import ScoredBatch
 from rloo_kit.rloo.step import Row
-from rloo_kit.training.config import LeaveOneOutConfig
-from rloo_kit.training.metrics import StepLog
+from rloo_kit.training.arguments import LeaveOneOutConfig
+from rloo_kit.training.step_log import StepLog
 
 
 @dataclass(kw_only=True, eq=False)

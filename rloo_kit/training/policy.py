@@ -12,7 +12,7 @@ from trl.trainer.utils import use_adapter
 from rloo_kit.rloo.batching import MicroBatch, SharedPrompts, TokenRows
 from rloo_kit.rloo.learner import Learner, PassOutput
 from rloo_kit.sampling.decoding import continues_prompts
-from rloo_kit.training.config import LeaveOneOutConfig
+from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.types import Model
 
 

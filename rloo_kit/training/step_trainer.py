@@ -20,13 +20,13 @@ from rloo_kit.rloo.objective import LOSSES
 from rloo_kit.rloo.step import Row, Step
 from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.engine import Engine
-from rloo_kit.scoring.loading import LoadedReward
-from rloo_kit.training.completer import Sampler, TrainingCompleter
-from rloo_kit.training.config import LeaveOneOutConfig
+from rloo_kit.scoring.specs import LoadedReward
+from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.dry_run import DryRun, WorstCase
 from rloo_kit.training.dynamic_sampling import DynamicSampling
-from rloo_kit.training.metrics import StepLog
 from rloo_kit.training.policy import Policy
+from rloo_kit.training.sampler import Sampler, TrainingCompleter
+from rloo_kit.training.step_log import StepLog
 from rloo_kit.types import Model, Tokenizer
 
 

@@ -21,8 +21,8 @@ from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.diagnosis.watch import RunWatch
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.live.select import live_progress
+from rloo_kit.machine.cleanup import add_to_session, release_model
 from rloo_kit.machine.environment import precision_as_asked
-from rloo_kit.machine.memory import add_to_session, release_model
 from rloo_kit.models.adapters import (
     adapter_values,
     drop_old_reference,
@@ -35,9 +35,9 @@ from rloo_kit.models.notes import notes_of
 from rloo_kit.sampling.choice import check_engine, start_engine
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.contract import guarded
-from rloo_kit.scoring.loading import LoadedReward, load_rewards, with_tokenizers
+from rloo_kit.scoring.specs import LoadedReward, load_rewards, with_tokenizers
 from rloo_kit.text.wording import format_value
-from rloo_kit.training.config import LeaveOneOutConfig, _own_config
+from rloo_kit.training.arguments import LeaveOneOutConfig, _own_config
 from rloo_kit.training.step_trainer import StepTrainer
 from rloo_kit.types import Model, Tokenizer
 

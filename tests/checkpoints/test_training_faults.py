@@ -20,7 +20,7 @@ from rloo_kit.errors import DivergedError
 from rloo_kit.evaluation.evaluator import evaluate
 from rloo_kit.rloo.guards import StepGuard, check_finite
 from rloo_kit.sampling.decoding import Pieces
-from rloo_kit.scoring.loading import load_rewards
+from rloo_kit.scoring.specs import load_rewards
 
 pytestmark = pytest.mark.faults  # half a minute of training; make test-faults
 

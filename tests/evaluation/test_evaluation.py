@@ -25,9 +25,9 @@ from rloo_kit.errors import (
 )
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.evaluation.held_out import choose_engine
-from rloo_kit.evaluation.models import find_trained, load_base
 from rloo_kit.evaluation.statistics import difference
 from rloo_kit.evaluation.table import Row, compare, judge_alike
+from rloo_kit.evaluation.trained import find_trained, load_base
 from rloo_kit.evaluation.win_rate import WinRate, verdicts
 from rloo_kit.job import held_out_judges
 from rloo_kit.models.notes import notes_of

@@ -19,7 +19,7 @@ from rloo_kit.cli import main
 from rloo_kit.config.run_file import DataSection
 from rloo_kit.data.hub_tasks import SYSTEM
 from rloo_kit.errors import ConfigError
-from rloo_kit.evaluation.models import find_trained, load_base
+from rloo_kit.evaluation.trained import find_trained, load_base
 from rloo_kit.export.chat import Printer, chat
 from rloo_kit.export.serve import server_command
 from rloo_kit.job import system_message

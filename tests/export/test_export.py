@@ -17,7 +17,7 @@ import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import ModelError
-from rloo_kit.evaluation.models import find_trained
+from rloo_kit.evaluation.trained import find_trained
 from rloo_kit.export.exporter import export_model, licence_of
 from rloo_kit.export.llama_cpp import find_converter, write_gguf
 from rloo_kit.export.model_card import is_hub_name, model_card, public_name

@@ -94,7 +94,7 @@ def test_a_task_makes_no_more_problems_than_training_could_use():
     ids=range(2),
 )
 def test_a_reward_file_that_ends_the_program_is_refused(source, remedy, tmp_path):
-    from rloo_kit.scoring.loading import load_reward
+    from rloo_kit.scoring.specs import load_reward
 
     (tmp_path / "mine.py").write_bytes(source)
     with pytest.raises(RewardLoadError, match=remedy):
@@ -107,7 +107,7 @@ def test_a_reward_file_that_ends_the_program_is_refused(source, remedy, tmp_path
 def test_a_chat_template_that_fails_is_reported_with_the_prompts(template, tmp_path):
     from rloo_kit.data.lengths import prompt_ids
     from rloo_kit.models.loading import TINY_THINKER, load_model
-    from rloo_kit.scoring.loading import load_rewards
+    from rloo_kit.scoring.specs import load_rewards
 
     folder = shutil.copytree(TINY_THINKER, tmp_path / "model")
     (folder / "chat_template.jinja").write_bytes(template)

@@ -186,7 +186,7 @@ BAD_REWARDS = [
 
 
 def test_specs_and_files_of_rewards(tmp_path):
-    from rloo_kit.scoring.loading import load_rewards
+    from rloo_kit.scoring.specs import load_rewards
 
     names = st.sampled_from(["accuracy", "length", "thinking_format", "format", "judge"])
     table = st.fixed_dictionaries(

@@ -19,7 +19,7 @@ import pytest
 from nbclient import NotebookClient
 
 from rloo_kit.diagnosis.record import RunRecord
-from rloo_kit.diagnosis.rules import Finding
+from rloo_kit.diagnosis.registry import Finding
 from rloo_kit.errors import ConfigError
 from rloo_kit.live import progress as live
 from rloo_kit.live import select

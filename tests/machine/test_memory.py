@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 import rloo_kit as rk
-from rloo_kit.machine.memory import measure
+from rloo_kit.machine.cleanup import measure
 
 
 @pytest.mark.long
@@ -59,7 +59,7 @@ def test_the_peak_of_a_step_is_what_the_driver_counts(monkeypatch):
     import torch
 
     from rloo_kit.rloo.metrics import Tally
-    from rloo_kit.training.metrics import StepLog
+    from rloo_kit.training.step_log import StepLog
 
     gib = 2**30
     free = [4 * gib, 9 * gib]  # the engine awake after sampling, asleep after learning

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from rloo_kit.machine.memory import (
+from rloo_kit.machine.cleanup import (
     MIB,
     MemoryUse,
     Released,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import LoraSection, ModelSection, RunConfig
-from rloo_kit.evaluation.models import find_trained
+from rloo_kit.evaluation.trained import find_trained
 from rloo_kit.job import read_config
 from rloo_kit.models.adapters import base_of
 from rloo_kit.models.shape import read_shape

@@ -68,8 +68,8 @@ def test_a_cpu_gives_a_quarter_of_what_is_free(four_billion):
     [("qwen3-1.7b-8gb", 8), ("qwen3-4b-thinking-12gb", 12), ("qwen3-14b-24gb", 12)],
 )
 def test_the_plan_and_the_load_ask_for_the_same_share(name, card, monkeypatch):
-    monkeypatch.setattr("rloo_kit.planning.job.installed_version", lambda _: "0.31.0")
-    monkeypatch.setattr("rloo_kit.planning.job.why_not_unsloth", lambda _: None)
+    monkeypatch.setattr("rloo_kit.planning.facts.installed_version", lambda _: "0.31.0")
+    monkeypatch.setattr("rloo_kit.planning.facts.why_not_unsloth", lambda _: None)
     made = plan(name, gpu=f"{card}GB")
     job = made.job
     assert job.engine == "shared"

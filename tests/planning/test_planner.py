@@ -13,7 +13,7 @@ from rloo_kit.config.run_file import EXAMPLES, read_run_file
 from rloo_kit.errors import ConfigError
 from rloo_kit.machine.hardware import GIB, find_card
 from rloo_kit.planning.advice import find_changes, peak_with
-from rloo_kit.planning.job import make_job, read_facts
+from rloo_kit.planning.facts import make_job, read_facts
 from rloo_kit.planning.memory import plan_memory
 from rloo_kit.planning.planner import Plan, make_plan, remedy
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rloo_kit.reward_lab.rules import KINDS, find_all, verdict
-from rloo_kit.reward_lab.statistics import (
+from rloo_kit.reward_lab.score_statistics import (
     Batch,
     Probed,
     is_constant,

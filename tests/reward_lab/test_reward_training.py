@@ -13,8 +13,8 @@ from rloo_kit.rewards import RewardModel
 from rloo_kit.cli import main
 from rloo_kit.data.tasks import arithmetic_prompt
 from rloo_kit.errors import ConfigError, DataError, MemoryRanOutError, ModelError
-from rloo_kit.reward_lab.training import read_pairs, split_pairs, train_reward_model
-from rloo_kit.scoring.loading import load_rewards
+from rloo_kit.reward_lab.reward_model import read_pairs, split_pairs, train_reward_model
+from rloo_kit.scoring.specs import load_rewards
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from worked_thought import worked_thought

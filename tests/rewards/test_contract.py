@@ -18,7 +18,7 @@ import rloo_kit.rewards
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rloo_kit.scoring.loading import load_reward
+from rloo_kit.scoring.specs import load_reward
 
 BUILTIN = sorted(rloo_kit.rewards.BUILTIN)
 CLOSE = 151668
@@ -214,7 +214,7 @@ def test_docstring_examples_run(module):
 
 def test_importing_every_reward_loads_nothing_heavy():
     code = (
-        "import sys, rloo_kit.rewards as r, rloo_kit.scoring.loading;"
+        "import sys, rloo_kit.rewards as r, rloo_kit.scoring.specs;"
         "[getattr(r, name) for name in r.__all__];"
         "print(*sorted({'torch', 'transformers', 'trl', 'numpy', 'httpx', 'sympy', 'math_verify',"
         " 'reasoning_gym'} & set(sys.modules)))"

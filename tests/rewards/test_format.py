@@ -8,7 +8,7 @@ from rloo_kit.rewards import JsonFormat, RegexFormat, TagFormat
 from rloo_kit.rewards.format import make_format
 
 from rloo_kit.errors import RewardLoadError
-from rloo_kit.scoring.loading import load_reward
+from rloo_kit.scoring.specs import load_reward
 
 ENDLESS = "(a|aa)+$", "a" * 60 + "!"  # a pattern and a text on which it backtracks for years
 

@@ -17,7 +17,7 @@ from rloo_kit.rewards.judge import Judge
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.scoring.contract import guarded
-from rloo_kit.scoring.loading import load_reward
+from rloo_kit.scoring.specs import load_reward
 
 SECRET = "sk-" + "planted-0123456789"
 FAST = {"timeout_seconds": 5.0, "max_retries": 2}

@@ -7,7 +7,7 @@ from rloo_kit.rewards import Coverage, Rouge
 from rloo_kit.rewards.rouge import longest_common_subsequence
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
-from rloo_kit.scoring.loading import load_reward
+from rloo_kit.scoring.specs import load_reward
 
 
 def score(text, reference, prompt="?", **parameters):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rloo_kit.errors import MemoryRanOutError
-from rloo_kit.machine.memory import is_out_of_memory
+from rloo_kit.machine.cleanup import is_out_of_memory
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import Learner, PassOutput
 from rloo_kit.rloo.metrics import Tally

@@ -181,7 +181,7 @@ def test_memory_that_runs_out_elsewhere_is_one_sentence(place, monkeypatch, caps
     """Sampling, scoring and learning halve their rows first; here nothing can be halved."""
     import torch
 
-    from rloo_kit.training.metrics import StepLog
+    from rloo_kit.training.step_log import StepLog
 
     owner, name = StepLog, "note_step"
     if place == "optimizer step":

@@ -5,7 +5,7 @@ import torch
 
 import rloo_kit as rk
 from rloo_kit.sampling.engine import Generations
-from rloo_kit.scoring.loading import load_rewards
+from rloo_kit.scoring.specs import load_rewards
 from rloo_kit.training import step_trainer as trainer_module
 
 COMPLETION = [5, 6, 7]

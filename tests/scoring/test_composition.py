@@ -9,7 +9,7 @@ from rloo_kit.rewards import Accuracy, Length
 from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.scoring.composition import WeightSchedule, gated, rescaled, routed
 from rloo_kit.scoring.contract import AsyncCheckedReward, checked, guarded
-from rloo_kit.scoring.loading import load_reward, load_rewards
+from rloo_kit.scoring.specs import load_reward, load_rewards
 
 COLUMNS = {
     "prompts": ["p", "p", "p", "p"],

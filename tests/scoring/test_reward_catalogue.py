@@ -6,7 +6,7 @@ from rloo_kit.rewards import BUILTIN
 from rloo_kit.cli import main
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.scoring.catalogue import describe_reward, entry_text
-from rloo_kit.scoring.loading import load_reward
+from rloo_kit.scoring.specs import load_reward
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))

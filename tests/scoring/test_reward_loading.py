@@ -8,7 +8,7 @@ from rloo_kit.rewards import Length, Thinking
 
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.models.loading import TINY_THINKER
-from rloo_kit.scoring.loading import load_reward, load_rewards
+from rloo_kit.scoring.specs import load_reward, load_rewards
 
 FILE = '''
 """A user's rewards."""

@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import asdict
 
 import rloo_kit as rk
-from rloo_kit.machine.memory import measure
+from rloo_kit.machine.cleanup import measure
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
 rk.setup()

@@ -13,7 +13,7 @@ from trl import RLOOConfig, RLOOTrainer
 import rloo_kit as rk
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.rloo.advantages import BASELINES
-from rloo_kit.training.completer import Sampler
+from rloo_kit.training.sampler import Sampler
 from rloo_kit.training.trainer import LeaveOneOutTrainer
 
 LONG = pytest.mark.long

@@ -17,7 +17,7 @@ from trl import ModelConfig, RLOOConfig, RLOOTrainer, ScriptArguments, TrlParser
 import rloo_kit as rk
 from rloo_kit.config.engine_settings import OF_NO_ENGINE, OF_TRANSFORMERS, check_settings
 from rloo_kit.models.loading import TINY_THINKER
-from rloo_kit.scoring.loading import load_rewards, with_tokenizers
+from rloo_kit.scoring.specs import load_rewards, with_tokenizers
 from rloo_kit.training.trainer import REPLACED
 
 HERE = Path(__file__).parents[1]
@@ -157,7 +157,7 @@ UNUSUAL = [
 
 @pytest.mark.parametrize("settings", UNUSUAL)
 def test_every_value_of_trls_config_is_kept(tmp_path, settings):
-    from rloo_kit.training.config import BY_DEVICE, _own_config
+    from rloo_kit.training.arguments import BY_DEVICE, _own_config
 
     given = RLOOConfig(**few(tmp_path, **settings))
     taken = _own_config(given)

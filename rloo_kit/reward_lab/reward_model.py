@@ -19,9 +19,9 @@ from rloo_kit.config.settings import Rule
 from rloo_kit.config.values import check_value
 from rloo_kit.data.files import check_messages, placed_rows
 from rloo_kit.errors import ConfigError, DataError, MemoryRanOutError
+from rloo_kit.machine.cleanup import add_to_session, is_out_of_memory, session
 from rloo_kit.machine.environment import precision_as_asked, quiet, setup
 from rloo_kit.machine.hardware import TESTED, Hardware, installed_version
-from rloo_kit.machine.memory import add_to_session, is_out_of_memory, session
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.output_folder import check_writable, free_folder, write_json
 from rloo_kit.rewards._classifier import (

@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import TrainerState
 
+from rloo_kit.machine.cleanup import take_peak, used_on_gpu
 from rloo_kit.machine.hardware import GIB
-from rloo_kit.machine.memory import take_peak, used_on_gpu
 from rloo_kit.rloo.metrics import Tally, completion_metrics, completion_records, rollout_metrics
 from rloo_kit.rloo.rollout import Completions, Rollout
 from rloo_kit.text.redaction import redact, redact_tree

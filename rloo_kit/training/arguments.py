@@ -99,7 +99,8 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
         mode = "batch" if self.normalize_reward is True else self.normalize_reward or None
         names = [field.name for field in dataclasses.fields(Shaping)]
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return Shaping(**values | {"normalize_reward": mode})
+        values["normalize_reward"] = mode
+        return Shaping(**values)
 
 
 _TRL_FIELDS = {field.name: field for field in dataclasses.fields(RLOOConfig) if field.init}

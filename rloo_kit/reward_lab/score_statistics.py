@@ -12,7 +12,7 @@ from statistics import fmean, pstdev, stdev
 
 import pandas as pd
 
-from rloo_kit.diagnosis.rules import Seen
+from rloo_kit.diagnosis.registry import Seen
 from rloo_kit.types import Score
 
 

@@ -24,10 +24,10 @@ from rloo_kit.sampling.completer import Completer
 from rloo_kit.sampling.decoding import Pieces, complete, finite_logits
 from rloo_kit.sampling.engine import Engine, ThoughtLimit, draw_from
 from rloo_kit.scoring.composition import WeightSchedule
-from rloo_kit.scoring.loading import LoadedReward
-from rloo_kit.training.config import LeaveOneOutConfig
-from rloo_kit.training.metrics import StepLog
+from rloo_kit.scoring.specs import LoadedReward
+from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.policy import Policy, without_checkpointing
+from rloo_kit.training.step_log import StepLog
 from rloo_kit.types import Score
 
 # For a single completion that does not fit into memory
