@@ -1,6 +1,6 @@
 """Diagnosis: read a run's record back, find what went wrong, watch a run, check the machine.
 
 Public names: ``rk.diagnose`` (run_rules); ``read_run`` (record); ``RunWatch`` (watch); ``examine``
-(installation). ``registry`` is the registry of kinds of findings, which reward_lab uses for rewards, too.
+(installation). ``registry`` holds the kinds of findings; reward_lab uses it for rewards too.
 Reads files and rows; must not know the trainer, the report or the live view.
 """
