@@ -356,14 +356,16 @@ def in_a_terminal(place, then, interrupt):
         [sys.executable, "-c", code], stdout=place.slave, stderr=place.slave,
         env={**os.environ, "RLOO_KIT_LIVE": "auto"},
     )  # fmt: skip
-    killer = threading.Timer(60, child.kill)
+    killer = threading.Timer(120, child.kill)
     killer.start()
     try:
         while "READY" not in place.read() and child.poll() is None:
             pass
         if interrupt:
             child.send_signal(interrupt)
-        return child.wait()
+        status = child.wait()
+        time.sleep(0.3)  # the reader's thread may still wait for a core
+        return status
     finally:
         killer.cancel()
 

@@ -80,10 +80,10 @@ def step(length, folder, attention="sdpa"):
         passes.append(batch.num_positions)
         return forward(batch)
 
-    def learn_watched(rollout, row_weights):
+    def learn_watched(rollout, weights):
         trainer.learner.forward = counted
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-            learned = learn(rollout, row_weights)
+            learned = learn(rollout, weights)
         peaks.append(peak_of(watched.profiler.kineto_results.events()))
         return learned
 
