@@ -110,7 +110,7 @@ def trainer(arm: str, options, on_gpu: bool, steps: Steps):
         others = {"doctor": False, "dry_run": False, "optim": "adamw_8bit" if on_gpu else None}
         others = {name: value for name, value in others.items() if value is not None}
         made = rk.LeaveOneOutTrainer(args=rk.LeaveOneOutConfig(**fixed, **others), **parts)
-        made.sampler.draw = steps.sampled(made.sampler.draw)
+        made.completer.draw = steps.sampled(made.completer.draw)
         return made
     import trl
 

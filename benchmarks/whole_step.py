@@ -137,7 +137,7 @@ class Arm:
         policy, prompts = (self.model, self.tokenizer), prompts_of(cell, self.options.steps)
         made = make_trainer(self.name, policy, clock.reward, prompts, **settings)
         if self.name == "kit":
-            made.sampler.draw = clock.sampled(made.sampler.draw)
+            made.completer.draw = clock.sampled(made.completer.draw)
         else:
             made._generate_single_turn = clock.sampled(made._generate_single_turn)
         return made

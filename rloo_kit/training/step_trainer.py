@@ -69,13 +69,13 @@ class StepTrainer(ResumableTrainer, RLOOTrainer):
         )
         self.policy = Policy(self.model, self.ref_model, self.accelerator, args)
         self.sampler = self._make_sampler(engine)
-        completer = self._make_completer(rewards)
+        self.completer = self._make_completer(rewards)
         self.dynamic_sampling = DynamicSampling(
             args=args, dataset=lambda: self.train_dataset, log=self.step_log
         )
         self.rloo = Step(
-            sample=completer.sample,
-            score=completer.score,
+            sample=self.completer.sample,
+            score=self.completer.score,
             reference=self._reference_log_probs if args.beta else None,
             learner=lambda: self.learner,
             guard=StepGuard(args.max_skipped_steps, self.accelerator.scaler),
