@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from rloo_kit.checkpoints.stopping import StopSignals, interrupt_for
 from rloo_kit.checkpoints.store import Checkpoint, list_steps
 from rloo_kit.config.run_file import SECTIONS, RunConfig, read_run_file
 from rloo_kit.errors import ConfigError
@@ -132,8 +133,6 @@ def opened_folder(
     """
     from rloo_kit.runs.recorder import RunRecorder
 
-    folder = past or make_run_folder(free)
-
     def begin() -> None:
         for name in RECORD if checkpoint is None else ("end.json",):
             (folder / name).unlink(missing_ok=True)
@@ -144,11 +143,15 @@ def opened_folder(
         facts["versions"] = {name: installed_version(name) for name in ("rloo_kit", *TESTED)}
         write_json(folder / "environment.json", redact_tree(facts), indent=2)
 
-    recorder = RunRecorder(folder, begin)
     with contextlib.ExitStack() as stack:
-        if past is None:
-            stack.enter_context(_removed_if_empty(folder))
-            stack.enter_context(lock_folder(folder))
+        with StopSignals() as signals:  # one that comes right here would leave an empty folder
+            folder = past or make_run_folder(free)
+            if past is None:
+                stack.enter_context(_removed_if_empty(folder))
+                stack.enter_context(lock_folder(folder))
+        if signals.received:
+            raise interrupt_for(signals.received)
+        recorder = RunRecorder(folder, begin)
         if checkpoint is None:  # else once the trainer has accepted it as one of this run
             recorder.begin()
         stack.enter_context(_end_recorded(recorder))

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from trials import SLOW, STEPS, Trial
@@ -95,3 +96,19 @@ def test_the_reader_of_the_output_goes_away(trial):
     if trial.begin(before=close).finish():
         trial.resume()
     assert trial.differs() == []
+
+
+def test_a_signal_while_the_folder_is_made(trial):
+    def signal_at_once():
+        make = os.mkdir
+
+        def make_and_signal(path, *others):
+            make(path, *others)
+            if Path(path) == trial.run:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        os.mkdir = make_and_signal
+
+    life = trial.begin(before=signal_at_once)
+    assert life.finish() == 130, life.text
+    assert not trial.run.exists()
