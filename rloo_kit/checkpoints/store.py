@@ -74,14 +74,6 @@ def write_checkpoint(
     from safetensors import SafetensorError
 
     part, final = run / f".checkpoint-{step}.part", run / f"checkpoint-{step}"
-    manifest = {
-        "format": FORMAT,
-        "version": importlib.metadata.version("rloo-kit"),
-        "step": step,
-        "time": time.time(),
-        "score": float(score) if score is not None and math.isfinite(score) else None,
-        "facts": facts or {},
-    }
     try:
         run.mkdir(parents=True, exist_ok=True)
         # Hidden folders that a killed process left
@@ -89,10 +81,7 @@ def write_checkpoint(
             shutil.rmtree(left)
         part.mkdir()
         fill(part)
-        manifest["files"] = _checksums_of(part)
-        manifest["sha256"] = _checksum_of_manifest(manifest)
-        (part / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        _sync(part)
+        seal_checkpoint(part, step, facts=facts, score=score)
         if final.exists():
             _discard(final)
         part.rename(final)
@@ -105,6 +94,34 @@ def write_checkpoint(
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return final
+
+
+def seal_checkpoint(
+    folder: Path, step: int, *, facts: dict[str, Any] | None = None, score: float | None = None
+) -> None:
+    """Write the manifest of a folder whose files are all there, and bring all to the disk.
+
+    Args:
+        folder: Of the checkpoint; one without a manifest is none.
+        step: As ``write_checkpoint`` has it.
+        facts: The same.
+        score: The same.
+
+    Raises:
+        OSError: The disk is full or refuses.
+    """
+    manifest = {
+        "format": FORMAT,
+        "version": importlib.metadata.version("rloo-kit"),
+        "step": step,
+        "time": time.time(),
+        "score": float(score) if score is not None and math.isfinite(score) else None,
+        "facts": facts or {},
+        "files": _checksums_of(folder),
+    }
+    manifest["sha256"] = _checksum_of_manifest(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    _sync(folder)
 
 
 def _checksums_of(folder: Path) -> dict[str, dict[str, Any]]:
