@@ -16,7 +16,7 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from rloo_kit.live.view import LiveView
-from rloo_kit.training.step_trainer import route_trl_lm_head
+from rloo_kit.training.trl_step import route_trl_lm_head
 
 TRAINERS: dict[str, tuple[Any, Any]] = {
     "kit": (rk.LeaveOneOutTrainer, rk.LeaveOneOutConfig),

@@ -46,7 +46,7 @@ from rloo_kit.live.view import LiveView
 from rloo_kit.machine.cleanup import take_peak
 from rloo_kit.machine.hardware import installed_version
 from rloo_kit.models.loading import TINY_THINKER
-from rloo_kit.training.step_trainer import route_trl_lm_head
+from rloo_kit.training.trl_step import route_trl_lm_head
 
 RESULTS = Path(__file__).parent / "results"
 GENERATIONS, PROMPTS = 4, 4

@@ -77,6 +77,10 @@ class MemoryRanOutError(SetupError, RuntimeError):
     """Memory ran out, and nothing is left to make smaller."""
 
 
+class ProcessEndedError(SetupError, RuntimeError):
+    """Another process of the same training has ended."""
+
+
 class GenerationError(SetupError, RuntimeError):
     """An engine that samples cannot start, is away, or answers something else."""
 

@@ -11,6 +11,9 @@ A checkpoint (docs/how-to/resume.md) is a folder ``checkpoint-N`` without any pi
 After every optimizer step a snapshot of the small part of that state is kept in memory. Until the
 next optimizer step the weights and the optimizer still belong to it. So an error in sampling, in a
 reward or in a pass loses nothing: the checkpoint of the last finished step is written then.
+
+Where TRL's step trains (``by_trl``), transformers writes and reads weights, optimizer and random
+states in its own way, on every process; the kit adds its ``state.json`` and the manifest.
 """
 
 import copy
@@ -42,11 +45,13 @@ from rloo_kit.checkpoints.store import (
     list_steps,
     prune_checkpoints,
     read_checkpoint,
+    seal_checkpoint,
     write_checkpoint,
 )
 from rloo_kit.checkpoints.weights import read_weights, trained_parameters, write_weights
 from rloo_kit.config.settings import OWN_FIELDS, on_resume
 from rloo_kit.errors import CheckpointError, KitError
+from rloo_kit.machine.processes import is_cut_off
 from rloo_kit.rloo.guards import check_finite
 from rloo_kit.text.numbers import finite_numbers, mean_or_none
 
@@ -82,6 +87,8 @@ class ResumableTrainer(Trainer):
     resumed_from: Checkpoint | None = None
     state_read: dict[str, Any] | None = None  # a checkpoint's, until the first step
     saved_at = 0  # step of the last checkpoint
+    # Whether TRL's step trains: then weights and optimizer are saved as transformers saves them
+    by_trl = False
     _snapshot: dict[str, Any] | None = None
     _loop: TrainerState  # as it was at the snapshot
 
@@ -112,7 +119,7 @@ class ResumableTrainer(Trainer):
             self.accelerator.unwrap_model(self.model),
             self.train_dataset,
             self.reward_func_names,
-        )
+        ) | {"step": "trl" if self.by_trl else "kit"}
         folder = None
         if self.resumed_from is not None:
             check_same_run(self.resumed_from, self._facts)
@@ -127,7 +134,7 @@ class ResumableTrainer(Trainer):
             except Exception as exc:
                 self._save_last_step()
                 # Ctrl-C reaches child processes too, so the error is only its consequence
-                if self._signals.received is not None:
+                if self._signals.received is not None and not is_cut_off(exc):
                     raise interrupt_for(self._signals.received) from exc
                 raise
             finally:
@@ -155,10 +162,22 @@ class ResumableTrainer(Trainer):
         hours = (time.monotonic() - self._started) / 3600
         if args.max_hours is not None and hours >= args.max_hours and not self.stop_reason:
             self.stop(f"max_hours {args.max_hours:g} is over: resume with --resume")
+        self._tell_other_processes()
         if not self.stop_reason and self._signals.received is None:
             return False
         self.control.should_training_stop = True
         return args.save_strategy != "no" and self.saved_at != self.state.global_step
+
+    def _tell_other_processes(self) -> None:
+        """Let all processes stop after the same step, whichever of them was asked."""
+        if self.accelerator.num_processes == 1:
+            return
+        mine = [self._signals.received or 0, bool(self.stop_reason)]
+        everyone = self.accelerator.gather(torch.tensor(mine, device=self.accelerator.device))
+        signal, is_stopped = everyone.view(-1, 2).amax(0).tolist()
+        self._signals.received = self._signals.received or signal or None
+        if is_stopped and not self.stop_reason:
+            self.stop_reason = "another process of this training was stopped"
 
     # --- the snapshot of the last finished step --------------------------------------------------
 
@@ -193,8 +212,25 @@ class ResumableTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write the checkpoint of the step that has just ended."""
+        if self.by_trl:
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            self._seal_checkpoint(self.take_snapshot())
+            return
         self.store_flos()
         self._write_checkpoint(self.take_snapshot())
+
+    def _seal_checkpoint(self, snapshot: dict[str, Any]) -> None:
+        """Add the kit's part to a checkpoint that transformers has written."""
+        self.saved_at = step = self.state.global_step
+        if not self.accelerator.is_main_process:
+            return
+        self.notify("on_checkpoint")
+        folder = Path(self.args.output_dir) / f"checkpoint-{step}"
+        write_tree(folder, snapshot)
+        score = self._checkpoint_score(snapshot["callbacks"])
+        seal_checkpoint(folder, step, facts=self._facts, score=score)
+        self._remove_others()
 
     def check_weights(self) -> None:
         """Raise DivergedError where trained weights hold NaN or Inf."""
@@ -202,7 +238,7 @@ class ResumableTrainer(Trainer):
 
     def _save_last_step(self) -> None:
         """After an error, save the last finished step."""
-        if self._snapshot is None or self.args.save_strategy == "no":
+        if self._snapshot is None or self.by_trl or self.args.save_strategy == "no":
             return
         step = self._loop.global_step
         if step == self.saved_at:
@@ -232,6 +268,11 @@ class ResumableTrainer(Trainer):
         score = self._checkpoint_score(snapshot["callbacks"])
         write_checkpoint(run, loop.global_step, fill, facts=self._facts, score=score)
         self.saved_at = loop.global_step
+        self._remove_others()
+
+    def _remove_others(self) -> None:
+        """Remove the checkpoints that are not kept."""
+        run = Path(self.args.output_dir)
         # Later checkpoints are of another future of this run, left by a resume
         for later in list_steps(run):
             if later > self.saved_at:
@@ -276,6 +317,9 @@ class ResumableTrainer(Trainer):
         self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
     ) -> None:
         """Load the checkpoint's weights into the model."""
+        if self.by_trl:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
         assert self.resumed_from is not None
         policy: Any = self.accelerator.unwrap_model(self.model)
         read_weights(policy, self.resumed_from.folder)
@@ -289,17 +333,8 @@ class ResumableTrainer(Trainer):
         state = self.state_read
         if state is None or self.resumed_from is None:
             return
-        try:
-            self.optimizer.load_state_dict(state.pop("optimizer"))
-            self._restore_schedule(state.pop("scheduler"))
-        except (ValueError, KeyError, TypeError, AttributeError) as exc:
-            raise CheckpointError(
-                f"the optimizer of {self.resumed_from.folder.name} does not fit this one ({exc}): "
-                f"put trainer.optim back to what it was"
-            ) from exc
-        scaler = getattr(self.accelerator, "scaler", None)
-        if scaler is not None and state["scaler"]:
-            scaler.load_state_dict(state["scaler"])
+        if not self.by_trl:
+            self._restore_optimizer(state, self.resumed_from.folder.name)
         # The steps that today's arguments ask for, not the checkpoint's
         self.state.compute_steps(self.args, self.state.max_steps)
         self.notify("on_resume", held=state["callbacks"])
@@ -307,7 +342,22 @@ class ResumableTrainer(Trainer):
         for reward, kept in zip(self.reward_funcs, state["rewards"], strict=True):
             if kept is not None:
                 _inner(reward).load_state_dict(kept)
-        set_random_states(state["random"])
+        if not self.by_trl:
+            set_random_states(state["random"])
+
+    def _restore_optimizer(self, state: dict[str, Any], name: str) -> None:
+        """Load optimizer, schedule and scaler of the checkpoint of that name."""
+        try:
+            self.optimizer.load_state_dict(state.pop("optimizer"))
+            self._restore_schedule(state.pop("scheduler"))
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise CheckpointError(
+                f"the optimizer of {name} does not fit this one ({exc}): put trainer.optim back "
+                f"to what it was"
+            ) from exc
+        scaler = getattr(self.accelerator, "scaler", None)
+        if scaler is not None and state["scaler"]:
+            scaler.load_state_dict(state["scaler"])
 
     def _run_epoch(self, *args: Any, **keywords: Any) -> None:
         """Make the steps of an epoch; transformers would make one more of a run that has all."""
@@ -318,7 +368,10 @@ class ResumableTrainer(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Set the random states: transformers calls this last, right before the first step."""
-        if self.state_read is not None:
+        if self.by_trl:
+            super()._load_rng_state(checkpoint)
+            self.state_read = None
+        elif self.state_read is not None:
             set_random_states(self.state_read["random"])
             self.state_read = None
 
@@ -421,6 +474,11 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
         CheckpointError: Model, prompts, rewards or a setting that must stay differ.
     """
     name, then = checkpoint.folder.name, checkpoint.facts
+    if (step := then.get("step", "kit")) != now.get("step", "kit"):
+        raise CheckpointError(
+            f"{name} was written by the other training step: set trainer.step to {step}, and start "
+            f"as many processes as before, or begin a new run"
+        )
     for what, text in (
         ("model", "another model: put model.name, model.load_in_4bit and lora"),
         ("prompts", "other prompts: put data, or the file that it names,"),

@@ -24,6 +24,7 @@ class Rule:
     table: str = ""  # `module:NAME` of a table whose rows are the choices; loads what that needs
     default: Any = None  # what the kit sets in place of TRL's default; None: nothing
     by_device: bool = False  # the default follows machine and model; None lets the kit choose
+    kit_step: bool = False  # the kit's own step obeys it, and TRL's does not
     resume: Resume = "free"
     """``must``: it decides what is sampled and learned, so a resumed run keeps it. ``may``: a new
     value is used from the next step and reported. ``free``: it may change without notice."""
@@ -59,38 +60,51 @@ STOP_ON = (
 class KitSettings:
     """Trainer settings that TRL does not have."""
 
+    step: Literal["auto", "kit", "trl"] = setting(
+        "auto",
+        "Whose training step: the `kit`'s, which is faster, or TRL's own (`trl`); `auto`: TRL's "
+        "where the kit's cannot train ([more than one card](../how-to/more_than_one_card.md)).",
+    )
     tokens_per_micro_batch: int | None = setting(
         None,
         "Positions (rows times width) of a training pass; null: from the free memory. Changes "
         "speed and memory, not the gradient. `per_device_train_batch_size` keeps its meaning.",
         minimum=1,
         resume="may",
+        kit_step=True,
     )
     token_level_kl: bool = setting(
         False,
         "Penalise each token by the KL from itself on, instead of the completion by its sum.",
         resume="must",
+        kit_step=True,
     )
     kl_estimator: Literal["k1", "k3"] = setting(
-        "k1", "`k1` (log ratio) or `k3` (never negative).", resume="must"
+        "k1",
+        "`k1` (log ratio) or `k3` (never negative).",
+        resume="must",
+        kit_step=True,
     )
     missing_eos_penalty: float | None = setting(
         None,
         "Subtracted from the score of a completion that was cut off.",
         minimum=0,
         resume="must",
+        kit_step=True,
     )
     combine: Literal["sum", "normalize_then_sum"] = setting(
         "sum",
         "Several rewards: the weighted `sum`, or each over its own spread first "
         "(`normalize_then_sum`).",
         resume="must",
+        kit_step=True,
     )
     normalize_reward: bool | Literal["batch", "moving"] | None = setting(
         None,
         "Scores over mean and spread of the generation batch (true, `batch`) or of all batches so "
         "far (`moving`).",
         resume="must",
+        kit_step=True,
     )
     baseline: str = setting(
         "leave_one_out",
@@ -98,6 +112,7 @@ class KitSettings:
         "step](../how-to/change_the_step.md)).",
         table="rloo_kit.rloo.advantages:BASELINES",
         resume="must",
+        kit_step=True,
     )
     loss: str = setting(
         "clipped",
@@ -105,6 +120,7 @@ class KitSettings:
         "step](../how-to/change_the_step.md)).",
         table="rloo_kit.rloo.objective:LOSSES",
         resume="must",
+        kit_step=True,
     )
     on_reward_error: Literal["stop", "skip"] = setting(
         "stop", "`stop`, or `skip`: what a reward cannot score counts as unscorable and is logged."
@@ -116,6 +132,7 @@ class KitSettings:
         False,
         "Draw further prompts in place of groups of equal scores.",
         resume="must",
+        kit_step=True,
     )
     dynamic_sampling_rounds: int = setting(
         4,
@@ -123,6 +140,7 @@ class KitSettings:
         minimum=1,
         maximum=100,
         resume="must",
+        kit_step=True,
     )
     generation: Literal["auto", "vllm", "transformers"] = setting(
         "auto",
@@ -136,6 +154,7 @@ class KitSettings:
         "was cut off; null: no limit but `max_completion_length`.",
         minimum=1,
         resume="must",
+        kit_step=True,
     )
     canary: bool = setting(
         True,
@@ -145,9 +164,15 @@ class KitSettings:
         None,
         "`sequence` or `token`: weigh by the policy's probability over the sampler's.",
         resume="must",
+        kit_step=True,
     )
     rollout_correction_cap: float = setting(
-        2.0, "Largest such weight.", minimum=1, maximum=1e6, resume="must"
+        2.0,
+        "Largest such weight.",
+        minimum=1,
+        maximum=1e6,
+        resume="must",
+        kit_step=True,
     )
     doctor: bool = setting(True, "Look for problems during the run and report them.")
     stop_on: list[str] | None = setting(
@@ -157,7 +182,9 @@ class KitSettings:
     )
     keep_last: int = setting(2, "Newest checkpoints that are kept.", minimum=1)
     keep_best: int = setting(
-        1, "Checkpoints kept in addition because they scored highest; 0: none.", minimum=0
+        1,
+        "Checkpoints kept in addition because they scored highest; 0: none.",
+        minimum=0,
     )
     max_hours: float | None = setting(
         None, "Save and stop after the step in which the training has taken so long.", above=0
@@ -166,10 +193,12 @@ class KitSettings:
         3,
         "Stop when so many optimizer steps in a row were skipped because of NaN/Inf gradients.",
         minimum=1,
+        kit_step=True,
     )
     dry_run: bool | None = setting(
         None,
         "Take the memory of the longest step of a training before its first; null: on a GPU only.",
+        kit_step=True,
     )
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -133,6 +133,7 @@ def evaluate(
     engine: "Engine | None" = None,
     num_samples: int = 1,
     thinking_budget: int | None = None,
+    sample: Callable[[list[Any]], Completions] | None = None,
 ) -> Evaluation:
     """Complete every prompt and score the completions; random states are left as they were.
 
@@ -151,6 +152,7 @@ def evaluate(
         engine: Samples instead of ``model.generate``; it is sent the adapter first.
         num_samples: Completions of each prompt, for pass@k.
         thinking_budget: Tokens after which an open thought ends its completion; None: no limit.
+        sample: Samples a completion of each row in place of all of the above; None: they do.
 
     Raises:
         ConfigError: Several greedy completions of a prompt: they would all be the same. Or a
@@ -178,7 +180,7 @@ def evaluate(
         ends=frozenset((*ends, tokenizer.pad_token_id)),
         functions=lambda: [reward.func for reward in rewards],
     )
-    completions = completer.sample(rows)
+    completions = (sample or completer.sample)(rows)
     found = completer.score(rows, completions).result()
     scores = {reward.name: own for reward, own in zip(rewards, found, strict=True)}
     samples = _samples(tokenizer, completions, scores)

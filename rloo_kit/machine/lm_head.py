@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens in plain torch, without the full logits.
 
 TRL's fused LM head is a Triton kernel and starts on a GPU only. ``route_trl_lm_head`` of
-``training.step_trainer`` puts this one in its place elsewhere: logits exist for a few tokens at a
+``training.trl_step`` puts this one in its place elsewhere: logits exist for a few tokens at a
 time, forward and backward, so peak memory does not grow with tokens times vocabulary. Where Unsloth
 has its own, nothing is changed.
 """

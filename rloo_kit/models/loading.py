@@ -15,6 +15,7 @@ from rloo_kit.errors import ConfigError, KitError, ModelError
 from rloo_kit.machine.cleanup import add_to_session, is_out_of_memory
 from rloo_kit.machine.environment import Environment, quiet, setup
 from rloo_kit.machine.hardware import why_not_vllm
+from rloo_kit.machine.processes import divided_by_launcher, num_processes
 from rloo_kit.models.adapters import WEIGHTS, adapter_in, base_of, is_path, lora_settings
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.notes import notes_of
@@ -267,7 +268,12 @@ def _with_adapter(model: Model, folder: Path) -> Any:
     return peft_model
 
 
-def save_adapter(model: Model, tokenizer: Tokenizer, folder: str | Path) -> Path:
+def save_adapter(
+    model: Model,
+    tokenizer: Tokenizer,
+    folder: str | Path,
+    state: dict[str, Any] | None = None,
+) -> Path:
     """Write the trained adapter and the tokenizer as PEFT reads them; the write is atomic.
 
     A crash leaves the old weights or the new ones, whole. Where the settings of LoRA have changed,
@@ -278,6 +284,7 @@ def save_adapter(model: Model, tokenizer: Tokenizer, folder: str | Path) -> Path
         model: With its adapter.
         tokenizer: Written to the same folder.
         folder: Of an adapter, or one that does not exist yet.
+        state: The model's tensors by name, where the model itself holds a part of them.
 
     Raises:
         ModelError: The disk refused, or the folder holds something else than an adapter.
@@ -291,7 +298,8 @@ def save_adapter(model: Model, tokenizer: Tokenizer, folder: str | Path) -> Path
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        model.save_pretrained(str(partial), selected_adapters=["default"])
+        given = {} if state is None else {"state_dict": state}
+        model.save_pretrained(str(partial), selected_adapters=["default"], **given)
         tokenizer.save_pretrained(str(partial))
         _replace_adapter(folder, partial)
     except OSError as exc:
@@ -453,8 +461,7 @@ def _load_transformers(
             bnb_4bit_compute_dtype=dtype,
         )
     tokenizer_name = kwargs.pop("tokenizer_name", source)
-    place = {"": setup().hardware.device}
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=place, **kwargs)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=_place(), **kwargs)
     model.config.use_cache = False  # training forwards keep no KV cache; generate asks for its own
     tokenizer = AutoTokenizer.from_pretrained(
         tokenizer_name,
@@ -462,6 +469,19 @@ def _load_transformers(
         trust_remote_code=kwargs["trust_remote_code"],
     )
     return model, tokenizer
+
+
+def _place() -> dict[str, Any] | None:
+    """Return where the whole model goes; None where DeepSpeed or FSDP divides it."""
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    if is_deepspeed_zero3_enabled() or divided_by_launcher():
+        return None
+    if num_processes() == 1:
+        return {"": setup().hardware.device}
+    from accelerate import PartialState
+
+    return {"": PartialState().device}
 
 
 @contextlib.contextmanager

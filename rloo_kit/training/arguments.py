@@ -6,6 +6,7 @@ import enum
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import torch
 from trl import RLOOConfig  # pyright: ignore[reportPrivateImportUsage]  # Unsloth's is there
 
 from rloo_kit.config.run_file import read_value
@@ -92,6 +93,12 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
     def n_gpu(self) -> int:
         """The GPUs that train: of several the first, where transformers would divide batches."""
         return min(1, super().n_gpu)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that trains; a CPU has no number, since torch.load would not find it."""
+        found = super().device
+        return torch.device("cpu") if found.type == "cpu" else found
 
     @property
     def shaping(self) -> Shaping:

@@ -1,17 +1,22 @@
-"""TRL's trainer around the kit's step: the one place that takes the parts of a step out of TRL."""
+"""TRL's trainer around the kit's step: the one place that takes the parts of a step out of TRL.
 
+Where ``step_choice`` says so, TRL's own step trains, and the kit's hooks stand aside.
+"""
+
+import copy
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from trl import RLOOTrainer  # pyright: ignore[reportPrivateImportUsage]  # Unsloth's is there
 
 from rloo_kit.checkpoints.resume import ResumableTrainer
 from rloo_kit.data.lengths import check_lengths
-from rloo_kit.errors import ConfigError
-from rloo_kit.machine.hardware import detect_hardware
-from rloo_kit.machine.lm_head import PlainTorchLogProb
+from rloo_kit.machine.cleanup import take_peak
+from rloo_kit.machine.hardware import GIB, detect_hardware
+from rloo_kit.machine.processes import divided_by_launcher, num_processes
+from rloo_kit.models.loading import save_adapter
 from rloo_kit.models.notes import notes_of
 from rloo_kit.rloo.batching import TokenRows, default_token_budget, pass_overhead
 from rloo_kit.rloo.guards import StepGuard
@@ -27,11 +32,12 @@ from rloo_kit.training.dynamic_sampling import DynamicSampling
 from rloo_kit.training.policy import Policy
 from rloo_kit.training.sampler import Sampler, TrainingCompleter
 from rloo_kit.training.step_log import StepLog
+from rloo_kit.training.trl_step import TrlStep, route_trl_lm_head
 from rloo_kit.types import Model, Tokenizer
 
 
-class StepTrainer(ResumableTrainer, RLOOTrainer):
-    """TRL's ``RLOOTrainer`` whose optimizer step is ``rloo.step.Step``."""
+class StepTrainer(ResumableTrainer, TrlStep):
+    """TRL's ``RLOOTrainer`` whose optimizer step is ``rloo.step.Step``, or TRL's own."""
 
     # TRL and transformers leave these untyped, or too wide to use
     args: LeaveOneOutConfig  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -50,23 +56,21 @@ class StepTrainer(ResumableTrainer, RLOOTrainer):
         """Make the parts of the step, each of what it uses."""
         route_trl_lm_head()
         args = self.args
-        if self.aux_loss_enabled:
-            raise ConfigError(
-                "the router loss of this mixture of experts is not trained: set "
-                "model.config.output_router_logits to False"
-            )
         self._check_lengths()
+        self.loaded_rewards = rewards
         self.dry_run_done = False
         self.collected: list[list[Row]] = []  # the rows of the optimizer step in progress
         self.step_log = StepLog(
             names=self.reward_func_names,
             tokenizer=self.tokenizer,
-            tables=self._logs,
+            tables=copy.deepcopy(self.tables) if self.by_trl else self.tables,  # TRL fills its own
             state=lambda: self.state,
             tell=lambda records, rollout: self.notify(
                 "on_completions", records=records, rollout=rollout
             ),
         )
+        if self.by_trl:
+            return
         self.policy = Policy(self.model, self.ref_model, self.accelerator, args)
         self.sampler = self._make_sampler(engine)
         self.completer = self._make_completer(rewards)
@@ -160,18 +164,30 @@ class StepTrainer(ResumableTrainer, RLOOTrainer):
             check_lengths(dataset, self.tokenizer, self.args, longest)
 
     @property
+    def by_trl(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether TRL's own step trains."""
+        return self.step_choice.by_trl
+
+    @property
     def engine(self) -> Engine | None:
-        """The engine that samples; None: the model itself."""
-        return self.sampler.engine
+        """The engine that samples; None: the model itself, or what TRL samples with."""
+        return None if self.by_trl else self.sampler.engine
 
     @engine.setter
     def engine(self, engine: Engine | None) -> None:
         self.sampler.engine = engine
 
-    @property
-    def tokenizer(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The tokenizer, which is a part of a processor."""
-        return getattr(self.processing_class, "tokenizer", self.processing_class)
+    def save_adapter(self, folder: str | Path, tokenizer: Tokenizer) -> None:
+        """Write the trained adapter to a folder, as ``models.save_adapter`` does.
+
+        Every process calls it: the tensors are gathered, and the first process writes.
+        """
+        state = None
+        if num_processes() > 1 or divided_by_launcher():
+            state = self.accelerator.get_state_dict(self.model_wrapped)
+        if self.accelerator.is_main_process:
+            save_adapter(self.accelerator.unwrap_model(self.model), tokenizer, folder, state)
+        self.accelerator.wait_for_everyone()
 
     def dry_run_if_wanted(self, say: Callable[[str], None], **how: Any) -> DryRun | None:
         """Make the dry run where ``args.dry_run`` asks for it, and print it; ``how`` as it has.
@@ -179,7 +195,7 @@ class StepTrainer(ResumableTrainer, RLOOTrainer):
         Raises:
             MemoryRanOutError: The worst case does not fit.
         """
-        if not self._worst_case().is_wanted(how.get("max_prompt_tokens")):
+        if self.by_trl or not self._worst_case().is_wanted(how.get("max_prompt_tokens")):
             return None
         found = self.dry_run(**how)
         say(str(found))
@@ -212,13 +228,17 @@ class StepTrainer(ResumableTrainer, RLOOTrainer):
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any
     ) -> list[list[int]]:
-        """Sample for TRL's own evaluation."""
+        """Sample for TRL's own evaluation, or leave it to TRL."""
+        if self.by_trl:
+            return super()._generate_single_turn(prompt_ids, images, multimodal_fields)
         return self.sampler.draw(prompt_ids)[0]
 
     def training_step(  # pyright: ignore[reportIncompatibleMethodOverride]  # as TRL's
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any
     ) -> torch.Tensor:
         """Collect the rows of a slice; with the last one of an optimizer step, make the step."""
+        if self.by_trl:
+            return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         if hasattr(self.optimizer, "train"):  # schedule-free optimizers
             self.optimizer.train()
@@ -240,22 +260,20 @@ class StepTrainer(ResumableTrainer, RLOOTrainer):
         """
         if self.model.training:
             logs.update(self.step_log.take_means())
+        if self.by_trl:
+            super().log(self._of_trl(logs), start_time)
+            return
         if "train_loss" in logs:
             logs["train_loss"] = self.step_log.loss_sum / max(1, self.state.global_step)
         super().log(logs, start_time)
 
-
-def route_trl_lm_head() -> bool:
-    """Make TRL's fused LM head usable without Triton; return whether anything had to change."""
-    import trl.trainer.utils
-
-    utils: Any = trl.trainer.utils  # a private name of TRL 1.15; tests hold its signature
-    kernel = utils._ChunkedLogProbFunction
-    has_triton = kernel is not None and torch.cuda.is_available()
-    if has_triton or kernel is PlainTorchLogProb or hasattr(kernel, "_unsloth_cpu_dispatch"):
-        return False
-    utils._ChunkedLogProbFunction = PlainTorchLogProb
-    return True
+    def _of_trl(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """Return a line of TRL's step, with what the kit's step logs under names of its own."""
+        if "learning_rate" in logs:
+            logs["lr"] = logs["learning_rate"]
+            logs["episode"] = self.step_log.episodes
+            logs["memory/peak_gib"] = take_peak() / GIB
+        return logs
 
 
 def _pass_sizes(args: LeaveOneOutConfig, config: Any) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from trl import RLOOConfig  # pyright: ignore[reportPrivateImportUsage] # patche
 from rloo_kit.checkpoints.resume import Boundary
 from rloo_kit.config.run_file import ModelSection, RunConfig
 from rloo_kit.config.settings import DEFAULTS
+from rloo_kit.data.images import has_images
 from rloo_kit.diagnosis.watch import RunWatch
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.live.select import live_progress
@@ -38,6 +39,12 @@ from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.specs import LoadedReward, load_rewards, with_tokenizers
 from rloo_kit.text.wording import format_value
 from rloo_kit.training.arguments import LeaveOneOutConfig, _own_config
+from rloo_kit.training.step_choice import (
+    StepChoice,
+    choose_step,
+    let_trl_sample,
+    set_router_loss,
+)
 from rloo_kit.training.step_trainer import StepTrainer
 from rloo_kit.types import Model, Tokenizer
 
@@ -48,12 +55,6 @@ RENAMED_PARTS = {
     "policy": "model",
     "tokenizer": "processing_class",
 }
-# Methods of TRL that a training here never calls: a subclass that overrides one would not be obeyed
-REPLACED = {
-    "_calculate_rewards", "_compute_loss", "_generate", "_generate_and_score_completions",
-    "_generate_single_turn", "_get_per_token_logps_and_entropies", "_prepare_inputs",
-    "compute_loss",
-}  # fmt: skip
 
 
 class LeaveOneOutTrainer(StepTrainer):
@@ -74,8 +75,8 @@ class LeaveOneOutTrainer(StepTrainer):
             ``policy`` and ``tokenizer``, each with a warning.
 
     Raises:
-        ConfigError: An argument is missing, unknown or given twice. A subclass that overrides a
-            method of TRL that the kit's step does not call is refused where it is defined.
+        ConfigError: An argument is missing, unknown or given twice; or ``args.step`` is ``kit``,
+            and the kit's step cannot make this training.
         DataError: The dataset has no rows, or no column ``prompt``.
         RewardError: A reward cannot be loaded, or returns something else than scores.
         GenerationError: The engine that was asked for by name cannot sample.
@@ -83,16 +84,6 @@ class LeaveOneOutTrainer(StepTrainer):
 
     # the doctor's rules on this training; None where `args.doctor` is off
     watch: RunWatch | None = None
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        """Refuse a subclass that overrides what a training never calls."""
-        super().__init_subclass__(**arguments)
-        subclasses = cls.__mro__[: cls.__mro__.index(LeaveOneOutTrainer)]
-        if names := REPLACED & {name for one in subclasses for name in vars(one)}:
-            raise ConfigError(
-                f"{cls.__name__} overrides {min(names)}, which the kit's own step never calls: "
-                f"change that step (docs/how-to/change_the_step.md), or subclass trl.RLOOTrainer"
-            )
 
     def __init__(  # noqa: PLR0913
         self,
@@ -115,13 +106,14 @@ class LeaveOneOutTrainer(StepTrainer):
         _translate_parts(parts, others)
         asked = _own_config(parts.pop("args"))
         args = copy.copy(asked)  # the caller's stays as it is
-        if engine is None:
+        self.step_choice = self._choose_step(args, parts)
+        if engine is None and not self.by_trl:
             check_engine(asked)
         _follow_model(args, parts["model"])
         check_prompts(parts["train_dataset"], args)
         rewards = _load_weighted(parts.pop("reward_funcs"), args, parts["processing_class"])
         rewards = with_tokenizers(rewards, others.get("reward_processing_classes"))
-        args.use_vllm = False  # the kit samples; TRL need not start an engine of its own
+        let_trl_sample(args, self.step_choice)
         drop_old_reference(parts["model"])
         adapter = adapter_values(parts["model"])
         with precision_as_asked(args), without_engine(parts["model"]):
@@ -139,7 +131,7 @@ class LeaveOneOutTrainer(StepTrainer):
                 **parts,
                 **others,
             )
-        if self.accelerator.mixed_precision == "fp16":
+        if self.accelerator.mixed_precision == "fp16" and not self.by_trl:
             _scale_loss(self.accelerator)
         restore_adapter(self.model, adapter)
         keep_trainable_layout(self.model)
@@ -148,14 +140,29 @@ class LeaveOneOutTrainer(StepTrainer):
         for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):  # one calm line instead
             self.remove_callback(callback)
         self._make_parts(rewards, engine)
-        if engine is None:
+        if engine is None and not self.by_trl:
             self.sampler.engine, choice = start_engine(self.model, asked)
             if choice.reason and not args.use_cpu:
                 warnings.warn(f"vLLM does not sample: {choice.reason}", UserWarning, stacklevel=2)
         add_to_session(self)
 
+    def _choose_step(self, args: LeaveOneOutConfig, parts: dict[str, Any]) -> StepChoice:
+        """Return whose step trains; an unset coefficient of a frozen router becomes 0."""
+        kinds = type(self).__mro__[: type(self).__mro__.index(LeaveOneOutTrainer)]
+        images = has_images(parts["train_dataset"])
+        if args.ddp_find_unused_parameters is None and not images:
+            args.ddp_find_unused_parameters = False  # every adapter takes part in every pass
+        return choose_step(
+            args,
+            images=images,
+            router_loss=set_router_loss(args, parts["model"]),
+            overridden={name for kind in kinds for name in vars(kind)},
+        )
+
     def _views(self, args: LeaveOneOutConfig, model: Model) -> list[Any]:
-        """Return the callbacks that show the training."""
+        """Return the callbacks that show the training: of several processes the first has them."""
+        if args.process_index:
+            return []
         if not args.doctor:
             return [live_progress()]
         self.watch = RunWatch(
@@ -175,11 +182,7 @@ class LeaveOneOutTrainer(StepTrainer):
         for model in (self.model, self.ref_model):
             if model is not None:
                 release_model(model)
-        for reward in self.reward_funcs:
-            if hasattr(reward, "release"):
-                reward.release()
-            elif hasattr(reward, "parameters"):
-                release_model(reward)
+        self._release_rewards()
         if self.engine is not None:
             self.engine.close()
         if self.optimizer is not None:
@@ -190,13 +193,24 @@ class LeaveOneOutTrainer(StepTrainer):
             for name in ("model", "optimizer", "lr_scheduler", "model_wrapped", "ref_model"):
                 setattr(holder, name, None)
         self.callback_handler.train_dataloader = self.callback_handler.eval_dataloader = None
-        # what keeps tensors alive through the parts
+        if not self.by_trl:
+            self._release_parts()
+        self.invalidate_snapshot()
+        self.accelerator.free_memory()
+
+    def _release_rewards(self) -> None:
+        for reward in self.reward_funcs:
+            if hasattr(reward, "release"):
+                reward.release()
+            elif hasattr(reward, "parameters"):
+                release_model(reward)
+
+    def _release_parts(self) -> None:
+        """Drop what keeps tensors alive through the parts of the kit's step."""
         self.sampler.canary = self.sampler.engine = self.sampler.model = None
         self.policy.model = self.policy.ref_model = None
         self.rloo.rollout, self.rloo.waiting = None, []
         self.__dict__.pop("learner", None)
-        self.invalidate_snapshot()
-        self.accelerator.free_memory()
 
     # --- hooks: checkpoints ----------------------------------------------------------------------
 
@@ -212,8 +226,9 @@ class LeaveOneOutTrainer(StepTrainer):
             CheckpointError: There is no checkpoint, it is broken, or of another run.
             MemoryRanOutError: The worst case does not fit (``args.dry_run``).
         """
-        self.collected, self.sampler.is_synced = [], False
-        self.rloo.rollout, self.rloo.waiting = None, []
+        if not self.by_trl:
+            self.collected, self.sampler.is_synced = [], False
+            self.rloo.rollout, self.rloo.waiting = None, []
         try:
             if not (resume_from_checkpoint or self.dry_run_done):
                 self.dry_run_if_wanted(print)
@@ -225,6 +240,8 @@ class LeaveOneOutTrainer(StepTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this trainer keeps from step to step, in copies."""
+        if self.by_trl:
+            return super().state_dict() | {"trainer": self.step_log.state_dict()}
         passes = {"budget": self.learner.budget, "at_once": self.sampler.pieces.size}
         parts = self.rloo.state_dict() | self.dynamic_sampling.state_dict()
         parts |= self.step_log.state_dict()
@@ -236,12 +253,14 @@ class LeaveOneOutTrainer(StepTrainer):
         older = state.get("loss", {})  # where checkpoints had the sum of losses
         held = {"loss_sum": older.get("total", 0.0) + older.get("since_log", 0.0)}
         held |= state["trainer"]
+        self.step_log.load_state_dict(held)
+        if self.by_trl:
+            return
         if not self.args.tokens_per_micro_batch:
             self.learner.budget = held["budget"] or self.learner.budget
         self.sampler.pieces.size = held["at_once"]
         self.rloo.load_state_dict(held)
         self.dynamic_sampling.load_state_dict(held)
-        self.step_log.load_state_dict(held)
 
 
 def _config_of(args: LeaveOneOutConfig, model: Model) -> RunConfig:
@@ -278,8 +297,6 @@ def check_prompts(dataset: Any, args: Any) -> None:
             f"train_dataset has no column 'prompt', only {format_value(sorted(columns))}: rename "
             "the one that is meant with train_dataset.rename_column"
         )
-    if {"image", "images"} & set(columns or ()):
-        raise DataError("train_dataset has images: train these with TRL's RLOOTrainer")
     num = args.generation_batch_size // args.num_generations
     if has_rows and len(dataset) < num:  # TRL drops what does not fill a batch
         raise DataError(

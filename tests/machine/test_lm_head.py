@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl.trainer import utils as trl_utils
 
 from rloo_kit.machine.lm_head import CHUNK_TOKENS, PlainTorchLogProb, token_log_probs
-from rloo_kit.training.step_trainer import route_trl_lm_head
+from rloo_kit.training.trl_step import route_trl_lm_head
 
 HIDDEN, VOCABULARY = 12, 97
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}

@@ -171,6 +171,28 @@ def test_the_kit_trains_as_stock_trl_does(tmp_path, steps, settings, kit):
     torch.testing.assert_close(mine_sees, stock_sees, atol=1e-4, rtol=1e-4)
 
 
+def test_trls_own_step_and_the_kits_give_the_same(tmp_path):
+    how = {"steps": 4, "beta": 0.05, "gradient_accumulation_steps": 2}
+    kit, gradients, adapter = train(
+        LeaveOneOutTrainer, rk.LeaveOneOutConfig, tmp_path, **how, step="kit"
+    )
+    trl, others, other = train(
+        LeaveOneOutTrainer, rk.LeaveOneOutConfig, tmp_path, **how, step="trl"
+    )
+    assert (kit.by_trl, trl.by_trl) == (False, True)
+    assert len(gradients) == len(others) == 4
+    assert max(relative(a, b) for a, b in zip(gradients, others, strict=True)) < 1e-4
+    for name, parameter in adapter.items():
+        torch.testing.assert_close(other[name], parameter, atol=1e-4, rtol=1e-4)
+    shared = {
+        "reward", "reward_std", "loss", "kl", "kl/sequence", "signal/kl_share", "score/after_kl",
+        "signal/groups_without", "completions/truncated", "objective/rlhf_reward", "episode",
+        "num_tokens", "grad_norm",
+    }  # fmt: skip
+    for name in shared:
+        assert logged(trl, name) == pytest.approx(logged(kit, name), abs=1e-4), name
+
+
 def test_a_wrong_gradient_would_be_seen(tmp_path, monkeypatch):
     """The comparison can fail: a baseline that includes the row itself is not leave-one-out."""
 

@@ -1,0 +1,124 @@
+"""The choice between the kit's training step and TRL's own: one row for each reason."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.utils import parse_flag_from_env
+from transformers import AutoConfig
+
+from rloo_kit.config.settings import OWN_FIELDS
+from rloo_kit.errors import ConfigError
+from rloo_kit.machine.processes import divided_by_launcher
+from rloo_kit.text.wording import format_value
+
+# Methods of TRL that the kit's step never calls: a subclass that overrides one is obeyed by TRL's
+TRL_METHODS = {
+    "_calculate_rewards", "_compute_loss", "_generate", "_generate_and_score_completions",
+    "_generate_single_turn", "_get_per_token_logps_and_entropies", "_prepare_inputs",
+    "compute_loss",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepChoice:
+    """Whose step trains, and why it is TRL's."""
+
+    by_trl: bool = False
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"TRL's own step trains: {self.reason}" if self.by_trl else "the kit's step trains"
+
+
+def choose_step(
+    args: Any, *, images: bool = False, router_loss: float = 0.0, overridden: Collection[str] = ()
+) -> StepChoice:
+    """Return whose step trains.
+
+    Args:
+        args: A ``LeaveOneOutConfig``.
+        images: Whether the prompts have images.
+        router_loss: Coefficient of the load-balancing loss of a mixture of experts; 0: none.
+        overridden: Methods that a subclass of the trainer overrides.
+
+    Raises:
+        ConfigError: ``step: kit`` cannot make this training, or a setting is the kit's step's alone
+            and TRL's step trains.
+    """
+    names = sorted(TRL_METHODS & set(overridden))
+    reasons = {
+        f"{args.world_size} processes train": args.world_size > 1,
+        "DeepSpeed or FSDP divides the model": bool(args.deepspeed or args.fsdp)
+        or divided_by_launcher(),
+        "the prompts have images": images,
+        f"trainer.router_aux_loss_coef is {router_loss:g}": router_loss != 0,
+        f"the trainer's class overrides {', '.join(names)}": bool(names),
+    }
+    _check_fsdp(args)
+    reason = next((text for text, holds in reasons.items() if holds), "")
+    if args.step == "kit" and reason:
+        raise ConfigError(
+            f"trainer.step is 'kit', and the kit's own step cannot train here, because {reason}: "
+            f"set trainer.step to auto, which takes TRL's"
+        )
+    if args.step != "trl" and not reason:
+        return StepChoice()
+    choice = StepChoice(True, reason or "trainer.step is 'trl'")
+    _check_settings(args, choice)
+    return choice
+
+
+def _check_fsdp(args: Any) -> None:
+    """Refuse FSDP where accelerate would ignore it without a word."""
+    asked = args.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP")
+    if asked and args.distributed_state.distributed_type in ("NO", "MULTI_CPU"):
+        raise ConfigError(
+            "FSDP divides a model among the GPUs of several processes, and here it would do "
+            "nothing: leave it out, or divide by DeepSpeed (examples/accelerate/zero3.yaml)"
+        )
+
+
+def let_trl_sample(args: Any, choice: StepChoice) -> None:
+    """Set whether TRL starts vLLM: for its own step as ``generation`` says, else never."""
+    if choice.by_trl and args.generation in ("vllm", "server"):
+        args.use_vllm = True
+        args.vllm_mode = "server" if args.generation == "server" else "colocate"
+    elif not choice.by_trl:
+        args.use_vllm = False  # the kit samples
+
+
+def set_router_loss(args: Any, model: Any) -> float:
+    """Return the coefficient of a mixture of experts' load-balancing loss, 0 where it has none.
+
+    Where it is not set and no router trains, it becomes 0 in ``args``: the loss would only move
+    the hidden states that the frozen router reads. A model given as a path is trained whole.
+    """
+    whole = isinstance(model, str)
+    config = (AutoConfig.from_pretrained(model) if whole else model.config).get_text_config()
+    if not hasattr(config, "output_router_logits"):
+        return args.router_aux_loss_coef or 0.0
+    parameters = [] if whole else model.named_parameters()
+    trained = [set(name.split(".")) for name, one in parameters if one.requires_grad]
+    trains_router = whole or any(names & {"gate", "router"} for names in trained)
+    if args.router_aux_loss_coef is None and not trains_router:
+        args.router_aux_loss_coef = 0.0
+    given = args.router_aux_loss_coef
+    # TRL asks for the loss where it trains it; here it would break sampling and other passes
+    config.output_router_logits = False
+    return getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
+
+
+def _check_settings(args: Any, choice: StepChoice) -> None:
+    """Refuse settings that TRL's step does not obey."""
+    kept = {field.name: field.default for field in OWN_FIELDS if field.metadata["rule"].kit_step}
+    for name, default in kept.items():
+        if getattr(args, name) != default:
+            raise ConfigError(
+                f"trainer.{name} is {format_value(getattr(args, name))}, which only the kit's step "
+                f"obeys, and TRL's trains because {choice.reason}: leave it out"
+            )
+    if args.stop_on and args.world_size > 1:
+        raise ConfigError(
+            f"trainer.stop_on is for one process, and {args.world_size} train: leave it out"
+        )

@@ -1,0 +1,195 @@
+"""TRL's own training step, recorded as the kit's is.
+
+TRL samples, scores and learns as installed; nothing of it is copied. Its batch is gathered from all
+processes into a ``Rollout``, from which metrics and records are made as in the kit's own step.
+
+Shapes: B completions on this process, T the longest one, F reward functions.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from trl import RLOOTrainer  # pyright: ignore[reportPrivateImportUsage]  # Unsloth's is there
+from trl.data_utils import prepare_multimodal_messages
+
+from rloo_kit.machine.lm_head import PlainTorchLogProb
+from rloo_kit.rloo.batching import TokenRows
+from rloo_kit.rloo.rollout import Completions, Rollout, ScoredBatch
+from rloo_kit.scoring.composition import WeightSchedule
+from rloo_kit.scoring.specs import LoadedReward
+from rloo_kit.training.arguments import LeaveOneOutConfig
+from rloo_kit.training.step_choice import StepChoice
+from rloo_kit.training.step_log import StepLog
+
+# What TRL computes of a generation batch: completions, rewards, passes of policy and reference
+GENERATE, REWARD, PASS = "_generate", "_calculate_rewards", "_get_per_token_logps_and_entropies"
+
+
+def _keeping(method: Callable[..., Any], returned: list[Any]) -> Callable[..., Any]:
+    """Return a method that also appends what it returns, and its seconds."""
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        started = time.perf_counter()
+        output = method(*args, **keywords)
+        returned.append((output, time.perf_counter() - started))
+        return output
+
+    return call
+
+
+def with_images(rows: list[Any]) -> list[Any]:
+    """Return the prompts of rows, with their images in the messages as TRL puts them there."""
+    images = [
+        row["images"] if "images" in row else [row["image"]] if row.get("image") else []
+        for row in rows
+    ]
+    return [
+        prepare_multimodal_messages(row["prompt"], images=own) if own else row["prompt"]
+        for row, own in zip(rows, images, strict=True)
+    ]
+
+
+class TrlStep(RLOOTrainer):
+    """TRL's ``RLOOTrainer``, which reports what its own step did to the kit's log."""
+
+    args: LeaveOneOutConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    step_choice = StepChoice()
+    step_log: StepLog
+    loaded_rewards: list[LoadedReward]
+
+    @property
+    def tokenizer(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The tokenizer, which is a part of a processor."""
+        return getattr(self.processing_class, "tokenizer", self.processing_class)
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        """TRL's columns, which ``log_completions`` shows."""
+        return self._logs
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        if not (self.step_choice.by_trl and self.model.training):
+            return super()._generate_and_score_completions(inputs)
+        self._set_weights()
+        with self._kept(GENERATE, REWARD, PASS) as returned:
+            output = super()._generate_and_score_completions(inputs)
+        if returned[GENERATE] and returned[REWARD]:  # a subclass may work by itself
+            self._log_batch([row["prompt"] for row in inputs], returned)
+        return output
+
+    @contextlib.contextmanager
+    def _kept(self, *names: str) -> Iterator[dict[str, list[Any]]]:
+        """Keep what some methods return, those of a subclass too; and the seconds they took."""
+        returned: dict[str, list[Any]] = {name: [] for name in names}
+        for name in names:
+            setattr(self, name, _keeping(getattr(self, name), returned[name]))
+        try:
+            yield returned
+        finally:
+            for name in names:
+                delattr(self, name)
+
+    def _set_weights(self) -> None:
+        """Set the weights of rewards with a schedule to what they are now."""
+        progress = self.state.global_step / max(1, self.state.max_steps)
+        for place, reward in enumerate(self.loaded_rewards):
+            if isinstance(reward.weight, WeightSchedule):
+                self.reward_weights[place] = weight = reward.weight_at(progress)
+                self.step_log.note(f"rewards/{reward.name}/weight", weight)
+
+    def _log_batch(self, prompts: list[Any], returned: dict[str, list[Any]]) -> None:
+        """Gather a generation batch from all processes, and log it as a rollout."""
+        ((sampled, seconds),) = returned[GENERATE]
+        ((rewards, _),) = returned[REWARD]  # (all processes' B, F)
+        prompt_ids, completion_ids, completions = (gather_object([*one]) for one in sampled)
+        weights = self.reward_weights.to(rewards.device)
+        scores = (rewards * weights).nansum(dim=1)
+        batch = ScoredBatch(
+            prompts=gather_object(prompts),
+            completions=completions,
+            tokens=TokenRows(prompt_ids, completion_ids),
+            ended=self._ended(completion_ids),
+            rewards=rewards,
+            scores=scores.masked_fill(rewards.isnan().all(dim=1), torch.nan),
+            weights=weights,
+        )
+        rollout = Rollout.scored(batch, self.num_generations, self.args.shaping)
+        if self.beta and len(returned[PASS]) == 2:
+            width = rollout.completion_mask.size(1)
+            passes = (self._gathered(output[0]) for output, _ in returned[PASS][:2])
+            old, reference = (log_probs[:, :width] for log_probs in passes)
+            rollout = rollout.with_old(list(range(len(rollout))), old).with_reference(reference)
+            rollout = rollout.with_advantages()
+        without = ~batch.has_signal(rollout.shaping, self.num_generations)
+        self.step_log.note("signal/groups_without", without.float().mean().item())
+        self.step_log.note_rollout(rollout, self.state.global_step + 1)
+        num_tokens = sum(map(len, completion_ids))
+        self.step_log.note("speed/generation_tokens_per_second", num_tokens / seconds)
+
+    # --- evaluation ------------------------------------------------------------------------------
+
+    def sample_rows(self, rows: list[Any], seed: int) -> Completions:
+        """Sample one completion of each row as TRL does, a share of them on every process.
+
+        Random states are left as they were.
+
+        Args:
+            rows: N of them, with ``prompt``; the same on all processes.
+            seed: Of sampling.
+
+        Returns:
+            N completions in the order of the rows, on every process.
+        """
+        world, index = self.accelerator.num_processes, self.accelerator.process_index
+        most = -(-len(rows) // world)  # each process takes as many
+        mine = [rows[min(place * world + index, len(rows) - 1)] for place in range(most)]
+        size = self.args.per_device_train_batch_size
+        was_training, generations = self.model.training, self.num_generations_eval
+        self.model.eval()
+        self.num_generations_eval = 1
+        try:
+            with torch.random.fork_rng():
+                torch.manual_seed(seed + index)
+                parts = [
+                    self._generate(with_images(mine[at : at + size])) for at in range(0, most, size)
+                ]
+        finally:
+            self.num_generations_eval = generations
+            self.model.train(was_training)
+            self._metrics["eval"].clear()
+        columns = (gather_object([*chain(*one)]) for one in zip(*parts, strict=True))
+        # the rows of a process are together, and each process had every `world`-th row
+        order = [place % world * most + place // world for place in range(len(rows))]
+        prompt_ids, ids, completions = ([column[at] for at in order] for column in columns)
+        return Completions(
+            prompts=[row["prompt"] for row in rows],
+            completions=completions,
+            tokens=TokenRows(prompt_ids, ids),
+            ended=self._ended(ids),
+        )
+
+    def _ended(self, completion_ids: list[list[int]]) -> list[bool]:
+        ends = {*self.eos_token_ids, self.tokenizer.pad_token_id}
+        return [ids[-1] in ends for ids in completion_ids]
+
+    def _gathered(self, values: torch.Tensor) -> torch.Tensor:
+        """Return ``(B, T)`` values of all processes, in their order."""
+        return self.accelerator.gather(self.accelerator.pad_across_processes(values, dim=1))
+
+
+def route_trl_lm_head() -> bool:
+    """Make TRL's fused LM head usable without Triton; return whether anything had to change."""
+    import trl.trainer.utils
+
+    utils: Any = trl.trainer.utils  # a private name of TRL 1.15; tests hold its signature
+    kernel = utils._ChunkedLogProbFunction
+    has_triton = kernel is not None and torch.cuda.is_available()
+    if has_triton or kernel is PlainTorchLogProb or hasattr(kernel, "_unsloth_cpu_dispatch"):
+        return False
+    utils._ChunkedLogProbFunction = PlainTorchLogProb
+    return True
