@@ -8,6 +8,7 @@ check) or would not fit (plan); 2 the input is wrong, with one sentence that say
 import argparse
 import io
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,13 +16,17 @@ from typing import Any
 
 from rloo_kit import __version__
 from rloo_kit.checkpoints.stopping import Terminated, exit_code, terminate_as_interrupt
-from rloo_kit.errors import ConfigError, KitError
+from rloo_kit.errors import ConfigError, KitError, ProcessEndedError
+from rloo_kit.machine.processes import is_first
 from rloo_kit.text.redaction import (
     redact,
     redacted_logs,
     redacting,
     remember_arguments,
 )
+
+# Seconds in which a launcher ends the other processes of a training whose first one has failed
+OF_ALL = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,10 +50,13 @@ def _run(argv: Sequence[str] | None) -> int:
             warnings.showwarning = _show_warning
             return call(**options) or 0
     except KitError as exc:
+        if not (is_first() or isinstance(exc, ProcessEndedError)):
+            time.sleep(OF_ALL)  # the launcher ends this process if the first one fails, too
         print(f"rloo-kit: {redact(str(exc))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as exc:
-        print("rloo-kit: interrupted", file=sys.stderr)
+        if is_first():
+            print("rloo-kit: interrupted", file=sys.stderr)
         return exit_code(exc)
     except Exception:
         print(redact(traceback.format_exc()), file=sys.stderr, end="")
@@ -58,6 +66,8 @@ def _run(argv: Sequence[str] | None) -> int:
 def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, *_: object
 ) -> None:
+    if not is_first():
+        return
     of_the_kit = issubclass(category, RuntimeWarning) and "rloo_kit" in filename
     if of_the_kit or issubclass(category, FutureWarning | UserWarning):
         print(f"note: {redact(str(message))}", file=sys.stderr)

@@ -20,6 +20,7 @@ from rloo_kit.config.run_file import (
     without_hidden_settings,
 )
 from rloo_kit.data.hub_tasks import SYSTEM, hub_task
+from rloo_kit.data.images import has_images
 from rloo_kit.data.lengths import check_lengths, drop_long_prompts
 from rloo_kit.data.prompts import (
     MAX_HELD_OUT,
@@ -39,6 +40,7 @@ from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards
 
 if TYPE_CHECKING:
     from rloo_kit.training.arguments import LeaveOneOutConfig
+    from rloo_kit.training.step_choice import StepChoice
 
 
 def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, Path]:
@@ -259,9 +261,13 @@ class PreparedJob:
             GenerationError: The engine that was asked for by name is not installed.
         """
         args = self.args
-        check_engine(args)
+        from rloo_kit.training.step_choice import choose_step
+
+        if not choose_step(args, router_loss=args.router_aux_loss_coef or 0.0).by_trl:
+            check_engine(args)
         prompts, held_out = read_prompts(self.config, self.base)
         tokenizer, settings = self.tokenizer, args.chat_template_kwargs
+        choose_step(args, images=has_images(prompts))
         thought_limit(tokenizer, args.thinking_budget)
         limit = self.config.data.max_prompt_tokens
         if limit is not None:
@@ -324,8 +330,22 @@ class PreparedJob:
         return attach_lora(loaded, **asdict(config.lora), seed=config.seed), tokenizer
 
     @cached_property
+    def step(self) -> "StepChoice":
+        """Whose step trains, the kit's or TRL's.
+
+        Raises:
+            ConfigError: ``trainer.step`` or another setting does not allow it.
+        """
+        from rloo_kit.training.step_choice import choose_step, set_router_loss
+
+        router_loss = set_router_loss(self.args, self.policy[0])
+        return choose_step(self.args, images=has_images(self.splits[0]), router_loss=router_loss)
+
+    @cached_property
     def engine(self) -> tuple[Engine | None, Choice]:
-        """What samples, None for the model itself; and why."""
+        """What samples, None for the model itself or where TRL samples; and why."""
+        if self.step.by_trl:
+            return None, Choice("transformers")
         engine, choice = start_engine(self.policy[0], self.args)
         if engine is None:  # the trainer starts none either
             self.args.generation, self.args.use_vllm = "transformers", False

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.errors import BackendError, ConfigError, ImportOrderError
+from rloo_kit.errors import BackendError, ImportOrderError
 from rloo_kit.machine.hardware import (
     Hardware,
     check_card,
@@ -80,14 +80,8 @@ def setup(backend: str = "auto") -> Environment:
         ImportOrderError: trl, transformers or peft was imported before Unsloth.
         BackendError: ``backend="unsloth"`` and Unsloth cannot start, this process has started
             another backend, or the machine's card cannot train.
-        ConfigError: A launcher has started several processes.
     """
     global _environment
-    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ConfigError(
-            "rloo-kit trains on one GPU: start it without torchrun or accelerate launch, or use "
-            "TRL for several"
-        )
     if backend not in BACKENDS:
         raise BackendError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
     if _environment is not None:

@@ -208,6 +208,10 @@ def _environment(record: RunRecord) -> list[tuple[str, str]]:
         found.append(("hardware", f"{hardware['name']}{size}"))
     if facts.get("backend"):
         found.append(("backend", str(facts["backend"])))
+    if facts.get("step"):
+        found.append(("training step", str(facts["step"])))
+    if (processes := finite_number(facts.get("processes")) or 1) > 1:
+        found.append(("processes", f"{processes:g}"))
     versions = as_dict(facts.get("versions")).items()
     return found + [(str(name), str(version or "not installed")) for name, version in versions]
 

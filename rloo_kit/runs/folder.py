@@ -17,6 +17,7 @@ from rloo_kit.config.run_file import SECTIONS, RunConfig, read_run_file
 from rloo_kit.errors import ConfigError
 from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import TESTED, installed_version
+from rloo_kit.machine.processes import num_processes
 from rloo_kit.output_folder import (
     latest_folder,
     lock_folder,
@@ -118,6 +119,7 @@ def opened_folder(
     config: RunConfig,
     environment: Environment,
     checkpoint: Checkpoint | None,
+    step: str,
 ) -> Iterator["RunRecorder"]:
     """Create a run's folder, or reopen an unfinished run's; yield the recorder of the run.
 
@@ -130,6 +132,7 @@ def opened_folder(
         config: Of the run.
         environment: Of the run.
         checkpoint: To resume from; without one the run starts from step 0 with an empty record.
+        step: Whose step trains, in words.
     """
     from rloo_kit.runs.recorder import RunRecorder
 
@@ -139,7 +142,7 @@ def opened_folder(
         # The adapter of fewer steps would be taken for the trained one
         shutil.rmtree(folder / "adapter", ignore_errors=True)
         write_run_file(folder, config)
-        facts = asdict(environment)
+        facts = asdict(environment) | {"step": step, "processes": num_processes()}
         facts["versions"] = {name: installed_version(name) for name in ("rloo_kit", *TESTED)}
         write_json(folder / "environment.json", redact_tree(facts), indent=2)
 

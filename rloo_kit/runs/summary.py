@@ -13,9 +13,11 @@ from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.machine.cleanup import Released
 from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import GIB, why_not_vllm
+from rloo_kit.machine.processes import num_processes
 
 if TYPE_CHECKING:
     from rloo_kit.training.arguments import LeaveOneOutConfig
+    from rloo_kit.training.step_choice import StepChoice
 
 Say = Callable[[str], None]
 
@@ -56,7 +58,7 @@ def announce_load(
         say(text)
 
 
-def introduce(say: Say, config: RunConfig, environment: Environment) -> None:
+def introduce(say: Say, config: RunConfig, environment: Environment, step: "StepChoice") -> None:
     """Print the model, the device, and what is used in place of what is missing."""
     bits = "4-bit NF4" if config.model.load_in_4bit else "16-bit"
     hardware = environment.hardware
@@ -66,6 +68,13 @@ def introduce(say: Say, config: RunConfig, environment: Environment) -> None:
     )
     if environment.why_not_unsloth and config.model.backend == "auto":
         say(f"without Unsloth: {environment.why_not_unsloth}")
+    if step.by_trl:
+        say(str(step))
+    if hardware.num_devices > 1 and num_processes() == 1:
+        say(
+            f"one of {hardware.num_devices} cards trains: for all of them start it with "
+            f"torchrun --nproc-per-node {hardware.num_devices} -m rloo_kit train RUN.yaml"
+        )
 
 
 def means(evaluation: Evaluation) -> str:

@@ -4,22 +4,22 @@ import contextlib
 import functools
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rloo_kit.checkpoints.stopping import Terminated, terminate_as_interrupt
 from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.diagnosis.record import read_run
-from rloo_kit.errors import ConfigError, KitError, MemoryRanOutError
+from rloo_kit.errors import ConfigError, KitError, MemoryRanOutError, ProcessEndedError
 from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
 from rloo_kit.job import PreparedJob, read_config, with_whole_paths
 from rloo_kit.live.select import chosen_view
 from rloo_kit.machine.cleanup import MIB, is_out_of_memory, session
 from rloo_kit.machine.engines import sleep_pool_bytes
-from rloo_kit.models.loading import save_adapter
+from rloo_kit.machine.processes import from_first, is_cut_off, is_first, num_processes
 from rloo_kit.output_folder import free_folder, lock_folder, read_json
 from rloo_kit.planning.planner import remedy, room_here
 from rloo_kit.runs import summary
@@ -77,14 +77,17 @@ def train(
         from rloo_kit.runs.child import call_in_child
 
         return call_in_child(train, (source, overrides), say, resume=resume)
-    say = redacting(say)
+    say = redacting(say if is_first() else _say_nothing)
     config, base = read_config(source, overrides)
     job = PreparedJob(config, base, say)
     absolute = with_whole_paths(config, base, job.rewards_base)
     with terminate_as_interrupt(), session() as opened, contextlib.ExitStack() as held:
-        past = folder_to_resume(source, config, resume)
+        if num_processes() > 1:
+            _ = job.args  # connects the processes
+        past = from_first(folder_to_resume(source, config, resume))
         if past is not None:
-            held.enter_context(lock_folder(past))
+            if is_first():
+                held.enter_context(lock_folder(past))
             check_same_settings(past, absolute)
             if has_finished(past, config.trainer.get("max_steps") or 0):
                 return _already_finished(past, say)
@@ -92,8 +95,13 @@ def train(
             say(f"no run in {config.output_dir} to resume: a new one begins")
         result = _train_and_score(job, absolute, past)
     result = replace(result, released=opened.released)
-    summary.conclude(say, result)
+    if is_first():
+        summary.conclude(say, result)
     return result
+
+
+def _say_nothing(_: str) -> None:
+    """Keep a process quiet that is not the first."""
 
 
 def _already_finished(folder: Path, say: Say) -> RunResult:
@@ -117,7 +125,7 @@ def _prepare(job: PreparedJob, past: Path | None) -> Path:
     check_prompts(prompts, job.args)
     summary.announce_load(say, job.config, job.environment, job.args)
     engine, choice = job.engine
-    summary.introduce(say, job.config, job.environment)
+    summary.introduce(say, job.config, job.environment, job.step)
     say(
         f"{len(prompts):,} prompts to train on, {len(held_out or ()):,} held out; "
         f"run folder {folder}"
@@ -129,17 +137,22 @@ def _prepare(job: PreparedJob, past: Path | None) -> Path:
     return folder
 
 
-def _score(job: PreparedJob) -> Evaluation | None:
-    """Score the held-out prompts, if there are any."""
+def _score(job: PreparedJob, trainer: "LeaveOneOutTrainer") -> Evaluation | None:
+    """Score the held-out prompts, if there are any; of several processes the first scores."""
     _, held_out = job.splits
     if held_out is None:
+        return None
+    num_samples, seed = job.config.data.held_out_samples, job.args.seed
+    if not is_first():
+        trainer.sample_rows([row for row in held_out for _ in range(num_samples)], seed)
         return None
     return evaluate(
         *job.policy,
         held_out,
         job.judges,
         engine=job.engine[0],
-        num_samples=job.config.data.held_out_samples,
+        num_samples=num_samples,
+        sample=functools.partial(trainer.sample_rows, seed=seed) if trainer.by_trl else None,
         **settings_of(job.args),
     )
 
@@ -151,42 +164,61 @@ def _train_and_score(job: PreparedJob, absolute: RunConfig, past: Path | None) -
     """Run everything except the release; what is made here belongs to the open session."""
     say, free = job.say, _prepare(job, past)
     checkpoint, before = _find_progress(past)
-    score = functools.partial(_score, job)
-    with opened_folder(free, past, absolute, job.environment, checkpoint) as recorder:
-        trainer = _make_trainer(job, recorder)
+    with _opened(job, free, past, absolute, checkpoint) as (folder, recorder):
+        trainer = _make_trainer(job, folder, recorder)
+        scores = _Scores(job, trainer, recorder, before)
         if checkpoint is None:
             trainer.dry_run_if_wanted(
                 say,
                 max_prompt_tokens=job.config.data.max_prompt_tokens,
                 remedy=lambda: remedy(job.config, room_here(), base=job.base),
             )
-        before = before or score()
-        if before is not None:
-            say(f"before: {summary.means(before)}")
-            _follow_scores(trainer, recorder, score, before, job.config.data.held_out_every)
-            if checkpoint is None:  # else the record has them
-                recorder.write_evaluation(before, 0)
+        scores.follow()
         started, after = time.monotonic(), None
         _, by = _until_interrupted(lambda: _train(trainer, checkpoint, say))
         seconds, steps = time.monotonic() - started, trainer.state.global_step
         if by:
             say(f"\ninterrupted after step {steps}: saving the adapter")
-        save_adapter(*job.policy, recorder.folder / "adapter")
+        trainer.save_adapter(folder / "adapter", job.policy[1])
         if not by:
-            after, by = _until_interrupted(score)
-        if after is not None:
-            recorder.write_evaluation(after)
-        recorder.write_end(*_how_it_ended(by, trainer.stop_reason), steps, seconds, trainer.watch)
-    summary.compare(say, before, after)
+            after, by = _until_interrupted(scores.score)
+        if recorder is not None:
+            if after is not None:
+                recorder.write_evaluation(after)
+            end = _how_it_ended(by, trainer.stop_reason)
+            recorder.write_end(*end, steps, seconds, trainer.watch)
+    summary.compare(say, scores.before, after)
     return RunResult(
-        recorder.folder,
-        before,
+        folder,
+        scores.before,
         after,
         steps,
         seconds,
         interrupted=bool(by),
         terminated=by == "SIGTERM",
     )
+
+
+@contextlib.contextmanager
+def _opened(
+    job: PreparedJob, free: Path, past: Path | None, config: RunConfig, checkpoint: Any
+) -> Iterator[tuple[Path, "RunRecorder | None"]]:
+    """Open the folder of the run; of several processes the first records."""
+    with contextlib.ExitStack() as stack:
+        recorder = None
+        if is_first():
+            recorder = stack.enter_context(
+                opened_folder(free, past, config, job.environment, checkpoint, str(job.step))
+            )
+        try:
+            yield from_first(recorder.folder if recorder else Path()), recorder
+        except Exception as exc:
+            if not is_cut_off(exc):
+                raise
+            raise ProcessEndedError(
+                "another process of this training has ended, and its own message says why: resume "
+                "with --resume"
+            ) from exc
 
 
 def _find_progress(past: Path | None) -> tuple[Checkpoint | None, Evaluation | None]:
@@ -200,11 +232,13 @@ def _find_progress(past: Path | None) -> tuple[Checkpoint | None, Evaluation | N
         return checkpoint, None
 
 
-def _make_trainer(job: PreparedJob, recorder: "RunRecorder") -> "LeaveOneOutTrainer":
+def _make_trainer(
+    job: PreparedJob, folder: Path, recorder: "RunRecorder | None"
+) -> "LeaveOneOutTrainer":
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
     model, tokenizer = job.policy
-    job.args.output_dir = str(recorder.folder)
+    job.args.output_dir = str(folder)
     try:
         trainer = LeaveOneOutTrainer(
             model=model,
@@ -212,7 +246,7 @@ def _make_trainer(job: PreparedJob, recorder: "RunRecorder") -> "LeaveOneOutTrai
             args=job.args,
             train_dataset=job.splits[0],
             processing_class=tokenizer,
-            callbacks=[recorder],
+            callbacks=[] if recorder is None else [recorder],
             engine=job.engine[0],
         )
     except (ValueError, NotImplementedError) as exc:
@@ -224,31 +258,63 @@ def _make_trainer(job: PreparedJob, recorder: "RunRecorder") -> "LeaveOneOutTrai
     return trainer
 
 
-def _follow_scores(
-    trainer: "LeaveOneOutTrainer",
-    recorder: "RunRecorder",
-    score: Callable[[], Evaluation | None],
-    before: Evaluation,
-    every: int | None,
-) -> None:
-    """Score held-out prompts during training, for the record and for the watch."""
-    from rloo_kit.runs.recorder import HeldOutScores
+class _Scores:
+    """Scores of held-out prompts before and during a training, for the record and the watch."""
 
-    watch, engine = trainer.watch, trainer.engine
-    see = watch.see_held_out if watch is not None else lambda step, evaluation: None
-    see(0, before.as_dict())
+    def __init__(
+        self,
+        job: PreparedJob,
+        trainer: "LeaveOneOutTrainer",
+        recorder: "RunRecorder | None",
+        before: Evaluation | None,
+    ) -> None:
+        self.job, self.trainer, self.recorder = job, trainer, recorder
+        self.before = before  # those of the run that is resumed, which its record has
 
-    def score_now(step: int) -> float | None:
-        evaluation = score()
-        assert evaluation is not None  # as before the training
-        recorder.write_evaluation(evaluation, step)
-        see(step, evaluation.as_dict())
-        if engine is not None:
-            engine.sleep()  # frees the memory of its weights
-        return next(iter(evaluation.rewards.values()), None)
+    def score(self) -> Evaluation | None:
+        """Score now; every process calls it, and the first gets the scores."""
+        return _score(self.job, self.trainer)
 
-    if every:
-        trainer.add_callback(HeldOutScores(every, score_now))
+    def follow(self) -> None:
+        """Score before the first step, and as often as ``data.held_out_every`` says."""
+        from rloo_kit.runs.recorder import HeldOutScores
+
+        every = self.job.config.data.held_out_every
+        begin = None
+        if self.job.splits[1] is None:
+            return
+        if self.before is not None:
+            self._see(0, self.before)
+        elif self.trainer.by_trl:  # TRL samples once its loop has prepared the model
+            begin = self.score_first
+        else:
+            self.score_first()
+        if every or begin:
+            self.trainer.add_callback(HeldOutScores(every, self.score_at, begin))
+
+    def score_first(self) -> None:
+        """Score before the first step."""
+        if (found := self.score()) is not None:
+            self.before = found
+            self.job.say(f"before: {summary.means(found)}")
+            self._see(0, found)
+            if self.recorder is not None:
+                self.recorder.write_evaluation(found, 0)
+
+    def score_at(self, step: int) -> float | None:
+        """Score after a step; return the mean of the first reward."""
+        found = self.score()
+        if self.trainer.engine is not None:
+            self.trainer.engine.sleep()  # frees the memory of its weights
+        if found is None or self.recorder is None:
+            return None
+        self.recorder.write_evaluation(found, step)
+        self._see(step, found)
+        return next(iter(found.rewards.values()), None)
+
+    def _see(self, step: int, found: Evaluation) -> None:
+        if self.trainer.watch is not None:
+            self.trainer.watch.see_held_out(step, found.as_dict())
 
 
 def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Say) -> None:

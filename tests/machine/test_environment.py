@@ -21,15 +21,6 @@ def python(source, cwd, **variables):
 VARIABLES = ("TQDM_NOTEBOOK", "ACCELERATE_MIXED_PRECISION", "UNSLOTH_COMPILE_LOCATION")
 
 
-def test_several_processes_are_refused(monkeypatch, capsys):
-    from rloo_kit.cli import main
-
-    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun and accelerate launch set them
-    monkeypatch.setenv("RANK", "0")
-    assert main(["train", "quickstart"]) == 2
-    assert "trains on one GPU: start it without torchrun" in capsys.readouterr().err
-
-
 @pytest.mark.long
 def test_setup_fills_in_variables_and_imports_unsloth_first(tmp_path):
     lines = "FROM_FILE=file", "FROM_SHELL=file", "TQDM_NOTEBOOK=from-file"

@@ -1,0 +1,217 @@
+"""TRL's own step: when it trains, what it obeys, what it records, and how it resumes."""
+
+import json
+import types
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from trl import RLOOTrainer
+
+import rloo_kit as rk
+from rloo_kit.checkpoints.store import read_checkpoint
+from rloo_kit.models.loading import TINY_THINKER
+from rloo_kit.training.step_choice import TRL_METHODS, choose_step
+
+PROMPTS = Dataset.from_list(
+    [{"prompt": f"What is {n} + 11?", "answer": str(n + 11)} for n in range(8)]
+)
+
+
+def short(completions, **_):
+    """Score the completions of a group differently, by their texts."""
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+
+
+def config(folder, **settings):
+    given = {"max_steps": 1, "max_completion_length": 8, "per_device_train_batch_size": 8}
+    return rk.LeaveOneOutConfig(str(folder), **{**given, **settings})
+
+
+@pytest.fixture
+def policy():
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
+    return rk.attach_lora(model, r=2), tokenizer
+
+
+def trainer_of(policy, args, rewards=short, kind=rk.LeaveOneOutTrainer, rows=PROMPTS):
+    return kind(policy[0], rewards, args, rows, policy[1])
+
+
+# --- the choice ----------------------------------------------------------------------------------
+
+
+def settings(**given):
+    """The settings of `choose_step`, as another number of processes has them."""
+    args = config("unused", **{n: v for n, v in given.items() if n != "world_size"})
+    values = {name: getattr(args, name) for name in (*vars(args), "distributed_state")}
+    return types.SimpleNamespace(**values | {"world_size": given.get("world_size", 1)})
+
+
+@pytest.mark.parametrize(
+    ("given", "facts", "reason"),
+    [
+        ({"step": "trl"}, {}, "trainer.step is 'trl'"),
+        ({"world_size": 2}, {}, "2 processes train"),
+        ({}, {"images": True}, "the prompts have images"),
+        ({}, {"router_loss": 0.001}, "trainer.router_aux_loss_coef is 0.001"),
+        ({}, {"overridden": {"_compute_loss", "log"}}, "class overrides _compute_loss"),
+    ],
+)
+def test_trls_step_is_chosen_for_a_reason(given, facts, reason):
+    assert not choose_step(settings()).by_trl
+    choice = choose_step(settings(**given), **facts)
+    assert choice.by_trl
+    assert choice.reason.endswith(reason)
+    with pytest.raises(rk.ConfigError, match=f"^trainer.dynamic_sampling is True.*{reason}: leave"):
+        choose_step(settings(**given, dynamic_sampling=True), **facts)
+    if given.get("step") != "trl":
+        with pytest.raises(rk.ConfigError, match=f"trainer.step is 'kit'.*{reason}: set"):
+            choose_step(settings(**given | {"step": "kit"}), **facts)
+
+
+def test_a_run_file_hears_of_it_before_the_model_is_loaded(tmp_path, monkeypatch, capsys):
+    from rloo_kit.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    load = pytest.fail  # the weights
+    monkeypatch.setattr("rloo_kit.job.load_model", load)
+    more = ["--set", "trainer.step=trl", "--set", "trainer.missing_eos_penalty=1"]
+    assert main(["quickstart", *more]) == 2
+    said = capsys.readouterr().err
+    assert "trainer.missing_eos_penalty is 1, which only the kit's step obeys" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_fsdp_without_gpus_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(rk.ConfigError, match=r"^FSDP divides a model among the GPUs"):
+        choose_step(settings())
+
+
+# --- a trainer -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(TRL_METHODS))
+def test_a_method_of_trl_that_a_subclass_overrides_is_called(policy, tmp_path, name):
+    calls = []
+
+    def override(self, *args, **keywords):
+        calls.append(name)
+        return getattr(RLOOTrainer, name)(self, *args, **keywords)
+
+    mine = type("Mine", (rk.LeaveOneOutTrainer,), {name: override})
+    trainer = trainer_of(policy, config(tmp_path), kind=mine)
+    assert str(trainer.step_choice).endswith(f"class overrides {name}")
+    trainer.train()
+    assert calls
+
+
+def test_records_hold_the_advantages_that_trl_trains_with(policy, tmp_path):
+    seen = []
+
+    class Mine(rk.LeaveOneOutTrainer):
+        def _compute_loss(self, model, inputs):
+            seen.extend(inputs["advantages"].tolist())
+            return super()._compute_loss(model, inputs)
+
+        def notify(self, event, **values):
+            if event == "on_completions":
+                records.extend(values["records"])
+
+    records = []
+    args = config(tmp_path, max_steps=2, beta=0.1, num_generations=4, learning_rate=1e-2)
+    trainer_of(policy, args, kind=Mine).train()
+    assert len(records) == 16
+    assert sorted(seen) == pytest.approx(sorted(one["advantage"] for one in records), abs=1e-4)
+    assert any(abs(one) > 0.1 for one in seen)
+    assert {one["step"] for one in records} == {1, 2}
+    assert all(one["rewards"]["short"] == one["score"] for one in records)
+
+
+def test_weights_follow_their_schedule(policy, tmp_path):
+    rewards = [short, {"name": "length", "weight": {0: 0.0, 1: 1.0}}]
+    trainer = trainer_of(policy, config(tmp_path, max_steps=3, step="trl"), rewards)
+    trainer.train()
+    weights = [r["rewards/length/weight"] for r in trainer.state.log_history if "reward" in r]
+    assert weights == pytest.approx([0.0, 1 / 3, 2 / 3])
+
+
+def test_a_training_resumes_from_a_checkpoint_of_transformers(tmp_path):
+    def run(steps, resume=False, step="trl"):
+        loaded, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
+        policy = rk.attach_lora(loaded, r=2), tokenizer
+        args = config(tmp_path, max_steps=steps, save_steps=1, step=step, beta=0.1)
+        trainer = trainer_of(policy, args)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    torch.manual_seed(0)
+    first = run(2)
+    with pytest.warns(UserWarning, match="max_steps is 3 from here on"):
+        second = run(3, resume=True)
+    rows = [row["step"] for row in second.state.log_history if "reward" in row]
+    assert rows == [1, 2, 3]
+    assert read_checkpoint(tmp_path / "checkpoint-3").facts["step"] == "trl"
+    assert (tmp_path / "checkpoint-3" / "optimizer.pt").exists()
+    assert first.state.global_step == 2
+    with pytest.raises(rk.CheckpointError, match=r"set trainer.step to trl"):
+        run(4, resume=True, step="kit")
+
+
+# --- a mixture of experts ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def experts():
+    tokenizer = AutoTokenizer.from_pretrained(TINY_THINKER)
+    torch.manual_seed(0)
+    shape = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=32, max_position_embeddings=256,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        output_router_logits=True,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(shape), tokenizer
+
+
+def test_a_frozen_router_has_no_loss_and_the_kits_step(experts, tmp_path):
+    model = rk.attach_lora(experts[0], target_modules=["q_proj", "v_proj"])
+    trainer = trainer_of((model, experts[1]), config(tmp_path))
+    trainer.train()
+    assert not trainer.by_trl
+    assert "aux_loss" not in trainer.state.log_history[0]
+
+
+def test_the_router_loss_is_trained_by_trls_step(experts, tmp_path):
+    model = rk.attach_lora(experts[0], target_modules=["q_proj", "v_proj"])
+    trainer = trainer_of((model, experts[1]), config(tmp_path, router_aux_loss_coef=0.01))
+    trainer.train()
+    assert str(trainer.step_choice).endswith("trainer.router_aux_loss_coef is 0.01")
+    assert trainer.state.log_history[0]["aux_loss"] > 0
+
+
+def test_a_router_that_trains_has_the_models_own_coefficient(experts, tmp_path):
+    trainer = trainer_of(experts, config(tmp_path, beta=0))
+    assert trainer.router_aux_loss_coef == experts[0].config.router_aux_loss_coef > 0
+    assert trainer.by_trl
+
+
+def test_a_run_file_trains_by_trls_step(tmp_path, monkeypatch, capsys):
+    from rloo_kit.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    short_run = ("trainer.max_steps=2", "data.held_out=8", "trainer.per_device_train_batch_size=16")
+    more = [word for one in (*short_run, "trainer.step=trl") for word in ("--set", one)]
+    assert main(["quickstart", *more]) == 0
+    said = capsys.readouterr().out
+    assert "TRL's own step trains: trainer.step is 'trl'" in said
+    run = tmp_path / "runs" / "quickstart"
+    assert "before: accuracy" in said
+    found = json.loads((run / "evaluation.json").read_text())
+    assert found["before"]["num_prompts"] == found["after"]["num_prompts"] == 8
+    assert len((run / "completions.jsonl").read_text().splitlines()) == 32
+    assert "training step" in (run / "report.html").read_text()
+    assert main(["eval", str(run), "--num-prompts", "4"]) == 0
