@@ -22,7 +22,14 @@ import yaml
 import rloo_kit
 from rloo_kit.cli import PARSER
 from rloo_kit.config.run_file import DataSection, LoraSection, ModelSection, RunConfig
-from rloo_kit.config.settings import BY_DEVICE, TRL_DEFAULTS, KitSettings, Rule, on_resume
+from rloo_kit.config.settings import (
+    BY_DEVICE,
+    OF_KIT_STEP,
+    TRL_DEFAULTS,
+    KitSettings,
+    Rule,
+    on_resume,
+)
 from rloo_kit.machine.hardware import TESTED
 from rloo_kit.scoring.catalogue import Parameter, describe_rewards
 
@@ -197,6 +204,7 @@ def _trl_settings() -> str:
             "Every field of TRL's `RLOOConfig`, and so of transformers' `TrainingArguments`, goes "
             "under `trainer:` with TRL's name and meaning. The kit's defaults: "
             f"{', '.join(defaults)}. By the device: {_names(BY_DEVICE)}.\n",
+            f"Only the kit's own step obeys {_names(OF_KIT_STEP)}.\n",
             f"A resume keeps {_names(on_resume('must'))}; a new value of "
             f"{_names(on_resume('may'))} is used and reported; all others may change.\n",
         ]

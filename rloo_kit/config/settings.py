@@ -269,6 +269,7 @@ TRL_DEFAULTS: dict[str, Any] = {
 }
 # Trainer settings where the run file says nothing
 DEFAULTS: dict[str, Any] = {**{field.name: field.default for field in OWN_FIELDS}, **TRL_DEFAULTS}
+OF_KIT_STEP = [name for name, rule in RULES.items() if rule.kit_step]
 BY_DEVICE = frozenset(name for name, rule in TRL_RULES.items() if rule.by_device)
 
 

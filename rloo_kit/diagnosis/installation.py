@@ -108,7 +108,7 @@ def _machine(environment: Environment) -> list[str]:
     ]
     if hardware.num_devices > 1:
         lines.append(
-            f"{hardware.num_devices} devices: the first is used; CUDA_VISIBLE_DEVICES in .env "
-            f"chooses another"
+            f"{hardware.num_devices} devices: the first is used, and torchrun --nproc-per-node "
+            f"{hardware.num_devices} -m rloo_kit train RUN.yaml uses all"
         )
     return lines

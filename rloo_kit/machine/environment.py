@@ -24,6 +24,7 @@ from rloo_kit.machine.hardware import (
     installed_version,
     why_not_unsloth,
 )
+from rloo_kit.machine.processes import divided_by_launcher
 from rloo_kit.text.redaction import remember_settings
 from rloo_kit.text.wording import first_line
 
@@ -96,6 +97,8 @@ def setup(backend: str = "auto") -> Environment:
     reason = why_not_unsloth(hardware.device)
     if backend == "transformers":
         reason = "backend: transformers was asked for"
+    elif divided_by_launcher():
+        reason = "DeepSpeed or FSDP divides the training, and Unsloth is for whole models"
     elif reason is None:
         check_import_order()
     _hide_broken_packages()

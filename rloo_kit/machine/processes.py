@@ -29,10 +29,13 @@ def from_first(value: T) -> T:
 
 
 def divided_by_launcher() -> bool:
-    """Return whether ``accelerate launch`` divides the model, by DeepSpeed or FSDP."""
-    from accelerate.utils import parse_flag_from_env
+    """Return whether ``accelerate launch`` divides the training, by DeepSpeed or FSDP."""
+    return uses_fsdp() or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
 
-    return any(map(parse_flag_from_env, ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")))
+
+def uses_fsdp() -> bool:
+    """Return whether ``accelerate launch`` divides the model by FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
 
 
 def is_cut_off(exc: BaseException) -> bool:

@@ -15,7 +15,7 @@ from rloo_kit.errors import ConfigError, KitError, ModelError
 from rloo_kit.machine.cleanup import add_to_session, is_out_of_memory
 from rloo_kit.machine.environment import Environment, quiet, setup
 from rloo_kit.machine.hardware import why_not_vllm
-from rloo_kit.machine.processes import divided_by_launcher, num_processes
+from rloo_kit.machine.processes import num_processes, uses_fsdp
 from rloo_kit.models.adapters import WEIGHTS, adapter_in, base_of, is_path, lora_settings
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.notes import notes_of
@@ -64,6 +64,11 @@ def load_model(
         ConfigError, GenerationError: A setting cannot be obeyed here.
     """
     environment, source = setup(backend), find_model(name)
+    if load_in_4bit and _is_divided():
+        raise ConfigError(
+            "DeepSpeed ZeRO-3 or FSDP divides the model, and 4-bit weights are not divided here: "
+            "set model.load_in_4bit: false, or give each card a copy (examples/accelerate/ddp.yaml)"
+        )
     if (adapter := adapter_in(source)) is not None:
         if _has_tokenizer(adapter):  # its chat template is trained with it
             kwargs.setdefault("tokenizer_name", str(adapter))
@@ -471,11 +476,16 @@ def _load_transformers(
     return model, tokenizer
 
 
-def _place() -> dict[str, Any] | None:
-    """Return where the whole model goes; None where DeepSpeed or FSDP divides it."""
+def _is_divided() -> bool:
+    """Return whether each process keeps a part of the weights."""
     from transformers.integrations import is_deepspeed_zero3_enabled
 
-    if is_deepspeed_zero3_enabled() or divided_by_launcher():
+    return uses_fsdp() or is_deepspeed_zero3_enabled()
+
+
+def _place() -> dict[str, Any] | None:
+    """Return where the whole model goes; None where DeepSpeed or FSDP divides it."""
+    if _is_divided():
         return None
     if num_processes() == 1:
         return {"": setup().hardware.device}

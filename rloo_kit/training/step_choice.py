@@ -4,12 +4,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.utils import parse_flag_from_env
 from transformers import AutoConfig
 
-from rloo_kit.config.settings import OWN_FIELDS
+from rloo_kit.config.settings import DEFAULTS, OF_KIT_STEP
 from rloo_kit.errors import ConfigError
-from rloo_kit.machine.processes import divided_by_launcher
+from rloo_kit.machine.processes import divided_by_launcher, uses_fsdp
 from rloo_kit.text.wording import format_value
 
 # Methods of TRL that the kit's step never calls: a subclass that overrides one is obeyed by TRL's
@@ -71,7 +70,7 @@ def choose_step(
 
 def _check_fsdp(args: Any) -> None:
     """Refuse FSDP where accelerate would ignore it without a word."""
-    asked = args.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP")
+    asked = args.fsdp or uses_fsdp()
     if asked and args.distributed_state.distributed_type in ("NO", "MULTI_CPU"):
         raise ConfigError(
             "FSDP divides a model among the GPUs of several processes, and here it would do "
@@ -111,9 +110,8 @@ def set_router_loss(args: Any, model: Any) -> float:
 
 def _check_settings(args: Any, choice: StepChoice) -> None:
     """Refuse settings that TRL's step does not obey."""
-    kept = {field.name: field.default for field in OWN_FIELDS if field.metadata["rule"].kit_step}
-    for name, default in kept.items():
-        if getattr(args, name) != default:
+    for name in OF_KIT_STEP:
+        if getattr(args, name) != DEFAULTS[name]:
             raise ConfigError(
                 f"trainer.{name} is {format_value(getattr(args, name))}, which only the kit's step "
                 f"obeys, and TRL's trains because {choice.reason}: leave it out"

@@ -52,6 +52,7 @@ ELSEWHERE = (
     "rloo-kit export runs/mine --to gguf",  # tests/export, with llama.cpp's converter
     "rloo-kit judge runs/mine --by '{name: judge",  # tests/evaluation, with a small server
     *("lm_eval run", "pytest -m gpu"),
+    *("torchrun", "accelerate launch"),  # tests/training/test_processes.py
 )
 
 
