@@ -1,5 +1,14 @@
 """Everything here runs against the real engine: pytestmark in each file is ``vllm``."""
 
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
 import pytest
 import torch
 
@@ -56,3 +65,64 @@ def make_trainer(tmp_path):
         )
 
     return make
+
+
+class ServerProcess:
+    """A server of vLLM on this machine; its own environment keeps the engine in a child."""
+
+    def __init__(self, words, log, port=None, **environment):
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        kept = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+        command = [sys.executable, "-m", *words, "--port", str(self.port)]
+        command += ["--max-model-len", "128", "--dtype", "bfloat16", "--enforce-eager"]
+        with log.open("a") as out:
+            self.process = subprocess.Popen(
+                command,
+                env=kept | {"VLLM_CPU_KVCACHE_SPACE": "1"} | environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self):
+        """Return when it answers."""
+        deadline = time.monotonic() + 240
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/health").status_code == 200:
+                    return self
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+
+    def end(self, how=signal.SIGTERM):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, how)
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def start_server(tmp_path_factory):
+    """Return a function that starts servers; all of them end with the module."""
+    started = []
+
+    def start(*words, **given):
+        log = tmp_path_factory.mktemp("server") / "log"
+        started.append(ServerProcess(words, log, **given))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.end()

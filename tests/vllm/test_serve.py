@@ -1,43 +1,11 @@
 """``rloo-kit serve``: vLLM's own server answers with the adapter and without."""
 
-import os
-import socket
-import subprocess
-import sys
-import time
-
 import httpx
 import pytest
 
 import rloo_kit as rk
 
 pytestmark = pytest.mark.vllm
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def start(folder, port, log):
-    """Serve an adapter; return the process. Its own environment keeps the engine in a child."""
-    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    command = [sys.executable, "-m", "rloo_kit", "serve", str(folder), "--port", str(port)]
-    command += ["--max-model-len", "128", "--dtype", "bfloat16", "--enforce-eager"]
-    return subprocess.Popen(
-        command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    )
-
-
-def end(process):
-    os.killpg(process.pid, 15)
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -55,25 +23,9 @@ def served(tmp_path_factory, adapted_model):
     return folder, ours.samples, base.samples
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, served):
-    port = free_port()
-    with (tmp_path_factory.mktemp("server") / "log").open("w") as log:
-        process = start(served[0], port, log)
-        yield f"http://127.0.0.1:{port}"
-        end(process)
-
-
-def test_serve_answers_as_adapter_and_base(server, served):
-    client = httpx.Client(base_url=server, timeout=60)
-    deadline = time.monotonic() + 240
-    while True:
-        try:
-            if client.get("/health").status_code == 200:
-                break
-        except httpx.HTTPError:
-            assert time.monotonic() < deadline
-        time.sleep(0.5)
+def test_serve_answers_as_adapter_and_base(start_server, served):
+    server = start_server("rloo_kit", "serve", str(served[0])).wait()
+    client = httpx.Client(base_url=server.url, timeout=60)
     for name, samples in (("polite", served[1]), ("base", served[2])):
         texts = []
         for sample in samples:
