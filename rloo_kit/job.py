@@ -264,7 +264,7 @@ class PreparedJob:
         from rloo_kit.training.step_choice import choose_step
 
         if not choose_step(args, router_loss=args.router_aux_loss_coef or 0.0).by_trl:
-            check_engine(args)
+            check_engine(args, with_whole_paths(self.config, self.base, self.rewards_base))
         prompts, held_out = read_prompts(self.config, self.base)
         tokenizer, settings = self.tokenizer, args.chat_template_kwargs
         choose_step(args, images=has_images(prompts))
@@ -354,7 +354,7 @@ class PreparedJob:
 
 def _engine_arguments(args: "LeaveOneOutConfig") -> dict[str, Any]:
     """Return what ``load_model`` needs to load the base once for training and for vLLM."""
-    if requested_engine(args) == "transformers":
+    if requested_engine(args) in ("server", "transformers"):
         return {}
     share = args.vllm_gpu_memory_utilization if args.memory_share_given else None
     return {

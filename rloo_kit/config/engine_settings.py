@@ -11,7 +11,11 @@ from typing import Any
 from rloo_kit.errors import ConfigError, KitError
 from rloo_kit.text.wording import first_line, format_value
 
-ENGINES = {"vllm": "vLLM in this process", "transformers": "transformers"}
+ENGINES = {
+    "vllm": "vLLM in this process",
+    "server": "vLLM's server",
+    "transformers": "transformers",
+}
 # Settings of TRL that transformers alone obeys
 OF_TRANSFORMERS = (
     "cache_implementation",
@@ -19,16 +23,16 @@ OF_TRANSFORMERS = (
     "use_transformers_continuous_batching",
     "use_transformers_paged",
 )
-# Settings of TRL that neither engine obeys
+# Settings that vLLM's server alone obeys
+OF_SERVER = (
+    "vllm_adapter_dir", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port",
+    "vllm_server_timeout",
+)  # fmt: skip
+# Settings of TRL that no engine obeys
 OF_NO_ENGINE = (
-    "vllm_group_port",
+    "vllm_group_port",  # of NCCL: the server is sent adapters, not weights
     "vllm_model_impl",
     "vllm_tensor_parallel_size",
-    "vllm_mode",  # vLLM samples in this process, TRL's default
-    "vllm_server_base_url",
-    "vllm_server_host",
-    "vllm_server_port",
-    "vllm_server_timeout",
     "vllm_structured_outputs_regex",
     "vllm_sampling_params",  # an object of Unsloth's patched class: see generation_kwargs
 )
@@ -54,24 +58,22 @@ COUNTING = ("min_tokens", "presence_penalty", "frequency_penalty")
 
 
 def requested_engine(args: Any) -> str:
-    """Return ``auto``, ``vllm`` or ``transformers``; ``use_vllm: true`` means ``vllm``.
+    """Return ``auto``, ``vllm``, ``server`` or ``transformers``.
+
+    ``use_vllm: true`` means ``vllm``, and with ``vllm_mode: server`` it means ``server``.
 
     Raises:
-        ConfigError: ``use_vllm`` and ``generation`` contradict each other, or TRL's server is
-            asked for.
+        ConfigError: ``use_vllm`` and ``generation`` contradict each other.
     """
     if not args.use_vllm:
         return args.generation
-    if args.vllm_mode != "colocate":
+    by_mode = "server" if args.vllm_mode == "server" else "vllm"
+    if args.generation not in ("auto", "server", by_mode):
         raise ConfigError(
-            f"trainer.vllm_mode is {args.vllm_mode!r}, and vLLM samples in this process: leave it "
-            f"out, or train with TRL where a second GPU samples"
+            f"use_vllm: true with vllm_mode {args.vllm_mode!r} asks for {ENGINES[by_mode]} and "
+            f"generation is {args.generation!r}: keep generation"
         )
-    if args.generation == "transformers":
-        raise ConfigError(
-            "use_vllm: true asks for vLLM and generation is 'transformers': keep generation"
-        )
-    return "vllm"
+    return by_mode if args.generation == "auto" else args.generation
 
 
 def check_settings(args: Any, engine: str) -> None:
@@ -79,7 +81,7 @@ def check_settings(args: Any, engine: str) -> None:
 
     Args:
         args: A ``LeaveOneOutConfig``.
-        engine: ``vllm`` or ``transformers``; nothing is checked for ``auto``.
+        engine: ``vllm``, ``server`` or ``transformers``; nothing is checked for ``auto``.
 
     Raises:
         ConfigError: The engine does not obey a setting.
@@ -87,12 +89,14 @@ def check_settings(args: Any, engine: str) -> None:
     if engine not in ENGINES:
         return
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    for name in (*OF_NO_ENGINE, *(OF_TRANSFORMERS if engine == "vllm" else ())):
-        if name in defaults and getattr(args, name) != defaults[name]:
-            by_other = ", or set trainer.generation to transformers"
+    obeyed_by = dict.fromkeys(OF_NO_ENGINE, "") | dict.fromkeys(OF_SERVER, "server")
+    obeyed_by |= dict.fromkeys(OF_TRANSFORMERS, "transformers")
+    for name, other in obeyed_by.items():
+        if name in defaults and other != engine and getattr(args, name) != defaults[name]:
+            by_other = f", or set trainer.generation to {other}" if other else ""
             raise ConfigError(
                 f"trainer.{name} is {format_value(getattr(args, name))}, which {ENGINES[engine]} "
-                f"does not obey: leave it out{by_other if name in OF_TRANSFORMERS else ''}"
+                f"does not obey: leave it out{by_other}"
             )
     others = args.generation_kwargs or {}
     for name in OWN_SETTINGS.keys() & others:
@@ -103,10 +107,10 @@ def check_settings(args: Any, engine: str) -> None:
     if engine == "transformers":
         _check_generate(others)
     elif others:
-        _check_vllm(others, args)
+        _check_vllm(others, args, installed=engine == "vllm")
 
 
-def _check_vllm(others: Mapping[str, Any], args: Any) -> None:
+def _check_vllm(others: Mapping[str, Any], args: Any, *, installed: bool) -> None:
     for name in others.keys() - TOKEN_SAMPLING:
         raise ConfigError(
             f"trainer.generation_kwargs gives {name!r}, which cannot be given to vLLM: leave it "
@@ -118,6 +122,8 @@ def _check_vllm(others: Mapping[str, Any], args: Any) -> None:
                 f"trainer.generation_kwargs gives {name!r}, which vLLM cannot obey with "
                 "trainer.thinking_budget: leave one of them out, or set generation: transformers"
             )
+    if not installed:  # the server says what it does not take
+        return
     from vllm import SamplingParams
 
     try:

@@ -142,11 +142,16 @@ class KitSettings:
         resume="must",
         kit_step=True,
     )
-    generation: Literal["auto", "vllm", "transformers"] = setting(
+    generation: Literal["auto", "vllm", "server", "transformers"] = setting(
         "auto",
-        "Who samples: `vllm` (in this process), `transformers`, or `auto`: vLLM on a GPU where it "
-        "can.",
+        "Who samples: `vllm` (in this process), `server` (`vllm serve`, [where you start it]"
+        "(../how-to/generation.md#a-server-on-another-card-or-machine)), `transformers`, or "
+        "`auto`: vLLM in this process on a GPU where it can.",
         resume="may",
+    )
+    vllm_adapter_dir: str | None = setting(
+        None,
+        "Folder that vLLM's server sees too, for the adapter; null: in memory, on one machine.",
     )
     thinking_budget: int | None = setting(
         None,

@@ -140,9 +140,11 @@ def _longest_prompt(config: RunConfig, name: str, base: Path) -> int | None:
 
 
 def _engine(config: RunConfig, facts: Facts) -> str:
-    """Return who will sample: ``transformers``, ``vllm``, or ``shared`` (vLLM, Unsloth's copy)."""
+    """Return who will sample: one of ``ENGINES``, or ``shared`` (vLLM, Unsloth's copy)."""
     trainer = config.trainer
     asked = "vllm" if trainer.get("use_vllm") else trainer.get("generation", "auto")
+    if "server" in (trainer.get("vllm_mode"), trainer.get("generation")):
+        return "server"
     is_shared = facts.unsloth and not why_not_shared(
         facts.shape, trust_remote_code=config.model.trust_remote_code
     )

@@ -73,7 +73,7 @@ class Job:
     budget: int | None = None  # `tokens_per_micro_batch`; None: from the memory that is free
     scores: bool = True  # whether passes without gradient are made
     keeps_graphs: bool = True  # whether whole groups run forward before any of them runs backward
-    engine: str = "transformers"  # or `vllm`, or `shared` (vLLM on Unsloth's weights)
+    engine: str = "transformers"  # or `server`, `vllm`, `shared` (vLLM on Unsloth's weights)
     sleeps: bool = True
     share: float | None = None  # of the GPU, for vLLM; None: computed (`engine_memory`)
     batched_tokens: int = BATCHED_TOKENS  # prompt tokens that vLLM reads in one pass
@@ -126,7 +126,7 @@ def plan_memory(job: Job) -> MemoryPlan:
     lost = FRAGMENTATION if job.on_gpu else HEAP
     # what vLLM holds while it starts was measured with it
     parts["between blocks"] = {p: int(lost * _total(brief, p)) for p in PHASES if p != START}
-    there = {SCORE: job.scores, START: job.on_gpu and job.engine != "transformers"}
+    there = {SCORE: job.scores, START: job.on_gpu and job.engine in ("vllm", "shared")}
     phases = {p: _total(parts, p) for p in PHASES if there.get(p, True)}
     return MemoryPlan(parts, budget, phases)
 
@@ -202,7 +202,7 @@ def optimizer_bytes(name: str, sizes: Sequence[int], *, on_gpu: bool = True) -> 
 def _sampling(job: Job) -> dict[str, Held]:
     if job.engine == "transformers":
         return _by_transformers(job)
-    if not job.on_gpu:  # vLLM on a CPU is not counted
+    if not job.on_gpu or job.engine == "server":  # vLLM on a CPU is not counted
         return {}
     awake = (START, SAMPLE) if job.sleeps else PHASES[1:]
     engine = planned_engine(job)

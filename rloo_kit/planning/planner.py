@@ -61,7 +61,7 @@ class Plan:
     @property
     def vllm_share(self) -> float | None:
         """Share of the card that vLLM gets; None where it does not sample in this process."""
-        if not self.job.on_gpu or self.job.engine == "transformers":
+        if not self.job.on_gpu or self.job.engine in ("server", "transformers"):
             return None
         return self.job.share or planned_engine(self.job).share(self.job.card or self.room)
 

@@ -50,7 +50,7 @@ def announce_load(
     """Print which model loads, and why that may take minutes; nothing for the embedded one here."""
     on_gpu = environment.hardware.on_gpu
     text = f"loading {config.model.name}"
-    if on_gpu and requested_engine(args) != "transformers" and why_not_vllm() is None:
+    if on_gpu and requested_engine(args) in ("auto", "vllm") and why_not_vllm() is None:
         text += "; vLLM compiles at its first start, which takes minutes"
     if on_gpu and environment.backend == "unsloth":
         text += "; Unsloth compiles in the first step, which takes a minute or two"

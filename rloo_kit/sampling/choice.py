@@ -1,12 +1,15 @@
-"""Start the engine that samples for a model: vLLM in this process, or none."""
+"""Start the engine that samples for a model: vLLM in this process, its server, or none."""
 
 from typing import Any
 
-from rloo_kit.config.engine_settings import check_settings, requested_engine
+from rloo_kit.config.engine_settings import ENGINES, check_settings, requested_engine
+from rloo_kit.config.run_file import RunConfig
 from rloo_kit.errors import ConfigError, GenerationError
 from rloo_kit.machine.cleanup import add_to_session
 from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
+from rloo_kit.models.adapters import adapter_in, base_of
 from rloo_kit.models.engine_memory import MAX_SEQUENCES
+from rloo_kit.models.loading import find_model
 from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shared_engine import EngineSettings
 from rloo_kit.sampling.engine import (
@@ -15,6 +18,7 @@ from rloo_kit.sampling.engine import (
     Sampling,
     ThoughtLimit,
     choose,
+    reserved_rank_of,
     why_no_hot_swap,
 )
 from rloo_kit.text.thoughts import THOUGHT_ENDS, token_id
@@ -52,10 +56,10 @@ def start_engine(
                 raise
             choice = Choice("transformers", str(exc))
     if trains:
-        check_settings(args, "transformers")
+        check_settings(args, choice.engine)
     _check_vllm_table(model, choice)
     _put_to_sleep(model)
-    return None, choice
+    return (_on_server(model, args) if choice.engine == "server" else None), choice
 
 
 def _why_not_here(asked: str, model: Model) -> str | None:
@@ -67,12 +71,12 @@ def _why_not_here(asked: str, model: Model) -> str | None:
 
 
 def _check_vllm_table(model: Model, choice: Choice) -> None:
-    """Raise ConfigError where the run file's ``vllm:`` is set, and transformers samples."""
+    """Raise ConfigError where the run file's ``vllm:`` is set, and another engine samples."""
     for name in notes_of(model).vllm:
         reason = f" ({choice.reason})" if choice.reason else ""
         raise ConfigError(
-            f"vllm.{name} is for vLLM, and transformers samples{reason}: leave it out, or set "
-            f"trainer.generation to vllm"
+            f"vllm.{name} is for vLLM in this process, and {ENGINES[choice.engine]} samples"
+            f"{reason}: leave it out, or set trainer.generation to vllm"
         )
 
 
@@ -106,15 +110,9 @@ def _in_process(model: Model, args: Any) -> Engine:
     notes = notes_of(model)
     if notes.shared_engine is not None:
         _check_shared(args, notes.shared_engine)
-    # vLLM reserves for the longest row that the model was loaded for
-    max_length = (
-        args.vllm_max_model_length
-        or notes.max_seq_length
-        or model.config.get_text_config().max_position_embeddings
-    )
     engine = VllmEngine(
         model,
-        max_length=max_length,
+        max_length=_max_length(model, args),
         num_sequences=min(MAX_SEQUENCES, args.generation_batch_size),
         sleeps=args.vllm_enable_sleep_mode,
         memory_share=args.vllm_gpu_memory_utilization if args.memory_share_given else None,
@@ -125,18 +123,54 @@ def _in_process(model: Model, args: Any) -> Engine:
     return engine
 
 
-def check_engine(args: Any, *, trains: bool = True) -> None:
+def _max_length(model: Model, args: Any) -> int:
+    """Return the tokens of the longest row that the model was loaded for: vLLM reserves them."""
+    return (
+        args.vllm_max_model_length
+        or notes_of(model).max_seq_length
+        or model.config.get_text_config().max_position_embeddings
+    )
+
+
+def _on_server(model: Model, args: Any) -> Engine:
+    from rloo_kit.sampling.vllm_inprocess import compute_dtype, is_4bit
+    from rloo_kit.sampling.vllm_server import Needs, VllmServer
+
+    name = model.get_base_model().config.name_or_path
+    needs = Needs(name, _max_length(model, args), reserved_rank_of(model), is_4bit(model))
+    server = VllmServer(args, needs, compute_dtype(model))
+    add_to_session(server)
+    return server
+
+
+def _check_server(args: Any, run: RunConfig) -> None:
+    """Raise GenerationError where the server cannot sample for a run."""
+    from rloo_kit.sampling.vllm_server import Needs, VllmServer
+
+    name = find_model(run.model.name)
+    if adapter := adapter_in(name):
+        name = find_model(base_of(adapter))
+    length = args.vllm_max_model_length or run.model.max_seq_length
+    VllmServer(args, Needs(name, length, run.lora.r, run.model.load_in_4bit)).close()
+
+
+def check_engine(args: Any, run: RunConfig | None = None, *, trains: bool = True) -> None:
     """Check what can be checked before a model is loaded; ``trains``: not an evaluation.
 
+    ``run`` says what a server must be able to do, and has whole paths.
+
     Raises:
-        GenerationError: An engine was asked for by name and is not installed.
+        GenerationError: An engine was asked for by name and is not installed, or its server is
+            away or another.
         ConfigError: The engine does not obey a setting.
     """
     asked = requested_engine(args)
     on_gpu = detect_hardware().device != "cpu"
     choice = choose(asked, on_gpu=on_gpu, why_not=why_not_vllm())
     if trains:  # auto may still find that vLLM cannot sample from the model
-        check_settings(args, asked if choice.engine == "vllm" else "transformers")
+        check_settings(args, asked if choice.engine != "transformers" else "transformers")
+    if asked == "server" and run is not None:
+        _check_server(args, run)
 
 
 def thought_limit(tokenizer: Tokenizer, tokens: int | None) -> ThoughtLimit | None:

@@ -176,15 +176,23 @@ def adapter_tensors(model: Model, name: str = "default") -> dict[str, Any]:
 class AdapterFolder:
     """A folder with the adapter as it was sent last, and what else an engine reads.
 
-    It is in shared memory, or the system's temporary folder.
+    It is in ``parent``; None: in shared memory, or the system's temporary folder.
+
+    Raises:
+        GenerationError: ``parent`` is no folder, or cannot be written to.
     """
 
-    def __init__(self) -> None:
-        parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
-        if parent is not None:
-            _remove_leftovers(parent)
+    def __init__(self, parent: str | None = None) -> None:
+        place = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+        if place is not None:
+            _remove_leftovers(place)
+        if parent and not os.access(place := Path(parent).resolve(), os.W_OK):
+            raise GenerationError(
+                f"trainer.vllm_adapter_dir {parent!r} cannot be written to: give a folder that the "
+                f"server sees too"
+            )
         prefix = f"rloo-kit-{_namespace()}-{os.getpid()}-"
-        self.root = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        self.root = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
 
     def write(self, model: Model, dtype: Any) -> Path:
         """Write the active adapter of a PEFT model in the engine's type; return its folder.
@@ -237,25 +245,25 @@ def _remove_leftovers(parent: Path) -> None:
 class Choice:
     """Which engine, and why not a faster one."""
 
-    engine: str  # `vllm` or `transformers`
+    engine: str  # `vllm`, `server` or `transformers`
     reason: str | None = None  # in one line, where `auto` fell back
 
 
 def choose(asked: str, *, on_gpu: bool, why_not: str | None) -> Choice:
-    """Return the engine for ``auto``, ``vllm`` or ``transformers``.
+    """Return the engine for ``auto``, ``vllm``, ``server`` or ``transformers``.
 
     ``why_not`` says why vLLM cannot sample here.
 
     Raises:
-        GenerationError: vLLM was asked for by name and cannot sample here.
+        GenerationError: vLLM was asked for by name and cannot sample from the model.
     """
     # on a CPU a small model is as fast without, and vLLM takes seconds to start
     if asked == "transformers" or (asked == "auto" and not on_gpu):
         return Choice("transformers")
     if why_not is None:
-        return Choice("vllm")
-    if asked == "vllm":
+        return Choice("server" if asked == "server" else "vllm")
+    if asked != "auto":
         raise GenerationError(
-            f"generation: vllm cannot be used: {why_not}; set trainer.generation: auto"
+            f"generation: {asked} cannot be used: {why_not}; set trainer.generation: auto"
         )
     return Choice("transformers", why_not)

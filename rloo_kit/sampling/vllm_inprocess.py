@@ -71,7 +71,7 @@ class VllmEngine:
         self.shared = self._llm is not None
         self.name = "vLLM, weights shared by Unsloth" if self.shared else "vLLM in this process"
         self.sync_seconds = 0.0  # of the last sync
-        self.adapter_dtype = _compute_dtype(model)
+        self.adapter_dtype = compute_dtype(model)
         self._on_gpu = model.device.type != "cpu"
         self._sleeps = sleeps and self._on_gpu
         self._number = 0
@@ -107,7 +107,7 @@ class VllmEngine:
         extra: dict[str, Any],
     ) -> Any:
         config = model.get_base_model().config
-        is_4bit, max_rank = _is_4bit(model), reserved_rank_of(model)
+        in_4bit, max_rank = is_4bit(model), reserved_rank_of(model)
         trust_remote_code = notes_of(model).trust_remote_code
         arguments = {
             "model": config.name_or_path,
@@ -132,7 +132,7 @@ class VllmEngine:
         }
         size = engine_size(
             shape_of_config(config, config.name_or_path, trust_remote_code=trust_remote_code),
-            in_4bit=is_4bit and self._on_gpu,
+            in_4bit=in_4bit and self._on_gpu,
             max_rank=max_rank,
             num_sequences=num_sequences,
             max_length=max_length,
@@ -141,13 +141,13 @@ class VllmEngine:
         )
         if self._on_gpu:
             torch.cuda.empty_cache()
-            if is_4bit:
+            if in_4bit:
                 arguments["quantization"] = "bitsandbytes"
         else:
             # its CPU worker fails on a seeded prompt that is cut between two passes
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(BATCHED_TOKENS, max_length)
-            if is_4bit:
+            if in_4bit:
                 folder = self._folder.root / "base"
                 arguments["model"] = str(write_dequantised(model, self.adapter_dtype, folder))
         arguments |= self._memory(size, memory_share)
@@ -332,7 +332,8 @@ def _dequantised(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.data if state is None else dequantize_4bit(parameter.data, state)
 
 
-def _is_4bit(model: Model) -> bool:
+def is_4bit(model: Model) -> bool:
+    """Return whether bitsandbytes holds layers of the model in 4 bit."""
     return any(type(module).__name__ == "Linear4bit" for module in model.modules())
 
 
@@ -349,7 +350,7 @@ def _vllm_modules(targets: list[Any]) -> list[str] | None:
     return sorted(names | {joined.get(name, name) for name in names})
 
 
-def _compute_dtype(model: Model) -> Any:
+def compute_dtype(model: Model) -> Any:
     """Return the type that the trainer computes the base in."""
     dtype = model.get_base_model().config.dtype
     return dtype if dtype in (torch.float16, torch.float32) else torch.bfloat16

@@ -80,7 +80,7 @@ OWN = {  # right values, then wrong ones
     "on_reward_error": (("stop", "skip"), ("ignore", True, None)),
     "reward_timeout_seconds": ((None, 0.5, 60), (0, -1, "1m", True, math.inf)),
     "dynamic_sampling_rounds": ((1, 4, 100), (0, 101, 1.5, True, None, "4")),
-    "generation": (("auto", "vllm", "transformers"), ("vLLM", True, None, "server")),
+    "generation": (("auto", "vllm", "server", "transformers"), ("vLLM", True, None)),
     "rollout_correction": ((None, "sequence", "token"), ("tokens", True, 2)),
     "rollout_correction_cap": ((1, 2.0, 8), (0.5, "2", True, None, math.inf)),
     "dry_run": ((None, True, False), ("yes", 2, "auto", [True])),

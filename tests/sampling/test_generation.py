@@ -129,7 +129,7 @@ def test_trainer_settings_become_sampling():
 # --- what is asked for ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("generation", ["auto", "vllm", "transformers"])
+@pytest.mark.parametrize("generation", ["auto", "vllm", "server", "transformers"])
 def test_generation_alone_says_who_samples(generation):
     assert requested_engine(settings(generation=generation)) == generation
 
@@ -138,11 +138,13 @@ def test_use_vllm_of_trl_is_understood():
     assert requested_engine(settings(use_vllm=True)) == "vllm"
     with pytest.raises(ConfigError, match="keep generation"):
         requested_engine(settings(use_vllm=True, generation="transformers"))
-    with pytest.raises(ConfigError, match=r"vllm_mode is 'server'.*leave it out"):
-        requested_engine(settings(use_vllm=True, vllm_mode="server"))
+    assert requested_engine(settings(use_vllm=True, vllm_mode="server")) == "server"
+    assert requested_engine(settings(use_vllm=True, generation="server")) == "server"
+    with pytest.raises(ConfigError, match="asks for vLLM's server and generation is 'vllm': keep"):
+        requested_engine(settings(use_vllm=True, vllm_mode="server", generation="vllm"))
 
 
-@pytest.mark.parametrize("asked", ["auto", "vllm", "transformers"])
+@pytest.mark.parametrize("asked", ["auto", "vllm", "server", "transformers"])
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_where_vllm_can_sample_it_does_as_asked(asked, on_gpu):
     found = choose(asked, on_gpu=on_gpu, why_not=None)
@@ -157,6 +159,7 @@ def test_auto_falls_back_on_a_gpu_and_says_why():
 
 
 def test_vllm_by_name_that_cannot_sample_is_an_error():
+    assert "generation: server" in refusal(choose, "server", on_gpu=True, why_not="it rains")
     text = refusal(choose, "vllm", on_gpu=True, why_not="it rains")
     assert "generation: vllm" in text
     assert "it rains" in text

@@ -15,7 +15,12 @@ from transformers import HfArgumentParser, TrainingArguments
 from trl import ModelConfig, RLOOConfig, ScriptArguments, TrlParser
 
 import rloo_kit as rk
-from rloo_kit.config.engine_settings import OF_NO_ENGINE, OF_TRANSFORMERS, check_settings
+from rloo_kit.config.engine_settings import (
+    OF_NO_ENGINE,
+    OF_SERVER,
+    OF_TRANSFORMERS,
+    check_settings,
+)
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.scoring.specs import load_rewards, with_tokenizers
 
@@ -365,24 +370,28 @@ def test_every_field_of_trl_about_the_engine_is_obeyed_or_refused():
     obeyed = {
         "use_vllm", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length"
     }  # fmt: skip
-    refused = {*OF_TRANSFORMERS, *OF_NO_ENGINE} - {"vllm_sampling_params"}  # that is Unsloth's
+    others = {"vllm_sampling_params", "vllm_adapter_dir"}  # Unsloth's and the kit's
+    refused = {*OF_TRANSFORMERS, *OF_SERVER, *OF_NO_ENGINE} - others
     assert found == obeyed | refused, "write down who obeys the new one"
 
 
 @pytest.mark.parametrize(
     ("settings", "engines"),
     [
-        ({"vllm_structured_outputs_regex": "[0-9]+"}, ("vllm", "transformers")),
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, ("vllm", "server", "transformers")),
+        ({"vllm_group_port": 9}, ("vllm", "server", "transformers")),
+        ({"vllm_server_timeout": 9.0}, ("vllm", "transformers")),
+        ({"vllm_adapter_dir": "shared"}, ("vllm", "transformers")),
         ({"vllm_server_base_url": "http://127.0.0.1:9"}, ("vllm", "transformers")),
         ({"vllm_mode": "server"}, ("vllm", "transformers")),
         ({"vllm_max_model_length": 128, "vllm_enable_sleep_mode": True}, ()),
-        ({"cache_implementation": "static"}, ("vllm",)),
+        ({"cache_implementation": "static"}, ("vllm", "server")),
         ({}, ()),
     ],
 )
 def test_what_an_engine_does_not_obey_is_one_sentence(tmp_path, settings, engines):
     args = rk.LeaveOneOutConfig(**few(tmp_path, **settings))
-    for engine in ("vllm", "transformers"):
+    for engine in ("vllm", "server", "transformers"):
         if engine not in engines:
             check_settings(args, engine)
             continue
@@ -394,6 +403,7 @@ def test_what_an_engine_does_not_obey_is_one_sentence(tmp_path, settings, engine
     ("engine", "kwargs", "words"),
     [
         ("vllm", {"num_beams": 4}, "gives 'num_beams', which cannot be given to vLLM"),
+        ("server", {"num_beams": 4}, "gives 'num_beams', which cannot be given to vLLM"),
         ("vllm", {"seed": 4}, "gives 'seed', .* set generation: transformers, or give one of all"),
         ("transformers", {"top_q": 0.5}, "gives 'top_q', which cannot be given to generate"),
         ("transformers", {"num_return_sequences": "many"}, "'many'} cannot be obeyed"),

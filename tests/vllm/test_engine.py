@@ -212,7 +212,7 @@ def other_base(monkeypatch):
         return folder
 
     monkeypatch.setattr(vllm_engine, "write_dequantised", perturbed)
-    monkeypatch.setattr(vllm_engine, "_is_4bit", lambda model: True)
+    monkeypatch.setattr(vllm_engine, "is_4bit", lambda model: True)
 
 
 @pytest.mark.parametrize(
