@@ -100,6 +100,7 @@ class VllmServer:
         elif self.adapter_dtype is None and self._needs.is_other(card):
             reason = f"serves {card['root']!r}, and the run trains {self._needs.model!r}"
         else:
+            self.name += f" ({card['root']})"
             return card["id"]
         raise GenerationError(f"{self.name} {reason}: {self._remedy}")
 

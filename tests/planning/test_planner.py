@@ -149,3 +149,14 @@ def test_a_share_that_is_too_small_is_not_called_a_small_card():
     assert not made.fits
     assert "raise trainer.vllm_gpu_memory_utilization" in made.verdict
     assert "use a smaller model" not in str(made)
+
+
+def test_a_server_takes_no_memory_of_the_card_that_trains():
+    here, there = (
+        plan_of("qwen3-4b-thinking-12gb", "12GB", f"trainer.generation={engine}")
+        for engine in ("vllm", "server")
+    )
+    assert here.vllm_share
+    assert there.vllm_share is None
+    assert not [part for part in there.memory.parts if "vLLM" in part or "sampl" in part]
+    assert "vLLM" not in str(there)

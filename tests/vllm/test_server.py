@@ -237,6 +237,7 @@ def test_another_model_of_the_same_shape_is_stopped_before_a_step(
     printed = capsys.readouterr()
     assert "did not sample from the policy that trains" in printed.err
     assert "other weights" in printed.err
+    assert f"vLLM's server at {other.url} (/" in printed.err
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
@@ -276,7 +277,7 @@ def test_a_killed_server_ends_the_run_which_resumes_with_a_new_one(
     assert main(["train", file]) == 2
     printed = capsys.readouterr()
     said = printed.err.splitlines()[-1]
-    assert f"vLLM's server at {doomed.url} is away" in said
+    assert f"vLLM's server at {doomed.url} ({TINY_THINKER}) is away" in said
     assert "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve" in said
     assert "stopped after step 3: resume with rloo-kit train" in printed.out
     # the run waits for a server that is still starting
