@@ -197,3 +197,4 @@ def test_the_command_has_what_the_run_needs():
     packed = Needs("unsloth/Qwen3-4B-bnb-4bit", 512, 20, in_4bit=True).command
     assert "--max-lora-rank 32" in packed
     assert "--quantization" not in packed
+    assert "--quantization" not in Needs("me/any", 512, 20, in_4bit=False).command
