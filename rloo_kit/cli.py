@@ -197,16 +197,23 @@ def _doctor(run: str | None) -> int:
         default="this",
         metavar="GPU",
     ),
+    _argument(
+        "--cards",
+        "number of such cards: also says which ways to train on all of them fit",
+        default=1,
+        type=int,
+        metavar="N",
+    ),
     SET,
 )
-def _plan(source: str, gpu: str, overrides: list[str]) -> int:
+def _plan(source: str, gpu: str, cards: int, overrides: list[str]) -> int:
     from rloo_kit.job import read_config
     from rloo_kit.planning.planner import make_plan
 
     config, base = read_config(source, overrides)
-    plan = make_plan(config, gpu, base=base)
+    plan = make_plan(config, gpu, base=base, cards=cards)
     print(plan)
-    return 0 if plan.fits else 1
+    return 0 if plan.fits or (cards > 1 and plan.fitting_ways(cards)) else 1
 
 
 @_command(

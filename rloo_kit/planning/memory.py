@@ -78,6 +78,7 @@ class Job:
     share: float | None = None  # of the GPU, for vLLM; None: computed (`engine_memory`)
     batched_tokens: int = BATCHED_TOKENS  # prompt tokens that vLLM reads in one pass
     draft_tokens: int = 0  # that it guesses for a completion in one pass
+    cards: int = 1  # that base, adapter and its states are divided over; all else is of each card
 
     @property
     def width(self) -> int:
@@ -115,10 +116,10 @@ class MemoryPlan:
 def plan_memory(job: Job) -> MemoryPlan:
     """Return what a training run will hold."""
     sizes = adapter_sizes(job)
-    trained = 4 * sum(sizes)
+    trained = 4 * sum(sizes) // job.cards
     parts = {**_weights(job), "LoRA adapter, float32": _since(SAMPLE, trained), **_sampling(job)}
     budget = _budget(job, job.room - _total(parts, LEARN))
-    states = optimizer_bytes(job.optimizer, sizes, on_gpu=job.on_gpu)
+    states = optimizer_bytes(job.optimizer, sizes, on_gpu=job.on_gpu) // job.cards
     parts[f"optimizer states, {job.optimizer}"] = _since(SAMPLE, states)
     parts |= _passes(job, budget, trained)
     # what is held all the time is allocated once and leaves no holes
@@ -153,9 +154,13 @@ def _weights(job: Job) -> dict[str, Held]:
             packing = int(LOADING * mapped)
     outside = "CUDA context" if job.on_gpu else "Python and libraries"
     total = weight_bytes(shape, in_4bit=job.in_4bit, value_bytes=job.value_bytes)
+    # what is divided is gathered for use: a layer, the next one, and embeddings and head as one
+    outer = shape.others * job.value_bytes
+    gathered = outer + 2 * (total - outer) // shape.num_layers
     return {
         outside: _since(LOAD, CONTEXT if job.on_gpu else LIBRARIES),
-        "weights": _since(LOAD, total),
+        "weights": _since(LOAD, total // job.cards),
+        "weights, gathered": _since(SAMPLE, gathered if job.cards > 1 else 0),
         "weights, mapped from their file": _since(LOAD, mapped),
         "weights, while they are packed": {LOAD: packing},
     }

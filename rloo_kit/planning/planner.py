@@ -10,17 +10,20 @@ from functools import cached_property
 from pathlib import Path
 
 from rloo_kit.config.run_file import RunConfig
-from rloo_kit.errors import KitError
+from rloo_kit.errors import ConfigError, KitError
 from rloo_kit.job import read_config
 from rloo_kit.machine.environment import quiet, setup
 from rloo_kit.machine.hardware import GIB, USABLE, detect_hardware, find_card
 from rloo_kit.models.engine_memory import MIB
 from rloo_kit.planning.advice import Change, find_changes, peak_with
+from rloo_kit.planning.cards import Way, find_ways
 from rloo_kit.planning.facts import Facts, assumptions, make_job, read_facts
 from rloo_kit.planning.memory import CONTEXT, DOING, Job, MemoryPlan, plan_memory, planned_engine
 
 # Columns of the longest bar and of a part's name: 80 with the number
 BAR, NAME = 26, 33
+# Numbers of cards that are tried where nothing fits on one
+MORE_CARDS = (2, 4, 8, 16)
 # Share of the peak from which on a part has a bar of its own
 SMALLEST_PART = 0.01
 
@@ -32,6 +35,7 @@ class Plan:
     config: RunConfig
     facts: Facts
     changes: tuple[Change, ...] = ()  # what makes it fit, the least harmful first
+    cards: int = 1  # above 1: the ways to train on so many of them are shown, too
 
     @property
     def room(self) -> int:
@@ -70,6 +74,10 @@ class Plan:
         """Why vLLM would not start, though the peak may fit; None where it does."""
         return None if self.vllm_share is None else planned_engine(self.job).refusal
 
+    def fitting_ways(self, cards: int) -> list[Way]:
+        """Return the ways to train on so many cards of this size that fit, on paper."""
+        return [way for way in find_ways(self.job, cards) if way.peak_bytes <= self.room]
+
     @property
     def verdict(self) -> str:
         """In one line."""
@@ -87,7 +95,10 @@ class Plan:
 
 
 def plan(
-    source: str | Path | RunConfig, gpu: str | None = None, overrides: Sequence[str] = ()
+    source: str | Path | RunConfig,
+    gpu: str | None = None,
+    overrides: Sequence[str] = (),
+    cards: int = 1,
 ) -> Plan:
     """Plan the memory of a run before anything is loaded.
 
@@ -100,24 +111,30 @@ def plan(
         gpu: The memory of a card (``12GB``), or ``this`` (None too): the one in this machine, else
             its CPU.
         overrides: ``section.key=value``, as after ``--set``.
+        cards: Of this size; above 1 the plan also says which ways to train on them fit, on paper.
 
     Raises:
-        ConfigError: The run file or the card is wrong.
+        ConfigError: The run file, the card or the number of cards is wrong.
         ModelError: The model's config cannot be read.
     """
     config, base = read_config(source, overrides)
     setup(config.model.backend)  # Unsloth wants to come before transformers, which is loaded here
-    return make_plan(config, gpu, base=base)
+    return make_plan(config, gpu, base=base, cards=cards)
 
 
-def make_plan(config: RunConfig, gpu: str | None = None, *, base: Path = Path()) -> Plan:
+def make_plan(
+    config: RunConfig, gpu: str | None = None, *, base: Path = Path(), cards: int = 1
+) -> Plan:
     """Return the plan of settings that are read already; see ``plan``. Unsloth is not imported.
 
     Args:
         config: Of the run.
         gpu: As for ``plan``.
         base: Folder that the paths of model and prompts start from, here and below.
+        cards: As for ``plan``.
     """
+    if cards < 1:
+        raise ConfigError(f"--cards {cards} is no number of cards: give 1 or more")
     if gpu is None or gpu.strip().lower() == "this":
         card, room = detect_hardware(), room_here()
     else:
@@ -125,7 +142,7 @@ def make_plan(config: RunConfig, gpu: str | None = None, *, base: Path = Path())
         room = card.usable
     with quiet():  # transformers is imported here
         facts = read_facts(config, base, card, room)
-    made = Plan(config, facts)
+    made = Plan(config, facts, cards=cards)
     if made.peak_bytes <= room:
         return made
     return replace(made, changes=tuple(find_changes(config, facts, room)))
@@ -187,8 +204,21 @@ def _picture(made: Plan) -> list[str]:
             for change in made.changes
         ]
     elif not made.fits and made.refusal is None:
-        lines += ["", "no setting makes it fit: use a smaller model"]
-    return lines
+        enough = next((cards for cards in MORE_CARDS if made.fitting_ways(cards)), None)
+        several = f", or {enough} cards (--cards {enough})" if enough else ""
+        lines += ["", f"no setting makes it fit: use a smaller model{several}"]
+    return lines + _several_cards(made)
+
+
+def _several_cards(made: Plan) -> list[str]:
+    """Return the lines on more than one card: none where one was asked for, or this is a CPU."""
+    if made.cards == 1 or not made.job.on_gpu:
+        return []
+    lines = ["", f"on {made.cards} such cards, on paper; memory of the fullest one:"]
+    for way in find_ways(made.job, made.cards):
+        verdict = "fits" if way.peak_bytes <= made.room else "no"
+        lines.append(f"  {verdict:<4}  {way.name:<{NAME + BAR - 4}}{_gib(way.peak_bytes):>11}")
+    return [*lines, "docs/how-to/more_than_one_card.md says what each of them needs"]
 
 
 def _bar(name: str, size: int, share: float) -> str:

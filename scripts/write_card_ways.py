@@ -1,0 +1,78 @@
+"""Write what fits on several cards into docs/how-to/more_than_one_card.md, by the planner.
+
+.venv/bin/python scripts/write_card_ways.py
+"""
+
+import json
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from rloo_kit.config.run_file import EXAMPLES, read_run_file
+from rloo_kit.machine.hardware import GIB, find_card
+from rloo_kit.planning.cards import find_ways
+from rloo_kit.planning.facts import make_job, read_facts
+from rloo_kit.planning.memory import Job
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/how-to/more_than_one_card.md"
+BEGIN, END = (
+    "<!-- card_ways: written by scripts/write_card_ways.py -->\n",
+    "<!-- /card_ways -->",
+)
+RUN_FILE = "qwen3-14b-24gb"  # its rows, lengths and adapter, with another base
+SETTINGS = ["trainer.tokens_per_micro_batch=2048"]  # passes of one longest row: the least memory
+SETUPS = {
+    "2 x 24 GB": (2, 24),
+    "4 x 24 GB": (4, 24),
+    "8 x 24 GB": (8, 24),
+    "2 nodes, 8 x 24 GB": (16, 24),
+    "8 x 80 GB": (8, 80),
+}
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# Of the published config.json: the four numbers above, the type, heads of keys, tokens
+BASES = {
+    "14B (Qwen3-14B)": (5120, 17408, 40, 40, "qwen3", 8, 151_936),
+    "32B (Qwen3-32B)": (5120, 25600, 64, 64, "qwen3", 8, 151_936),
+    "70B (Llama-3.3-70B)": (8192, 28672, 80, 64, "llama", 8, 128_256),
+}
+
+
+def job_of(base: str, gib: int) -> Job:
+    """Return the memory job of the run file with another base, on one card of so many GiB."""
+    *sizes, kind, heads, tokens = BASES[base]
+    config = dict(zip(NAMES, sizes, strict=True))
+    config |= {"model_type": kind, "num_key_value_heads": heads, "vocab_size": tokens}
+    config |= {"head_dim": 128, "tie_word_embeddings": False}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        run = read_run_file(RUN_FILE, [f"model.name={folder}", *SETTINGS])
+        card = find_card(f"{gib}GB")
+        facts = read_facts(run, EXAMPLES, card, card.usable)
+    return make_job(run, replace(facts, vllm=False, unsloth=True))
+
+
+def table(base: str) -> str:
+    """Return the table of one base: a row for each way, a column for each set of cards."""
+    cells: dict[str, list[str]] = {}
+    for cards, gib in SETUPS.values():
+        job = job_of(base, gib)
+        for way in find_ways(job, cards):
+            size = f"{way.peak_bytes / GIB:.1f}"
+            name = way.name if "server" not in way.name else "vLLM's server on half of the cards"
+            cells.setdefault(name, []).append(f"**{size}**" if way.peak_bytes <= job.room else size)
+    lines = [f"| {base} | {' | '.join(SETUPS)} |", "|---" * (1 + len(SETUPS)) + "|"]
+    lines += [f"| {name} | {' | '.join(sizes)} |" for name, sizes in cells.items()]
+    return "\n".join(lines) + "\n"
+
+
+def written(page: str) -> str:
+    """Return the page with the tables of now between its markers."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + "\n".join(map(table, BASES)) + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
