@@ -1,0 +1,128 @@
+"""TRL's own tests of RLOOTrainer, run on TRL's class and on the kit's: one table of both.
+
+    python tests/scripts/trl_tests.py TRL_CHECKOUT/tests/test_rloo_trainer.py
+
+The file is TRL's (Apache 2.0, of the version that is installed) and stays outside of this
+repository. Models and data sets are made once (``trl_models.py``); nothing is fetched.
+``--classes`` takes ``trl``, ``kit`` (the kit's trainer with TRL's ``RLOOConfig``: only the class
+is replaced) and ``kit-config`` (``LeaveOneOutConfig``, too).
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from trl_models import END, IDS, PAD, make_all
+
+CLASSES = ("trl", "kit", "kit-config")
+AROUND = ("__init__.py", "conftest.py", "testing_constants.py", "testing_utils.py")
+"""What TRL's test files import, and lies in their folder."""
+QWEN_IDS = {151643: PAD, 151645: END}
+HERE = Path(__file__).parent
+FOLDER = HERE.parents[1] / ".cache" / "trl"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a test ended: ``passed``, ``failed``, ``error`` or ``skipped``, and why."""
+
+    kind: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+def run(file: Path, kind: str, selected: str | None, backend: str) -> dict[str, Outcome]:
+    """Run TRL's file on one of ``CLASSES``; return the outcome of each test."""
+    env = os.environ | {
+        "HF_HUB_CACHE": str(FOLDER / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "HF_MODULES_CACHE": str(FOLDER / "modules"),
+        "HF_DATASETS_CACHE": str(FOLDER / "prepared"),
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "OMP_NUM_THREADS": "1",  # small tensors: a second thread only waits
+        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+        "TRL_TESTS_FOLDER": str(FOLDER),
+        "TRL_TESTS_CLASS": kind,
+    }
+    if backend == "transformers":
+        env["UNSLOTH_DISABLE_CPU_FALLBACK"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        results, copied = Path(folder, "results.xml"), Path(folder, "trl_own")
+        copied.mkdir()
+        for one in (file, *(file.parent / name for name in AROUND)):
+            (copied / one.name).write_text(_with_local_ids(one.read_text()))
+        options = ["-q", "--tb=short", "-W", "ignore", "-p", "trl_plugin", "-p", "no:cacheprovider"]
+        options += [f"--rootdir={folder}", "-c", os.devnull, f"--basetemp={folder}/tmp"]
+        options += [f"--junitxml={results}", *(["-k", selected] if selected else [])]
+        command = [sys.executable, "-m", "pytest", *options, str(copied)]
+        subprocess.run(command, env=env, cwd=folder, check=False)
+        return read(results)
+
+
+def _with_local_ids(text: str) -> str:
+    """Return a test file with the ids of Qwen's tokens replaced by those of the local tokenizer."""
+    for theirs, ours in QWEN_IDS.items():
+        text = text.replace(str(theirs), str(IDS[ours]))
+    return text
+
+
+def read(results: Path) -> dict[str, Outcome]:
+    """Return the outcomes in a file of JUnit's format."""
+    outcomes = {}
+    for case in ElementTree.parse(results).iter("testcase"):
+        kinds = {"failure": "failed", "error": "error", "skipped": "skipped"}
+        ends = [(kinds[one.tag], one.get("message", "")) for one in case if one.tag in kinds]
+        kind, why = ends[0] if ends else ("passed", "")
+        outcomes[case.get("name", "")] = Outcome(kind, " ".join(why.split()))
+    return outcomes
+
+
+def table(runs: dict[str, dict[str, Outcome]]) -> list[str]:
+    """Return a Markdown table, a line for each test, and the sums."""
+    names = list(dict.fromkeys(name for outcomes in runs.values() for name in outcomes))
+    lines = [f"| test | {' | '.join(runs)} | why |", "|---" * (len(runs) + 2) + "|"]
+    missing = Outcome("missing")
+    for name in names:
+        ends = [outcomes.get(name, missing) for outcomes in runs.values()]
+        why = next((end.why for end in reversed(ends) if end.why), "").replace("|", "/")
+        lines.append(f"| `{name}` | {' | '.join(map(str, ends))} | {why[:200]} |")
+    sums = []
+    for outcomes in runs.values():
+        kinds = [end.kind for end in outcomes.values()]
+        skipped = kinds.count("skipped")
+        sums.append(f"{kinds.count('passed')} of {len(kinds) - skipped} pass, {skipped} skipped")
+    return [*lines, f"| **all** | {' | '.join(sums)} | |"]
+
+
+def main() -> int:
+    """Print the table; 1 where the kit fails a test that TRL passes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--classes", default="trl,kit", help=f"some of {', '.join(CLASSES)}")
+    parser.add_argument("--backend", choices=("transformers", "unsloth"), default="transformers")
+    parser.add_argument("--output", type=Path, help="where the table is written, too")
+    parser.add_argument("-k", help="expression that selects tests, as pytest's")
+    asked = parser.parse_args()
+    make_all(FOLDER)
+    runs = {
+        kind: run(asked.file.resolve(), kind, asked.k, asked.backend)
+        for kind in asked.classes.split(",")
+    }
+    text = "\n".join(table(runs))
+    print(text)
+    if asked.output:
+        asked.output.write_text(text + "\n")
+    passed = {name for name, end in runs.get("trl", {}).items() if end.kind == "passed"}
+    lost = [name for name in passed for one in runs.values() if one[name].kind != "passed"]
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
