@@ -209,7 +209,7 @@ def _gemma3() -> tuple[nn.Module, Any]:
     tokens = 16
     config = tf.Gemma3Config(
         text_config={**TEXT, "hidden_size": 16},
-        vision_config={**VISION, "image_size": 56, "patch_size": 14},
+        vision_config={**VISION, "image_size": 56, "patch_size": 14, "vision_use_head": False},
         mm_tokens_per_image=tokens,
         boi_token_index=IDS[VISION_START],
         eoi_token_index=IDS[VISION_END],

@@ -4,6 +4,7 @@
 ``TRL_TESTS_CLASS`` is one of ``trl_tests.CLASSES``.
 """
 
+import functools
 import importlib
 import os
 from pathlib import Path
@@ -43,6 +44,8 @@ def pytest_configure():
     trl.RLOOTrainer = rloo_kit.LeaveOneOutTrainer
     if CLASS == "kit-config":
         trl.RLOOConfig = rloo_kit.LeaveOneOutConfig
+    if CLASS == "kit-trl":
+        trl.RLOOConfig = functools.partial(rloo_kit.LeaveOneOutConfig, step="trl")
 
 
 def _forgive_old_names():

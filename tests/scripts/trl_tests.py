@@ -5,7 +5,7 @@
 The file is TRL's (Apache 2.0, of the version that is installed) and stays outside of this
 repository. Models and data sets are made once (``trl_models.py``); nothing is fetched.
 ``--classes`` takes ``trl``, ``kit`` (the kit's trainer with TRL's ``RLOOConfig``: only the class
-is replaced) and ``kit-config`` (``LeaveOneOutConfig``, too).
+is replaced), ``kit-config`` (``LeaveOneOutConfig``, too) and ``kit-trl`` (with ``step: trl``).
 """
 
 import argparse
@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 
 from trl_models import END, IDS, PAD, make_all
 
-CLASSES = ("trl", "kit", "kit-config")
+CLASSES = ("trl", "kit", "kit-config", "kit-trl")
 AROUND = ("__init__.py", "conftest.py", "testing_constants.py", "testing_utils.py")
 """What TRL's test files import, and lies in their folder."""
 QWEN_IDS = {151643: PAD, 151645: END}
@@ -36,6 +36,14 @@ class Outcome:
 
     def __str__(self) -> str:
         return self.kind
+
+
+def run_all(
+    file: Path, classes: list[str], selected: str | None = None, backend: str = "transformers"
+) -> dict[str, dict[str, Outcome]]:
+    """Make what is missing of models and data sets, and run TRL's file on each of the classes."""
+    make_all(FOLDER)
+    return {kind: run(file.resolve(), kind, selected, backend) for kind in classes}
 
 
 def run(file: Path, kind: str, selected: str | None, backend: str) -> dict[str, Outcome]:
@@ -110,11 +118,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="where the table is written, too")
     parser.add_argument("-k", help="expression that selects tests, as pytest's")
     asked = parser.parse_args()
-    make_all(FOLDER)
-    runs = {
-        kind: run(asked.file.resolve(), kind, asked.k, asked.backend)
-        for kind in asked.classes.split(",")
-    }
+    runs = run_all(asked.file, asked.classes.split(","), asked.k, asked.backend)
     text = "\n".join(table(runs))
     print(text)
     if asked.output:
