@@ -94,7 +94,9 @@ def set_router_loss(args: Any, model: Any) -> float:
     the hidden states that the frozen router reads. A model given as a path is trained whole.
     """
     whole = isinstance(model, str)
-    config = (AutoConfig.from_pretrained(model) if whole else model.config).get_text_config()
+    remote = args.trust_remote_code
+    config = AutoConfig.from_pretrained(model, trust_remote_code=remote) if whole else model.config
+    config = config.get_text_config()
     if not hasattr(config, "output_router_logits"):
         return args.router_aux_loss_coef or 0.0
     parameters = [] if whole else model.named_parameters()
