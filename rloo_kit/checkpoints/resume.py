@@ -91,6 +91,7 @@ class ResumableTrainer(Trainer):
     by_trl = False
     _snapshot: dict[str, Any] | None = None
     _loop: TrainerState  # as it was at the snapshot
+    _facts: dict[str, Any]  # what identifies the run
 
     def train(
         self,
@@ -173,7 +174,7 @@ class ResumableTrainer(Trainer):
         if self.accelerator.num_processes == 1:
             return
         mine = [self._signals.received or 0, bool(self.stop_reason)]
-        everyone = self.accelerator.gather(torch.tensor(mine, device=self.accelerator.device))
+        everyone: Any = self.accelerator.gather(torch.tensor(mine, device=self.accelerator.device))
         signal, is_stopped = everyone.view(-1, 2).amax(0).tolist()
         self._signals.received = self._signals.received or signal or None
         if is_stopped and not self.stop_reason:

@@ -478,7 +478,7 @@ def _load_transformers(
 
 def _is_divided() -> bool:
     """Return whether each process keeps a part of the weights."""
-    from transformers.integrations import is_deepspeed_zero3_enabled
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     return uses_fsdp() or is_deepspeed_zero3_enabled()
 

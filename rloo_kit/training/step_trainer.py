@@ -33,24 +33,11 @@ from rloo_kit.training.policy import Policy
 from rloo_kit.training.sampler import Sampler, TrainingCompleter
 from rloo_kit.training.step_log import StepLog
 from rloo_kit.training.trl_step import TrlStep, route_trl_lm_head
-from rloo_kit.types import Model, Tokenizer
+from rloo_kit.types import Tokenizer
 
 
 class StepTrainer(ResumableTrainer, TrlStep):
     """TRL's ``RLOOTrainer`` whose optimizer step is ``rloo.step.Step``, or TRL's own."""
-
-    # TRL and transformers leave these untyped, or too wide to use
-    args: LeaveOneOutConfig  # pyright: ignore[reportIncompatibleVariableOverride]
-    model: Model
-    optimizer: Any
-    processing_class: Tokenizer
-    reward_funcs: list[Any]
-    train_dataset: Any
-    num_generations: int
-    reward_processing_classes: Any
-    chat_template_kwargs: Any
-    generation_config: Any
-    generation_kwargs: Any
 
     def _make_parts(self, rewards: list[LoadedReward], engine: Engine | None) -> None:
         """Make the parts of the step, each of what it uses."""

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -25,6 +25,7 @@ from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.step_choice import StepChoice
 from rloo_kit.training.step_log import StepLog
+from rloo_kit.types import Model, Tokenizer
 
 # What TRL computes of a generation batch: completions, rewards, passes of policy and reference
 GENERATE, REWARD, PASS = "_generate", "_calculate_rewards", "_get_per_token_logps_and_entropies"
@@ -57,7 +58,18 @@ def with_images(rows: list[Any]) -> list[Any]:
 class TrlStep(RLOOTrainer):
     """TRL's ``RLOOTrainer``, which reports what its own step did to the kit's log."""
 
+    # TRL and transformers leave these untyped, or too wide to use
     args: LeaveOneOutConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    model: Model
+    optimizer: Any
+    processing_class: Tokenizer
+    reward_funcs: list[Any]
+    train_dataset: Any
+    num_generations: int
+    reward_processing_classes: Any
+    chat_template_kwargs: Any
+    generation_config: Any
+    generation_kwargs: Any
     step_choice = StepChoice()
     step_log: StepLog
     loaded_rewards: list[LoadedReward]
@@ -179,7 +191,8 @@ class TrlStep(RLOOTrainer):
 
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:
         """Return ``(B, T)`` values of all processes, in their order."""
-        return self.accelerator.gather(self.accelerator.pad_across_processes(values, dim=1))
+        padded: Any = self.accelerator.pad_across_processes(values, dim=1)
+        return cast(torch.Tensor, self.accelerator.gather(padded))
 
 
 def route_trl_lm_head() -> bool:
