@@ -64,11 +64,6 @@ def load_model(
         ConfigError, GenerationError: A setting cannot be obeyed here.
     """
     environment, source = setup(backend), find_model(name)
-    if load_in_4bit and _is_divided():
-        raise ConfigError(
-            "DeepSpeed ZeRO-3 or FSDP divides the model, and 4-bit weights are not divided here: "
-            "set model.load_in_4bit: false, or give each card a copy (examples/accelerate/ddp.yaml)"
-        )
     if (adapter := adapter_in(source)) is not None:
         if _has_tokenizer(adapter):  # its chat template is trained with it
             kwargs.setdefault("tokenizer_name", str(adapter))
@@ -464,6 +459,7 @@ def _load_transformers(
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_quant_storage=dtype if _is_divided() else None,  # one type for all that is cut
         )
     tokenizer_name = kwargs.pop("tokenizer_name", source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=_place(), **kwargs)

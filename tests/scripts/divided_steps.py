@@ -1,6 +1,6 @@
 """Two steps of the embedded model in float32 on several CPU processes, as a launcher divides it.
 
-    python tests/scripts/divided_steps.py
+    python tests/scripts/divided_steps.py [4bit]
 
 Starts itself under DDP, ZeRO-2, ZeRO-3 (where DeepSpeed is installed) and FSDP2, two processes
 each, and compares rewards and gradient norms with those of DDP.
@@ -33,7 +33,10 @@ def train(folder: str) -> None:
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         use_fsdp_on_a_cpu()
     model, tokenizer = rk.load_model(
-        "tiny-thinker", load_in_4bit=False, backend="transformers", precision="fp32"
+        "tiny-thinker",
+        load_in_4bit=os.environ["BITS"] == "4",
+        backend="transformers",
+        precision="bf16" if os.environ["BITS"] == "4" else "fp32",
     )
     trainer = rk.LeaveOneOutTrainer(
         model=rk.attach_lora(model),
@@ -47,7 +50,15 @@ def train(folder: str) -> None:
     if trainer.accelerator.is_main_process:
         kind = type(trainer.model_wrapped).__name__
         rows = [row for row in trainer.state.log_history if "reward" in row]
+        kind += f", {sum(map(bytes_here, trainer.model.parameters())) / 2**20:.2f} MiB here"
         Path(folder, "rows.json").write_text(json.dumps([kind, rows]))
+
+
+def bytes_here(parameter) -> int:
+    """Return the bytes of a parameter that this process keeps."""
+    part = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's
+    part = part.to_local() if hasattr(part, "to_local") else part  # FSDP2's
+    return part.numel() * part.element_size()
 
 
 def use_fsdp_on_a_cpu() -> None:
@@ -64,7 +75,10 @@ def run(name: str) -> tuple[str, list[dict], dict]:
         config = Path(folder, "config.yaml")
         text = (CONFIGS / f"{name}.yaml").read_text()
         config.write_text(text.replace("mixed_precision: bf16", 'mixed_precision: "no"'))
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        bits = "4" if sys.argv[1:] == ["4bit"] else "32"
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "BITS": bits
+        }  # fmt: skip
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
         done = subprocess.run(
             [*launch, __file__, folder], env=environment, capture_output=True, text=True,
@@ -87,11 +101,11 @@ def main() -> None:
         apart = max(abs(a - b) for a, b in zip(numbers, found, strict=True))
         moved = max(float((tensors[key] - adapter[key]).abs().max()) for key in tensors)
         print(
-            f"{name:6} {kind:26} {' '.join(f'{one:.6f}' for one in found)}  from DDP: metrics "
+            f"{name:6} {kind:45} {' '.join(f'{one:.6f}' for one in found)}  from DDP: metrics "
             f"{apart:.1e}, adapter {moved:.1e}",
             flush=True,
         )
 
 
 if __name__ == "__main__":
-    train(sys.argv[1]) if len(sys.argv) > 1 else main()
+    train(sys.argv[1]) if "RANK" in os.environ else main()
