@@ -354,6 +354,20 @@ def _export(**options: Any) -> None:
     export_model(**options)
 
 
+@_command(
+    "hand-over",
+    "a folder with which verl trains what a run file says, on more cards",
+    RUN_FILE,
+    _argument("--to", "the trainer: verl", required=True, metavar="TRAINER"),
+    _argument("--output", "the new folder", required=True, metavar="DIR"),
+    SET,
+)
+def _hand_over(**options: Any) -> None:
+    from rloo_kit.export.hand_over import hand_over
+
+    hand_over(**options)
+
+
 _group("rewards", "the reward library")
 
 

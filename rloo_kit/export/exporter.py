@@ -44,6 +44,8 @@ TOLERANCES = {"bf16": 0.03, "f16": 0.03, "q8_0": 0.06}
 IN_16_BIT_TOLERANCE = 0.03
 # Of what is free, for weights; the rest is for activations
 MEMORY_SHARE = 0.9
+# Unsloth's 4-bit copies carry the name of the model that they were made from
+PACKED_SUFFIX = re.compile(r"(-unsloth)?-bnb-4bit$")
 # A process with these variables sees no GPU
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json",
@@ -324,8 +326,7 @@ def _base_in_16_bit(
     name, found = base or trained.base, None
     if base == DEQUANTIZED:
         name, found = trained.base, load_base(trained, load_in_4bit=True)
-    # Unsloth's 4-bit copies carry the name of the model that they were made from
-    elif (whole := re.sub(r"(-unsloth)?-bnb-4bit$", "", name)) != name and is_hub_name(name):
+    elif (whole := PACKED_SUFFIX.sub("", name)) != name and is_hub_name(name):
         try:
             found, name = load_base(trained, name=whole, load_in_4bit=False), whole
         except ModelError as exc:

@@ -1,0 +1,148 @@
+"""``rloo-kit hand-over``: a folder with which verl trains what a run file says, on more cards.
+
+It holds verl's settings, the prompts, the rewards, a script that starts it, and HANDOVER.md, which
+says what each setting became. No weights are read, and verl is not imported.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rloo_kit import __version__
+from rloo_kit.data.files import as_dataset
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.export.exporter import PACKED_SUFFIX
+from rloo_kit.export.verl_settings import ASSETS, Row, verl_rows
+from rloo_kit.job import PreparedJob, read_config, with_whole_paths
+from rloo_kit.models.adapters import base_name
+from rloo_kit.models.loading import find_model
+from rloo_kit.output_folder import make_run_folder
+from rloo_kit.text.redaction import redact_tree, redacting
+from rloo_kit.text.wording import format_value, printable
+
+# Trainer settings that reward.py of the folder reads
+OF_SCORES = ("reward_weights", "on_reward_error", "reward_timeout_seconds", "missing_eos_penalty",
+             "reward_clip_range", "max_completion_length", "chat_template_kwargs")  # fmt: skip
+
+
+def hand_over(
+    source: str | Path,
+    to: str = "verl",
+    *,
+    output: str | Path,
+    overrides: Sequence[str] = (),
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Write what another trainer needs to train as a run file says; return the new folder.
+
+    Args:
+        source: The run file, or the folder of a run.
+        to: ``verl``.
+        output: The new folder, numbered if it exists.
+        overrides: ``section.key=value`` settings.
+        say: Called with each line for the user.
+
+    Raises:
+        ConfigError: It is for another trainer, or a setting is wrong.
+        DataError: The prompts are plain texts, or cannot be read.
+        RewardLoadError: A reward cannot be found or imported.
+    """
+    if to != "verl":
+        raise ConfigError(f"--to {format_value(to)} is unknown: give verl")
+    config, base = read_config(source, overrides)
+    job = PreparedJob(config, base, redacting(say))
+    job.config, job.base = with_whole_paths(config, base, job.rewards_base), Path()
+    job.prepare()
+    train, held_out = job.splits
+    if isinstance(train[0]["prompt"], str):
+        raise DataError("verl takes chat prompts, and these are plain texts: set data.chat to true")
+    carried, lost = verl_rows(job)
+    words = {
+        "NAME": printable(str(source)),
+        "VERSION": __version__,
+        "MODEL": find_model(PACKED_SUFFIX.sub("", base_name(job.config.model.name))),
+        "VALIDATION": "train" if held_out is None else "held_out",
+        "CARRIED": "\n".join(_line(*row) for row in carried),
+        "LOST": "\n".join(_line(row.run, row.note) for row in lost),
+    }
+    folder = make_run_folder(output)
+    for file in ASSETS.glob("*.txt"):
+        text = re.sub(r"@([A-Z]+)@", lambda one: words[one[1]], file.read_text(encoding="utf-8"))
+        (folder / file.stem).write_text(text, encoding="utf-8")
+    _write_yaml(folder / "verl.yaml", _as_hydra_config(carried, folder.name))
+    _write_rewards(folder, job)
+    for split, rows in zip(("train", "held_out"), job.splits, strict=True):
+        if rows is not None:
+            _write_prompts(folder / f"{split}.parquet", rows, job.config.data.prompts)
+    job.say(f"{folder}: bash run.sh; {len(lost)} settings are not carried: see HANDOVER.md")
+    return folder
+
+
+def _write_prompts(path: Path, rows: Any, source: str) -> None:
+    """Write prompts as verl reads them."""
+    from pyarrow.parquet import write_table
+
+    made = (
+        {
+            "data_source": printable(source),
+            "prompt": row["prompt"],
+            "reward_model": {"style": "rule", "ground_truth": row.get("answer")},
+            "extra_info": {"index": index, "split": path.stem, "columns": row},
+        }
+        for index, row in enumerate(rows)
+    )
+    write_table(as_dataset(made).data.table, path)
+
+
+def _write_rewards(folder: Path, job: PreparedJob) -> None:
+    """Write the rewards, the user's own files, the tokenizer, and what else makes a score."""
+    config = job.config
+    specs = {"rewards": config.rewards, "held_out_rewards": config.data.held_out_rewards}
+
+    def copied(path: re.Match[str]) -> str:
+        made = folder / "own_rewards" / f"{path.start()}_{Path(path[0]).name}"
+        made.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path[0], made)
+        return made.relative_to(folder).as_posix()
+
+    text = json.dumps(specs, ensure_ascii=False)
+    specs = json.loads(re.sub(r'(?<=")/[^":]+\.py(?=[":])', copied, text))
+    of_scores = {name: getattr(job.args, name) for name in OF_SCORES}
+    trusts = {"trust_remote_code": config.model.trust_remote_code}
+    _write_yaml(folder / "rewards.yaml", {**specs, **of_scores, **trusts})
+    job.tokenizer.save_pretrained(folder / "tokenizer")
+
+
+def _as_hydra_config(rows: list[Row], name: str) -> dict[str, Any]:
+    """Return a configuration that composes with verl's ppo_trainer, dotted names as tables."""
+    found: dict[str, Any] = {"defaults": ["ppo_trainer", "_self_"]}
+    found["hydra"] = {"searchpath": ["pkg://verl.trainer.config"]}
+    for row in [*rows, Row({}, {"trainer.experiment_name": name}, "")]:
+        for setting, value in row.verl.items():
+            *tables, last = setting.split(".")
+            inner = found
+            for one in tables:
+                inner = inner.setdefault(one, {})
+            inner[last] = value
+    return found
+
+
+def _write_yaml(path: Path, content: dict[str, Any]) -> None:
+    plain = json.loads(json.dumps(redact_tree(content)))  # no tuples, and no anchors of YAML
+    path.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
+
+
+def _line(*cells: dict[str, Any] | str) -> str:
+    """Return the row of a table in Markdown; settings are one below the other."""
+    texts = (
+        one
+        if isinstance(one, str)
+        else "<br>".join(f"`{k}: {format_value(value)}`" for k, value in redact_tree(one).items())
+        for one in cells
+    )
+    return f"| {' | '.join(text.replace('|', '/') for text in texts)} |"

@@ -1,0 +1,118 @@
+"""Settings of verl 0.9.1 for a run file: what each became, and what could not be carried.
+
+The table is ``assets/verl/settings.yaml``. verl is not imported here;
+``tests/scripts/check_hand_over.py`` checks the settings where it is installed.
+"""
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from rloo_kit.config.run_file import RunConfig
+from rloo_kit.config.trainer_settings import batch_plan
+from rloo_kit.job import PreparedJob, template_settings
+from rloo_kit.models.adapters import adapter_in
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets" / "verl"
+# Trackers that verl names as TRL does
+TRACKERS = {"clearml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"}
+PASS_TOKENS = 16_384  # verl's default
+NEVER = 1_000_000_000  # steps
+
+
+class Row(NamedTuple):
+    """Settings of the run file, and what they became."""
+
+    run: dict[str, Any]  # dotted name -> value
+    verl: dict[str, Any]  # dotted name -> value
+    note: str
+
+
+def verl_rows(job: PreparedJob) -> tuple[list[Row], list[Row]]:
+    """Return the settings that are carried, and all others that are not their default."""
+    table = yaml.safe_load((ASSETS / "settings.yaml").read_text(encoding="utf-8"))
+    values = _derived(job)
+    carried, lost = [Row({}, table["always"], "in every folder")], []
+    for one in table["carried"]:
+        run = {name: _value(job, name) for name in one["run"]}
+        verl = {
+            key: values[name] if name in values else _value(job, name)
+            for key, name in one["verl"].items()
+        }
+        carried.append(Row(run, verl, one.get("note", "").format(**values)))
+    seen = {name for row in carried for name in row.run}
+    for name, value in _given(job.config).items():
+        if name in table["in_files"]:
+            carried.append(Row({name: value}, {}, table["in_files"][name]))
+        elif name not in seen:
+            why = table["lost"].get(name) or table["lost"].get(name.partition(".")[0])
+            lost.append(Row({name: value}, {}, why or table["unknown"]))
+    return carried, lost
+
+
+def _given(config: RunConfig) -> dict[str, Any]:
+    """Return dotted name -> value of what differs from its default, and of ``load_in_4bit``."""
+    defaults, found = RunConfig().as_dict(), {}
+    for section, value in config.as_dict().items():
+        default = defaults[section]
+        if not isinstance(value, dict):
+            value, default = {"": value}, {"": default}
+        for name, one in value.items():
+            if name not in default or one != default[name] or name == "load_in_4bit":
+                found[f"{section}.{name}".rstrip(".")] = one
+    return found
+
+
+def _value(job: PreparedJob, name: str) -> Any:
+    """Return what a setting is in the run, set or not."""
+    section, _, field = name.rpartition(".")
+    parts = {"trainer": job.args, "": job.config}
+    value = getattr(parts[section] if section in parts else getattr(job.config, section), field)
+    return getattr(value, "value", value)  # of an enumeration
+
+
+def _derived(job: PreparedJob) -> dict[str, Any]:
+    """Return values of verl's settings that are no setting of the run file, by the table's names.
+
+    verl counts in prompts, where TRL counts completions, and in generation batches, where TRL
+    counts optimizer steps.
+    """
+    args, config, (train, held_out) = job.args, job.config, job.splits
+    schedule = _value(job, "trainer.lr_scheduler_type")
+    plan = batch_plan(config.trainer)
+    batch = max(plan.num_completions, plan.step_rows) // plan.num_generations
+    step, rest = divmod(plan.step_rows, plan.num_generations)
+    step = batch if rest or batch % step else step
+    updates = batch // step * args.num_iterations
+    total = math.ceil(args.max_steps / updates) if args.max_steps > 0 else None
+    epochs = math.ceil(total / max(1, len(train) // batch)) if total else args.num_train_epochs
+    every = config.data.held_out_every
+    often = max(1, round(every / updates)) if every else NEVER
+    limit = config.model.max_seq_length - args.max_completion_length
+    return {
+        "adapter": str(adapter_in(config.model.name) or "") or None,
+        "betas": [args.adam_beta1, args.adam_beta2],
+        "chat_template_kwargs": template_settings(config),
+        "clip_grad": args.max_grad_norm or 1e9,  # 0 clips nothing
+        "dtype": "float16" if config.trainer.get("fp16") else "bfloat16",
+        "epsilon_high": args.epsilon if args.epsilon_high is None else args.epsilon_high,
+        "has_kl": args.beta > 0,
+        "kl_penalty": {"k1": "kl", "k3": "low_var_kl"}[args.kl_estimator],
+        "loggers": ["console", *sorted(TRACKERS.intersection(args.report_to or ()))],
+        "max_prompt_length": min(limit, config.data.max_prompt_tokens or limit),
+        "pass_tokens": args.tokens_per_micro_batch or max(PASS_TOKENS, config.model.max_seq_length),
+        "ppo_mini_batch_size": step,
+        "save_freq": max(1, round(args.save_steps / updates)),
+        "schedule": "constant" if "constant" in schedule else "cosine",
+        "test_freq": -1 if held_out is None else often,
+        "top_k": args.top_k or -1,
+        "total_epochs": math.ceil(epochs),
+        "total_training_steps": total,
+        "train_batch_size": batch,
+        "updates": updates,
+        "val_before_train": held_out is not None,
+        "warmup_ratio": args.warmup_steps if args.warmup_steps < 1 else 0.0,
+        "warmup_steps": round(args.warmup_steps / updates),
+    }

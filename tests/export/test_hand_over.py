@@ -1,0 +1,173 @@
+"""``rloo-kit hand-over``: what verl gets, read back without verl.
+
+tests/scripts/check_hand_over.py checks the same folder by verl itself.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+import yaml
+
+from rloo_kit.cli import main
+from rloo_kit.export.hand_over import hand_over
+from rloo_kit.job import PreparedJob, read_config
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+from check_hand_over import NUM, differences, score_by_kit, write_run
+
+SCORE = """
+import json, sys
+import pyarrow.parquet
+sys.path.insert(0, sys.argv[1])
+import reward
+rows = pyarrow.parquet.read_table(f"{sys.argv[1]}/train.parquet").to_pylist()
+found = []
+for one in json.load(sys.stdin):
+    row = rows[one["row"]]
+    info = {**row["extra_info"], "completion_ids": one["ids"], "num_turns": 2}
+    found.append(reward.compute_score(
+        data_source=row["data_source"], solution_str=one["text"],
+        ground_truth=row["reward_model"]["ground_truth"], extra_info=info,
+    ))
+assert not {"trl", "peft", "unsloth", "verl"} & set(sys.modules)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def folder(run_file):
+    """The hand-over of a run, moved, its reward's file gone."""
+    made = hand_over(run_file, output=run_file.parent / "made", say=lambda _: None)
+    return made.rename(run_file.parent / "moved elsewhere")
+
+
+def settings_of(tmp_path, *overrides, source="quickstart"):
+    """The settings of verl that a run becomes, and the lines of its table."""
+    made = hand_over(source, output=tmp_path / "made", overrides=overrides, say=lambda _: None)
+    text = (made / "HANDOVER.md").read_text()
+    return yaml.safe_load((made / "verl.yaml").read_text()), text
+
+
+def test_prompts_read_back_as_verl_reads_them(folder, run_file):
+    train, held_out = PreparedJob(*read_config(run_file, [])).splits
+    for name, rows in (("train", train), ("held_out", held_out)):
+        table = pyarrow.parquet.read_table(folder / f"{name}.parquet").to_pylist()
+        assert [row["extra_info"].pop("columns") for row in table] == list(rows)
+        assert table[3] == {
+            "data_source": "arithmetic",
+            "prompt": rows[3]["prompt"],
+            "reward_model": {"style": "rule", "ground_truth": rows[3]["answer"]},
+            "extra_info": {"index": 3, "split": name},
+        }
+
+
+def test_reward_file_gives_the_scores_of_a_training(folder, run_file):
+    expected = score_by_kit(run_file)
+    done = subprocess.run(
+        [sys.executable, "-c", SCORE, folder],
+        input=json.dumps(expected), capture_output=True, text=True, check=False, cwd="/",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    given = json.loads(done.stdout)
+    assert len(given) == NUM
+    assert len({one["score"] for one in given}) >= 8
+    assert set(given[0]) == {"accuracy", "thinking", "mentions", "score"}
+    assert max(differences(expected, given)) < 1e-6
+
+
+def test_every_setting_of_the_run_file_is_in_the_table(folder, run_file):
+    text = (folder / "HANDOVER.md").read_text()
+    carried, lost = text.split("## Not carried")
+    content = yaml.safe_load(run_file.read_text())
+    names = {
+        f"{section}.{name}" for section in ("model", "data", "trainer") for name in content[section]
+    }
+    names -= {"data.prompts"}  # it is the default
+    assert [name for name in sorted({*names, "rewards"}) if f"`{name}: " not in text] == []
+    assert "`trainer.thinking_budget: 20` | verl's rollout" in lost
+    assert "`trainer.repetition_penalty: 1.1`" in lost
+    assert "`model.load_in_4bit: True`" in lost
+    assert "`algorithm.kl_ctrl.kl_coef: 0.02`" in carried
+    assert "@" not in text
+
+
+def test_settings_become_those_of_verl(folder):
+    verl = yaml.safe_load((folder / "verl.yaml").read_text())
+    actor, rollout = verl["actor_rollout_ref"]["actor"], verl["actor_rollout_ref"]["rollout"]
+    assert verl["algorithm"]["adv_estimator"] == "rloo"
+    assert verl["algorithm"]["use_kl_in_reward"] is True
+    assert verl["algorithm"]["filter_groups"] == {"enable": True, "metric": "reward"}
+    assert (actor["clip_ratio_low"], actor["clip_ratio_high"]) == (0.2, 0.28)
+    assert rollout["n"] == 4
+    assert verl["data"]["train_batch_size"] == actor["ppo_mini_batch_size"] == 8
+    assert verl["trainer"]["total_training_steps"] == 8
+    assert verl["trainer"]["test_freq"] == 4
+    assert verl["data"]["max_prompt_length"] + verl["data"]["max_response_length"] == 256
+
+
+def test_steps_of_verl_are_generation_batches(tmp_path):
+    verl, text = settings_of(
+        tmp_path,
+        "trainer.per_device_train_batch_size=16",
+        "trainer.gradient_accumulation_steps=2",
+        "trainer.steps_per_generation=4",
+        "trainer.num_iterations=2",
+        "trainer.max_steps=30",
+        "trainer.save_steps=8",
+        "trainer.max_grad_norm=0",
+        "trainer.beta=0",
+        "data.held_out=0",
+    )
+    assert verl["data"]["train_batch_size"] == 8
+    assert verl["actor_rollout_ref"]["actor"]["ppo_mini_batch_size"] == 4
+    assert verl["actor_rollout_ref"]["actor"]["ppo_epochs"] == 2
+    assert verl["actor_rollout_ref"]["actor"]["optim"]["clip_grad"] == 1e9
+    assert verl["trainer"]["total_training_steps"] == 8  # of 4 optimizer steps, for 30
+    assert verl["trainer"]["save_freq"] == 2
+    assert verl["trainer"]["val_before_train"] is False
+    assert verl["trainer"]["test_freq"] == -1
+    assert verl["algorithm"]["use_kl_in_reward"] is False
+    assert "optimizer steps of the kit in a step of verl: 4" in text
+    assert not (tmp_path / "made/held_out.parquet").exists()
+    assert (
+        "/train.parquet'\" \\\n  data.val_files=\"'$HERE/train.parquet'"
+        in (tmp_path / "made/run.sh").read_text()
+    )
+
+
+def test_secrets_are_masked_and_the_script_is_bash(tmp_path):
+    key = "sk-" + "9f3" * 12
+    (tmp_path / "own.py").write_text("def own(completions, api_key='', **_): return [1.0]")
+    content = {"rewards": ["accuracy", {"name": "own.py:own", "api_key": key}]}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    settings_of(tmp_path, source=tmp_path / "run.yaml")
+    files = [one for one in (tmp_path / "made").rglob("*") if one.is_file()]
+    assert len(files) > 8
+    assert not [one for one in files if key.encode() in one.read_bytes()]
+    subprocess.run(["bash", "-n", tmp_path / "made/run.sh"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--to", "trl"], "rloo-kit: --to 'trl' is unknown: give verl"),
+        (
+            ["--to", "verl", "--set", "data.chat=false"],
+            "rloo-kit: verl takes chat prompts, and these are plain texts: set data.chat to true",
+        ),
+    ],
+)
+def test_wrong_use_is_one_sentence(arguments, said, tmp_path, capsys):
+    made = tmp_path / "made"
+    assert main(["hand-over", "quickstart", "--output", str(made), *arguments]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == said
+    assert not made.exists()
