@@ -49,6 +49,7 @@ MORE = {
     "chat": "how-to/export",
     "serve": "how-to/export",
     "export": "how-to/export",
+    "hand-over": "how-to/more_than_one_card",
 }
 # Parameters that the page explains once
 COMMON = ("thought_opened", "start_token_id", "end_token_id", "require_closed_thought")
