@@ -1,10 +1,29 @@
-"""Images of prompts: which data sets have some."""
+"""Images of prompts: found, checked, and stored as ``datasets.Image``, which decodes when read.
 
+TRL takes them from a column ``image`` or ``images``. Its step in 1.15 does not pass images that are
+inside messages to the learning step, so those move into a column.
+"""
+
+import hashlib
+import io
+import os
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-# TRL's names
+from rloo_kit.data.files import as_dataset, iter_column
+from rloo_kit.errors import DataError
+from rloo_kit.text.wording import first_line, format_value
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# TRL's names of columns
 IMAGE_COLUMNS = ("image", "images")
+# Keys of a part {"type": "image", ...} that name its image
+PART_KEYS = ("image", "path", "url")
+# Folder of a run, and the longer side of what is in it, pixels
+THUMBNAILS, THUMBNAIL_SIZE = "images", 128
 
 
 def has_images(dataset: Any) -> bool:
@@ -18,10 +37,169 @@ def has_images(dataset: Any) -> bool:
     return any(name in row for name in IMAGE_COLUMNS) or _has_image_part(row.get("prompt"))
 
 
+def check_images(dataset: Any, processing_class: Any) -> None:
+    """Check that TRL's step can take the images of prompts.
+
+    Args:
+        dataset: Whose prompts have images (``has_images``).
+        processing_class: As it is given to a trainer.
+
+    Raises:
+        DataError: There is no processor, or images are inside messages.
+    """
+    if not hasattr(processing_class, "image_processor"):
+        raise DataError(
+            "the prompts have images, and processing_class is a tokenizer: load a vision model and "
+            "its processor with load_model(..., images=True)"
+        )
+    row = getattr(dataset, "features", None) or next(iter(dataset), {})
+    if _has_image_part(row.get("prompt")):
+        raise DataError(
+            "images are inside the messages of the prompts, and TRL reads them from a column: put "
+            'them into the column images, and leave {"type": "image"} in the messages, as '
+            "load_prompts does for a file"
+        )
+
+
 def _has_image_part(node: Any) -> bool:
     """Search messages, or the features of messages, for a part with an image."""
     if isinstance(node, Mapping):
-        return "image" in node or _has_image_part(node.get("content"))
+        return any(key in node for key in PART_KEYS) or _has_image_part(node.get("content"))
     if isinstance(node, list | tuple):
         return any(map(_has_image_part, node))
     return hasattr(node, "feature") and _has_image_part(node.feature)
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def text_as_parts(messages: Any) -> Any:
+    """Return messages with each text as a part where one has parts: a column holds one type."""
+    if not any(isinstance(message["content"], list) for message in messages):
+        return messages
+    return [
+        {**message, "content": [{"type": "text", "text": content}]}
+        if isinstance(content := message["content"], str)
+        else message
+        for message in messages
+    ]
+
+
+def store_images(dataset: "Dataset", folder: Path, name: str) -> "Dataset":
+    """Return prompts with their images in a column of ``datasets.Image``.
+
+    A column that is so already stays as it is. Other images are opened once, not decoded.
+
+    Args:
+        dataset: Whose images are paths, bytes, or dicts of both.
+        folder: That paths start from.
+        name: Of the prompts, for errors.
+
+    Raises:
+        DataError: An image is missing or is none, with its row; images are in two places; or the
+            prompts are plain text.
+    """
+    import datasets
+
+    if not has_images(dataset):
+        return dataset
+    if isinstance(dataset.features["prompt"], datasets.Value):
+        raise DataError(
+            f"{name} has images, which need chat messages: leave data.chat true (chat=True)"
+        )
+    dataset = _split_messages(dataset, name)
+    for column in set(IMAGE_COLUMNS) & set(dataset.column_names):
+        feature = dataset.features[column]
+        if isinstance(getattr(feature, "feature", feature), datasets.Image):
+            continue
+        stored = [
+            [_stored(value, folder, f"{name}, row {number}") for value in _listed(values) if value]
+            for number, values in enumerate(iter_column(dataset, column), 1)
+        ]
+        is_single = column == "image" and all(len(images) == 1 for images in stored)
+        # TRL takes rows without an image in the column of lists alone
+        new = "image" if is_single else "images"
+        kind = datasets.Image() if is_single else datasets.List(datasets.Image())
+        rows = ({new: images[0] if is_single else images} for images in stored)
+        made = as_dataset(rows, datasets.Features({new: kind}))
+        dataset = datasets.concatenate_datasets([dataset.remove_columns(column), made], axis=1)
+    return dataset
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _split_messages(dataset: "Dataset", name: str) -> "Dataset":
+    """Move images from messages to the column ``images``; a part without its image stays there."""
+    import datasets
+
+    if not _has_image_part(dataset.features["prompt"]):
+        return dataset
+    rows = []
+    for prompt in iter_column(dataset, "prompt"):
+        images: list[Any] = []
+        for part in (part for message in prompt for part in message["content"] or ()):
+            values = [part.pop(key) for key in PART_KEYS if key in part]
+            images += [value for value in values if value][:1]
+        rows.append({"prompt": prompt, "images": images})
+    others = dataset.remove_columns("prompt")
+    made = as_dataset(rows)
+    if not any(row["images"] for row in rows):
+        made = made.remove_columns("images")
+    elif has_images(others):
+        raise DataError(f"{name} has images in messages and in a column: keep one of them")
+    if not others.column_names:
+        return made
+    return datasets.concatenate_datasets([made, others], axis=1)
+
+
+def _stored(value: Any, folder: Path, place: str) -> dict[str, Any]:
+    """Return an image as ``datasets.Image`` stores it, after a look at its header."""
+    from PIL import Image
+
+    stored = value if isinstance(value, Mapping) else {"path": value}
+    if isinstance(value, bytes):
+        stored = {"bytes": value}
+    content, path = stored.get("bytes"), stored.get("path")
+    if not content and "://" in str(path):
+        raise DataError(
+            f"{place}: the image {format_value(path)} is on the network, and nothing is "
+            "downloaded: save it and give its path"
+        )
+    try:
+        if not content:
+            path = str(folder / os.path.expanduser(path))
+        with Image.open(io.BytesIO(content) if content else path):
+            pass
+    except Exception as exc:  # PIL raises errors of many kinds
+        raise DataError(
+            f"{place}: the image {format_value(path)} cannot be read ({first_line(exc)}): give a "
+            "PNG, JPEG or WebP file, its path as seen from the data file"
+        ) from exc
+    return {"bytes": content, "path": path}
+
+
+# --- what the record of a run keeps --------------------------------------------------------------
+
+
+def save_thumbnails(value: Any, folder: Path) -> Any:
+    """Return nested dicts and lists with the name of a thumbnail in place of each PIL image.
+
+    Each distinct thumbnail is written once, as ``folder/images/DIGEST.jpg`` of a few kB.
+    """
+    if isinstance(value, Mapping):
+        return {key: save_thumbnails(item, folder) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [save_thumbnails(item, folder) for item in value]
+    if not hasattr(value, "thumbnail"):
+        return value
+    small, content = value.convert("RGB"), io.BytesIO()
+    small.thumbnail((THUMBNAIL_SIZE, THUMBNAIL_SIZE))
+    small.save(content, "JPEG", quality=80)
+    name = f"{THUMBNAILS}/{hashlib.sha256(content.getvalue()).hexdigest()[:16]}.jpg"
+    path = folder / name
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content.getvalue())
+    return name

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rloo_kit.data.files import as_dataset, read_source
+from rloo_kit.data.files import as_dataset, local_path, read_source
 from rloo_kit.data.gym_tasks import PREFIX, count_gym_levels, make_gym_rows
 from rloo_kit.data.hub_tasks import HUB_TASKS, SYSTEM, has_held_out_split, hub_task, read_hub_task
+from rloo_kit.data.images import store_images, text_as_parts
 from rloo_kit.data.tasks import LEVELS, SPLITS, TASKS, make_rows
 from rloo_kit.errors import DataError
 from rloo_kit.text.wording import format_name, format_value
@@ -43,7 +44,8 @@ def load_prompts(  # noqa: PLR0913
 
     Args:
         name: A built-in task, ``reasoning_gym:TASK``, a dataset of ``hub_tasks.py`` (``gsm8k``, or
-            ``gsm8k:PATH`` for a copy), a .jsonl, .csv or .parquet file, or a hub dataset.
+            ``gsm8k:PATH`` for a copy), a .jsonl, .csv or .parquet file, a dataset's
+            folder, or a hub dataset.
         split: Of a hub dataset; ``train`` or ``held_out`` of a task.
         num_prompts: Keep the first so many (a task makes 1,024 when None).
         system: A system message put before every prompt; None: that of ``gsm8k`` and its like, or
@@ -82,6 +84,8 @@ def load_prompts(  # noqa: PLR0913
     else:
         known = (*BUILTIN, *HUB_TASKS, f"{PREFIX}TASK")
         dataset = read_source(name, split, num_prompts, columns or {}, known, change)
+        path = local_path(name)
+        dataset = store_images(dataset, path if path.is_dir() else path.parent, name)
     if not len(dataset):
         raise DataError(f"{format_value(name)} has no rows: put at least one prompt in it")
     return dataset
@@ -145,6 +149,8 @@ def _make_task(
 def _as_prompt(prompt: Any, system: str | None, *, chat: bool) -> Any:
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, str):
+        prompt = text_as_parts(prompt)
     if not system:
         return prompt
     if isinstance(prompt, str):

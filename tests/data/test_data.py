@@ -206,7 +206,7 @@ def test_text_that_is_not_utf8_is_to_be_saved_as_such(tmp_path):
 def test_a_missing_file_and_a_folder_are_not_looked_up_on_the_hub(tmp_path):
     with pytest.raises(DataError, match="does not exist: give the path"):
         load_prompts("none.jsonl")
-    with pytest.raises(DataError, match="is a folder: give the path"):
+    with pytest.raises(DataError, match=r"is a folder without a dataset .*give the path"):
         load_prompts(tmp_path)
 
 
@@ -332,7 +332,7 @@ def test_images_stay_images_beside_a_text_prompt(pictures):
 
 
 @pytest.mark.parametrize("system", [None, "Look."])
-def test_images_stay_images_in_the_parts_of_a_message(tmp_path, system):
+def test_images_in_the_parts_of_a_message_become_a_column(tmp_path, system):
     pytest.importorskip("PIL")
     part = {"type": datasets.Value("string"), "text": datasets.Value("string"),
             "image": datasets.Image()}  # fmt: skip
@@ -348,21 +348,24 @@ def test_images_stay_images_in_the_parts_of_a_message(tmp_path, system):
         ),
     )
     loaded = load_prompts(table_of(tmp_path, dataset), system=system)
-    assert loaded.features == dataset.features
+    assert loaded.features["images"] == datasets.List(datasets.Image())
+    assert loaded[0]["images"][0].getpixel((0, 0)) == (255, 0, 0)
+    assert loaded.features["answer"] == dataset.features["answer"]
     *before, user = loaded[0]["prompt"]
-    assert user["content"][0]["image"].getpixel((0, 0)) == (255, 0, 0)
+    assert user["content"][0] == {"type": "image", "text": None}
     assert user["content"][1]["text"] == "Red?"
     assert [m["content"][0]["text"] for m in before] == ([system] if system else [])
 
 
 def test_parts_of_a_message_in_jsonl_get_a_system_message_in_parts(tmp_path):
+    pytest.importorskip("PIL").Image.new("RGB", (4, 3), "red").save(tmp_path / "red.png")
     content = [{"type": "image"}, {"type": "text", "text": "Red?"}]
     row = {"prompt": [{"role": "user", "content": content}], "images": ["red.png"]}
     (loaded,) = load_prompts(write(tmp_path, "p.jsonl", lines(row)), system="Look.")
     system, user = loaded["prompt"]
     assert system["content"] == [{"type": "text", "text": "Look."}]
     assert [part["type"] for part in user["content"]] == ["image", "text"]
-    assert loaded["images"] == ["red.png"]
+    assert loaded["images"][0].getpixel((0, 0)) == (255, 0, 0)
 
 
 def test_a_hub_dataset_keeps_its_features_and_only_what_is_used_is_checked(pictures, monkeypatch):

@@ -20,7 +20,7 @@ QUESTION = "what colour is the square ?"
 SIZE = 28  # pixels of a side
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<|im_start|>", "<|im_end|>", "<boi>", "<image>",
            "<eoi>", "<video>"]  # fmt: skip
-WORDS = [*COLOURS, *QUESTION.split(), "user", "assistant", "system", "answer", "with", "one", "word"]
+WORDS = [*COLOURS, *QUESTION.split(), "user", "assistant", "system"]
 TEMPLATE = """{%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + ' ' -}}
 {%- if message['content'] is string -%}{{- message['content'] -}}
@@ -30,7 +30,7 @@ TEMPLATE = """{%- for message in messages -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant ' -}}{%- endif -%}"""
 VISION = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64}
-TEXT = {**VISION, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+TEXT = {**VISION, "num_attention_heads": 4, "num_key_value_heads": 2}
 RUN = """\
 model: {name: model, load_in_4bit: false, max_seq_length: 64}
 data: {prompts: squares.jsonl, held_out: 4}

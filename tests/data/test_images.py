@@ -1,0 +1,185 @@
+"""Images of prompts: from files, tables and messages to what TRL takes."""
+
+import json
+
+import datasets
+import pytest
+from PIL import Image
+
+from rloo_kit.data.images import check_images, has_images, save_thumbnails
+from rloo_kit.data.prompts import load_prompts
+from rloo_kit.errors import DataError
+
+RED = (255, 0, 0)
+
+
+@pytest.fixture
+def picture(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    path = tmp_path / "pictures" / "red.png"
+    Image.new("RGB", (6, 4), RED).save(path)
+    return path
+
+
+def write(folder, *rows):
+    path = folder / "p.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def is_red(image):
+    return image.size == (6, 4) and image.convert("RGB").getpixel((0, 0)) == RED
+
+
+def of_user(*parts):
+    return [{"role": "user", "content": list(parts)}]
+
+
+TEXT = {"type": "text", "text": "what?"}
+
+
+def test_a_path_starts_from_the_file_and_is_decoded_when_read(tmp_path, picture, monkeypatch):
+    row = {"prompt": "what?", "image": "pictures/red.png", "answer": "red"}
+    dataset = load_prompts(write(tmp_path, row))
+    assert dataset.features["image"] == datasets.Image()
+    assert dataset.data.column("image").to_pylist() == [{"bytes": None, "path": str(picture)}]
+    assert is_red(dataset[0]["image"])
+    assert dataset[0]["prompt"] == [{"role": "user", "content": "what?"}]
+
+
+def test_csv_and_parquet_have_images_too(tmp_path, picture):
+    (tmp_path / "p.csv").write_text("question,photo\nwhat?,pictures/red.png\n")
+    columns = {"prompt": "question", "image": "photo"}
+    assert is_red(load_prompts(tmp_path / "p.csv", columns=columns)[0]["image"])
+    rows = {"prompt": ["what?"], "image": [Image.open(picture).copy()]}
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "p.parquet")
+    picture.unlink()
+    assert is_red(load_prompts(tmp_path / "p.parquet")[0]["image"])
+
+
+def test_bytes_without_a_feature_are_images(tmp_path, picture):
+    rows = {"prompt": ["what?"], "image": [picture.read_bytes()]}
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "p.parquet")
+    assert is_red(load_prompts(tmp_path / "p.parquet")[0]["image"])
+
+
+def test_rows_with_none_or_several_share_a_column_of_lists(tmp_path, picture):
+    one = "pictures/red.png"
+    rows = [{"prompt": "what?", "images": images} for images in ([one, one], [], [one])]
+    dataset = load_prompts(write(tmp_path, *rows))
+    assert [len(row["images"]) for row in dataset] == [2, 0, 1]
+    rows = [{"prompt": "what?", "image": image} for image in (one, None)]
+    dataset = load_prompts(write(tmp_path, *rows))
+    assert dataset.column_names == ["prompt", "images"]
+    assert is_red(dataset[0]["images"][0])
+    assert dataset[1]["images"] == []
+
+
+@pytest.mark.parametrize("key", ["image", "path", "url"])
+def test_image_parts_become_a_column(tmp_path, picture, key):
+    part = {"type": "image", key: "pictures/red.png"}
+    prompt = [{"role": "system", "content": "Look."}, *of_user(part, TEXT)]
+    dataset = load_prompts(write(tmp_path, {"prompt": prompt, "answer": "red"}))
+    assert is_red(dataset[0]["images"][0])
+    system, user = dataset[0]["prompt"]
+    assert system["content"][0]["text"] == "Look."
+    assert [(one["type"], one["text"]) for one in user["content"]] == [
+        ("image", None),
+        ("text", "what?"),
+    ]
+    assert "image" not in user["content"][0]  # TRL fills parts without the key alone
+
+
+def test_bare_parts_keep_the_column_they_stand_for(tmp_path, picture):
+    row = {"prompt": of_user({"type": "image"}, TEXT), "images": ["pictures/red.png"]}
+    dataset = load_prompts(write(tmp_path, row))
+    assert is_red(dataset[0]["images"][0])
+    row["prompt"] = of_user({"type": "image", "image": "pictures/red.png"}, TEXT)
+    with pytest.raises(DataError, match="in messages and in a column: keep one"):
+        load_prompts(write(tmp_path, row))
+
+
+def test_image_parts_of_a_saved_dataset_become_a_column(tmp_path, picture):
+    part = {"type": datasets.Value("string"), "text": datasets.Value("string")}
+    message = {"role": datasets.Value("string")}
+    message["content"] = datasets.List({**part, "image": datasets.Image()})
+    features = datasets.Features({"prompt": datasets.List(message)})
+    rows = [{"prompt": of_user({"type": "image", "image": str(picture)}, TEXT)}]
+    dataset = datasets.Dataset.from_list(rows, features=features)
+    assert has_images(dataset)
+    dataset.save_to_disk(tmp_path / "saved")
+    assert is_red(load_prompts(tmp_path / "saved")[0]["images"][0])
+
+
+def test_a_folder_of_images_with_their_metadata_is_a_dataset(tmp_path, picture, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    row = {"file_name": "red.png", "prompt": "what?", "answer": "red"}
+    (picture.parent / "metadata.jsonl").write_text(json.dumps(row))
+    dataset = load_prompts(picture.parent)
+    assert is_red(dataset[0]["image"])
+    assert dataset[0]["answer"] == "red"
+
+
+@pytest.mark.parametrize(
+    ("image", "says"),
+    [
+        ("pictures/none.png", r"row 2: the image .*none\.png.* cannot be read \(.*give a PNG"),
+        ("p.jsonl", r"row 2: the image .*p\.jsonl.* cannot be read"),
+        ("https://example.com/a.png", "row 2: .* is on the network, .*save it and give its path"),
+        ("pictures", "row 2: the image .* cannot be read"),
+        (7, "row 2|cannot be stored"),
+    ],
+    ids=range(5),
+)
+def test_a_bad_image_is_refused_with_its_row(tmp_path, picture, image, says):
+    rows = [{"prompt": "what?", "image": one} for one in ("pictures/red.png", image)]
+    with pytest.raises(DataError, match=says):
+        load_prompts(write(tmp_path, *rows))
+
+
+def test_plain_text_prompts_take_no_images(tmp_path, picture):
+    path = write(tmp_path, {"prompt": "what?", "image": "pictures/red.png"})
+    with pytest.raises(DataError, match=r"leave data\.chat true"):
+        load_prompts(path, chat=False)
+
+
+# --- which data sets have some -------------------------------------------------------------------
+
+
+def test_has_images_looks_at_features_or_the_first_row(tmp_path, picture):
+    part = {"type": "image", "image": Image.open(picture)}
+    assert has_images([{"prompt": of_user(part, TEXT)}])
+    assert has_images([{"prompt": "what?", "images": []}])
+    assert not has_images([{"prompt": of_user(TEXT)}])
+    assert not has_images([])
+    rows = datasets.Dataset.from_list([{"prompt": of_user(TEXT)}])
+    assert not has_images(rows)
+    assert not has_images(load_prompts("arithmetic", num_prompts=4))
+    assert has_images(rows.to_iterable_dataset().map(lambda row: {**row, "image": None}))
+
+
+def test_images_need_a_processor_and_a_column():
+    rows = [{"prompt": of_user({"type": "image", "image": None}, TEXT)}]
+    with pytest.raises(DataError, match="images=True"):
+        check_images(rows, object())
+    processor = type("Processor", (), {"image_processor": None})()
+    with pytest.raises(DataError, match="put them into the column images"):
+        check_images(rows, processor)
+    check_images([{"prompt": "what?", "image": None}], processor)
+
+
+# --- thumbnails ----------------------------------------------------------------------------------
+
+
+def test_each_distinct_thumbnail_is_written_once(tmp_path):
+    large = Image.new("RGBA", (900, 300), RED)
+    record = {"prompt": of_user({"type": "image", "image": large}), "images": (large, large)}
+    record["images"] += (Image.new("L", (8, 8)),)
+    kept = save_thumbnails({**record, "score": 1.0}, tmp_path)
+    assert kept["prompt"][0]["content"][0]["image"] == kept["images"][0] == kept["images"][1]
+    assert kept["score"] == 1.0
+    json.dumps(kept)
+    assert len(list(tmp_path.glob("images/*"))) == 2
+    with Image.open(tmp_path / kept["images"][0]) as small:
+        assert small.size == (128, 43)
+    assert (tmp_path / kept["images"][0]).stat().st_size < 5000
