@@ -308,7 +308,7 @@ class PreparedJob:
 
     @cached_property
     def policy(self) -> tuple[Any, Any]:
-        """The model with its adapter, and the tokenizer that belongs to it.
+        """The model with its adapter, and the tokenizer or processor that belongs to it.
 
         Raises:
             ConfigError: ``unsloth:`` is given, and transformers loads the model.
@@ -324,6 +324,7 @@ class PreparedJob:
             precision="fp16" if args.fp16 else "auto",
             max_lora_rank=config.lora.r,
             vllm=config.vllm,
+            images=has_images(self.splits[0]),
             **_engine_arguments(args),
             **config.unsloth,
         )

@@ -3,9 +3,10 @@
 import contextlib
 import functools
 import os
+import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rloo_kit.machine.processes import num_processes, uses_fsdp
 from rloo_kit.models.adapters import WEIGHTS, adapter_in, base_of, is_path, lora_settings
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.notes import notes_of
-from rloo_kit.models.shape import TINY_THINKER
+from rloo_kit.models.shape import TINY_THINKER, auto_class
 from rloo_kit.models.shared_engine import EngineSettings, load_shared
 from rloo_kit.text.chat_templates import end_of_turn_id
 from rloo_kit.text.wording import first_line, format_value
@@ -36,13 +37,14 @@ def load_model(
     backend: str = "auto",
     precision: str = "auto",
     fast_inference: bool | str = False,
+    images: bool = False,
     max_lora_rank: int = 64,
     num_sequences: int = 64,
     trust_remote_code: bool = False,
     vllm: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
-    """Return a causal language model and its tokenizer, ready for ``attach_lora``.
+    """Return a model and its tokenizer, or with ``images`` its processor, for ``attach_lora``.
 
     Args:
         name: A hub name, a folder, a .gguf file, ``tiny-thinker``, or an adapter to train further.
@@ -52,6 +54,7 @@ def load_model(
         precision: ``bf16``, ``fp16``, ``fp32``, or ``auto``: the first that the device computes.
         fast_inference: On a GPU with Unsloth and vLLM, one copy of the base for training and vLLM;
             ``auto``: where Unsloth cannot share it, load without vLLM. Ignored elsewhere.
+        images: Load a vision model and its processor, for prompts with images.
         max_lora_rank: Largest LoRA rank of this shared engine.
         num_sequences: Completions that it samples at a time.
         trust_remote_code: Run code that comes with the model: only for a source you trust.
@@ -60,7 +63,7 @@ def load_model(
             ``gpu_memory_utilization`` and ``unsloth_vllm_standby``.
 
     Raises:
-        ModelError: Not found, no model, too large, no safetensors, or it needs code of its own.
+        ModelError: Not found, no model, too large, no safetensors, needs own code, no vision model.
         ConfigError, GenerationError: A setting cannot be obeyed here.
     """
     environment, source = setup(backend), find_model(name)
@@ -69,7 +72,9 @@ def load_model(
             kwargs.setdefault("tokenizer_name", str(adapter))
         max_lora_rank = max(lora_settings(adapter, {})["r"], max_lora_rank)
         source = find_model(base_of(adapter))
-    why_not_shared = _why_not_shared(environment, fast_inference)
+    with _as_model_errors(str(name)):
+        model_class, environment = _choose_class(environment, source, images, trust_remote_code)
+    why_not_shared = _why_not_shared(environment, fast_inference, images)
     given = _taken_from(kwargs, fast_inference, why_not_shared)
     given["not_shared"] = tuple(vllm or ())
     rank = reserved_rank(max_lora_rank)
@@ -78,17 +83,19 @@ def load_model(
     kwargs |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}
     kwargs |= {"max_seq_length": max_seq_length, "load_in_4bit": load_in_4bit}
     load_base = _load_unsloth if environment.backend == "unsloth" else _load_transformers
-    load = functools.partial(load_base, source, **kwargs)
+    load = functools.partial(load_base, source, model_class, images, **kwargs)
     if why_not_shared is None:
         load = functools.partial(load_shared, load, source, engine, trust_remote_code)
     with _as_model_errors(str(name)), _progress_bars(shown=not Path(source).is_dir()), quiet():
-        model, tokenizer = load()
+        model, processor = load()
+        tokenizer = getattr(processor, "tokenizer", processor)
         _prepare(model, tokenizer)
     notes = notes_of(model)
     notes.backend, notes.vllm = environment.backend, dict(vllm or {})
     notes.max_seq_length, notes.trust_remote_code = max_seq_length, trust_remote_code
     add_to_session(model)
-    return (model if adapter is None else _with_adapter(model, adapter)), tokenizer
+    model = model if adapter is None else _with_adapter(model, adapter)
+    return model, processor if images else tokenizer
 
 
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -133,7 +140,9 @@ def _taken_from(
     }
 
 
-def _why_not_shared(environment: Environment, fast_inference: bool | str) -> str | None:
+def _why_not_shared(
+    environment: Environment, fast_inference: bool | str, images: bool
+) -> str | None:
     """Return why the weights are not shared with vLLM, or None where Unsloth is asked to."""
     if environment.hardware.device == "cpu":
         return "this machine has no GPU"
@@ -141,7 +150,7 @@ def _why_not_shared(environment: Environment, fast_inference: bool | str) -> str
         return f"transformers loads the model ({environment.why_not_unsloth})"
     if not fast_inference:
         return "vLLM was not asked for (trainer.generation, fast_inference)"
-    return why_not_vllm()
+    return "the prompts have images" if images else why_not_vllm()
 
 
 def attach_lora(
@@ -189,7 +198,9 @@ def attach_lora(
     # what is not given is as in a run file's `lora:`
     asked = {name: value for name, value in given.items() if value is not None}
     settings = asdict(LoraSection()) | asked
-    leaves = {n.rpartition(".")[2] for n, m in model.named_modules() if n and not [*m.children()]}
+    names = [name for name, module in model.named_modules() if name and not [*module.children()]]
+    outside = re.compile(_outside_language(model) or "(?!)")
+    leaves = {name.rpartition(".")[2] for name in names if not outside.fullmatch(name)}
     targets = [name for name in settings["target_modules"] if name in leaves]
     if not targets:
         linear = sorted(name for name in leaves if "proj" in name or "fc" in name)
@@ -218,9 +229,22 @@ def _new_adapter(
         )
     else:
         torch.manual_seed(seed)
+        settings = {"exclude_modules": _outside_language(model)} | settings
         peft_model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
         _recompute(peft_model, checkpointing)
     return peft_model
+
+
+def _outside_language(model: Any) -> str | None:
+    """Return a pattern of a vision model's layers that are not its language model's.
+
+    PEFT matches it with whole names. Unsloth's default is the language model too.
+    """
+    if model.config.get_text_config() is model.config:
+        return None
+    decoder = model.get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    return rf"(?!{re.escape(prefix)}\.).*"
 
 
 def _recompute(model: Any, checkpointing: bool | str) -> None:
@@ -442,16 +466,46 @@ def _dtype(precision: str, environment: Environment) -> Any:
     return kinds[precision]
 
 
-def _load_unsloth(source: str, **kwargs: Any) -> tuple[Any, Any]:
-    from unsloth import FastLanguageModel
+def _choose_class(
+    environment: Environment, source: str, images: bool, trust_remote_code: bool
+) -> tuple[Any, Environment]:
+    """Return transformers' class for a model, and the environment with what loads this model.
 
-    return FastLanguageModel.from_pretrained(source, **kwargs)
+    Raises:
+        ModelError: It is to read images, and reads text alone.
+    """
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if images and config.get_text_config() is config:
+        raise ModelError(
+            f"model {source!r} reads no images, and the prompts have some: take a vision model, "
+            "such as Qwen/Qwen2.5-VL-3B-Instruct"
+        )
+    model_class = auto_class(config, images=images)
+    if model_class is AutoModelForImageTextToText and environment.hardware.device == "cpu":
+        environment = replace(environment, backend="transformers")  # Unsloth's has none on a CPU
+    return model_class, environment
+
+
+def _load_unsloth(source: str, _: Any, images: bool, **kwargs: Any) -> tuple[Any, Any]:
+    from unsloth import FastLanguageModel, FastVisionModel
+
+    loader = FastVisionModel if images else FastLanguageModel
+    return loader.from_pretrained(source, **kwargs)
 
 
 def _load_transformers(
-    source: str, max_seq_length: int, load_in_4bit: bool, dtype: Any, **kwargs: Any
+    source: str,
+    model_class: Any,
+    images: bool,
+    *,
+    max_seq_length: int,
+    load_in_4bit: bool,
+    dtype: Any,
+    **kwargs: Any,
 ) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+    from transformers import AutoProcessor, AutoTokenizer, BitsAndBytesConfig
 
     if load_in_4bit and not any(mark in source.lower() for mark in PREQUANTIZED):
         kwargs["quantization_config"] = BitsAndBytesConfig(
@@ -462,14 +516,14 @@ def _load_transformers(
             bnb_4bit_quant_storage=dtype if _is_divided() else None,  # one type for all that is cut
         )
     tokenizer_name = kwargs.pop("tokenizer_name", source)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=_place(), **kwargs)
+    model = model_class.from_pretrained(source, dtype=dtype, device_map=_place(), **kwargs)
     model.config.use_cache = False  # training forwards keep no KV cache; generate asks for its own
-    tokenizer = AutoTokenizer.from_pretrained(
+    loader = AutoProcessor if images else AutoTokenizer
+    return model, loader.from_pretrained(
         tokenizer_name,
         model_max_length=max_seq_length,
         trust_remote_code=kwargs["trust_remote_code"],
     )
-    return model, tokenizer
 
 
 def _is_divided() -> bool:
@@ -518,3 +572,6 @@ def _prepare(model: Model, tokenizer: Tokenizer) -> None:
     ends = [*ends, tokenizer.eos_token_id, end_of_turn_id(tokenizer)]
     settings.eos_token_id = list(dict.fromkeys(end for end in ends if end is not None))
     settings.pad_token_id = tokenizer.pad_token_id
+    image_token = getattr(model.config, "image_token_id", None)
+    if image_token is not None:  # sampled, it would stand for an image that is not there
+        settings.suppress_tokens = [image_token]

@@ -191,15 +191,29 @@ def shape_of_config(
     )
 
 
+def auto_class(config: Any, *, images: bool = False) -> Any:
+    """Return the class of transformers that loads a model.
+
+    It is AutoModelForImageTextToText for ``images``, and where the model has no class for text
+    alone.
+    """
+    import transformers
+
+    vision = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    text = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if images or (type(config) in vision and type(config) not in text):
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
 def _on_meta(config: Any, trust_remote_code: bool) -> Any:
     """Return the model without any memory."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # as the layers are before they are packed
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     model.tie_weights()
     return model
 
