@@ -140,5 +140,11 @@ def checksum_of_rows(dataset: Any) -> str | None:
     size = len(dataset)
     digest = hashlib.sha256(str(size).encode())
     for place in range(0, size, max(1, size // SAMPLED_ROWS)):
-        digest.update(json.dumps(dataset[place], sort_keys=True, default=str).encode())
+        digest.update(json.dumps(dataset[place], sort_keys=True, default=_as_text).encode())
     return digest.hexdigest()
+
+
+def _as_text(value: Any) -> str:
+    if hasattr(value, "thumbnail"):  # an image of PIL, whose text is its address in memory
+        return f"{value.mode} {value.size} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    return str(value)

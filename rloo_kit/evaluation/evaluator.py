@@ -139,7 +139,7 @@ def evaluate(
 
     Args:
         model: A causal language model, with or without an adapter.
-        tokenizer: Its tokenizer.
+        tokenizer: Its tokenizer, or a processor that has one.
         dataset: A ``datasets.Dataset`` or a list of dicts with ``prompt`` (text or chat messages)
             and the columns the rewards ask for; n rows.
         rewards: As ``load_rewards`` returned them, each of another name.
@@ -157,7 +157,7 @@ def evaluate(
     Raises:
         ConfigError: Several greedy completions of a prompt: they would all be the same. Or a
             thinking budget, and a model without tokens for a thought.
-        DataError: The dataset is empty.
+        DataError: The dataset is empty, or has images and ``sample`` is None.
         DivergedError: A trained weight is NaN or Inf.
         MemoryRanOutError: Not even a single completion fits; until then fewer are drawn at a time.
         RewardContractError: From a reward.
@@ -170,6 +170,7 @@ def evaluate(
     rows = [row for row in dataset for _ in range(num_samples)]
     if not rows:
         raise DataError("there is no held-out prompt to evaluate on: set data.held_out above 0")
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     ends = tuple(model.generation_config.eos_token_id)
     limit = thought_limit(tokenizer, thinking_budget)
     how = Sampling(max_completion_length, ends, temperature, **(sampling or {}), thought=limit)

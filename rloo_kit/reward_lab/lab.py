@@ -134,7 +134,8 @@ def _sampled(
     """Return completions that the run's model draws from some of its prompts."""
     job = PreparedJob(config, base, say)
     (prompts, _), args = job.splits, job.args
-    (model, tokenizer), (engine, _) = job.policy, job.engine
+    (model, processor), (engine, _) = job.policy, job.engine
+    tokenizer = getattr(processor, "tokenizer", processor)
     num_prompts, size = min(num_prompts, len(prompts)), num_generations or args.num_generations
     numbers = sorted(random.Random(config.seed).sample(range(len(prompts)), num_prompts))
     say(

@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
+from rloo_kit.data.images import save_thumbnails
 from rloo_kit.diagnosis.watch import RunWatch
 from rloo_kit.errors import DiskError
 from rloo_kit.evaluation.evaluator import Evaluation
@@ -130,10 +131,11 @@ class RunRecorder(TrainerCallback):
         Raises:
             DiskError: The disk refuses them.
         """
-        lines = (
-            json.dumps(redact_tree(without_nan(row)), ensure_ascii=False) + "\n" for row in rows
-        )
         try:
+            rows = save_thumbnails(rows, self.folder)
+            lines = (
+                json.dumps(redact_tree(without_nan(row)), ensure_ascii=False) + "\n" for row in rows
+            )
             with (self.folder / name).open("ab") as file:
                 # a lone surrogate, which a tokenizer may return, is no valid UTF-8
                 file.write("".join(lines).encode("utf-8", "surrogatepass"))
@@ -150,7 +152,7 @@ class RunRecorder(TrainerCallback):
             evaluation: The scores.
             step: Optimizer steps before it; 0 is before the training, None after it.
         """
-        found = evaluation.as_dict()
+        found = save_thumbnails(evaluation.as_dict(), self.folder)
         if step:
             found = {"step": step, **{name: found[name] for name in KEPT_DURING_TRAINING}}
             self._evaluation.setdefault("during", []).append(found)

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from rloo_kit.data.images import has_images
 from rloo_kit.data.lengths import tokenize_prompts
+from rloo_kit.errors import DataError
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.rollout import Completions
 from rloo_kit.rloo.step import Pending
@@ -43,10 +45,15 @@ class Completer:
         """Sample one completion of each row.
 
         Raises:
-            DataError: The chat template cannot render a prompt.
+            DataError: The chat template cannot render a prompt, or the rows have images.
             StalePolicyError: The engine sampled from another policy.
             MemoryRanOutError: Not even a single completion fits.
         """
+        if has_images(rows):
+            raise DataError(
+                "the prompts have images, which TRL's step alone samples from: train with these, "
+                "where held-out prompts are scored too, or leave the images out"
+            )
         prompts = [row["prompt"] for row in rows]
         prompt_ids = tokenize_prompts(self.processing_class, prompts, self.template_settings)
         ids, log_probs = self.draw(prompt_ids)

@@ -91,7 +91,7 @@ class TrlStep(RLOOTrainer):
         with self._kept(GENERATE, REWARD, PASS) as returned:
             output = super()._generate_and_score_completions(inputs)
         if returned[GENERATE] and returned[REWARD]:  # a subclass may work by itself
-            self._log_batch([row["prompt"] for row in inputs], returned)
+            self._log_batch(with_images(inputs), returned)
         return output
 
     @contextlib.contextmanager
@@ -179,7 +179,7 @@ class TrlStep(RLOOTrainer):
         order = [place % world * most + place // world for place in range(len(rows))]
         prompt_ids, ids, completions = ([column[at] for at in order] for column in columns)
         return Completions(
-            prompts=[row["prompt"] for row in rows],
+            prompts=with_images(rows),
             completions=completions,
             tokens=TokenRows(prompt_ids, ids),
             ended=self._ended(ids),

@@ -34,7 +34,7 @@ TEXT = {**VISION, "num_attention_heads": 4, "num_key_value_heads": 2}
 RUN = """\
 model: {name: model, load_in_4bit: false, max_seq_length: 64}
 data: {prompts: squares.jsonl, held_out: 4}
-rewards: [exact_match]
+rewards: [accuracy]
 output_dir: run
 trainer:
   max_steps: 2
