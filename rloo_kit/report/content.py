@@ -15,12 +15,13 @@ from rloo_kit.diagnosis.registry import Finding
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
 from rloo_kit.live.series import Chart
 from rloo_kit.report.curves import as_dict, as_list, curves_of, held_out_points, metrics_of, scored
-from rloo_kit.report.examples import completion_parts, kept_groups, messages_of
+from rloo_kit.report.examples import completion_parts, kept_groups, messages_of, read_thumbnails
 from rloo_kit.text.numbers import finite_number, finite_numbers
 from rloo_kit.text.redaction import redact_tree
 
 # Of all runs together, about; 1.5 MiB.
 GROUP_BYTES = 3 << 19
+THUMBNAIL_BYTES = 1 << 20
 # Held-out prompts with two completions each, all runs together
 MAX_SAMPLES = 60
 # Characters of a prompt, or a completion, of those
@@ -50,7 +51,9 @@ def run_content(
         "environment": _environment(record),
         "command": _command(record),
     }
-    return redact_tree(content)  # the files may come from elsewhere, or from an older version
+    thumbnails = read_thumbnails(record.folder, content, THUMBNAIL_BYTES // share)
+    content = redact_tree(content)  # the files may come from elsewhere, or from an older version
+    return content | {"thumbnails": thumbnails}
 
 
 # --- plain values out of files that anybody may have written --------------------------------------

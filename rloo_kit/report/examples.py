@@ -1,5 +1,8 @@
 """Prompts and completions for a page: which groups it keeps, their texts cut to a limit."""
 
+import base64
+import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ LONGEST, SHORTEST = 6000, 300
 # So many groups are kept at least, with their texts cut shorter
 MIN_GROUPS = 24
 THOUGHT_BEGINS = "<think>"
+THUMBNAIL = re.compile(r"images/[0-9a-f]{16}\.jpg")
 NUMBERS = ("score", "kl", "baseline", "advantage", "tokens", "thought_tokens")
 
 Shortened = str | list[str | int]
@@ -105,12 +109,43 @@ def shortened(text: str, limit: int) -> Shortened:
 
 
 def messages_of(prompt: object, limit: int) -> list[dict[str, Any]]:
-    """Return a text or chat messages as ``role`` ("" of a plain text) and ``text``, each cut."""
+    """Return a text or chat messages as ``role`` ("" of a plain text) and ``text``, each cut.
+
+    ``images`` are the names of their thumbnails.
+    """
     messages = prompt if isinstance(prompt, list) else [prompt]
     return [
-        {"role": str(as_dict(one).get("role") or ""), "text": shortened(_content(one), limit)}
+        {
+            "role": str(as_dict(one).get("role") or ""),
+            "text": shortened(_content(one), limit),
+            "images": _images(as_dict(one).get("content")),
+        }
         for one in messages
     ]
+
+
+def _images(content: object) -> list[str]:
+    parts = [as_dict(part) for part in content] if isinstance(content, list) else []
+    return [str(part["image"]) for part in parts if part.get("image")]
+
+
+def read_thumbnails(folder: Path, content: object, budget: int) -> dict[str, str]:
+    """Return the thumbnails of a run that ``content`` names, by name, as ``data:`` URLs.
+
+    Args:
+        folder: Of the run.
+        content: Nested dicts and lists.
+        budget: Characters of all of them together; those beyond it are left out.
+    """
+    found = {}
+    for name in sorted(set(THUMBNAIL.findall(json.dumps(content, default=str)))):
+        path = folder / name
+        if path.is_file():
+            url = f"data:image/jpeg;base64,{base64.b64encode(path.read_bytes()).decode()}"
+            budget -= len(url)
+            if budget >= 0:
+                found[name] = url
+    return found
 
 
 def _content(message: object) -> str:

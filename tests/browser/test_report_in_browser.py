@@ -4,8 +4,10 @@ import json
 import re
 
 import pytest
+from PIL import Image
 from selenium.webdriver import ActionChains, Keys
 
+from rloo_kit.data.images import save_thumbnails
 from rloo_kit.report.page import write_report
 
 pytestmark = pytest.mark.browser
@@ -45,6 +47,33 @@ def test_content_policy_forbids_loading(page, single):
     messages = page.logged()
     assert any("img-src" in message and message.startswith("SEVERE") for message in messages)
     assert any("script-src" in message for message in messages)
+
+
+def test_images_of_a_prompt_are_shown_beside_its_text(page, make_run, tmp_path):
+    picture = Image.new("RGB", (300, 200), "red")
+    names = [
+        save_thumbnails(picture, tmp_path),
+        "images/0123456789abcdef.jpg",
+        "images/../run.yaml",
+    ]
+
+    def change(row):
+        parts = [{"type": "image", "image": name} for name in names]
+        content = [*parts, {"type": "text", "text": "what colour?"}]
+        return {**row, "prompt": [{"role": "user", "content": content}]}
+
+    folder = make_run("pictures", change)
+    save_thumbnails(picture, folder)
+    path = write_report(folder)
+    page.open(path)
+    (image,) = page.all("#group .prompt img")
+    assert page.run("return [arguments[0].naturalWidth, arguments[0].naturalHeight]", image) == [
+        128,
+        85,
+    ]
+    assert page.all("#group .prompt")[0].text == "[image] [image] what colour?"
+    assert page.logged() == []
+    assert [name for name in page.requested() if not name.startswith("data:")] == [path.as_uri()]
 
 
 HOSTILE = {

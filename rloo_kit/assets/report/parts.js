@@ -4,6 +4,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const runs = data.runs;
 const several = runs.length > 1;
+const thumbnails = Object.assign({}, ...runs.map((run) => run.thumbnails));
 const SVG = "http://www.w3.org/2000/svg";
 const MINUS = "\u2212";
 const COLOURS = 6;
@@ -205,6 +206,11 @@ function putPrompt(node, messages, query) {
   for (const message of messages) {
     const block = make("div", { dir: "auto" });
     if (message.role && messages.length > 1) block.append(make("span", { class: "role" }, message.role));
+    for (const name of message.images || []) {
+      const kept = Object.hasOwn(thumbnails, name);
+      block.append(kept ? make("img", { src: thumbnails[name], alt: "image of the prompt" })
+        : make("span", { class: "left-out" }, "[image] "));
+    }
     node.append(putText(block, message.text, query));
   }
   return node;
