@@ -1,17 +1,21 @@
 """Vision models: loaded with their processor, trained in their language layers alone."""
 
+import json
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 import rloo_kit as rk
+from rloo_kit.checkpoints.state import checksum_of_rows
 from rloo_kit.models.shape import read_shape
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
-from tiny_vision import save_model
+from tiny_vision import RUN, save_model, save_squares
 
 # Names of layers in the vision tower that the language model has too
 SAME_NAMES = {"gemma3": "q_proj", "qwen2_5_vl": "gate_proj"}
@@ -69,3 +73,45 @@ def test_a_plan_counts_the_whole_model(folder):
 def test_a_text_model_reads_no_images():
     with pytest.raises(rk.ModelError, match="reads no images"):
         load("tiny-thinker", images=True)
+
+
+def test_rows_with_images_have_a_checksum_of_their_pixels(tmp_path):
+    def rows(colour):
+        path = str(tmp_path / f"{colour}.png")
+        Image.new("RGB", (4, 4), colour).save(path)
+        rows = datasets.Dataset.from_dict({"prompt": ["what?"], "image": [path]})
+        return rows.cast_column("image", datasets.Image())
+
+    red = checksum_of_rows(rows("red"))
+    assert red == checksum_of_rows(rows("red"))
+    assert red != checksum_of_rows(rows("blue"))
+
+
+@pytest.mark.long
+def test_a_run_trains_resumes_and_keeps_thumbnails(tmp_path, folder, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_squares(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN.replace("name: model", f"name: {folder}"))
+    rk.train("run.yaml", overrides=["trainer.save_steps=1", "trainer.max_steps=1"])
+    rk.train("run.yaml", overrides=["trainer.save_steps=1", "trainer.max_steps=2"], resume=True)
+    lines = (tmp_path / "run" / "completions.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert {row["step"] for row in rows} == {1, 2}
+    image, text = rows[0]["prompt"][0]["content"]
+    assert text["text"].startswith("what colour")
+    with Image.open(tmp_path / "run" / image["image"]) as thumbnail:
+        assert thumbnail.size == (28, 28)
+    scores = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert scores["before"]["samples"][0]["prompt"][0]["content"][0]["image"].startswith("images/")
+    assert "data:image/jpeg;base64," in (tmp_path / "run" / "report.html").read_text()
+    assert (tmp_path / "run" / "adapter" / "processor_config.json").is_file()
+    with pytest.raises(rk.DataError, match="the prompts have images"):
+        _evaluate(folder)
+
+
+def _evaluate(folder):
+    from rloo_kit.scoring.specs import load_rewards
+
+    model, processor = load(folder, images=True)
+    prompts = rk.load_prompts("squares.jsonl")
+    rk.evaluate(model, processor, prompts, load_rewards(["accuracy"]))

@@ -134,6 +134,8 @@ def save_model(folder, kind="gemma3", seed=0):
     makers = {"gemma3": make_gemma3, "qwen2_5_vl": make_qwen2_5_vl}
     torch.manual_seed(seed)
     model, processor = makers[kind](make_tokenizer(kind), TEMPLATE)
+    # wide enough for the tied head to prefer a word
+    torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.1)
     model.generation_config.eos_token_id = processor.tokenizer.eos_token_id
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
