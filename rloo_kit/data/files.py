@@ -48,10 +48,9 @@ def read_source(
     looks_local = path.suffix.lower() in (*FILE_TYPES, ".json", ".txt") or name.startswith(
         (".", "/", "~")
     )
-    if os.path.isdir(path):
-        dataset = _changed_table(_read_folder(path, split), str(path), num, key, change)
-    elif not os.path.exists(path) and not looks_local:
-        dataset = _changed_table(_read_hub(name, split, builtin), name, num, key, change)
+    if os.path.isdir(path) or not (os.path.exists(path) or looks_local):
+        found = _read_hub(str(path), split, builtin)
+        dataset = _changed_table(found, name, num, key, change)
     elif path.suffix.lower() == ".parquet":
         dataset = _changed_table(_read_parquet(path), str(path), num, key, change)
     else:
@@ -241,26 +240,8 @@ def _read_hub(name: str, split: str, builtin: Iterable[str]) -> "Dataset":
         # Hub, network, script and split errors have no common base.
         raise DataError(
             f"data {format_value(name)} is neither built in ({', '.join(builtin)}), a file here, "
-            f"nor a hub dataset that can be loaded now ({type(exc).__name__}: "
+            f"nor a folder or hub dataset that can be loaded now ({type(exc).__name__}: "
             f"{first_line(exc)}): check the name, its split {format_value(split)} and the network"
-        ) from exc
-
-
-def _read_folder(path: Path, split: str) -> "Dataset":
-    """Return the dataset in a folder: saved there, or files that ``load_dataset`` knows."""
-    import datasets
-
-    try:
-        if (path / "dataset_dict.json").is_file():
-            return datasets.Dataset.load_from_disk(path / split)
-        if (path / "state.json").is_file():
-            return datasets.Dataset.load_from_disk(path)
-        return datasets.load_dataset(str(path), split=split)
-    except Exception as exc:  # as of the hub
-        raise DataError(
-            f"{format_value(str(path))} is a folder without a dataset that can be loaded "
-            f"({type(exc).__name__}: {first_line(exc)}): give the path of a .jsonl, .csv or "
-            f".parquet file, or a folder that has the split {format_value(split)}"
         ) from exc
 
 

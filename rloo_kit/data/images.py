@@ -6,7 +6,6 @@ inside messages to the learning step, so those move into a column.
 
 import hashlib
 import io
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,12 +41,12 @@ def check_images(dataset: Any, processing_class: Any) -> None:
 
     Args:
         dataset: Whose prompts have images (``has_images``).
-        processing_class: As it is given to a trainer.
+        processing_class: As it is given to a trainer; None: TRL loads it.
 
     Raises:
         DataError: There is no processor, or images are inside messages.
     """
-    if not hasattr(processing_class, "image_processor"):
+    if processing_class is not None and not hasattr(processing_class, "image_processor"):
         raise DataError(
             "the prompts have images, and processing_class is a tokenizer: load a vision model and "
             "its processor with load_model(..., images=True)"
@@ -158,10 +157,9 @@ def _stored(value: Any, folder: Path, place: str) -> dict[str, Any]:
     """Return an image as ``datasets.Image`` stores it, after a look at its header."""
     from PIL import Image
 
-    stored = value if isinstance(value, Mapping) else {"path": value}
-    if isinstance(value, bytes):
-        stored = {"bytes": value}
-    content, path = stored.get("bytes"), stored.get("path")
+    key = "bytes" if isinstance(value, bytes) else "path"
+    stored: Mapping[str, Any] = value if isinstance(value, Mapping) else {key: value}
+    content, path = stored.get("bytes"), stored.get("path") or ""
     if not content and "://" in str(path):
         raise DataError(
             f"{place}: the image {format_value(path)} is on the network, and nothing is "
@@ -169,7 +167,7 @@ def _stored(value: Any, folder: Path, place: str) -> dict[str, Any]:
         )
     try:
         if not content:
-            path = str(folder / os.path.expanduser(path))
+            path = str(folder / Path(path).expanduser())
         with Image.open(io.BytesIO(content) if content else path):
             pass
     except Exception as exc:  # PIL raises errors of many kinds
@@ -177,7 +175,7 @@ def _stored(value: Any, folder: Path, place: str) -> dict[str, Any]:
             f"{place}: the image {format_value(path)} cannot be read ({first_line(exc)}): give a "
             "PNG, JPEG or WebP file, its path as seen from the data file"
         ) from exc
-    return {"bytes": content, "path": path}
+    return {"bytes": content, "path": path or None}
 
 
 # --- what the record of a run keeps --------------------------------------------------------------

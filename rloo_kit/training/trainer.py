@@ -18,7 +18,7 @@ from trl import RLOOConfig  # pyright: ignore[reportPrivateImportUsage] # patche
 from rloo_kit.checkpoints.resume import Boundary
 from rloo_kit.config.run_file import ModelSection, RunConfig
 from rloo_kit.config.settings import DEFAULTS
-from rloo_kit.data.images import has_images
+from rloo_kit.data.images import check_images, has_images
 from rloo_kit.diagnosis.watch import RunWatch
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.live.select import live_progress
@@ -150,6 +150,8 @@ class LeaveOneOutTrainer(StepTrainer):
         """Return whose step trains; an unset coefficient of a frozen router becomes 0."""
         kinds = type(self).__mro__[: type(self).__mro__.index(LeaveOneOutTrainer)]
         images = has_images(parts["train_dataset"])
+        if images:
+            check_images(parts["train_dataset"], parts["processing_class"])
         if args.ddp_find_unused_parameters is None and not images:
             args.ddp_find_unused_parameters = False  # every adapter takes part in every pass
         return choose_step(

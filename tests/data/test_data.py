@@ -206,7 +206,7 @@ def test_text_that_is_not_utf8_is_to_be_saved_as_such(tmp_path):
 def test_a_missing_file_and_a_folder_are_not_looked_up_on_the_hub(tmp_path):
     with pytest.raises(DataError, match="does not exist: give the path"):
         load_prompts("none.jsonl")
-    with pytest.raises(DataError, match=r"is a folder without a dataset .*give the path"):
+    with pytest.raises(DataError, match=r"nor a folder or hub dataset that can be loaded now"):
         load_prompts(tmp_path)
 
 
@@ -229,8 +229,8 @@ def test_a_hub_name_that_cannot_be_loaded_says_what_to_check():
     with pytest.raises(
         DataError,
         match=r"'nobody/nothing' is neither built in \(arithmetic, countdown, "
-        r"gsm8k, dapo-math, math500, reasoning_gym:TASK\), a file here, nor a hub dataset "
-        r".*check the name, its split 'test' and the network",
+        r"gsm8k, dapo-math, math500, reasoning_gym:TASK\), a file here, nor a folder or "
+        r"hub dataset .*check the name, its split 'test' and the network",
     ):
         load_prompts("nobody/nothing", split="test")
 
