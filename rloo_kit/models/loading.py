@@ -88,8 +88,7 @@ def load_model(
         load = functools.partial(load_shared, load, source, engine, trust_remote_code)
     with _as_model_errors(str(name)), _progress_bars(shown=not Path(source).is_dir()), quiet():
         model, processor = load()
-        tokenizer = getattr(processor, "tokenizer", processor)
-        _prepare(model, tokenizer)
+        tokenizer = _prepare(model, processor)
     notes = notes_of(model)
     notes.backend, notes.vllm = environment.backend, dict(vllm or {})
     notes.max_seq_length, notes.trust_remote_code = max_seq_length, trust_remote_code
@@ -559,8 +558,12 @@ def _progress_bars(*, shown: bool) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _prepare(model: Model, tokenizer: Tokenizer) -> None:
-    """Pad on the left with a token that is set; stop at every end-of-turn token."""
+def _prepare(model: Model, processor: Any) -> Tokenizer:
+    """Pad on the left with a token that is set; stop at every end-of-turn token.
+
+    Return the tokenizer, which is a part of a processor.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
     keep_trainable_layout(model)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -575,3 +578,4 @@ def _prepare(model: Model, tokenizer: Tokenizer) -> None:
     image_token = getattr(model.config, "image_token_id", None)
     if image_token is not None:  # sampled, it would stand for an image that is not there
         settings.suppress_tokens = [image_token]
+    return tokenizer
