@@ -196,46 +196,5 @@ class RunRecorder(TrainerCallback):
         self._next_report = now + (now - started) / REPORT_SHARE
 
 
-class HeldOutScores(TrainerCallback):
-    """Score held-out prompts every so many steps of a training.
-
-    Args:
-        every: Steps; None: never.
-        score: Called with the steps done; scores them, and returns the mean of the first reward.
-        begin: Called when the training begins.
-    """
-
-    def __init__(
-        self,
-        every: int | None,
-        score: Callable[[int], float | None],
-        begin: Callable[[], None] | None = None,
-    ) -> None:
-        self.every, self.score, self.begin = every, score, begin
-        self._newest: dict[int, float | None] = {}  # step -> its score
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Score before the first step, if that is asked for."""
-        if self.begin is not None:
-            self.begin()
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Score when it is time; the end of the training is scored by the run."""
-        step = state.global_step
-        if self.every and step % self.every == 0 and step < state.max_steps:
-            self._newest = {step: self.score(step)}
-
-    def on_state(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        *_: Any,
-        held: dict[str, Any],
-    ) -> None:
-        """Put the score into the checkpoint of the step that was scored."""
-        if self.every:
-            held["held_out"] = self._newest.get(state.global_step)
-
-
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0

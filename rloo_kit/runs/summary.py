@@ -10,14 +10,15 @@ from rloo_kit.config.run_file import RunConfig
 from rloo_kit.diagnosis.record import read_run
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
 from rloo_kit.evaluation.evaluator import Evaluation
+from rloo_kit.job import PreparedJob
 from rloo_kit.machine.cleanup import Released
 from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import GIB, why_not_vllm
 from rloo_kit.machine.processes import num_processes
+from rloo_kit.models.notes import notes_of
 
 if TYPE_CHECKING:
     from rloo_kit.training.arguments import LeaveOneOutConfig
-    from rloo_kit.training.step_choice import StepChoice
 
 Say = Callable[[str], None]
 
@@ -58,18 +59,20 @@ def announce_load(
         say(text)
 
 
-def introduce(say: Say, config: RunConfig, environment: Environment, step: "StepChoice") -> None:
+def introduce(say: Say, job: PreparedJob) -> None:
     """Print the model, the device, and what is used in place of what is missing."""
+    config, environment, args = job.config, job.environment, job.args
     bits = "4-bit NF4" if config.model.load_in_4bit else "16-bit"
     hardware = environment.hardware
     say(
-        f"{config.model.name}, {bits}, LoRA r={config.lora.r}, {environment.backend} on "
-        f"{hardware.name} ({hardware.total_memory / GIB:.0f} GiB)"
+        f"{config.model.name}, {bits}, LoRA r={config.lora.r}, {notes_of(job.policy[0]).backend} "
+        f"on {hardware.name} ({hardware.total_memory / GIB:.0f} GiB)"
     )
     if environment.why_not_unsloth and config.model.backend == "auto":
         say(f"without Unsloth: {environment.why_not_unsloth}")
-    if step.by_trl:
-        say(str(step))
+    if job.step.by_trl:
+        by_vllm = args.use_vllm or args.generation in ("vllm", "server")
+        say(f"{job.step}{'; no canary checks the vLLM that it samples with' if by_vllm else ''}")
     if hardware.num_devices > 1 and num_processes() == 1:
         say(
             f"one of {hardware.num_devices} cards trains: for all of them start it with "

@@ -1,7 +1,6 @@
 """One run from start to end: set up, load, attach, train, score, save, release."""
 
 import contextlib
-import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import ConfigError, KitError, MemoryRanOutError, ProcessEndedError
-from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
+from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.job import PreparedJob, read_config, with_whole_paths
 from rloo_kit.live.select import chosen_view
 from rloo_kit.machine.cleanup import MIB, is_out_of_memory, session
@@ -125,7 +124,7 @@ def _prepare(job: PreparedJob, past: Path | None) -> Path:
     check_prompts(prompts, job.args)
     summary.announce_load(say, job.config, job.environment, job.args)
     engine, choice = job.engine
-    summary.introduce(say, job.config, job.environment, job.step)
+    summary.introduce(say, job)
     say(
         f"{len(prompts):,} prompts to train on, {len(held_out or ()):,} held out; "
         f"run folder {folder}"
@@ -137,36 +136,18 @@ def _prepare(job: PreparedJob, past: Path | None) -> Path:
     return folder
 
 
-def _score(job: PreparedJob, trainer: "LeaveOneOutTrainer") -> Evaluation | None:
-    """Score the held-out prompts, if there are any; of several processes the first scores."""
-    _, held_out = job.splits
-    if held_out is None:
-        return None
-    num_samples, seed = job.config.data.held_out_samples, job.args.seed
-    if not is_first():
-        trainer.sample_rows([row for row in held_out for _ in range(num_samples)], seed)
-        return None
-    return evaluate(
-        *job.policy,
-        held_out,
-        job.judges,
-        engine=job.engine[0],
-        num_samples=num_samples,
-        sample=functools.partial(trainer.sample_rows, seed=seed) if trainer.by_trl else None,
-        **settings_of(job.args),
-    )
-
-
 # --- training ------------------------------------------------------------------------------------
 
 
 def _train_and_score(job: PreparedJob, absolute: RunConfig, past: Path | None) -> RunResult:
     """Run everything except the release; what is made here belongs to the open session."""
+    from rloo_kit.runs.scores import HeldOutScores  # transformers, after Unsloth
+
     say, free = job.say, _prepare(job, past)
     checkpoint, before = _find_progress(past)
     with _opened(job, free, past, absolute, checkpoint) as (folder, recorder):
         trainer = _make_trainer(job, folder, recorder)
-        scores = _Scores(job, trainer, recorder, before)
+        scores = HeldOutScores(job, trainer, recorder, before)
         if checkpoint is None:
             trainer.dry_run_if_wanted(
                 say,
@@ -258,69 +239,11 @@ def _make_trainer(
     return trainer
 
 
-class _Scores:
-    """Scores of held-out prompts before and during a training, for the record and the watch."""
-
-    def __init__(
-        self,
-        job: PreparedJob,
-        trainer: "LeaveOneOutTrainer",
-        recorder: "RunRecorder | None",
-        before: Evaluation | None,
-    ) -> None:
-        self.job, self.trainer, self.recorder = job, trainer, recorder
-        self.before = before  # those of the run that is resumed, which its record has
-
-    def score(self) -> Evaluation | None:
-        """Score now; every process calls it, and the first gets the scores."""
-        return _score(self.job, self.trainer)
-
-    def follow(self) -> None:
-        """Score before the first step, and as often as ``data.held_out_every`` says."""
-        from rloo_kit.runs.recorder import HeldOutScores
-
-        every = self.job.config.data.held_out_every
-        begin = None
-        if self.job.splits[1] is None:
-            return
-        if self.before is not None:
-            self._see(0, self.before)
-        elif self.trainer.by_trl:  # TRL samples once its loop has prepared the model
-            begin = self.score_first
-        else:
-            self.score_first()
-        if every or begin:
-            self.trainer.add_callback(HeldOutScores(every, self.score_at, begin))
-
-    def score_first(self) -> None:
-        """Score before the first step."""
-        if (found := self.score()) is not None:
-            self.before = found
-            self.job.say(f"before: {summary.means(found)}")
-            self._see(0, found)
-            if self.recorder is not None:
-                self.recorder.write_evaluation(found, 0)
-
-    def score_at(self, step: int) -> float | None:
-        """Score after a step; return the mean of the first reward."""
-        found = self.score()
-        if self.trainer.engine is not None:
-            self.trainer.engine.sleep()  # frees the memory of its weights
-        if found is None or self.recorder is None:
-            return None
-        self.recorder.write_evaluation(found, step)
-        self._see(step, found)
-        return next(iter(found.rewards.values()), None)
-
-    def _see(self, step: int, found: Evaluation) -> None:
-        if self.trainer.watch is not None:
-            self.trainer.watch.see_held_out(step, found.as_dict())
-
-
 def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Say) -> None:
     """Train, and say how to go on where it stops early."""
     if checkpoint is not None:
-        say(f"resuming from step {checkpoint.step} ({checkpoint.folder})")
+        how = ", as transformers does, which is not bit for bit" if trainer.by_trl else ""
+        say(f"resuming from step {checkpoint.step} ({checkpoint.folder}){how}")
     try:
         with warnings.catch_warnings():
             # Said below

@@ -1,0 +1,117 @@
+"""Scores of the held-out prompts of a run: before, during and after its training."""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+
+from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
+from rloo_kit.job import PreparedJob
+from rloo_kit.machine.processes import is_first
+from rloo_kit.runs.recorder import RunRecorder
+from rloo_kit.runs.summary import means
+
+if TYPE_CHECKING:
+    from rloo_kit.training.trainer import LeaveOneOutTrainer
+
+
+class HeldOutScores(TrainerCallback):
+    """Scores held-out prompts for the record of a run and for its watch.
+
+    Args:
+        job: The run.
+        trainer: Of the run.
+        recorder: Of the run; None in other processes than the first.
+        before: The scores of a resumed run from before its training, which its record has.
+    """
+
+    def __init__(
+        self,
+        job: PreparedJob,
+        trainer: "LeaveOneOutTrainer",
+        recorder: RunRecorder | None,
+        before: Evaluation | None,
+    ) -> None:
+        self.job, self.trainer, self.recorder = job, trainer, recorder
+        self.before = before
+        self._newest: dict[int, float | None] = {}  # step -> the mean of the first reward
+
+    def score(self) -> Evaluation | None:
+        """Score now, if there are held-out prompts.
+
+        Every process calls it: all sample by TRL's step, and the first scores.
+        """
+        held_out, args = self.job.splits[1], self.job.args
+        if held_out is None:
+            return None
+        num_samples = self.job.config.data.held_out_samples
+        sample = partial(self.trainer.sample_rows, seed=args.seed) if self.trainer.by_trl else None
+        if not is_first():
+            assert sample is not None  # several processes train by TRL's step
+            sample([row for row in held_out for _ in range(num_samples)])
+            return None
+        return evaluate(
+            *self.job.policy,
+            held_out,
+            self.job.judges,
+            engine=self.job.engine[0],
+            num_samples=num_samples,
+            sample=sample,
+            **settings_of(args),
+        )
+
+    def follow(self) -> None:
+        """Score before the first step, and as often as ``data.held_out_every`` says."""
+        if self.job.splits[1] is None:
+            return
+        if self.before is not None:
+            self._see(0, self.before)
+        elif not self.trainer.by_trl:
+            self._score_first()
+        self.trainer.add_callback(self)
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Score before the first step, where TRL samples: its loop has prepared the model."""
+        if self.before is None and self.trainer.by_trl:
+            self._score_first()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Score when it is time; the end of the training is scored by the run."""
+        step, every = state.global_step, self.job.config.data.held_out_every
+        if every and step % every == 0 and step < state.max_steps:
+            self._newest = {step: self._score_at(step)}
+
+    def on_state(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        *_: Any,
+        held: dict[str, Any],
+    ) -> None:
+        """Put the score into the checkpoint of the step that was scored."""
+        if self.job.config.data.held_out_every:
+            held["held_out"] = self._newest.get(state.global_step)
+
+    def _score_first(self) -> None:
+        if (found := self.score()) is not None:
+            self.before = found
+            self.job.say(f"before: {means(found)}")
+            self._record(0, found)
+
+    def _score_at(self, step: int) -> float | None:
+        found = self.score()
+        if self.trainer.engine is not None:
+            self.trainer.engine.sleep()  # frees the memory of its weights
+        if found is None:
+            return None
+        self._record(step, found)
+        return next(iter(found.rewards.values()), None)
+
+    def _record(self, step: int, found: Evaluation) -> None:
+        if self.recorder is not None:
+            self.recorder.write_evaluation(found, step)
+        self._see(step, found)
+
+    def _see(self, step: int, found: Evaluation) -> None:
+        if self.trainer.watch is not None:
+            self.trainer.watch.see_held_out(step, found.as_dict())
