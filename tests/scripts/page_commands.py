@@ -47,7 +47,8 @@ CODES = {
 
 # Beginnings of commands that start processes, servers or other programs, or need a GPU.
 ELSEWHERE = (
-    *("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", "rloo-kit serve"),  # tests/vllm
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",  # tests/vllm
+    *("CUDA_VISIBLE_DEVICES=1 VLLM_ALLOW", "rloo-kit serve"),
     "rloo-kit eval runs/quickstart --vllm",
     "rloo-kit export runs/mine --to gguf",  # tests/export, with llama.cpp's converter
     "rloo-kit judge runs/mine --by '{name: judge",  # tests/evaluation, with a small server
