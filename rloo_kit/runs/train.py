@@ -141,9 +141,9 @@ def _prepare(job: PreparedJob, past: Path | None) -> Path:
 
 def _train_and_score(job: PreparedJob, absolute: RunConfig, past: Path | None) -> RunResult:
     """Run everything except the release; what is made here belongs to the open session."""
+    say, free = job.say, _prepare(job, past)
     from rloo_kit.runs.scores import HeldOutScores  # transformers, after Unsloth
 
-    say, free = job.say, _prepare(job, past)
     checkpoint, before = _find_progress(past)
     with _opened(job, free, past, absolute, checkpoint) as (folder, recorder):
         trainer = _make_trainer(job, folder, recorder)
