@@ -223,6 +223,7 @@ def test_what_the_server_refuses_is_one_sentence(server, policy, make_trainer, t
         wrong.train()
 
 
+@pytest.mark.slow
 def test_an_adapter_above_the_servers_rank_is_one_sentence(other, write_run, capsys):
     assert main(["train", write_run(other.url, r=16)]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
@@ -241,6 +242,7 @@ def test_another_model_of_the_same_shape_is_stopped_before_a_step(
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lora", "environment", "sentence"),
     [
@@ -261,6 +263,7 @@ def test_a_server_without_adapters_is_one_sentence(
     without.end()
 
 
+@pytest.mark.slow
 def test_a_killed_server_ends_the_run_which_resumes_with_a_new_one(
     start_server, write_run, capsys, tmp_path, monkeypatch
 ):
@@ -290,6 +293,7 @@ def test_a_killed_server_ends_the_run_which_resumes_with_a_new_one(
     assert json.loads((tmp_path / "run" / "end.json").read_text())["steps"] == 6
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_while_it_samples_is_one_sentence(start_server, policy):
     model, _, prompts = policy
     doomed = start_server(*words(*LORA, "16"), **AT_RUN_TIME).wait()
