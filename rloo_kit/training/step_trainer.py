@@ -257,6 +257,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
     def _of_trl(self, logs: dict[str, Any]) -> dict[str, Any]:
         """Return a line of TRL's step, with what the kit's step logs under names of its own."""
         if "learning_rate" in logs:
+            logs["step/by_trl"] = 1.0
             logs["lr"] = logs["learning_rate"]
             logs["episode"] = self.step_log.episodes
             logs["memory/peak_gib"] = take_peak() / GIB

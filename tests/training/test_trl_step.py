@@ -191,6 +191,7 @@ def test_the_router_loss_is_trained_by_trls_step(experts, tmp_path):
     trainer.train()
     assert str(trainer.step_choice).endswith("trainer.router_aux_loss_coef is 0.01")
     assert trainer.state.log_history[0]["aux_loss"] > 0
+    assert trainer.state.log_history[0]["step/by_trl"] == 1
 
 
 def test_a_router_that_trains_has_the_models_own_coefficient(experts, tmp_path):
