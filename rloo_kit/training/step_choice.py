@@ -118,6 +118,11 @@ def _check_settings(args: Any, choice: StepChoice) -> None:
                 f"trainer.{name} is {format_value(getattr(args, name))}, which only the kit's step "
                 f"obeys, and TRL's trains because {choice.reason}: leave it out"
             )
+    if args.use_cpu and (args.use_vllm or args.generation in ("vllm", "server")):
+        raise ConfigError(
+            f"vLLM samples, and on a CPU it cannot take the weights that TRL's step sends, which "
+            f"trains because {choice.reason}: set trainer.generation to transformers"
+        )
     if args.stop_on and args.world_size > 1:
         raise ConfigError(
             f"trainer.stop_on is for one process, and {args.world_size} train: leave it out"
