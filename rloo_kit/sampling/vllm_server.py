@@ -33,7 +33,7 @@ from rloo_kit.types import Model
 class Needs:
     """What a run needs of its server."""
 
-    model: str  # hub name or folder of the base
+    base: str  # hub name or folder of the base
     max_length: int  # prompt plus completion, tokens
     rank: int  # of the adapter
     in_4bit: bool
@@ -41,20 +41,20 @@ class Needs:
     @property
     def command(self) -> str:
         """The command that starts such a server."""
-        words = ["VLLM_ALLOW_RUNTIME_LORA_UPDATING=True", "vllm", "serve", self.model]
+        words = ["VLLM_ALLOW_RUNTIME_LORA_UPDATING=True", "vllm", "serve", self.base]
         words += ["--enable-lora", "--max-lora-rank", str(reserved_rank(self.rank))]
         words += ["--max-model-len", str(self.max_length)]
         words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-        if self.in_4bit and not any(mark in self.model.lower() for mark in PREQUANTIZED):
+        if self.in_4bit and not any(mark in self.base.lower() for mark in PREQUANTIZED):
             words += ["--quantization", "bitsandbytes"]
         return shlex.join(words)
 
     def is_other(self, card: dict[str, Any]) -> bool:
         """Return whether a server names another model of the hub; a folder can hold any."""
-        if Path(self.model).exists() or card["root"].startswith("/"):
+        if Path(self.base).exists() or card["root"].startswith("/"):
             return False  # the canary finds out
         # without owners, and without the marks of Unsloth's 4-bit copies
-        names = (self.model, card["id"], card["root"])
+        names = (self.base, card["id"], card["root"])
         ours, *served = [re.sub(r".*/|(-unsloth)?-bnb-4bit$", "", one.lower()) for one in names]
         return ours not in served
 
@@ -98,7 +98,7 @@ class VllmServer:
         elif card["max_model_len"] < longest:
             reason = f"takes rows of {card['max_model_len']} tokens, and the run needs {longest}"
         elif self.adapter_dtype is None and self._needs.is_other(card):
-            reason = f"serves {card['root']!r}, and the run trains {self._needs.model!r}"
+            reason = f"serves {card['root']!r}, and the run trains {self._needs.base!r}"
         else:
             self.name += f" ({card['root']})"
             return card["id"]

@@ -14,7 +14,7 @@ from rloo_kit.sampling.engine import Sampling
 from rloo_kit.sampling.vllm_server import Needs, VllmServer
 
 NEEDS = Needs("Qwen/Qwen3-4B-Thinking-2507", 2048, 16, in_4bit=True)
-CARD = {"id": "base", "root": NEEDS.model, "max_model_len": 4096}
+CARD = {"id": "base", "root": NEEDS.base, "max_model_len": 4096}
 CHOICE = {"token_ids": [7, 2], "logprobs": {"token_logprobs": [-0.5, -0.25]}}
 
 
