@@ -55,6 +55,11 @@ BASELINES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return ``(B,)`` sums of ``(B, F)`` rewards by ``(F,)`` weights; NaN where every reward is."""
+    return (rewards * weights).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
+
+
 def normalised_sum(
     rewards: torch.Tensor, weights: torch.Tensor, num_generations: int
 ) -> torch.Tensor:
@@ -77,5 +82,4 @@ def normalised_sum(
     grouped = rewards.T.reshape(-1, num_generations)  # (F * P, G)
     advantages = leave_one_out_advantages(grouped).view_as(rewards.T)  # (F, B)
     spread = advantages.square().mean(dim=1).sqrt()  # (F,)
-    factors = torch.where(spread > 0, weights.to(rewards) / spread, 0.0)
-    return (rewards * factors).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
+    return weighted_sum(rewards, torch.where(spread > 0, weights.to(rewards) / spread, 0.0))

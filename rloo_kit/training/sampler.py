@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from trl.trainer import rloo_trainer  # whose names Unsloth replaces
 
 from rloo_kit.config.engine_settings import blame_generation_kwargs
+from rloo_kit.rloo.advantages import weighted_sum
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
 from rloo_kit.rloo.rollout import Completions, ScoredBatch
 from rloo_kit.rloo.step import Pending, Row
@@ -184,18 +185,27 @@ class TrainingCompleter(Completer):
         begun = time.perf_counter()
         columns = [[math.nan if one is None else one for one in scores] for scores in wait()]
         rewards = torch.tensor(columns, dtype=torch.float32, device=self.device).T  # (B, F)
-        weights = self.weights_now().to(self.device)  # (F,)
-        scores = (rewards * weights).nansum(dim=1)  # (B,)
-        scores = scores.masked_fill(rewards.isnan().all(dim=1), torch.nan)
+        follow_schedules(self.weights, self.rewards, self.progress(), self.log)
+        weights = self.weights.to(self.device)  # (F,)
+        scores = weighted_sum(rewards, weights)  # (B,)
         self.log.elsewhere += time.perf_counter() - begun
         return ScoredBatch(
             **vars(completions), rewards=rewards, scores=scores, weights=weights.clone()
         )
 
-    def weights_now(self) -> torch.Tensor:
-        """Return ``(F,)`` weights, those with a schedule set to what they are now."""
-        for place, reward in enumerate(self.rewards):
-            if isinstance(reward.weight, WeightSchedule):
-                self.weights[place] = weight = reward.weight_at(self.progress())
-                self.log.note(f"rewards/{reward.name}/weight", weight)
-        return self.weights
+
+def follow_schedules(
+    weights: torch.Tensor, rewards: Sequence[LoadedReward], progress: float, log: StepLog
+) -> None:
+    """Set the weights of rewards that have a schedule to what they are now, and log them.
+
+    Args:
+        weights: ``(F,)``, changed in place.
+        rewards: F of them.
+        progress: Share of the training that is done, in [0, 1].
+        log: Takes each such weight.
+    """
+    for place, reward in enumerate(rewards):
+        if isinstance(reward.weight, WeightSchedule):
+            weights[place] = weight = reward.weight_at(progress)
+            log.note(f"rewards/{reward.name}/weight", weight)

@@ -18,11 +18,12 @@ from trl import RLOOTrainer  # pyright: ignore[reportPrivateImportUsage]  # Unsl
 from trl.data_utils import prepare_multimodal_messages
 
 from rloo_kit.machine.lm_head import PlainTorchLogProb
+from rloo_kit.rloo.advantages import weighted_sum
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.rollout import Completions, Rollout, ScoredBatch
-from rloo_kit.scoring.composition import WeightSchedule
 from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.training.arguments import LeaveOneOutConfig
+from rloo_kit.training.sampler import follow_schedules
 from rloo_kit.training.step_choice import StepChoice
 from rloo_kit.training.step_log import StepLog
 from rloo_kit.types import Model, Tokenizer
@@ -87,7 +88,8 @@ class TrlStep(RLOOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         if not (self.step_choice.by_trl and self.model.training):
             return super()._generate_and_score_completions(inputs)
-        self._set_weights()
+        progress = self.state.global_step / max(1, self.state.max_steps)
+        follow_schedules(self.reward_weights, self.loaded_rewards, progress, self.step_log)
         with self._kept(GENERATE, REWARD, PASS) as returned:
             output = super()._generate_and_score_completions(inputs)
         if returned[GENERATE] and returned[REWARD]:  # a subclass may work by itself
@@ -106,28 +108,19 @@ class TrlStep(RLOOTrainer):
             for name in names:
                 delattr(self, name)
 
-    def _set_weights(self) -> None:
-        """Set the weights of rewards with a schedule to what they are now."""
-        progress = self.state.global_step / max(1, self.state.max_steps)
-        for place, reward in enumerate(self.loaded_rewards):
-            if isinstance(reward.weight, WeightSchedule):
-                self.reward_weights[place] = weight = reward.weight_at(progress)
-                self.step_log.note(f"rewards/{reward.name}/weight", weight)
-
     def _log_batch(self, prompts: list[Any], returned: dict[str, list[Any]]) -> None:
         """Gather a generation batch from all processes, and log it as a rollout."""
         ((sampled, seconds),) = returned[GENERATE]
         ((rewards, _),) = returned[REWARD]  # (all processes' B, F)
         prompt_ids, completion_ids, completions = (gather_object([*one]) for one in sampled)
         weights = self.reward_weights.to(rewards.device)
-        scores = (rewards * weights).nansum(dim=1)
         batch = ScoredBatch(
             prompts=gather_object(prompts),
             completions=completions,
             tokens=TokenRows(prompt_ids, completion_ids),
             ended=self._ended(completion_ids),
             rewards=rewards,
-            scores=scores.masked_fill(rewards.isnan().all(dim=1), torch.nan),
+            scores=weighted_sum(rewards, weights),
             weights=weights,
         )
         rollout = Rollout.scored(batch, self.num_generations, self.args.shaping)
