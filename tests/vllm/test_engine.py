@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from late_sync import delay_sync
 from transformers import TrainerCallback
 
 import rloo_kit as rk
@@ -181,20 +182,7 @@ def never(monkeypatch):
 
 
 def one_step_late(monkeypatch):
-    sync, last = VllmEngine.sync, {}
-
-    def late(self, model):
-        adapter = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        now = {name: parameter.data for name, parameter in adapter.items()}
-        copies = {name: values.clone() for name, values in now.items()}
-        for name, parameter in adapter.items():
-            parameter.data = last.get(name, now[name])
-        sync(self, model)
-        for name, parameter in adapter.items():
-            parameter.data = now[name]
-        last.update(copies)
-
-    monkeypatch.setattr(VllmEngine, "sync", late)
+    delay_sync(monkeypatch, VllmEngine)
 
 
 def other_base(monkeypatch):

@@ -11,6 +11,7 @@ import httpx
 import pytest
 import torch
 import yaml
+from late_sync import delay_sync
 from safetensors.torch import load_file, save_file
 
 import rloo_kit as rk
@@ -119,20 +120,7 @@ def never(monkeypatch):
 
 
 def one_step_late(monkeypatch):
-    sync, last = VllmServer.sync, {}
-
-    def late(self, model):
-        adapter = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        now = {name: parameter.data for name, parameter in adapter.items()}
-        copies = {name: values.clone() for name, values in now.items()}
-        for name, parameter in adapter.items():
-            parameter.data = last.get(name, now[name])
-        sync(self, model)
-        for name, parameter in adapter.items():
-            parameter.data = now[name]
-        last.update(copies)
-
-    monkeypatch.setattr(VllmServer, "sync", late)
+    delay_sync(monkeypatch, VllmServer)
 
 
 @pytest.mark.parametrize(
