@@ -166,7 +166,8 @@ def check_engine(args: Any, run: RunConfig | None = None, *, trains: bool = True
     """
     asked = requested_engine(args)
     on_gpu = detect_hardware().device != "cpu"
-    choice = choose(asked, on_gpu=on_gpu, why_not=why_not_vllm())
+    why_not = None if asked == "server" else why_not_vllm()  # a server has its own
+    choice = choose(asked, on_gpu=on_gpu, why_not=why_not)
     if trains:  # auto may still find that vLLM cannot sample from the model
         check_settings(args, asked if choice.engine != "transformers" else "transformers")
     if asked == "server" and run is not None:

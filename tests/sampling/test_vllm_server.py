@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rloo_kit.cli import main
 from rloo_kit.errors import GenerationError
 from rloo_kit.sampling.engine import Sampling
 from rloo_kit.sampling.vllm_server import Needs, VllmServer
@@ -150,6 +151,16 @@ def test_a_server_that_is_away_is_one_sentence():
         client(url)
     with pytest.raises(GenerationError, match=r"^[^\n]*is away[^\n]*$"):
         client("http://[not-an-address")
+
+
+def test_a_run_needs_no_vllm_of_its_own(serve, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rloo_kit.sampling.choice.why_not_vllm", lambda: "vLLM is not installed")
+    monkeypatch.setattr("rloo_kit.job.load_model", pytest.fail)
+    url = serve(models=(200, {"data": [CARD | {"max_model_len": 8}]})).url
+    given = ("trainer.generation=server", f"trainer.vllm_server_base_url={url}")
+    assert main(["train", "quickstart", *(word for one in given for word in ("--set", one))]) == 2
+    assert "takes rows of 8 tokens, and the run needs 256" in capsys.readouterr().err
 
 
 def test_a_server_that_comes_up_late_is_waited_for(serve):
