@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,6 +15,8 @@ import torch
 
 import rloo_kit as rk
 from rloo_kit.data.lengths import prompt_ids
+
+sys.path.insert(0, str(Path(__file__).parent))  # for late_sync.py
 
 
 @pytest.fixture(scope="session")
