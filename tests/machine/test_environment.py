@@ -135,3 +135,17 @@ def test_broken_packages_are_hidden(tmp_path):
     assert done.stdout.startswith("transformers | Unsloth"), done.stderr[-2000:]
     assert "needs a newer driver" in done.stdout
     assert done.stdout.endswith("[]\n")
+
+
+@pytest.mark.parametrize(("avx512_bf16", "hidden"), [(False, True), (True, False)])
+def test_kernels_for_another_processor_are_hidden_from_unsloth(avx512_bf16, hidden, monkeypatch):
+    import torch
+
+    from rloo_kit.machine import environment
+
+    has = {"architecture": "x86_64", "avx512_bf16": avx512_bf16}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    monkeypatch.delitem(sys.modules, "vllm._C", raising=False)
+    environment._hide_foreign_kernels()
+    assert (sys.modules.get("vllm._C", "not hidden") is None) == hidden
+    monkeypatch.delitem(sys.modules, "vllm._C", raising=False)
