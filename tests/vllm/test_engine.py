@@ -84,7 +84,8 @@ def test_four_bit_weights_are_sampled_as_they_train(tmp_path):
         folder = write_dequantised(model, torch.bfloat16, tmp_path / "base")
         from transformers import AutoModelForCausalLM
 
-        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        # in the type that this processor trains in, so that the weights alone could differ
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).eval()
         ids = torch.arange(5, 45).unsqueeze(0)
         model.eval()
         with torch.inference_mode(), model.disable_adapter():
