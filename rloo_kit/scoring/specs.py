@@ -150,8 +150,8 @@ def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedRe
     listed = given if isinstance(given, list | tuple) else [given]
     if len(listed) != len(rewards):
         raise ConfigError(
-            f"reward_processing_classes holds {len(listed)} and reward_funcs {len(rewards)}: give "
-            f"one for each reward, None for those without"
+            f"reward_processing_classes holds {len(listed)} and must match reward_funcs, which "
+            f"holds {len(rewards)}: give one for each reward, None for those without"
         )
     return list(map(_with_tokenizer, rewards, listed))
 

@@ -327,7 +327,8 @@ def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
         parts[new] = value
     missing = [name for name in ("model", "reward_funcs", "train_dataset") if parts[name] is None]
     if missing:
-        raise ConfigError(f"LeaveOneOutTrainer needs {' and '.join(missing)}")
+        required = ", ".join(f"`{name}` is required" for name in missing)  # TRL's words
+        raise ConfigError(f"{required}: give it to LeaveOneOutTrainer")
 
 
 def _follow_model(args: LeaveOneOutConfig, model: Model) -> None:

@@ -129,7 +129,7 @@ def test_a_reward_that_breaks_the_contract_stops_with_its_name(policy, tmp_path)
 
 
 def test_missing_parts_are_named():
-    with pytest.raises(rk.ConfigError, match="needs model and reward_funcs and train_dataset"):
+    with pytest.raises(rk.ConfigError, match="`train_dataset` is required: give it to"):
         rk.LeaveOneOutTrainer(args=None)
 
 
