@@ -5,6 +5,9 @@ Where ``step_choice`` says so, TRL's own step trains, and the kit's hooks stand 
 
 import copy
 import functools
+import itertools
+import logging
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +25,12 @@ from rloo_kit.rloo.batching import TokenRows, default_token_budget, pass_overhea
 from rloo_kit.rloo.guards import StepGuard
 from rloo_kit.rloo.learner import Learner
 from rloo_kit.rloo.objective import LOSSES
+from rloo_kit.rloo.rollout import Rollout
 from rloo_kit.rloo.step import Row, Step
 from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.specs import LoadedReward
+from rloo_kit.text.wording import format_value, text_of
 from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.dry_run import DryRun, WorstCase
 from rloo_kit.training.dynamic_sampling import DynamicSampling
@@ -34,6 +39,11 @@ from rloo_kit.training.sampler import Sampler, TrainingCompleter
 from rloo_kit.training.step_log import StepLog
 from rloo_kit.training.trl_step import TrlStep, route_trl_lm_head
 from rloo_kit.types import Tokenizer
+
+LOGGER = logging.getLogger(__name__)
+NONE_REMEDY = (
+    "let it return a number for the rows that it can judge (rloo-kit rewards check tries it)"
+)
 
 
 class StepTrainer(ResumableTrainer, TrlStep):
@@ -47,14 +57,15 @@ class StepTrainer(ResumableTrainer, TrlStep):
         self.loaded_rewards = rewards
         self.dry_run_done = False
         self.collected: list[list[Row]] = []  # the rows of the optimizer step in progress
+        self.batches = 0  # generation batches that were scored
+        self.scored_nothing = False  # whether the first one has no score at all, which stops
+        self.warned_of_rows = False  # that no reward scores
         self.step_log = StepLog(
             names=self.reward_func_names,
             tokenizer=self.tokenizer,
             tables=copy.deepcopy(self.tables) if self.by_trl else self.tables,  # TRL fills its own
             state=lambda: self.state,
-            tell=lambda records, rollout: self.notify(
-                "on_completions", records=records, rollout=rollout
-            ),
+            tell=self._take_batch,
         )
         if self.by_trl:
             return
@@ -78,6 +89,35 @@ class StepTrainer(ResumableTrainer, TrlStep):
             after_scoring=self.dynamic_sampling.after_scoring,
             overlap=not args.dynamic_sampling,
         )
+
+    def _take_batch(self, records: list[dict[str, Any]], rollout: Rollout) -> None:
+        """Check what has no score in a new batch, and give the batch to the callbacks."""
+        missing = rollout.sampled.rewards.isnan()  # (B, F)
+        rows = missing.all(dim=1).nonzero().flatten().tolist()
+        if rows and not (self.by_trl or self.warned_of_rows):  # TRL's step warns by itself
+            self.warned_of_rows = True
+            LOGGER.warning(  # begins with TRL's words
+                "All reward functions returned None for the following kwargs: prompt %s, "
+                "completion %s, one of %d such rows in a batch of %d, which train nothing; let a "
+                "reward return a number for them, or leave their prompts out",
+                *(format_value(text_of(records[rows[0]][key])) for key in ("prompt", "completion")),
+                len(rows),
+                len(missing),
+            )
+        self.batches += 1
+        if self.batches == 1:
+            self._check_rewards(missing.all(dim=0).tolist())
+        self.notify("on_completions", records=records, rollout=rollout)
+
+    def _check_rewards(self, silent: list[bool]) -> None:
+        """Stop if every reward is silent, which returned None for the whole first batch."""
+        names = ", ".join(itertools.compress(self.reward_func_names, silent))
+        seen = f"None came for every completion of the first batch from reward {names}"
+        self.scored_nothing = all(silent)
+        if self.scored_nothing:
+            self.stop(f"{seen}: nothing can be learned; {NONE_REMEDY}")
+        elif names and self.accelerator.is_main_process:
+            warnings.warn(f"{seen}: if it should score such rows, {NONE_REMEDY}", stacklevel=2)
 
     def _make_completer(self, rewards: list[LoadedReward]) -> TrainingCompleter:
         return TrainingCompleter(

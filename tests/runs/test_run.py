@@ -53,6 +53,19 @@ def check_thoughts(completions):
             assert row["thought_tokens"] < row["tokens"] <= 48
 
 
+@pytest.mark.long
+def test_a_reward_without_scores_ends_the_run_after_its_first_batch(capsys):
+    Path("mine.py").write_text(
+        "def nothing(completions, **_):\n    return [None] * len(completions)"
+    )
+    assert main(["quickstart", *SHORT, "--set", "rewards=[mine.py:nothing]"]) == 2
+    said = capsys.readouterr()
+    assert "for every completion of the first batch from reward nothing" in said.err
+    assert "Traceback" not in said.err
+    assert "stopped after step 1: resume with rloo-kit train runs/quickstart --resume" in said.out
+    assert json.loads(Path("runs/quickstart/end.json").read_text())["how"] == "failed"
+
+
 def test_run_folder_is_complete(capsys):
     assert main(["quickstart", *SHORT]) == 0
     printed = capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import json
 import types
+import warnings
 
 import pytest
 import torch
@@ -164,6 +165,53 @@ def test_a_training_resumes_from_a_checkpoint_of_transformers(tmp_path):
     assert first.state.global_step == 2
     with pytest.raises(rk.CheckpointError, match=r"set trainer.step to trl"):
         run(4, resume=True, step="kit")
+
+
+# --- rewards that return None, in both steps -----------------------------------------------------
+
+
+def nothing(completions, **_):
+    return [None] * len(completions)
+
+
+def all_but_the_first(completions, **_):
+    return [None, *short(completions[1:])]
+
+
+def trained(policy, tmp_path, step, rewards):
+    """Train two steps; return the trainer and its warnings of rewards that never score."""
+    args = config(tmp_path, max_steps=2, step=step, save_strategy="no")
+    trainer = trainer_of(policy, args, rewards)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer.train()
+    return trainer, [str(one.message) for one in seen if "None came for every" in str(one.message)]
+
+
+@pytest.mark.parametrize("step", ["kit", "trl"])
+def test_a_first_batch_without_any_score_stops_the_training(policy, tmp_path, step, caplog):
+    trainer, _ = trained(policy, tmp_path, step, nothing)
+    assert trainer.state.global_step == 1
+    assert "first batch from reward nothing: nothing can be learned; let it" in trainer.stop_reason
+    assert caplog.text.count("All reward functions returned None for the following kwargs:") == 1
+
+
+@pytest.mark.parametrize("step", ["kit", "trl"])
+def test_a_reward_that_never_scores_is_named_once(policy, tmp_path, step, caplog):
+    trainer, seen = trained(policy, tmp_path, step, [short, nothing])
+    assert trainer.state.global_step == 2
+    assert trainer.stop_reason is None
+    assert len(seen) == 1
+    assert "from reward nothing: if it should score such rows" in seen[0]
+    assert "All reward functions" not in caplog.text
+
+
+def test_a_row_without_a_score_is_warned_of_once(policy, tmp_path, caplog):
+    trainer, _ = trained(policy, tmp_path, "kit", [all_but_the_first, nothing])
+    assert trainer.state.global_step == 2
+    (line,) = [one.getMessage() for one in caplog.records if one.name.startswith("rloo_kit")]
+    assert line.startswith("All reward functions returned None for the following kwargs: prompt '")
+    assert "one of 1 such rows in a batch of 8, which train nothing; let a reward return" in line
 
 
 # --- a mixture of experts ------------------------------------------------------------------------
