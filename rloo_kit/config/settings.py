@@ -42,6 +42,7 @@ def setting(default: Any = MISSING, help: str = "", **rule: Any) -> Any:
 # Findings of the doctor that can make a run worthless
 STOP_ON = (
     "stale_sampler",
+    "clip_noise",
     "kl_explosion",
     "all_truncated",
     "empty_output",
@@ -53,6 +54,7 @@ STOP_ON = (
     "entropy_collapse",
     "no_signal",
     "learning_rate_too_low",
+    "high_variance",
 )
 
 

@@ -5,14 +5,16 @@ remedies from the ranges of the literature. A metric that a run does not have is
 comparison holds.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
 from rloo_kit.config.run_file import make_run_config
 from rloo_kit.config.settings import DEFAULTS
-from rloo_kit.diagnosis.record import RunRecord, mean, read_run
+from rloo_kit.diagnosis.record import WINDOW, RunRecord, mean, read_run
 from rloo_kit.diagnosis.registry import (
     ALMOST_NONE,
     LITTLE_SIGNAL,
@@ -32,10 +34,14 @@ LOWEST_RATE, USUAL_RATE, TINY_RATE = 1e-6, 1e-5, 1e-3
 # Mean number of different texts in a group below which the sampler repeats itself
 REPEATED = 1.5
 TRUNCATED = "completions/truncated"
+# Share of the completions that the clip range cuts off, in the worst quarter of the steps
+CLIPPED = 0.2
+# Noise of the mean reward in standard deviations of one completion; of three independent ones
+JUMPY = 0.6
 
 RULES = Rules()
 KINDS = RULES.kinds
-_ALL_ALIKE = "no_signal entropy_collapse"
+_ALL_ALIKE = "no_signal high_variance entropy_collapse"
 
 
 # --- settings ------------------------------------------------------------------------------------
@@ -97,6 +103,12 @@ def four_times_longer(limit: int, max_seq_length: int | None) -> str:
     return setting
 
 
+def _half_done(run: RunRecord) -> bool:
+    """Whether enough steps are done to say that nothing came of them: half of those planned."""
+    planned = finite_number(run.setting("max_steps")) or 0
+    return run.num_steps >= 8 and run.step(-1) >= (planned if planned > 0 else 2 * WINDOW) / 2
+
+
 def _moved(run: RunRecord) -> str:
     """Return how the run went, in half a sentence."""
     if run.held_out is not None:
@@ -113,7 +125,7 @@ def _moved(run: RunRecord) -> str:
     "stale_sampler",
     "completions of another policy are trained as if they were this one's",
     "restart the run, or sample with transformers",
-    explains="kl_explosion reward_collapse",
+    explains="clip_noise kl_explosion reward_collapse high_variance",
 )
 def _stale_sampler(run: RunRecord) -> Iterator[Seen]:
     seen = [
@@ -126,6 +138,27 @@ def _stale_sampler(run: RunRecord) -> Iterator[Seen]:
         seen.append(f"log-probs differ by {apart:.3g} nats per token; rounding by {noise:.2g}")
     if seen:
         yield Seen("; ".join(seen), setting=_valid(run, "trainer.generation=transformers"))
+
+
+@RULES.rule(
+    "clip_noise",
+    "a ratio far from 1 means that updates are too large for the policy that sampled, and a "
+    "completion outside of the clip range trains nothing",
+    "train each batch once, or lower the learning rate, until the ratio stays near 1",
+    explains=f"kl_explosion all_truncated empty_output length_explosion reward_collapse "
+    f"reward_hacking {_ALL_ALIKE}",
+)
+def _clip_noise(run: RunRecord) -> Iterator[Seen]:
+    clipped = sorted(run.series("clip_ratio/region_mean"))
+    # The first pass over a batch clips nothing
+    worst = mean(clipped[-max(1, len(clipped) // 4) :])
+    if worst >= CLIPPED and not run.better:
+        passes = run.setting("num_iterations")
+        yield Seen(
+            f"in the worst quarter of the steps {worst:.0%} of the completions are clipped, at "
+            f"num_iterations {passes} and learning rate {_rate(run):.1g}",
+            setting=_valid(run, "trainer.num_iterations=1" if passes > 1 else _lower_rate(run)),
+        )
 
 
 @RULES.rule(
@@ -262,7 +295,7 @@ RULES.rule(
     "look at the last completions and their scores; then spread the reward (partial credit), raise "
     "the temperature, or take more diverse prompts",
     about_signal=True,
-    explains="no_signal",
+    explains="no_signal high_variance",
 )
 def _reward_collapse(run: RunRecord) -> Iterator[Seen]:
     """Find that scores differed once, and are all alike now, at less than the best."""
@@ -304,7 +337,7 @@ def _reward_hacking(run: RunRecord) -> Iterator[Seen]:
     "entropy_collapse",
     "a model that always writes the same has nothing to compare, and stops exploring",
     "begin again with a lower learning rate or a higher beta, and sample at temperature 1",
-    explains="reward_collapse no_signal",
+    explains="reward_collapse no_signal high_variance",
 )
 def _entropy_collapse(run: RunRecord) -> Iterator[Seen]:
     rows = [row for row in run.rows if row.get("passes/trained") != 0]
@@ -333,7 +366,7 @@ def _entropy_collapse(run: RunRecord) -> Iterator[Seen]:
     "equal scores in a group cancel, and the group trains nothing",
     "take prompts that the model solves sometimes, or draw more completions of each",
     about_signal=True,
-    explains="learning_rate_too_low",
+    explains="learning_rate_too_low high_variance",
 )
 def _no_signal(run: RunRecord) -> Iterator[Seen]:
     half = run.signal[: max(2, run.num_steps // 2)]
@@ -356,6 +389,7 @@ def _no_signal(run: RunRecord) -> Iterator[Seen]:
     "the scores say what to learn, and the model does not move",
     "raise the learning rate: with LoRA 1e-5 is usual, more for a tiny model",
     about_signal=True,
+    explains="high_variance",
 )
 def _learning_rate_too_low(run: RunRecord) -> Iterator[Seen]:
     share, rate, usual = mean(run.signal), _rate(run), _usual_rate(run)
@@ -365,12 +399,34 @@ def _learning_rate_too_low(run: RunRecord) -> Iterator[Seen]:
     if warming_up or moved or not share >= LITTLE_SIGNAL:
         return
     still = not kl or abs(mean(kl[-run.window :])) < 0.01  # nats per completion
-    if still and (rate < LOWEST_RATE or (kl and run.num_steps >= 8)):
+    if still and (rate < LOWEST_RATE or (kl and _half_done(run))):
         yield Seen(
             f"scores differ in {share:.0%} of the groups, the reward stays at "
             f"{run.last('reward'):.3g}; the highest learning rate was {rate:.1g}",
             "error" if rate < LOWEST_RATE else "warning",
             setting=_valid(run, f"trainer.learning_rate={usual if rate < usual else 3 * rate:.1g}"),
+        )
+
+
+@RULES.rule(
+    "high_variance",
+    "the reward jumps from step to step, and so does the gradient: noise hides what to learn",
+    "draw more completions per prompt (6 to 8), lower the learning rate, raise beta, or take more "
+    "prompts per step with gradient_accumulation_steps",
+    about_signal=True,
+)
+def _high_variance(run: RunRecord) -> Iterator[Seen]:
+    rewards, spread = run.series("reward"), mean(run.series("reward_std"))
+    jumps = [later - before for before, later in pairwise(rewards)]
+    # Successive differences hold no trend, and have twice the variance of the noise
+    noise = math.sqrt(mean([jump * jump for jump in jumps]) / 2)
+    if not run.learned and _half_done(run) and noise >= JUMPY * spread > 0:
+        size = run.setting("num_generations")
+        yield Seen(
+            f"the mean reward of a step has a noise of {noise:.2g}, and one completion a standard "
+            f"deviation of {spread:.2g}, at {size} completions per prompt; {_moved(run)}",
+            "error" if run.worse or run.fell else "warning",
+            setting=_more_generations(run) if size < 8 else _valid(run, _calmer(run)),
         )
 
 

@@ -135,6 +135,11 @@ SPOILED = {
             "sampling/rounding_noise": line(0.002, 0.002),
         }
     ),
+    "clip_noise": record(
+        {"clip_ratio/region_mean": [0.0, 0.1, 0.6] * 8},
+        run_config=config(num_iterations=3),
+    ),
+    "clip_noise, at one pass": record({"clip_ratio/region_mean": line(0.0, 0.6)}),
     "kl_explosion": record({**FLAT, "kl": GONE}, evaluation=held_out(0.5, 0.0)),
     "kl_explosion, less far": record(
         {"reward": line(0.6, 0.1, 0.03), "kl": line(0.0, 0.6)}, evaluation=held_out(0.5, 0.2)
@@ -173,6 +178,10 @@ SPOILED = {
         {**FLAT, "kl": line(0, 0), "kl/sequence": line(0, 0), "learning_rate": line(1e-9, 1e-9)},
         run_config=config(learning_rate=1e-9),
     ),
+    "high_variance": record(
+        {**FLAT, "reward": line(0.5, 0.5, 0.5)}, run_config=config(num_generations=2)
+    ),
+    "high_variance, with many generations": record({**FLAT, "reward": line(0.5, 0.5, 0.5)}),
 }
 WELL = {
     "rising": record(),
@@ -199,6 +208,8 @@ WELL = {
         said=completions(late(of_row, always("same")), always(1.0)),
         evaluation=held_out(0.3, 0.9),
     ),
+    "clipped a little at further passes": record({"clip_ratio/region_mean": [0.0, 0.1] * 12}),
+    "jumping and rising": record({"reward": line(0.0, 2.0, 0.3)}),
     "a sampler within rounding": record(
         {
             "sampling/adapter_reached": line(1.0, 1.0, 0.1),
@@ -426,3 +437,12 @@ def test_a_learning_rate_that_is_still_warmed_up_is_not_too_low():
         run_config=config("a-model", learning_rate=1e-4),
     )
     assert "learning_rate_too_low" not in kinds(rising)
+
+
+def test_a_run_interrupted_early_is_not_blamed_for_what_half_a_run_shows():
+    """Step 8 of 24, at a good learning rate: the KL has not moved yet, and few steps are noisy."""
+    flat = {**FLAT, "kl/sequence": line(0, 0)}
+    for rows in (flat, {**FLAT, "reward": line(0.5, 0.5, 0.5)}):
+        run = record(rows)
+        assert find_in_run(run)[0].kind in ("learning_rate_too_low", "high_variance")
+        assert find_in_run(replace(run, metrics=run.metrics[:8])) == []
