@@ -5,6 +5,7 @@ importing TRL takes ten seconds.
 """
 
 import ast
+import contextlib
 import math
 import typing
 import warnings
@@ -91,9 +92,9 @@ def known_trainer_fields() -> frozenset[str]:
 
 
 @cache
-def _trl_types() -> dict[str, Any]:
-    """Return name -> type of TRL's fields; ``Any`` where a type is a class of its libraries."""
-    found: dict[str, Any] = {}
+def _trl_fields() -> dict[str, ast.AnnAssign]:
+    """Return name -> the line of TRL's source that defines the field."""
+    found: dict[str, ast.AnnAssign] = {}
     for package, file, name in SOURCES:
         spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations:
@@ -102,8 +103,26 @@ def _trl_types() -> dict[str, Any]:
         (source,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
         for node in source.body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                found.setdefault(node.target.id, _type_of(ast.unparse(node.annotation)))
-    return {name: hint for name, hint in found.items() if not name.startswith("_")}
+                found.setdefault(node.target.id, node)
+    return {name: node for name, node in found.items() if not name.startswith("_")}
+
+
+@cache
+def _trl_types() -> dict[str, Any]:
+    """Return name -> type of TRL's fields; ``Any`` where a type is a class of its libraries."""
+    return {name: _type_of(ast.unparse(node.annotation)) for name, node in _trl_fields().items()}
+
+
+def trl_defaults() -> dict[str, Any]:
+    """Return name -> default of TRL's fields, those whose source has it as a plain value."""
+    found: dict[str, Any] = {}
+    for name, node in _trl_fields().items():
+        value: Any = node.value
+        if isinstance(value, ast.Call):  # field(default=...)
+            value = next((key.value for key in value.keywords if key.arg == "default"), None)
+        with contextlib.suppress(ValueError):
+            found[name] = ast.literal_eval(value)
+    return found
 
 
 def _type_of(annotation: str) -> Any:

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from rloo_kit.config.run_file import RunConfig
-from rloo_kit.config.settings import DEFAULTS
+from rloo_kit.config.settings import BY_DEVICE, DEFAULTS
+from rloo_kit.config.trainer_settings import trl_defaults
 from rloo_kit.diagnosis.record import RunRecord
 from rloo_kit.diagnosis.registry import Finding
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
@@ -26,8 +27,8 @@ THUMBNAIL_BYTES = 1 << 20
 MAX_SAMPLES = 60
 # Characters of a prompt, or a completion, of those
 SAMPLE_LENGTH = 4000
-# In place of a default that the kit does not set itself
-UNKNOWN = "not known here"
+# In place of a default that cannot be read here, as of an engine that is not installed
+UNKNOWN = "the library's own"
 
 
 def run_content(
@@ -178,7 +179,9 @@ def _settings(config: RunConfig | None) -> list[dict[str, Any]]:
     """Return every setting with its default, and whether it differs."""
     if config is None:
         return []
-    defaults = _flat(RunConfig()) | {f"trainer.{key}": _text(v) for key, v in DEFAULTS.items()}
+    by_device = dict.fromkeys(BY_DEVICE, "by the device")
+    trainer = trl_defaults() | DEFAULTS | by_device
+    defaults = _flat(RunConfig()) | {f"trainer.{key}": _text(v) for key, v in trainer.items()}
     rows = []
     for name, value in _flat(config).items():
         default = defaults.get(name, UNKNOWN)

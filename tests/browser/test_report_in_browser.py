@@ -260,8 +260,10 @@ def background(page):
 def test_dark_colours_follow_system_and_button(page, single):
     page.open(single, scheme="dark")
     assert background(page) < 60
+    assert page.text("#theme") == "Light colours"
     page.find("#theme").click()
     assert background(page) > 200
+    assert page.text("#theme") == "Dark colours"
     page.open(single, scheme="light")
     assert background(page) > 200
 
@@ -290,6 +292,18 @@ def test_no_width_needs_horizontal_scrolling(page, which, width, request):
         ".filter((cell) => cell.offsetParent).map((cell) => cell.clientHeight)"
     )
     assert max(cells) < 150, "a value must not stand one letter above the other"
+
+
+def test_before_and_after_fit_on_a_phone(page, single):
+    page.open(single, width=390)
+    inner, outer = page.run(
+        "const box = document.querySelector('#held-out-table .scroll');"
+        "return [box.scrollWidth, box.clientWidth]"
+    )
+    assert inner <= outer
+    assert page.text("#held-out-table tbody td:last-child") == "more than chance"
+    shades = page.run("return getComputedStyle(document.querySelector('.scroll')).background")
+    assert shades.count("local") == 2, "an edge is shaded where a table is wider"
 
 
 # --- several runs ---------------------------------------------------------------------------------

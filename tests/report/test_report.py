@@ -202,6 +202,14 @@ def test_settings_that_differ_from_the_defaults_are_marked(run):
     assert not rows["model.name"]["differs"]
 
 
+def test_a_default_of_trl_or_of_the_device_is_named(run):
+    config = {"trainer": {"max_steps": 40, "top_k": 0, "bf16": True}}
+    rows = {row["name"]: row for row in content(run(config=config))["config"]}
+    names = ("trainer.max_steps", "trainer.top_k", "trainer.bf16")
+    assert [rows[name]["default"] for name in names] == ["-1", "0", "by the device"]
+    assert not rows["trainer.top_k"]["differs"]
+
+
 def test_secret_settings_are_not_shown(run):
     config = {
         "rewards": [{"name": "judge", "api_key": "sk-planted", "model": "some-judge"}],

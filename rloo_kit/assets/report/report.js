@@ -111,7 +111,7 @@ function heldOutTable(run) {
   const prompts = count == null ? "held-out prompts"
     : `${plural(count, "held-out prompt")}, none of them trained on; \u00b1 one standard error`;
   const head = ["reward", "before", "after", "difference", "shift", "is it chance?"];
-  return table(`Mean rewards on ${prompts}`, head, rows);
+  return table(`Mean rewards on ${prompts}`, head, rows, "shifts");
 }
 
 function comparedTable() {
@@ -217,7 +217,7 @@ const isDark = () => (document.documentElement.dataset.theme || themeByDefault()
 function recolour() {
   readPalette();
   for (const { u } of charts) u.redraw(false);
-  byId("theme").setAttribute("aria-pressed", String(isDark()));
+  byId("theme").textContent = isDark() ? "Light colours" : "Dark colours";
 }
 
 function watchTheme() {
