@@ -168,6 +168,10 @@ def _set_variables() -> None:
     elif "microsoft" not in platform.release().lower():
         # Less fragmentation; CUDA under WSL and older vLLM's sleep fail with it
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # torch's threads spin while they wait for each other, by default 300,000 times: steps take
+        # three to nine times as long beside other work (GOMP_SPINCOUNT in libgomp's manual).
+        defaults["GOMP_SPINCOUNT"] = "1000"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     # tqdm warns in a notebook without ipywidgets and uses text, which is what TQDM_NOTEBOOK asks.

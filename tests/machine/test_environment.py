@@ -8,6 +8,8 @@ import textwrap
 
 import pytest
 
+from rloo_kit.machine import environment
+
 
 def python(source, cwd, **variables):
     env = {k: v for k, v in os.environ.items() if k not in VARIABLES}
@@ -18,7 +20,13 @@ def python(source, cwd, **variables):
     )  # fmt: skip
 
 
-VARIABLES = ("TQDM_NOTEBOOK", "ACCELERATE_MIXED_PRECISION", "UNSLOTH_COMPILE_LOCATION")
+VARIABLES = (
+    "GOMP_SPINCOUNT",
+    "OMP_WAIT_POLICY",
+    "TQDM_NOTEBOOK",
+    "ACCELERATE_MIXED_PRECISION",
+    "UNSLOTH_COMPILE_LOCATION",
+)
 
 
 @pytest.mark.long
@@ -49,6 +57,8 @@ def test_setup_fills_in_variables_and_imports_unsloth_first(tmp_path):
     precision = found["variables"].pop("ACCELERATE_MIXED_PRECISION")
     assert precision in ("bf16", "no")
     assert found["variables"] == {
+        "GOMP_SPINCOUNT": "1000",
+        "OMP_WAIT_POLICY": None,
         "FROM_FILE": "file",
         "FROM_SHELL": "shell",  # what is already set wins
         "TQDM_NOTEBOOK": "from-file",
@@ -56,6 +66,16 @@ def test_setup_fills_in_variables_and_imports_unsloth_first(tmp_path):
     }
     assert (found["same"], found["patched"], found["backend"]) == (True, True, "unsloth")
     assert found["dotenv"] == str(tmp_path / ".env")
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+)
+def test_waiting_threads_spin_little_unless_the_user_says_how(monkeypatch, given, count):
+    monkeypatch.setattr(environment.os, "environ", dict(given))
+    environment._set_variables()
+    assert environment.os.environ.get("GOMP_SPINCOUNT") == count
 
 
 @pytest.mark.long
