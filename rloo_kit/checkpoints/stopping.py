@@ -14,8 +14,6 @@ from types import FrameType
 from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# What a person calls them
-NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 # Seconds. Signals that are closer together are one request: `timeout` sends SIGTERM to a process
 # and then to its whole group.
 APART = 0.2
@@ -89,14 +87,14 @@ class StopSignals:
         self.received, self._received_at = number, now
         if self._say is not None:
             # What was interrupted may hold the lock of the stream; threading.Thread takes one too.
-            _thread.start_new_thread(self._tell, (self._say, NAMES[number]))
+            _thread.start_new_thread(self._tell, (self._say,))
 
     @staticmethod
-    def _tell(say: Callable[[str], object], name: str) -> None:
-        again = "press it again" if name == "Ctrl-C" else "send it again"
+    def _tell(say: Callable[[str], object]) -> None:
         # The terminal may be closed by now
         with contextlib.suppress(Exception):
-            say(f"\n{name}: this step is finished and saved first; {again} to stop at once")
+            # It may come from Ctrl-C, a notebook's stop button, the form's, or another program
+            say("\nstopping: this step is finished and saved first; ask again to stop at once")
 
 
 @contextlib.contextmanager

@@ -280,8 +280,8 @@ def _how_it_ended(interrupted_by: str, stop_reason: str | None) -> tuple[str, st
 
 
 def _until_interrupted(call: Callable[[], T]) -> tuple[T | None, str]:
-    """Return what a call returns, and the signal that interrupted it or ""."""
+    """Return what a call returns, and who interrupted it or ""."""
     try:
         return call(), ""
     except KeyboardInterrupt as exc:
-        return None, "SIGTERM" if isinstance(exc, Terminated) else "Ctrl-C"
+        return None, "SIGTERM" if isinstance(exc, Terminated) else "the user"

@@ -34,7 +34,7 @@ HELPERS = """
 import os, pathlib, signal, subprocess, sys, threading, time
 
 from rloo_kit.errors import ConfigError, RewardContractError
-from rloo_kit.checkpoints.stopping import NAMES, StopSignals
+from rloo_kit.checkpoints.stopping import StopSignals
 
 def talks(lines):
     for line in lines:
@@ -87,7 +87,7 @@ def finishes_its_step():
             print("asked", flush=True)
             time.sleep(30)
     except KeyboardInterrupt as exc:
-        return [NAMES[stop.received], type(exc).__name__]
+        return [signal.Signals(stop.received).name, type(exc).__name__]
 
 def ignores_signals(place):
     for number in (signal.SIGINT, signal.SIGTERM):
