@@ -179,7 +179,7 @@ def _put_platform():
 
     vllm.platforms._current_platform = Platform()
     for name, module in list(sys.modules.items()):
-        if name.startswith("vllm.") and "current_platform" in vars(module):
+        if name.startswith("vllm.") and "current_platform" in getattr(module, "__dict__", {}):
             module.current_platform = vllm.platforms._current_platform
 
 
