@@ -7,6 +7,7 @@ importing TRL takes ten seconds.
 import ast
 import contextlib
 import math
+import os
 import typing
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,31 +20,12 @@ from typing import Annotated, Any
 from pydantic import Strict, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
 
+from rloo_kit.config.other_names import RENAMED, what_instead, why_left_out
 from rloo_kit.config.settings import DEFAULTS, RULES, KitSettings
 from rloo_kit.config.values import NO_RULE, check_value
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.wording import did_you_mean, format_errors, format_value
 
-# Names of TRL before 0.22 on the left
-RENAMED = {
-    "kl_coef": "beta",
-    "kl_coeff": "beta",
-    "rloo_k": "num_generations",
-    "cliprange": "epsilon",
-    "num_ppo_epochs": "num_iterations",
-    "num_mini_batches": "steps_per_generation",
-    "response_length": "max_completion_length",
-}
-_OTHER_PROMPTS = "set trainer.dynamic_sampling: true, or choose prompts by rloo-kit calibrate"
-# Settings that are gone, and what replaces them
-REMOVED = {
-    "learn_from": "set a smaller trainer.num_generations",
-    "prompt_retire_at": _OTHER_PROMPTS,
-    "prompt_selection": _OTHER_PROMPTS,
-    "speculative_decoding": (
-        "write vllm.speculative_config: {method: suffix, num_speculative_tokens: 4}"
-    ),
-}
 # Package, file and class that define TRL's fields, each before the one that it inherits from
 SOURCES = (
     ("trl", "trainer/rloo_config.py", "RLOOConfig"),
@@ -161,19 +143,20 @@ def _check_together(given: Mapping[str, Any]) -> list[str]:
     return [error for error, wrong in is_wrong.items() if wrong]
 
 
-# --- older names ---------------------------------------------------------------------------------
+# --- names of other trainers ---------------------------------------------------------------------
 
 
 def translate_trainer_arguments(
     arguments: Mapping[str, Any], *, all_types: bool = False
 ) -> dict[str, Any]:
-    """Return the arguments under TRL's present names; warn once per older name.
+    """Return the arguments under TRL's present names; warn once per name of another trainer.
 
     Raises:
         ConfigError: A name is unknown or given twice, a value is out of range, or the batch does
             not hold whole groups; all at once.
     """
     errors: list[str] = []
+    notes: list[str] = []
     values: dict[str, Any] = {}
     known = known_trainer_fields()
     for name, value in arguments.items():
@@ -181,35 +164,51 @@ def translate_trainer_arguments(
             # YAML reads `no` as false
             values[name] = "no" if name.endswith("_strategy") and value is False else value
         elif name in RENAMED:
-            _rename(name, value, values, arguments, errors)
+            errors += _rename(name, value, values, arguments)
+        elif reason := why_left_out(name, value):
+            notes.append(f"{name}={format_value(value)} is not needed: {reason}")
         else:
             hint = did_you_mean(name, known | set(RENAMED))
             hint = hint or "; docs/reference/run_file.md lists them"
-            if name in REMOVED:
-                hint = f": {REMOVED[name]}"
+            if instead := what_instead(name):
+                hint = f": {instead}"
             errors.append(f"unknown trainer setting {format_value(name)}{hint}")
     errors += check_values(values, all_types=all_types)
     errors = errors or check_batch(values)
     if errors:
         raise ConfigError(format_errors(errors))
+    if "total_episodes" in arguments:
+        values["max_steps"] = _steps_of(values["max_steps"], values)
+    renamed = {old: RENAMED[old] for old in arguments if old in RENAMED}
+    notes += [f"{old} is {new} here: {new}={values[new]!r} is used" for old, new in renamed.items()]
+    for note in notes:
+        warnings.warn(note, FutureWarning, stacklevel=3)
     return values
 
 
-def _rename(
-    old: str, value: Any, values: dict[str, Any], given: Mapping[str, Any], errors: list[str]
-) -> None:
-    """Put an older name's value under its new name, with a warning."""
+def _rename(old: str, value: Any, values: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Put another trainer's setting under its name here; return what is wrong."""
     new = RENAMED[old]
     if new in given or new in values:
-        errors.append(f"{old} is the old name of {new}, and both are given: keep {new}")
-        return
+        return [f"{old} is {new} here, and both are given: keep {new}"]
+    if old == "total_episodes" and (type(value) is not int or value < 1):
+        return [f"total_episodes is {format_value(value)}, must be a whole number of completions"]
     accumulation = given.get("gradient_accumulation_steps")
     if old == "num_mini_batches" and isinstance(value, int) and isinstance(accumulation, int):
         # Each mini-batch was an optimizer step of so many slices
         value *= accumulation
-    message = f"{old} is now called {new}: {new}={format_value(value)} is used"
-    warnings.warn(message, FutureWarning, stacklevel=4)
-    values[new] = value
+    # of multi_objective_aggregation
+    values[new] = "sum" if value == "sum_then_normalize" else value
+    return []
+
+
+def _steps_of(episodes: int, values: Mapping[str, Any]) -> int:
+    """Return the optimizer steps in which so many completions are sampled and learned."""
+    batch = batch_plan(values)
+    processes = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    batches = math.ceil(episodes / (batch.num_completions * processes))
+    iterations = values.get("num_iterations", DEFAULTS["num_iterations"])
+    return math.ceil(batches * iterations * batch.steps_per_generation / batch.accumulation)
 
 
 # --- the batch -----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Trainer settings: TRL's ``RLOOConfig`` with the kit's own fields and defaults."""
 
+import argparse
 import copy
 import dataclasses
 import enum
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from trl import RLOOConfig  # pyright: ignore[reportPrivateImportUsage]  # Unsloth's is there
 
+from rloo_kit.config.other_names import OF_SCRIPTS, OTHER_NAMES, RENAMED
 from rloo_kit.config.run_file import read_value
 from rloo_kit.config.settings import BY_DEVICE, OWN_FIELDS, TRL_DEFAULTS, KitSettings
 from rloo_kit.config.trainer_settings import known_trainer_fields, translate_trainer_arguments
@@ -19,21 +21,43 @@ from rloo_kit.text.redaction import redact_tree
 from rloo_kit.text.wording import first_line
 
 
+class _OtherFlag(argparse.Action):
+    """Collect the flags that another trainer has, under their names."""
+
+    def __call__(self, _: Any, namespace: Any, value: Any, flag: str | None = None) -> None:
+        """Add one."""
+        found = getattr(namespace, self.dest) or {}
+        setattr(namespace, self.dest, found | {(flag or "").lstrip("-"): read_value(value)})
+
+
 @dataclasses.dataclass(init=False, repr=False, eq=False)
 class LeaveOneOutConfig(KitSettings, RLOOConfig):
     """Every field of TRL's ``RLOOConfig`` under TRL's name, and the kit's own (``KitSettings``).
 
-    Older names are translated. Defaults that differ from TRL's, for one consumer GPU and a LoRA
-    adapter: ``num_generations`` 4, ``learning_rate`` 1e-5, ``logging_steps`` 1, ``report_to`` none,
-    ``num_completions_to_print`` 0 (``log_completions`` fills the tables of ``report_to``),
-    ``bf16``/``fp16`` by the device, ``gradient_checkpointing`` on a GPU only. Defaults that
-    Unsloth's patched class changes are TRL's again, so that one file means the same with and
-    without Unsloth. ``TrlParser`` and ``HfArgumentParser`` take the class as they take TRL's.
+    Names of other trainers (``config.other_names``) are translated or refused. Defaults that differ
+    from TRL's, for one consumer GPU and a LoRA adapter: ``num_generations`` 4, ``learning_rate``
+    1e-5, ``logging_steps`` 1, ``report_to`` none, ``num_completions_to_print`` 0
+    (``log_completions`` fills the tables of ``report_to``), ``bf16``/``fp16`` by the device,
+    ``gradient_checkpointing`` on a GPU only. Defaults that Unsloth's patched class changes are
+    TRL's again, so that one file means the same with and without Unsloth. ``TrlParser`` and
+    ``HfArgumentParser`` take the class as they take TRL's.
 
     Raises:
-        ConfigError: An unknown name (with the nearest one), an old name and its new one, a value
-            out of range, or a batch that does not hold whole groups.
+        ConfigError: An unknown name (with the nearest one), another trainer's name that has no
+            meaning here or is given with the present one, a value out of range, or a batch that
+            does not hold whole groups.
     """
+
+    other_names: str | None = dataclasses.field(
+        default=None,
+        metadata={
+            "help": "Settings of TRL before 0.22, of its GRPO and of Unsloth.",
+            "aliases": [f"--{name}" for name in OTHER_NAMES if name not in OF_SCRIPTS],
+            "action": _OtherFlag,
+            "nargs": "?",
+            "const": "true",
+        },
+    )
 
     if TYPE_CHECKING:  # TRL fills these in where they are None
         num_generations: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -44,13 +68,24 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as trackers and checkpoints get them: without secrets."""
-        return redact_tree(super().to_dict())
+        settings = super().to_dict()
+        del settings["other_names"]  # they are in the others
+        return redact_tree(settings)
 
     def __init__(self, output_dir: str | None = None, **arguments: Any) -> None:
+        others = arguments.pop("other_names", None) or {}
+        for name in {RENAMED.get(other) for other in others} & arguments.keys():
+            if arguments[name] == self.__dataclass_fields__[name].default:
+                del arguments[name]  # a parser gives what was not asked for, too
+        arguments |= others
         arguments = {n: v for n, v in arguments.items() if v is not None or n not in BY_DEVICE}
         if isinstance(arguments.get("normalize_reward"), str):  # of a command line, perhaps "true"
             arguments["normalize_reward"] = read_value(arguments["normalize_reward"])
-        of_unsloth = {name: arguments.pop(name) for name in _OF_UNSLOTH if name in arguments}
+        of_unsloth = {
+            name: arguments.pop(name)
+            for name in _OF_UNSLOTH & arguments.keys()
+            if name not in OTHER_NAMES or arguments[name] == _TRL_FIELDS[name].default
+        }
         values = translate_trainer_arguments(arguments) | of_unsloth
         for field in OWN_FIELDS:
             setattr(self, field.name, values.pop(field.name, field.default))

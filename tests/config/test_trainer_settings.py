@@ -5,9 +5,12 @@ import math
 import re
 import warnings
 from dataclasses import MISSING
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+from rloo_kit.config.other_names import MOVED, NEEDLESS, OTHER_NAMES, REFUSED, RENAMED, SAME
 from rloo_kit.config.settings import (
     DEFAULTS,
     OWN_FIELDS,
@@ -17,7 +20,6 @@ from rloo_kit.config.settings import (
     on_resume,
 )
 from rloo_kit.config.trainer_settings import (
-    RENAMED,
     batch_plan,
     check_batch,
     check_values,
@@ -142,30 +144,111 @@ def test_no_as_yaml_reads_it_is_a_strategy():
     assert translate_trainer_arguments({"save_strategy": False}) == {"save_strategy": "no"}
 
 
-# --- older names ----------------------------------------------------------------------------------
+# --- names of other trainers ----------------------------------------------------------------------
+
+VALUES = {"warmup_ratio": 0.1, "exp_name": "mine", "normalize_advantage": True}
+VALUES |= {"multi_objective_aggregation": "normalize_then_sum"}
 
 
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_an_old_name_is_translated_with_one_warning(old, new):
-    with pytest.warns(FutureWarning, match=f"{old} is now called {new}: {new}=4 is used") as caught:
-        assert translate_trainer_arguments({old: 4}) == {new: 4}
+@pytest.mark.parametrize(("old", "new"), (RENAMED.items() - {("total_episodes", "max_steps")}))
+def test_a_name_of_another_trainer_is_translated_with_one_warning(old, new):
+    value = VALUES.get(old, 4)
+    says = re.escape(f"{old} is {new} here: {new}={value!r} is used")
+    with pytest.warns(FutureWarning, match=says) as caught:
+        assert translate_trainer_arguments({old: value}, all_types=True) == {new: value}
     assert len(caught) == 1
-    assert f"keep {new}" in errors_of({old: 4, new: 4})
+    assert f"keep {new}" in errors_of({old: value, new: value})
     assert new in known_trainer_fields()
+
+
+def test_every_name_has_one_answer_and_is_no_setting_here():
+    assert len(OTHER_NAMES) == len(set(OTHER_NAMES))
+    assert not known_trainer_fields().intersection(OTHER_NAMES)
+    for name in {*MOVED, *REFUSED}:
+        error = errors_of({name: "x"})
+        assert error.startswith(f"unknown trainer setting {name!r}: ")
+        assert "\n" not in error
+
+
+@pytest.mark.parametrize(
+    ("package", "file", "names"),
+    [
+        ("trl", "trainer/grpo_config.py", r"^    (\w+): "),
+        ("trl", "scripts/utils.py", r"^    (dataset_\w+|ignore_\w+): "),
+        ("unsloth", "models/rl.py", r"^    (vllm_sampling_params|unsloth_\w+) *: Optional"),
+    ],
+)
+def test_every_setting_of_the_installed_others_has_an_answer(package, file, names):
+    (folder,) = find_spec(package).submodule_search_locations
+    found = set(re.findall(names, (Path(folder) / file).read_text("utf-8"), re.M))
+    assert len(found) > 3
+    assert found <= known_trainer_fields() | set(OTHER_NAMES)
+
+
+NOT_NEEDED = [(name, value) for name, values in SAME.items() for value in values]
+
+
+@pytest.mark.parametrize(("name", "value"), [*NOT_NEEDED, *dict.fromkeys(NEEDLESS, 4).items()])
+def test_what_changes_nothing_is_left_out_with_one_warning(name, value):
+    with pytest.warns(FutureWarning, match=f"{name}={value!r} is not needed: ") as caught:
+        assert translate_trainer_arguments({name: value}) == {}
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"loss_type": "dapo"}, "leave it out, the loss is RLOO's"),
+        ({"scale_rewards": "group"}, "normalize_advantages: true"),
+        ({"stop_token": "period"}, "end at the EOS token"),
+        ({"sft_model_path": "x"}, "it is model.name in a run file, and in Python rk.load_model"),
+        ({"max_prompt_length": 512}, "it is data.max_prompt_tokens in a run file"),
+        ({"vllm_sampling_params": object()}, "write temperature, top_p"),
+        ({"save_safetensors": False}, "weights are safetensors"),
+    ],
+)
+def test_what_would_mean_something_else_is_refused(arguments, says):
+    assert says in errors_of(arguments)
 
 
 def test_the_old_names_of_an_older_script_all_at_once():
     arguments = {
         "kl_coef": 0.05, "rloo_k": 2, "cliprange": 0.2, "num_ppo_epochs": 1,
-        "num_mini_batches": 2, "response_length": 64,
+        "num_mini_batches": 2, "response_length": 64, "total_episodes": 160,
     }  # fmt: skip
-    with pytest.warns(FutureWarning, match="is now called") as caught:
+    with pytest.warns(FutureWarning, match=r"is \w+ here") as caught:
         values = translate_trainer_arguments(arguments)
     assert values == {
         "beta": 0.05, "num_generations": 2, "epsilon": 0.2, "num_iterations": 1,
-        "steps_per_generation": 2, "max_completion_length": 64,
+        "steps_per_generation": 2, "max_completion_length": 64, "max_steps": 20,
     }  # fmt: skip
     assert len(caught) == len(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [
+        ({"total_episodes": 1000}, 125),
+        ({"total_episodes": 1001}, 126),
+        ({"total_episodes": 1000, "gradient_accumulation_steps": 4, "num_iterations": 2}, 64),
+        ({"total_episodes": 1000, "steps_per_generation": 4}, 128),
+        ({"total_episodes": 1000, "generation_batch_size": 32}, 128),
+        ({"total_episodes": 1000, "per_device_train_batch_size": 40, "num_generations": 8}, 25),
+    ],
+)
+def test_total_episodes_becomes_optimizer_steps(arguments, steps, monkeypatch):
+    with pytest.warns(FutureWarning, match=f"total_episodes is max_steps here: max_steps={steps} "):
+        assert translate_trainer_arguments(arguments)["max_steps"] == steps
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(FutureWarning):
+        assert translate_trainer_arguments(arguments)["max_steps"] in (steps // 2, steps // 2 + 1)
+
+
+def test_total_episodes_is_a_number_of_completions():
+    for episodes in (0, 2.5, "many", True):
+        assert "a whole number of completions" in errors_of({"total_episodes": episodes})
+    assert "keep max_steps" in errors_of({"total_episodes": 8, "max_steps": 1})
 
 
 def test_new_names_pass_unchanged_and_without_a_warning():

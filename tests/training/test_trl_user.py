@@ -83,6 +83,36 @@ def test_flags_arrive(flags, name, value):
     assert getattr(parse(*flags), name) == value
 
 
+OLDER = {
+    "rloo_k": 4,
+    "kl_coef": 0.03,
+    "num_ppo_epochs": 2,
+    "num_mini_batches": 2,
+    "gradient_accumulation_steps": 2,
+    "total_episodes": 128,
+    "local_rollout_forward_batch_size": 16,
+    "stop_token": "eos",
+    "normalize_advantage": True,
+}
+
+
+def test_flags_of_the_older_trl_mean_what_python_makes_of_them(tmp_path):
+    flags = [word for name, value in OLDER.items() for word in (f"--{name}", str(value))][:-1]
+    with pytest.warns(FutureWarning, match="stop_token='eos' is not needed"):
+        parsed = parse("--output_dir", str(tmp_path), *flags)
+    with pytest.warns(FutureWarning, match="total_episodes is max_steps here: max_steps=16"):
+        made = rk.LeaveOneOutConfig(str(tmp_path), **OLDER)
+    assert parsed.to_dict() == made.to_dict()
+    assert (made.beta, made.num_generations, made.num_iterations) == (0.03, 4, 2)
+    assert (made.steps_per_generation, made.max_steps) == (4, 16)
+    assert made.normalize_advantages
+
+
+def test_a_flag_of_grpo_is_refused_by_the_kits_sentence():
+    with pytest.raises(rk.ConfigError, match="'loss_type': leave it out, the loss is RLOO's"):
+        parse("--loss_type", "dapo")
+
+
 def test_a_wrong_flag_is_the_kits_sentence():
     with pytest.raises(rk.ConfigError, match="normalize_reward is 'bath', must be "):
         parse("--normalize_reward", "bath")
