@@ -14,6 +14,7 @@ import torch
 from transformers import PrinterCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from trl import RLOOConfig  # pyright: ignore[reportPrivateImportUsage] # patched
+from trl.trainer.utils import add_fused_lm_head
 
 from rloo_kit.checkpoints.resume import Boundary
 from rloo_kit.config.run_file import ModelSection, RunConfig
@@ -71,8 +72,9 @@ class LeaveOneOutTrainer(StepTrainer):
         processing_class: The tokenizer; TRL pads prompts on the left whatever it says.
         callbacks: Added to the kit's own progress.
         engine: One that ``start_engine`` started for this model; None: as ``args.generation`` says.
-        **others: TRL's other arguments, and the older names ``reward_model``, ``config``,
-            ``policy`` and ``tokenizer``, each with a warning.
+        **others: TRL's other arguments, and of its older ones ``reward_model``, ``config``,
+            ``policy``, ``tokenizer`` and ``ref_policy`` (a model of its own as the reference), each
+            with a warning.
 
     Raises:
         ConfigError: An argument is missing, unknown or given twice; or ``args.step`` is ``kit``,
@@ -106,6 +108,7 @@ class LeaveOneOutTrainer(StepTrainer):
         _translate_parts(parts, others)
         asked = _own_config(parts.pop("args"))
         args = copy.copy(asked)  # the caller's stays as it is
+        reference = _own_reference(others.pop("ref_policy", None), parts["model"], args)
         self.step_choice = self._choose_step(args, parts)
         if engine is None and not self.by_trl:
             check_engine(asked)
@@ -135,8 +138,7 @@ class LeaveOneOutTrainer(StepTrainer):
             _scale_loss(self.accelerator)
         restore_adapter(self.model, adapter)
         keep_trainable_layout(self.model)
-        if not args.beta or starts_at_base(adapter):
-            drop_old_reference(self.model)  # the adapter switched off is the same, and cheaper
+        self._choose_reference(reference, starts_at_base(adapter))
         for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):  # one calm line instead
             self.remove_callback(callback)
         self._make_parts(rewards, engine)
@@ -160,6 +162,14 @@ class LeaveOneOutTrainer(StepTrainer):
             router_loss=set_router_loss(args, parts["model"]),
             overridden={name for kind in kinds for name in vars(kind)},
         )
+
+    def _choose_reference(self, reference: Any, at_base: bool) -> None:
+        """Take the caller's own model, or the adapter's copy that TRL made, or the adapter off."""
+        if not self.args.beta or at_base or reference is not None:
+            drop_old_reference(self.model)  # the adapter switched off is the same, and cheaper
+        if reference is not None:  # as TRL prepares one that it has loaded
+            add_fused_lm_head(reference, temperature=self.temperature)
+            self.ref_model = self.accelerator.prepare_model(reference.eval(), evaluation_mode=True)
 
     def _views(self, args: LeaveOneOutConfig, model: Model) -> list[Any]:
         """Return the callbacks that show the training: of several processes the first has them."""
@@ -314,9 +324,6 @@ def check_prompts(dataset: Any, args: Any) -> None:
 
 def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
     """Move arguments under older names into ``parts``; raise ConfigError for what is missing."""
-    if others.pop("ref_policy", None) is not None:
-        text = "ref_policy is not needed: the reference is the model with its adapter off"
-        warnings.warn(text, FutureWarning, stacklevel=3)
     for old, new in RENAMED_PARTS.items():
         value = others.pop(old, None)
         if value is None:
@@ -329,6 +336,28 @@ def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
     if missing:
         required = ", ".join(f"`{name}` is required" for name in missing)  # TRL's words
         raise ConfigError(f"{required}: give it to LeaveOneOutTrainer")
+
+
+def _own_reference(ref_policy: Any, model: Any, args: LeaveOneOutConfig) -> Any:
+    """Return the reference that the caller gave; None: the model as it is before the training.
+
+    Raises:
+        ConfigError: It is no model, or would be without effect.
+    """
+    if ref_policy is None:
+        return None
+    if not isinstance(ref_policy, torch.nn.Module):
+        raise ConfigError(f"ref_policy is a {type(ref_policy).__name__}, must be a loaded model")
+    if not args.beta or args.sync_ref_model:
+        raise ConfigError("ref_policy needs beta above 0 and no sync_ref_model: leave it out")
+    trained = {id(parameter) for parameter in getattr(model, "parameters", tuple)()}
+    is_model = not trained.isdisjoint(map(id, ref_policy.parameters()))
+    if is_model:
+        text = "ref_policy is the model that trains: the reference is that model as it is now"
+    else:
+        text = "ref_policy takes memory of its own: leave it out where it equals the model's base"
+    warnings.warn(text, FutureWarning, stacklevel=3)
+    return None if is_model else ref_policy
 
 
 def _follow_model(args: LeaveOneOutConfig, model: Model) -> None:

@@ -1,5 +1,6 @@
 """The trainer on the embedded model: names, rewards, and Unsloth's patched class."""
 
+import math
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 import rloo_kit as rk
 from rloo_kit.errors import ConfigError
@@ -133,6 +134,62 @@ def test_missing_parts_are_named():
         rk.LeaveOneOutTrainer(args=None)
 
 
+# --- the reference of older calls ----------------------------------------------------------------
+
+
+def legacy_trainer(policy, tmp_path, reference, **settings):
+    """The call of TRL before 0.22: the reference is a model that the caller has loaded."""
+    model, tokenizer = policy
+    return rk.LeaveOneOutTrainer(
+        config=config(tmp_path, max_steps=1, max_completion_length=8, **settings),
+        processing_class=tokenizer,
+        policy=model,
+        ref_policy=reference,
+        reward_model=odd_characters,
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=16),
+    )
+
+
+@pytest.fixture
+def other_weights():
+    """Another model than the policy's base: every token has the same probability."""
+    model = AutoModelForCausalLM.from_pretrained(TINY_THINKER, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
+@pytest.mark.parametrize("step", ["kit", "trl"])
+def test_a_ref_policy_with_other_weights_is_the_reference(policy, tmp_path, other_weights, step):
+    with pytest.warns(FutureWarning, match="ref_policy takes memory of its own"):
+        trainer = legacy_trainer(policy, tmp_path, other_weights, step=step)
+    trainer.train()
+    (row,) = (row for row in trainer.state.log_history if "objective/kl" in row)
+    # the KL from the base is 0 before the first step
+    uniform = math.log(len(policy[1])) - row["entropy"]
+    assert row["kl"] == pytest.approx(uniform, abs=0.5)
+    assert row["objective/kl"] > uniform
+
+
+def test_a_ref_policy_that_is_the_policy_needs_no_memory(policy, tmp_path):
+    base = policy[0].get_base_model()
+    with pytest.warns(FutureWarning, match="ref_policy is the model that trains"):
+        assert legacy_trainer(policy, tmp_path, base).ref_model is None
+
+
+@pytest.mark.parametrize(
+    ("reference", "settings", "says"),
+    [
+        ("some/model", {}, "ref_policy is a str, must be a loaded model"),
+        (torch.nn.Linear(1, 1), {"kl_coef": 0.0}, "ref_policy needs beta above 0"),
+    ],
+)
+def test_a_ref_policy_without_effect_is_refused(policy, tmp_path, reference, settings, says):
+    with pytest.raises(rk.ConfigError, match=says):
+        legacy_trainer(policy, tmp_path, reference, **settings)
+
+
 @pytest.mark.long
 def test_an_older_notebook_trains_with_its_calls_unchanged(tmp_path):
     script = [sys.executable, str(HERE / "scripts" / "seed_notebook.py"), str(TINY_THINKER), "3"]
@@ -143,7 +200,7 @@ def test_an_older_notebook_trains_with_its_calls_unchanged(tmp_path):
     moved = re.search(r"reward model: beta 0.05 steps 3 moved (\d+)", done.stdout)
     assert moved, done.stdout
     assert int(moved[1]) > 0
-    assert "kl_coef is now called beta" in done.stderr
+    assert "kl_coef is beta here: beta=" in done.stderr
     assert not list(tmp_path.glob("unsloth_compiled_cache"))
 
 
