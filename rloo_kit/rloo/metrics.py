@@ -180,6 +180,7 @@ class Tally:
             "policy/approxkl_avg": self.squared_log_ratio / 2 / tokens,
             "policy/clipfrac_avg": clipped,
             "loss/policy_avg": self.loss,
+            "val/clipfrac_avg": 0.0,  # of a value function, in the older TRL's RLOO too
             "val/ratio": float(ratios.mean()),
             "val/ratio_var": float(ratios.var(unbiased=False)),
             "clip_ratio/nulled_rows": float((low + high >= 1).sum()),
