@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from pydantic import Strict, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
 
-from rloo_kit.config.other_names import RENAMED, what_instead, why_left_out
+from rloo_kit.config.other_names import MOVED, OF_GRPO, REFUSED, RENAMED, why_not_needed
 from rloo_kit.config.settings import DEFAULTS, RULES, KitSettings
 from rloo_kit.config.values import NO_RULE, check_value
 from rloo_kit.errors import ConfigError
@@ -77,15 +77,8 @@ def known_trainer_fields() -> frozenset[str]:
 def _trl_fields() -> dict[str, ast.AnnAssign]:
     """Return name -> the line of TRL's source that defines the field."""
     found: dict[str, ast.AnnAssign] = {}
-    for package, file, name in SOURCES:
-        spec = find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            raise ConfigError(f"{package} is not installed: rloo-kit doctor names the version")
-        tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text("utf-8"))
-        (source,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
-        for node in source.body:
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                found.setdefault(node.target.id, node)
+    for source in SOURCES:
+        found = _fields_of(*source) | found
     return {name: node for name, node in found.items() if not name.startswith("_")}
 
 
@@ -105,6 +98,26 @@ def trl_defaults() -> dict[str, Any]:
         with contextlib.suppress(ValueError):
             found[name] = ast.literal_eval(value)
     return found
+
+
+@cache
+def grpo_fields() -> frozenset[str]:
+    """Return the name of every field of TRL's ``GRPOConfig`` itself."""
+    return frozenset(_fields_of("trl", "trainer/grpo_config.py", "GRPOConfig"))
+
+
+def _fields_of(package: str, file: str, name: str) -> dict[str, ast.AnnAssign]:
+    """Return name -> the line of the source of a class that defines the field."""
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"{package} is not installed: rloo-kit doctor names the version")
+    tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text("utf-8"))
+    (source,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
+    return {
+        node.target.id: node
+        for node in source.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
 
 
 def _type_of(annotation: str) -> Any:
@@ -165,14 +178,10 @@ def translate_trainer_arguments(
             values[name] = "no" if name.endswith("_strategy") and value is False else value
         elif name in RENAMED:
             errors += _rename(name, value, values, arguments)
-        elif reason := why_left_out(name, value):
+        elif reason := why_not_needed(name, value):
             notes.append(f"{name}={format_value(value)} is not needed: {reason}")
         else:
-            hint = did_you_mean(name, known | set(RENAMED))
-            hint = hint or "; docs/reference/run_file.md lists them"
-            if instead := what_instead(name):
-                hint = f": {instead}"
-            errors.append(f"unknown trainer setting {format_value(name)}{hint}")
+            errors.append(f"unknown trainer setting {format_value(name)}{_instead_of(name)}")
     errors += check_values(values, all_types=all_types)
     errors = errors or check_batch(values)
     if errors:
@@ -181,9 +190,20 @@ def translate_trainer_arguments(
         values["max_steps"] = _steps_of(values["max_steps"], values)
     renamed = {old: RENAMED[old] for old in arguments if old in RENAMED}
     notes += [f"{old} is {new} here: {new}={values[new]!r} is used" for old, new in renamed.items()]
-    for note in notes:
-        warnings.warn(note, FutureWarning, stacklevel=3)
+    for note in notes:  # at a place in the kit: Unsloth hides the warnings of TRL's parser
+        warnings.warn(note, FutureWarning, stacklevel=2)
     return values
+
+
+def _instead_of(name: str) -> str:
+    """Return the end of a message about a name that is no setting here."""
+    if name in MOVED:
+        key, in_python = MOVED[name]
+        return f": it is {key} in a run file, and in Python {in_python} takes it"
+    if name in REFUSED or name in grpo_fields():
+        return f": {REFUSED.get(name, OF_GRPO)}"
+    hint = did_you_mean(name, known_trainer_fields() | set(RENAMED))
+    return hint or "; docs/reference/run_file.md lists them"
 
 
 def _rename(old: str, value: Any, values: dict[str, Any], given: Mapping[str, Any]) -> list[str]:

@@ -20,14 +20,16 @@ from rloo_kit.rloo.rollout import Shaping
 from rloo_kit.text.redaction import redact_tree
 from rloo_kit.text.wording import first_line
 
+_TRL_FIELDS = {field.name: field for field in dataclasses.fields(RLOOConfig) if field.init}
+
 
 class _OtherFlag(argparse.Action):
     """Collect the flags that another trainer has, under their names."""
 
-    def __call__(self, _: Any, namespace: Any, value: Any, flag: str | None = None) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         """Add one."""
         found = getattr(namespace, self.dest) or {}
-        setattr(namespace, self.dest, found | {(flag or "").lstrip("-"): read_value(value)})
+        setattr(namespace, self.dest, found | {option_string[2:]: read_value(values)})
 
 
 @dataclasses.dataclass(init=False, repr=False, eq=False)
@@ -52,7 +54,7 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
         default=None,
         metadata={
             "help": "Settings of TRL before 0.22, of its GRPO and of Unsloth.",
-            "aliases": [f"--{name}" for name in OTHER_NAMES if name not in OF_SCRIPTS],
+            "aliases": sorted(f"--{name}" for name in OTHER_NAMES - OF_SCRIPTS - {*_TRL_FIELDS}),
             "action": _OtherFlag,
             "nargs": "?",
             "const": "true",
@@ -68,9 +70,7 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as trackers and checkpoints get them: without secrets."""
-        settings = super().to_dict()
-        del settings["other_names"]  # they are in the others
-        return redact_tree(settings)
+        return redact_tree(super().to_dict())
 
     def __init__(self, output_dir: str | None = None, **arguments: Any) -> None:
         others = arguments.pop("other_names", None) or {}
@@ -145,7 +145,6 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
         return Shaping(**values)
 
 
-_TRL_FIELDS = {field.name: field for field in dataclasses.fields(RLOOConfig) if field.init}
 # Settings that Unsloth's patched class adds to TRL's
 _OF_UNSLOTH = set(_TRL_FIELDS) - known_trainer_fields()
 

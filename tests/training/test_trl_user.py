@@ -109,7 +109,7 @@ def test_flags_of_the_older_trl_mean_what_python_makes_of_them(tmp_path):
 
 
 def test_a_flag_of_grpo_is_refused_by_the_kits_sentence():
-    with pytest.raises(rk.ConfigError, match="'loss_type': leave it out, the loss is RLOO's"):
+    with pytest.raises(rk.ConfigError, match="'loss_type': leave it out, RLOO has one loss"):
         parse("--loss_type", "dapo")
 
 
@@ -230,7 +230,8 @@ from unsloth.models.rl import patch_trl_rl_trainers
 patch_trl_rl_trainers()
 import trl
 assert hasattr(trl.RLOOConfig("x"), "unsloth_num_chunks"), "Unsloth has not patched the class"
-given = trl.RLOOConfig("out", max_steps=1, max_completion_length=16, save_strategy="no",
+given = trl.RLOOConfig("out", unsloth_num_chunks=2, max_steps=1,
+                       max_completion_length=16, save_strategy="no",
                        learning_rate=1e-3, weight_decay=0.25)
 model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
 trainer = rk.LeaveOneOutTrainer(
@@ -245,7 +246,8 @@ args, parsed = trainer.args, None
 by_device = rk.LeaveOneOutConfig("out")
 print(trainer.state.global_step, args.learning_rate, args.weight_decay, args.num_generations)
 print((args.bf16, args.fp16) == (by_device.bf16, by_device.fp16), args.seed == given.seed)
-(parsed,) = trl.TrlParser(rk.LeaveOneOutConfig).parse_args_and_config(["--max_steps", "3"])
+flags = ["--max_steps", "3", "--rloo_k", "8", "--unsloth_grpo_mini_batch", "2"]
+(parsed,) = trl.TrlParser(rk.LeaveOneOutConfig).parse_args_and_config(flags)
 print(parsed.max_steps, parsed.num_generations, parsed.weight_decay)
 """
 
@@ -254,8 +256,10 @@ print(parsed.max_steps, parsed.num_generations, parsed.weight_decay)
 def test_under_unsloths_patched_class_both_work(tmp_path):
     done = run_python(tmp_path, "-c", UNDER_UNSLOTH)
     lines = done.stdout.splitlines()
-    for line in ("1 0.001 0.25 8", "True True", "3 4 0.0"):
+    for line in ("1 0.001 0.25 8", "True True", "3 8 0.0"):
         assert line in lines, done.stdout
+    for name in ("unsloth_num_chunks=2", "unsloth_grpo_mini_batch=2"):
+        assert f"FutureWarning: {name} is not needed: a pass takes what fits" in done.stderr
 
 
 # --- rewards and their tokenizers ----------------------------------------------------------------
