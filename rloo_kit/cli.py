@@ -368,6 +368,17 @@ def _hand_over(**options: Any) -> None:
     hand_over(**options)
 
 
+@_command(
+    "legacy",
+    "print the run file of a command line for TRL's rloo.py before 0.22",
+    _argument("words", "the command line, after --", nargs=argparse.REMAINDER, metavar="..."),
+)
+def _legacy(words: list[str]) -> None:
+    from rloo_kit.config.legacy import legacy_run_file
+
+    redacting(print)(legacy_run_file([word for word in words if word != "--"]))
+
+
 _group("rewards", "the reward library")
 
 

@@ -1,0 +1,67 @@
+"""Command lines of TRL's ``rloo.py`` and ``rloo_tldr.py`` before 0.22 (v0.21.0), as run files."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from rloo_kit.config.other_names import MOVED
+from rloo_kit.config.run_file import PROJECTIONS, make_run_config, read_value
+from rloo_kit.errors import ConfigError
+
+# Defaults of the older trainer that differ; it clipped no gradient
+DEFAULTS = {
+    "learning_rate": 5e-5,
+    "max_grad_norm": 0.0,
+    "num_ppo_epochs": 4,
+    "response_length": 53,
+    "rloo_k": 2,
+    "temperature": 0.7,
+}
+NEEDED = ("dataset_name", "model_name_or_path", "reward_model_path", "total_episodes")
+# Linear layers of GPT-NeoX, of which the scripts' Pythia models are made
+NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+# Flag -> key of the run file, where it is none of the trainer
+PLACES = {name: place for name, (place, _) in MOVED.items()}
+PLACES |= {"output_dir": "output_dir", "seed": "seed"}
+
+
+def legacy_run_file(words: Sequence[str]) -> str:
+    """Return the run file of an older command line, checked; nothing is loaded.
+
+    Args:
+        words: The flags, with or without the launcher and the script before them.
+
+    Raises:
+        ConfigError: A flag is missing, unknown, or has no meaning here.
+    """
+    given = DEFAULTS | _flags(words)
+    if missing := [f"--{name}" for name in NEEDED if name not in given]:
+        raise ConfigError(f"the command line does not give {' and '.join(missing)}: add them")
+    content: dict[str, Any] = {
+        "model": {"load_in_4bit": False},
+        "lora": {"target_modules": [*PROJECTIONS, *NEOX]},
+        "data": {"chat": False, "max_prompt_tokens": 512, "held_out": 100},
+        "trainer": {},
+    }
+    for name in sorted(given):  # the base comes before the model after supervised fine-tuning
+        section, _, key = PLACES.get(name, f"trainer.{name}").rpartition(".")
+        (content[section] if section else content)[key] = given[name]
+    reward = {"name": "reward_model", "model": content["rewards"], "policy_tokens": True}
+    content["rewards"] = [reward]
+    content["trainer"] = make_run_config(content).trainer
+    note = "# An adapter learns, not all weights: it usually wants ten times the learning rate.\n"
+    return note + yaml.safe_dump(content, sort_keys=False)
+
+
+def _flags(words: Sequence[str]) -> dict[str, Any]:
+    """Return flag -> value, as ``HfArgumentParser`` reads them: without a value it is true."""
+    scripts = [place for place, word in enumerate(words) if word.endswith(".py")]
+    found: dict[str, list[Any]] = {}
+    for word in words[scripts[0] if scripts else 0 :]:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            found[name := name.replace("-", "_")] = [read_value(value)] if equals else []
+        elif found:
+            found[name].append(read_value(word))
+    return {n: values if len(values) > 1 else [*values, True][0] for n, values in found.items()}
