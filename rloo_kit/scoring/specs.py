@@ -283,6 +283,8 @@ def _split_weight(spec: str) -> tuple[str, str | float]:
         float(tail)
     except ValueError:
         return spec, 1.0
+    if tail.isidentifier() and head not in BUILTIN and ":" not in Path(head).name:
+        return spec, 1.0  # a function called nan or inf
     return (head, tail) if head else (spec, 1.0)
 
 

@@ -28,6 +28,12 @@ class Short:
     def __call__(self, completions, **_):
         return [float(len(text) <= self.limit) for text in completions]
 
+def nan(completions, **_):
+    return [1.0] * len(completions)
+
+def inf(completions, **_):
+    return [1.0] * len(completions)
+
 short = Short()
 number = 7
 '''
@@ -61,6 +67,8 @@ class AsyncReward:
         ("my.py:polite", "polite", 1.0),
         ("my.py:polite:0.5", "polite", 0.5),
         ("./my.py:short:2", "short", 2.0),
+        ("my.py:nan", "nan", 1.0),
+        ("./my.py:inf:0.5", "inf", 0.5),
         ("my.py:Short", "short", 1.0),
         ("rloo_kit.rewards.length:length", "length", 1.0),
         ("rloo_kit.rewards.length:length:3", "length", 3.0),
@@ -146,7 +154,7 @@ def test_same_names_get_a_number():
         ("thinkin", r"did you mean 'thinking'\?.* give a built-in one \(accuracy"),
         ("thinkng:0.5", "did you mean 'thinking'"),
         ("none.py:polite", "does not exist; give its path relative to the run file"),
-        ("my.py:polit", r"did you mean 'polite'\?.* one of: polite, old_style, Short, short"),
+        ("my.py:polit", r"did you mean 'polite'\?.* one of: polite, old_style, Short, nan"),
         ("my.py", "add ':function' with one of: polite"),
         ("my.py:0.5", "add ':function' with one of: polite"),
         ("no_such_package.rewards:polite", "install its package, or give a file"),
