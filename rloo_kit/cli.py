@@ -7,12 +7,13 @@ check) or would not fit (plan); 2 the input is wrong, with one sentence that say
 
 import argparse
 import io
+import re
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from rloo_kit import __version__
 from rloo_kit.checkpoints.stopping import Terminated, exit_code, terminate_as_interrupt
@@ -24,6 +25,7 @@ from rloo_kit.text.redaction import (
     redacting,
     remember_arguments,
 )
+from rloo_kit.text.wording import did_you_mean
 
 # Seconds in which a launcher ends the other processes of a training whose first one has failed
 OF_ALL = 3
@@ -34,15 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Secrets are masked in messages, logs, warnings and the traceback of an unexpected error.
     """
-    remember_arguments(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    remember_arguments(words)
     if isinstance(sys.stdout, io.TextIOWrapper):  # one that is not UTF-8 shows a ? instead
         sys.stdout.reconfigure(errors="replace")
     with redacted_logs():
-        return _run(argv)
+        return _run(words or ["--help"])
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    options = vars(PARSER.parse_args(argv))
+def _run(words: list[str]) -> int:
+    options = vars(PARSER.parse_args(words))
     call = options.pop("call")
     try:
         with terminate_as_interrupt(), warnings.catch_warnings():
@@ -75,10 +78,22 @@ def _show_warning(
 
 # --- the parser ----------------------------------------------------------------------------------
 
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that names the nearest command for an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and exit with 2."""
+        found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        hint = did_you_mean(found[1], re.findall(r"[\w-]+", found[2])) if found else ""
+        super().error(message + hint)
+
+
 # Adds one argument or option to the parser of a command
 Argument = Callable[[argparse.ArgumentParser], object]
-PARSER = argparse.ArgumentParser(
-    prog="rloo-kit", description="RLOO fine-tuning of thinking models on one consumer GPU."
+PARSER = _Parser(
+    prog="rloo-kit",
+    description="RLOO fine-tuning of thinking models on one GPU. First step: rloo-kit quickstart.",
 )
 PARSER.add_argument("--version", action="version", version=f"rloo-kit {__version__}")
 # First word of commands that have verbs -> the verbs; "": the commands themselves

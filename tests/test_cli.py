@@ -17,9 +17,27 @@ def test_version(capsys):
     assert capsys.readouterr().out.strip() == f"rloo-kit {__version__}"
 
 
-def test_a_wrong_command_exits_with_2():
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["trian"], "invalid choice: 'trian' (choose from "),
+        (["trian"], "; did you mean 'train'?\n"),
+        (["rewards", "lsit"], "; did you mean 'list'?\n"),
+        (["xyz"], ")\n"),
+    ],
+)
+def test_a_wrong_command_exits_with_2_and_names_the_nearest(words, hint, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["trane"])
+        main(words)
+    assert hint in capsys.readouterr().err
+
+
+def test_no_command_shows_the_help_with_a_first_step(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([])
+    head, commands = capsys.readouterr().out.split("positional arguments")
+    assert "First step: rloo-kit quickstart" in " ".join(head.split())
+    assert "hand-over" in commands
 
 
 def test_doctor_prints_what_it_found(capsys):
