@@ -499,8 +499,11 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
         if s in old and old[s] != new.get(s)
     )
     if changed:
+        run = checkpoint.folder.parent
+        own = f" (rloo-kit train {run} --resume has them)" if (run / "run.yaml").is_file() else ""
         raise CheckpointError(
-            f"{name} was written with other settings: {changed}; put them back, or begin a new run"
+            f"{name} was written with other settings: {changed}; put them back{own}, or begin a "
+            f"new run"
         )
     notes = [
         f"trainer.{s} is {new[s]!r} from here on, and was {old.get(s)!r}"

@@ -94,7 +94,8 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
         if old != new and path not in MAY_CHANGE:
             raise ConfigError(
                 f"{path} is {format_value(new)}, and the run in {format_value(str(folder))} began "
-                f"with {format_value(old)}: set it back, or leave --resume out to begin a new run"
+                f"with {format_value(old)}: set it back, resume with rloo-kit train {folder} "
+                f"--resume, which needs no --set, or leave --resume out to begin a new run"
             )
 
 

@@ -316,8 +316,11 @@ def test_a_checkpoint_with_a_setting_that_is_gone_resumes_where_it_was_not_set(t
     older["settings"] |= {"learn_from": None, "prompt_selection": None, "prompt_retire_at": None}
     check_same_run(Checkpoint(tmp_path, 1, None, older), now)
     older["settings"]["learn_from"] = 2
-    with pytest.raises(CheckpointError, match=r"trainer\.learn_from was 2 and is None"):
-        check_same_run(Checkpoint(tmp_path, 1, None, older), now)
+    with pytest.raises(CheckpointError, match=r"learn_from was 2 and is None; put them back, or"):
+        check_same_run(Checkpoint(tmp_path / "checkpoint-1", 1, None, older), now)
+    (tmp_path / "run.yaml").touch()
+    with pytest.raises(CheckpointError, match=f"rloo-kit train {tmp_path} --resume has them"):
+        check_same_run(Checkpoint(tmp_path / "checkpoint-1", 1, None, older), now)
 
 
 @pytest.mark.faults

@@ -16,6 +16,7 @@ from rloo_kit.config.run_file import (
     read_run_file,
 )
 from rloo_kit.errors import ConfigError
+from rloo_kit.runs.folder import check_same_settings
 
 
 def write(folder, text, name="run.yaml"):
@@ -229,3 +230,9 @@ def test_settings_without_a_section():
     }
     with pytest.raises(ConfigError, match="'a' is no section"):
         read_overrides(["a.b=3"])
+
+
+def test_a_resume_with_other_settings_names_the_command_that_needs_none(tmp_path):
+    write(tmp_path, "data: {held_out: 32}")
+    with pytest.raises(ConfigError, match=f"rloo-kit train {tmp_path} --resume, which needs no --"):
+        check_same_settings(tmp_path, RunConfig())
