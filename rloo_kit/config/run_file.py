@@ -51,8 +51,9 @@ class LoraSection:
     r: int = setting(16, "Rank.", minimum=1, maximum=1 << 16)
     lora_alpha: int = setting(16, "The adapter is scaled by lora_alpha / r.", minimum=1)
     lora_dropout: float = setting(0.0, minimum=0, below=1)
-    target_modules: list[str] = setting(
-        help="Linear layers that get an adapter.", default_factory=lambda: list(PROJECTIONS)
+    target_modules: list[str] | Literal["all-linear"] = setting(
+        help="Linear layers that get an adapter; `all-linear`: all but the LM head.",
+        default_factory=lambda: list(PROJECTIONS),
     )
     given: ClassVar[frozenset[str]] = frozenset()
     """Names that were given; the others follow an adapter whose training continues."""

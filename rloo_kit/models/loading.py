@@ -5,10 +5,10 @@ import functools
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rloo_kit.config.engine_tables import SHARED_ENGINE_NAMES
 from rloo_kit.config.run_file import LoraSection
@@ -158,7 +158,7 @@ def attach_lora(
     r: int | None = None,
     lora_alpha: int | None = None,
     lora_dropout: float | None = None,
-    target_modules: list[str] | tuple[str, ...] | None = None,
+    target_modules: list[str] | tuple[str, ...] | Literal["all-linear"] | None = None,
     use_gradient_checkpointing: bool | str | None = None,
     seed: int = 42,
 ) -> Any:
@@ -171,7 +171,8 @@ def attach_lora(
         r: Rank; None: 16.
         lora_alpha: The adapter's output is scaled by ``lora_alpha / r``; None: 16.
         lora_dropout: In [0, 1); None: 0.
-        target_modules: Names of linear layers; None: of the attention and of the MLP.
+        target_modules: Names of linear layers; None: of the attention and of the MLP;
+            ``all-linear``: all that PEFT finds, but for the LM head.
         use_gradient_checkpointing: None: Unsloth's on a GPU, off on a CPU, where recomputing costs
             time and memory is plenty.
         seed: Of a fresh adapter's random start.
@@ -197,18 +198,27 @@ def attach_lora(
     # what is not given is as in a run file's `lora:`
     asked = {name: value for name, value in given.items() if value is not None}
     settings = asdict(LoraSection()) | asked
+    if target_modules != "all-linear":  # PEFT finds these itself
+        settings["target_modules"] = _there(model, settings["target_modules"])
+    return _new_adapter(model, settings, use_gradient_checkpointing, seed)
+
+
+def _there(model: Any, target_modules: Iterable[str]) -> list[str]:
+    """Return the names that are layers of the model.
+
+    Raises:
+        ConfigError: None of them is.
+    """
     names = [name for name, module in model.named_modules() if name and not [*module.children()]]
     outside = re.compile(_outside_language(model) or "(?!)")
     leaves = {name.rpartition(".")[2] for name in names if not outside.fullmatch(name)}
-    targets = [name for name in settings["target_modules"] if name in leaves]
-    if not targets:
+    if not (targets := [name for name in target_modules if name in leaves]):
         linear = sorted(name for name in leaves if "proj" in name or "fc" in name)
         raise ConfigError(
-            f"none of target_modules {sorted(settings['target_modules'])} is a layer of this "
-            f"model; its linear layers are {', '.join(linear or sorted(leaves))}"
+            f"none of target_modules {sorted(target_modules)} is a layer of this model; its linear "
+            f"layers are {', '.join(linear or sorted(leaves))}"
         )
-    settings["target_modules"] = targets
-    return _new_adapter(model, settings, use_gradient_checkpointing, seed)
+    return targets
 
 
 def _new_adapter(

@@ -67,6 +67,7 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
     """Return what decides the memory of a run."""
     trainer = {**DEFAULTS, **config.trainer}
     batch = batch_plan(trainer)
+    targets, every = config.lora.target_modules, [one.name for one in facts.shape.linears]
     left = max(1, config.model.max_seq_length - trainer["max_completion_length"])
     return Job(
         shape=facts.shape,
@@ -76,7 +77,7 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
         in_4bit=config.model.load_in_4bit or facts.shape.packed,
         value_bytes=2 if facts.card.on_gpu or facts.card.bf16 else 4,
         rank=config.lora.r,
-        targets=tuple(config.lora.target_modules),
+        targets=tuple(every if targets == "all-linear" else targets),
         optimizer=str(trainer.get("optim") or "adamw_torch"),
         checkpointing=_checkpointing(config, facts),
         rows=batch.num_completions,
