@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import yaml
 
 from rloo_kit.config.engine_tables import TABLES, check_table
-from rloo_kit.config.settings import DEFAULTS, setting
+from rloo_kit.config.settings import DEFAULTS, NO_SYNC, setting
 from rloo_kit.config.trainer_settings import translate_trainer_arguments
 from rloo_kit.config.values import NO_RULE, check_value, suggest
 from rloo_kit.errors import ConfigError
@@ -394,6 +394,7 @@ def _check_together(config: RunConfig) -> list[str]:
             data.held_out_every and data.held_out == 0,
             "data.held_out_every needs held-out prompts: set data.held_out above 0",
         ),
+        (config.trainer.get("sync_ref_model"), NO_SYNC),
         (
             "reward_hacking" in stops and not data.held_out_every,
             "trainer.stop_on names reward_hacking, which only held-out prompts show: set "

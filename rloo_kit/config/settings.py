@@ -209,6 +209,11 @@ class KitSettings:
     )
 
 
+# Why an adapter is not trained with this setting of TRL
+NO_SYNC = (
+    "trainer.sync_ref_model copies the weights into the reference, and that of an adapter is the "
+    "model without it: leave it out"
+)
 _MUST = Rule(resume="must")
 _MAY = Rule(resume="may")
 _BY_DEVICE = Rule(by_device=True)

@@ -568,6 +568,13 @@ def _progress_bars(*, shown: bool) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def set_padding(model: Model, tokenizer: Tokenizer) -> None:
+    """Pad with the end token where no padding token is set, or the embedding has no row for it."""
+    size = model.config.get_text_config().vocab_size
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= size:
+        tokenizer.pad_token = tokenizer.eos_token
+
+
 def _prepare(model: Model, processor: Any) -> Tokenizer:
     """Pad on the left with a token that is set; stop at every end-of-turn token.
 
@@ -575,8 +582,7 @@ def _prepare(model: Model, processor: Any) -> Tokenizer:
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     keep_trainable_layout(model)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    set_padding(model, tokenizer)
     tokenizer.padding_side = "left"
     settings = model.generation_config
     given = settings.eos_token_id

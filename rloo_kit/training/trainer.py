@@ -18,7 +18,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from rloo_kit.checkpoints.resume import Boundary
 from rloo_kit.config.run_file import ModelSection, RunConfig
-from rloo_kit.config.settings import DEFAULTS
+from rloo_kit.config.settings import DEFAULTS, NO_SYNC
 from rloo_kit.data.images import check_images, has_images
 from rloo_kit.diagnosis.watch import RunWatch
 from rloo_kit.errors import ConfigError, DataError
@@ -32,7 +32,7 @@ from rloo_kit.models.adapters import (
     starts_at_base,
     without_engine,
 )
-from rloo_kit.models.loading import keep_trainable_layout
+from rloo_kit.models.loading import keep_trainable_layout, set_padding
 from rloo_kit.models.notes import notes_of
 from rloo_kit.sampling.choice import check_engine, start_engine
 from rloo_kit.sampling.engine import Engine
@@ -112,7 +112,7 @@ class LeaveOneOutTrainer(StepTrainer):
         self.step_choice = self._choose_step(args, parts)
         if engine is None and not self.by_trl:
             check_engine(asked)
-        _follow_model(args, parts["model"])
+        _follow_model(args, parts, others.get("peft_config"))
         check_prompts(parts["train_dataset"], args)
         rewards = _load_weighted(parts.pop("reward_funcs"), args, parts["processing_class"])
         rewards = with_tokenizers(rewards, others.get("reward_processing_classes"))
@@ -360,10 +360,21 @@ def _own_reference(ref_policy: Any, model: Any, args: LeaveOneOutConfig) -> Any:
     return None if is_model else ref_policy
 
 
-def _follow_model(args: LeaveOneOutConfig, model: Model) -> None:
-    """Let an unset ``gradient_checkpointing`` follow ``attach_lora``; obey one that is false."""
+def _follow_model(args: LeaveOneOutConfig, parts: dict[str, Any], peft_config: Any) -> None:
+    """Let settings, model and tokenizer fit each other.
+
+    An unset ``gradient_checkpointing`` follows ``attach_lora``; one that is false is obeyed.
+
+    Raises:
+        ConfigError: ``sync_ref_model`` with an adapter.
+    """
+    model, tokenizer = parts["model"], parts["processing_class"]
+    if args.sync_ref_model and (peft_config or hasattr(model, "peft_config")):
+        raise ConfigError(NO_SYNC)
     if isinstance(model, str):  # TRL loads it
         return
+    if tokenizer is not None:
+        set_padding(model, getattr(tokenizer, "tokenizer", tokenizer))
     choice = notes_of(model).gradient_checkpointing
     of_unsloth = getattr(model, "_unsloth_gradient_checkpointing", None)
     if choice is not None and args.follows_model:

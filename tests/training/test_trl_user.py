@@ -222,6 +222,20 @@ def test_the_config_of_something_else_is_one_sentence(policy, tmp_path):
         trained(policy, TrainingArguments(str(tmp_path)))
 
 
+def test_a_reference_that_follows_the_policy_is_refused_for_an_adapter(policy, tmp_path):
+    with pytest.raises(rk.ConfigError, match=r"sync_ref_model copies .*: leave it out"):
+        trained(policy, rk.LeaveOneOutConfig(str(tmp_path), sync_ref_model=True))
+
+
+def test_a_padding_token_of_a_given_tokenizer_is_replaced(policy, tmp_path):
+    model, tokenizer = policy
+    tokenizer.add_special_tokens({"pad_token": "<|padding|>"})  # without a row in the embedding
+    args = rk.LeaveOneOutConfig(str(tmp_path), max_completion_length=8)
+    rows = rk.load_prompts("arithmetic", num_prompts=8)
+    trainer = rk.LeaveOneOutTrainer(model, short, args, rows, tokenizer)
+    assert trainer.processing_class.pad_token_id == tokenizer.eos_token_id
+
+
 UNDER_UNSLOTH = """
 import rloo_kit as rk
 from rloo_kit.cli import main
