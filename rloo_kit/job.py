@@ -19,6 +19,7 @@ from rloo_kit.config.run_file import (
     read_run_file,
     without_hidden_settings,
 )
+from rloo_kit.data.files import local_path, looks_local, missing_file
 from rloo_kit.data.hub_tasks import SYSTEM, hub_task
 from rloo_kit.data.images import has_images
 from rloo_kit.data.lengths import check_lengths, drop_long_prompts
@@ -129,6 +130,8 @@ def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
     """Return the prompts to train on, in their order, and those held out or None."""
     data = config.data
     name, task = prompts_beside(data.prompts, base), hub_task(data.prompts)
+    if looks_local(path := _path_in(name)[1]) and not os.path.exists(local_path(path)):
+        raise missing_file(path, base)
     if task is not None and task.train is None:
         raise DataError(
             f"{data.prompts} is for evaluation: rloo-kit eval RUN --prompts {data.prompts}, and "
@@ -143,6 +146,7 @@ def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
         columns=data.columns,
         level=data.level,
         settings=data.settings,
+        skip_empty=data.skip_empty,
     )
     train = load(split=data.split, num_prompts=data.num_prompts)
     if not is_task(name):

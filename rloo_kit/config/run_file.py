@@ -126,6 +126,7 @@ class DataSection:
         "error.",
         minimum=1,
     )
+    skip_empty: bool = setting(False, "Leave out prompts that are empty; false: an error.")
 
 
 @dataclass(frozen=True)

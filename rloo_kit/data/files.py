@@ -10,13 +10,14 @@ import csv
 import json
 import os
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import DataError
-from rloo_kit.text.wording import first_line, format_value, printable
+from rloo_kit.text.wording import first_line, format_value, printable, where_missing
 from rloo_kit.types import Row
 
 if TYPE_CHECKING:
@@ -29,33 +30,59 @@ CHUNK = 10_000
 PlacedRow = tuple[str, Row]
 
 
-def read_source(
+def read_source(  # noqa: PLR0913
     name: str,
     split: str,
     num: int | None,
     columns: Mapping[str, str],
     builtin: Iterable[str],
     change: Callable[[Any], Any],
+    *,
+    skip_empty: bool = False,
 ) -> "Dataset":
     """Return the first ``num`` rows of a file or a hub dataset, each prompt checked and changed.
 
     ``columns`` is name in the kit -> name in the source; an error lists the tasks ``builtin``.
+    ``skip_empty`` leaves empty prompts out, with a warning that counts them.
 
     Raises:
         DataError: No such source, a bad row, or ``columns`` that do not fit.
     """
     path, key = local_path(name), columns.get("prompt", "prompt")
-    looks_local = path.suffix.lower() in (*FILE_TYPES, ".json", ".txt") or name.startswith(
-        (".", "/", "~")
-    )
-    if os.path.isdir(path) or not (os.path.exists(path) or looks_local):
+    empty: list[str] = []
+
+    def checked(place: str, prompt: Any) -> Any:
+        """Return a prompt checked and changed; None for an empty one."""
+        if not prompt or not str(prompt).strip():
+            empty.append(place)
+            return None
+        if not isinstance(prompt, str):
+            check_messages(prompt, "prompt", place)
+        return change(prompt)
+
+    if os.path.isdir(path) or not (os.path.exists(path) or looks_local(name)):
         found = _read_hub(str(path), split, builtin)
-        dataset = _changed_table(found, name, num, key, change)
+        dataset = _changed_table(found, name, num, key, checked)
     elif path.suffix.lower() == ".parquet":
-        dataset = _changed_table(_read_parquet(path), str(path), num, key, change)
+        dataset = _changed_table(_read_parquet(path), str(path), num, key, checked)
     else:
-        dataset = as_dataset(_changed_rows(islice(_iter_rows(path), num), key, change))
+        dataset = as_dataset(_changed_rows(islice(_iter_rows(path), num), key, checked))
+    if empty and not skip_empty:
+        raise DataError(
+            f"there are empty prompts, {len(empty):,} in all, the first at {'; '.join(empty[:5])}: "
+            f"fill them in, or leave them out with data.skip_empty: true (skip_empty=True)"
+        )
+    if empty:
+        warnings.warn(f"{len(empty):,} empty prompts are left out", UserWarning, stacklevel=3)
+        prompts = enumerate(iter_column(dataset, key))
+        dataset = dataset.select([row for row, prompt in prompts if prompt is not None])
     return _renamed(dataset, columns)
+
+
+def looks_local(name: str) -> bool:
+    """Return whether a name can only be a file's, and no hub dataset's."""
+    is_file = local_path(name).suffix.lower() in (*FILE_TYPES, ".json", ".txt")
+    return is_file or name.startswith((".", "/", "~"))
 
 
 def local_path(name: str) -> Path:
@@ -169,11 +196,15 @@ def _iter_rows(path: Path) -> Iterator[PlacedRow]:
 
 def _check_file(path: Path) -> None:
     if not os.path.isfile(path):
-        what = "is a folder" if os.path.isdir(path) else "does not exist"
-        raise DataError(
-            f"data file {format_value(str(path))} {what}: give the path of a .jsonl, .csv or "
-            ".parquet file"
-        )
+        raise missing_file(str(path))
+
+
+def missing_file(name: str, base: Path = Path()) -> DataError:
+    """Return the error for a file of rows that is neither here nor in the folder ``base``."""
+    what = "is a folder" if os.path.isdir(name) else where_missing(name, base)
+    return DataError(
+        f"data file {format_value(name)} {what}; give the path of a .jsonl, .csv or .parquet file"
+    )
 
 
 def _place(path: Path, unit: str, number: int) -> str:
@@ -199,7 +230,10 @@ def _read_jsonl(path: Path) -> Iterator[PlacedRow]:
 
 def _read_csv(path: Path) -> Iterator[PlacedRow]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines, strict=True)
+        header = lines.readline()
+        lines.seek(0)
+        delimiter = next((mark for mark in ",;\t" if mark in header), ",")
+        reader = csv.DictReader(lines, strict=True, delimiter=delimiter)
         try:
             count = len(reader.fieldnames or ())
             for row in reader:
@@ -249,20 +283,17 @@ def _read_hub(name: str, split: str, builtin: Iterable[str]) -> "Dataset":
 
 
 def _changed_rows(
-    placed: Iterable[PlacedRow], key: str, change: Callable[[Any], Any]
+    placed: Iterable[PlacedRow], key: str, checked: Callable[[str, Any], Any]
 ) -> Iterator[Row]:
     """Yield rows with their prompts, in the column ``key``, checked and changed."""
     for place, row in placed:
         if key not in row:
             raise _without_prompt(place, key, row)
-        prompt = row[key]
-        if not isinstance(prompt, str) or not prompt.strip():
-            check_messages(prompt, "prompt", place)
-        yield {**row, key: change(prompt)}
+        yield {**row, key: checked(place, row[key])}
 
 
 def _changed_table(
-    dataset: "Dataset", name: str, num: int | None, key: str, change: Callable[[Any], Any]
+    dataset: "Dataset", name: str, num: int | None, key: str, checked: Callable[[str, Any], Any]
 ) -> "Dataset":
     """Return the first ``num`` rows; messages keep their type, for there may be images."""
     import datasets
@@ -274,7 +305,7 @@ def _changed_table(
     prompts = dataset.select_columns(key)
     placed = ((f"{name}, row {number}", row) for number, row in enumerate(iter_rows(prompts), 1))
     is_text = isinstance(prompts.features[key], datasets.Value)
-    made = as_dataset(_changed_rows(placed, key, change), None if is_text else prompts.features)
+    made = as_dataset(_changed_rows(placed, key, checked), None if is_text else prompts.features)
     if dataset.column_names == [key] or not len(made):
         return made
     both = datasets.concatenate_datasets([made, dataset.remove_columns(key)], axis=1)

@@ -39,6 +39,7 @@ def load_prompts(  # noqa: PLR0913
     columns: Mapping[str, str] | None = None,
     level: int | list[int] | None = None,
     settings: dict[str, Any] | None = None,
+    skip_empty: bool = False,
 ) -> "Dataset":
     """Return prompts as a Dataset with a ``prompt`` column and whatever else the source has.
 
@@ -57,6 +58,7 @@ def load_prompts(  # noqa: PLR0913
         level: Difficulty of a built-in or reasoning-gym task, one or several in equal parts; None:
             the first, or what ``settings`` say.
         settings: Of a reasoning-gym task, under its own names.
+        skip_empty: Leave out the empty prompts of a file or dataset; False: they are an error.
 
     Raises:
         DataError: No such source, no ``prompt``, no rows, a bad line, or a needless argument.
@@ -67,6 +69,7 @@ def load_prompts(  # noqa: PLR0913
         "columns": columns and (is_made or is_known),
         "level": level is not None and not is_made,
         "settings": settings and not name.startswith(PREFIX),
+        "skip_empty": skip_empty and (is_made or is_known),
     }
     for key, is_useless in useless.items():
         if is_useless:
@@ -83,7 +86,8 @@ def load_prompts(  # noqa: PLR0913
         dataset = as_dataset({**row, "prompt": change(row["prompt"])} for row in rows)
     else:
         known = (*BUILTIN, *HUB_TASKS, f"{PREFIX}TASK")
-        dataset = read_source(name, split, num_prompts, columns or {}, known, change)
+        how = (columns or {}, known, change)
+        dataset = read_source(name, split, num_prompts, *how, skip_empty=skip_empty)
         path = local_path(name)
         dataset = store_images(dataset, path if path.is_dir() else path.parent, name)
     if not len(dataset):

@@ -198,5 +198,5 @@ def _prompts(
     else:
         how = {"num_prompts": most, "system": system_message(data)}
         if not hub_task(name):  # a file or a dataset in the run's own columns
-            how |= {"split": data.split, "columns": data.columns}
+            how |= {key: getattr(data, key) for key in ("split", "columns", "skip_empty")}
     return load_prompts(name, chat=data.chat, seed=config.seed, **how)

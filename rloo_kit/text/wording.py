@@ -4,8 +4,11 @@ A value may be huge, may hold itself and may not be printable; the message must 
 """
 
 import difflib
+import glob
+import os
 import reprlib
 from collections.abc import Iterable
+from pathlib import Path
 
 from rloo_kit.text.redaction import redact
 
@@ -81,6 +84,15 @@ def did_you_mean(word: object, candidates: Iterable[str]) -> str:
     # A key of YAML may be a number.
     near = difflib.get_close_matches(word, list(candidates), 1) if isinstance(word, str) else []
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def where_missing(name: str, base: Path) -> str:
+    """Return where a path was looked for, here and from ``base``, and the nearest name there."""
+    path = Path(os.path.expanduser(name))
+    places = dict.fromkeys(os.path.abspath((start / path).parent) for start in (Path(), base))
+    names = [one for place in places for one in glob.glob("*", root_dir=place)]
+    where = " or ".join(map(printable, places))
+    return f"does not exist in {where}{did_you_mean(path.name, names)}"
 
 
 def format_duration(seconds: float) -> str:

@@ -64,6 +64,7 @@ def test_every_task_loads_in_levels(name):
         ("p.jsonl", {"level": 2}, "level has no effect on the prompts 'p.jsonl'"),
         ("countdown", {"settings": {"a": 1}}, "settings has no effect"),
         ("countdown", {"columns": {"prompt": "q"}}, "columns has no effect"),
+        ("gsm8k", {"skip_empty": True}, "skip_empty has no effect"),
         ("countdown", {"level": 9}, "countdown has the levels 1 to 5, not 9"),
     ],
 )
@@ -139,9 +140,7 @@ GOOD = '{"prompt": "Why?"}\n'
         ("[1]", "holds a list, must be an object"),
         ('{"question": "Why?", "answer": 1}', "has no `prompt`, only ['answer', 'question']: "
          "rename the column to prompt"),
-        ('{"prompt": "  "}', "must be text or a list of chat messages"),
-        ('{"prompt": null}', "prompt is None, must be text or a list of chat messages"),
-        ('{"prompt": []}', "prompt is [], must be text or a list of chat messages"),
+        ('{"prompt": 3}', "prompt is 3, must be text or a list of chat messages"),
         ('{"prompt": [{"role": "user"}]}', "every message of prompt needs `role` and `content`"),
         ('{"prompt": [{"role": "user", "content": 3}]}', "a message of prompt has the role"),
     ],
@@ -157,7 +156,6 @@ def test_a_bad_jsonl_line_is_named_with_its_number(tmp_path, line, message):
     [
         ("prompt,answer\nWhy?,1\nHow?\n", 3, "must have the 2 fields of line 1"),
         ("prompt,answer\nWhy?,1\nHow?,1,2\n", 3, "must have the 2 fields of line 1"),
-        ('prompt,answer\n"a\nb",1\n,1\n', 4, "prompt is '', must be text"),
         ("question,answer\nWhy?,1\n", 2, "only ['answer', 'question']: rename the column to"),
     ],
 )
@@ -175,9 +173,51 @@ def test_broken_csv_is_refused(tmp_path):
 
 
 def test_a_bad_parquet_row_is_named_with_its_number(tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["Why?", None]}), tmp_path / "p.parquet")
-    with pytest.raises(DataError, match="row 2: prompt is None, must be text"):
+    table = pyarrow.table({"prompt": [[USER], [{"role": "user", "content": None}]]})
+    pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
+    with pytest.raises(DataError, match="row 2: a message of prompt has the role 'user' and"):
         load_prompts(tmp_path / "p.parquet")
+
+
+EMPTY = [{"prompt": text, "answer": n} for n, text in enumerate(["Why?", " ", None, "", "How?"])]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_all_empty_prompts_come_in_one_message_or_are_left_out(tmp_path, kind):
+    path = tmp_path / f"p.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(EMPTY), path)
+    elif kind == "csv":
+        path.write_text('prompt,answer\nWhy?,0\n ,1\n,2\n"",3\nHow?,4\n')
+    else:
+        path.write_text(lines(*EMPTY))
+    first = 1 if kind == "csv" else 0
+    unit = "row" if kind == "parquet" else "line"
+    places = "; ".join(f"{path}, {unit} {first + number}" for number in (2, 3, 4))
+    remedy = "data.skip_empty: true (skip_empty=True)"
+    with pytest.raises(
+        DataError, match=re.escape(f"3 in all, the first at {places}: ") + f".*{re.escape(remedy)}"
+    ):
+        load_prompts(path)
+    with pytest.warns(UserWarning, match="3 empty prompts are left out"):
+        kept = load_prompts(path, chat=False, skip_empty=True)
+    assert kept["prompt"][:] == ["Why?", "How?"]
+    assert [int(answer) for answer in kept["answer"]] == [0, 4]
+
+
+def test_of_many_empty_prompts_the_first_are_named(tmp_path):
+    path = write(tmp_path, "p.jsonl", lines(*[{"prompt": []}] * 7))
+    with pytest.raises(DataError, match=r"7 in all, the first at .*, line 5: fill them in"):
+        load_prompts(path)
+
+
+@pytest.mark.parametrize("mark", [";", "\t"])
+def test_a_csv_with_another_delimiter_is_read(tmp_path, mark):
+    text = f'\ufeffprompt{mark}answer\n"1, 2{mark} 3"{mark}2,5\nHow?{mark}\n'
+    assert list(load_prompts(write(tmp_path, "p.csv", text), chat=False)) == [
+        {"prompt": f"1, 2{mark} 3", "answer": "2,5"},
+        {"prompt": "How?", "answer": ""},
+    ]
 
 
 def test_a_broken_parquet_file_is_to_be_written_again(tmp_path):
@@ -203,11 +243,19 @@ def test_text_that_is_not_utf8_is_to_be_saved_as_such(tmp_path):
         load_prompts(path)
 
 
-def test_a_missing_file_and_a_folder_are_not_looked_up_on_the_hub(tmp_path):
-    with pytest.raises(DataError, match="does not exist: give the path"):
-        load_prompts("none.jsonl")
+def test_a_missing_file_and_a_folder_are_not_looked_up_on_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "sub" / "empty").mkdir(parents=True)
+    write(tmp_path / "sub", "prompts.jsonl", GOOD)
+    monkeypatch.chdir(tmp_path)
+    where = f"'sub/promts.jsonl' does not exist in {tmp_path / 'sub'}"
+    with pytest.raises(DataError, match=f"{where}; did you mean 'prompts.jsonl'\\?; give the path"):
+        load_prompts("sub/promts.jsonl")
+    with pytest.raises(
+        DataError, match=re.escape(f"does not exist in {tmp_path / 'none'}; give the path")
+    ):
+        load_prompts("none/p.jsonl")
     with pytest.raises(DataError, match=r"nor a folder or hub dataset that can be loaded now"):
-        load_prompts(tmp_path)
+        load_prompts(tmp_path / "sub" / "empty")
 
 
 @pytest.mark.parametrize("name", ["p.json", "p"])
@@ -384,7 +432,7 @@ def test_a_hub_dataset_keeps_its_features_and_only_what_is_used_is_checked(pictu
     assert asked == [("someone/pictures", "test")]
     assert isinstance(dataset.features["image"], datasets.Image)
     assert dataset[1]["image"].getpixel((0, 0)) == (0, 0, 255)
-    with pytest.raises(DataError, match="someone/pictures, row 3: prompt is '', must be text"):
+    with pytest.raises(DataError, match="1 in all, the first at someone/pictures, row 3: "):
         load_prompts("someone/pictures", **common)
 
 
