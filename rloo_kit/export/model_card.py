@@ -9,6 +9,8 @@ from rloo_kit.diagnosis.record import RunRecord
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.text.redaction import redact, redact_tree
 
+# Code that loads an adapter
+ASSETS = Path(__file__).resolve().parents[1] / "assets" / "model_card"
 # The hub's name of the library that loads it, and what it is
 KINDS = {
     "adapter": ("peft", "A LoRA adapter for"),
@@ -61,6 +63,10 @@ def model_card(
         f"trained by reinforcement learning (RLOO, REINFORCE Leave-One-Out) with rloo-kit. The "
         f"licence of the base {known}; it holds for this model too.\n"
     )
+    if kind == "adapter":
+        loader = "rloo_kit" if base == "tiny-thinker" or base.endswith(".gguf") else "peft"
+        code = (ASSETS / f"{loader}.py.txt").read_text(encoding="utf-8")
+        text += f"\n## How to load it\n\n```python\n{code}```\n"
     rewards = redact_tree(config.rewards) if config else []
     scores = _scores(record) if record else []
     sections = {

@@ -260,6 +260,25 @@ def test_card_is_read_by_the_hubs_own_classes(run, tmp_path):
     assert str(run) not in str(card)
 
 
+@pytest.mark.long
+def test_the_code_of_the_card_loads_the_adapter(run, tmp_path, monkeypatch):
+    say = {"say": lambda _: None}
+    base = shutil.copytree(TINY_THINKER, tmp_path / "base")
+    folder = export_model(run, "adapter", output=tmp_path / "a", base=str(base), **say)
+    monkeypatch.chdir(folder)
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    exec(code, found := {})
+    weights = load_file(folder / "adapter_model.safetensors")
+    loaded = found["model"].state_dict()
+    assert all(
+        torch.equal(loaded[name.replace(".weight", ".default.weight")], values)
+        for name, values in weights.items()
+    )
+    assert found["tokenizer"].chat_template
+    embedded = export_model(run, "adapter", output=tmp_path / "b", **say)
+    assert "import rloo_kit as rk" in (embedded / "README.md").read_text()
+
+
 def test_card_hides_folders_and_secrets(run):
     remember_secret("sk-very-secret-9876", "JUDGE_KEY")
     record = read_run(run)

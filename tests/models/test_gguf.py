@@ -217,6 +217,41 @@ def test_the_folder_is_reused_until_the_file_changes(tmp_path):
     assert not list(cache.glob(".*"))
 
 
+@pytest.mark.long
+def test_the_card_of_an_adapter_on_a_gguf_file_loads_it(tmp_path, monkeypatch):
+    """PEFT's own loader does not: the card says so, and its code is run here."""
+    import torch
+    from peft import AutoPeftModelForCausalLM
+
+    import rloo_kit as rk
+    from rloo_kit.export.exporter import export_model
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = write_gguf(tmp_path / "tiny.gguf")
+    model, tokenizer = rk.load_model(path, load_in_4bit=False, max_seq_length=64)
+    model = rk.attach_lora(model, r=4)
+    for name, values in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(values, std=0.5)
+    adapter = rk.save_adapter(model, tokenizer, tmp_path / "adapter")
+    folder = export_model(adapter, "adapter", base=str(path), say=lambda _: None)
+    with pytest.raises(OSError, match=r"tiny\.gguf"):
+        AutoPeftModelForCausalLM.from_pretrained(folder)
+    monkeypatch.chdir(folder)
+    card = (folder / "README.md").read_text()
+    code = card.split("```python\n")[1].split("```")[0]
+    assert "AutoPeftModelForCausalLM cannot read this base" in code
+    exec(code, found := {})
+    ids = tokenizer("t s", return_tensors="pt")
+    with torch.no_grad():
+        same, without = model(**ids).logits, model.disable_adapter()
+        again = found["model"](**ids).logits
+        with without:
+            assert not torch.allclose(model(**ids).logits, again, atol=0.1)
+    assert torch.allclose(same, again, atol=1e-2)
+    assert found["tokenizer"].chat_template == tokenizer.chat_template
+
+
 @pytest.mark.slow
 def test_smollm2_names_the_capital_of_france(tmp_path):
     if not SMOLLM2.is_file():
