@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -14,6 +14,7 @@ from ._text import (
     THINK_CLOSE,
     THINK_OPEN,
     check_least,
+    column_of,
     completion_text,
     is_unclosed,
     template_opens_thought,
@@ -56,6 +57,7 @@ def part_text(text: str, part: Part, *, opened: bool) -> str | None:
 class TemplateAware:
     """What a reward needs to tell an unfinished thought from an answer: who opened the thought."""
 
+    __name__: ClassVar[str]
     thought_opened: bool | None = None
     """Whether the chat template of conversational prompts ends with an opened ``<think>``; None:
     set by ``bind``, and taken for False in a reward never bound. A plain prompt is read itself."""
@@ -69,6 +71,12 @@ class TemplateAware:
         if self.thought_opened is not None:
             return self.thought_opened
         return template_opens_thought(tokenizer)
+
+    def check_columns(self, names: Iterable[str]) -> None:
+        """Raise RewardContractError where a dataset lacks the column that the reward reads."""
+        column = getattr(self, "column", None)
+        if column is not None and getattr(self, "mode", "pairwise") == "pairwise":  # a judge's
+            column_of(dict.fromkeys(names), column, self.__name__)
 
     def is_opened(self, prompt: Completion) -> bool:
         """Return whether the thought was opened in the prompt."""

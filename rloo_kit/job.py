@@ -31,9 +31,10 @@ from rloo_kit.data.prompts import (
 )
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.machine.cleanup import add_to_session
-from rloo_kit.machine.environment import Environment, load_env_file, setup
+from rloo_kit.machine.environment import Environment, load_env_file, set_variables, setup
+from rloo_kit.machine.processes import check_launch
 from rloo_kit.models.adapters import adapter_in, lora_settings
-from rloo_kit.models.loading import attach_lora, load_model, load_tokenizer
+from rloo_kit.models.loading import attach_lora, check_path, load_model, load_tokenizer
 from rloo_kit.sampling.choice import check_engine, start_engine, thought_limit
 from rloo_kit.sampling.engine import Choice, Engine
 from rloo_kit.scoring.contract import guarded
@@ -217,10 +218,19 @@ class PreparedJob:
         self.rewards_base = Path() if base == EXAMPLES else base
 
     def prepare(self) -> None:
-        """Make all parts that need no weights, those whose faults show soonest first."""
+        """Make all parts that need no weights, those whose faults show soonest first.
+
+        What files say comes before torch, which takes seconds to load.
+        """
+        set_variables()
+        check_launch(self.config.trainer)
+        check_path(self.config.model.name, self.base)
         # Without a tokenizer at first: a wrong name then costs a second
-        for specs in (self.config.rewards, self.config.data.held_out_rewards):
-            load_rewards(specs, base_dir=self.rewards_base, say=self.say)
+        given = (self.config.rewards, self.config.data.held_out_rewards)
+        loaded = [load_rewards(specs, base_dir=self.rewards_base, say=self.say) for specs in given]
+        for rewards, dataset in zip(loaded, self.prompts, strict=True):
+            for reward in rewards if dataset is not None else ():
+                reward.func.check_columns(dataset.column_names)
         if self.config.model.trust_remote_code:
             self.say(
                 f"code that comes with {self.config.model.name} may run: model.trust_remote_code "
@@ -254,6 +264,11 @@ class PreparedJob:
         )
 
     @cached_property
+    def prompts(self) -> tuple[Any, Any]:
+        """All prompts to train on, and those held out or None; torch is not loaded."""
+        return read_prompts(self.config, self.base)
+
+    @cached_property
     def splits(self) -> tuple[Any, Any]:
         """The prompts to train on, and those held out or None, both ``datasets.Dataset``.
 
@@ -269,7 +284,7 @@ class PreparedJob:
 
         if not choose_step(args, router_loss=args.router_aux_loss_coef or 0.0).by_trl:
             check_engine(args, with_whole_paths(self.config, self.base, self.rewards_base))
-        prompts, held_out = read_prompts(self.config, self.base)
+        prompts, held_out = self.prompts
         tokenizer, settings = self.tokenizer, args.chat_template_kwargs
         choose_step(args, images=has_images(prompts))
         thought_limit(tokenizer, args.thinking_budget)

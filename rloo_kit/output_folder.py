@@ -62,7 +62,7 @@ def check_writable(folder: Path) -> None:
             pass
     except OSError as exc:
         raise ConfigError(
-            f"{str(folder)!r} cannot be written ({exc}): give another folder"
+            f"{str(folder)!r} cannot be written ({exc.strerror or exc}): give another folder"
         ) from exc
 
 

@@ -62,6 +62,7 @@ TYPE_NAMES = {
 }
 KIT_TYPES: dict[str, Any] = {
     **typing.get_type_hints(KitSettings),
+    "fsdp": Any,  # true, or older text
     # TRL takes None too, for its own default
     "max_completion_length": int,
     "num_generations": int,

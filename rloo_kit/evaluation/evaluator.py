@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.statistics import Estimate, estimate, pass_at_k
 from rloo_kit.rloo.guards import check_finite
-from rloo_kit.rloo.rollout import Completions
 from rloo_kit.sampling.choice import thought_limit
-from rloo_kit.sampling.completer import Completer
 from rloo_kit.sampling.engine import Sampling, draw_from
 from rloo_kit.text.thoughts import find_thought
 from rloo_kit.text.wording import text_of
 from rloo_kit.types import Model, Score, Tokenizer
 
 if TYPE_CHECKING:
+    from rloo_kit.rloo.rollout import Completions
     from rloo_kit.sampling.engine import Engine
     from rloo_kit.scoring.specs import LoadedReward
     from rloo_kit.training.arguments import LeaveOneOutConfig
@@ -133,7 +132,7 @@ def evaluate(
     engine: "Engine | None" = None,
     num_samples: int = 1,
     thinking_budget: int | None = None,
-    sample: Callable[[list[Any]], Completions] | None = None,
+    sample: "Callable[[list[Any]], Completions] | None" = None,
 ) -> Evaluation:
     """Complete every prompt and score the completions; random states are left as they were.
 
@@ -162,6 +161,8 @@ def evaluate(
         MemoryRanOutError: Not even a single completion fits; until then fewer are drawn at a time.
         RewardContractError: From a reward.
     """
+    from rloo_kit.sampling.completer import Completer  # torch, which takes seconds to load
+
     if num_samples > 1 and temperature == 0:
         raise ConfigError(
             f"{num_samples} greedy completions of a prompt are all the same: sample them at a "
@@ -191,7 +192,7 @@ def evaluate(
 
 
 def _samples(
-    tokenizer: Tokenizer, completions: Completions, scores: dict[str, list[Score]]
+    tokenizer: Tokenizer, completions: "Completions", scores: dict[str, list[Score]]
 ) -> list[dict[str, Any]]:
     """Return the samples of an evaluation."""
     rows = zip(

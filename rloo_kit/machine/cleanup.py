@@ -236,20 +236,15 @@ def session(*, clear_notebook: bool = False) -> Iterator[Session]:
     finally:
         _sessions.remove(opened)
         things, opened.things = opened.things[::-1], []
-        with errors:
-            opened.released = release(*things, clear_notebook=clear_notebook)
+        if things or "torch" in sys.modules:  # else there is no memory to give back
+            with errors:
+                opened.released = release(*things, clear_notebook=clear_notebook)
 
 
 def add_to_session(thing: Any) -> None:
     """Let the innermost open session release ``thing`` at its end."""
     if _sessions:
         _sessions[-1].things.append(thing)
-
-
-def remove_from_session(thing: Any) -> None:
-    """Let no session release ``thing``."""
-    for opened in _sessions:
-        opened.things[:] = [one for one in opened.things if one is not thing]
 
 
 def shutdown_kernel() -> None:

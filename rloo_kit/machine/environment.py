@@ -1,6 +1,6 @@
 """Start-up of the libraries in the one order that works: variables, Unsloth, TRL.
 
-Only ``setup()`` reads ``.env``, sets environment variables or hides a package.
+Only this module reads ``.env``, sets environment variables or hides a package.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ def setup(backend: str = "auto") -> Environment:
         _check_same(backend, _environment)
         return _environment
     dotenv = load_env_file()
-    _set_variables()
+    set_variables()
     if reason := check_card():
         raise BackendError(reason)
     hardware = detect_hardware()
@@ -153,8 +153,8 @@ def load_env_file() -> str | None:
     return path
 
 
-def _set_variables() -> None:
-    """Fill in variables that must stand before torch and Unsloth are imported."""
+def set_variables() -> None:
+    """Fill in variables that must stand before huggingface_hub, torch and Unsloth are imported."""
     defaults = {
         "TQDM_NOTEBOOK": "false",  # text progress bars: no ipywidgets needed
         "UNSLOTH_COMPILE_LOCATION": str(cache_folder() / "unsloth_compiled_cache"),

@@ -1,7 +1,11 @@
 """The processes of a training that a launcher started: torchrun, accelerate launch, deepspeed."""
 
 import os
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from rloo_kit.errors import ConfigError
+from rloo_kit.machine.hardware import installed_version
 
 T = TypeVar("T")
 
@@ -31,6 +35,23 @@ def from_first(value: T) -> T:
 def divided_by_launcher() -> bool:
     """Return whether ``accelerate launch`` divides the training, by DeepSpeed or FSDP."""
     return uses_fsdp() or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+
+
+def check_launch(trainer: Mapping[str, Any]) -> None:
+    """Refuse trainer settings whose launcher or package is missing.
+
+    Raises:
+        ConfigError: With the command that starts or installs it.
+    """
+    for name, file in (("deepspeed", "zero3"), ("fsdp", "fsdp2")):
+        if trainer.get(name) and "RANK" not in os.environ:
+            raise ConfigError(
+                f"trainer.{name} needs a launcher: leave it out, and start with accelerate launch "
+                f"--config_file examples/accelerate/{file}.yaml -m rloo_kit train RUN.yaml"
+            )
+    for name, package in (("deepspeed", "deepspeed"), ("use_liger_kernel", "liger-kernel")):
+        if trainer.get(name) and installed_version(package) is None:
+            raise ConfigError(f"trainer.{name} needs the package {package}: pip install {package}")
 
 
 def uses_fsdp() -> bool:

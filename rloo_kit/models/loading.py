@@ -23,9 +23,12 @@ from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import TINY_THINKER, auto_class
 from rloo_kit.models.shared_engine import EngineSettings, load_shared
 from rloo_kit.text.chat_templates import end_of_turn_id
-from rloo_kit.text.wording import first_line, format_value
+from rloo_kit.text.wording import first_line, format_value, where_missing
 from rloo_kit.types import Model, Tokenizer
 
+TO_GIVE = "give a model's folder, a .gguf file or a hub name"
+# File of a run file that ships with the kit -> how to get it
+FETCHED = {"SmolLM2-135M-Instruct.Q4_1.gguf": "fetch it with python scripts/fetch_smollm2.py"}
 PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
 
 
@@ -381,6 +384,7 @@ def find_model(name: str | Path) -> str:
     """
     if name == "tiny-thinker":
         return str(TINY_THINKER)
+    check_path(str(name))
     path, name = Path(os.path.expanduser(name)), str(name)
     if path.suffix == ".gguf":
         from rloo_kit.models.gguf import convert
@@ -393,13 +397,19 @@ def find_model(name: str | Path) -> str:
                 f"save_pretrained wrote"
             )
         return str(path)
-    if os.path.isfile(path) or is_path(name):
-        what = "is a file" if os.path.isfile(path) else "does not exist"
-        raise ModelError(
-            f"model {name!r} {what}: give a model's folder, a .gguf file or a hub name"
-        )
+    if os.path.isfile(path):
+        raise ModelError(f"model {name!r} is a file: {TO_GIVE}")
     _ask_hub(name)
     return name
+
+
+def check_path(name: str, base: Path = Path()) -> None:
+    """Raise ModelError where a name can only be a path, and is neither here nor in ``base``."""
+    path = Path(os.path.expanduser(name))
+    is_there = os.path.exists(path) or os.path.exists(base / path)
+    if not is_there and (is_path(name) or path.suffix == ".gguf"):
+        remedy = FETCHED.get(path.name, TO_GIVE)
+        raise ModelError(f"model {name!r} {where_missing(name, base)}; {remedy}")
 
 
 def _ask_hub(name: str) -> None:

@@ -16,6 +16,7 @@ from rloo_kit.scoring.contract import (
     OverdueError,
     call_reward,
     guarded,
+    keywords_of,
     take_rows,
 )
 from rloo_kit.scoring.specs import LoadedReward
@@ -88,7 +89,7 @@ def _with_probes(
 def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractError) -> Seen:
     """Return which part of the contract a reward broke."""
     # A built-in reward names the column it reads in a setting, not as a parameter.
-    asked = [*func.required, getattr(func.reward, "column", None)]
+    asked = [*keywords_of(func.reward)[2], getattr(func.reward, "column", None)]
     kind = "wrong_output"
     if any(isinstance(name, str) and name not in columns for name in asked):
         kind = "missing_column"

@@ -25,7 +25,7 @@ from rloo_kit.live.select import chosen_view
 from rloo_kit.machine.cleanup import MIB, is_out_of_memory, session
 from rloo_kit.machine.engines import sleep_pool_bytes
 from rloo_kit.machine.processes import from_first, is_cut_off, is_first, num_processes
-from rloo_kit.output_folder import free_folder, lock_folder, read_json
+from rloo_kit.output_folder import check_writable, free_folder, lock_folder, read_json
 from rloo_kit.planning.planner import remedy, room_here
 from rloo_kit.runs import summary
 from rloo_kit.runs.folder import (
@@ -82,7 +82,7 @@ def train(
         from rloo_kit.runs.child import call_in_child
 
         return call_in_child(train, (source, overrides), say, resume=resume)
-    say = redacting(say if is_first() else _say_nothing)
+    say = redacting(say if is_first() else lambda _: None)
     config, base = read_config(source, overrides)
     job = PreparedJob(config, base, say)
     absolute = with_whole_paths(config, base, job.rewards_base)
@@ -90,6 +90,7 @@ def train(
         if num_processes() > 1:
             _ = job.args  # connects the processes
         past = from_first(folder_to_resume(source, config, resume))
+        check_writable(past or free_folder(config.output_dir))
         if past is not None:
             if is_first():
                 held.enter_context(lock_folder(past))
@@ -103,10 +104,6 @@ def train(
     if is_first():
         summary.conclude(say, result)
     return result
-
-
-def _say_nothing(_: str) -> None:
-    """Keep a process quiet that is not the first."""
 
 
 def _already_finished(folder: Path, say: Say) -> RunResult:

@@ -8,7 +8,7 @@ same, and ``weight: {0: 1.0, 0.5: 0.0}`` makes a ``WeightSchedule``.
 """
 
 import math
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,6 +127,13 @@ class Composed:
         """Return this reward with its parts bound to a tokenizer."""
         return replace(self, parts=tuple(part.bind(tokenizer) for part in self.parts))
 
+    def check_columns(self, names: Iterable[str]) -> None:
+        """Raise RewardContractError where a dataset lacks a column that a part reads."""
+        for part in self.parts:
+            part.check_columns(names)
+        for column in set(self.settings.get("only_for", ())) - set(names):
+            raise _without_routing(self.parts[0], column)
+
     def release(self) -> None:
         """Release what the parts hold."""
         for part in self.parts:
@@ -169,13 +176,16 @@ async def _routed(
     rows = list(range(len(columns["completions"])))
     for column, values in only_for.items():
         if column not in columns:
-            raise RewardContractError(
-                f"reward {reward.name!r} is only for rows with {format_name(column)} in "
-                f"{format_value(values)}, and the dataset has no column {format_value(column)}; "
-                "add it, or drop only_for"
-            )
+            raise _without_routing(reward, column)
         rows = [row for row in rows if columns[column][row] in values]
     return await _scores_of(reward, rows, columns, None)
+
+
+def _without_routing(reward: CheckedReward, column: str) -> RewardContractError:
+    return RewardContractError(
+        f"reward {reward.name!r} is only for rows with some {format_name(column)}, and the "
+        f"dataset has no column {format_value(column)}; add it, or drop only_for"
+    )
 
 
 async def _rescaled(

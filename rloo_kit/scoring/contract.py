@@ -8,7 +8,7 @@ import signal
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,11 +77,6 @@ class CheckedReward:
         """The name of the metric."""
         return self.name
 
-    @property
-    def required(self) -> list[str]:
-        """The keywords without a default."""
-        return keywords_of(self.reward)[2]
-
     def __call__(self, **columns: Any) -> list[Score]:
         """Return B scores, each a finite float or None.
 
@@ -98,6 +93,16 @@ class CheckedReward:
             # A sys.exit() in a reward must not end a run silently.
             return self._raised(exc, columns)
         return self._scores(output, columns)
+
+    def check_columns(self, names: Iterable[str]) -> None:
+        """Check that a dataset with these columns has what the reward reads; nothing is scored.
+
+        Raises:
+            RewardContractError: A column is missing.
+        """
+        if callable(check := getattr(self.reward, "check_columns", None)):
+            check(names)
+        self._select(reward_columns([dict.fromkeys(["prompt", *names])], [""], [[]]))
 
     def release(self) -> None:
         """Release what the reward holds, such as a reward model's memory."""

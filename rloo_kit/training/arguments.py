@@ -16,6 +16,7 @@ from rloo_kit.config.settings import BY_DEVICE, OWN_FIELDS, TRL_DEFAULTS, KitSet
 from rloo_kit.config.trainer_settings import known_trainer_fields, translate_trainer_arguments
 from rloo_kit.errors import ConfigError
 from rloo_kit.machine.environment import setup
+from rloo_kit.machine.processes import check_launch
 from rloo_kit.rloo.rollout import Shaping
 from rloo_kit.text.redaction import redact_tree
 from rloo_kit.text.wording import first_line
@@ -87,6 +88,7 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
             if name not in OTHER_NAMES or arguments[name] == _TRL_FIELDS[name].default
         }
         values = translate_trainer_arguments(arguments) | of_unsloth
+        check_launch(values)
         for field in OWN_FIELDS:
             setattr(self, field.name, values.pop(field.name, field.default))
         hardware = setup().hardware

@@ -10,7 +10,10 @@ import pytest
 import yaml
 
 from rloo_kit.cli import main
+from rloo_kit.errors import ConfigError
+from rloo_kit.machine.processes import check_launch
 
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GOOD = {
     "model": {"name": "tiny-thinker", "max_seq_length": 128},
     "data": {"prompts": "arithmetic", "num_prompts": 16, "held_out": 4},
@@ -77,15 +80,11 @@ DATA = {
     "bad JSON": ('{"prompt": "a"}\n{"prompt": \n', "line 2"),
     "no prompt column": ('{"question": "a"}\n', "rename the column to prompt"),
     "empty file": ("", "put at least one prompt in it"),
+    "empty prompt": ('{"prompt": ""}\n', "data.skip_empty: true"),
     "held out too many": ('{"prompt": "a"}\n' * 4, "lower it to at most 3"),
-    "too long": (
-        json.dumps({"prompt": "why " * 60}) + "\n",
-        "(model.max_seq_length in a run file)",
-    ),
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("case", DATA)
 def test_data(case, tmp_path, capsys):
     text, remedy = DATA[case]
@@ -96,14 +95,58 @@ def test_data(case, tmp_path, capsys):
 
 
 @pytest.mark.long
+def test_a_prompt_that_is_too_long(tmp_path, capsys):
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "why " * 60}) + "\n")
+    data = {"prompts": "prompts.jsonl", "held_out": 0}
+    path = run_file(tmp_path, data=data, rewards=["length"])
+    refuse(capsys, "(model.max_seq_length in a run file)", path)
+
+
+def test_a_missing_file_is_looked_for_here_and_beside_the_run_file(tmp_path, capsys):
+    folder = tmp_path / "runs of mine"
+    (folder / "model").mkdir(parents=True)
+    (folder / "prompts.jsonl").touch()
+    run_file(folder, data={"prompts": "promts.jsonl"})
+    there = f"does not exist in {tmp_path} or {folder}; did you mean 'prompts.jsonl'?"
+    refuse(capsys, there, "runs of mine/run.yaml")
+    run_file(folder, model={**GOOD["model"], "name": "./modle"})
+    there = f"does not exist in {tmp_path} or {folder}; did you mean 'model'?; give a model's"
+    refuse(capsys, there, "runs of mine/run.yaml")
+
+
+def test_the_shipped_run_file_without_its_model_names_the_script(capsys):
+    refuse(capsys, "scripts/fetch_smollm2.py", "smollm2", "--set", f"model.name=../x/{SMOLLM2}")
+
+
 def test_dataset_that_cannot_be_fetched(tmp_path, capsys):
     refuse(capsys, "check the name", run_file(tmp_path, data={"prompts": "someone/something"}))
 
 
-REWARDS = {
+ASKS = "def good(completions, gold): ..."
+NOT_CALLED = {
     "unknown name": ("acuracy", None, "did you mean 'accuracy'"),
     "missing file": ("mine.py:good", None, "does not exist"),
     "missing function": ("mine.py:good", "def better(completions, **_): ...", "better"),
+    "missing column": ("mine.py:good", ASKS, "add the column"),
+    "column of a built-in": ("rouge", None, "needs the dataset column 'reference'"),
+    "column of a route": (
+        {"name": "length", "only_for": {"kind": "sum"}},
+        None,
+        "the dataset has no column 'kind'; add it, or drop only_for",
+    ),
+    "column of a gate": ({"name": "length", "only_if": "mine.py:good"}, ASKS, "asks for 'gold'"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_CALLED)
+def test_reward_that_is_not_called(case, tmp_path, capsys):
+    spec, source, remedy = NOT_CALLED[case]
+    if source:
+        (tmp_path / "mine.py").write_text(source)
+    refuse(capsys, remedy, run_file(tmp_path, rewards=[spec]))
+
+
+REWARDS = {
     "raises": ("mine.py:good", "def good(completions, **_): return 1 / 0", "ZeroDivisionError"),
     "wrong length": (
         "mine.py:good",
@@ -115,11 +158,6 @@ REWARDS = {
         "def good(completions, **_): return [float('nan')] * len(completions)",
         "return a finite float",
     ),
-    "asks for a missing column": (
-        "mine.py:good",
-        "def good(completions, gold): ...",
-        "add the column",
-    ),
 }
 
 
@@ -127,8 +165,7 @@ REWARDS = {
 @pytest.mark.parametrize("case", REWARDS)
 def test_reward(case, tmp_path, capsys):
     spec, source, remedy = REWARDS[case]
-    if source:
-        (tmp_path / "mine.py").write_text(source)
+    (tmp_path / "mine.py").write_text(source)
     refuse(capsys, remedy, run_file(tmp_path, rewards=[spec]))
 
 
@@ -168,6 +205,51 @@ def test_model(case, tmp_path, capsys):
     (tmp_path / "damaged" / "config.json").write_text('{"model_type": "qwen3"')
     (tmp_path / "broken.gguf").write_bytes(b"<html>")
     refuse(capsys, remedy, run_file(tmp_path, model={**GOOD["model"], "name": name}))
+
+
+SETTINGS = {
+    "trainer.deepspeed=ds.json": "examples/accelerate/zero3.yaml -m rloo_kit train RUN.yaml",
+    "trainer.fsdp=true": "leave it out, and start with accelerate launch --config_file",
+    "trainer.use_liger_kernel=true": "pip install liger-kernel",
+    "trainer.sync_ref_model=true": "that of an adapter is the model without it: leave it out",
+    "data.skip_empty=true": "skip_empty has no effect on the prompts 'arithmetic': drop it",
+    "lora.target_modules=all": "must be a valid list or must be 'all-linear'",
+    "output_dir=run.yaml/run": "'run.yaml/run' cannot be written (Not a directory)",
+    # the second start there: its folder would be /proc/self-2
+    "output_dir=/proc/self": "'/proc/self-2' cannot be written",
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_setting_that_cannot_act_here(setting, tmp_path, capsys):
+    refuse(capsys, SETTINGS[setting], run_file(tmp_path), "--set", setting)
+
+
+def test_deepspeed_under_a_launcher_needs_its_package(monkeypatch):
+    with pytest.raises(ConfigError, match="start with accelerate launch"):
+        check_launch({"deepspeed": "ds.json"})
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="pip install deepspeed"):
+        check_launch({"deepspeed": "ds.json"})
+    check_launch({"fsdp": True, "deepspeed": None, "use_liger_kernel": False})
+
+
+FROM_FILES = """
+import sys
+from rloo_kit.cli import main
+for setting in (
+    "data.prompts=none.csv", "output_dir=run.yaml/x", "rewards=[rouge]", "model.name=none.gguf",
+    "trainer.deepspeed=x",
+):
+    assert main(["train", "run.yaml", "--set", setting]) == 2
+assert not {"torch", "transformers"} & set(sys.modules), "loaded for nothing"
+"""
+
+
+def test_what_files_say_comes_before_torch_is_loaded(tmp_path):
+    run_file(tmp_path)
+    done = in_a_process(source=FROM_FILES)
+    assert done.returncode == 0, done.stderr
 
 
 def in_a_process(*, source: str, **variables: str) -> subprocess.CompletedProcess:
