@@ -219,7 +219,15 @@ class ResumableTrainer(Trainer):
             self._seal_checkpoint(self.take_snapshot())
             return
         self.store_flos()
+        self._note_best()
         self._write_checkpoint(self.take_snapshot())
+
+    def _note_best(self) -> None:
+        """Name the checkpoint of the best step for ``load_best_model_at_end``."""
+        best = self.state.best_global_step
+        folder = Path(self.args.output_dir) / f"checkpoint-{best}"
+        if best and (best == self.state.global_step or folder.exists()):
+            self.state.best_model_checkpoint = str(folder)
 
     def _seal_checkpoint(self, snapshot: dict[str, Any]) -> None:
         """Add the kit's part to a checkpoint that transformers has written."""
@@ -278,7 +286,8 @@ class ResumableTrainer(Trainer):
         for later in list_steps(run):
             if later > self.saved_at:
                 shutil.rmtree(run / f"checkpoint-{later}", ignore_errors=True)
-        prune_checkpoints(run, self.args.keep_last, self.args.keep_best)
+        best = (self.args.load_best_model_at_end and self.state.best_model_checkpoint) or ""
+        prune_checkpoints(run, self.args.keep_last, self.args.keep_best, spare=Path(best).name)
 
     def _checkpoint_score(self, callbacks: dict[str, Any]) -> float | None:
         """Return what ``keep_best`` compares: held-out prompts where they are scored on the way."""

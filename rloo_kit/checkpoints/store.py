@@ -173,7 +173,7 @@ def _discard(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def prune_checkpoints(run: Path, keep_last: int, keep_best: int) -> None:
+def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: str = "") -> None:
     """Remove the checkpoints that are neither among the newest nor among the best.
 
     The one written last always stays. Broken ones do not count and stay, too. One that cannot be
@@ -183,6 +183,7 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int) -> None:
         run: Folder of the run.
         keep_last: Highest steps that stay, at least 1.
         keep_best: Highest scores that stay, of equal ones the later; 0: none for their score.
+        spare: Name of one that stays in any case.
     """
     found = {}
     for step in list_steps(run):
@@ -195,6 +196,8 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int) -> None:
         max(found, key=lambda step: found[step]["time"], default=0),
     }
     for step in sorted(set(found) - kept):
+        if f"checkpoint-{step}" == spare:
+            continue
         try:
             _discard(run / f"checkpoint-{step}")
         except OSError as exc:
