@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 
 from rloo_kit.checkpoints.resume import ResumableTrainer
 from rloo_kit.data.lengths import check_lengths
@@ -275,6 +276,9 @@ class StepTrainer(ResumableTrainer, TrlStep):
         batches, self.collected = self.collected, []
         self.rloo.shaping = self.args.shaping  # a callback may have changed a setting
         loss = self.rloo.run(batches, self.state.global_step + 1)
+        steps = self.args.torch_empty_cache_steps
+        if steps and self.state.global_step % steps == 0:
+            clear_device_cache()
         self.sampler.is_synced = False  # the optimizer changes the weights now
         self.step_log.note("lr", float(self.optimizer.param_groups[0]["lr"]))
         return loss
