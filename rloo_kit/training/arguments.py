@@ -121,10 +121,18 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
             )
         except Exception as exc:  # what the libraries below raise differs by the setting
             raise ConfigError(f"TRL refuses the trainer settings: {first_line(exc)}") from exc
+        self._warn_of_precision(arguments)
         if not self.bf16 and not self.fp16:
             self.mixed_precision = "no"  # else accelerate reads the variable that setup() sets
         self.follows_model = "gradient_checkpointing" not in arguments
         self.memory_share_given = "vllm_gpu_memory_utilization" in arguments
+
+    def _warn_of_precision(self, arguments: dict[str, Any]) -> None:
+        """Warn of a precision that was asked for, and that Unsloth turns off on a CPU."""
+        for name in ("bf16", "fp16", "tf32"):
+            if arguments.get(name) and not getattr(self, name):
+                text = f"{name}=True is slow or unknown on this CPU: Unsloth turns it off"
+                warnings.warn(text, UserWarning, stacklevel=3)
 
     @property
     def n_gpu(self) -> int:
