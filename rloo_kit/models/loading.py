@@ -128,6 +128,11 @@ def _taken_from(
     kwargs: dict[str, Any], fast_inference: bool | str, why_not_shared: str | None
 ) -> dict[str, Any]:
     """Take what is for a shared engine alone out of ``kwargs``; return it by its fields."""
+    if kwargs.get("load_in_8bit"):
+        raise ConfigError(
+            "load_in_8bit is true, and a base is in 4 or 16 bit here: leave it out, and set "
+            "load_in_4bit"
+        )
     extra = {name: kwargs.pop(name) for name in SHARED_ENGINE_NAMES & set(kwargs)}
     if extra and why_not_shared:
         raise ConfigError(

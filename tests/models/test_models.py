@@ -238,3 +238,8 @@ def generate(model, **_): pass
     assert not ran.exists()
     rk.load_model(folder, max_seq_length=256, trust_remote_code=True)
     assert ran.exists()  # it would have been
+
+
+def test_8_bit_is_refused_before_the_weights_are_read():
+    with pytest.raises(rk.ConfigError, match="^load_in_8bit is true, and a base is in 4 or 16 bit"):
+        rk.load_model("tiny-thinker", load_in_8bit=True)
