@@ -25,6 +25,8 @@ from rloo_kit.config.run_file import DataSection, LoraSection, ModelSection, Run
 from rloo_kit.config.settings import (
     BY_DEVICE,
     OF_KIT_STEP,
+    OF_TRL_STEP,
+    RULES,
     TRL_DEFAULTS,
     KitSettings,
     Rule,
@@ -205,7 +207,9 @@ def _trl_settings() -> str:
             "Every field of TRL's `RLOOConfig`, and so of transformers' `TrainingArguments`, goes "
             "under `trainer:` with TRL's name and meaning. The kit's defaults: "
             f"{', '.join(defaults)}. By the device: {_names(BY_DEVICE)}.\n",
-            f"Only the kit's own step obeys {_names(OF_KIT_STEP)}.\n",
+            f"Only the kit's own step obeys {_names(OF_KIT_STEP)}; only TRL's obeys "
+            f"{_names(OF_TRL_STEP)}. What has no effect on RLOO here is refused with what to write "
+            f"instead: {_names(name for name, rule in RULES.items() if rule.instead)}.\n",
             f"A resume keeps {_names(on_resume('must'))}; a new value of "
             f"{_names(on_resume('may'))} is used and reported; all others may change.\n",
         ]

@@ -25,6 +25,8 @@ class Rule:
     default: Any = None  # what the kit sets in place of TRL's default; None: nothing
     by_device: bool = False  # the default follows machine and model; None lets the kit choose
     kit_step: bool = False  # the kit's own step obeys it, and TRL's does not
+    trl_step: bool = False  # TRL's step obeys it, and the kit's does not
+    instead: str = ""  # why another value than `choices` has no effect here, and what to write
     resume: Resume = "free"
     """``must``: it decides what is sampled and learned, so a resumed run keeps it. ``may``: a new
     value is used from the next step and reported. ``free``: it may change without notice."""
@@ -217,6 +219,11 @@ NO_SYNC = (
 _MUST = Rule(resume="must")
 _MAY = Rule(resume="may")
 _BY_DEVICE = Rule(by_device=True)
+_OF_TRL = Rule(trl_step=True)
+_NO_UPLOAD = (
+    "and nothing is uploaded while training: leave it out, and upload the result by rloo-kit "
+    "export RUN --to hub, or by trainer.push_to_hub()"
+)
 # Fields of TRL and transformers that the kit has a rule for; their types are TRL's
 TRL_RULES: dict[str, Rule] = {
     "adam_beta1": _MUST,
@@ -225,9 +232,14 @@ TRL_RULES: dict[str, Rule] = {
     "beta": Rule(default=0.05, minimum=0, maximum=100, resume="must"),
     "bf16": Rule(by_device=True, resume="must"),
     "chat_template_kwargs": _MUST,
+    "data_seed": Rule(
+        choices=(None,), instead="and trainer.seed gives the order of prompts: leave it out"
+    ),
     "dataloader_pin_memory": _BY_DEVICE,
-    # SIGTERM saves a checkpoint anyway, and this would handle the signal too
-    "enable_jit_checkpoint": Rule(choices=(False,)),
+    "ds3_gather_for_generation": _OF_TRL,
+    "enable_jit_checkpoint": Rule(
+        choices=(False,), instead="and SIGTERM saves a checkpoint anyway: leave it out"
+    ),
     "epsilon": Rule(minimum=0, resume="must"),
     "epsilon_high": _MUST,
     "fp16": Rule(by_device=True, resume="must"),
@@ -235,6 +247,11 @@ TRL_RULES: dict[str, Rule] = {
     "generation_kwargs": _MUST,
     "gradient_accumulation_steps": Rule(default=1, minimum=1),
     "gradient_checkpointing": Rule(by_device=True, resume="may"),
+    "hub_always_push": Rule(choices=(False,), instead=_NO_UPLOAD),
+    "hub_strategy": Rule(choices=("every_save",), instead=_NO_UPLOAD),
+    "label_smoothing_factor": Rule(
+        choices=(0,), instead="and RLOO's loss has no labels to smooth: leave it out"
+    ),
     "learning_rate": Rule(default=1e-5, above=0, maximum=1, resume="may"),
     "logging_steps": Rule(default=1),
     "lr_scheduler_type": _MAY,
@@ -252,17 +269,29 @@ TRL_RULES: dict[str, Rule] = {
     "optim": _MUST,
     "optim_args": _MUST,
     "per_device_train_batch_size": Rule(default=8, minimum=1),
+    "push_to_hub": Rule(choices=(False,), instead=_NO_UPLOAD),
     "repetition_penalty": _MUST,
     "report_to": Rule(default="none"),
+    "restore_callback_states_from_checkpoint": _OF_TRL,
     "reward_clip_range": _MUST,
     "reward_weights": _MUST,
+    "save_only_model": _OF_TRL,
     "save_steps": Rule(default=10),
+    "save_total_limit": Rule(
+        choices=(None,),
+        instead="and checkpoints stay by trainer.keep_last and trainer.keep_best: write those",
+    ),
     "seed": _MUST,
     "shuffle_dataset": _MUST,
     "steps_per_generation": Rule(minimum=1),
     "temperature": Rule(default=1.0, minimum=1e-3, maximum=10, resume="must"),
     "top_k": _MUST,
     "top_p": Rule(above=0, maximum=1, resume="must"),
+    "train_sampling_strategy": Rule(
+        choices=("random",),
+        instead="and RLOO draws prompts at random, or in their order with "
+        "trainer.shuffle_dataset: false: leave it out",
+    ),
     "use_cpu": _BY_DEVICE,
     "vllm_enable_sleep_mode": Rule(by_device=True),
     "vllm_gpu_memory_utilization": Rule(by_device=True),
@@ -282,6 +311,7 @@ TRL_DEFAULTS: dict[str, Any] = {
 # Trainer settings where the run file says nothing
 DEFAULTS: dict[str, Any] = {**{field.name: field.default for field in OWN_FIELDS}, **TRL_DEFAULTS}
 OF_KIT_STEP = [name for name, rule in RULES.items() if rule.kit_step]
+OF_TRL_STEP = [name for name, rule in RULES.items() if rule.trl_step]
 BY_DEVICE = frozenset(name for name, rule in TRL_RULES.items() if rule.by_device)
 
 

@@ -30,7 +30,8 @@ def check_value(path: str, value: object, hint: Any, rule: Rule = NO_RULE) -> li
     names = [str(choice) for choice in choices]
     for item in value if isinstance(value, list) else [value]:
         if choices and item is not None and item not in choices:
-            return [f"{start} must be among {', '.join(names)}{did_you_mean(item, names)}"]
+            wanted = f"must be among {', '.join(names)}{did_you_mean(item, names)}"
+            return [f"{start} {rule.instead or wanted}"]
     return []
 
 

@@ -6,10 +6,11 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from rloo_kit.config.settings import DEFAULTS, OF_KIT_STEP
+from rloo_kit.config.settings import OF_KIT_STEP, OF_TRL_STEP
 from rloo_kit.errors import ConfigError
 from rloo_kit.machine.processes import divided_by_launcher, uses_fsdp
 from rloo_kit.text.wording import format_value
+from rloo_kit.training.arguments import LeaveOneOutConfig
 
 # Methods of TRL that the kit's step never calls: a subclass that overrides one is obeyed by TRL's
 TRL_METHODS = {
@@ -62,6 +63,7 @@ def choose_step(
             f"set trainer.step to auto, which takes TRL's"
         )
     if args.step != "trl" and not reason:
+        _check_defaults(args, OF_TRL_STEP, "only TRL's step obeys: set trainer.step to trl, or")
         return StepChoice()
     choice = StepChoice(True, reason or "trainer.step is 'trl'")
     _check_settings(args, choice)
@@ -112,12 +114,8 @@ def set_router_loss(args: Any, model: Any) -> float:
 
 def _check_settings(args: Any, choice: StepChoice) -> None:
     """Refuse settings that TRL's step does not obey."""
-    for name in OF_KIT_STEP:
-        if getattr(args, name) != DEFAULTS[name]:
-            raise ConfigError(
-                f"trainer.{name} is {format_value(getattr(args, name))}, which only the kit's step "
-                f"obeys, and TRL's trains because {choice.reason}: leave it out"
-            )
+    why = f"only the kit's step obeys, and TRL's trains because {choice.reason}:"
+    _check_defaults(args, OF_KIT_STEP, why)
     if args.use_cpu and (args.use_vllm or args.generation in ("vllm", "server")):
         raise ConfigError(
             f"vLLM samples, and on a CPU it cannot take the weights that TRL's step sends, which "
@@ -127,3 +125,11 @@ def _check_settings(args: Any, choice: StepChoice) -> None:
         raise ConfigError(
             f"trainer.stop_on is for one process, and {args.world_size} train: leave it out"
         )
+
+
+def _check_defaults(args: Any, names: Collection[str], why: str) -> None:
+    """Refuse another value than the default of settings that have no effect."""
+    for name in names:
+        if getattr(args, name) != LeaveOneOutConfig.__dataclass_fields__[name].default:
+            value = format_value(getattr(args, name))
+            raise ConfigError(f"trainer.{name} is {value}, which {why} leave it out")

@@ -105,7 +105,6 @@ OWN = {  # right values, then wrong ones
     "num_iterations": ((1, 1000), (0, 1001, None)),
     "max_completion_length": ((1, 48), (0, 48.5, None)),
     "num_generations": ((2, 8), (0, 1, 4.0, True, None)),
-    "enable_jit_checkpoint": ((False,), (True,)),
 }
 
 
@@ -117,6 +116,15 @@ def test_a_setting_takes_right_values_and_names_wrong_ones(name):
     for value in wrong:
         (error,) = check_values({name: value})
         assert error.startswith(f"trainer.{name} is {value!r}, must be ")
+
+
+@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.instead])
+def test_a_setting_without_effect_says_what_to_write_instead(name):
+    (allowed,) = RULES[name].choices
+    assert check_values({name: allowed}) == []
+    other = {bool: True, str: "other"}.get(type(allowed), 3)
+    (error,) = check_values({name: other})
+    assert re.search(r"leave it out|write those", error)
 
 
 @pytest.mark.parametrize(
