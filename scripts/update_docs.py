@@ -21,6 +21,7 @@ import yaml
 
 import rloo_kit
 from rloo_kit.cli import PARSER
+from rloo_kit.config.other_names import MOVED, NEEDLESS, REFUSED, RENAMED
 from rloo_kit.config.run_file import DataSection, LoraSection, ModelSection, RunConfig
 from rloo_kit.config.settings import (
     BY_DEVICE,
@@ -52,6 +53,7 @@ MORE = {
     "serve": "how-to/export",
     "export": "how-to/export",
     "hand-over": "how-to/more_than_one_card",
+    "legacy": "how-to/from_trl_and_unsloth",
 }
 # Parameters that the page explains once
 COMMON = ("thought_opened", "start_token_id", "end_token_id", "require_closed_thought")
@@ -273,6 +275,20 @@ def _methods(name: str, roots: list[Path]) -> set[str]:
     )
 
 
+def other_names() -> str:
+    """Return what becomes of the settings of other trainers."""
+    rows = [(f"`{name}`", f"`{new}`") for name, new in RENAMED.items()]
+    for name, (key, in_python) in MOVED.items():
+        rows.append((f"`{name}`", f"`{key}` in a run file; in Python {in_python}"))
+    for what, table in (("left out with a warning", NEEDLESS), ("refused", REFUSED)):
+        groups: dict[str, list[str]] = {}
+        for name, text in table.items():
+            groups.setdefault(text, []).append(f"`{name}`")
+        rows += [(", ".join(names), f"{what}: {text}") for text, names in groups.items()]
+    lines = ["| there | here |", "|---|---|", *(f"| {one} | {other} |" for one, other in rows)]
+    return "\n".join(lines) + "\n"
+
+
 def public_names() -> str:
     """Return the public names as mkdocstrings takes them."""
     homes = rloo_kit._HOMES
@@ -340,6 +356,7 @@ PARTS = {
     "commands": commands,
     "reward_reference": rewards,
     "run_file": settings,
+    "other_names": other_names,
     "api": public_names,
     "packages": packages,
     "overrides": overrides,
@@ -352,6 +369,7 @@ HOLDS = {
     "reward_reference": "reference/rewards",
     "faults": "reference/reliability",
     "kills": "reference/reliability",
+    "other_names": "how-to/from_trl_and_unsloth",
     "packages": "explanation/architecture",
     "overrides": "explanation/architecture",
     "tested": "../README",

@@ -34,7 +34,6 @@ OF_NO_ENGINE = (
     "vllm_model_impl",
     "vllm_tensor_parallel_size",
     "vllm_structured_outputs_regex",
-    "vllm_sampling_params",  # an object of Unsloth's patched class: see generation_kwargs
 )
 # What `generation_kwargs` may hold for vLLM: it needs no tokenizer, and leaves the number of
 # completions, their length, their ends and the log-probabilities to the kit

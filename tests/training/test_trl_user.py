@@ -418,8 +418,7 @@ def test_every_field_of_trl_about_the_engine_is_obeyed_or_refused():
     obeyed = {
         "use_vllm", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length"
     }  # fmt: skip
-    others = {"vllm_sampling_params", "vllm_adapter_dir"}  # Unsloth's and the kit's
-    refused = {*OF_TRANSFORMERS, *OF_SERVER, *OF_NO_ENGINE} - others
+    refused = {*OF_TRANSFORMERS, *OF_SERVER, *OF_NO_ENGINE} - {"vllm_adapter_dir"}  # the kit's
     assert found == obeyed | refused, "write down who obeys the new one"
 
 
