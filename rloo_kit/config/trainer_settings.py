@@ -93,11 +93,9 @@ def trl_defaults() -> dict[str, Any]:
     """Return name -> default of TRL's fields, those whose source has it as a plain value."""
     found: dict[str, Any] = {}
     for name, node in _trl_fields().items():
-        value: Any = node.value
-        if isinstance(value, ast.Call):  # field(default=...)
-            value = next((key.value for key in value.keywords if key.arg == "default"), None)
+        keywords = {key.arg: key.value for key in getattr(node.value, "keywords", ())}  # of field()
         with contextlib.suppress(ValueError):
-            found[name] = ast.literal_eval(value)
+            found[name] = ast.literal_eval(keywords.get("default", node.value))
     return found
 
 

@@ -34,10 +34,6 @@ LOWEST_RATE, USUAL_RATE, TINY_RATE = 1e-6, 1e-5, 1e-3
 # Mean number of different texts in a group below which the sampler repeats itself
 REPEATED = 1.5
 TRUNCATED = "completions/truncated"
-# Share of the completions that the clip range cuts off, in the worst quarter of the steps
-CLIPPED = 0.2
-# Noise of the mean reward in standard deviations of one completion; of three independent ones
-JUMPY = 0.6
 
 RULES = Rules()
 KINDS = RULES.kinds
@@ -142,17 +138,15 @@ def _stale_sampler(run: RunRecord) -> Iterator[Seen]:
 
 @RULES.rule(
     "clip_noise",
-    "a ratio far from 1 means that updates are too large for the policy that sampled, and a "
-    "completion outside of the clip range trains nothing",
+    "updates are so large that the ratio leaves the clip range, where a completion trains nothing",
     "train each batch once, or lower the learning rate, until the ratio stays near 1",
-    explains=f"kl_explosion all_truncated empty_output length_explosion reward_collapse "
-    f"reward_hacking {_ALL_ALIKE}",
+    explains=f"kl_explosion empty_output length_explosion reward_collapse {_ALL_ALIKE}",
 )
 def _clip_noise(run: RunRecord) -> Iterator[Seen]:
     clipped = sorted(run.series("clip_ratio/region_mean"))
     # The first pass over a batch clips nothing
     worst = mean(clipped[-max(1, len(clipped) // 4) :])
-    if worst >= CLIPPED and not run.better:
+    if worst >= 0.2 and not run.better:
         passes = run.setting("num_iterations")
         yield Seen(
             f"in the worst quarter of the steps {worst:.0%} of the completions are clipped, at "
@@ -411,20 +405,18 @@ def _learning_rate_too_low(run: RunRecord) -> Iterator[Seen]:
 @RULES.rule(
     "high_variance",
     "the reward jumps from step to step, and so does the gradient: noise hides what to learn",
-    "draw more completions per prompt (6 to 8), lower the learning rate, raise beta, or take more "
-    "prompts per step with gradient_accumulation_steps",
-    about_signal=True,
+    "draw more completions per prompt (6 to 8), lower the learning rate, or raise beta",
 )
 def _high_variance(run: RunRecord) -> Iterator[Seen]:
-    rewards, spread = run.series("reward"), mean(run.series("reward_std"))
-    jumps = [later - before for before, later in pairwise(rewards)]
-    # Successive differences hold no trend, and have twice the variance of the noise
-    noise = math.sqrt(mean([jump * jump for jump in jumps]) / 2)
-    if not run.learned and _half_done(run) and noise >= JUMPY * spread > 0:
+    pairs, spread = pairwise(run.series("reward")), mean(run.series("reward_std"))
+    # Successive differences hold no trend, and have twice the variance of the noise; 0.6 standard
+    # deviations are the noise of three independent scores
+    noise = math.sqrt(mean([(now - before) ** 2 for before, now in pairs]) / 2)
+    if not run.learned and _half_done(run) and noise >= 0.6 * spread > 0:
         size = run.setting("num_generations")
         yield Seen(
-            f"the mean reward of a step has a noise of {noise:.2g}, and one completion a standard "
-            f"deviation of {spread:.2g}, at {size} completions per prompt; {_moved(run)}",
+            f"the mean reward scatters by {noise:.2g} from step to step, and single scores by "
+            f"{spread:.2g}, at {size} completions per prompt; {_moved(run)}",
             "error" if run.worse or run.fell else "warning",
             setting=_more_generations(run) if size < 8 else _valid(run, _calmer(run)),
         )

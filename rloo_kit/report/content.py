@@ -179,8 +179,7 @@ def _settings(config: RunConfig | None) -> list[dict[str, Any]]:
     """Return every setting with its default, and whether it differs."""
     if config is None:
         return []
-    by_device = dict.fromkeys(BY_DEVICE, "by the device")
-    trainer = trl_defaults() | DEFAULTS | by_device
+    trainer = trl_defaults() | DEFAULTS | dict.fromkeys(BY_DEVICE, "by the device")
     defaults = _flat(RunConfig()) | {f"trainer.{key}": _text(v) for key, v in trainer.items()}
     rows = []
     for name, value in _flat(config).items():

@@ -12,13 +12,7 @@ from rloo_kit.checkpoints.stopping import Terminated, terminate_as_interrupt
 from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.diagnosis.record import read_run
-from rloo_kit.errors import (
-    ConfigError,
-    KitError,
-    MemoryRanOutError,
-    ProcessEndedError,
-    RewardContractError,
-)
+from rloo_kit.errors import ConfigError, KitError, MemoryRanOutError, ProcessEndedError
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.job import PreparedJob, read_config, with_whole_paths
 from rloo_kit.live.select import chosen_view
@@ -252,8 +246,8 @@ def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Sa
             # Said below
             warnings.filterwarnings("ignore", message="training stops")
             trainer.train(resume_from_checkpoint=checkpoint and checkpoint.folder)
-        if trainer.scored_nothing:
-            raise RewardContractError(trainer.stop_reason)
+        if trainer.fault:
+            raise trainer.fault
     except Exception as exc:
         if step := trainer.state.global_step:
             folder = trainer.args.output_dir

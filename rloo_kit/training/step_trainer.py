@@ -17,6 +17,7 @@ from accelerate.utils.memory import clear_device_cache
 
 from rloo_kit.checkpoints.resume import ResumableTrainer
 from rloo_kit.data.lengths import check_lengths
+from rloo_kit.errors import RewardContractError
 from rloo_kit.machine.cleanup import take_peak
 from rloo_kit.machine.hardware import GIB, detect_hardware
 from rloo_kit.machine.processes import divided_by_launcher, num_processes
@@ -41,11 +42,6 @@ from rloo_kit.training.step_log import StepLog
 from rloo_kit.training.trl_step import TrlStep, route_trl_lm_head
 from rloo_kit.types import Tokenizer
 
-LOGGER = logging.getLogger(__name__)
-NONE_REMEDY = (
-    "let it return a number for the rows that it can judge (rloo-kit rewards check tries it)"
-)
-
 
 class StepTrainer(ResumableTrainer, TrlStep):
     """TRL's ``RLOOTrainer`` whose optimizer step is ``rloo.step.Step``, or TRL's own."""
@@ -58,9 +54,8 @@ class StepTrainer(ResumableTrainer, TrlStep):
         self.loaded_rewards = rewards
         self.dry_run_done = False
         self.collected: list[list[Row]] = []  # the rows of the optimizer step in progress
-        self.batches = 0  # generation batches that were scored
-        self.scored_nothing = False  # whether the first one has no score at all, which stops
-        self.warned_of_rows = False  # that no reward scores
+        self.is_first_batch, self.warned_of_rows = True, False  # rows that no reward scores
+        self.fault: RewardContractError | None = None  # that stopped the training
         self.step_log = StepLog(
             names=self.reward_func_names,
             tokenizer=self.tokenizer,
@@ -92,33 +87,30 @@ class StepTrainer(ResumableTrainer, TrlStep):
         )
 
     def _take_batch(self, records: list[dict[str, Any]], rollout: Rollout) -> None:
-        """Check what has no score in a new batch, and give the batch to the callbacks."""
+        """Say what has no score in a new batch, and give the batch to the callbacks."""
         missing = rollout.sampled.rewards.isnan()  # (B, F)
-        rows = missing.all(dim=1).nonzero().flatten().tolist()
-        if rows and not (self.by_trl or self.warned_of_rows):  # TRL's step warns by itself
+        rows, silent = missing.all(dim=1).tolist(), missing.all(dim=0).tolist()
+        if any(rows) and not (self.by_trl or self.warned_of_rows):  # TRL's step warns by itself
             self.warned_of_rows = True
-            LOGGER.warning(  # begins with TRL's words
-                "All reward functions returned None for the following kwargs: prompt %s, "
-                "completion %s, one of %d such rows in a batch of %d, which train nothing; let a "
-                "reward return a number for them, or leave their prompts out",
-                *(format_value(text_of(records[rows[0]][key])) for key in ("prompt", "completion")),
-                len(rows),
-                len(missing),
+            prompt = format_value(text_of(records[rows.index(True)]["prompt"]))
+            logging.getLogger(__name__).warning(  # begins with TRL's words
+                "All reward functions returned None for the following kwargs: "
+                f"prompt={prompt}. {sum(rows)} of {len(rows)} rows of this batch train nothing: "
+                "let a reward return a number for such rows, or leave their prompts out"
             )
-        self.batches += 1
-        if self.batches == 1:
-            self._check_rewards(missing.all(dim=0).tolist())
+        if self.is_first_batch and any(silent):
+            names = ", ".join(itertools.compress(self.reward_func_names, silent))
+            text = (
+                f"reward {names} returned None for every completion of the first batch: let it "
+                "return a number for rows that it can judge (rloo-kit rewards check tries it)"
+            )
+            if all(silent):
+                self.fault = RewardContractError(text)
+                self.stop(text)
+            else:
+                warnings.warn(text, stacklevel=2)
+        self.is_first_batch = False
         self.notify("on_completions", records=records, rollout=rollout)
-
-    def _check_rewards(self, silent: list[bool]) -> None:
-        """Stop if every reward is silent, which returned None for the whole first batch."""
-        names = ", ".join(itertools.compress(self.reward_func_names, silent))
-        seen = f"None came for every completion of the first batch from reward {names}"
-        self.scored_nothing = all(silent)
-        if self.scored_nothing:
-            self.stop(f"{seen}: nothing can be learned; {NONE_REMEDY}")
-        elif names and self.accelerator.is_main_process:
-            warnings.warn(f"{seen}: if it should score such rows, {NONE_REMEDY}", stacklevel=2)
 
     def _make_completer(self, rewards: list[LoadedReward]) -> TrainingCompleter:
         return TrainingCompleter(

@@ -60,7 +60,9 @@ def test_a_reward_without_scores_ends_the_run_after_its_first_batch(capsys):
     )
     assert main(["quickstart", *SHORT, "--set", "rewards=[mine.py:nothing]"]) == 2
     said = capsys.readouterr()
-    assert "for every completion of the first batch from reward nothing" in said.err
+    assert (
+        "reward nothing returned None for every completion of the first batch: let it" in said.err
+    )
     assert "Traceback" not in said.err
     assert "stopped after step 1: resume with rloo-kit train runs/quickstart --resume" in said.out
     assert json.loads(Path("runs/quickstart/end.json").read_text())["how"] == "failed"
