@@ -101,7 +101,7 @@ class Form:
             self.buttons[name].on_click(lambda button: self.run(button.description))
         self.buttons["stop"].on_click(lambda _: self.stop())
         buttons = widgets.HBox([*self.buttons.values()])
-        self.page = widgets.VBox([self.start, *self.fields.values(), buttons, *self.parts.values()])
+        self.page = widgets.VBox([self.start, buttons, *self.fields.values(), *self.parts.values()])
         self._set_running(False)
         self._begin_with(self.path if self.path.exists() else "quickstart")
 

@@ -62,6 +62,14 @@ def test_the_form_begins_with_the_quickstart(form):
     assert pressable(form) == {"plan", "check", "train", "resume"}
 
 
+def test_the_buttons_stand_above_the_fields(form):
+    """A long run file must not push them out of sight."""
+    shown = form.page.children
+    (buttons,) = (box for box in shown if hasattr(box, "children"))
+    assert set(buttons.children) == {*form.buttons.values()}
+    assert shown.index(buttons) < min(shown.index(field) for field in form.fields.values())
+
+
 def test_the_form_begins_with_its_own_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rewards = ["accuracy", {"name": "length_band", "low": 6, "high": 20}]
