@@ -22,16 +22,17 @@ class Progress:
         step: Optimizer steps done when it begins.
         total: Optimizer steps of the run.
         now: Seconds of a monotonic clock.
+        tokens: That were seen before.
     """
 
-    def __init__(self, step: int = 0, total: int = 0, now: float = 0.0) -> None:
+    def __init__(self, step: int = 0, total: int = 0, now: float = 0.0, tokens: int = 0) -> None:
         self.step, self.total = step, total
         self.metrics = Metrics([], [])
         self.completions: list[dict[str, Any]] = []
         self.findings: list[Finding] = []
         self.tokens_per_second = 0.0
         self._paces: deque[float] = deque(maxlen=PACE_STEPS)
-        self._last, self._tokens = now, 0.0
+        self._last, self._tokens = now, float(tokens)
 
     def add(self, step: int, total: int, logs: dict[str, Any], now: float) -> None:
         """Add the metrics of a step that sampled."""
@@ -40,7 +41,7 @@ class Progress:
         self._paces.append(seconds / max(1, step - self.step))
         tokens = finite_number(logs.get("num_tokens")) or self._tokens
         self.tokens_per_second = (tokens - self._tokens) / seconds
-        self._last, self._tokens = now, tokens
+        self._last, self._tokens = now, float(tokens)
         self.step, self.total = step, total
         self.metrics.steps.append(step)
         self.metrics.rows.append(logs)

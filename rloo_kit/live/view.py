@@ -33,7 +33,8 @@ class LiveView(TrainerCallback):
     ) -> None:
         """Start the clock."""
         self._open = True
-        self.progress = Progress(state.global_step, state.max_steps, time.monotonic())
+        seen = state.num_input_tokens_seen
+        self.progress = Progress(state.global_step, state.max_steps, time.monotonic(), seen)
         self._safely(self._begin)
 
     def on_completions(self, *_: object, records: Sequence[dict[str, Any]], **__: object) -> None:

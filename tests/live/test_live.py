@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import itertools
 import os
 import pty
 import re
@@ -65,7 +66,7 @@ FINDING = Finding(
 
 
 def start(view, max_steps=40):
-    state = SimpleNamespace(global_step=0, max_steps=max_steps)
+    state = SimpleNamespace(global_step=0, max_steps=max_steps, num_input_tokens_seen=0)
     view.on_train_begin(None, state, None, model=None)
     return state
 
@@ -253,6 +254,16 @@ def test_time_left_ignores_one_slow_step():
     resumed = Progress(100, 110, now=0.0)
     resumed.add(102, 110, ROW, 6.0)  # a further pass lies between
     assert resumed.seconds_left == 8 * 3.0
+
+
+def test_the_first_step_after_a_resume_has_its_true_speed(monkeypatch):
+    clock = itertools.count(0, 2)
+    monkeypatch.setattr("rloo_kit.live.view.time.monotonic", lambda: next(clock))
+    view = LiveView()
+    state = SimpleNamespace(global_step=100, max_steps=110, num_input_tokens_seen=426_100)
+    view.on_train_begin(None, state, None)
+    make_step(view, state)
+    assert view.progress.tokens_per_second == 4261 / 2
 
 
 # --- the panel ------------------------------------------------------------------------------------
