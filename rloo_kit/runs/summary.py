@@ -24,6 +24,8 @@ Say = Callable[[str], None]
 
 # Held-out prompts whose completions before and after are printed
 SAMPLES_SHOWN = 2
+# Model, prompts and rewards of somebody who has no run of his own yet
+QUICKSTART = ("tiny-thinker", "arithmetic", ["accuracy"])
 
 
 @dataclass(frozen=True)
@@ -122,10 +124,10 @@ def conclude(say: Say, result: RunResult) -> None:
     say(f"{result.steps} steps in {result.seconds:.0f} s; adapter in {result.adapter}")
     say(f"read {result.folder / 'report.html'} in a browser")
     say(str(result.released))
+    config, run = record.config, result.folder
     if record.end.get("how") != "finished":
-        say(f"resume with rloo-kit train {result.folder} --resume")
+        say(f"resume with rloo-kit train {run} --resume")
+    elif config and (config.model.name, config.data.prompts, config.rewards) == QUICKSTART:
+        say("next: rloo-kit rewards list, then copy examples/quickstart.yaml and train your model")
     else:
-        say(
-            "next: rloo-kit rewards list, then copy examples/quickstart.yaml and train your own "
-            "model"
-        )
+        say(f"next: rloo-kit chat {run} to try it, rloo-kit export {run} --to merged to use it")

@@ -53,6 +53,23 @@ def check_thoughts(completions):
             assert row["thought_tokens"] < row["tokens"] <= 48
 
 
+@pytest.mark.parametrize(
+    ("rewards", "next_step"),
+    [
+        (["accuracy"], "next: rloo-kit rewards list, then copy examples/quickstart.yaml and"),
+        (["thinking"], "next: rloo-kit chat run to try it, rloo-kit export run --to merged to use"),
+    ],
+)
+def test_the_last_line_fits_the_run_that_ended(rewards, next_step):
+    Path("run").mkdir()
+    Path("run/run.yaml").write_text(yaml.safe_dump({"rewards": rewards}))
+    Path("run/end.json").write_text('{"how": "finished"}')
+    lines = []
+    result = summary.RunResult(Path("run"), None, None, 4, 1.0, interrupted=False)
+    summary.conclude(lines.append, result)
+    assert lines[-1].startswith(next_step)
+
+
 @pytest.mark.long
 def test_a_reward_without_scores_ends_the_run_after_its_first_batch(capsys):
     Path("mine.py").write_text(
