@@ -37,8 +37,7 @@ def read_source(  # noqa: PLR0913
     columns: Mapping[str, str],
     builtin: Iterable[str],
     change: Callable[[Any], Any],
-    *,
-    skip_empty: bool = False,
+    skip_empty: bool,
 ) -> "Dataset":
     """Return the first ``num`` rows of a file or a hub dataset, each prompt checked and changed.
 
@@ -81,8 +80,7 @@ def read_source(  # noqa: PLR0913
 
 def looks_local(name: str) -> bool:
     """Return whether a name can only be a file's, and no hub dataset's."""
-    is_file = local_path(name).suffix.lower() in (*FILE_TYPES, ".json", ".txt")
-    return is_file or name.startswith((".", "/", "~"))
+    return name.startswith((".", "/", "~")) or name.lower().endswith((*FILE_TYPES, ".json", ".txt"))
 
 
 def local_path(name: str) -> Path:

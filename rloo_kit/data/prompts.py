@@ -86,8 +86,7 @@ def load_prompts(  # noqa: PLR0913
         dataset = as_dataset({**row, "prompt": change(row["prompt"])} for row in rows)
     else:
         known = (*BUILTIN, *HUB_TASKS, f"{PREFIX}TASK")
-        how = (columns or {}, known, change)
-        dataset = read_source(name, split, num_prompts, *how, skip_empty=skip_empty)
+        dataset = read_source(name, split, num_prompts, columns or {}, known, change, skip_empty)
         path = local_path(name)
         dataset = store_images(dataset, path if path.is_dir() else path.parent, name)
     if not len(dataset):
