@@ -68,7 +68,7 @@ def token_log_probs(
 
 
 class PlainTorchLogProb:
-    """Replaces TRL 1.15's Triton ``_ChunkedLogProbFunction``; same ``apply``."""
+    """Replaces TRL's Triton ``_ChunkedLogProbFunction``; same ``apply``."""
 
     @staticmethod
     def apply(

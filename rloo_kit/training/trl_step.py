@@ -192,7 +192,7 @@ def route_trl_lm_head() -> bool:
     """Make TRL's fused LM head usable without Triton; return whether anything had to change."""
     import trl.trainer.utils
 
-    utils: Any = trl.trainer.utils  # a private name of TRL 1.15; tests hold its signature
+    utils: Any = trl.trainer.utils  # a private name of TRL 1.15 and 1.16; tests hold its signature
     kernel = utils._ChunkedLogProbFunction
     has_triton = kernel is not None and torch.cuda.is_available()
     if has_triton or kernel is PlainTorchLogProb or hasattr(kernel, "_unsloth_cpu_dispatch"):
