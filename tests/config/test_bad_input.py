@@ -239,7 +239,7 @@ import sys
 from rloo_kit.cli import main
 for setting in (
     "data.prompts=none.csv", "output_dir=run.yaml/x", "rewards=[rouge]", "model.name=none.gguf",
-    "trainer.deepspeed=x",
+    "trainer.deepspeed=x", "output_dir=/proc/self",
 ):
     assert main(["train", "run.yaml", "--set", setting]) == 2
 assert not {"torch", "transformers"} & set(sys.modules), "loaded for nothing"
