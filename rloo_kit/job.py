@@ -229,7 +229,9 @@ class PreparedJob:
         given = (self.config.rewards, self.config.data.held_out_rewards)
         loaded = [load_rewards(specs, base_dir=self.rewards_base, say=self.say) for specs in given]
         for rewards, dataset in zip(loaded, self.prompts, strict=True):
-            for reward in rewards if dataset is not None else ():
+            if dataset is None:  # no prompts are held out
+                continue
+            for reward in rewards:
                 reward.func.check_columns(dataset.column_names)
         if self.config.model.trust_remote_code:
             self.say(

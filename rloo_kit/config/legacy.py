@@ -58,10 +58,12 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
     """Return flag -> value, as ``HfArgumentParser`` reads them: without a value it is true."""
     scripts = [place for place, word in enumerate(words) if word.endswith(".py")]
     found: dict[str, list[Any]] = {}
+    values: list[Any] = []  # of the flag before; the first words belong to none
     for word in words[scripts[0] if scripts else 0 :]:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            found[name := name.replace("-", "_")] = [read_value(value)] if equals else []
-        elif found:
-            found[name].append(read_value(word))
-    return {n: values if len(values) > 1 else [*values, True][0] for n, values in found.items()}
+            values = [read_value(value)] if equals else []
+            found[name.replace("-", "_")] = values
+        else:
+            values.append(read_value(word))
+    return {name: many if len(many) > 1 else (many or [True])[0] for name, many in found.items()}
