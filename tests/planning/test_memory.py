@@ -96,7 +96,8 @@ def test_what_is_no_model_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def loaded():
-    model, _ = load_model("tiny-thinker", max_seq_length=128, load_in_4bit=True)
+    given = {"max_seq_length": 128, "load_in_4bit": True, "dtype": torch.bfloat16}  # as on a GPU
+    model, _ = load_model("tiny-thinker", **given)
     return attach_lora(model, r=16, use_gradient_checkpointing=False)
 
 
