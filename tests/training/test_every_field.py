@@ -103,10 +103,6 @@ ACTS = {
     "torch_compile": Acts(True, "accelerator"),
     "torch_compile_backend": Acts("eager", "accelerator"),
     "torch_compile_mode": Acts("reduce-overhead", "accelerator", torch_compile=True),
-    "use_liger_kernel": Acts(True, "warned"),
-    "liger_kernel_config": Acts(
-        {"fused_linear_cross_entropy": True}, "error", use_liger_kernel=True
-    ),
     "use_cache": Acts(True, "model"),
     "neftune_noise_alpha": Acts(5.0, "weights"),
     "torch_empty_cache_steps": Acts(1, "cache"),
@@ -224,6 +220,8 @@ REFUSED = {
     "vllm_tensor_parallel_size": (2, "does not obey: leave it out"),
     "vllm_structured_outputs_regex": ("a+", "does not obey: leave it out"),
     "fsdp": (True, "leave it out"),
+    # with the package, transformers patches the model; its kernels want a GPU
+    "use_liger_kernel": (True, "needs the package liger-kernel"),
     "deepspeed": ({"zero_optimization": {"stage": 3}}, "deepspeed"),
 }
 
@@ -252,6 +250,7 @@ NO_MEANING = {
     "ddp_backend": _SEVERAL,
     "ddp_timeout": _SEVERAL,
     "fsdp_config": "of fsdp, which is refused",
+    "liger_kernel_config": "of use_liger_kernel, which wants a GPU",
     "local_rank": "of torch.distributed.launch; transformers has no use for it",
     "do_train": "for scripts: no trainer reads it",
     "do_eval": "for scripts: no trainer reads it",
