@@ -156,7 +156,9 @@ VALUES = {"warmup_ratio": 0.1, "exp_name": "mine", "normalize_advantage": True}
 VALUES |= {"multi_objective_aggregation": "normalize_then_sum"}
 
 
-@pytest.mark.parametrize(("old", "new"), (RENAMED.items() - {("total_episodes", "max_steps")}))
+@pytest.mark.parametrize(
+    ("old", "new"), sorted(RENAMED.items() - {("total_episodes", "max_steps")})
+)
 def test_a_name_of_another_trainer_is_translated_with_one_warning(old, new):
     value = VALUES.get(old, 4)
     says = re.escape(f"{old} is {new} here: {new}={value!r} is used")
