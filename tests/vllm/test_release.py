@@ -27,7 +27,7 @@ def rounds(number, how):
 @pytest.mark.parametrize(
     ("number", "how", "ended"),
     [
-        (4, "ends", {"end"}),
+        (3, "ends", {"end"}),
         pytest.param(3, "raises", {"RewardContractError"}, marks=pytest.mark.slow),
         pytest.param(3, "interrupted", {"KeyboardInterrupt"}, marks=pytest.mark.slow),
     ],

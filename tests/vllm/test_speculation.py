@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 SCRIPT = Path(__file__).parents[1] / "scripts" / "guessed_tokens.py"
 
 
