@@ -74,7 +74,7 @@ def test_setup_fills_in_variables_and_imports_unsloth_first(tmp_path):
 )
 def test_waiting_threads_spin_little_unless_the_user_says_how(monkeypatch, given, count):
     monkeypatch.setattr(environment.os, "environ", dict(given))
-    environment._set_variables()
+    environment.set_variables()
     assert environment.os.environ.get("GOMP_SPINCOUNT") == count
 
 
