@@ -28,7 +28,7 @@ from rloo_kit.text.redaction import (
 from rloo_kit.text.wording import did_you_mean
 
 # Seconds in which a launcher ends the other processes of a training whose first one has failed
-OF_ALL = 3
+OF_ALL = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
