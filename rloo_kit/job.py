@@ -222,6 +222,11 @@ class PreparedJob:
 
         What files say comes before torch, which takes seconds to load.
         """
+        if self.config.model.trust_remote_code:
+            self.say(
+                f"code that comes with {self.config.model.name} may run: model.trust_remote_code "
+                f"is true"
+            )
         set_variables()
         check_launch(self.config.trainer)
         check_path(self.config.model.name, self.base)
@@ -233,11 +238,6 @@ class PreparedJob:
                 continue
             for reward in rewards:
                 reward.func.check_columns(dataset.column_names)
-        if self.config.model.trust_remote_code:
-            self.say(
-                f"code that comes with {self.config.model.name} may run: model.trust_remote_code "
-                f"is true"
-            )
         for part in ("environment", "splits", "rewards", "judges"):
             getattr(self, part)
 

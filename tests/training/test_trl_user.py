@@ -474,7 +474,7 @@ def test_what_counts_tokens_needs_whole_completions_from_vllm(tmp_path):
         check_settings(args, "vllm")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_continuous_batching_does_not_cast_the_adapter(tmp_path):
     """TRL casts the whole model before it samples this way."""
     model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
