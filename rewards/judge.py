@@ -6,7 +6,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -166,6 +166,11 @@ class Judge(TemplateAware):
                 mean = sum(server.latencies) / len(server.latencies)
                 log_metric(f"{prefix}latency_seconds", mean)
         return scores
+
+    def check_columns(self, names: Iterable[str]) -> None:
+        """See ``TemplateAware.check_columns``; only mode ``pairwise`` reads a column."""
+        if self.mode == "pairwise":
+            super().check_columns(names)
 
     # --- questions and scores --------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class TemplateAware:
     def check_columns(self, names: Iterable[str]) -> None:
         """Raise RewardContractError where a dataset lacks the column that the reward reads."""
         column = getattr(self, "column", None)
-        if column is not None and getattr(self, "mode", "pairwise") == "pairwise":  # a judge's
+        if column is not None:
             column_of(dict.fromkeys(names), column, self.__name__)
 
     def is_opened(self, prompt: Completion) -> bool:

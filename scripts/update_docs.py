@@ -276,7 +276,7 @@ def _methods(name: str, roots: list[Path]) -> set[str]:
 
 
 def other_names() -> str:
-    """Return what becomes of the settings of other trainers."""
+    """Return the table of other trainers' settings."""
     rows = [(f"`{name}`", f"`{new}`") for name, new in RENAMED.items()]
     for name, (key, in_python) in MOVED.items():
         rows.append((f"`{name}`", f"`{key}` in a run file; in Python {in_python}"))

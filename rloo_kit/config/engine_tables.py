@@ -24,7 +24,6 @@ SET_ELSEWHERE: dict[str, dict[str, str]] = {
         "load_best_model_at_end": "trainer.keep_best",
         "model_init_kwargs": "unsloth",
         "resume_from_checkpoint": "rloo-kit train FOLDER --resume",
-        "save_total_limit": "trainer.keep_last",
     },
     "unsloth": {
         "fast_inference": "trainer.generation",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 
 def _by_name(groups: Mapping[str, str]) -> dict[str, str]:
-    """Return name -> text of text -> names."""
+    """Turn text -> names into name -> text."""
     return {name: text for text, names in groups.items() for name in names.split()}
 
 

@@ -79,8 +79,9 @@ def read_source(  # noqa: PLR0913
 
 
 def looks_local(name: str) -> bool:
-    """Return whether a name can only be a file's, and no hub dataset's."""
-    return name.startswith((".", "/", "~")) or name.lower().endswith((*FILE_TYPES, ".json", ".txt"))
+    """Return whether a name is taken for a file's: a path, or with an ending and no owner."""
+    is_file = name.lower().endswith((*FILE_TYPES, ".json", ".txt"))
+    return is_file or name.startswith((".", "/", "~")) or ("/" not in name and "." in name)
 
 
 def local_path(name: str) -> Path:

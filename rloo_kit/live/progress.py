@@ -22,7 +22,7 @@ class Progress:
         step: Optimizer steps done when it begins.
         total: Optimizer steps of the run.
         now: Seconds of a monotonic clock.
-        tokens: That were seen before.
+        tokens: Seen before it begins.
     """
 
     def __init__(self, step: int = 0, total: int = 0, now: float = 0.0, tokens: int = 0) -> None:

@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 # Held-out prompts whose completions before and after are printed
 SAMPLES_SHOWN = 2
-# Model, prompts and rewards of somebody who has no run of his own yet
+# Model, prompts and rewards of the quickstart, after which users write a run of their own
 QUICKSTART = ("tiny-thinker", "arithmetic", ["accuracy"])
 
 

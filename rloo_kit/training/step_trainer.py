@@ -87,7 +87,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         )
 
     def _take_batch(self, records: list[dict[str, Any]], rollout: Rollout) -> None:
-        """Say what has no score in a new batch, and give the batch to the callbacks."""
+        """Warn of rows and rewards without scores; give the batch to the callbacks."""
         missing = rollout.sampled.rewards.isnan()  # (B, F)
         rows, silent = missing.all(dim=1).tolist(), missing.all(dim=0).tolist()
         if any(rows) and not (self.by_trl or self.warned_of_rows):  # TRL's step warns by itself

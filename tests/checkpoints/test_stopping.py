@@ -90,7 +90,7 @@ def test_the_first_signal_lets_the_step_end_and_be_saved(number):
     child.send_signal(number)
     lines, code = rest_of(child)
     assert f"saved {signal.Signals(number).name}" in lines
-    # Nobody who pressed a stop button is told of keys
+    # No key is named, since the user may have pressed a stop button
     said = "stopping: this step is finished and saved first; ask again to stop at once"
     assert lines[:2] == ["", said]
     assert code == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]

@@ -106,9 +106,10 @@ def test_a_missing_file_is_looked_for_here_and_beside_the_run_file(tmp_path, cap
     folder = tmp_path / "runs of mine"
     (folder / "model").mkdir(parents=True)
     (folder / "prompts.jsonl").touch()
-    run_file(folder, data={"prompts": "promts.jsonl"})
     there = f"does not exist in {tmp_path} or {folder}; did you mean 'prompts.jsonl'?"
-    refuse(capsys, there, "runs of mine/run.yaml")
+    for name in ("promts.jsonl", "prompts.json1"):  # no dataset's name, so the hub is not asked
+        run_file(folder, data={"prompts": name})
+        refuse(capsys, there, "runs of mine/run.yaml")
     run_file(folder, model={**GOOD["model"], "name": "./modle"})
     there = f"does not exist in {tmp_path} or {folder}; did you mean 'model'?; give a model's"
     refuse(capsys, there, "runs of mine/run.yaml")
