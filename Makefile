@@ -49,17 +49,25 @@ test-vllm: setup-vllm
 
 # The GPU branch against the libraries that a GPU gets, on a machine without one.
 test-gpu-contract: setup-gpu
-	OMP_NUM_THREADS=1 $(GPY) -m pytest -q -n $(JOBS) --dist loadfile --durations=8 \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(GPY) -m pytest -q -n $(JOBS) --dist loadfile --durations=8 \
 	  -m gpu_contract --confcutdir=tests/gpu_contract tests/gpu_contract
+	CUDA_VISIBLE_DEVICES=-1 OMP_NUM_THREADS=1 $(GPY) -m pytest -q tests/models/test_vision.py -k qwen2_5_vl
 
 setup: .venv/made
 
 # Bytecode is compiled as pip does it: else the first import of torch, Unsloth and TRL does, and every
 # import where PYTHONDONTWRITEBYTECODE is set.
+# On Linux the torch of the lock brings 4 GB of libraries for CUDA. Without a card its build for CPUs replaces
+# it, and torchvision is left out. If that build cannot be had, all is installed as locked.
+SYNC := $(UV) pip sync --quiet --compile-bytecode --python $(PY) --require-hashes
 .venv/made: requirements/requirements.lock pyproject.toml | $(UV)
 	$(UV) venv --quiet --clear --python ">=3.11,<3.14" .venv
-	$(UV) pip sync --quiet --compile-bytecode --python $(PY) --require-hashes \
-	  requirements/requirements.lock
+	awk '/^[a-z]/ { cuda = /^(torch|torchvision|triton|xformers|nvidia-.*|cuda-.*)==/ } !cuda' \
+	  requirements/requirements.lock > .venv/cpu.lock
+	{ [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi && $(SYNC) .venv/cpu.lock \
+	  && $(UV) pip install --quiet --compile-bytecode --python $(PY) $(WHEELS) --no-deps \
+	    "$$(grep -o '^torch==[0-9.]*' requirements/requirements.lock)+cpu"; } \
+	  || $(SYNC) requirements/requirements.lock
 	$(UV) pip install --quiet --python $(PY) --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import datasets
@@ -19,9 +20,14 @@ from tiny_vision import RUN, save_model, save_squares
 
 # Names of layers in the vision tower that the language model has too
 SAME_NAMES = {"gemma3": "q_proj", "qwen2_5_vl": "gate_proj"}
+NEEDS_TORCHVISION = pytest.mark.skipif(
+    find_spec("torchvision") is None,
+    reason="its processor needs torchvision: make test-gpu-contract runs it",
+)
+FAMILIES = ["gemma3", pytest.param("qwen2_5_vl", marks=NEEDS_TORCHVISION)]
 
 
-@pytest.fixture(scope="module", params=SAME_NAMES)
+@pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("vision") / request.param, request.param)
 

@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     from reasoning_gym.factory import DATASETS
 
 WITHOUT_AN_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
-SLOW_TO_MAKE = {"futoshiki", "knight_swap", "zebra_puzzles"}
+SLOW_TO_MAKE = {"futoshiki", "knight_swap", "puzzle24", "zebra_puzzles"}
 TASKS = sorted(set(DATASETS) - WITHOUT_AN_ANSWER - SLOW_TO_MAKE - {"composite"})
 ONE_EACH = {}
 
