@@ -4,7 +4,7 @@
 """
 
 import json
-import re
+import sys
 from pathlib import Path
 
 import matplotlib as mpl
@@ -12,6 +12,9 @@ import matplotlib as mpl
 mpl.use("svg")
 mpl.rcParams["svg.hashsalt"] = "rloo-kit"  # the same results give the same file
 from matplotlib import pyplot
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
+from pages import write_part
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -86,21 +89,14 @@ def picture(content: dict) -> None:
     figure.savefig(PICTURE, metadata={"Date": None})
 
 
-def put(path: Path, name: str, text: str) -> None:
-    """Replace what stands between two markers."""
-    marks = re.compile(rf"(<!-- {name}:.*?-->\n).*?(<!-- /{name} -->)", re.S)
-    content, count = marks.subn(lambda found: f"{found[1]}{text}\n{found[2]}", path.read_text())
-    if count != 1:
-        raise SystemExit(f"{path.name} has no pair of {name} markers")
-    path.write_text(content)
-
-
 def main() -> None:
     """Write the tables and the picture."""
     short, long, second = (json.loads(path.read_text()) for path in (TABLE, LONG, SECOND))
-    put(ROOT / "docs" / "explanation" / "trainer.md", "learn-step-long", table(long))
-    put(ROOT / "docs" / "explanation" / "trainer.md", "learn-step-second", second_steps(second))
-    put(ROOT / "README.md", "learn-step", summary(long))
+    write_part(ROOT / "docs" / "explanation" / "trainer.md", "learn-step-long", table(long))
+    write_part(
+        ROOT / "docs" / "explanation" / "trainer.md", "learn-step-second", second_steps(second)
+    )
+    write_part(ROOT / "README.md", "learn-step", summary(long))
     picture(short)
 
 

@@ -215,10 +215,10 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="picture and page from the results")
     arguments = parser.parse_args()
     if arguments.report:
-        from learn_step_report import put
+        from learn_step_report import write_part
 
         models = [model for model in SUBJECTS if read(model)]
-        put(PAGE, "learning-rate", "\n\n".join(table(model) for model in models))
+        write_part(PAGE, "learning-rate", "\n\n".join(table(model) for model in models))
         picture(models)
         return
     sweep(arguments.model, arguments.cells, arguments.minutes)

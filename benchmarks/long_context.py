@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -549,22 +548,16 @@ def growth_table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def put(name: str, text: str) -> None:
-    """Replace what stands between two markers of the page."""
-    marks = re.compile(rf"(<!-- {name}:.*?-->\n).*?(<!-- /{name} -->)", re.S)
-    content, count = marks.subn(lambda found: f"{found[1]}{text}\n{found[2]}", PAGE.read_text())
-    if count != 1:
-        raise SystemExit(f"{PAGE.name} has no pair of {name} markers")
-    PAGE.write_text(content)
-
-
 def draw() -> None:
     """Write the picture and the page's tables."""
     content = json.loads(RESULT.read_text())
+    sys.path.append(str(ROOT / "scripts"))
+    from pages import write_part
+
     arms = content["arms"]
     picture(arms)
-    put("long-passes", passes_table(arms))
-    put("long-growth", growth_table(content["fits"]))
+    write_part(PAGE, "long-passes", passes_table(arms))
+    write_part(PAGE, "long-growth", growth_table(content["fits"]))
 
 
 def machine() -> dict[str, Any]:

@@ -25,12 +25,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "scripts"))
+from pages import write_part
+
 RESULT = ROOT / "benchmarks" / "results" / "plan_accuracy_cpu.json"
 PAGE = ROOT / "docs" / "how-to" / "plan.md"
-BEGIN, END = (
-    "<!-- plan-accuracy: written by benchmarks/plan_accuracy.py -->",
-    "<!-- /plan-accuracy -->",
-)
 MIB = 1024**2
 TOKENIZER = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
 
@@ -237,9 +236,7 @@ def write_table(rows):
     errors = sorted((abs(row["error"]), row["name"]) for row in rows)
     median, (largest, name) = errors[len(errors) // 2][0], errors[-1]
     line = f"{len(rows)} runs: median error {median:.1%}, largest {largest:.1%} ({name})."
-    text = PAGE.read_text()
-    begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    PAGE.write_text("\n".join([text[:begin], line, text[end:]]))
+    write_part(PAGE, "plan-accuracy", line)
 
 
 def main():

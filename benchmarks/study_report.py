@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from intervals import interval
-from learn_step_report import put, pyplot
+from learn_step_report import pyplot, write_part
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "explanation" / "study.md"
@@ -138,7 +138,7 @@ def write(rows: list[dict[str, Any]], titles: dict[str, str], planned: int) -> N
     ]
     names = [name for name in table[0] if any(row[name] for row in table)]
     lines = [names, ["---"] * len(names), *([row[name] for name in names] for row in table)]
-    put(PAGE, "study", "\n".join(f"| {' | '.join(line)} |" for line in lines))
+    write_part(PAGE, "study", "\n".join(f"| {' | '.join(line)} |" for line in lines))
     said = []
     for title, runs in (tasks | together(tasks, "SmolLM2-135M")).items():
         equal = {"steps": above_base, "seconds (those of the kit's RLOO)": above_base_in_time}
@@ -147,5 +147,5 @@ def write(rows: list[dict[str, Any]], titles: dict[str, str], planned: int) -> N
                 said.append(f"- **{title}**, equal {what}: {found}.")
     done = len({(r["task"], r["arm"], r["seed"]) for r in rows if "GSM8K" not in titles[r["task"]]})
     said.append(f"- {done} of {planned} runs on a CPU are done.")
-    put(PAGE, "study-verdicts", "\n".join(said))
+    write_part(PAGE, "study-verdicts", "\n".join(said))
     picture(tasks)

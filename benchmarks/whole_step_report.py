@@ -4,8 +4,8 @@
 """
 
 import json
-import re
 import statistics
+import sys
 from pathlib import Path
 
 import matplotlib as mpl
@@ -13,6 +13,9 @@ import matplotlib as mpl
 mpl.use("svg")
 mpl.rcParams["svg.hashsalt"] = "rloo-kit"  # the same results give the same file
 from matplotlib import pyplot
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
+from pages import write_part
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -112,18 +115,11 @@ def picture() -> None:
     figure.savefig(PICTURE, metadata={"Date": None})
 
 
-def fill(file: Path, name: str, content: str) -> None:
-    """Put a text between two marks."""
-    marks = rf"(<!-- {name}: .*? -->\n).*?(<!-- /{name} -->)"
-    text = re.sub(marks, lambda m: f"{m[1]}{content}\n{m[2]}", file.read_text(), flags=re.DOTALL)
-    file.write_text(text)
-
-
 def main() -> None:
-    fill(PAGE, "whole-step", table())
-    fill(PAGE, "sampler", sampler())
-    fill(PAGE, "time-to-score", scores())
-    fill(ROOT / "README.md", "whole-step", sentence())
+    write_part(PAGE, "whole-step", table())
+    write_part(PAGE, "sampler", sampler())
+    write_part(PAGE, "time-to-score", scores())
+    write_part(ROOT / "README.md", "whole-step", sentence())
     picture()
 
 

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
+from pages import with_part
 
 import rloo_kit
 from rloo_kit.cli import PARSER
@@ -382,16 +383,8 @@ def page_of(name: str) -> Path:
 
 
 def written(page: str, name: str, text: str) -> str:
-    """Return the text of a page with one generated part put in.
-
-    Raises:
-        ValueError: The page does not have exactly one such pair of markers.
-    """
-    marks = re.compile(rf"(<!-- {name}: .*?-->\n).*?(<!-- /{name} -->)", re.S)
-    content, count = marks.subn(lambda m: f"{m[1]}\n{text}\n{m[2]}", page)
-    if count != 1:
-        raise ValueError(f"there is no one pair of markers for {name}")
-    return content
+    """Return the text of a page with one generated part replaced."""
+    return with_part(page, name, f"\n{text}")
 
 
 def main() -> None:

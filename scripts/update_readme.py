@@ -4,14 +4,14 @@
 .venv/bin/python scripts/update_readme.py --pictures   # docs/pictures too; needs Chromium
 """
 
-import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from pages import write_part
+
 README = Path(__file__).parents[1] / "README.md"
-MARKS = re.compile(r"(<!-- quickstart:.*?-->\n).*?(<!-- /quickstart -->)", re.S)
 
 
 def shortened(lines: list[str]) -> list[str]:
@@ -38,11 +38,7 @@ def main() -> None:
             script = Path(__file__).with_name("make_pictures.py")
             subprocess.run([sys.executable, script, "runs/quickstart"], cwd=folder, check=True)
     text = "\n".join(shortened(done.stdout.rstrip().splitlines()))
-    block = f"```text\n{text}\n```\n"
-    content, count = MARKS.subn(lambda m: m[1] + block + m[2], README.read_text())
-    if count != 1:
-        sys.exit("README.md has no pair of quickstart markers")
-    README.write_text(content)
+    write_part(README, "quickstart", f"```text\n{text}\n```")
     print(text)
 
 

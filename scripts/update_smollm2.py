@@ -13,6 +13,7 @@ import re
 import statistics
 from pathlib import Path
 
+from pages import with_part
 from rloo_kit.rewards import Rouge
 
 from rloo_kit.evaluation.statistics import Difference, difference, estimate
@@ -174,12 +175,7 @@ def written(page: str, content: dict) -> str:
         "samples": samples(content, posts),
     }
     for name, text in parts.items():
-        marks = rf"(<!-- {name}:.*?-->\n).*?(<!-- /{name} -->)"
-        page, count = re.subn(
-            marks, lambda m, text=text: f"{m[1]}\n{text}\n\n{m[2]}", page, flags=re.S
-        )
-        if count != 1:
-            raise SystemExit(f"{PAGE.name} has no pair of {name} markers")
+        page = with_part(page, name, f"\n{text}\n")
     return page
 
 

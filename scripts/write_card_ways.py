@@ -11,6 +11,8 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from pages import with_part
+
 from rloo_kit.config.run_file import EXAMPLES, read_run_file
 from rloo_kit.machine.hardware import GIB, find_card
 from rloo_kit.planning.cards import find_ways
@@ -18,10 +20,6 @@ from rloo_kit.planning.facts import make_job, read_facts
 from rloo_kit.planning.memory import Job
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/how-to/more_than_one_card.md"
-BEGIN, END = (
-    "<!-- card_ways: written by scripts/write_card_ways.py -->\n",
-    "<!-- /card_ways -->",
-)
 RUN_FILE = "qwen3-14b-24gb"  # its rows, lengths and adapter, with another base
 SETTINGS = ["trainer.tokens_per_micro_batch=2048"]  # passes of one longest row: the least memory
 SETUPS = {
@@ -65,13 +63,12 @@ def table(base: str) -> str:
             cells.setdefault(name, []).append(f"**{size}**" if way.peak_bytes <= job.room else size)
     lines = [f"| {base} | {' | '.join(SETUPS)} |", "|---" * (1 + len(SETUPS)) + "|"]
     lines += [f"| {name} | {' | '.join(sizes)} |" for name, sizes in cells.items()]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def written(page: str) -> str:
     """Return the page with the tables of now between its markers."""
-    before, rest = page.split(BEGIN)
-    return before + BEGIN + "\n".join(map(table, BASES)) + END + rest.split(END)[1]
+    return with_part(page, "card_ways", "\n\n".join(map(table, BASES)))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a model whose config is on the hub alone is left out
 
+from pages import with_part
+
 from rloo_kit.config.run_file import EXAMPLES, read_run_file
 from rloo_kit.errors import ModelError
 from rloo_kit.machine.hardware import find_card
@@ -19,10 +21,6 @@ from rloo_kit.planning.facts import make_job, read_facts
 from rloo_kit.planning.memory import plan_memory, planned_engine
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/how-to/plan.md"
-BEGIN, END = (
-    "<!-- vllm_shares: written by scripts/write_vllm_shares.py -->\n",
-    "<!-- /vllm_shares -->",
-)
 CARDS = (8, 12, 16, 24)
 
 
@@ -36,7 +34,7 @@ def table() -> str:
         cells = _cells(path)
         if cells:
             lines.append(f"| `{path.stem}` | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _cells(path: Path) -> list[str]:
@@ -58,8 +56,7 @@ def _cells(path: Path) -> list[str]:
 
 def written(page: str) -> str:
     """Return the page with the table of now between its markers."""
-    before, rest = page.split(BEGIN)
-    return before + BEGIN + table() + END + rest.split(END)[1]
+    return with_part(page, "vllm_shares", table())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The pages: commands and code run, links resolve, generated parts are fresh."""
 
 import ast
-import importlib.util
+import importlib
 import inspect
 import re
 import subprocess
@@ -14,6 +14,7 @@ import rloo_kit as rk
 from rloo_kit.config.run_file import read_run_file
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 from page_commands import PAGES, README, ROOT, blocks, commands, execute, put_run
 
 COMMANDS = dict.fromkeys(command for page in PAGES for command in commands(page))
@@ -21,13 +22,6 @@ COMMANDS = dict.fromkeys(command for page in PAGES for command in commands(page)
 
 def page_id(page):
     return page.relative_to(ROOT).with_suffix("").as_posix().removeprefix("docs/")
-
-
-def load(script):
-    spec = importlib.util.spec_from_file_location(script, ROOT / f"scripts/{script}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def blocks_of(language):
@@ -97,7 +91,7 @@ def test_settings_in_troubleshooting_are_valid():
 
 
 def test_generated_parts_are_fresh():
-    script = load("update_docs")
+    script = importlib.import_module("update_docs")
     for name, make in script.PARTS.items():
         page = script.page_of(name).read_text()
         assert script.written(page, name, make()) == page, f"run scripts/update_docs.py ({name})"

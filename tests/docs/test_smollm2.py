@@ -1,6 +1,5 @@
 """examples/smollm2.yaml: its posts, and the run itself on the embedded model."""
 
-import importlib.util
 import json
 import re
 import sys
@@ -12,18 +11,13 @@ from rloo_kit.cli import main
 from rloo_kit.config.run_file import EXAMPLES, read_run_file
 from rloo_kit.evaluation.statistics import difference
 
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+import fetch_smollm2
+import make_posts
+import update_smollm2
+
 ROOT = Path(__file__).parents[2]
 
-
-def load(script):
-    spec = importlib.util.spec_from_file_location(script, ROOT / f"scripts/{script}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-make_posts, update_smollm2 = load("make_posts"), load("update_smollm2")
-fetch_smollm2 = load("fetch_smollm2")
 HELD_OUT = make_posts.HELD_OUT_SITUATIONS * make_posts.HELD_OUT_POSTS
 
 

@@ -1,0 +1,22 @@
+"""Generated parts of pages: each stands between ``<!-- name: ... -->`` and ``<!-- /name -->``."""
+
+import re
+from pathlib import Path
+
+
+def with_part(page: str, name: str, text: str) -> str:
+    """Return the text of a page with one generated part replaced.
+
+    Raises:
+        ValueError: The page does not have exactly one such pair of markers.
+    """
+    marks = re.compile(rf"(<!-- {name}:.*?-->\n).*?(<!-- /{name} -->)", re.S)
+    content, count = marks.subn(lambda found: f"{found[1]}{text}\n{found[2]}", page)
+    if count != 1:
+        raise ValueError(f"the page has {count} pairs of {name} markers, must have one")
+    return content
+
+
+def write_part(path: Path, name: str, text: str) -> None:
+    """Replace one generated part of a file."""
+    path.write_text(with_part(path.read_text(), name, text))
