@@ -53,24 +53,14 @@ def test_doctor_prints_what_it_found(capsys):
         assert part in printed
 
 
-def doctor(tmp_path, fake):
-    """Run the doctor with other metadata in front of what is installed."""
-    for name, version in fake.items():
+def test_doctor_gives_the_command_that_installs_the_tested_version(tmp_path, monkeypatch, capsys):
+    for name, version in {"peft": "0.18.0", "unsloth": "2026.10.7"}.items():
         info = tmp_path / f"{name}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    return subprocess.run(
-        [sys.executable, "-m", "rloo_kit", "doctor"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path,
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-
-
-@pytest.mark.long
-def test_doctor_gives_the_command_that_installs_the_tested_version(tmp_path):
-    done = doctor(tmp_path, {"peft": "0.18.0", "unsloth": "2026.10.7"})
-    assert "0.18.0, tested with 0.21.2: pip install peft==0.21.2" in done.stdout
-    assert done.returncode == 0
+    monkeypatch.syspath_prepend(tmp_path)  # in front of what is installed
+    assert main(["doctor"]) == 0
+    assert "0.18.0, tested with 0.21.2: pip install peft==0.21.2" in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -78,7 +68,11 @@ def test_doctor_exits_with_1_when_training_cannot_start(tmp_path):
     broken = tmp_path / "bitsandbytes"
     broken.mkdir()
     (broken / "__init__.py").write_text("raise ImportError('libcudart is missing')\n")
-    done = doctor(tmp_path, {})
+    done = subprocess.run(
+        [sys.executable, "-m", "rloo_kit", "doctor"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
     assert done.returncode == 1, done.stdout
     assert "training cannot start" in done.stdout
     assert "libcudart is missing" in done.stdout

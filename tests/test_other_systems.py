@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 HIDES = ROOT / "tests/scripts/no_posix"
 
+pytestmark = pytest.mark.long
 PROGRAM = """
 import importlib, json, os, signal, sys, threading, time
 from pathlib import Path

@@ -194,8 +194,15 @@ REACHES = {
 }
 
 
+# The second trains as the first does, in more lines: by hand, as in tests/vllm/test_quickstart.py
+BY_HAND = {"02_thinking_model": pytest.mark.slow}
+
+
 @pytest.mark.notebook
-@every_notebook
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=BY_HAND.get(path.stem, ())) for path in NOTEBOOKS],
+)
 def test_runs_from_top_to_bottom(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}

@@ -70,6 +70,7 @@ def test_prompts_read_back_as_verl_reads_them(folder, run_file):
         }
 
 
+@pytest.mark.long
 def test_reward_file_gives_the_scores_of_a_training(folder, run_file):
     expected = score_by_kit(run_file)
     done = subprocess.run(

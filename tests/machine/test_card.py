@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rloo_kit.cli import main
 from rloo_kit.machine.hardware import detect_hardware, why_not_card, why_not_together
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +77,7 @@ def test_vllm_and_torch_are_of_one_cuda(vllm, torch, together):
     assert (why_not_together(vllm, torch) is None) == together
 
 
-def command(words, tmp_path, **variables):
+def command(words, tmp_path):
     """Run the kit where nvidia-smi lists a card with an old driver, and torch sees none."""
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 550.54.14\n")
@@ -84,7 +85,7 @@ def command(words, tmp_path, **variables):
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         [sys.executable, "-m", "rloo_kit", *words],
-        env={**os.environ, "PATH": path, **variables}, cwd=tmp_path,
+        env={**os.environ, "PATH": path}, cwd=tmp_path,
         capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
 
@@ -101,23 +102,19 @@ def test_an_old_driver_stops_a_run_before_it_trains_on_the_cpu(tmp_path):
     done = command(["doctor"], tmp_path)
     assert done.returncode == 1
     assert f"training cannot start: {says}" in done.stdout
-    done = command(["doctor"], tmp_path, CUDA_VISIBLE_DEVICES="-1")
-    assert (done.returncode, "device: cpu" in done.stdout) == (0, True)
 
 
 @pytest.mark.long
-def test_the_doctor_imports_vllm_before_it_says_that_it_starts(tmp_path):
+def test_the_doctor_imports_vllm_before_it_says_that_it_starts(tmp_path, monkeypatch, capsys):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").write_text("raise ImportError('libcudart.so.13: not here')\n")
     info = tmp_path / "vllm-0.31.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.0\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "rloo_kit", "doctor"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path,
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    (line,) = re.findall(r"^  vllm +(vLLM.*|starts)$", done.stdout, re.M)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # vLLM is imported in a process of its own
+    main(["doctor"])
+    (line,) = re.findall(r"^  vllm +(vLLM.*|starts)$", capsys.readouterr().out, re.M)
     assert line == "vLLM cannot be imported: ImportError: libcudart.so.13: not here"
 
 

@@ -374,6 +374,7 @@ def test_env_file_is_read_before_rewards_are_made(tmp_path, monkeypatch):
     assert found.table[0].mean == 42
 
 
+@pytest.mark.long
 def test_on_a_gpu_the_model_samples_in_a_child_and_the_rewards_run_here(monkeypatch, capfd):
     rk.setup()
     seen = []

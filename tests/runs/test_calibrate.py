@@ -207,6 +207,7 @@ def test_a_precision_that_cannot_be_had_is_said(capsys):
     assert "set model.backend: transformers" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_on_a_gpu_each_precision_is_measured_in_a_process_of_its_own(monkeypatch):
     write_run(levels=[2])
     config = make_run_config(rk.read_run_file("run.yaml").as_dict(), ["model.backend=transformers"])

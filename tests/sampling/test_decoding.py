@@ -57,7 +57,13 @@ def by_generate(model, prompts, config):
     return [row[len(ids) :].tolist() for row, ids in zip(rows, prompts, strict=True)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+QUICK = {"llama", "qwen3", "gemma2", "qwen3_moe", "mamba"}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(one, marks=() if one in QUICK else pytest.mark.long) for one in FAMILIES],
+)
 def test_greedy_completions_equal_generates(family):
     model = make(family)
     found = complete(model, PROMPTS, 0, ENDS, generation_config=settings())

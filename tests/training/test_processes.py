@@ -81,7 +81,8 @@ def test_one_folder_and_one_report(folder):
     assert len(json.loads((run / "evaluation.json").read_text())["after"]["samples"]) == 16
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_process_ends_all_with_one_sentence_and_the_run_resumes(folder, rank):
     process = start(folder)
     wait_for(folder, process, "step 3/4")

@@ -308,6 +308,7 @@ def test_an_adapter_that_trl_makes_trains_in_float32(tmp_path):
     assert {p.dtype for p in trainer.trained_parameters().values()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_unsloths_way_of_sampling():
     """In a process of its own: the modules that a GPU gets patch transformers for good."""
     file = Path(__file__).with_name("unsloth_sampling.py")

@@ -257,6 +257,7 @@ def test_a_router_that_trains_has_the_models_own_coefficient(experts, tmp_path):
     assert trainer.by_trl
 
 
+@pytest.mark.long
 def test_a_run_file_trains_by_trls_step(tmp_path, monkeypatch, capsys):
     from rloo_kit.cli import main
 
