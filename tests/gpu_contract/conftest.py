@@ -83,11 +83,18 @@ if COMPLETE:
     if not has_driver():
         stub_driver()
 
-from rloo_kit.machine.environment import setup  # noqa: E402
 
-setup()
+@functools.cache
+def start_libraries():
+    """In the processes that run tests alone: pytest-xdist's own has no need of them."""
+    from rloo_kit.machine.environment import setup
 
-import torch  # noqa: E402
+    setup()
+
+
+def pytest_collectstart(collector):
+    """Import Unsloth and TRL in order before a test module is imported."""
+    start_libraries()
 
 
 class Card:
@@ -115,6 +122,8 @@ class Card:
 
     def properties(self, device=None):
         """Return what torch.cuda.get_device_properties does: fields of the installed class."""
+        import torch
+
         major, minor = self.capability
         fields = {
             "name": self.name,
@@ -217,6 +226,8 @@ def card(monkeypatch):
 
 
 def _show_torch(monkeypatch, card):
+    import torch
+
     answers = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
@@ -257,7 +268,7 @@ def _show_the_kit(monkeypatch):
     from rloo_kit.machine import environment
     from rloo_kit.machine.hardware import detect_hardware
 
-    found = dataclasses.replace(setup(), hardware=detect_hardware())
+    found = dataclasses.replace(environment.setup(), hardware=detect_hardware())
     monkeypatch.setattr(environment, "_environment", found)
 
 
@@ -299,6 +310,7 @@ def vllm_starts(card, monkeypatch):
 
 def _on_the_card(monkeypatch):
     """Let models say that they are on the card."""
+    import torch
     from transformers import PreTrainedModel
 
     monkeypatch.setattr(PreTrainedModel, "device", property(lambda self: torch.device("cuda", 0)))
@@ -310,6 +322,8 @@ def policy():
 
     Its weights are real, and in the host's memory.
     """
+    import torch
+
     import rloo_kit as rk
 
     def make(*, four_bit=False, r=16):
@@ -331,6 +345,7 @@ def large_policy(tmp_path):
 
     ``model.config._name_or_path`` is a folder with that config, as vLLM reads one.
     """
+    import torch
     from bitsandbytes.nn import Linear4bit
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
