@@ -161,9 +161,7 @@ def test_doctor_names_the_command_for_the_machine(torch, card, system, command, 
     assert install_command(torch) == command
 
 
-def test_constraints_are_the_set_for_but_for_torch_and_vllm():
-    """Unsloth's is what pip takes from an index that lacks the certifi of the later ones."""
+def test_constraints_are_the_set_but_for_torch_and_vllm():
     different = {name for name in TESTED if set_for("2.11.0")[1][name] != TESTED[name]}
-    assert different == {"torch", "vllm", "unsloth", "unsloth_zoo"}
-    different = {name for name in TESTED if set_for("2.13.0")[1][name] != TESTED[name]}
-    assert different == {"unsloth", "unsloth_zoo"}
+    assert different == {"torch", "vllm"}
+    assert all(set_for("2.13.0")[1][name] == version for name, version in TESTED.items())
