@@ -2,8 +2,8 @@
 
 .venv/bin/python scripts/make_pictures.py RUN
 
-Writes docs/pictures: the terminal's panel, the reward curve, and the report as Chromium shows it
-(Debian's chromium and chromium-driver).
+Writes docs/pictures: the reward curve, and the report as Chromium shows it (Debian's chromium and
+chromium-driver).
 """
 
 import argparse
@@ -14,29 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.diagnosis.record import RunRecord, read_run
-from rloo_kit.live.progress import Progress
-from rloo_kit.live.terminal import panel_of
 from rloo_kit.report.page import write_report
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
-COLUMNS = 80
 REPORT_SIZE = (1280, 1720)
 GROUP_SIZE = (1280, 1100)
-
-
-def panel_svg(record: RunRecord, step: int) -> str:
-    """Return the panel as it stood after a step, the clock of the run replayed."""
-    from rich.console import Console
-
-    rows = [row for row in record.metrics if "reward" in row and row["step"] <= step]
-    total = record.config.trainer["max_steps"]
-    progress = Progress(0, total, rows[0]["time"] - rows[0]["step_time"])
-    for row in rows:
-        progress.add(row["step"], total, row, row["time"])
-    progress.completions = [row for row in record.completions if row["step"] == step]
-    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
-    console.print(panel_of(progress, COLUMNS))
-    return console.export_svg(title="rloo-kit quickstart")
 
 
 def reward_svg(record: RunRecord) -> str:
@@ -107,8 +89,6 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="the folder of a run, such as runs/quickstart")
     record = read_run(parser.parse_args().run)
     PICTURES.mkdir(exist_ok=True)
-    middle = record.num_steps // 2
-    (PICTURES / "panel.svg").write_text(panel_svg(record, middle), encoding="utf-8")
     (PICTURES / "reward.svg").write_text(reward_svg(record), encoding="utf-8")
     report = write_report([record.folder])
     shoot(report, PICTURES / "report.png", REPORT_SIZE)

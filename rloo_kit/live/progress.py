@@ -28,7 +28,6 @@ class Progress:
     def __init__(self, step: int = 0, total: int = 0, now: float = 0.0, tokens: int = 0) -> None:
         self.step, self.total = step, total
         self.metrics = Metrics([], [])
-        self.completions: list[dict[str, Any]] = []
         self.findings: list[Finding] = []
         self.tokens_per_second = 0.0
         self._paces: deque[float] = deque(maxlen=PACE_STEPS)

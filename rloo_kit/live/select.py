@@ -1,7 +1,6 @@
 """The choice of the live view: by the output, or by an environment variable."""
 
 import os
-import sys
 from typing import TYPE_CHECKING, TextIO
 
 from rloo_kit.errors import ConfigError
@@ -11,8 +10,7 @@ if TYPE_CHECKING:
 
 # Environment variable that chooses the view
 VARIABLE = "RLOO_KIT_LIVE"
-CHOICES = ("auto", "panel", "notebook", "plain", "off")
-MIN_COLUMNS = 60
+CHOICES = ("auto", "notebook", "plain", "off")
 
 
 def chosen_view() -> str:
@@ -39,24 +37,10 @@ def live_progress(stream: TextIO | None = None) -> "LiveView":
     from rich.console import Console
 
     from rloo_kit.live.notebook import NotebookFigure
-    from rloo_kit.live.terminal import TerminalPanel
     from rloo_kit.live.view import LiveView, PlainLines
 
-    choice, target = chosen_view(), stream or sys.stdout
+    choice = chosen_view()
     if choice == "auto":
-        console = Console(file=target)
-        in_notebook = stream is None and console.is_jupyter
-        has_panel = (
-            target.isatty()
-            and not console.is_dumb_terminal
-            and console.encoding.startswith("utf")
-            and console.width >= MIN_COLUMNS
-        )
-        choice = "notebook" if in_notebook else "panel" if has_panel else "plain"
-    views = {
-        "notebook": NotebookFigure,
-        "panel": TerminalPanel,
-        "plain": PlainLines,
-        "off": LiveView,
-    }
-    return views[choice](target)
+        choice = "notebook" if stream is None and Console().is_jupyter else "plain"
+    views = {"notebook": NotebookFigure, "plain": PlainLines, "off": LiveView}
+    return views[choice](stream)

@@ -1,6 +1,6 @@
 """The metrics of a run that are drawn: which there are, what they mean, and their values.
 
-The terminal's panel, the notebook's figure and the report all draw ``CHARTS``.
+The notebook's figure and the report draw ``CHARTS``.
 """
 
 from collections.abc import Iterable, Sequence

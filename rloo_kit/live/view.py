@@ -37,10 +37,6 @@ class LiveView(TrainerCallback):
         self.progress = Progress(state.global_step, state.max_steps, time.monotonic(), seen)
         self._safely(self._begin)
 
-    def on_completions(self, *_: object, records: Sequence[dict[str, Any]], **__: object) -> None:
-        """Keep the completions of the newest batch, rows as in completions.jsonl."""
-        self.progress.completions = [*records]
-
     def on_findings(self, *_: object, findings: Sequence[Finding], **__: object) -> None:
         """Replace the findings by those of now."""
         self.progress.findings = [*findings]
@@ -61,7 +57,7 @@ class LiveView(TrainerCallback):
             self._safely(self._show_step)
 
     def close(self) -> None:
-        """Keep the last state on the screen and restore the terminal; may be called again."""
+        """Keep the last state on the screen; may be called again."""
         self._safely(self._end)
         self._open = False
 

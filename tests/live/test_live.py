@@ -1,17 +1,10 @@
-"""The live views: through a pipe, a pseudo-terminal and a notebook's kernel."""
+"""The live views: through a pipe and in a notebook's kernel."""
 
 import base64
-import contextlib
+import io
 import itertools
 import os
-import pty
 import re
-import signal
-import subprocess
-import sys
-import termios
-import threading
-import time
 import warnings
 from types import SimpleNamespace
 
@@ -26,7 +19,6 @@ from rloo_kit.live import progress as live
 from rloo_kit.live import select
 from rloo_kit.live.figure import figure_png
 from rloo_kit.live.progress import Progress
-from rloo_kit.live.terminal import TerminalPanel
 from rloo_kit.live.view import LiveView, PlainLines
 
 # Of the quickstart's first step.
@@ -46,20 +38,6 @@ SUMMARY = {"train_runtime": 94.9557, "train_steps_per_second": 0.421, "epoch": 0
 FURTHER_PASS = {"loss": 0.1, "grad_norm": 0.2, "epoch": 0.1}
 
 
-def record(question, completion, score):
-    return {
-        "step": 1, "group": 0, "prompt": [{"role": "user", "content": question}],
-        "completion": [{"role": "assistant", "content": completion}], "truncated": False,
-        "rewards": {"accuracy": score}, "score": score, "kl": 0.0, "baseline": 1.0,
-        "advantage": 0.0, "tokens": 27, "thought_tokens": 20,
-        "answer_at": completion.find("</think>") + len("</think>"),
-    }  # fmt: skip
-
-
-RECORDS = [
-    record("What is 420 + 659?", "0+9=9 2+5=7 4+6=10\n</think>\n\n1079", 1.0),
-    record("What is 335 + 491?", "5+1=6 3+9=12 3+4+1=8\n</think>\n\n826", 0.0),
-]
 FINDING = Finding(
     "kl_explosion", "error", None, "kl/token 1.3", "why", "begin again", "trainer.beta=0.1"
 )
@@ -71,122 +49,29 @@ def start(view, max_steps=40):
     return state
 
 
-def make_step(view, state, records=RECORDS, **changes):
+def make_step(view, state, **changes):
     """The events of one step, as the trainer sends them."""
     state.global_step += 1
     tokens = 4261.0 * state.global_step
-    view.on_completions(None, state, None, records=records, model=None)
     view.on_log(None, state, None, logs={**ROW, "num_tokens": tokens, **changes}, model=None)
     view.on_log(None, state, None, logs=FURTHER_PASS, model=None)
-
-
-# --- a terminal, read back ------------------------------------------------------------------------
-
-
-class Terminal:
-    """A pseudo-terminal of a given size, and what was written to it."""
-
-    def __init__(self, columns, lines):
-        self.master, self.slave = pty.openpty()
-        termios.tcsetwinsize(self.slave, (lines, columns))
-        self.stream = os.fdopen(os.dup(self.slave), "w", encoding="utf-8", buffering=1)
-        self.columns, self.lines = columns, lines
-        self._bytes = b""
-        self._last = time.monotonic()
-        self._reader = threading.Thread(target=self._read_on)  # a full buffer blocks who writes
-        self._reader.start()
-
-    def _read_on(self):
-        with contextlib.suppress(OSError):  # the other end is closed
-            while chunk := os.read(self.master, 65536):
-                self._bytes += chunk
-                self._last = time.monotonic()
-
-    def read(self):
-        """All that was written, as text, once nothing has come for a while."""
-        asked = time.monotonic()
-        while time.monotonic() - max(asked, self._last) < 0.05:
-            time.sleep(0.01)
-        return self._bytes.decode()
-
-    def close(self):
-        self.stream.close()
-        os.close(self.slave)
-        self._reader.join(10)
-        os.close(self.master)
-
-
-@pytest.fixture
-def terminal(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm-256color")
-    for name in ("NO_COLOR", "RLOO_KIT_LIVE"):
-        monkeypatch.delenv(name, raising=False)
-    made = []
-
-    def make(columns=80, lines=24):
-        # rich asks the terminal of this process for its size, unless it is told
-        monkeypatch.setenv("COLUMNS", str(columns))
-        monkeypatch.setenv("LINES", str(lines))
-        made.append(Terminal(columns, lines))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
-CODE = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])|\r|\n|[^\x1b]", re.DOTALL)
-
-
-def screen(text, columns):
-    """What a terminal shows after ``text``, scrolled lines included; unknown codes fail."""
-    lines, row, column = [""], 0, 0
-    for match in CODE.finditer(text):
-        numbers, code = match[1], match[2]
-        if match[0] == "\r":
-            column = 0
-        elif match[0] == "\n":
-            row += 1
-            lines += [""] * (row + 1 - len(lines))
-        elif code == "A":
-            row = max(0, row - int(numbers or 1))
-        elif code == "K":
-            lines[row] = "" if numbers == "2" else lines[row][:column]
-        elif code is None:
-            assert column < columns, f"a line is wider than the terminal: {lines[row]!r}"
-            lines[row] = lines[row][:column].ljust(column) + match[0] + lines[row][column + 1 :]
-            column += 1
-        else:
-            assert code == "m" or (code in "hl" and numbers == "?25"), match[0]
-    return lines
-
-
-def panel_of(lines):
-    """The one panel on a screen."""
-    tops = [place for place, line in enumerate(lines) if line.startswith("╭")]
-    ends = [place for place, line in enumerate(lines) if line.startswith("╰")]
-    assert len(tops) == len(ends) == 1, "\n".join(lines)
-    return lines[tops[0] : ends[0] + 1]
 
 
 # --- which view -----------------------------------------------------------------------------------
 
 
-def test_terminal_gets_the_panel_and_pipe_gets_lines(terminal, tmp_path):
-    assert type(select.live_progress(terminal().stream)) is TerminalPanel
-    with (tmp_path / "out").open("w") as stream:
-        assert type(select.live_progress(stream)) is PlainLines
+@pytest.mark.parametrize(
+    ("choice", "view"), [("plain", PlainLines), ("off", LiveView), ("auto", PlainLines)]
+)
+def test_environment_variable_chooses_the_view(monkeypatch, choice, view):
+    monkeypatch.setenv("RLOO_KIT_LIVE", choice)
+    assert type(select.live_progress()) is view
 
 
-def test_environment_variable_chooses_the_view(terminal, tmp_path, monkeypatch):
-    wanted = {"plain": PlainLines, "off": LiveView, "panel": TerminalPanel, "auto": TerminalPanel}
-    stream = terminal().stream
-    for value, view in wanted.items():
-        monkeypatch.setenv("RLOO_KIT_LIVE", value)
-        assert type(select.live_progress(stream)) is view
-    monkeypatch.setenv("RLOO_KIT_LIVE", "pannel")
-    with pytest.raises(ConfigError, match="'pannel', must be one of auto, panel, notebook, plain"):
-        select.live_progress(stream)
+def test_a_view_that_does_not_exist_is_refused(monkeypatch):
+    monkeypatch.setenv("RLOO_KIT_LIVE", "panel")
+    with pytest.raises(ConfigError, match="'panel', must be one of auto, notebook, plain, off"):
+        select.live_progress()
 
 
 # --- lines ----------------------------------------------------------------------------------------
@@ -215,17 +100,16 @@ def test_pipe_gets_one_line_per_step_and_finding():
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "high", [1.0]])
-def test_odd_metrics_are_shown_as_none(value, terminal):
-    screen_of = terminal()
-    for view in (PlainLines(screen_of.stream), TerminalPanel(screen_of.stream)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            state = start(view)
-            for _ in range(5):
-                make_step(view, state, **dict.fromkeys(ROW, value))
-            make_step(view, state)
-            view.close()
-        assert len(view.progress.metrics.steps) == 6
+def test_odd_metrics_are_shown_as_none(value):
+    view = PlainLines(io.StringIO())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = start(view)
+        for _ in range(5):
+            make_step(view, state, **dict.fromkeys(ROW, value))
+        make_step(view, state)
+        view.close()
+    assert len(view.progress.metrics.steps) == 6
     figure_png(view.progress)
 
 
@@ -264,132 +148,6 @@ def test_the_first_step_after_a_resume_has_its_true_speed(monkeypatch):
     view.on_train_begin(None, state, None)
     make_step(view, state)
     assert view.progress.tokens_per_second == 4261 / 2
-
-
-# --- the panel ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [(60, 24), (200, 60), (80, 10)])
-def test_panel_fits_and_keeps_the_last_state(terminal, size):
-    place = terminal(*size)
-    view = TerminalPanel(place.stream)
-    state = start(view)
-    for number in range(6):
-        make_step(view, state, reward=0.5 + number / 10)
-        view.on_findings(None, state, None, findings=[FINDING] * (number == 3))
-    view.on_train_end(None, state, None)
-    view.close()
-    text = place.read()
-    lines = screen(text, place.columns)
-    panel = panel_of(lines)
-    assert lines[len(panel) :] == [""]  # nothing above it, and the prompt's line below
-    assert len({len(line) for line in panel}) == 1
-    whole = "\n".join(panel)
-    assert "step 6/40" in whole
-    assert "nothing found" in whole
-    assert "1.000 ▁" in whole
-    assert "What is 420" in whole
-    assert text.rindex("\x1b[?25h") > text.rfind("\x1b[?25l")
-
-
-def test_panel_separates_thought_and_escapes_control_characters(terminal):
-    place = terminal(columns=100)
-    view = TerminalPanel(place.stream)
-    odd = "[bold]a\x1b[2J\x07[/nope]\n</think>\n\n[red]7[/red] 数"
-    make_step(view, start(view), records=[record("1 + 1?", odd, 1.0), *RECORDS[1:]])
-    view.close()
-    panel = panel_of(screen(place.read(), 200))
-    shown = [line.strip("│ ") for line in panel]
-    assert any(line.startswith("best 1.000  1 + 1?") for line in shown)
-    assert r"thought    [bold]a\x1b[2J\x07[/nope]" in shown
-    assert "answer     [red]7[/red] 数" in shown
-    assert "worst 0.000 What is 335 + 491?" in shown
-    assert "answer     826" in shown
-
-
-def test_findings_appear_with_their_setting_and_disappear(terminal):
-    place = terminal()
-    view = TerminalPanel(place.stream)
-    state = start(view)
-    make_step(view, state)
-    view.on_findings(None, state, None, findings=[FINDING] * 5)
-    with_findings = panel_of(screen(place.read(), 80))
-    view.on_findings(None, state, None, findings=[])
-    without = panel_of(screen(place.read(), 80))
-    view.close()
-    assert "error: kl_explosion; set trainer.beta=0.1" in with_findings[2]
-    assert "and 2 more" in with_findings[4]
-    assert "nothing found" in without[2]
-
-
-def test_printed_lines_appear_above_the_panel(terminal, monkeypatch):
-    place = terminal()
-    monkeypatch.setattr(sys, "stdout", place.stream)
-    monkeypatch.setattr(sys, "stderr", place.stream)
-    view = select.live_progress()
-    state = start(view)
-    for number in range(3):
-        print("printed", number)  # noqa: T201
-        print("warned", number, file=sys.stderr)  # noqa: T201
-        make_step(view, state)
-    view.close()
-    assert (sys.stdout, sys.stderr) == (place.stream,) * 2
-    lines = screen(place.read(), 80)
-    printed = [f"{what} {number}" for number in range(3) for what in ("printed", "warned")]
-    assert [line.rstrip() for line in lines[:6]] == printed
-    assert "step 3/40" in panel_of(lines)[0]
-    assert lines[6].startswith("╭")
-
-
-CHILD = """
-import sys, time
-sys.path[:0] = {path!r}
-from test_live import make_step, start
-from rloo_kit.live.select import live_progress
-
-print("imported")  # libraries log before
-view = live_progress()
-state = start(view)
-try:
-    make_step(view, state)
-    print("READY")
-    {then}
-finally:
-    view.close()
-    view.close()
-"""
-
-
-def in_a_terminal(place, then, interrupt):
-    """Run CHILD in the terminal; its exit status."""
-    code = CHILD.format(path=[os.path.dirname(__file__)], then=then)
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=place.slave, stderr=place.slave,
-        env={**os.environ, "RLOO_KIT_LIVE": "auto"},
-    )  # fmt: skip
-    killer = threading.Timer(120, child.kill)
-    killer.start()
-    try:
-        while "READY" not in place.read() and child.poll() is None:
-            pass
-        if interrupt:
-            child.send_signal(interrupt)
-        status = child.wait()
-        time.sleep(0.3)  # the reader's thread may still wait for a core
-        return status
-    finally:
-        killer.cancel()
-
-
-@pytest.mark.long
-def test_ctrl_c_leaves_panel_and_cursor(terminal):
-    place = terminal()
-    assert in_a_terminal(place, "time.sleep(60)", signal.SIGINT) != 0
-    text = place.read().partition("imported")[2].lstrip()
-    lines = screen(text, 80)
-    assert "step 1/40" in panel_of(lines)[0]
-    assert lines[-2].rstrip() == "KeyboardInterrupt"  # printed below the panel
-    assert text.rindex("\x1b[?25h") > text.rfind("\x1b[?25l")
 
 
 # --- the notebook ---------------------------------------------------------------------------------
