@@ -205,10 +205,15 @@ def _doctor(run: str | None) -> int:
 @_command(
     "plan",
     "will it fit: the memory of a run on a card, part by part, and what to change",
-    RUN_FILE,
+    _argument(
+        "source",
+        "or the folder of a run, or a model's name or folder; without it: what fits the card",
+        nargs="?",
+        metavar="RUN.yaml",
+    ),
     _argument(
         "--gpu",
-        "memory of a card (12GB), or this machine's (default)",
+        "a card's memory (12GB) or name (RTX 4070), or this machine's (default)",
         default="this",
         metavar="GPU",
     ),
@@ -221,10 +226,20 @@ def _doctor(run: str | None) -> int:
     ),
     SET,
 )
-def _plan(source: str, gpu: str, cards: int, overrides: list[str]) -> int:
+def _plan(source: str | None, gpu: str, cards: int, overrides: list[str]) -> int:
     from rloo_kit.job import read_config
-    from rloo_kit.planning.planner import make_plan
+    from rloo_kit.planning.card_fits import TYPICAL, describe_fits, is_model
+    from rloo_kit.planning.planner import find_room, make_plan
 
+    if source is None:
+        if overrides or cards > 1:
+            raise ConfigError("--set and --cards need a run file: rloo-kit plan RUN.yaml ...")
+        print(describe_fits(find_room(gpu)[0]))
+        return 0
+    if is_model(source):
+        print(f"with the settings of {TYPICAL}; --set changes them")
+        overrides = [f"model.name={source}", *overrides]
+        source = TYPICAL
     config, base = read_config(source, overrides)
     plan = make_plan(config, gpu, base=base, cards=cards)
     print(plan)

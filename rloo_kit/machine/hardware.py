@@ -62,21 +62,51 @@ class Hardware:
         return "fp16" if self.on_gpu else "no"
 
 
-def find_card(text: str) -> Hardware:
-    """Return a card of a size, with all of its memory free.
+# Memory in GB of NVIDIA's consumer cards with compute capability 7.5 or later, and of Colab's and
+# Kaggle's cards. Of a card that is sold with two sizes it is the smaller. A T4, L4 and A10G use a
+# part for error correction.
+CARDS = {
+    "2060": 6, "2070": 8, "2080": 8, "2080 ti": 11,
+    "3050": 8, "3060": 12, "3060 ti": 8, "3070": 8, "3070 ti": 8, "3080": 10, "3080 ti": 12,
+    "3090": 24, "3090 ti": 24,
+    "4060": 8, "4060 ti": 8, "4070": 12, "4070 super": 12, "4070 ti": 12, "4070 ti super": 16,
+    "4080": 16, "4080 super": 16, "4090": 24,
+    "5050": 8, "5060": 8, "5060 ti": 8, "5070": 12, "5070 ti": 16, "5080": 16, "5090": 32,
+    "t4": 15, "l4": 22.5, "a10g": 22.5, "a100": 40,
+}  # fmt: skip
 
-    >>> find_card("12GB").total_memory == 12 * GIB
+
+def find_card(text: str) -> Hardware:
+    """Return a card by its memory or its name, with all of its memory free.
+
+    >>> find_card("12GB").total_memory == find_card("RTX 4070").total_memory == 12 * GIB
+    True
+    >>> find_card("RTX 5060 Ti 16GB").total_memory == 16 * GIB
     True
 
     Raises:
-        ConfigError: It is no size.
+        ConfigError: It is neither a size nor a name of ``CARDS``.
     """
-    size = re.fullmatch(r"\s*([0-9]{1,4}(?:\.[0-9]+)?)\s*Gi?B?\s*", text, re.IGNORECASE)
-    if size and 1 <= (gib := float(size[1])) <= 1024:
-        memory = int(gib * GIB)
-        name = f"a card of {gib:g} GB"
-        return Hardware("cuda", name, memory, memory, bf16=True, num_devices=1)
-    raise ConfigError(f"{format_value(text)} is no size of a card: give one such as 12GB")
+    whole = " ".join(re.sub(r"(\d)(ti|super)\b", r"\1 \2", text.lower().replace("-", " ")).split())
+    name = _without_brand(whole)
+    gib = CARDS.get(name, 0)
+    size = re.fullmatch(r"(.*?) ?([0-9]{1,4}(?:\.[0-9]+)?)(?: ?gi?b?)?", whole)
+    if not gib and size:
+        name, gib = _without_brand(size[1]), float(size[2])
+        gib = 0 if size[1] and name not in CARDS else gib
+    if not 1 <= gib <= 1024:
+        raise ConfigError(
+            f"{format_value(text)} is not a known card: give its memory, such as 12GB, or a name "
+            f"such as RTX 4070"
+        )
+    memory = int(gib * GIB)
+    shown = f"{text.strip()} ({gib:g} GB)" if name else f"a card of {gib:g} GB"
+    bf16 = name != "t4" and not name.startswith("20")
+    return Hardware("cuda", shown, memory, memory, bf16=bf16, num_devices=1)
+
+
+def _without_brand(name: str) -> str:
+    return re.sub(r"nvidia|geforce|rtx|tesla", "", name).strip()
 
 
 def detect_hardware() -> Hardware:

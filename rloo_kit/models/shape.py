@@ -5,12 +5,11 @@ any architecture is counted as it is, and no weights are opened or downloaded. T
 models in examples/ are in a table here, so that a plan of them needs no network.
 """
 
-import contextlib
 import copy
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from rloo_kit.types import Model
 
 TINY_THINKER = Path(__file__).parents[1] / "assets" / "tiny-thinker"
 
-_QWEN3 = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-# Of the config.json that Qwen publishes with each model: the four numbers above, and whether the
-# LM head is the embedding. All have 8 heads of keys and values, heads of 128 and 151,936 tokens.
+# Of the config.json that Qwen publishes with each model: hidden and intermediate size, layers,
+# heads, and whether the LM head is the embedding
 PUBLISHED = {
     "qwen3-0.6b": (1024, 3072, 28, 16, True),
     "qwen3-1.7b": (2048, 6144, 28, 16, True),
@@ -31,6 +29,13 @@ PUBLISHED = {
     "qwen3-8b": (4096, 12288, 36, 32, False),
     "qwen3-14b": (5120, 17408, 40, 40, False),
 }
+# All of them have so many heads of keys and values, of this size, and so many tokens.
+QWEN3_KV_HEADS = 8
+QWEN3_HEAD = 128
+QWEN3_VOCABULARY = 151_936
+
+# The longest wait for an answer of the hub
+HUB_SECONDS = 10.0
 
 # Estimated share of the linear layers' weights that Unsloth's "dynamic" 4-bit models keep in 16
 # bit, where their config is not available: which layers stay differs by model
@@ -105,6 +110,9 @@ def read_shape(name: str, *, trust_remote_code: bool = False) -> ModelShape:
             "hub name"
         )
     try:
+        published = None if _is_here(found) else _published_shape(found)
+        if published is not None:
+            return replace(published, name=name)
         config, source = _read_config(found, trust_remote_code)
         return shape_of_config(config, name, source, trust_remote_code=trust_remote_code)
     except Exception as exc:  # what is raised differs by library, version and network
@@ -117,42 +125,73 @@ def read_shape(name: str, *, trust_remote_code: bool = False) -> ModelShape:
 
 def _read_config(name: str, trust_remote_code: bool) -> tuple[Any, str]:
     """Return transformers' config of a model, and where it is from."""
+    path = TINY_THINKER if name == "tiny-thinker" else Path(name).expanduser()
+    source = "the hub's copy"
+    if not path.exists() and not _is_here(name):
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+        # once: without a network transformers would try for half a minute
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
+        source = "the hub"
     from transformers import AutoConfig
 
     options = {"trust_remote_code": trust_remote_code}
-    path = TINY_THINKER if name == "tiny-thinker" else Path(name).expanduser()
     if path.suffix == ".gguf":
         where = {"gguf_file": path.name}
         return AutoConfig.from_pretrained(path.parent, **where, **options), "its GGUF file"
     if path.is_dir():
         return AutoConfig.from_pretrained(path, **options), "its config.json"
-    with contextlib.suppress(OSError, ValueError):
-        return AutoConfig.from_pretrained(name, local_files_only=True, **options), "the hub's copy"
-    published = _published(name)
-    if published is not None:
-        return published, "rloo-kit's table"
-    return AutoConfig.from_pretrained(name, **options), "the hub"
+    return AutoConfig.from_pretrained(name, **options), source
 
 
-def _published(name: str) -> Any:
-    """Return the config of a Qwen3 model in the kit's table, by a part of its name, or None."""
-    from transformers import Qwen3Config
+def _is_here(name: str) -> bool:
+    """Return whether the config is in a folder or in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
 
+    return Path(name).expanduser().exists() or isinstance(
+        try_to_load_from_cache(name, "config.json"), str
+    )
+
+
+def _published_shape(name: str) -> ModelShape | None:
+    """Return the shape of a Qwen3 model in the kit's table, by a part of its name, or None.
+
+    Neither torch nor transformers is imported for it.
+    """
     # not Qwen3-30B-A3B, a mixture of experts
     match = re.search(r"qwen3-\d+(?:\.\d+)?b(?![a-z0-9])(?!-a\d)", name.lower())
     values = PUBLISHED.get(match[0]) if match else None
     if values is None:
         return None
-    config = Qwen3Config(
-        **dict(zip(_QWEN3, values[:4], strict=True)),
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151_936,
-        tie_word_embeddings=values[4],
+    hidden, inner, layers, heads, tied = values
+    queries, keys = heads * QWEN3_HEAD, QWEN3_KV_HEADS * QWEN3_HEAD
+    sizes = {
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+    }
+    embeddings = QWEN3_VOCABULARY * hidden * (1 if tied else 2)
+    norms = layers * 2 * (hidden + QWEN3_HEAD) + hidden  # of both blocks, queries, keys; the last
+    return ModelShape(
+        name=name,
+        source="rloo-kit's table",
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=QWEN3_KV_HEADS,
+        head_dim=QWEN3_HEAD,
+        vocab_size=QWEN3_VOCABULARY,
+        linears=tuple(Linear(leaf, *size, layers, True) for leaf, size in sizes.items()),
+        others=embeddings + norms,
+        qk_norm=True,
+        packed="bnb-4bit" in name.lower(),
+        in_16bit=DYNAMIC_SHARE if "unsloth-bnb-4bit" in name.lower() else 0.0,
     )
-    if "bnb-4bit" in name.lower():
-        config.quantization_config = {"load_in_4bit": True}
-    return config
 
 
 def shape_of_config(

@@ -19,6 +19,7 @@ from rloo_kit.models.engine_memory import (
     reserved_rank,
 )
 from rloo_kit.models.shape import Linear, ModelShape, weight_bytes
+from rloo_kit.rloo.token_budget import default_token_budget
 
 # Phases, and what happens in them in words
 DOING = {
@@ -306,8 +307,6 @@ def _forward_bytes(job: Job) -> int:
 
 def _budget(job: Job, free: int) -> int:
     """Return ``tokens_per_micro_batch`` as given, or as the trainer will choose it."""
-    from rloo_kit.rloo.batching import default_token_budget
-
     return job.budget or default_token_budget(
         max(0, free),
         job.shape.hidden_size,

@@ -13,7 +13,7 @@ from rloo_kit.config.run_file import RunConfig
 from rloo_kit.errors import ConfigError, KitError
 from rloo_kit.job import read_config
 from rloo_kit.machine.environment import quiet, setup
-from rloo_kit.machine.hardware import GIB, USABLE, detect_hardware, find_card
+from rloo_kit.machine.hardware import GIB, USABLE, Hardware, detect_hardware, find_card
 from rloo_kit.models.engine_memory import MIB
 from rloo_kit.planning.advice import Change, find_changes, peak_with
 from rloo_kit.planning.cards import Way, find_ways
@@ -108,8 +108,8 @@ def plan(
     Args:
         source: A run file, the name of one that ships with the kit, the folder of a run, or a
             ``RunConfig``.
-        gpu: The memory of a card (``12GB``), or ``this`` (None too): the one in this machine, else
-            its CPU.
+        gpu: The memory of a card (``12GB``) or its name (``RTX 4070``), or ``this`` (None too): the
+            one in this machine, else its CPU.
         overrides: ``section.key=value``, as after ``--set``.
         cards: Of this size; above 1 the plan also says which ways to train on them fit, on paper.
 
@@ -135,17 +135,21 @@ def make_plan(
     """
     if cards < 1:
         raise ConfigError(f"--cards {cards} is no number of cards: give 1 or more")
-    if gpu is None or gpu.strip().lower() == "this":
-        card, room = detect_hardware(), room_here()
-    else:
-        card = find_card(gpu)
-        room = card.usable
+    card, room = find_room(gpu)
     with quiet():  # transformers is imported here
         facts = read_facts(config, base, card, room)
     made = Plan(config, facts, cards=cards)
     if made.peak_bytes <= room:
         return made
     return replace(made, changes=tuple(find_changes(config, facts, room)))
+
+
+def find_room(gpu: str | None) -> tuple[Hardware, int]:
+    """Return the card that is planned for, and the bytes of it that this process may take."""
+    if gpu is None or gpu.strip().lower() == "this":
+        return detect_hardware(), room_here()
+    card = find_card(gpu)
+    return card, card.usable
 
 
 def room_here() -> int:

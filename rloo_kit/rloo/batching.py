@@ -218,37 +218,3 @@ def _padded(rows: list[list[int]], value: int, multiple_of: int | None = None) -
     padded = pad_sequence(tensors, batch_first=True, padding_value=value)
     missing = -padded.size(1) % (multiple_of or 1)
     return torch.nn.functional.pad(padded, (0, missing), value=value)
-
-
-MIB = 1024**2
-
-
-def default_token_budget(  # noqa: PLR0913
-    free_memory: int,
-    hidden_size: int,
-    num_layers: int,
-    *,
-    intermediate_size: int,
-    bytes_per_value: int,
-    checkpointing: bool,
-    on_cpu: bool,
-) -> int:
-    """Return how many positions a training pass may have: between 512 and 16,384.
-
-    Half of the free memory (bytes, once the model is loaded) is for activations, on a CPU at most
-    512 MiB: more makes nothing faster there.
-    """
-    # values that a layer keeps of a position: inputs of its matrices, norms, attention, gated MLP
-    layer = 12 * hidden_size + 5 * intermediate_size
-    # with gradient checkpointing one layer does so at a time, and each keeps its input
-    values = layer + num_layers * hidden_size if checkpointing else num_layers * layer
-    room = min(free_memory // 2, 512 * MIB) if on_cpu else free_memory // 2
-    return max(512, min(room // (values * bytes_per_value), 16_384))
-
-
-def pass_overhead(num_layers: int, num_parameters: int, *, on_cpu: bool) -> int:
-    """Return what a training pass costs besides its positions, in positions."""
-    # Seconds to start a layer's operations, and operations a second; a position takes about 4 per
-    # parameter. Constants, not measured here: the same run is cut in the same way again.
-    seconds, operations = (5e-3, 1.5e11) if on_cpu else (1.5e-3, 3e13)
-    return round(num_layers * seconds * operations / (4 * num_parameters))

@@ -23,12 +23,13 @@ from rloo_kit.machine.hardware import GIB, detect_hardware
 from rloo_kit.machine.processes import divided_by_launcher, num_processes
 from rloo_kit.models.loading import save_adapter
 from rloo_kit.models.notes import notes_of
-from rloo_kit.rloo.batching import TokenRows, default_token_budget, pass_overhead
+from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.guards import StepGuard
 from rloo_kit.rloo.learner import Learner
 from rloo_kit.rloo.objective import LOSSES
 from rloo_kit.rloo.rollout import Rollout
 from rloo_kit.rloo.step import Row, Step
+from rloo_kit.rloo.token_budget import default_token_budget, pass_overhead
 from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.specs import LoadedReward

@@ -109,9 +109,9 @@ def test_a_whole_life_of_calls_reaches_the_worker(policy, vllm_starts, start):
 
 
 def qwen3(name):
-    from rloo_kit.models.shape import _published
+    from published import published_config
 
-    return _published(name)
+    return published_config(name)
 
 
 FITS = [  # card, used by the trainer's copy of the weights and by CUDA, in GiB

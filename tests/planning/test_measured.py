@@ -8,7 +8,7 @@ import pytest
 
 from rloo_kit.config.run_file import PROJECTIONS
 from rloo_kit.machine.hardware import find_card
-from rloo_kit.models.shape import _published, shape_of_config
+from rloo_kit.models.shape import read_shape, shape_of_config
 from rloo_kit.planning.memory import Job, plan_memory, planned_engine
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -30,12 +30,12 @@ def job_of(name, data):
     from transformers import Qwen3Config
 
     model = data["model"].removesuffix("-bnb-4bit").removesuffix("-bf16")
-    config = Qwen3Config(**TOY) if model == "toy" else _published(model)
+    shape = shape_of_config(Qwen3Config(**TOY), model) if model == "toy" else read_shape(model)
     in_4bit, own = "4bit" in data["model"], "own copy" in name
     rows, prompt, completion = (8, 64, 32) if model == "toy" else (16, 256, 512)
     room = find_card(f"{data['card']}GB").usable
     return Job(
-        shape=replace(shape_of_config(config, model), packed=in_4bit),
+        shape=replace(shape, packed=in_4bit),
         on_gpu=True,
         room=room,
         card=room,

@@ -5,13 +5,21 @@ from dataclasses import replace
 import bitsandbytes as bnb
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from rloo_kit.config.run_file import PROJECTIONS
 from rloo_kit.errors import ModelError
 from rloo_kit.machine.hardware import GIB
 from rloo_kit.models.engine_memory import MIB
 from rloo_kit.models.loading import attach_lora, load_model
-from rloo_kit.models.shape import TINY_THINKER, nf4_bytes, read_shape, weight_bytes
+from rloo_kit.models.shape import (
+    PUBLISHED,
+    TINY_THINKER,
+    nf4_bytes,
+    read_shape,
+    shape_of_config,
+    weight_bytes,
+)
 from rloo_kit.planning.memory import (
     LEARN,
     LOAD,
@@ -56,6 +64,21 @@ def test_published_configs_count_the_parameters_of_their_models(name, parameters
     assert shape.num_parameters == parameters
     assert shape.source == "rloo-kit's table"
     assert shape.packed == ("bnb-4bit" in name)
+
+
+@pytest.mark.parametrize("tail", ["", "-bnb-4bit", "-unsloth-bnb-4bit"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_shape_of_the_table_is_the_one_that_transformers_builds(name, tail):
+    shape = read_shape(name + tail)
+    hidden, inner, layers, heads, tied = PUBLISHED[name]
+    config = Qwen3Config(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, head_dim=128, vocab_size=151_936,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    if tail:
+        config.quantization_config = {"load_in_4bit": True}
+    assert shape == shape_of_config(config, name + tail, "rloo-kit's table")
 
 
 def test_folder_needs_no_weights(tmp_path, tiny):

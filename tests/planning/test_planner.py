@@ -33,7 +33,18 @@ def test_card_is_given_by_its_size(text):
     assert find_card(text).total_memory == 12 * GIB
 
 
-@pytest.mark.parametrize("text", ["rtx4070", "9999GB", "0GB"])
+@pytest.mark.parametrize(
+    ("text", "gib"),
+    [
+        ("RTX 3060", 12), ("NVIDIA GeForce RTX 4070 Ti SUPER", 16), ("rtx4070ti", 12),
+        ("RTX 5060 Ti 16GB", 16), ("3080 12 GB", 12), ("T4", 15), ("24", 24),
+    ],
+)  # fmt: skip
+def test_card_is_given_by_its_name(text, gib):
+    assert find_card(text).total_memory == gib * GIB
+
+
+@pytest.mark.parametrize("text", ["rtx4079", "9999GB", "0GB", "RTX 4070 Laptop"])
 def test_unknown_card_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match=rf"{text}.* 12GB"):
         find_card(text)

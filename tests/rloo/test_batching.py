@@ -5,7 +5,8 @@ from itertools import chain
 
 import pytest
 
-from rloo_kit.rloo.batching import IGNORED, TokenRows, default_token_budget, pass_overhead
+from rloo_kit.rloo.batching import IGNORED, TokenRows
+from rloo_kit.rloo.token_budget import default_token_budget, pass_overhead
 
 OVERHEAD = 32
 

@@ -1,0 +1,79 @@
+"""What fits a card: each run file for GPUs that ships with the kit, at its longest completions."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rloo_kit.config.run_file import EXAMPLES, read_run_file
+from rloo_kit.errors import ConfigError
+from rloo_kit.machine.hardware import GIB, Hardware
+from rloo_kit.planning.advice import apply
+from rloo_kit.planning.facts import read_facts
+from rloo_kit.planning.planner import Plan
+
+# Longest completions that are tried, in tokens
+LENGTHS = (16_384, 8192, 4096, 2048, 1024, 512)
+# The run file whose settings a model without a run file is planned with
+TYPICAL = "qwen3-4b-thinking-12gb"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A run file that fits, with the settings that give it the longest completions."""
+
+    name: str
+    plan: Plan
+    overrides: tuple[str, ...]  # ``section.key=value``; none if it fits best as it is
+
+    def __str__(self) -> str:
+        command = " ".join(["rloo-kit train", self.name, *(f"--set {o}" for o in self.overrides)])
+        return (
+            f"  {self.plan.config.model.name}: completions up to {self.plan.job.completion:,} "
+            f"tokens, peak {self.plan.peak_bytes / GIB:.1f} GiB"
+            f"\n    {command}"
+        )
+
+
+def describe_fits(card: Hardware) -> str:
+    """Return which models fit a card, the largest first, with the command that trains each.
+
+    Raises:
+        ConfigError: It is this machine's CPU.
+    """
+    if not card.on_gpu:
+        raise ConfigError("this machine has no GPU: name a card, such as --gpu 12GB or a run file")
+    names = sorted(path.stem for path in EXAMPLES.glob("qwen3-*.yaml"))
+    fits = [fit for name in names if (fit := longest_fit(name, card)) is not None]
+    best: dict[int, Fit] = {}  # of each model the one with the longest completions
+    for fit in sorted(fits, key=lambda one: (one.plan.job.completion, -len(one.overrides))):
+        best[fit.plan.facts.shape.num_parameters] = fit
+    lines = [f"on {card.name}, with Unsloth and vLLM; peaks are estimates:"]
+    lines += [str(best[size]) for size in sorted(best, reverse=True)]
+    if not best:
+        lines.append("  none of the run files that ship with the kit")
+    return "\n".join([*lines, "rloo-kit plan RUN.yaml --gpu GPU shows a run part by part"])
+
+
+def longest_fit(name: str, card: Hardware) -> Fit | None:
+    """Return the run file with the longest of its own length and ``LENGTHS`` that fits, or None."""
+    config = read_run_file(name)
+    own = config.trainer["max_completion_length"]
+    prompt = config.model.max_seq_length - own
+    facts = read_facts(config, EXAMPLES, card, card.usable)
+    facts = replace(facts, vllm=True, unsloth=True)  # as on a machine with that card
+    for length in sorted({own, *LENGTHS}, reverse=True):
+        overrides = (
+            f"trainer.max_completion_length={length}",
+            f"model.max_seq_length={length + prompt}",
+        )
+        plan = Plan(apply(config, [list(overrides)]), facts)
+        if plan.fits:
+            return Fit(name, plan, () if length == own else overrides)
+    return None
+
+
+def is_model(source: str) -> bool:
+    """Return whether the argument of ``plan`` is a model and not a run file or a run's folder."""
+    if os.path.isdir(source):
+        return Path(source, "config.json").is_file() and not Path(source, "run.yaml").exists()
+    return "/" in source and not os.path.exists(source) and not source.endswith((".yaml", ".yml"))
