@@ -7,9 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rloo_kit.errors import CheckpointError
+from rloo_kit.models.adapters import WEIGHTS as ADAPTER
+from rloo_kit.models.adapters import adapter_tensors, write_adapter
 from rloo_kit.types import Model
 
-WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+WEIGHTS = "model.safetensors"
 
 
 def trained_parameters(model: torch.nn.Module | Model) -> dict[str, torch.Tensor]:
@@ -20,15 +22,14 @@ def trained_parameters(model: torch.nn.Module | Model) -> dict[str, torch.Tensor
 def write_weights(model: Model, folder: Path) -> None:
     """Write the adapters as PEFT does, or the trained weights of a model without adapter."""
     if not hasattr(model, "peft_config"):
-        values = {n: _on_cpu(p) for n, p in trained_parameters(model).items()}
-        save_file(values, str(folder / WEIGHTS))
+        values = {
+            name: parameter.detach().to("cpu", copy=True).contiguous()
+            for name, parameter in trained_parameters(model).items()
+        }
+        save_file(values, folder / WEIGHTS)
         return
-    for name, config in model.peft_config.items():
-        place = folder if name == "default" else folder / name
-        place.mkdir(exist_ok=True)
-        values = {n: _on_cpu(p) for n, p in _adapter(model, name).items()}
-        save_file(values, str(place / ADAPTER))
-        config.save_pretrained(str(place))
+    for name in model.peft_config:
+        write_adapter(model, name, folder if name == "default" else folder / name)
 
 
 def read_weights(model: Model, folder: Path) -> None:
@@ -48,16 +49,8 @@ def read_weights(model: Model, folder: Path) -> None:
         model.add_adapter("ref", model.peft_config["default"])
     for name in model.peft_config:
         place = folder if name == "default" else folder / name
-        _copy_into(_adapter(model, name), load_file(str(place / ADAPTER)), folder.name)
+        _copy_into(adapter_tensors(model, name), load_file(str(place / ADAPTER)), folder.name)
     model.set_adapter("default")
-
-
-def _adapter(model: Model, name: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of an adapter under the names that PEFT's files have."""
-    from peft import get_peft_model_state_dict
-
-    mine = {n: p for n, p in model.named_parameters() if f".{name}." in f"{n}."}
-    return get_peft_model_state_dict(model, mine, adapter_name=name, save_embedding_layers=False)
 
 
 def _copy_into(own: dict[str, Any], kept: dict[str, Any], name: str) -> None:
@@ -73,7 +66,3 @@ def _copy_into(own: dict[str, Any], kept: dict[str, Any], name: str) -> None:
     with torch.no_grad():
         for key, values in kept.items():
             own[key].copy_(values)
-
-
-def _on_cpu(values: torch.Tensor) -> torch.Tensor:
-    return values.detach().to("cpu", copy=True).contiguous()

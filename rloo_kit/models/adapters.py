@@ -136,6 +136,26 @@ def without_engine(model: Model) -> Iterator[None]:
             attributes["vllm_engine"] = engine
 
 
+def adapter_tensors(model: Model, name: str = "default") -> "dict[str, torch.Tensor]":
+    """Return the tensors of an adapter under the names that PEFT's files have, not copied."""
+    from peft import get_peft_model_state_dict
+
+    mine = {n: p.detach() for n, p in model.named_parameters() if f".{name}." in f"{n}."}
+    return get_peft_model_state_dict(model, mine, adapter_name=name, save_embedding_layers=False)
+
+
+def write_adapter(model: Model, name: str, folder: Path, dtype: Any = None) -> None:
+    """Write an adapter as PEFT does; ``dtype`` is torch's type of the file, None: the adapter's."""
+    from safetensors.torch import save_file
+
+    tensors = {
+        key: tensor.to("cpu", dtype, copy=True).contiguous()
+        for key, tensor in adapter_tensors(model, name).items()
+    }
+    model.peft_config[name].save_pretrained(str(folder))
+    save_file(tensors, folder / WEIGHTS)
+
+
 def adapter_values(model: Model) -> "dict[str, torch.Tensor]":
     """Return copies of an adapter's trained parameters; none of a model without adapter."""
     if not hasattr(model, "peft_config"):

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from rloo_kit.errors import GenerationError
 from rloo_kit.machine.hardware import SHARED_MEMORY
+from rloo_kit.models.adapters import write_adapter
 from rloo_kit.models.engine_memory import LORA_RANKS, reserved_rank
 from rloo_kit.types import Model
 
@@ -166,13 +167,6 @@ def active_adapter(model: Model) -> str | None:
     return None if layer.disable_adapters else layer.active_adapters[0]
 
 
-def adapter_tensors(model: Model, name: str = "default") -> dict[str, Any]:
-    """Return the tensors of an adapter under PEFT's names, not copied."""
-    from peft import get_peft_model_state_dict
-
-    return get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-
-
 class AdapterFolder:
     """A folder with the adapter as it was sent last, and what else an engine reads.
 
@@ -201,19 +195,12 @@ class AdapterFolder:
             GenerationError: There is no space for it.
         """
         from safetensors import SafetensorError
-        from safetensors.torch import save_file
 
         folder = self.root / "adapter"
-        active = active_adapter(model) or "default"
-        tensors = {
-            name: tensor.detach().to("cpu", dtype).contiguous()
-            for name, tensor in adapter_tensors(model, active).items()
-        }
         # not written over: tensors that vLLM has read may be the old file's pages
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            model.peft_config[active].save_pretrained(str(folder))
-            save_file(tensors, folder / "adapter_model.safetensors")
+            write_adapter(model, active_adapter(model) or "default", folder, dtype)
         except (OSError, SafetensorError) as exc:
             raise GenerationError(
                 f"the adapter cannot be written to {str(self.root)!r} ({exc}): free some space "

@@ -20,6 +20,7 @@ from rloo_kit.machine.cleanup import is_out_of_memory
 from rloo_kit.machine.engines import leave_process_groups, may_sleep, shut_down_engine
 from rloo_kit.machine.environment import quiet
 from rloo_kit.machine.hardware import detect_hardware
+from rloo_kit.models.adapters import adapter_tensors
 from rloo_kit.models.engine_memory import (
     BATCHED_TOKENS,
     EngineSize,
@@ -35,7 +36,6 @@ from rloo_kit.sampling.engine import (
     Generations,
     Sampling,
     active_adapter,
-    adapter_tensors,
     reserved_rank_of,
 )
 from rloo_kit.text.wording import first_line

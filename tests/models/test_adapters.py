@@ -18,10 +18,10 @@ from rloo_kit.cli import main
 from rloo_kit.config.run_file import LoraSection, ModelSection, RunConfig
 from rloo_kit.evaluation.trained import find_trained
 from rloo_kit.job import read_config
-from rloo_kit.models.adapters import base_of
+from rloo_kit.models.adapters import adapter_tensors, base_of
 from rloo_kit.models.shape import read_shape
 from rloo_kit.planning.planner import make_plan
-from rloo_kit.sampling.engine import active_adapter, adapter_tensors
+from rloo_kit.sampling.engine import active_adapter
 
 ACCURACY = Path(__file__).parents[1] / "scripts" / "plain_peft_accuracy.py"
 

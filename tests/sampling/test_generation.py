@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rloo_kit.config.engine_settings import requested_engine
 from rloo_kit.errors import ConfigError, GenerationError
+from rloo_kit.models.adapters import adapter_tensors
 from rloo_kit.sampling.choice import make_sampling
 from rloo_kit.sampling.engine import (
     SHARED_MEMORY,
@@ -19,7 +20,6 @@ from rloo_kit.sampling.engine import (
     Choice,
     Sampling,
     active_adapter,
-    adapter_tensors,
     choose,
     reserved_rank_of,
     why_no_hot_swap,
