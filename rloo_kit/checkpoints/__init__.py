@@ -3,6 +3,6 @@
 Public: ``store.write_checkpoint``, ``find_checkpoint`` and ``Checkpoint``;
 ``resume.ResumableTrainer``, which the kit's trainer is; ``weights.write_weights``;
 ``state.write_tree``;
-``stopping.StopSignals``.
+``stopping.stop_signals``.
 It must not know the kit's trainer, only transformers'.
 """

@@ -38,7 +38,7 @@ from rloo_kit.checkpoints.state import (
     set_random_states,
     write_tree,
 )
-from rloo_kit.checkpoints.stopping import StopSignals, interrupt_for
+from rloo_kit.checkpoints.stopping import interrupt_for, stop_signals
 from rloo_kit.checkpoints.store import (
     Checkpoint,
     find_checkpoint,
@@ -129,7 +129,7 @@ class ResumableTrainer(Trainer):
         # After the callbacks whose state it restores
         self.add_callback(last := _Restore(self))
         self._started = time.monotonic()
-        with StopSignals(say=print) as self._signals:
+        with stop_signals(say=print) as self._signals:
             try:
                 output = super().train(folder, trial, ignore_keys_for_eval)
             except Exception as exc:
@@ -216,10 +216,9 @@ class ResumableTrainer(Trainer):
         if self.by_trl:
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
-            self._seal_checkpoint(self.take_snapshot())
-            return
-        self.store_flos()
-        self._note_best()
+        else:
+            self.store_flos()
+            self._note_best()
         self._write_checkpoint(self.take_snapshot())
 
     def _note_best(self) -> None:
@@ -228,18 +227,6 @@ class ResumableTrainer(Trainer):
         folder = Path(self.args.output_dir) / f"checkpoint-{best}"
         if best and (best == self.state.global_step or folder.exists()):
             self.state.best_model_checkpoint = str(folder)
-
-    def _seal_checkpoint(self, snapshot: dict[str, Any]) -> None:
-        """Add the kit's part to a checkpoint that transformers has written."""
-        self.saved_at = step = self.state.global_step
-        if not self.accelerator.is_main_process:
-            return
-        self.notify("on_checkpoint")
-        folder = Path(self.args.output_dir) / f"checkpoint-{step}"
-        write_tree(folder, snapshot)
-        score = self._checkpoint_score(snapshot["callbacks"])
-        seal_checkpoint(folder, step, facts=self._facts, score=score)
-        self._remove_others()
 
     def check_weights(self) -> None:
         """Raise DivergedError where trained weights hold NaN or Inf."""
@@ -258,33 +245,39 @@ class ResumableTrainer(Trainer):
             warnings.warn(f"step {step} was not saved: {exc}", RuntimeWarning, stacklevel=2)
 
     def _write_checkpoint(self, snapshot: dict[str, Any]) -> None:
+        """Write the checkpoint of a snapshot, or the kit's part of it where TRL's step trains."""
+        run = Path(self.args.output_dir)
+        step = self._loop.global_step
+        if self.accelerator.is_main_process:
+            self.notify("on_checkpoint")
+            about = {"facts": self._facts, "score": self._checkpoint_score(snapshot["callbacks"])}
+            if self.by_trl:
+                write_tree(run / f"checkpoint-{step}", snapshot)
+                seal_checkpoint(run / f"checkpoint-{step}", step, **about)
+            else:
+                write_checkpoint(run, step, lambda folder: self._fill(folder, snapshot), **about)
+            self._remove_others(run, step)
+        self.saved_at = step
+
+    def _fill(self, folder: Path, snapshot: dict[str, Any]) -> None:
+        """Write the files of a checkpoint of the kit's step."""
         self.check_weights()
-        run, loop = Path(self.args.output_dir), self._loop
         scaler = getattr(self.accelerator, "scaler", None)
-        state = snapshot | {
+        state = {
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
         }
         policy: Any = self.accelerator.unwrap_model(self.model)
+        write_weights(policy, folder)
+        write_tree(folder, snapshot | state)
+        self._loop.save_to_json(str(folder / TRAINER_STATE_NAME))
 
-        def fill(folder: Path) -> None:
-            write_weights(policy, folder)
-            write_tree(folder, state)
-            loop.save_to_json(str(folder / TRAINER_STATE_NAME))
-
-        self.notify("on_checkpoint")
-        score = self._checkpoint_score(snapshot["callbacks"])
-        write_checkpoint(run, loop.global_step, fill, facts=self._facts, score=score)
-        self.saved_at = loop.global_step
-        self._remove_others()
-
-    def _remove_others(self) -> None:
+    def _remove_others(self, run: Path, step: int) -> None:
         """Remove the checkpoints that are not kept."""
-        run = Path(self.args.output_dir)
-        # Later checkpoints are of another future of this run, left by a resume
+        # Later checkpoints belong to an abandoned branch of this run, left by a resume
         for later in list_steps(run):
-            if later > self.saved_at:
+            if later > step:
                 shutil.rmtree(run / f"checkpoint-{later}", ignore_errors=True)
         best = (self.args.load_best_model_at_end and self.state.best_model_checkpoint) or ""
         prune_checkpoints(run, self.args.keep_last, self.args.keep_best, spare=Path(best).name)
@@ -352,8 +345,6 @@ class ResumableTrainer(Trainer):
         for reward, kept in zip(self.reward_funcs, state["rewards"], strict=True):
             if kept is not None:
                 _inner(reward).load_state_dict(kept)
-        if not self.by_trl:
-            set_random_states(state["random"])
 
     def _restore_optimizer(self, state: dict[str, Any], name: str) -> None:
         """Load optimizer, schedule and scaler of the checkpoint of that name."""

@@ -10,8 +10,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds. Signals that are closer together are one request: `timeout` sends SIGTERM to a process
@@ -54,47 +55,45 @@ def handled(handle: Callable[[int, FrameType | None], Any], *numbers: int) -> It
             signal.signal(number, handler)
 
 
-class StopSignals:
+@dataclass
+class StopRequest:
+    """The first signal that asked the training to stop."""
+
+    received: int | None = None  # its number
+    received_at: float = 0.0
+
+
+@contextlib.contextmanager
+def stop_signals(say: Callable[[str], object] = lambda _: None) -> Iterator[StopRequest]:
     """Note the first SIGINT or SIGTERM, and raise every further one.
 
     Args:
-        say: Called with a line for the user, from a thread of its own; None: nothing is said.
+        say: Called with a line for the user, from a thread of its own; nothing is said by default.
 
     Raises:
         KeyboardInterrupt: In the body, by a second SIGINT.
         Terminated: In the body, by a second signal that is a SIGTERM.
     """
+    request = StopRequest()
 
-    def __init__(self, say: Callable[[str], object] | None = None) -> None:
-        self.received: int | None = None  # number of the first signal
-        self._received_at = 0.0
-        self._say = say
-        self._handlers = handled(self._handle, *SIGNALS)
-
-    def __enter__(self) -> Self:
-        self._handlers.__enter__()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._handlers.__exit__(*raised)
-
-    def _handle(self, number: int, _: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.received is not None:
-            if now - self._received_at < APART:
-                return
-            raise interrupt_for(number)
-        self.received, self._received_at = number, now
-        if self._say is not None:
-            # What was interrupted may hold the lock of the stream; threading.Thread takes one too.
-            _thread.start_new_thread(self._tell, (self._say,))
-
-    @staticmethod
-    def _tell(say: Callable[[str], object]) -> None:
+    def tell() -> None:
         # The terminal may be closed by now
         with contextlib.suppress(Exception):
             # It may come from Ctrl-C, a notebook's stop button, the form's, or another program
             say("\nstopping: this step is finished and saved first; ask again to stop at once")
+
+    def note(number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if request.received is None:
+            request.received = number
+            request.received_at = now
+            # What was interrupted may hold the lock of the stream; threading.Thread takes one too.
+            _thread.start_new_thread(tell, ())
+        elif now - request.received_at >= APART:
+            raise interrupt_for(number)
+
+    with handled(note, *SIGNALS):
+        yield request
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rloo_kit.checkpoints.stopping import StopSignals, interrupt_for
+from rloo_kit.checkpoints.stopping import interrupt_for, stop_signals
 from rloo_kit.checkpoints.store import Checkpoint, list_steps
 from rloo_kit.config.run_file import SECTIONS, RunConfig, read_run_file
 from rloo_kit.errors import ConfigError
@@ -148,7 +148,7 @@ def opened_folder(
         write_json(folder / "environment.json", redact_tree(facts), indent=2)
 
     with contextlib.ExitStack() as stack:
-        with StopSignals() as signals:  # one that comes right here would leave an empty folder
+        with stop_signals() as signals:  # one that comes right here would leave an empty folder
             folder = past or make_run_folder(free)
             if past is None:
                 stack.enter_context(_removed_if_empty(folder))

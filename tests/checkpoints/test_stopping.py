@@ -14,7 +14,7 @@ from jupyter_client.manager import start_new_kernel
 
 from rloo_kit.checkpoints.stopping import (
     APART,
-    StopSignals,
+    stop_signals,
     terminate_as_interrupt,
 )
 
@@ -49,7 +49,7 @@ import sys, time
 from rloo_kit.checkpoints.stopping import *
 
 def run():
-    with StopSignals(say=lambda line: print(line, flush=True)) as stop:
+    with stop_signals(say=lambda line: print(line, flush=True)) as stop:
         while not stop.received:
             started = time.monotonic()
             print("begun", flush=True)
@@ -130,12 +130,12 @@ def test_an_echo_of_a_signal_is_no_second_one(number):
 
 def test_the_handlers_before_are_put_back():
     before = handlers()
-    with StopSignals() as stop:
+    with stop_signals() as stop:
         inside = handlers()
     assert handlers() == before
     assert not set(inside) & set(before)
     assert stop.received is None
-    with pytest.raises(ZeroDivisionError), StopSignals():
+    with pytest.raises(ZeroDivisionError), stop_signals():
         _ = 1 / 0
     assert handlers() == before
 
@@ -173,7 +173,7 @@ def test_a_signal_while_loading_cleans_up(number, times, tmp_path):
 def test_sigterm_that_is_ignored_stays_ignored():
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        with terminate_as_interrupt(), StopSignals() as stop:
+        with terminate_as_interrupt(), stop_signals() as stop:
             signal.raise_signal(signal.SIGTERM)
         assert stop.received is None
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
@@ -193,7 +193,7 @@ reward = Math()
 reward(completions=["1"], answer=["1"])
 worker = reward._worker._process
 for _ in range(2):
-    with StopSignals() as stop:
+    with stop_signals() as stop:
         print("begun", flush=True)
         outcome = run_python("import time; time.sleep(0.4); print(42)", allow_weak=True)
         while not stop.received:
@@ -243,9 +243,9 @@ def test_signals_to_everybody_leave_the_scores_of_the_step_alone():
 
 CELL = """
 import signal, time
-from rloo_kit.checkpoints.stopping import StopSignals
+from rloo_kit.checkpoints.stopping import stop_signals
 before = signal.getsignal(signal.SIGINT)
-with StopSignals() as stop:
+with stop_signals() as stop:
     print("begun")
     while not stop.received:
         time.sleep(0.05)

@@ -34,7 +34,7 @@ HELPERS = """
 import os, pathlib, signal, subprocess, sys, threading, time
 
 from rloo_kit.errors import ConfigError, RewardContractError
-from rloo_kit.checkpoints.stopping import StopSignals
+from rloo_kit.checkpoints.stopping import stop_signals
 
 def talks(lines):
     for line in lines:
@@ -80,7 +80,7 @@ def waits(place, on_interrupt):
 
 def finishes_its_step():
     try:
-        with StopSignals() as stop:
+        with stop_signals() as stop:
             print("begun", flush=True)
             while not stop.received:
                 time.sleep(0.01)
