@@ -188,13 +188,7 @@ class Learner:
     def _backward(
         self, rollout: Rollout, batch: MicroBatch, output: PassOutput, weights: torch.Tensor
     ) -> None:
-        loss, objective = self._loss(rollout, batch, output, weights)
-        self.backward(loss)
-        self._count(rollout, batch, output, objective, loss)
-
-    def _loss(
-        self, rollout: Rollout, batch: MicroBatch, output: PassOutput, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, Surrogate]:
+        """Run a micro-batch backward, and count it; ``weights`` are ``(B,)``."""
         rows, mask = batch.rows, batch.completion_mask
         width = mask.size(1)
         # before any optimizer step the old policy is the one that trains: a ratio of exactly 1
@@ -205,41 +199,19 @@ class Learner:
         if self.correction is not None and rollout.sampler_log_probs is not None:
             sampler, (level, cap) = rollout.sampler_log_probs[rows, :width], self.correction
             factors = rollout_weights(old, sampler, mask, level, cap)
-            self._count_correction(factors[mask] if level == "token" else factors, cap)
             if level == "token":
                 token_weights = factors
+                self.tally.count_correction(factors[mask], cap)
             else:
                 row_weights = row_weights * factors.squeeze(1)
+                self.tally.count_correction(factors, cap)
         objective = self.loss(output.log_probs, old, mask, advantages, *self.epsilon, token_weights)
-        return (objective.losses * row_weights).sum(), objective
-
-    def _count_correction(self, factors: torch.Tensor, cap: float) -> None:
-        self.tally.corrections += factors.numel()
-        self.tally.correction += float(factors.sum())
-        self.tally.capped += int((factors >= cap * (1 - 1e-6)).sum())
-
-    @torch.no_grad()
-    def _count(
-        self,
-        rollout: Rollout,
-        batch: MicroBatch,
-        output: PassOutput,
-        objective: Surrogate,
-        loss: torch.Tensor,
-    ) -> None:
-        tally = self.tally
-        mask = batch.completion_mask
+        loss = (objective.losses * row_weights).sum()
+        self.backward(loss)
         self._count_positions(batch)
-        tally.loss += float(loss.detach())
-        tally.completion_tokens += int(mask.sum())
-        if output.entropies is not None:
-            tally.entropy += float((output.entropies * mask).sum())
-        if not rollout.on_policy:
-            moved = output.log_probs - rollout.old_log_probs[batch.rows, : mask.size(1)]  # (N, C)
-            tally.squared_log_ratio += float((moved.square() * mask).sum())
-        tally.ratios = torch.cat([tally.ratios, objective.ratios.cpu()])
-        tally.clipped_low = torch.cat([tally.clipped_low, objective.clipped_low.cpu()])
-        tally.clipped_high = torch.cat([tally.clipped_high, objective.clipped_high.cpu()])
+        self.tally.loss += float(loss.detach())
+        self.tally.count_objective(objective)
+        self.tally.count_tokens(mask, output.log_probs.detach() - old, output.entropies)
 
     def _cut(self, tokens: TokenRows, rows: Iterable[int], factor: int = 1) -> list[list[int]]:
         share = self.may_share()

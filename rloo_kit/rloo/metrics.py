@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rloo_kit.rloo.advantages import leave_one_out_advantages, leave_one_out_baselines
+from rloo_kit.rloo.objective import Surrogate
 from rloo_kit.rloo.rollout import Rollout, is_token_level
 
 # --- a rollout -----------------------------------------------------------------------------------
@@ -160,6 +161,27 @@ class Tally:
     ratios: torch.Tensor = NO_ROWS
     clipped_low: torch.Tensor = NO_ROWS
     clipped_high: torch.Tensor = NO_ROWS
+
+    def count_tokens(
+        self, mask: torch.Tensor, moved: torch.Tensor, entropies: torch.Tensor | None
+    ) -> None:
+        """Count a micro-batch; all are ``(N, C)``, ``moved`` the change of log-probabilities."""
+        self.completion_tokens += int(mask.sum())
+        self.squared_log_ratio += float((moved.square() * mask).sum())
+        if entropies is not None:
+            self.entropy += float((entropies * mask).sum())
+
+    def count_objective(self, objective: Surrogate) -> None:
+        """Take the ratios of a micro-batch's rows, and what was clipped of them."""
+        self.ratios = torch.cat([self.ratios, objective.ratios.cpu()])
+        self.clipped_low = torch.cat([self.clipped_low, objective.clipped_low.cpu()])
+        self.clipped_high = torch.cat([self.clipped_high, objective.clipped_high.cpu()])
+
+    def count_correction(self, factors: torch.Tensor, cap: float) -> None:
+        """Count importance weights."""
+        self.corrections += factors.numel()
+        self.correction += float(factors.sum())
+        self.capped += int((factors >= cap * (1 - 1e-6)).sum())
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step; means over rows count all of them."""
