@@ -214,14 +214,14 @@ class Policies:
 
 
 class Canary:
-    """Compares sampler and trainer, and stops the run where they are two policies."""
+    """Compares sampler and trainer, and stops the run if they are two policies."""
 
     def __init__(self, policies: Policies, sampling: Sampling) -> None:
         self._policies = policies
         self._sampling = sampling
-        self._sent: deque[dict[str, torch.Tensor]] = deque(maxlen=2)  # adapters, the last one last
+        self._sent = deque[dict[str, torch.Tensor]](maxlen=2)  # adapters, the last one last
         self._history = {name: deque[Position](maxlen=HISTORY) for name in MESSAGES}
-        self._noises: deque[tuple[float, float]] = deque(maxlen=HISTORY)
+        self._noises = deque[tuple[float, float]](maxlen=HISTORY)
 
     def sent(self, dtype: torch.dtype) -> None:
         """Remember the adapter as it was just sent, rounded to ``dtype``."""
@@ -275,7 +275,7 @@ class Canary:
             GenerationError: The engine reported NaN or Inf.
         """
         tokens, log_probs = _cut_probe(tokens, log_probs)
-        policies, others = self._policies, dict[str, torch.Tensor]()
+        policies = self._policies
         *before, sent = self._sent
         with policies.adapter_set_to(sent):
             now = policies.log_probs(tokens)  # (N,)
@@ -296,12 +296,15 @@ class Canary:
             # Truncation renormalises what is left, so the sampler's numbers are not the policy's.
             return metrics
         with policies.model.disable_adapter():
-            others[BASE] = policies.log_probs(tokens)
+            others = {BASE: policies.log_probs(tokens)}
         for values in before:
             with policies.adapter_set_to(values):
                 others[PREVIOUS_STEP] = policies.log_probs(tokens)
-        found = {n: position_between(sampler, now, one, noise) for n, one in others.items()}
-        positions = {name: position for name, position in found.items() if position is not None}
+        positions = {
+            name: position
+            for name, other in others.items()
+            if (position := position_between(sampler, now, other, noise)) is not None
+        }
         metrics |= {name: one.share for name, one in positions.items() if one.resolved}
         nearest = self._nearest(positions)
         if not nearest and difference <= max(NOISE_FLOOR, NOISE_FACTOR * noise_mean):

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -16,24 +17,15 @@ from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.types import Model
 
 
+@dataclass(eq=False)
 class Policy:
-    """Passes over micro-batches, under the policy and under its reference.
+    """Passes over micro-batches, under the policy and under its reference."""
 
-    Args:
-        model: The policy, with or without an adapter.
-        ref_model: The reference where it is a model of its own; None: the adapter named ``ref``, or
-            the model with its adapter off.
-        accelerator: Casts and unwraps.
-        args: The trainer's settings.
-    """
-
-    def __init__(
-        self, model: Any, ref_model: Any, accelerator: Accelerator, args: LeaveOneOutConfig
-    ) -> None:
-        self.model = model
-        self.ref_model = ref_model
-        self.accelerator = accelerator
-        self.args = args
+    model: Any  # the policy, with or without an adapter
+    # A reference that is a model of its own; None: the adapter `ref`, or the model without adapter
+    ref_model: Any
+    accelerator: Accelerator  # casts and unwraps
+    args: LeaveOneOutConfig
 
     def forward(self, batch: MicroBatch) -> PassOutput:
         """Return log-probabilities under the policy, and entropies where gradients are kept."""

@@ -51,7 +51,9 @@ class StepTrainer(ResumableTrainer, TrlStep):
         """Make the parts of the step, each of what it uses."""
         route_trl_lm_head()
         args = self.args
-        self._check_lengths()
+        longest = notes_of(self.model).max_seq_length  # Unsloth would cut longer prompts
+        if longest is not None and hasattr(self.train_dataset, "__len__"):
+            check_lengths(self.train_dataset, self.tokenizer, args, longest)
         self.loaded_rewards = rewards
         self.dry_run_done = False
         self.collected: list[list[Row]] = []  # the rows of the optimizer step in progress
@@ -178,12 +180,6 @@ class StepTrainer(ResumableTrainer, TrlStep):
             may_share=self.policy.may_share,
         )
 
-    def _check_lengths(self) -> None:
-        """Refuse prompts that Unsloth would cut, where it is known how long the model can be."""
-        longest, dataset = notes_of(self.model).max_seq_length, self.train_dataset
-        if longest is not None and hasattr(dataset, "__len__"):
-            check_lengths(dataset, self.tokenizer, self.args, longest)
-
     @property
     def by_trl(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether TRL's own step trains."""
@@ -222,11 +218,9 @@ class StepTrainer(ResumableTrainer, TrlStep):
         say(str(found))
         return found
 
-    def dry_run(
-        self, *, max_prompt_tokens: int | None = None, remedy: Callable[[], str] | None = None
-    ) -> DryRun:
-        """Take the memory of one learning step in the worst case (``WorstCase.run``)."""
-        found = self._worst_case().run(max_prompt_tokens=max_prompt_tokens, remedy=remedy)
+    def dry_run(self, **how: Any) -> DryRun:
+        """Take the memory of one learning step in the worst case; ``how`` as ``WorstCase.run``."""
+        found = self._worst_case().run(**how)
         self.dry_run_done = True
         return found
 
@@ -284,21 +278,14 @@ class StepTrainer(ResumableTrainer, TrlStep):
         """
         if self.model.training:
             logs.update(self.step_log.take_means())
-        if self.by_trl:
-            super().log(self._of_trl(logs), start_time)
-            return
-        if "train_loss" in logs:
-            logs["train_loss"] = self.step_log.loss_sum / max(1, self.state.global_step)
-        super().log(logs, start_time)
-
-    def _of_trl(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """Return a line of TRL's step, with what the kit's step logs under names of its own."""
-        if "learning_rate" in logs:
+        if self.by_trl and "learning_rate" in logs:  # what the kit's step logs by itself
             logs["step/by_trl"] = 1.0
             logs["lr"] = logs["learning_rate"]
             logs["episode"] = self.step_log.episodes
             logs["memory/peak_gib"] = take_peak() / GIB
-        return logs
+        elif "train_loss" in logs and not self.by_trl:
+            logs["train_loss"] = self.step_log.loss_sum / max(1, self.state.global_step)
+        super().log(logs, start_time)
 
 
 def _pass_sizes(args: LeaveOneOutConfig, config: Any) -> tuple[int, int]:
