@@ -48,10 +48,11 @@ from rloo_kit.checkpoints.store import (
     seal_checkpoint,
     write_checkpoint,
 )
-from rloo_kit.checkpoints.weights import read_weights, trained_parameters, write_weights
+from rloo_kit.checkpoints.weights import read_weights, write_weights
 from rloo_kit.config.settings import OWN_FIELDS, on_resume
 from rloo_kit.errors import CheckpointError, KitError
 from rloo_kit.machine.processes import is_cut_off
+from rloo_kit.models.adapters import trained_parameters
 from rloo_kit.rloo.guards import check_finite
 from rloo_kit.text.numbers import finite_numbers, mean_or_none
 
@@ -416,9 +417,10 @@ class ResumableTrainer(Trainer):
             if method is not None:
                 method(self.args, self.state, self.control, **values)
 
-    def trained_parameters(self) -> dict[str, torch.Tensor]:
+    def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return what trains, by name."""
-        return trained_parameters(self.accelerator.unwrap_model(self.model))
+        policy: Any = self.accelerator.unwrap_model(self.model)
+        return trained_parameters(policy)
 
 
 class Boundary(TrainerCallback):

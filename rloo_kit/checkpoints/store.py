@@ -117,20 +117,15 @@ def seal_checkpoint(
         "time": time.time(),
         "score": float(score) if score is not None and math.isfinite(score) else None,
         "facts": facts or {},
-        "files": _checksums_of(folder),
+        "files": {
+            path.relative_to(folder).as_posix(): {"sha256": _checksum_of_file(path)}
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        },
     }
     manifest["sha256"] = _checksum_of_manifest(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     _sync(folder)
-
-
-def _checksums_of(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the sha256 of every file below, by its relative name with slashes."""
-    return {
-        path.relative_to(folder).as_posix(): {"sha256": _checksum_of_file(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def _checksum_of_file(path: Path) -> str:

@@ -8,15 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from rloo_kit.errors import CheckpointError
 from rloo_kit.models.adapters import WEIGHTS as ADAPTER
-from rloo_kit.models.adapters import adapter_tensors, write_adapter
+from rloo_kit.models.adapters import adapter_tensors, trained_parameters, write_adapter
 from rloo_kit.types import Model
 
 WEIGHTS = "model.safetensors"
-
-
-def trained_parameters(model: torch.nn.Module | Model) -> dict[str, torch.Tensor]:
-    """Return the parameters of a model that train, by name."""
-    return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
 
 def write_weights(model: Model, folder: Path) -> None:

@@ -156,11 +156,16 @@ def write_adapter(model: Model, name: str, folder: Path, dtype: Any = None) -> N
     save_file(tensors, folder / WEIGHTS)
 
 
+def trained_parameters(model: Model) -> "dict[str, torch.nn.Parameter]":
+    """Return the parameters of a model that train, by name."""
+    return {name: one for name, one in model.named_parameters() if one.requires_grad}
+
+
 def adapter_values(model: Model) -> "dict[str, torch.Tensor]":
     """Return copies of an adapter's trained parameters; none of a model without adapter."""
     if not hasattr(model, "peft_config"):
         return {}
-    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    return {name: one.detach().clone() for name, one in trained_parameters(model).items()}
 
 
 def restore_adapter(model: Model, adapter: "dict[str, torch.Tensor]") -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rloo_kit.errors import GenerationError, StalePolicyError
+from rloo_kit.models.adapters import trained_parameters
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
 from rloo_kit.sampling.engine import Engine, Sampling
 from rloo_kit.types import Model
@@ -162,9 +163,9 @@ class Policies:
     dtype: torch.dtype  # that the pass computes in
 
     @cached_property
-    def adapter(self) -> dict[str, torch.Tensor]:
-        """What trains, by its names."""
-        return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+    def adapter(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters that train, by name."""
+        return trained_parameters(self.model)
 
     def log_probs(self, tokens: TokenRows) -> torch.Tensor:
         """Return ``(N,)`` log-probabilities of all completion tokens, row by row."""
@@ -198,7 +199,7 @@ class Policies:
             if "lora_B" in name
         }
         here = self.log_probs(tokens)
-        shifted = self.adapter
+        shifted = self.copy_adapter()
         size = 0.02
         for _ in range(12):
             shifted = self.copy_adapter()

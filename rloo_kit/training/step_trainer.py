@@ -168,7 +168,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
             backward=self.accelerator.backward,
             no_grad=self.policy.no_grad,
             with_grad=self.compute_loss_context_manager,
-            parameters=[p for p in self.model.parameters() if p.requires_grad],
+            parameters=list(self.trained_parameters().values()),
             budget=budget,
             overhead=overhead,
             pad_token_id=self.tokenizer.pad_token_id,

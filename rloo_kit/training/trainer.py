@@ -279,7 +279,7 @@ def _config_of(args: LeaveOneOutConfig, model: Model) -> RunConfig:
     """Return what a run file would say of a trainer that has none."""
     names = {*DEFAULTS, "steps_per_generation", "max_steps"}
     path = str(getattr(getattr(model, "config", None), "name_or_path", ""))
-    longest = 4 * (args.max_completion_length or 256)
+    longest = 4 * args.max_completion_length
     return RunConfig(
         model=ModelSection(name=Path(path).name, max_seq_length=longest),
         trainer={name: getattr(args, name) for name in sorted(names)},
