@@ -111,7 +111,7 @@ class ResumableTrainer(Trainer):
             ignore_keys_for_eval: As transformers has it.
 
         Raises:
-            CheckpointError: There is none, it is broken, or of another run.
+            CheckpointError: There is no checkpoint, it is broken, or it is from another run.
         """
         self._snapshot = self.state_read = self.stop_reason = None
         self.saved_at = 0

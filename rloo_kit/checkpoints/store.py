@@ -102,7 +102,7 @@ def seal_checkpoint(
     """Write the manifest of a folder whose files are all there, and bring all to the disk.
 
     Args:
-        folder: Of the checkpoint; one without a manifest is none.
+        folder: Of the checkpoint; without a manifest it does not count as one.
         step: As ``write_checkpoint`` has it.
         facts: The same.
         score: The same.
@@ -229,7 +229,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Verify a checkpoint: its manifest, and the checksum of every file that it lists.
 
     Raises:
-        CheckpointError: It is none, it is broken, or another version of the kit wrote it.
+        CheckpointError: The folder is not a checkpoint, is broken, or is from another version.
     """
     try:
         return _read(folder)

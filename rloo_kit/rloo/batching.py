@@ -54,7 +54,7 @@ class MicroBatch:
 
 @dataclass
 class SharedExtent:
-    """What some rows cost as one micro-batch whose prompts run once, in positions."""
+    """The positions of some rows as one micro-batch whose prompts run once."""
 
     tokens: "TokenRows"
     num_rows: int = 0

@@ -30,7 +30,7 @@ PROBE_TOKENS_PER_ROW = 64
 PROBE_POSITIONS = 2048
 PROBE_MIN_ROWS = 4
 
-# One batch proves that another policy sampled: so many standard errors nearer to it, and a mean
+# One batch proves that another policy sampled: this many standard errors nearer to it, and a mean
 # difference from it of at most this share of the difference from the policy that trains.
 SURE_ERRORS, SURE_FIT = 6.0, 0.6
 # An almost exact fit needs fewer standard errors: rounding cannot produce another policy's numbers,
@@ -39,7 +39,7 @@ EXACT_ERRORS, EXACT_FIT = 3.0, 0.1
 # Where one step moves the policy less than rounding does, the evidence of many batches adds up.
 HISTORY = 20
 HISTORY_ERRORS = 8.0
-# A mean difference has another cause than rounding if it is so many times the noise, and larger
+# A mean difference has another cause than rounding if it is this many times the noise, and larger
 # than the floor (nats): where nearly every token is certain, rounding moves nothing in most
 # batches and one undecided token by a third of a nat in another.
 NOISE_FACTOR, NOISE_FLOOR = 4.0, 0.01

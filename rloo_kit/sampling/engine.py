@@ -20,7 +20,7 @@ from rloo_kit.types import Model
 
 @dataclass(frozen=True)
 class ThoughtLimit:
-    """A thought that is open after so many tokens ends its completion there, as truncated."""
+    """Truncates a completion whose thought is still open after this many tokens."""
 
     tokens: int
     ids: tuple[int, int]  # of <think>, in the prompt or in the completion, and of </think>
@@ -230,7 +230,7 @@ def _remove_leftovers(parent: Path) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which engine, and why not a faster one."""
+    """The engine that samples, and why not a faster one."""
 
     engine: str  # `vllm`, `server` or `transformers`
     reason: str | None = None  # in one line, where `auto` fell back

@@ -31,7 +31,7 @@ from rloo_kit.types import Model
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run needs of its server."""
+    """The requirements of a run on its server."""
 
     base: str  # hub name or folder of the base
     max_length: int  # prompt plus completion, tokens

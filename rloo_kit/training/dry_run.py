@@ -40,7 +40,7 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one step in the worst case took."""
+    """Memory and time of one step in the worst case."""
 
     # the most that was held at once: on a GPU by tensors and by what lies outside of torch's
     # allocator (CUDA context, an engine), on a CPU the process's resident memory

@@ -22,7 +22,7 @@ TRL_METHODS = {
 
 @dataclass(frozen=True)
 class StepChoice:
-    """Whose step trains, and why it is TRL's."""
+    """The step that trains, the kit's or TRL's own, and why it is TRL's."""
 
     by_trl: bool = False
     reason: str = ""

@@ -157,7 +157,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
 
     @functools.cached_property
     def learner(self) -> Learner:
-        """What runs the passes; the first use sets its token budget by the free memory."""
+        """The learner; its first use sets the token budget from the free memory."""
         args = self.args
         if self.engine is not None:
             self.engine.sleep()  # the budget of a pass is measured without its memory
