@@ -19,7 +19,7 @@ from rloo_kit.models.engine_memory import (
     reserved_rank,
 )
 from rloo_kit.models.shape import Linear, ModelShape, weight_bytes
-from rloo_kit.rloo.token_budget import default_token_budget
+from rloo_kit.rloo.token_budget import NO_GRAD_FACTOR, default_token_budget
 
 # Phases, and what happens in them in words
 DOING = {
@@ -319,8 +319,6 @@ def _budget(job: Job, free: int) -> int:
 
 
 def _passes(job: Job, budget: int, trained: int) -> dict[str, Held]:
-    from rloo_kit.rloo.learner import NO_GRAD_FACTOR
-
     width, wide = job.width, job.value_bytes
     # a row that is longer than the budget is a pass of its own
     rows = max(1, budget // width)

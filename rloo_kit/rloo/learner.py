@@ -19,9 +19,7 @@ from rloo_kit.rloo.guards import retry_smaller
 from rloo_kit.rloo.metrics import Tally
 from rloo_kit.rloo.objective import Surrogate, rollout_weights, surrogate
 from rloo_kit.rloo.rollout import Rollout
-
-# A pass without gradient keeps no activations, so its micro-batches may be this much larger
-NO_GRAD_FACTOR = 4
+from rloo_kit.rloo.token_budget import NO_GRAD_FACTOR
 
 
 @dataclass(frozen=True)

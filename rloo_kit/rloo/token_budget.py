@@ -1,6 +1,8 @@
 """The size of a training pass, by memory and by time; torch is not imported."""
 
 MIB = 1024**2
+# A pass without gradient keeps no activations, so its micro-batches may be this much larger
+NO_GRAD_FACTOR = 4
 
 
 def default_token_budget(  # noqa: PLR0913

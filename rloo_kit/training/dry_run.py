@@ -23,8 +23,9 @@ from rloo_kit.machine.cleanup import is_out_of_memory, measure, return_to_system
 from rloo_kit.machine.hardware import GIB, detect_hardware
 from rloo_kit.models.notes import notes_of
 from rloo_kit.rloo.batching import TokenRows
-from rloo_kit.rloo.learner import NO_GRAD_FACTOR, Learner
+from rloo_kit.rloo.learner import Learner
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch
+from rloo_kit.rloo.token_budget import NO_GRAD_FACTOR
 from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.policy import Policy, enable_checkpointing
 from rloo_kit.types import Model, Tokenizer
