@@ -16,6 +16,8 @@ from rloo_kit.text.wording import format_value
 GIB = 1024**3
 # Share of a card's memory that its driver leaves: torch says 23.65 of 24 GiB, 11.76 of 12.
 USABLE = 0.98
+# Most logits that exist at a time: 64 MiB in float32, of which the backward pass needs a few
+CHUNK_LOGITS = 2**24
 SHARED_MEMORY = Path("/dev/shm")  # where Linux keeps files in memory
 
 # The set of versions that was tested together (requirements/requirements.lock pins all of it).

@@ -10,10 +10,10 @@ import torch
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-# Most tokens whose logits exist at a time ...
+from rloo_kit.machine.hardware import CHUNK_LOGITS
+
+# Most tokens whose logits exist at a time
 CHUNK_TOKENS = 256
-# ... and most logits: 64 MiB in float32, of which backward needs a handful.
-CHUNK_LOGITS = 2**24
 
 
 def token_log_probs(

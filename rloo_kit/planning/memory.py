@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rloo_kit.errors import GenerationError
+from rloo_kit.machine.hardware import CHUNK_LOGITS
 from rloo_kit.models.engine_memory import (
     BATCHED_TOKENS,
     MIB,
@@ -361,8 +362,6 @@ def _activations(job: Job, positions: int) -> int:
 
 def _log_prob_chunk(job: Job, positions: int, *, gradient: bool) -> int:
     """Return the bytes of the logits that exist at a time, and of what their gradient needs."""
-    from rloo_kit.machine.lm_head import CHUNK_LOGITS
-
     vocabulary = job.shape.vocab_size
     if not job.on_gpu:  # three tables in float32
         return 3 * 4 * min(positions * vocabulary, CHUNK_LOGITS)
