@@ -65,7 +65,7 @@ def read_source(  # noqa: PLR0913
     elif path.suffix.lower() == ".parquet":
         dataset = _changed_table(_read_parquet(path), str(path), num, key, checked)
     else:
-        dataset = as_dataset(_changed_rows(islice(_iter_rows(path), num), key, checked))
+        dataset = as_dataset(_changed_rows(islice(read_rows(path), num), key, checked))
     if empty and not skip_empty:
         raise DataError(
             f"there are empty prompts, {len(empty):,} in all, the first at {'; '.join(empty[:5])}: "
@@ -89,15 +89,6 @@ def local_path(name: str) -> Path:
     return Path(os.path.expanduser(name))
 
 
-def read_rows(path: Path) -> list[PlacedRow]:
-    """Return every row of a .jsonl, .csv or .parquet file, with its file and line.
-
-    Raises:
-        DataError: The file cannot be read, or a line is damaged.
-    """
-    return list(_iter_rows(path))
-
-
 def placed_rows(source: str | Path | Iterable[Row], columns: Sequence[str]) -> list[PlacedRow]:
     """Return every row of a file or of a list, each with its place.
 
@@ -105,7 +96,7 @@ def placed_rows(source: str | Path | Iterable[Row], columns: Sequence[str]) -> l
         DataError: There are none, or one of ``columns`` is neither text nor chat messages.
     """
     if isinstance(source, str | Path):
-        rows = read_rows(local_path(str(source)))
+        rows = list(read_rows(local_path(str(source))))
     else:
         rows = [(f"row {number}", row) for number, row in enumerate(source, 1)]
     if not rows:
@@ -160,32 +151,40 @@ def _dataset(table: Any, features: "Features | None" = None) -> "Dataset":
     return datasets.Dataset(table, info, fingerprint=uuid.uuid4().hex)
 
 
-def iter_rows(dataset: "Dataset") -> Iterator[Row]:
-    """Yield the rows as they are stored; an image in one is its bytes or path."""
-    for table in dataset.with_format("arrow").iter(CHUNK):
-        yield from table.to_pylist()  # pyright: ignore[reportAttributeAccessIssue]
+def number_rows(dataset: "Dataset", name: str) -> Iterator[PlacedRow]:
+    """Yield each row as it is stored, with its place; an image in one is its bytes or path."""
+    tables = dataset.with_format("arrow").iter(CHUNK)
+    rows = (row for table in tables for row in table.to_pylist())  # pyright: ignore[reportAttributeAccessIssue]
+    for number, row in enumerate(rows, 1):
+        yield f"{name}, row {number}", row
 
 
 def iter_column(dataset: "Dataset", name: str) -> Iterator[Any]:
-    """Yield the values of one column as they are stored."""
-    for table in dataset.select_columns(name).with_format("arrow").iter(CHUNK):
-        yield from table.column(name).to_pylist()  # pyright: ignore[reportAttributeAccessIssue]
+    """Return the values of one column as they are stored, one by one."""
+    return (row[name] for _, row in number_rows(dataset.select_columns(name), ""))
 
 
 # --- reading -------------------------------------------------------------------------------------
 
 
-def _iter_rows(path: Path) -> Iterator[PlacedRow]:
+def read_rows(path: Path) -> Iterator[PlacedRow]:
+    """Yield every row of a .jsonl, .csv or .parquet file, with its file and line.
+
+    Raises:
+        DataError: The file cannot be read, or a line is damaged.
+    """
     _check_file(path)
-    readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".parquet": _read_parquet_rows}
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
+    kind = path.suffix.lower()
+    if kind not in FILE_TYPES:
         raise DataError(
             f"data file {format_value(str(path))} is none of {', '.join(FILE_TYPES)}: convert it "
             "to .jsonl"
         )
+    if kind == ".parquet":
+        yield from number_rows(_read_parquet(path), printable(str(path)))
+        return
     try:
-        yield from reader(path)
+        yield from (_read_csv if kind == ".csv" else _read_jsonl)(path)
     except (OSError, UnicodeDecodeError) as exc:
         raise DataError(
             f"data file {format_value(str(path))} cannot be read: {first_line(exc)}; save it as "
@@ -206,8 +205,8 @@ def missing_file(name: str, base: Path = Path()) -> DataError:
     )
 
 
-def _place(path: Path, unit: str, number: int) -> str:
-    return f"{printable(str(path))}, {unit} {number}"
+def _place(path: Path, line: int) -> str:
+    return f"{printable(str(path))}, line {line}"
 
 
 def _read_jsonl(path: Path) -> Iterator[PlacedRow]:
@@ -215,7 +214,7 @@ def _read_jsonl(path: Path) -> Iterator[PlacedRow]:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            place = _place(path, "line", number)
+            place = _place(path, number)
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as exc:
@@ -236,18 +235,13 @@ def _read_csv(path: Path) -> Iterator[PlacedRow]:
         try:
             count = len(reader.fieldnames or ())
             for row in reader:
-                place = _place(path, "line", reader.line_num)
+                place = _place(path, reader.line_num)
                 if None in row or None in row.values():
                     raise DataError(f"{place}: must have the {count} fields of line 1; fix it")
                 yield place, row
         except csv.Error as exc:
-            place = _place(path, "line", reader.reader.line_num)
+            place = _place(path, reader.reader.line_num)
             raise DataError(f"{place}: not valid CSV ({first_line(exc)}); fix it") from exc
-
-
-def _read_parquet_rows(path: Path) -> Iterator[PlacedRow]:
-    for number, row in enumerate(iter_rows(_read_parquet(path)), 1):
-        yield _place(path, "row", number), row
 
 
 def _read_parquet(path: Path) -> "Dataset":
@@ -302,7 +296,7 @@ def _changed_table(
     if num is not None:
         dataset = dataset.select(range(min(num, len(dataset))))
     prompts = dataset.select_columns(key)
-    placed = ((f"{name}, row {number}", row) for number, row in enumerate(iter_rows(prompts), 1))
+    placed = number_rows(prompts, name)
     is_text = isinstance(prompts.features[key], datasets.Value)
     made = as_dataset(_changed_rows(placed, key, checked), None if is_text else prompts.features)
     if dataset.column_names == [key] or not len(made):

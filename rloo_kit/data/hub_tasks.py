@@ -6,11 +6,11 @@ or from a folder such as a download of the dataset.
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rloo_kit.data.files import FILE_TYPES, PlacedRow, local_path, read_rows
+from rloo_kit.data.files import FILE_TYPES, PlacedRow, local_path, number_rows, read_rows
 from rloo_kit.errors import DataError
 from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Row
@@ -117,7 +117,7 @@ def read_hub_task(name: str, split: str) -> list[Row]:
     return list(rows.values())
 
 
-def _read_files(path: Path, task: HubTask, split: str) -> list[PlacedRow]:
+def _read_files(path: Path, task: HubTask, split: str) -> Iterator[PlacedRow]:
     if not path.is_dir():
         return read_rows(path)
     folder = path / task.subset if task.subset and (path / task.subset).is_dir() else path
@@ -127,10 +127,10 @@ def _read_files(path: Path, task: HubTask, split: str) -> list[PlacedRow]:
             f"the folder {format_value(str(folder))} has no file {split}*.parquet, .jsonl or .csv: "
             "give the path of a file, or of a folder that has one"
         )
-    return [placed for one in files for placed in read_rows(one)]
+    return (placed for one in files for placed in read_rows(one))
 
 
-def _read_hub(short: str, task: HubTask, split: str) -> list[PlacedRow]:
+def _read_hub(short: str, task: HubTask, split: str) -> Iterator[PlacedRow]:
     import datasets
 
     name = task.repository
@@ -142,4 +142,4 @@ def _read_hub(short: str, task: HubTask, split: str) -> list[PlacedRow]:
             f"{short} cannot be loaded from the hub now ({type(exc).__name__}: {first_line(exc)}): "
             f"check the network, or give a copy of {name} as {short}:PATH"
         ) from exc
-    return [(f"{name}, row {number}", dict(row)) for number, row in enumerate(rows, 1)]
+    return number_rows(rows, name)
