@@ -32,7 +32,7 @@ def has_images(dataset: Any) -> bool:
         dataset: Of ``datasets``, or anything that yields rows. Only its features are read, or its
             first row where it has none.
     """
-    row = getattr(dataset, "features", None) or next(iter(dataset), {})
+    row = _features(dataset)
     return any(name in row for name in IMAGE_COLUMNS) or _has_image_part(row.get("prompt"))
 
 
@@ -51,13 +51,16 @@ def check_images(dataset: Any, processing_class: Any) -> None:
             "the prompts have images, and processing_class is a tokenizer: load a vision model and "
             "its processor with load_model(..., images=True)"
         )
-    row = getattr(dataset, "features", None) or next(iter(dataset), {})
-    if _has_image_part(row.get("prompt")):
+    if _has_image_part(_features(dataset).get("prompt")):
         raise DataError(
             "images are inside the messages of the prompts, and TRL reads them from a column: put "
             'them into the column images, and leave {"type": "image"} in the messages, as '
             "load_prompts does for a file"
         )
+
+
+def _features(dataset: Any) -> Mapping[str, Any]:
+    return getattr(dataset, "features", None) or next(iter(dataset), {})
 
 
 def _has_image_part(node: Any) -> bool:
@@ -112,7 +115,11 @@ def store_images(dataset: "Dataset", folder: Path, name: str) -> "Dataset":
         if isinstance(getattr(feature, "feature", feature), datasets.Image):
             continue
         stored = [
-            [_stored(value, folder, f"{name}, row {number}") for value in _listed(values) if value]
+            [
+                _stored(value, folder, f"{name}, row {number}")
+                for value in (values if isinstance(values, list) else [values])
+                if value
+            ]
             for number, values in enumerate(iter_column(dataset, column), 1)
         ]
         is_single = column == "image" and all(len(images) == 1 for images in stored)
@@ -123,10 +130,6 @@ def store_images(dataset: "Dataset", folder: Path, name: str) -> "Dataset":
         made = as_dataset(rows, datasets.Features({new: kind}))
         dataset = datasets.concatenate_datasets([dataset.remove_columns(column), made], axis=1)
     return dataset
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _split_messages(dataset: "Dataset", name: str) -> "Dataset":
