@@ -12,12 +12,14 @@ from rloo_kit.evaluation.statistics import Estimate, estimate, pass_at_k
 from rloo_kit.rloo.guards import check_finite
 from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.engine import Sampling, draw_from
+from rloo_kit.text.numbers import mean_or_none
 from rloo_kit.text.thoughts import find_thought
 from rloo_kit.text.wording import text_of
 from rloo_kit.types import Model, Score, Tokenizer
 
 if TYPE_CHECKING:
     from rloo_kit.rloo.rollout import Completions
+    from rloo_kit.sampling.completer import Completer
     from rloo_kit.sampling.engine import Engine
     from rloo_kit.scoring.specs import LoadedReward
     from rloo_kit.training.arguments import LeaveOneOutConfig
@@ -74,7 +76,7 @@ class Evaluation:
 
     def values(self, name: str) -> list[float | None]:
         """Return the mean score of each prompt; None where the reward applies to none of it."""
-        return [_mean([sample["rewards"][name] for sample in one]) for one in self.by_prompt]
+        return [mean_or_none([sample["rewards"][name] for sample in one]) for one in self.by_prompt]
 
     def estimate(self, name: str) -> Estimate | None:
         """Return the mean of a reward over prompts, and its interval; None without any score."""
@@ -109,12 +111,12 @@ class Evaluation:
     @property
     def thinking_length(self) -> float | None:
         """Mean tokens of the thoughts that were closed; None where none was."""
-        return _mean([sample.get("thought_tokens") for sample in self.samples])
+        return mean_or_none([sample.get("thought_tokens") for sample in self.samples])
 
     @property
     def cut_off(self) -> float | None:
         """Share of completions that reached the limit; None where it is not known."""
-        return _mean([sample.get("cut_off") for sample in self.samples])
+        return mean_or_none([sample.get("cut_off") for sample in self.samples])
 
 
 def evaluate(
@@ -161,8 +163,25 @@ def evaluate(
         MemoryRanOutError: Not even a single completion fits; until then fewer are drawn at a time.
         RewardContractError: From a reward.
     """
-    from rloo_kit.sampling.completer import Completer  # torch, which takes seconds to load
+    rows = _repeated(dataset, num_samples, temperature)
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    ends = tuple(model.generation_config.eos_token_id)
+    limit = thought_limit(tokenizer, thinking_budget)
+    how = Sampling(max_completion_length, ends, temperature, **(sampling or {}), thought=limit)
+    completer = make_completer(
+        model, tokenizer, how, chat_template_kwargs, batch_size, seed, engine, rewards
+    )
+    completions = (sample or completer.sample)(rows)
+    found = completer.score(rows, completions).result()
+    scores = {reward.name: own for reward, own in zip(rewards, found, strict=True)}
+    samples = _samples(tokenizer, completions, scores)
+    means = {name: mean_or_none(own) for name, own in scores.items()}
+    length = fmean(map(len, completions.tokens.completion_ids))
+    return Evaluation(means, len(dataset), length, temperature, samples, num_samples)
 
+
+def _repeated(dataset: Any, num_samples: int, temperature: float) -> list[Any]:
+    """Return every row ``num_samples`` times."""
     if num_samples > 1 and temperature == 0:
         raise ConfigError(
             f"{num_samples} greedy completions of a prompt are all the same: sample them at a "
@@ -171,24 +190,7 @@ def evaluate(
     rows = [row for row in dataset for _ in range(num_samples)]
     if not rows:
         raise DataError("there is no held-out prompt to evaluate on: set data.held_out above 0")
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-    ends = tuple(model.generation_config.eos_token_id)
-    limit = thought_limit(tokenizer, thinking_budget)
-    how = Sampling(max_completion_length, ends, temperature, **(sampling or {}), thought=limit)
-    completer = Completer(
-        draw=functools.partial(draw, model, tokenizer, how, batch_size, seed, engine),
-        processing_class=tokenizer,
-        template_settings=chat_template_kwargs,
-        ends=frozenset((*ends, tokenizer.pad_token_id)),
-        functions=lambda: [reward.func for reward in rewards],
-    )
-    completions = (sample or completer.sample)(rows)
-    found = completer.score(rows, completions).result()
-    scores = {reward.name: own for reward, own in zip(rewards, found, strict=True)}
-    samples = _samples(tokenizer, completions, scores)
-    means = {name: _mean(own) for name, own in scores.items()}
-    length = fmean(map(len, completions.tokens.completion_ids))
-    return Evaluation(means, len(dataset), length, temperature, samples, num_samples)
+    return rows
 
 
 def _samples(
@@ -229,56 +231,60 @@ def settings_of(args: "LeaveOneOutConfig") -> dict[str, Any]:
     }
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    scored = [value for value in values if value is not None]
-    return fmean(scored) if scored else None
-
-
 # --- sampling ------------------------------------------------------------------------------------
 
 
-def draw(
+def make_completer(
     model: Model,
     tokenizer: Tokenizer,
     how: Sampling,
+    template_settings: dict[str, Any] | None,
     batch_size: int,
     seed: int,
     engine: "Engine | None",
-    prompts: list[list[int]],
-) -> tuple[list[list[int]], None]:
-    """Return completion token ids up to and including EOS, one list a prompt."""
-    check_finite(p for p in model.parameters() if p.requires_grad)
-    if engine is not None:
-        engine.sync(model)
-        drawn = draw_from(engine, prompts, how, seed)
-        engine.sleep()  # rewards on the GPU need its memory
-        return drawn.completion_ids, None
+    rewards: "Sequence[LoadedReward]" = (),
+) -> "Completer":
+    """Return what samples completions from a model that does not train, and scores them."""
+    from rloo_kit.sampling.completer import Completer  # torch, which takes seconds to load
     from rloo_kit.sampling.decoding import Pieces, complete, finite_logits
 
-    # the settings of the model's own generation_config are not the run's
-    settings: dict[str, Any] = {
-        "max_new_tokens": how.max_tokens,
-        "repetition_penalty": how.repetition_penalty,
-        "do_sample": how.temperature > 0,
-        "use_cache": True,
+    of_samples: dict[str, Any] = {
+        "temperature": how.temperature,
+        "top_p": how.top_p,
+        "top_k": how.top_k,
+        "min_p": how.min_p or None,
     }
-    if how.temperature > 0:
-        settings |= {
-            "temperature": how.temperature,
-            "top_p": how.top_p,
-            "top_k": how.top_k,
-            "min_p": how.min_p or None,
-        }
+    # the settings of the model's own generation_config are not the run's
     of_piece = functools.partial(
         complete,
         model,
         pad_token_id=tokenizer.pad_token_id,
         ends=how.stop_token_ids,
         thought=how.thought,
-        **settings,
+        max_new_tokens=how.max_tokens,
+        repetition_penalty=how.repetition_penalty,
+        do_sample=how.temperature > 0,
+        use_cache=True,
+        **(of_samples if how.temperature > 0 else {}),
     )
-    with _inference(model, seed), finite_logits():
-        return Pieces("evaluating", REMEDY).run(of_piece, prompts, batch_size), None
+
+    def draw(prompt_ids: list[list[int]]) -> tuple[list[list[int]], None]:
+        check_finite(p for p in model.parameters() if p.requires_grad)
+        if engine is not None:
+            engine.sync(model)
+            drawn = draw_from(engine, prompt_ids, how, seed)
+            engine.sleep()  # rewards on the GPU need its memory
+            return drawn.completion_ids, None
+        with _inference(model, seed), finite_logits():
+            return Pieces("evaluating", REMEDY).run(of_piece, prompt_ids, batch_size), None
+
+    return Completer(
+        draw=draw,
+        processing_class=tokenizer,
+        template_settings=template_settings,
+        ends=frozenset((*how.stop_token_ids, tokenizer.pad_token_id)),
+        functions=lambda: [reward.func for reward in rewards],
+    )
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ the run's tokenizer is loaded.
 """
 
 import contextlib
-import functools
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.data.files import placed_rows
 from rloo_kit.errors import ConfigError, KitError
-from rloo_kit.evaluation.evaluator import draw
+from rloo_kit.evaluation.evaluator import make_completer
 from rloo_kit.job import PreparedJob, read_config, template_settings
 from rloo_kit.machine.cleanup import add_to_session, session
 from rloo_kit.machine.environment import load_env_file
@@ -34,7 +33,6 @@ from rloo_kit.reward_lab.score_statistics import (
 )
 from rloo_kit.runs.child import call_in_child
 from rloo_kit.sampling.choice import make_sampling, thought_limit
-from rloo_kit.sampling.completer import Completer
 from rloo_kit.scoring.contract import CheckedReward, reward_columns
 from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards, with_weights
 from rloo_kit.text.redaction import redact_tree
@@ -146,11 +144,8 @@ def _sampled(
     ends = model.generation_config.eos_token_id
     how = make_sampling(args, ends, thought_limit(tokenizer, args.thinking_budget))
     batch_size = args.per_device_train_batch_size
-    completer = Completer(
-        draw=functools.partial(draw, model, tokenizer, how, batch_size, args.seed, engine),
-        processing_class=tokenizer,
-        template_settings=args.chat_template_kwargs,
-        ends=frozenset((*ends, tokenizer.pad_token_id)),
+    completer = make_completer(
+        model, tokenizer, how, args.chat_template_kwargs, batch_size, args.seed, engine
     )
     drawn = completer.sample(list(repeated))
     columns = (repeated, drawn.completions, drawn.tokens.completion_ids, drawn.ended)

@@ -1,6 +1,6 @@
 """Numbers in records, which a damaged file or a user's reward may have spoilt."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from statistics import fmean
 
 
@@ -16,6 +16,7 @@ def finite_numbers(values: Iterable[object]) -> list[float]:
     return [number for value in values if (number := finite_number(value)) is not None]
 
 
-def mean_or_none(values: Sequence[float]) -> float | None:
-    """Return the mean; None of nothing."""
-    return fmean(values) if values else None
+def mean_or_none(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are not None; None if there is none."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
