@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,26 +99,14 @@ def export_model(  # noqa: PLR0913
             f"{format_value(str(run))} is no trained model: give the folder of a run or of an "
             "adapter"
         )
-    environment = setup(trained.model.backend)
-    if kind != "adapter" and not _fits(trained, base, environment.hardware):
-        say("the base in 16 bit does not fit into the GPU: the export runs on the CPU")
-        return call_in_child(
-            export_model,
-            (run, to),
-            say,
-            variables=NO_GPU,
-            output=output,
-            dtype=dtype,
-            base=base,
-            converter=converter,
-            check=check,
-            num_prompts=num_prompts,
-        )
     goal = free_folder(output or trained.adapter.parent / f"export-{kind}")
-    export = _Export(trained, trained.adapter, kind, base, num_prompts if check else 0, say)
-    with _whole_folder(goal) as folder:
-        export.write(folder, dtype, converter)
-    say(f"{kind} written to {goal}")
+    num_checked = num_prompts if check else 0
+    export = _Export(trained, trained.adapter, kind, dtype, base, converter, num_checked, say)
+    if kind == "adapter" or _fits(trained, base, setup(trained.model.backend).hardware):
+        export.write(goal)
+    else:
+        say("the base in 16 bit does not fit into the GPU: the export runs on the CPU")
+        call_in_child(replace(export, say=print).write, (goal,), say, variables=NO_GPU)
     if to == "hub":
         say(f"uploaded to {_upload(goal, str(repo), private=not public)}")
     return goal
@@ -205,23 +193,28 @@ class _Export:
     trained: TrainedModel
     adapter: Path
     kind: str
+    dtype: str
     base: str | None
+    converter: str | Path | None
     num_prompts: int  # that are compared; 0: it is not checked
     say: Say
 
-    def write(self, folder: Path, dtype: str, converter: str | Path | None) -> None:
-        """Write the files of this kind, and the model card."""
-        if self.kind == "adapter":
-            base, notes = self._copy_adapter(folder), []
-        elif self.kind == "merged":
-            base, notes, reference = self._merge(folder)
-            self._load_back(folder, reference, TOLERANCES["bf16"])
-        else:
-            base, notes = self._gguf(folder, dtype, find_converter(converter))
-        title, run = _title(self.trained), self.trained.run
-        record = read_run(run) if run else None
-        card = model_card(self.kind, title, base, licence_of(base), record, notes)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+    def write(self, goal: Path) -> None:
+        """Write a new folder with the files of this kind and the model card."""
+        setup(self.trained.model.backend)
+        with _whole_folder(goal) as folder:
+            if self.kind == "adapter":
+                base, notes = self._copy_adapter(folder), []
+            elif self.kind == "merged":
+                base, notes, reference = self._merge(folder)
+                self._load_back(folder, reference, TOLERANCES["bf16"])
+            else:
+                base, notes = self._gguf(folder, find_converter(self.converter))
+            title, run = _title(self.trained), self.trained.run
+            record = read_run(run) if run else None
+            card = model_card(self.kind, title, base, licence_of(base), record, notes)
+            (folder / "README.md").write_text(card, encoding="utf-8")
+        self.say(f"{self.kind} written to {goal}")
 
     def _copy_adapter(self, folder: Path) -> str:
         """Copy the adapter; return the name that others know its base by."""
@@ -243,17 +236,17 @@ class _Export:
             )
         return name
 
-    def _gguf(self, folder: Path, dtype: str, command: list[str]) -> tuple[str, list[str]]:
+    def _gguf(self, folder: Path, command: list[str]) -> tuple[str, list[str]]:
         """Merge and convert; return the base's name, and notes for the card."""
-        file = folder / f"{_title(self.trained)}-{dtype}.gguf"
+        file = folder / f"{_title(self.trained)}-{self.dtype}.gguf"
         with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
             model = Path(place) / "model"
             name, notes, reference = self._merge(model)
             self.say(f"converting into {file.name}")
-            write_gguf(model, file, dtype, command)
+            write_gguf(model, file, self.dtype, command)
             if reference is not None:
                 back = convert(file, Path(place) / "back")
-                self._load_back(back, reference, TOLERANCES[dtype])
+                self._load_back(back, reference, TOLERANCES[self.dtype])
         return name, notes
 
     def _merge(self, folder: Path) -> tuple[str, list[str], Answers | None]:
