@@ -131,14 +131,11 @@ def _started(order: Path, answer: Path, variables: Mapping[str, str]) -> Iterato
         kill()
 
     threading.Thread(target=kill_the_rest, name="rloo-kit subprocess", daemon=True).start()
-    try:
-        yield process
-    finally:
-        kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            assert stream is not None
-            stream.close()
+    with process:  # closes its streams and waits for it
+        try:
+            yield process
+        finally:
+            kill()
 
 
 def _main(order: str, answer: str) -> None:
