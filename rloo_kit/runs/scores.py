@@ -67,19 +67,20 @@ class HeldOutScores(TrainerCallback):
         if self.before is not None:
             self._see(0, self.before)
         elif not self.trainer.by_trl:
-            self._score_first()
+            self._score_at(0)
         self.trainer.add_callback(self)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Score before the first step, where TRL samples: its loop has prepared the model."""
         if self.before is None and self.trainer.by_trl:
-            self._score_first()
+            self._score_at(0)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Score when it is time; the end of the training is scored by the run."""
         step, every = state.global_step, self.job.config.data.held_out_every
         if every and step % every == 0 and step < state.max_steps:
-            self._newest = {step: self._score_at(step)}
+            found = self._score_at(step)
+            self._newest = {step: next(iter(found.rewards.values()), None) if found else None}
 
     def on_state(
         self,
@@ -92,25 +93,18 @@ class HeldOutScores(TrainerCallback):
         if self.job.config.data.held_out_every:
             held["held_out"] = self._newest.get(state.global_step)
 
-    def _score_first(self) -> None:
-        if (found := self.score()) is not None:
-            self.before = found
-            self.job.say(f"before: {means(found)}")
-            self._record(0, found)
-
-    def _score_at(self, step: int) -> float | None:
+    def _score_at(self, step: int) -> Evaluation | None:
+        """Score, and record it; 0 is before the first step."""
         found = self.score()
-        if self.trainer.engine is not None:
-            self.trainer.engine.sleep()  # frees the memory of its weights
         if found is None:
             return None
-        self._record(step, found)
-        return next(iter(found.rewards.values()), None)
-
-    def _record(self, step: int, found: Evaluation) -> None:
+        if step == 0:
+            self.before = found
+            self.job.say(f"before: {means(found)}")
         if self.recorder is not None:
             self.recorder.write_evaluation(found, step)
         self._see(step, found)
+        return found
 
     def _see(self, step: int, found: Evaluation) -> None:
         if self.trainer.watch is not None:

@@ -163,8 +163,9 @@ def _train_and_score(job: PreparedJob, absolute: RunConfig, past: Path | None) -
         if recorder is not None:
             if after is not None:
                 recorder.write_evaluation(after)
-            end = _how_it_ended(by, trainer.stop_reason)
-            recorder.write_end(*end, steps, seconds, trainer.watch)
+            reason = f"by {by}" if by else trainer.stop_reason or ""
+            how = "interrupted" if by else "stopped" if reason else "finished"
+            recorder.write_end(how, reason, steps, seconds, trainer.watch)
     summary.compare(say, scores.before, after)
     return RunResult(
         folder,
@@ -261,13 +262,6 @@ def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Sa
         ) from exc
     if trainer.stop_reason:
         say(f"\nstopped after step {trainer.state.global_step}: {trainer.stop_reason}")
-
-
-def _how_it_ended(interrupted_by: str, stop_reason: str | None) -> tuple[str, str]:
-    """Return finished, stopped or interrupted, and why."""
-    if interrupted_by:
-        return "interrupted", f"by {interrupted_by}"
-    return ("stopped", stop_reason) if stop_reason else ("finished", "")
 
 
 def _until_interrupted(call: Callable[[], T]) -> tuple[T | None, str]:
