@@ -1,6 +1,8 @@
 """calibrate: the level that is chosen, the run file that is written, what is refused."""
 
 import json
+import math
+import pickle
 import random
 import re
 import subprocess
@@ -17,7 +19,7 @@ from rloo_kit.config.run_file import make_run_config
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.runs import calibrate
 from rloo_kit.runs.calibrate import Level, _by_level, _chosen, _free_file
-from rloo_kit.runs.child import call_in_child
+from rloo_kit.runs.precision import mismatch
 
 RUN = {
     "model": {"max_seq_length": 256},
@@ -216,12 +218,15 @@ def test_on_a_gpu_each_precision_is_measured_in_a_process_of_its_own(monkeypatch
     measured = []
 
     def in_child(function, args, say):
+        function, args = pickle.loads(pickle.dumps((function, args)))
+        assert function is mismatch
         measured.append(args[-1])
-        return call_in_child(function, args, say)
+        return {"bf16": math.nan, "fp16": 0.01}[args[-1]]
 
     monkeypatch.setattr(calibrate, "call_in_child", in_child)
     rows = [*rk.load_prompts("arithmetic", num_prompts=2)]
     made, line = calibrate._in_best_precision(config, Path(), rows, print)
-    assert sorted(measured) == ["bf16", "fp16"]
-    assert made.trainer.get("bf16") or made.trainer.get("fp16")
-    assert "sampler and learner differ" in line
+    assert measured == ["bf16", "fp16"]
+    assert made.trainer["fp16"] is True
+    assert "bf16" not in made.trainer
+    assert line.endswith("bf16 nan, fp16 0.01000; trainer.fp16: true")
