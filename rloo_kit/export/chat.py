@@ -38,9 +38,8 @@ def chat(model: str, *, base: bool = False) -> None:
     text = system_message(config.data)
     system = [_turn("system", text)] if text else []
     conversations = [list(system) for _ in models]
-    for stream in (sys.stdin, sys.stdout):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that is not UTF-8 shows a ? instead
-            stream.reconfigure(errors="replace")
+    if isinstance(sys.stdin, io.TextIOWrapper):  # a line that is not UTF-8 gets a ? instead
+        sys.stdin.reconfigure(errors="replace")
     console = Console()
     with session():
         loaded = load_base(trained)

@@ -339,8 +339,7 @@ def _base_in_16_bit(
 
 
 def _title(trained: TrainedModel) -> str:
-    folder = trained.run or trained.adapter or Path("model")
-    text = re.sub(r"[^\w.-]+", "-", f"{Path(trained.base).stem}-{folder.resolve().name}")
+    text = re.sub(r"[^\w.-]+", "-", f"{Path(trained.base).stem}-{trained.short_name}")
     return text.strip("-.") or "model"
 
 
