@@ -17,7 +17,6 @@ from rloo_kit.models.loading import load_model
 from rloo_kit.output_folder import read_json
 from rloo_kit.sampling.engine import why_no_hot_swap
 from rloo_kit.text.wording import first_line, format_value
-from rloo_kit.types import Model
 
 
 @dataclass(frozen=True)
@@ -185,16 +184,12 @@ def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
         ModelError, ConfigError, BackendError: As ``load_model`` does.
     """
     model, tokenizer = load_model(**vars(replace(trained.model, **changes)))
-    _take_longer_prompts(model)
-    return LoadedBase(model, tokenizer)
-
-
-def _take_longer_prompts(model: Model) -> None:
-    """Let Unsloth read prompts longer than the run's ``max_seq_length``, which it cuts on a GPU."""
+    # Unsloth cuts prompts longer than the run's max_seq_length on a GPU
     longest = getattr(model.config, "max_position_embeddings", None) or 0
     for module in model.modules():
         if limit := getattr(module, "max_seq_length", None):
             module.max_seq_length = max(limit, longest)
+    return LoadedBase(model, tokenizer)
 
 
 def by_base(models: Sequence[TrainedModel]) -> Iterator[tuple[LoadedBase, list[TrainedModel]]]:
