@@ -95,7 +95,7 @@ class RunRecorder(TrainerCallback):
         *_: Any,
         held: dict[str, Any],
     ) -> None:
-        """Truncate the files to the checkpoint: later steps are made again."""
+        """Truncate files and scores to the checkpoint: later steps are made again."""
         record = held["record"]
         self.steps, self._earlier = state.global_step, record["seconds"]
         self.resumed_at = [*record["resumed_at"], state.global_step]
@@ -104,18 +104,12 @@ class RunRecorder(TrainerCallback):
             path, size = self.folder / name, record["sizes"][name]
             if _size(path) > size:
                 os.truncate(path, size)
-        self._load_scores(state.global_step)
-
-    def _load_scores(self, step: int) -> None:
-        """Load the scores of the steps so far."""
-        found = read_json(self.folder / "evaluation.json")
-        if not found:
-            return
-        found.pop("after", None)
-        if "during" in found:
-            found["during"] = [row for row in found["during"] if row["step"] <= step]
-        self._evaluation = found
-        self._write_scores()
+        if found := read_json(self.folder / "evaluation.json"):
+            found.pop("after", None)
+            if "during" in found:
+                found["during"] = [row for row in found["during"] if row["step"] <= self.steps]
+            self._evaluation = found
+            self._write_scores()
 
     def on_checkpoint(self, *_: Any) -> None:
         """Flush the rows to the disk before the checkpoint that counts on them."""
