@@ -1,5 +1,6 @@
 """Length: a medium number of words, a band of any unit and part, or a distance from the limit."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self, get_args
 
@@ -7,7 +8,7 @@ from rloo_kit.errors import RewardContractError
 from rloo_kit.types import Completion, Score
 
 from ._text import check_choice, check_least, completion_text
-from .thinking import PARTS, Part, TemplateAware, ThoughtTokens, part_text
+from .thinking import PARTS, Part, TemplateAware, ThoughtTokens, TokenReward, part_text
 
 if TYPE_CHECKING:
     from rloo_kit.types import Tokenizer
@@ -161,7 +162,7 @@ class LengthBand(ThoughtTokens, TemplateAware):
 
 
 @dataclass(frozen=True)
-class SoftOverlong:
+class SoftOverlong(TokenReward):
     """Punish completions that come near the longest length, counted in tokens.
 
     Range: [-1.0, 0.0], higher is better. With L tokens, L_max = ``max_completion_length`` and
@@ -192,15 +193,8 @@ class SoftOverlong:
                 "set 0 <= soft_punish_cache <= max_completion_length (tokens)"
             )
 
-    def __call__(
-        self, completions: list[Completion], completion_ids: list[list[int]], **_: object
-    ) -> list[Score]:
-        """Return one score per completion."""
-        return [
-            self._score(len(ids)) for _text, ids in zip(completions, completion_ids, strict=True)
-        ]
-
-    def _score(self, num_tokens: int) -> float:
+    def _score(self, text: str, ids: Sequence[int]) -> float:
+        num_tokens = len(ids)
         if num_tokens > self.max_completion_length:
             return -1.0
         over = num_tokens - (self.max_completion_length - self.soft_punish_cache)

@@ -164,8 +164,22 @@ class ThoughtTokens:
         return None if start in answer or (opened and not is_closed) else answer
 
 
+class TokenReward:
+    """A reward that scores a completion by its text and its token ids."""
+
+    def __call__(
+        self, completions: list[Completion], completion_ids: list[list[int]], **_: object
+    ) -> list[Score]:
+        """Return one score per completion."""
+        texts = map(completion_text, completions)
+        return [self._score(*row) for row in zip(texts, completion_ids, strict=True)]
+
+    def _score(self, text: str, ids: Sequence[int]) -> float:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Thinking(ThoughtTokens):
+class Thinking(ThoughtTokens, TokenReward):
     """Reward a closed thought by its number of tokens.
 
     The thought is every token before the first ``</think>``; a ``<think>`` that begins the
@@ -209,15 +223,6 @@ class Thinking(ThoughtTokens):
                 f"short {self.short!r} and long {self.long!r} are not in order; "
                 "set 0 <= short <= long (tokens)"
             )
-
-    def __call__(
-        self, completions: list[Completion], completion_ids: list[list[int]], **_: object
-    ) -> list[Score]:
-        """Return one score per completion."""
-        return [
-            self._score(completion_text(completion), ids)
-            for completion, ids in zip(completions, completion_ids, strict=True)
-        ]
 
     def _score(self, text: str, ids: Sequence[int]) -> float:
         thought = self.thought_ids(ids)
@@ -274,7 +279,7 @@ class ClosedOnce(ThoughtTokens, TemplateAware):
 
 
 @dataclass(frozen=True)
-class ThinkingBudget(ThoughtTokens):
+class ThinkingBudget(ThoughtTokens, TokenReward):
     """Reward a thought that keeps to a number of tokens: 1.0 up to the budget, then less.
 
     Range with the defaults: [0.0, 1.0], higher is better. The thought is counted as ``thinking``
@@ -308,16 +313,8 @@ class ThinkingBudget(ThoughtTokens):
                 "set 0 <= budget < limit (tokens)"
             )
 
-    def __call__(
-        self, completions: list[Completion], completion_ids: list[list[int]], **_: object
-    ) -> list[Score]:
-        """Return one score per completion."""
-        return [
-            self._score(self.thought_ids(ids))
-            for _text, ids in zip(completions, completion_ids, strict=True)
-        ]
-
-    def _score(self, thought: Sequence[int] | None) -> float:
+    def _score(self, text: str, ids: Sequence[int]) -> float:
+        thought = self.thought_ids(ids)
         if thought is None:
             return self.unclosed_score
         # Half a cosine from 1 at the budget to 0 at the limit.
@@ -332,7 +329,7 @@ _SENTENCE_END = re.compile(r"[.!]\s|[\u3002\uff01\n]")
 
 
 @dataclass(frozen=True)
-class SelfQuestions(ThoughtTokens):
+class SelfQuestions(ThoughtTokens, TokenReward):
     """Reward the questions that a thought asks itself: their number, up to ``most``, over ``most``.
 
     Range: [0.0, 1.0], higher is better. A question is a sentence of the thought that ends with a
@@ -357,17 +354,10 @@ class SelfQuestions(ThoughtTokens):
         """Refuse a number of questions below one."""
         check_least("most", self.most, 1)
 
-    def __call__(
-        self, completions: list[Completion], completion_ids: list[list[int]], **_: object
-    ) -> list[Score]:
-        """Return one score per completion."""
-        return [
-            min(self._count(completion_text(completion), ids), self.most) / self.most
-            for completion, ids in zip(completions, completion_ids, strict=True)
-        ]
-
-    def _count(self, text: str, ids: Sequence[int]) -> int:
-        return 0 if self.thought_ids(ids) is None else len(_questions(thought_text(text) or ""))
+    def _score(self, text: str, ids: Sequence[int]) -> float:
+        if self.thought_ids(ids) is None:
+            return 0.0
+        return min(len(_questions(thought_text(text) or "")), self.most) / self.most
 
 
 def _questions(text: str) -> set[str]:
