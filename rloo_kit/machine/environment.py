@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rloo_kit.errors import BackendError, ImportOrderError
 from rloo_kit.machine.hardware import (
@@ -27,6 +27,9 @@ from rloo_kit.machine.hardware import (
 from rloo_kit.machine.processes import divided_by_launcher
 from rloo_kit.text.redaction import remember_settings
 from rloo_kit.text.wording import first_line
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 # Variables that must be set before vLLM or Unsloth is imported
 VLLM = {
@@ -232,7 +235,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def precision_as_asked(args: Any) -> Iterator[None]:
+def precision_as_asked(args: "TrainingArguments") -> Iterator[None]:
     """Keep Unsloth's patched class from turning bf16 or fp16 on where ``args`` turns both off."""
     from accelerate.utils import patch_environment
 

@@ -211,7 +211,7 @@ def attach_lora(
     return _new_adapter(model, settings, use_gradient_checkpointing, seed)
 
 
-def _there(model: Any, target_modules: Iterable[str]) -> list[str]:
+def _there(model: Model, target_modules: Iterable[str]) -> list[str]:
     """Return the names that are layers of the model.
 
     Raises:
@@ -230,7 +230,7 @@ def _there(model: Any, target_modules: Iterable[str]) -> list[str]:
 
 
 def _new_adapter(
-    model: Any, settings: dict[str, Any], checkpointing: bool | str | None = None, seed: int = 0
+    model: Model, settings: dict[str, Any], checkpointing: bool | str | None = None, seed: int = 0
 ) -> Any:
     """Return the model with an adapter made of these settings of ``LoraConfig``."""
     import torch
@@ -252,7 +252,7 @@ def _new_adapter(
     return peft_model
 
 
-def _outside_language(model: Any) -> str | None:
+def _outside_language(model: Model) -> str | None:
     """Return a pattern of a vision model's layers that are not its language model's.
 
     PEFT matches it with whole names. Unsloth's default is the language model too.
@@ -264,7 +264,7 @@ def _outside_language(model: Any) -> str | None:
     return rf"(?!{re.escape(prefix)}\.).*"
 
 
-def _recompute(model: Any, checkpointing: bool | str) -> None:
+def _recompute(model: Model, checkpointing: bool | str) -> None:
     """Turn gradient checkpointing on or off."""
     if notes_of(model).backend == "unsloth":
         model._unsloth_gradient_checkpointing = checkpointing  # its training step follows this

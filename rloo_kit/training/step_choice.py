@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import AutoConfig
 
@@ -11,6 +10,7 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.machine.processes import divided_by_launcher, uses_fsdp
 from rloo_kit.text.wording import format_value
 from rloo_kit.training.arguments import LeaveOneOutConfig
+from rloo_kit.types import Model
 
 # Methods of TRL that the kit's step never calls: a subclass that overrides one is obeyed by TRL's
 TRL_METHODS = {
@@ -32,12 +32,16 @@ class StepChoice:
 
 
 def choose_step(
-    args: Any, *, images: bool = False, router_loss: float = 0.0, overridden: Collection[str] = ()
+    args: LeaveOneOutConfig,
+    *,
+    images: bool = False,
+    router_loss: float = 0.0,
+    overridden: Collection[str] = (),
 ) -> StepChoice:
     """Return whose step trains.
 
     Args:
-        args: A ``LeaveOneOutConfig``.
+        args: Of the training.
         images: Whether the prompts have images.
         router_loss: Coefficient of the load-balancing loss of a mixture of experts; 0: none.
         overridden: Methods that a subclass of the trainer overrides.
@@ -70,7 +74,7 @@ def choose_step(
     return choice
 
 
-def _check_fsdp(args: Any) -> None:
+def _check_fsdp(args: LeaveOneOutConfig) -> None:
     """Refuse FSDP where accelerate would ignore it without a word."""
     asked = args.fsdp or uses_fsdp()
     if asked and args.distributed_state.distributed_type in ("NO", "MULTI_CPU"):
@@ -80,7 +84,7 @@ def _check_fsdp(args: Any) -> None:
         )
 
 
-def let_trl_sample(args: Any, choice: StepChoice) -> None:
+def let_trl_sample(args: LeaveOneOutConfig, choice: StepChoice) -> None:
     """Set whether TRL starts vLLM: for its own step as ``generation`` says, else never."""
     if choice.by_trl and args.generation in ("vllm", "server"):
         args.use_vllm = True
@@ -89,7 +93,7 @@ def let_trl_sample(args: Any, choice: StepChoice) -> None:
         args.use_vllm = False  # the kit samples
 
 
-def set_router_loss(args: Any, model: Any) -> float:
+def set_router_loss(args: LeaveOneOutConfig, model: Model) -> float:
     """Return the coefficient of a mixture of experts' load-balancing loss, 0 where it has none.
 
     Where it is not set and no router trains, it becomes 0 in ``args``: the loss would only move
@@ -112,7 +116,7 @@ def set_router_loss(args: Any, model: Any) -> float:
     return getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
 
 
-def _check_settings(args: Any, choice: StepChoice) -> None:
+def _check_settings(args: LeaveOneOutConfig, choice: StepChoice) -> None:
     """Refuse settings that TRL's step does not obey."""
     why = f"only the kit's step obeys, and TRL's trains because {choice.reason}:"
     _check_defaults(args, OF_KIT_STEP, why)
@@ -127,7 +131,7 @@ def _check_settings(args: Any, choice: StepChoice) -> None:
         )
 
 
-def _check_defaults(args: Any, names: Collection[str], why: str) -> None:
+def _check_defaults(args: LeaveOneOutConfig, names: Collection[str], why: str) -> None:
     """Refuse another value than the default of settings that have no effect."""
     for name in names:
         if getattr(args, name) != LeaveOneOutConfig.__dataclass_fields__[name].default:

@@ -299,7 +299,7 @@ def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Tokenizer) ->
     return rewards
 
 
-def check_prompts(dataset: Any, args: Any) -> None:
+def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
     """Raise DataError where the training set has too few rows, or other columns than it needs."""
     columns, has_rows = getattr(dataset, "column_names", None), hasattr(dataset, "__len__")
     if has_rows and not len(dataset):
@@ -338,7 +338,7 @@ def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
         raise ConfigError(f"{required}: give it to LeaveOneOutTrainer")
 
 
-def _own_reference(ref_policy: Any, model: Any, args: LeaveOneOutConfig) -> Any:
+def _own_reference(ref_policy: Any, model: Model, args: LeaveOneOutConfig) -> Any:
     """Return the reference that the caller gave; None: the model as it is before the training.
 
     Raises:
