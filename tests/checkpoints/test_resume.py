@@ -187,6 +187,7 @@ def test_the_same_trainer_resumes(tmp_path):
     assert all(torch.equal(end[name], values) for name, values in weights(whole).items())
 
 
+@pytest.mark.long
 def test_a_fault_in_a_reward_costs_no_finished_step(tmp_path):
     whole = new_trainer(tmp_path / "whole", save_steps=100)
     whole.train()

@@ -66,6 +66,7 @@ def greedy(trained):
     return found.samples[0]["completion"]
 
 
+@pytest.mark.long
 def test_chat_answers_as_the_model_and_its_base_do(run):
     said = talk(run, QUESTION)
     trained = find_trained(run)

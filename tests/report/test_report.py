@@ -112,6 +112,7 @@ def content(folder):
 # --- size -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_thousand_steps_fit_into_three_mebibytes(run):
     text = "so the sum of these is carried over </think> " + 20 * "and so on "
     rows = [

@@ -240,6 +240,7 @@ def test_memory_that_runs_out_elsewhere_is_one_sentence(place, monkeypatch, caps
         assert list(Path("runs/quickstart").glob("checkpoint-*/adapter_model.safetensors"))
 
 
+@pytest.mark.long
 def test_saved_run_file_trains_again_from_another_folder(tmp_path, monkeypatch):
     home = tmp_path / "project"
     home.mkdir()

@@ -90,7 +90,10 @@ def log_without_times(trainer):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"dropout": 0.1, "gradient_checkpointing": True},
+        pytest.param(
+            {"dropout": 0.1, "gradient_checkpointing": True},
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             {"beta": 0.0, "steps_per_generation": 2, "per_device_train_batch_size": 4},
             marks=pytest.mark.long,
