@@ -1,45 +1,68 @@
 """A saved adapter is whole at any moment, also when the process is killed while it writes."""
 
-import subprocess
+import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import rloo_kit as rk
 
 WEIGHTS = "adapter_model.safetensors"
-SCRIPT = """
-import os, pathlib, signal, sys
-import torch
-import rloo_kit as rk
-
-folder, rank, value, steps = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
-model, tokenizer = rk.load_model("tiny-thinker", load_in_4bit=False, backend="transformers")
-model = rk.attach_lora(model, r=rank)
-for name, parameter in model.named_parameters():
-    if "lora_" in name:
-        torch.nn.init.constant_(parameter, value)
-done = 0
-for name in ("replace", "rename"):  # killed right after so many files have moved
-    def move(self, target, real=getattr(pathlib.Path, name)):
-        global done
-        real(self, target)
-        done += 1
-        if done == steps:
-            os.kill(os.getpid(), signal.SIGKILL)
-    setattr(pathlib.Path, name, move)
-rk.save_adapter(model, tokenizer, folder)
-print(done)
-"""
 
 
-def save(folder, rank, value, killed_after=0):
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder), str(rank), str(value), str(killed_after)],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def models():
+    """Rank -> a model with an adapter, and its tokenizer."""
+    made = {}
+    for rank in (4, 8):
+        model, tokenizer = rk.load_model("tiny-thinker", load_in_4bit=False, backend="auto")
+        made[rank] = rk.attach_lora(model, r=rank), tokenizer
+    return made
+
+
+def save(policy, folder, value, killed_after=0):
+    """Save an adapter whose weights are all ``value``, in a child process.
+
+    The child is killed right after ``killed_after`` files have moved. Return its exit code, which is
+    negative for a signal, and the number of moves.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, str(_save(*policy, folder, value, killed_after)).encode())
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    _, status = os.waitpid(child, 0)
+    with os.fdopen(reading) as pipe:
+        return os.waitstatus_to_exitcode(status), pipe.read()
+
+
+def _save(model, tokenizer, folder, value, killed_after):
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.constant_(parameter, value)
+    done = 0
+
+    def counted(real):
+        def move(self, target):
+            nonlocal done
+            real(self, target)
+            done += 1
+            if done == killed_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return move
+
+    Path.replace, Path.rename = counted(Path.replace), counted(Path.rename)
+    rk.save_adapter(model, tokenizer, folder)
+    return done
 
 
 def found(folder):
@@ -54,27 +77,26 @@ def found(folder):
 
 @pytest.mark.faults
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
-def test_an_adapter_is_the_old_or_the_new_one_after_a_kill(tmp_path):
+def test_an_adapter_is_the_old_or_the_new_one_after_a_kill(models, tmp_path):
     folder = tmp_path / "adapter"
-    moves = int(save(folder, 4, 1.0).stdout)
-    assert moves == 1
+    assert save(models[4], folder, 1.0) == (0, "1")
     for number in (1, 2, 4):
         value = 2.0 + number
-        assert save(folder, 4, value, killed_after=number).returncode == -9
+        assert save(models[4], folder, value, killed_after=number)[0] == -signal.SIGKILL
         assert found(folder) in (value, 1.0)
-    assert save(folder, 4, 2.0).returncode == 0
+    assert save(models[4], folder, 2.0)[0] == 0
     assert found(folder) == 2.0
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
 @pytest.mark.faults
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
-def test_an_adapter_of_another_rank_is_replaced_whole(tmp_path):
+def test_an_adapter_of_another_rank_is_replaced_whole(models, tmp_path):
     folder = tmp_path / "adapter"
-    save(folder, 4, 1.0)
-    assert save(folder, 8, 2.0, killed_after=1).returncode == -9
+    save(models[4], folder, 1.0)
+    assert save(models[8], folder, 2.0, killed_after=1)[0] == -signal.SIGKILL
     assert not folder.exists()
     assert found(tmp_path / ".adapter.old") == 1.0
-    assert save(folder, 8, 2.0).returncode == 0
+    assert save(models[8], folder, 2.0)[0] == 0
     assert found(folder) == 2.0
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
