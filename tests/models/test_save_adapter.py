@@ -27,8 +27,8 @@ def models():
 def save(policy, folder, value, killed_after=0):
     """Save an adapter whose weights are all ``value``, in a child process.
 
-    The child is killed right after ``killed_after`` files have moved. Return its exit code, which is
-    negative for a signal, and the number of moves.
+    The child is killed right after ``killed_after`` files have moved. Return its exit code
+    (negative for a signal) and the number of moves.
     """
     reading, writing = os.pipe()
     child = os.fork()
