@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from rloo_kit.checkpoints.state import (
@@ -55,6 +55,7 @@ from rloo_kit.machine.processes import is_cut_off
 from rloo_kit.models.adapters import trained_parameters
 from rloo_kit.rloo.guards import check_finite
 from rloo_kit.text.numbers import finite_numbers, mean_or_none
+from rloo_kit.types import Model
 
 # Settings that decide what is sampled and learned: another value would be another run.
 # `rows_per_step` is what an optimizer step learns from: how it is divided into
@@ -453,7 +454,9 @@ class _Restore(TrainerCallback):
 # --- which run -----------------------------------------------------------------------------------
 
 
-def facts_of(args: Any, model: Any, prompts: Any, rewards: list[str]) -> dict[str, Any]:
+def facts_of(
+    args: TrainingArguments, model: Model, prompts: Any, rewards: list[str]
+) -> dict[str, Any]:
     """Return what identifies a run: versions, model, prompts, names of rewards, and settings."""
     settings = json.loads(json.dumps(args.to_dict(), default=str))
     settings["rows_per_step"] = _rows_per_step(settings)

@@ -6,13 +6,10 @@ vLLM and transformers are imported only to check what ``generation_kwargs`` give
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rloo_kit.errors import ConfigError, KitError
 from rloo_kit.text.wording import first_line, format_value
-
-if TYPE_CHECKING:
-    from rloo_kit.config.settings import TrainerSettings
 
 ENGINES = {
     "vllm": "vLLM in this process",
@@ -59,7 +56,7 @@ OWN_SETTINGS = {
 COUNTING = ("min_tokens", "presence_penalty", "frequency_penalty")
 
 
-def requested_engine(args: "TrainerSettings") -> str:
+def requested_engine(args: Any) -> str:
     """Return ``auto``, ``vllm``, ``server`` or ``transformers``.
 
     ``use_vllm: true`` means ``vllm``, and with ``vllm_mode: server`` it means ``server``.
@@ -78,7 +75,7 @@ def requested_engine(args: "TrainerSettings") -> str:
     return by_mode if args.generation == "auto" else args.generation
 
 
-def check_settings(args: "TrainerSettings", engine: str) -> None:
+def check_settings(args: Any, engine: str) -> None:
     """Check the settings of who samples.
 
     Args:
@@ -112,7 +109,7 @@ def check_settings(args: "TrainerSettings", engine: str) -> None:
         _check_vllm(others, args, installed=engine == "vllm")
 
 
-def _check_vllm(others: Mapping[str, Any], args: "TrainerSettings", *, installed: bool) -> None:
+def _check_vllm(others: Mapping[str, Any], args: Any, *, installed: bool) -> None:
     for name in others.keys() - TOKEN_SAMPLING:
         raise ConfigError(
             f"trainer.generation_kwargs gives {name!r}, which cannot be given to vLLM: leave it "
@@ -157,7 +154,7 @@ def _check_generate(others: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def blame_generation_kwargs(args: "TrainerSettings") -> Iterator[None]:
+def blame_generation_kwargs(args: Any) -> Iterator[None]:
     """Raise what ``generate`` of transformers refuses as a ConfigError on ``generation_kwargs``."""
     try:
         yield

@@ -6,7 +6,7 @@ card and the docs read the same rows. Loads neither torch nor TRL.
 
 import dataclasses
 from dataclasses import MISSING, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 Resume = Literal["must", "may", "free"]
 
@@ -209,13 +209,6 @@ class KitSettings:
         "Take the memory of the longest step of a training before its first; null: on a GPU only.",
         kit_step=True,
     )
-
-
-if TYPE_CHECKING:
-    from trl import RLOOConfig  # pyright: ignore[reportPrivateImportUsage]
-
-    class TrainerSettings(KitSettings, RLOOConfig):
-        """The settings of a training, as ``LeaveOneOutConfig`` has them."""
 
 
 # Why an adapter is not trained with this setting of TRL

@@ -15,8 +15,6 @@ from rloo_kit.types import Prompt, Tokenizer
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from rloo_kit.config.settings import TrainerSettings
-
 # Bytes that a tokenizer's normalisation (NFKC) makes of one, at most; ASCII stays as it is
 EXPANSION = 11
 # Prompts among which the longest is looked for
@@ -124,7 +122,7 @@ def _most_tokens(text: Prompt) -> float:
 def check_lengths(
     dataset: "Dataset",
     tokenizer: Tokenizer,
-    args: "TrainerSettings",
+    args: Any,
     longest: int,
     *,
     before: int = 0,

@@ -230,7 +230,7 @@ def _there(model: Model, target_modules: Iterable[str]) -> list[str]:
 
 
 def _new_adapter(
-    model: Model, settings: dict[str, Any], checkpointing: bool | str | None = None, seed: int = 0
+    model: Any, settings: dict[str, Any], checkpointing: bool | str | None = None, seed: int = 0
 ) -> Any:
     """Return the model with an adapter made of these settings of ``LoraConfig``."""
     import torch
@@ -247,7 +247,7 @@ def _new_adapter(
     else:
         torch.manual_seed(seed)
         settings = {"exclude_modules": _outside_language(model)} | settings
-        peft_model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+        peft_model: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
         _recompute(peft_model, checkpointing)
     return peft_model
 

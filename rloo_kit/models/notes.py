@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from rloo_kit.types import Model
-
 
 @dataclass
 class ModelNotes:
@@ -20,7 +18,7 @@ class ModelNotes:
     why_not_shared: str | None = None
 
 
-def notes_of(model: Model) -> ModelNotes:
+def notes_of(model: Any) -> ModelNotes:
     """Return the notes on a model; a PEFT model has those of its base."""
     notes = getattr(model, "rloo_kit_notes", None)
     if notes is None:

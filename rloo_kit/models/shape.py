@@ -11,12 +11,15 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import ModelError
 from rloo_kit.models.adapters import adapter_in, base_of, is_path
 from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 TINY_THINKER = Path(__file__).parents[1] / "assets" / "tiny-thinker"
 
@@ -195,7 +198,7 @@ def _published_shape(name: str) -> ModelShape | None:
 
 
 def shape_of_config(
-    config: Any,
+    config: "PreTrainedConfig",
     name: str,
     source: str = "its config",
     *,
@@ -230,7 +233,7 @@ def shape_of_config(
     )
 
 
-def auto_class(config: Any, *, images: bool = False) -> Any:
+def auto_class(config: "PreTrainedConfig", *, images: bool = False) -> Any:
     """Return the class of transformers that loads a model.
 
     It is AutoModelForImageTextToText for ``images``, and where the model has no class for text
@@ -245,12 +248,11 @@ def auto_class(config: Any, *, images: bool = False) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _on_meta(config: Any, trust_remote_code: bool) -> Any:
+def _on_meta(config: "PreTrainedConfig", trust_remote_code: bool) -> Any:
     """Return the model without any memory."""
     import torch
 
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # as the layers are before they are packed
+    vars(config).pop("quantization_config", None)  # as the layers are before they are packed
     with torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     model.tie_weights()

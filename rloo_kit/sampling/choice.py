@@ -1,6 +1,6 @@
 """Start the engine that samples for a model: vLLM in this process, its server, or none."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rloo_kit.config.engine_settings import ENGINES, check_settings, requested_engine
 from rloo_kit.config.run_file import RunConfig
@@ -24,12 +24,9 @@ from rloo_kit.sampling.engine import (
 from rloo_kit.text.thoughts import THOUGHT_ENDS, token_id
 from rloo_kit.types import Model, Tokenizer
 
-if TYPE_CHECKING:
-    from rloo_kit.config.settings import TrainerSettings
-
 
 def start_engine(
-    model: Model, args: "TrainerSettings", *, why_not: str | None = None, trains: bool = True
+    model: Model, args: Any, *, why_not: str | None = None, trains: bool = True
 ) -> tuple[Engine | None, Choice]:
     """Start what ``args.generation`` asks for.
 
@@ -83,7 +80,7 @@ def _check_vllm_table(model: Model, choice: Choice) -> None:
         )
 
 
-def _check_shared(args: "TrainerSettings", shared: EngineSettings) -> None:
+def _check_shared(args: Any, shared: EngineSettings) -> None:
     """Raise ConfigError on settings that an engine which started with the model does not have."""
     share, length = args.vllm_gpu_memory_utilization, args.vllm_max_model_length
     if args.memory_share_given and share != shared.share:
@@ -107,7 +104,7 @@ def _put_to_sleep(model: Model) -> None:
         llm.sleep(level=1)
 
 
-def _in_process(model: Model, args: "TrainerSettings") -> Engine:
+def _in_process(model: Model, args: Any) -> Engine:
     from rloo_kit.sampling.vllm_inprocess import VllmEngine
 
     notes = notes_of(model)
@@ -126,7 +123,7 @@ def _in_process(model: Model, args: "TrainerSettings") -> Engine:
     return engine
 
 
-def _max_length(model: Model, args: "TrainerSettings") -> int:
+def _max_length(model: Model, args: Any) -> int:
     """Return the tokens of the longest row that the model was loaded for: vLLM reserves them."""
     return (
         args.vllm_max_model_length
@@ -135,7 +132,7 @@ def _max_length(model: Model, args: "TrainerSettings") -> int:
     )
 
 
-def _on_server(model: Model, args: "TrainerSettings") -> Engine:
+def _on_server(model: Model, args: Any) -> Engine:
     from rloo_kit.sampling.vllm_inprocess import compute_dtype, is_4bit
     from rloo_kit.sampling.vllm_server import Needs, VllmServer
 
@@ -146,7 +143,7 @@ def _on_server(model: Model, args: "TrainerSettings") -> Engine:
     return server
 
 
-def _check_server(args: "TrainerSettings", run: RunConfig) -> None:
+def _check_server(args: Any, run: RunConfig) -> None:
     """Raise GenerationError where the server cannot sample for a run."""
     from rloo_kit.sampling.vllm_server import Needs, VllmServer
 
@@ -157,9 +154,7 @@ def _check_server(args: "TrainerSettings", run: RunConfig) -> None:
     VllmServer(args, Needs(name, length, run.lora.r, run.model.load_in_4bit)).close()
 
 
-def check_engine(
-    args: "TrainerSettings", run: RunConfig | None = None, *, trains: bool = True
-) -> None:
+def check_engine(args: Any, run: RunConfig | None = None, *, trains: bool = True) -> None:
     """Check what can be checked before a model is loaded; ``trains``: not an evaluation.
 
     ``run`` says what a server must be able to do, and has whole paths.
@@ -197,7 +192,7 @@ def thought_limit(tokenizer: Tokenizer, tokens: int | None) -> ThoughtLimit | No
 
 
 def make_sampling(
-    args: "TrainerSettings", stop_token_ids: list[int], thought: ThoughtLimit | None = None
+    args: Any, stop_token_ids: list[int], thought: ThoughtLimit | None = None
 ) -> Sampling:
     """Return how a ``LeaveOneOutConfig`` draws completions; each stop token ends one."""
     return Sampling(

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 from anyio.from_thread import start_blocking_portal
@@ -27,9 +27,6 @@ from rloo_kit.models.loading import PREQUANTIZED
 from rloo_kit.sampling.engine import AdapterFolder, Generations, Sampling, active_adapter
 from rloo_kit.text.wording import first_line
 from rloo_kit.types import Model
-
-if TYPE_CHECKING:
-    from rloo_kit.config.settings import TrainerSettings
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class VllmServer:
             serves another model or shorter rows, or takes no adapters at run time.
     """
 
-    def __init__(self, args: "TrainerSettings", needs: Needs, adapter_dtype: Any = None) -> None:
+    def __init__(self, args: Any, needs: Needs, adapter_dtype: Any = None) -> None:
         address = args.vllm_server_base_url
         address = address or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         self.url = address.rstrip("/").removesuffix("/v1")

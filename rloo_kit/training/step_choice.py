@@ -77,7 +77,8 @@ def choose_step(
 def _check_fsdp(args: LeaveOneOutConfig) -> None:
     """Refuse FSDP where accelerate would ignore it without a word."""
     asked = args.fsdp or uses_fsdp()
-    if asked and args.distributed_state.distributed_type in ("NO", "MULTI_CPU"):
+    state = args.distributed_state
+    if asked and state is not None and state.distributed_type in ("NO", "MULTI_CPU"):
         raise ConfigError(
             "FSDP divides a model among the GPUs of several processes, and here it would do "
             "nothing: leave it out, or divide by DeepSpeed (examples/accelerate/zero3.yaml)"
