@@ -1,22 +1,25 @@
 """One training step of RLOO, in order: prompts, completions, scores, advantages, gradient, log.
 
-The whole algorithm is called from here. Each part is given what it uses when it is made: the
-package ``training`` makes the parts for a model, and a test makes them for a table of logits.
+The whole algorithm is called from here, up to the gradient; transformers' trainer then applies it.
+Each part is given what it uses when it is made: ``training.step_trainer`` makes the parts for a
+model, and a test makes them for a tabular policy.
 
 Where the rest is:
 
-- The baseline is subtracted in ``rloo.advantages``; ``Rollout`` takes the function that
-  ``BASELINES`` names.
+- ``rloo.advantages`` subtracts the baseline: ``Rollout.scored`` calls the function that
+  ``BASELINES`` has under the setting ``baseline``, a field of ``shaping``.
 - A loss is a function in ``LOSSES`` of ``rloo.objective``; ``Learner`` calls it.
-- ``training.dynamic_sampling`` decides whether groups without signal are replaced by groups of
-  further prompts, which are sampled again: it is ``after_scoring``.
-- vLLM sleeps from the end of one ``sample`` to the next: rewards, the reference pass, the learner's
-  passes and the optimizer have its memory.
-- ``Step.state_dict`` is a part of a checkpoint; ``checkpoints.resume`` adds weights, optimizer,
-  schedule, random states, callbacks and rewards.
+- ``training.dynamic_sampling`` is ``after_scoring``. It decides whether groups without signal are
+  replaced by completions of other prompts.
+- ``Sampler.draw`` of ``training.sampler`` puts vLLM to sleep after a batch; the next ``sample``
+  wakes it. Until then rewards, the reference pass, the learner's passes and the optimizer can use
+  the memory that it freed.
+- ``LeaveOneOutTrainer.state_dict`` of ``training.trainer`` puts ``Step.state_dict`` and the order
+  of prompts of dynamic sampling into a checkpoint. ``checkpoints.resume`` adds weights, optimizer,
+  schedule, gradient scaler, random states, callbacks and rewards.
 
-Shapes: P prompts, G generations per prompt, B = P*G completions, N of their rows, T the longest
-completion. A row is one completion; the G rows of a prompt are neighbours.
+Shapes: P prompts, G generations per prompt, B = P*G completions, N some of their rows, T the
+longest completion. A row is one completion; the G rows of a prompt are neighbours.
 """
 
 import math
@@ -34,7 +37,7 @@ from rloo_kit.rloo.metrics import Tally
 from rloo_kit.rloo.objective import RunningMoments
 from rloo_kit.rloo.rollout import Completions, Rollout, ScoredBatch, Shaping, rows_needing_old_pass
 
-# A row of the training set, with `prompt`; it comes once for each of its G completions
+# A row of the training set, with `prompt`; it is repeated G times in a row, once per completion
 Row = Mapping[str, Any]
 Result = TypeVar("Result")
 
@@ -43,7 +46,7 @@ Result = TypeVar("Result")
 class Pending(Generic[Result]):
     """Rewards that are being computed."""
 
-    in_background: bool  # whether async rewards run meanwhile
+    in_background: bool  # whether async rewards run already; the others run in `result`
     result: Callable[[], Result]  # waits for all rewards
 
 
@@ -64,10 +67,10 @@ class Log(Protocol):
 class Step:
     """Makes the gradient of one optimizer step after another.
 
-    The rows of a rollout are cut into ``num_slices`` slices of equal size, in random order. A step
-    learns from all slices of a rollout, from some of them (``gradient_accumulation_steps`` below
-    ``steps_per_generation``), or from those of several rollouts. Each slice is used
-    ``num_iterations`` times.
+    The rows of a rollout are cut into ``num_slices`` slices of equal size, in random order. Each
+    slice is trained ``num_iterations`` times. By default a step takes all slices of one rollout. It
+    takes some of them if TRL's ``gradient_accumulation_steps`` is below ``steps_per_generation``,
+    and those of several rollouts if it is above.
     """
 
     # the parts
@@ -75,32 +78,36 @@ class Step:
     score: Callable[[list[Row], Completions], Pending[ScoredBatch]]
     # `(B, T)` log-probabilities of some rows under the reference; None if beta is 0
     reference: Callable[[TokenRows, list[int]], torch.Tensor] | None
-    learner: Callable[[], Learner]  # made at its first use, when free memory sets its token budget
+    # returns the same learner each time; made at the first, when free memory sets its token budget
+    learner: Callable[[], Learner]
     guard: StepGuard
     log: Log
     shaping: Shaping
     num_generations: int
     num_slices: int = 1
     num_iterations: int = 1
-    # the three places of options (docs/how-to/change_the_step.md)
+    # hooks for optional features (docs/how-to/change_the_step.md); groups stay whole
     which_prompts: Callable[[list[Row]], list[Row]] = lambda rows: rows
     after_scoring: Callable[[ScoredBatch, Callable[[list[Row]], ScoredBatch]], ScoredBatch] = (
         lambda batch, sample_and_score: batch
     )
-    rows_to_learn: Callable[[Rollout], Rollout] = lambda rollout: rollout  # may clear `learnable`
-    # Whether the reference pass may run beside async rewards: not if `after_scoring` swaps rows
+    rows_to_learn: Callable[[Rollout], Rollout] = lambda rollout: (
+        rollout
+    )  # may set `learnable` to False
+    # Whether the reference pass may run during async rewards; False if `after_scoring` can replace
+    # rows, since the pass would belong to the old ones
     overlap: bool = True
     # the state
     moments: RunningMoments = field(default_factory=RunningMoments)  # `normalize_reward: moving`
     rollout: Rollout | None = None  # the newest
-    waiting: list[torch.Tensor] = field(default_factory=list)  # its slices that are yet to train
+    waiting: list[torch.Tensor] = field(default_factory=list)  # slices of `rollout` yet to train
 
     def run(self, batches: Sequence[list[Row]], number: int) -> torch.Tensor:
         """Leave the gradient of a step in the parameters; return its loss.
 
         Args:
-            batches: B rows for each slice of the step; they are read only if the slice is the first
-                of a new rollout.
+            batches: One list for each slice of the step, each with the B rows of a whole rollout. A
+                list is read only if its slice is the first of a new rollout.
             number: The number of the step, from 1.
 
         Raises:
@@ -121,11 +128,13 @@ class Step:
             num_rows += len(rows)
         for rollout, count in zip(rollouts, counts, strict=True):
             learned = learner.learn(rollout, weights=count * (1 / num_rows))  # forward, backward
-            if learned.on_policy:  # it was sampled in this step, and has its advantages now
+            if learned.on_policy:  # trained for the first time, its advantages are final
                 self.log.note_rollout(learned, number)
             self.rollout = replace(learned, on_policy=False)
         tally = learner.take_tally()
-        if not self.guard.check(tally.loss, learner.parameters, number):  # gradients are dropped
+        if not self.guard.check(
+            tally.loss, learner.parameters, number
+        ):  # it has dropped the gradients
             self.log.note("grad_norm", math.nan)  # not the 0 of a norm over no gradients
         self.log.note_step(tally, time.perf_counter() - started, self.guard.skipped)
         return torch.tensor(tally.loss, device=learner.device)
@@ -143,30 +152,33 @@ class Step:
         if not self.waiting or self.rollout is None:
             rollout = self.make_rollout(batch, number)
             slices = torch.randperm(len(rollout)).split(len(rollout) // self.num_slices)
-            # The training pass of this step gives these rows their old log-probabilities
+            # The training pass of this step gives these rows their old log-probabilities; rows of
+            # later steps may need a pass of their own now
             in_this_step = {row for rows in slices[:slices_left] for row in rows.tolist()}
             needs_pass = rows_needing_old_pass(rollout, in_this_step)
             rollout = self.learner().with_old(rollout, needs_pass)
-            if needs_pass and self.reference is not None:  # they are all rows, so the KL is known
+            if (
+                needs_pass and self.reference is not None
+            ):  # of all rows, if beta is not 0: the KL is known
                 rollout = rollout.with_advantages()
             self.rollout = rollout
             self.waiting = [*slices] * self.num_iterations
         return self.rollout, self.waiting.pop(0)
 
     def make_rollout(self, rows: list[Row], number: int) -> Rollout:
-        """Sample and score.
+        """Return a rollout with scores and, if beta is not 0, reference log-probabilities.
 
-        If beta is 0 the advantages are final. Else they wait for the KL, and so for the old
-        log-probabilities: ``next_slice`` computes them if it runs a pass for these, else
-        ``Learner.learn`` does.
+        If beta is 0 its advantages are final. If not, they need the KL, and so the old
+        log-probabilities. ``next_slice`` computes them if it runs a pass for the latter. If it does
+        not, ``Learner.learn`` does.
         """
-        check_finite(self.learner().parameters, number - 1)  # weights of the step before
+        check_finite(self.learner().parameters, number - 1)  # as that step left them
         rows = self.which_prompts(rows)
         completions = self.sample(rows)
         scoring = self.score(rows, completions)
         reference = None
         if self.reference is not None and self.overlap and scoring.in_background:
-            # Scores will say which of these rows learn nothing
+            # without scores these include rows that will learn nothing
             reference = self.reference(completions.tokens, completions.unmasked_rows(self.shaping))
         batch = self.after_scoring(scoring.result(), self.sample_and_score)
         rollout = Rollout.scored(batch, self.num_generations, self.shaping, self.moments)
@@ -207,7 +219,7 @@ def _rows_left(state: dict[str, Any], num_iterations: int) -> torch.Tensor:
     """Return ``(N,)`` rows yet to train.
 
     Older checkpoints hold all slices of the rollout as ``order``, and as ``micro_step`` the number
-    of slices that were trained since the run began.
+    of slices that were trained in the whole run.
     """
     batch = state["batch"]
     if "rows" in batch:
