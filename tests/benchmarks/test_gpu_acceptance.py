@@ -66,6 +66,7 @@ def test_broken_parts_are_reported_and_the_others_go_on(broken, tmp_path, monkey
     assert "stopped after 3 s" in table
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_part_that_passed_is_not_run_again(broken, tmp_path):
     holds = [part for part in broken if part.name == "holds"]

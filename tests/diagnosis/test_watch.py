@@ -259,6 +259,7 @@ def test_stopping_on_reward_hacking_needs_held_out_every():
 # --- a real run ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_stopped_run_keeps_its_best_adapter(tmp_path):
     config = make_run_config(

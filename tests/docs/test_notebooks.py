@@ -194,8 +194,9 @@ REACHES = {
 }
 
 
-# The second trains as the first does, in more lines: by hand, as in tests/vllm/test_quickstart.py
-BY_HAND = {"02_thinking_model": pytest.mark.slow}
+# By hand: the second trains as the first does, in more lines (as in tests/vllm/test_quickstart.py),
+# and the third takes minutes; tests/reward_lab trains its reward models.
+BY_HAND = dict.fromkeys(("02_thinking_model", "03_reward_model"), pytest.mark.slow)
 
 
 @pytest.mark.notebook

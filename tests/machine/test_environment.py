@@ -79,7 +79,9 @@ def test_waiting_threads_spin_little_unless_the_user_says_how(monkeypatch, given
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("module", ["peft", "trl.trainer.utils"])
+@pytest.mark.parametrize(
+    "module", [pytest.param("peft", marks=pytest.mark.slow), "trl.trainer.utils"]
+)
 def test_an_early_import_is_refused(tmp_path, module):
     done = python(
         f"""

@@ -34,6 +34,7 @@ EXTRA = {
     "train": FEW,
     "quickstart": FEW,
     "rewards check": ["--prompts", "4"],
+    "calibrate": ["--num-prompts", "8"],
     "reward-model train": ["--set", "max_steps=1", "--set", "held_out=4"],
     "eval": ["--samples", "2", "--num-prompts", "4"],
     "export": ["--prompts", "2"],
