@@ -164,7 +164,8 @@ def loading(what: str, place: str) -> Iterator[None]:
     """Hide transformers' loading reports (a base lacks the head), and raise one kind of error."""
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     if Path(place).is_dir():
         logging.disable_progress_bar()

@@ -117,10 +117,13 @@ def main() -> None:
     begin = os.lseek(0, 0, os.SEEK_CUR) + HEADER_BYTES
     size = int(_read(HEADER_BYTES))
     job = json.loads(_read(size))
-    questions, answers, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
+    questions = os.dup(0)
+    answers = os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    pread, write = os.pread, os.write
+    pread = os.pread
+    write = os.write
 
     def send(line: bytes) -> None:
         while line:

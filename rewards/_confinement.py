@@ -12,7 +12,8 @@ import os
 import struct
 import sys
 
-READY, REFUSED = "ready", "refused"
+READY = "ready"
+REFUSED = "refused"
 LAYERS = ("landlock", "seccomp", "namespaces", "tmpfs", "other_user", "rlimits")
 # Without one of these a program can reach files, the network or other processes
 NEEDED = ("landlock", "seccomp")
@@ -62,13 +63,20 @@ _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _LOAD, _AND, _EQUAL, _GREATER, _RETURN = 0x20, 0x54, 0x15, 0x25, 0x06  # BPF
 _ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x50026  # seccomp
 
-_NEW_NET_IPC_MOUNT, _NEW_USER = 0x48020000, 0x10000000
-_PRIVATE_RECURSIVE, _NOSUID_NODEV_NOEXEC = 0x44000, 0xE
-_PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 8, 22, 38
+_NEW_NET_IPC_MOUNT = 0x48020000
+_NEW_USER = 0x10000000
+_PRIVATE_RECURSIVE = 0x44000
+_NOSUID_NODEV_NOEXEC = 0xE
+_PR_SET_PDEATHSIG = 1
+_PR_SET_KEEPCAPS = 8
+_PR_SET_SECCOMP = 22
+_PR_SET_NO_NEW_PRIVS = 38
 _SIGKILL = 9
 _CAP_DAC_READ_SEARCH = 1 << 2
 
-_READ_FILE, _READ_DIR, _WRITE_AND_TRUNCATE = 1 << 2, 1 << 3, 1 << 1 | 1 << 14
+_READ_FILE = 1 << 2
+_READ_DIR = 1 << 3
+_WRITE_AND_TRUNCATE = 1 << 1 | 1 << 14
 _OWN_FOLDER = 0b111_0001_1011_1110  # all but: execute, sockets, pipes, devices
 
 
@@ -155,7 +163,8 @@ def _limit(limits: tuple[int, int, int], *, counted: bool, threads: bool) -> Non
 
 def _separate(libc: ctypes.CDLL, folder: str, disk: int) -> list[str]:
     """Leave the machine's network, IPC and mounts; put a small file system over the folder."""
-    uid, gid = os.getuid(), os.getgid()
+    uid = os.getuid()
+    gid = os.getgid()
     if libc.unshare(_NEW_NET_IPC_MOUNT) != 0:
         if libc.unshare(_NEW_NET_IPC_MOUNT | _NEW_USER) != 0:
             return []
@@ -221,7 +230,8 @@ def _restrict_files(libc: ctypes.CDLL, *, writable: bool) -> bool:
     if not version:
         return False
     handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
-    tcp, scopes = (3 if version >= 4 else 0), (3 if version >= 6 else 0)
+    tcp = 3 if version >= 4 else 0
+    scopes = 3 if version >= 6 else 0
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     ruleset = libc.syscall(444, struct.pack("=QQQ", handled, tcp, scopes), size, 0)
     if ruleset < 0:

@@ -56,7 +56,9 @@ def read_verdict(text: str, key: str = "score") -> float | None:
 
 
 def _last_object(text: str) -> dict[str, Any] | None:
-    decoder, found, start = json.JSONDecoder(), None, text.find("{")
+    decoder = json.JSONDecoder()
+    found = None
+    start = text.find("{")
     while start != -1:
         try:
             found, end = decoder.raw_decode(text, start)
@@ -108,7 +110,8 @@ class Server:
         import httpx
 
         found: dict[str, float] = {}
-        judge, gate = self.judge, asyncio.Semaphore(self.judge.max_concurrency)
+        judge = self.judge
+        gate = asyncio.Semaphore(self.judge.max_concurrency)
         client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=min(5.0, judge.timeout_seconds)),
             limits=httpx.Limits(max_connections=None),
@@ -216,7 +219,8 @@ class Server:
                 f"gives no chat completion ({self._excerpt(content)})",
                 "check base_url, which ends in /v1 as a rule",
             ) from None
-        key, is_cut = MODES[judge.mode][0], choice.get("finish_reason") == "length"
+        key = MODES[judge.mode][0]
+        is_cut = choice.get("finish_reason") == "length"
         number = None if is_cut else read_verdict(text, key)
         if number is not None and judge.accepts(number):
             return number
@@ -229,7 +233,8 @@ class Server:
         )
 
     def _refusal(self, answer: "httpx.Response") -> Failure:
-        judge, status = self.judge, answer.status_code
+        judge = self.judge
+        status = answer.status_code
         what = f"answers {status} ({self._excerpt(answer.content)})"
         if status in _RETRIED or status >= 500:
             remedy = "lower max_concurrency" if status == 429 else "look at the server's log"

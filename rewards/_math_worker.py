@@ -38,7 +38,8 @@ def main() -> None:
     # this process ends with its input.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Windows sends Ctrl-C to this process too
-    seconds, memory_mib = float(sys.argv[1]), int(sys.argv[2])
+    seconds = float(sys.argv[1])
+    memory_mib = int(sys.argv[2])
     replies = os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)  # whatever a library prints
@@ -92,7 +93,8 @@ def _is_prose(line: str) -> bool:
     """Return whether a line holds a word or a unit, and not only products of letters."""
     bare = _COMMAND.sub("@", _WRAPPED.sub("", line))
     for match in _WORD.finditer(bare):
-        word, follows = match[0], bare[match.end() : match.end() + 1]
+        word = match[0]
+        follows = bare[match.end() : match.end() + 1]
         if word in _NO_PROSE:
             continue
         is_product = _STUCK.search(bare[: match.start()]) or (follows and follows in "^_*=(")

@@ -166,7 +166,8 @@ def _start(
 
 def _watch(process: subprocess.Popen, limits: Limits) -> tuple[str, bytes, str]:
     """Return the worker's first line, the program's output, and why it must be ended, if so."""
-    output, header = bytearray(), ""
+    output = bytearray()
+    header = ""
     deadline = time.monotonic() + _START_SECONDS
     assert process.stdout is not None
     fd = process.stdout.fileno()

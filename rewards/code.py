@@ -38,7 +38,9 @@ def fenced_code(text: str) -> str | None:
     for line in text.splitlines(keepends=True):
         fence = _FENCE.fullmatch(line)
         if tag is None and fence:
-            indent, marks, tag = fence[1], fence[2], fence[3].lower()
+            indent = fence[1]
+            marks = fence[2]
+            tag = fence[3].lower()
             block = []
         elif tag is not None and (end := line.strip()).startswith(marks) and not end.strip(marks):
             if tag in {"", *_PYTHON_TAGS}:
@@ -177,7 +179,8 @@ class Code(TemplateAware):
         # The harness is the program of the sandbox; its input is the length of the job, the job and
         # a secret that marks the answers it sent itself.
         job = {"program": program, "cases": [asdict(test) for test in tests]}
-        text, secret = json.dumps(job), secrets.token_hex(_code_harness.SECRET_BYTES // 2)
+        text = json.dumps(job)
+        secret = secrets.token_hex(_code_harness.SECRET_BYTES // 2)
         harness = Path(_code_harness.__file__).read_text(encoding="utf-8")
         stdin = f"{len(text):{_code_harness.HEADER_BYTES}}{text}{secret}"
         outcome = run_python(harness, stdin=stdin, limits=self._limits, allow_weak=self.allow_weak)

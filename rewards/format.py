@@ -124,10 +124,12 @@ class TagFormat(_Format):
             part = THINK_OPEN + part
         end = 0
         for name in self.tags:
-            opening, closing = f"<{name}>", f"</{name}>"
+            opening = f"<{name}>"
+            closing = f"</{name}>"
             if part.count(opening) != 1 or part.count(closing) != 1:
                 return False
-            start, close = part.find(opening), part.find(closing)
+            start = part.find(opening)
+            close = part.find(closing)
             if not end <= start < close or part[end:start].strip():
                 return False
             end = close + len(closing)

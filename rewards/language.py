@@ -172,7 +172,9 @@ def _joined(sentences: Iterable[str], script: str) -> Iterator[str]:
         if count >= _PASSAGE_LETTERS:
             if full:
                 yield "\n".join(full)
-            full, waiting, count = waiting, [], 0
+            full = waiting
+            waiting = []
+            count = 0
     yield "\n".join([*full, *waiting])
 
 

@@ -59,7 +59,8 @@ class _Worker:
 
     def end(self) -> None:
         """End the process, if there is one."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.kill()
             with contextlib.suppress(BrokenPipeError):
@@ -100,7 +101,8 @@ def _reply(process: "subprocess.Popen[bytes]", seconds: float) -> dict[str, Any]
     A process that takes too long is killed: Windows reads no pipe with a time limit.
     """
     assert process.stdout is not None
-    limit, start = threading.Timer(seconds, process.kill), time.monotonic()
+    limit = threading.Timer(seconds, process.kill)
+    start = time.monotonic()
     try:
         limit.start()
         line = process.stdout.readline()

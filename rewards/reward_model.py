@@ -182,7 +182,8 @@ def _mean_and_std(source: Source) -> tuple[float, float]:
     if path is None or not path.is_file():
         return 0.0, 1.0
     content = read_json(path)
-    mean, std = content.get("mean"), content.get("std")
+    mean = content.get("mean")
+    std = content.get("std")
     numbers = [float(n) for n in (mean, std) if isinstance(n, int | float) and math.isfinite(n)]
     if len(numbers) < 2 or numbers[1] <= 0:
         raise ModelError(

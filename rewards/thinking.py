@@ -140,7 +140,8 @@ class ThoughtTokens:
 
     def think_ids(self) -> tuple[int | None, int]:
         """Return the ids of ``<think>`` and ``</think>``; None where there is no ``<think>``."""
-        end, start = self.end_token_id, self.start_token_id
+        end = self.end_token_id
+        start = self.start_token_id
         if end is None:
             end = QWEN3_THINK_CLOSE_ID
         if start is None and end == QWEN3_THINK_CLOSE_ID:

@@ -63,7 +63,8 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
             )
         base = Path()
     else:
-        file, base = source, find_run_file(source).parent
+        file = source
+        base = find_run_file(source).parent
     return _with_its_lora(without_hidden_settings(read_run_file(file, overrides)), base), base
 
 
@@ -101,8 +102,10 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
 
     Paths of model and prompts start from ``base``, those of rewards from ``rewards_base``.
     """
-    name, prompts = beside(config.model.name, base), prompts_beside(config.data.prompts, base)
-    model, data = config.model, config.data
+    name = beside(config.model.name, base)
+    prompts = prompts_beside(config.data.prompts, base)
+    model = config.model
+    data = config.data
     if Path(name).exists() and name != "tiny-thinker":
         model = replace(model, name=str(Path(name).resolve()))
     task, path = _path_in(prompts)
@@ -130,7 +133,8 @@ def _with_whole_paths(reward: object, base: Path, *, is_path: bool = False) -> A
 def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
     """Return the prompts to train on, in their order, and those held out or None."""
     data = config.data
-    name, task = prompts_beside(data.prompts, base), hub_task(data.prompts)
+    name = prompts_beside(data.prompts, base)
+    task = hub_task(data.prompts)
     if looks_local(path := _path_in(name)[1]) and not os.path.exists(local_path(path)):
         raise missing_file(path, base)
     if task is not None and task.train is None:
@@ -190,7 +194,8 @@ def held_out_judges(
             other = f"{judge.name}_held_out"  # the same kind of reward, otherwise made
             found.append(replace(judge, name=other, func=replace(judge.func, name=other)))
     found += rewards
-    names, first = {one.name for one in found}, "accuracy"
+    names = {one.name for one in found}
+    first = "accuracy"
     if held_out is not None and "answer" in held_out.column_names:
         (judge,) = load([TASK_REWARDS.get(data.prompts.partition(":")[0], first)])
         first = judge.name
@@ -249,7 +254,8 @@ class PreparedJob:
     @cached_property
     def args(self) -> "LeaveOneOutConfig":
         """The trainer's settings: ``trainer:``, and what ``data:`` says to it."""
-        config, _ = self.config, self.environment
+        config = self.config
+        _ = self.environment
         from rloo_kit.training.arguments import LeaveOneOutConfig  # TRL, after Unsloth
 
         settings = {**config.trainer}
@@ -287,7 +293,8 @@ class PreparedJob:
         if not choose_step(args, router_loss=args.router_aux_loss_coef or 0.0).by_trl:
             check_engine(args, with_whole_paths(self.config, self.base, self.rewards_base))
         prompts, held_out = self.prompts
-        tokenizer, settings = self.tokenizer, args.chat_template_kwargs
+        tokenizer = self.tokenizer
+        settings = args.chat_template_kwargs
         choose_step(args, images=has_images(prompts))
         thought_limit(tokenizer, args.thinking_budget)
         limit = self.config.data.max_prompt_tokens
@@ -334,7 +341,9 @@ class PreparedJob:
         Raises:
             ConfigError: ``unsloth:`` is given, and transformers loads the model.
         """
-        config, model, args = self.config, self.config.model, self.args
+        config = self.config
+        model = self.config.model
+        args = self.args
         if config.unsloth and self.environment.backend != "unsloth":
             raise ConfigError(
                 f"unsloth.{next(iter(config.unsloth))} is for Unsloth, and transformers loads the "
@@ -370,7 +379,8 @@ class PreparedJob:
             return None, Choice("transformers")
         engine, choice = start_engine(self.policy[0], self.args)
         if engine is None:  # the trainer starts none either
-            self.args.generation, self.args.use_vllm = "transformers", False
+            self.args.generation = "transformers"
+            self.args.use_vllm = False
         return engine, choice
 
 

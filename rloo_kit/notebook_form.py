@@ -109,7 +109,8 @@ class Form:
         """Fill the fields from a run file; "" leaves them."""
         if not source:
             return
-        config, file = read_run_file(source), find_run_file(source)
+        config = read_run_file(source)
+        file = find_run_file(source)
         self._content = yaml.safe_load(file.read_text(encoding="utf-8-sig")) or {}
         base = Path() if source == self.path else file.parent
         rewards = yaml.safe_dump(config.rewards, default_flow_style=True, width=1 << 30)

@@ -381,7 +381,8 @@ class ResumableTrainer(Trainer):
     def _restore_schedule(self, kept: dict[str, Any]) -> None:
         """Load the schedule; where the run file asks for another one, move that to this step."""
         assert self.resumed_from is not None
-        then, now = self.resumed_from.facts["settings"], self._facts["settings"]
+        then = self.resumed_from.facts["settings"]
+        now = self._facts["settings"]
         schedule = self.lr_scheduler
         is_same = all(then.get(name) == now[name] for name in OF_SCHEDULE)
         if is_same or not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
@@ -479,7 +480,8 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
     Raises:
         CheckpointError: Model, prompts, rewards or a setting that must stay differ.
     """
-    name, then = checkpoint.folder.name, checkpoint.facts
+    name = checkpoint.folder.name
+    then = checkpoint.facts
     if (step := then.get("step", "kit")) != now.get("step", "kit"):
         raise CheckpointError(
             f"{name} was written by the other training step: set trainer.step to {step}, and start "
@@ -494,7 +496,8 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
             raise CheckpointError(
                 f"{name} was written with {text} back to what was there, or begin a new run"
             )
-    old, new = then.get("settings", {}), now["settings"]
+    old = then.get("settings", {})
+    new = now["settings"]
     old.setdefault("rows_per_step", _rows_per_step(old))
     for field in OWN_FIELDS:  # a setting that the version of the checkpoint did not have
         old.setdefault(field.name, field.default)

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from rloo_kit.errors import CheckpointError
 from rloo_kit.types import Model
 
-TREE, TENSORS = "state.json", "state.safetensors"
+TREE = "state.json"
+TENSORS = "state.safetensors"
 # Rows of a data set that its checksum reads, evenly spaced
 SAMPLED_ROWS = 512
 # Values of each frozen weight that their checksum reads

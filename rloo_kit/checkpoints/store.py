@@ -73,7 +73,8 @@ def write_checkpoint(
     """
     from safetensors import SafetensorError
 
-    part, final = run / f".checkpoint-{step}.part", run / f"checkpoint-{step}"
+    part = run / f".checkpoint-{step}.part"
+    final = run / f"checkpoint-{step}"
     try:
         run.mkdir(parents=True, exist_ok=True)
         # Hidden folders that a killed process left

@@ -227,7 +227,8 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     except ConfigError:
         raise
     except NOT_YAML as exc:
-        mark, problem = getattr(exc, "problem_mark", None), getattr(exc, "problem", None)
+        mark = getattr(exc, "problem_mark", None)
+        problem = getattr(exc, "problem", None)
         line = f" in line {mark.line + 1}" if mark else ""
         raise ConfigError(
             f"run file {name} is not valid YAML{line}: {first_line(ValueError(problem or exc))}; "
@@ -364,7 +365,9 @@ def _is_plain_accuracy(reward: Any) -> bool:
 
 def _check_together(config: RunConfig) -> list[str]:
     """Return what is wrong between settings that are right one by one."""
-    model, data, stops = config.model, config.data, config.trainer.get("stop_on") or ()
+    model = config.model
+    data = config.data
+    stops = config.trainer.get("stop_on") or ()
     completion = config.trainer.get("max_completion_length") or DEFAULTS["max_completion_length"]
     task = data.prompts.partition(":")[0]
     plain = [_is_plain_accuracy(one) for one in config.rewards]

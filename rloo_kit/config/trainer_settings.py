@@ -142,7 +142,8 @@ def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[
 def _check_together(given: Mapping[str, Any]) -> list[str]:
     """Return what is wrong between settings that are right one by one."""
     values = {**DEFAULTS, **given}
-    budget, longest = values["thinking_budget"], values["max_completion_length"]
+    budget = values["thinking_budget"]
+    longest = values["max_completion_length"]
     is_wrong = {
         "trainer.stop_on needs the doctor, and trainer.doctor is false: remove one": (
             values["stop_on"] and not values["doctor"]
@@ -266,7 +267,8 @@ def batch_plan(trainer: Mapping[str, Any]) -> BatchPlan:
     values = {**DEFAULTS, **trainer}
     per_slice = values["per_device_train_batch_size"]
     accumulation = values["gradient_accumulation_steps"]
-    size, slices = values.get("generation_batch_size"), values.get("steps_per_generation")
+    size = values.get("generation_batch_size")
+    slices = values.get("steps_per_generation")
     if slices is None:
         slices = size // per_slice if size else accumulation
     return BatchPlan(size or per_slice * slices, values["num_generations"], slices, accumulation)
@@ -285,10 +287,13 @@ def check_batch(trainer: Mapping[str, Any]) -> list[str]:
     rows = {**DEFAULTS, **trainer}["per_device_train_batch_size"]
     group = plan.num_generations
     if total:
-        name, size, step = "generation_batch_size", total, math.lcm(rows, group)
+        name = "generation_batch_size"
+        size = total
+        step = math.lcm(rows, group)
     else:
         slices = plan.num_completions // rows
-        name, size = "per_device_train_batch_size", rows
+        name = "per_device_train_batch_size"
+        size = rows
         step = group // math.gcd(group, slices)
     if size % step == 0:
         return []

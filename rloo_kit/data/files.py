@@ -47,7 +47,8 @@ def read_source(  # noqa: PLR0913
     Raises:
         DataError: No such source, a bad row, or ``columns`` that do not fit.
     """
-    path, key = local_path(name), columns.get("prompt", "prompt")
+    path = local_path(name)
+    key = columns.get("prompt", "prompt")
     empty: list[str] = []
 
     def checked(place: str, prompt: Any) -> Any:
@@ -119,7 +120,8 @@ def as_dataset(rows: Iterable[Row], features: "Features | None" = None) -> "Data
     import pyarrow
 
     types = {field.name: field.type for field in features.arrow_schema} if features else {}
-    tables, left = [pyarrow.table({})], iter(rows)
+    tables = [pyarrow.table({})]
+    left = iter(rows)
     while chunk := list(islice(left, CHUNK)):
         columns = {}
         for name in dict.fromkeys(key for row in chunk for key in row):
@@ -343,7 +345,8 @@ def check_messages(messages: object, name: str, place: str) -> None:
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise DataError(f"{place}: every message of {name} needs `role` and `content`")
-        role, content = message["role"], message["content"]
+        role = message["role"]
+        content = message["content"]
         # A tool call has no content.
         fits = isinstance(content, str | list) or (content is None and len(message) > 2)
         if not fits or not isinstance(role, str):

@@ -36,7 +36,8 @@ def make_gym_rows(
     """
     if level is None:
         return _make_rows(name, num, split, seed, settings or {})
-    by_level, levels = [], level if isinstance(level, list) else [level]
+    by_level = []
+    levels = level if isinstance(level, list) else [level]
     for place, one in enumerate(levels[:num]):
         own = {**_level_settings(name, one), **(settings or {})}
         made = _make_rows(name, (num - place - 1) // len(levels) + 1, split, seed, own)
@@ -54,7 +55,8 @@ def count_gym_levels(name: str) -> int:
 
 def _level_settings(name: str, level: int) -> dict[str, Any]:
     """Return the settings of one level: each attribute at this level, or at its last."""
-    last, task = count_gym_levels(name), name.removeprefix(PREFIX)
+    last = count_gym_levels(name)
+    task = name.removeprefix(PREFIX)
     if type(level) is not int or not 1 <= level <= last:
         there = f"the levels 1 to {last}, not {format_value(level)}" if last else "no levels"
         raise DataError(f"{format_name(name)} has {there}: change data.level or set data.settings")

@@ -83,7 +83,8 @@ def hub_task(name: str) -> HubTask | None:
 
 def has_held_out_split(name: str) -> bool:
     """Return whether a dataset has two splits: on the hub or in a folder, not in one file."""
-    task, path = hub_task(name), name.partition(":")[2]
+    task = hub_task(name)
+    path = name.partition(":")[2]
     has_both = task is not None and None not in (task.train, task.held_out)
     return has_both and (not path or os.path.isdir(local_path(path)))
 

@@ -22,7 +22,8 @@ IMAGE_COLUMNS = ("image", "images")
 # Keys of a part {"type": "image", ...} that name its image
 PART_KEYS = ("image", "path", "url")
 # Folder of a run, and the longer side of what is in it, pixels
-THUMBNAILS, THUMBNAIL_SIZE = "images", 128
+THUMBNAILS = "images"
+THUMBNAIL_SIZE = 128
 
 
 def has_images(dataset: Any) -> bool:
@@ -162,7 +163,8 @@ def _stored(value: Any, folder: Path, place: str) -> dict[str, Any]:
 
     key = "bytes" if isinstance(value, bytes) else "path"
     stored: Mapping[str, Any] = value if isinstance(value, Mapping) else {key: value}
-    content, path = stored.get("bytes"), stored.get("path") or ""
+    content = stored.get("bytes")
+    path = stored.get("path") or ""
     if not content and "://" in str(path):
         raise DataError(
             f"{place}: the image {format_value(path)} is on the network, and nothing is "
@@ -195,7 +197,8 @@ def save_thumbnails(value: Any, folder: Path) -> Any:
         return [save_thumbnails(item, folder) for item in value]
     if not hasattr(value, "thumbnail"):
         return value
-    small, content = value.convert("RGB"), io.BytesIO()
+    small = value.convert("RGB")
+    content = io.BytesIO()
     small.thumbnail((THUMBNAIL_SIZE, THUMBNAIL_SIZE))
     small.save(content, "JPEG", quality=80)
     name = f"{THUMBNAILS}/{hashlib.sha256(content.getvalue()).hexdigest()[:16]}.jpg"

@@ -139,7 +139,8 @@ def check_lengths(
     Raises:
         DataError: With the number of the first such prompt, and what to set.
     """
-    completion, multiple = args.max_completion_length, args.pad_to_multiple_of or 1
+    completion = args.max_completion_length
+    multiple = args.pad_to_multiple_of or 1
     room = longest // multiple * multiple - completion  # rows are padded up to a multiple
     longer = longer_prompts(dataset, tokenizer, room, args.chat_template_kwargs)
     if not longer:

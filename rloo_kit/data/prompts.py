@@ -64,7 +64,8 @@ def load_prompts(  # noqa: PLR0913
         DataError: No such source, no ``prompt``, no rows, a bad line, or a needless argument.
     """
     name = str(name)
-    is_made, is_known = name in BUILTIN or name.startswith(PREFIX), hub_task(name) is not None
+    is_made = name in BUILTIN or name.startswith(PREFIX)
+    is_known = hub_task(name) is not None
     useless = {
         "columns": columns and (is_made or is_known),
         "level": level is not None and not is_made,

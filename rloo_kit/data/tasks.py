@@ -72,21 +72,29 @@ def _is_kept(*key: object) -> bool:
 def _arithmetic(rng: random.Random, level: int) -> tuple[Row, bool]:
     """Sum of 2 or 3 numbers of 3 digits; sum or difference of 5 digits; product; brackets."""
     if level == 1:
-        a, b = rng.randint(100, 999), rng.randint(100, 999)
+        a = rng.randint(100, 999)
+        b = rng.randint(100, 999)
         return {"prompt": arithmetic_prompt(a, b), "answer": str(a + b)}, is_held_out(a, b)
     if level == 2:
         a, b, c = (rng.randint(100, 999) for _ in range(3))
-        text, value = f"{a} + {b} + {c}", a + b + c
+        text = f"{a} + {b} + {c}"
+        value = a + b + c
     elif level == 3:
-        a, b = rng.randint(10_000, 99_999), rng.randint(10_000, 99_999)
+        a = rng.randint(10_000, 99_999)
+        b = rng.randint(10_000, 99_999)
         sign = rng.choice((1, -1))
-        text, value = f"{a} {'+' if sign == 1 else '-'} {b}", a + sign * b
+        text = f"{a} {'+' if sign == 1 else '-'} {b}"
+        value = a + sign * b
     elif level == 4:
-        a, b, c = rng.randint(11, 99), rng.randint(11, 99), rng.randint(100, 999)
-        text, value = f"{a} * {b} + {c}", a * b + c
+        a = rng.randint(11, 99)
+        b = rng.randint(11, 99)
+        c = rng.randint(100, 999)
+        text = f"{a} * {b} + {c}"
+        value = a * b + c
     else:
         a, b, c, d = (rng.randint(11, 99) for _ in range(4))
-        text, value = f"({a} + {b}) * {c} - {d}", (a + b) * c - d
+        text = f"({a} + {b}) * {c} - {d}"
+        value = (a + b) * c - d
     return {"prompt": f"What is {text}?", "answer": str(value)}, _is_kept("arithmetic", text)
 
 
@@ -124,10 +132,12 @@ def countdown_problem(rng: random.Random, level: int) -> tuple[list[int], int, s
     while True:
         if level == 5:
             numbers = [*rng.sample(_LARGE, 2), *(rng.randint(1, 10) for _ in range(4))]
-            operators, low = "+-*/", 101
+            operators = "+-*/"
+            low = 101
         else:
             how_many, largest, operators = _COUNTDOWN[level]
-            numbers, low = [rng.randint(1, largest) for _ in range(how_many)], 1
+            numbers = [rng.randint(1, largest) for _ in range(how_many)]
+            low = 1
         rng.shuffle(numbers)
         value, text = _combined(rng, numbers, operators)
         if low <= value <= 999 and value not in numbers:

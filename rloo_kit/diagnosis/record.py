@@ -181,7 +181,8 @@ class RunRecord:
 
     def completions_of(self, *, at_end: bool) -> list[dict[str, Any]]:
         """Return the kept completions of the beginning, or of the end, of two steps or more."""
-        num, rows = self.window, self.completions
+        num = self.window
+        rows = self.completions
         first, last = (self.step(-num), math.inf) if at_end else (0, self.step(num - 1))
         return [row for row in rows if first <= (finite_number(row.get("step")) or 0) <= last]
 
@@ -202,7 +203,8 @@ class RunRecord:
     def scored_twice(self) -> list[HeldOut]:
         """Every reward on the held-out prompts, accuracy first, those never above 0 last."""
         try:
-            before, after = self.evaluation["before"], self.evaluation["after"]
+            before = self.evaluation["before"]
+            after = self.evaluation["after"]
             twice = [_held_out(name, before, after) for name in before["rewards"]]
         except (AttributeError, KeyError, TypeError, ValueError):  # not there, or damaged
             return []

@@ -11,7 +11,8 @@ from rloo_kit.text.wording import printable
 P = ParamSpec("P")
 
 # Share of groups with differing scores: below the first most compute is wasted.
-LITTLE_SIGNAL, ALMOST_NONE = 0.25, 0.05
+LITTLE_SIGNAL = 0.25
+ALMOST_NONE = 0.05
 # Share of the completions, or groups, that makes one fault the fault of the run
 MOSTLY = 0.9
 
@@ -93,7 +94,8 @@ class Rules:
 
     def ordered(self, found: Iterable[Finding]) -> list[Finding]:
         """Return findings, the most harmful first, without those that an error explains."""
-        found, order = list(found), list(self.kinds)
+        found = list(found)
+        order = list(self.kinds)
         causes = [self.kinds[finding.kind] for finding in found if finding.level == "error"]
         explained = {kind for cause in causes for kind in cause.explains}
         return sorted(

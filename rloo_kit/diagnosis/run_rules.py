@@ -30,7 +30,9 @@ from rloo_kit.text.numbers import finite_number, finite_numbers
 from rloo_kit.text.wording import text_of
 
 # Learning rates with LoRA: too low below the first; usual; of the embedded model.
-LOWEST_RATE, USUAL_RATE, TINY_RATE = 1e-6, 1e-5, 1e-3
+LOWEST_RATE = 1e-6
+USUAL_RATE = 1e-5
+TINY_RATE = 1e-3
 # Mean number of different texts in a group below which the sampler repeats itself
 REPEATED = 1.5
 TRUNCATED = "completions/truncated"
@@ -70,7 +72,8 @@ def _usual_rate(run: RunRecord) -> float:
 
 
 def _lower_rate(run: RunRecord) -> str:
-    rate, usual = _rate(run), _usual_rate(run)
+    rate = _rate(run)
+    usual = _usual_rate(run)
     return f"trainer.learning_rate={usual if rate > usual else rate / 3:.1g}"
 
 
@@ -129,7 +132,8 @@ def _stale_sampler(run: RunRecord) -> Iterator[Seen]:
         for name, what in (("adapter_reached", "its base"), ("step_reached", "itself a step ago"))
         if (share := run.last(f"sampling/{name}")) < 0.5
     ]
-    apart, noise = run.last("sampling/probe_difference"), run.last("sampling/rounding_noise")
+    apart = run.last("sampling/probe_difference")
+    noise = run.last("sampling/rounding_noise")
     if apart > max(0.01, 4 * noise):
         seen.append(f"log-probs differ by {apart:.3g} nats per token; rounding by {noise:.2g}")
     if seen:
@@ -163,7 +167,8 @@ def _clip_noise(run: RunRecord) -> Iterator[Seen]:
     f"reward_hacking {_ALL_ALIKE}",
 )
 def _kl_explosion(run: RunRecord) -> Iterator[Seen]:
-    values, end = run.series("kl"), run.last("kl")
+    values = run.series("kl")
+    end = run.last("kl")
     # Nats per token; a run that also got worse is lost earlier.
     limit = 1.0 if end > 1.0 or not (run.worse or run.fell) else 0.3
     if not end > limit or run.better:
@@ -189,7 +194,8 @@ def _kl_explosion(run: RunRecord) -> Iterator[Seen]:
 def _all_truncated(run: RunRecord) -> Iterator[Seen]:
     cut_off = min(run.first(TRUNCATED), run.last(TRUNCATED))
     if cut_off >= MOSTLY or (cut_off > 0.5 and not mean(run.signal) >= LITTLE_SIGNAL):
-        config, limit = run.config, run.setting("max_completion_length")
+        config = run.config
+        limit = run.setting("max_completion_length")
         longer = four_times_longer(limit, config.model.max_seq_length if config else None)
         yield Seen(
             f"{cut_off:.0%} of the completions, or more, reached the limit of {limit} tokens",
@@ -222,7 +228,8 @@ def _empty_output(run: RunRecord) -> Iterator[Seen]:
     explains=f"all_truncated reward_collapse reward_hacking {_ALL_ALIKE}",
 )
 def _length_explosion(run: RunRecord) -> Iterator[Seen]:
-    begin, end = run.first("completions/mean_length"), run.last("completions/mean_length")
+    begin = run.first("completions/mean_length")
+    end = run.last("completions/mean_length")
     cut_off = run.last(TRUNCATED)
     harmful = cut_off > 0.5 or run.worse or end > 3 * begin
     if begin and end >= 1.5 * begin and harmful and not run.better:
@@ -246,7 +253,9 @@ def _length_explosion(run: RunRecord) -> Iterator[Seen]:
 )
 def _constant(run: RunRecord) -> Iterator[Seen]:
     """Find that all scores of the run are the same, or that one reward of several never paid."""
-    spreads, means, unpaid = run.series("reward_std"), run.series("reward"), _never_paid(run)
+    spreads = run.series("reward_std")
+    means = run.series("reward")
+    unpaid = _never_paid(run)
     if not means or not spreads:
         return
     if max(spreads) > 1e-8 or max(means) - min(means) > 1e-6 * abs(max(means)):
@@ -293,7 +302,8 @@ RULES.rule(
 )
 def _reward_collapse(run: RunRecord) -> Iterator[Seen]:
     """Find that scores differed once, and are all alike now, at less than the best."""
-    signal, rewards = run.signal, run.series("reward")
+    signal = run.signal
+    rewards = run.series("reward")
     dead = next((n for n, share in enumerate(reversed(signal)) if share > 0.01), len(signal))
     alive = signal[: len(signal) - dead]
     if dead < max(3, len(signal) // 10) or len(signal) != len(rewards):
@@ -303,7 +313,8 @@ def _reward_collapse(run: RunRecord) -> Iterator[Seen]:
     if not alive or max(alive) < LITTLE_SIGNAL or chance > 1e-3:
         return
     # The reward just before must be higher: a run that earns all there is has no signal, too.
-    before, end = fmean(rewards[: len(alive)][-run.window :]), fmean(rewards[-dead:])
+    before = fmean(rewards[: len(alive)][-run.window :])
+    end = fmean(rewards[-dead:])
     if end < before - 0.02 * max(abs(before), 1e-6):
         yield Seen(
             f"scores differed in {fmean(alive):.0%} of the groups up to step "
@@ -338,8 +349,10 @@ def _entropy_collapse(run: RunRecord) -> Iterator[Seen]:
     values = finite_numbers(row.get("policy/entropy_avg", row.get("entropy")) for row in rows)
     if len(values) < 4 or run.better or (run.rose and run.held_out is None):
         return
-    begin, end = fmean(values[: run.window]), fmean(values[-run.window :])
-    before, after = run.num_texts(at_end=False), run.num_texts(at_end=True)
+    begin = fmean(values[: run.window])
+    end = fmean(values[-run.window :])
+    before = run.num_texts(at_end=False)
+    after = run.num_texts(at_end=True)
     left = end / begin if begin > 0 else 1.0
     texts = (after - 1) / (before - 1) if before > 1 else 1.0
     # Sampled texts repeat before the entropy of their tokens is gone.
@@ -367,7 +380,8 @@ def _no_signal(run: RunRecord) -> Iterator[Seen]:
     share = mean(half)
     if run.learned or not share < LITTLE_SIGNAL:
         return
-    num_texts, setting = run.num_texts(at_end=False), _more_generations(run)
+    num_texts = run.num_texts(at_end=False)
+    setting = _more_generations(run)
     seen = f"scores differ in {share:.0%} of the groups of the first {len(half)} steps"
     remedy = ""
     if num_texts < REPEATED:
@@ -386,7 +400,9 @@ def _no_signal(run: RunRecord) -> Iterator[Seen]:
     explains="high_variance",
 )
 def _learning_rate_too_low(run: RunRecord) -> Iterator[Seen]:
-    share, rate, usual = mean(run.signal), _rate(run), _usual_rate(run)
+    share = mean(run.signal)
+    rate = _rate(run)
+    usual = _usual_rate(run)
     kl = run.series("kl/sequence")
     warming_up = max(run.series("learning_rate"), default=rate) < rate / 2
     moved = run.better or run.worse or run.rose or run.fell
@@ -408,7 +424,8 @@ def _learning_rate_too_low(run: RunRecord) -> Iterator[Seen]:
     "draw more completions per prompt (6 to 8), lower the learning rate, or raise beta",
 )
 def _high_variance(run: RunRecord) -> Iterator[Seen]:
-    pairs, spread = pairwise(run.series("reward")), mean(run.series("reward_std"))
+    pairs = pairwise(run.series("reward"))
+    spread = mean(run.series("reward_std"))
     # Successive differences hold no trend, and have twice the variance of the noise; 0.6 standard
     # deviations are the noise of three independent scores
     noise = math.sqrt(mean([(now - before) ** 2 for before, now in pairs]) / 2)

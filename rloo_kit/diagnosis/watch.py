@@ -25,7 +25,8 @@ from rloo_kit.text.numbers import finite_numbers
 # Checks that must agree before a finding is reported
 CHECKS_IN_A_ROW = 3
 # Steps before the first finding; before one about scores that do not differ.
-FIRST_STEPS, FIRST_STEPS_OF_SIGNAL = 5, 10
+FIRST_STEPS = 5
+FIRST_STEPS_OF_SIGNAL = 10
 BY_HELD_OUT = frozenset({"reward_hacking"})
 # Share of the run's time that checks may take
 TIME_SHARE = 0.005
@@ -64,12 +65,14 @@ class BestWeights:
     def see(self, step: int, score: float) -> None:
         """Copy the weights if their score is the highest so far, or equals it."""
         if score >= self.value:
-            self.step, self.value = step, score
+            self.step = step
+            self.value = score
             self._kept = [values.detach().to("cpu", copy=True) for values in self._parameters]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps; the weights are never changed in place."""
-        batches, weights = list(self._batches), list(self._kept)
+        batches = list(self._batches)
+        weights = list(self._kept)
         return {"step": self.step, "value": self.value, "batches": batches, "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -84,7 +87,8 @@ class BestWeights:
 
     def release(self) -> None:
         """Drop the references to the model's weights and their copies."""
-        self._parameters, self._kept = [], []
+        self._parameters = []
+        self._kept = []
 
 
 class RunWatch(TrainerCallback):
@@ -107,7 +111,9 @@ class RunWatch(TrainerCallback):
         stop_on: Sequence[str] = (),
         parameters: Callable[[], Sequence[Any]] = list,
     ) -> None:
-        self.config, self.tell, self.stop = config, tell, stop
+        self.config = config
+        self.tell = tell
+        self.stop = stop
         self.stop_on = frozenset(stop_on)
         self.parameters = parameters
         self._evaluation: dict[str, Any] = {}

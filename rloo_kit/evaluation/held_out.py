@@ -77,7 +77,8 @@ class HeldOut:
             DataError: A prompt leaves no room for its completion.
             GenerationError: vLLM was requested by name and cannot sample here, or does not start.
         """
-        prompts, template = self.prompts["prompt"][:], self.args.chat_template_kwargs
+        prompts = self.prompts["prompt"][:]
+        template = self.args.chat_template_kwargs
         longest = max(map(len, tokenize_prompts(base.tokenizer, prompts, template)))
         length = longest + self.args.max_completion_length
         limit = getattr(base.model.config, "max_position_embeddings", None)
@@ -90,7 +91,8 @@ class HeldOut:
             base.load(trained)
         # nothing trains next to the engine: it never sleeps, and takes as many rows as it can
         args = copy.copy(self.args)
-        args.vllm_max_model_length, args.vllm_enable_sleep_mode = length, False
+        args.vllm_max_model_length = length
+        args.vllm_enable_sleep_mode = False
         args.generation_batch_size = self.batch_size or NUM_SEQUENCES
         with session():
             engine, choice = start_engine(base.model, args, why_not=self.why_not, trains=False)
@@ -168,7 +170,8 @@ def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> None:
     if {"generation", "use_vllm"} & set(given):
         args.use_vllm = bool(given.get("use_vllm"))
     elif args.use_vllm or requested_engine(args) != "transformers":
-        args.generation, args.use_vllm = "auto", False
+        args.generation = "auto"
+        args.use_vllm = False
     if "vllm_gpu_memory_utilization" not in given:  # it was for an engine next to a training
         args.memory_share_given = False
 
@@ -177,7 +180,8 @@ def _prompts(
     config: RunConfig, prompts: str | Path | None, most: int | None, given: Mapping[str, Any]
 ) -> Any:
     """Return the prompts that the run kept out of training, or those of another name."""
-    data, name = config.data, str(prompts or config.data.prompts)
+    data = config.data
+    name = str(prompts or config.data.prompts)
     is_the_runs = name == data.prompts
     if prompts is None or (is_the_runs and hub_task(name) and not is_task(name)):
         _, kept_out = read_prompts(config, EXAMPLES)

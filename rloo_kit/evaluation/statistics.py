@@ -70,7 +70,8 @@ def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
     """
     mean, low, high = _bootstrap(values, seed)
     if low == high and set(values) <= {0.0, 1.0}:
-        low, high = max(0.0, low - _room(len(values))), min(1.0, high + _room(len(values)))
+        low = max(0.0, low - _room(len(values)))
+        high = min(1.0, high + _room(len(values)))
     return Estimate(mean, low, high, len(values))
 
 
@@ -93,7 +94,8 @@ def difference(before: Sequence[float], after: Sequence[float], seed: int = 0) -
     mean, low, high = _bootstrap(moved, seed)
     if low == high:  # the next prompt may be another, by as much as all of them together
         room = _room(len(moved)) * (abs(mean) or max(map(abs, [*before, *after])))
-        low, high = low - room, high + room
+        low = low - room
+        high = high + room
     p_value = _sign_flip(moved, seed)
     is_real = p_value < 1 - CONFIDENCE and not low <= 0 <= high
     return Difference(mean, low, high, len(moved), p_value, is_real)

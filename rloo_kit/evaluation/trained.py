@@ -63,7 +63,8 @@ def find_trained(given: str | Path) -> TrainedModel:
         ConfigError: The run has neither adapter nor checkpoint.
         ModelError: The adapter does not name its base.
     """
-    text, folder = str(given), Path(given)
+    text = str(given)
+    folder = Path(given)
     if os.path.isfile(folder / "run.yaml"):  # False of a name that can be no path
         return _of_run(text, folder, _adapter_of(folder))
     if not os.path.isfile(folder / CONFIG):
@@ -92,7 +93,8 @@ def _adapter_of(run: Path) -> Path:
 
 def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
     config = without_hidden_settings(read_run_file(run / "run.yaml"))
-    base, started = config.model.name, adapter_in(config.model.name)
+    base = config.model.name
+    started = adapter_in(config.model.name)
     loaded = None
     if started is not None:  # it trained another run's adapter further
         base = find_trained(started).base

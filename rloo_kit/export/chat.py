@@ -115,11 +115,14 @@ class Printer:
     """Print an answer piece by piece, its thought dimmed; a file or a pipe gets plain text."""
 
     def __init__(self, console: Any, in_thought: bool) -> None:
-        self._console, self._in_thought = console, in_thought
+        self._console = console
+        self._in_thought = in_thought
 
     def __call__(self, piece: str, stream_end: bool = False) -> None:
         """Print whole words, as a ``TextStreamer`` gives them."""
-        thought, end, answer = "", "", piece
+        thought = ""
+        end = ""
+        answer = piece
         if self._in_thought or piece.lstrip().startswith("<think>"):
             thought, end, answer = piece.partition(THOUGHT_ENDS)
             self._in_thought = not end

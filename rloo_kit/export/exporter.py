@@ -204,13 +204,15 @@ class _Export:
         setup(self.trained.model.backend)
         with _whole_folder(goal) as folder:
             if self.kind == "adapter":
-                base, notes = self._copy_adapter(folder), []
+                base = self._copy_adapter(folder)
+                notes = []
             elif self.kind == "merged":
                 base, notes, reference = self._merge(folder)
                 self._load_back(folder, reference, TOLERANCES["bf16"])
             else:
                 base, notes = self._gguf(folder, find_converter(self.converter))
-            title, run = _title(self.trained), self.trained.run
+            title = _title(self.trained)
+            run = self.trained.run
             record = read_run(run) if run else None
             card = model_card(self.kind, title, base, licence_of(base), record, notes)
             (folder / "README.md").write_text(card, encoding="utf-8")
@@ -316,12 +318,15 @@ def _base_in_16_bit(
     trained: TrainedModel, base: str | None, say: Say
 ) -> tuple[LoadedBase, str, list[str]]:
     """Return the base to merge into, its name, and notes for the card."""
-    name, found = base or trained.base, None
+    name = base or trained.base
+    found = None
     if base == DEQUANTIZED:
-        name, found = trained.base, load_base(trained, load_in_4bit=True)
+        name = trained.base
+        found = load_base(trained, load_in_4bit=True)
     elif (whole := PACKED_SUFFIX.sub("", name)) != name and is_hub_name(name):
         try:
-            found, name = load_base(trained, name=whole, load_in_4bit=False), whole
+            found = load_base(trained, name=whole, load_in_4bit=False)
+            name = whole
         except ModelError as exc:
             say(f"note: the unquantised base {whole} is not available ({exc})")
     if found is None:

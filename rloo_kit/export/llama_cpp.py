@@ -72,7 +72,8 @@ def _remove_byte_fallback(file: Path) -> None:
     if not file.is_file():
         return
     content = json.loads(file.read_bytes())
-    model, before = content.get("model") or {}, content.get("pre_tokenizer") or {}
+    model = content.get("model") or {}
+    before = content.get("pre_tokenizer") or {}
     kinds = [one.get("type") for one in [before, *before.get("pretokenizers", [])]]
     if model.get("type") == "BPE" and model.get("byte_fallback") and "ByteLevel" in kinds:
         model["byte_fallback"] = False

@@ -34,7 +34,8 @@ def verl_rows(job: PreparedJob) -> tuple[list[Row], list[Row]]:
     """Return the settings that are carried, and all others that are not their default."""
     table = yaml.safe_load((ASSETS / "settings.yaml").read_text(encoding="utf-8"))
     values = _derived(job)
-    carried, lost = [Row({}, table["always"], "in every folder")], []
+    carried = [Row({}, table["always"], "in every folder")]
+    lost = []
     for one in table["carried"]:
         run = {name: _value(job, name) for name in one["run"]}
         verl = {
@@ -54,11 +55,13 @@ def verl_rows(job: PreparedJob) -> tuple[list[Row], list[Row]]:
 
 def _given(config: RunConfig) -> dict[str, Any]:
     """Return dotted name -> value of what differs from its default, and of ``load_in_4bit``."""
-    defaults, found = RunConfig().as_dict(), {}
+    defaults = RunConfig().as_dict()
+    found = {}
     for section, value in config.as_dict().items():
         default = defaults[section]
         if not isinstance(value, dict):
-            value, default = {"": value}, {"": default}
+            value = {"": value}
+            default = {"": default}
         for name, one in value.items():
             if name not in default or one != default[name] or name == "load_in_4bit":
                 found[f"{section}.{name}".rstrip(".")] = one
@@ -79,7 +82,9 @@ def _derived(job: PreparedJob) -> dict[str, Any]:
     verl counts in prompts, where TRL counts completions, and in generation batches, where TRL
     counts optimizer steps.
     """
-    args, config, (train, held_out) = job.args, job.config, job.splits
+    args = job.args
+    config = job.config
+    train, held_out = job.splits
     schedule = _value(job, "trainer.lr_scheduler_type")
     plan = batch_plan(config.trainer)
     batch = max(plan.num_completions, plan.step_rows) // plan.num_generations

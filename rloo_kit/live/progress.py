@@ -26,7 +26,8 @@ class Progress:
     """
 
     def __init__(self, step: int = 0, total: int = 0, now: float = 0.0, tokens: int = 0) -> None:
-        self.step, self.total = step, total
+        self.step = step
+        self.total = total
         self.metrics = Metrics([], [])
         self.findings: list[Finding] = []
         self.tokens_per_second = 0.0
@@ -41,7 +42,8 @@ class Progress:
         tokens = finite_number(logs.get("num_tokens")) or self._tokens
         self.tokens_per_second = (tokens - self._tokens) / seconds
         self._last, self._tokens = now, float(tokens)
-        self.step, self.total = step, total
+        self.step = step
+        self.total = total
         self.metrics.steps.append(step)
         self.metrics.rows.append(logs)
 
@@ -55,7 +57,8 @@ class Progress:
         """The newest step as one line: rewards, KL, length, speed, time left."""
         if not self.metrics.rows:
             return f"step {self.step}/{self.total}"
-        logs, rewards = self.metrics.rows[-1], self.metrics.reward_lines()
+        logs = self.metrics.rows[-1]
+        rewards = self.metrics.reward_lines()
         numbers = [("reward", "reward", "reward")]
         if len(rewards) > 1:
             numbers += [(printable(line.label), line.metrics[0], "reward") for line in rewards]

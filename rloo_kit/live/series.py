@@ -43,7 +43,8 @@ class Chart:
         return f"{number:.0%}" if self.share else f"{number:.{self.digits}f}"
 
 
-_SPREAD, _LENGTHS = ("score/raw_group_std",), ("completions/min_length", "completions/max_length")
+_SPREAD = ("score/raw_group_std",)
+_LENGTHS = ("completions/min_length", "completions/max_length")
 # In the order of the report, where the charts of the single rewards come after the first
 CHARTS = {chart.id: chart for chart in (
     Chart("reward", "Reward", "mean score of a step", (Line("reward", ("reward",), _SPREAD),),

@@ -43,7 +43,8 @@ class Released:
     @property
     def freed_gpu(self) -> int:
         """GPU memory given back to the driver, by torch's allocator and outside of it."""
-        before, after = self.before, self.after
+        before = self.before
+        after = self.after
         return before.gpu_reserved + before.gpu_other - after.gpu_reserved - after.gpu_other
 
     def __str__(self) -> str:
@@ -97,12 +98,14 @@ def measure() -> MemoryUse:
 
     process = psutil.Process()
     # torch counts 0 without a GPU
-    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    allocated = torch.cuda.memory_allocated()
+    reserved = torch.cuda.memory_reserved()
     children = []
     for child in process.children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has just ended
             children.append(f"{child.pid} {child.name()}")
-    resident, other = process.memory_info().rss, used_on_gpu() - reserved
+    resident = process.memory_info().rss
+    other = used_on_gpu() - reserved
     return MemoryUse(resident, allocated, reserved, other, tuple(children))
 
 
@@ -235,7 +238,8 @@ def session(*, clear_notebook: bool = False) -> Iterator[Session]:
         raise
     finally:
         _sessions.remove(opened)
-        things, opened.things = opened.things[::-1], []
+        things = opened.things[::-1]
+        opened.things = []
         if things or "torch" in sys.modules:  # else there is no memory to give back
             with errors:
                 opened.released = release(*things, clear_notebook=clear_notebook)

@@ -32,7 +32,8 @@ def shut_down_engine(llm: Any, *, on_gpu: bool) -> None:
         with quiet():
             if on_gpu:
                 _empty_engine(llm)
-                free, pool = _free_memory(), sleep_pool_bytes()
+                free = _free_memory()
+                pool = sleep_pool_bytes()
             llm.llm_engine.engine_core.shutdown()
     except Exception as exc:  # vLLM's own, of any kind
         warnings.warn(

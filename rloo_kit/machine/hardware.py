@@ -94,7 +94,8 @@ def find_card(text: str) -> Hardware:
     gib = CARDS.get(name, 0)
     size = re.fullmatch(r"(.*?) ?([0-9]{1,4}(?:\.[0-9]+)?)(?: ?gi?b?)?", whole)
     if not gib and size:
-        name, gib = _without_brand(size[1]), float(size[2])
+        name = _without_brand(size[1])
+        gib = float(size[2])
         gib = 0 if size[1] and name not in CARDS else gib
     if not 1 <= gib <= 1024:
         raise ConfigError(
@@ -124,7 +125,8 @@ def detect_hardware() -> Hardware:
             return Hardware(kind, name, total, free, bf16, api.device_count())
     import psutil
 
-    memory, capabilities = psutil.virtual_memory(), torch.cpu.get_capabilities()
+    memory = psutil.virtual_memory()
+    capabilities = torch.cpu.get_capabilities()
     name = f"{capabilities.get('cpu_name') or 'CPU'}, {os.cpu_count()} cores"
     bf16 = any(capabilities.get(one) for one in ("avx512_bf16", "amx_bf16", "bf16"))
     return Hardware("cpu", name, memory.total, memory.available, bf16, 1)
@@ -134,9 +136,12 @@ def check_card() -> str | None:
     """Return what to change before this machine's card can train, or None; imports torch."""
     import torch
 
-    card, capability, driver = None, (0, 0), None
+    card = None
+    capability = (0, 0)
+    driver = None
     if torch.cuda.is_available():
-        card, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        card = torch.cuda.get_device_name()
+        capability = torch.cuda.get_device_capability()
     elif os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and shutil.which("nvidia-smi"):
         asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         done = subprocess.run(asked, capture_output=True, text=True, check=False)

@@ -14,7 +14,8 @@ from rloo_kit.types import Model
 if TYPE_CHECKING:
     import torch
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 # End of the embedded model's path, wherever the kit is installed
 EMBEDDED = ("rloo_kit", "assets", "tiny-thinker")
 
@@ -73,8 +74,10 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
         ConfigError: A given setting is not the adapter's.
         ModelError: It is no LoRA adapter of a language model, or its files cannot be read.
     """
-    config, where = _config_of(adapter), format_value(str(adapter))
-    kind, task = config.get("peft_type"), config.get("task_type")
+    config = _config_of(adapter)
+    where = format_value(str(adapter))
+    kind = config.get("peft_type")
+    task = config.get("task_type")
     if kind != "LORA" or task not in (None, "CAUSAL_LM"):
         raise ModelError(
             f"the adapter in {where} is of the kind {format_value(kind)} for {task}, and training "

@@ -133,12 +133,11 @@ def engine_memory(
             left * 9 // 10 if sleeps else left // 2,
         )
     if cache < size.smallest_cache:
-        taken, remedy = (
-            f"{free / GIB:.1f} GiB free",
-            "lower model.max_seq_length (of a loaded model, trainer.vllm_max_model_length)",
-        )
+        taken = f"{free / GIB:.1f} GiB free"
+        remedy = "lower model.max_seq_length (of a loaded model, trainer.vllm_max_model_length)"
         if share is not None:
-            taken, remedy = f"{share:g} of the card", "raise trainer.vllm_gpu_memory_utilization"
+            taken = f"{share:g} of the card"
+            remedy = "raise trainer.vllm_gpu_memory_utilization"
         raise GenerationError(
             f"vLLM does not fit: with {taken} its weights, activations and CUDA graphs take "
             f"{size.fixed / GIB:.1f} GiB, and a completion's keys and values "

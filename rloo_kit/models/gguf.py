@@ -22,7 +22,8 @@ from rloo_kit.types import Model, Tokenizer
 MAGIC = b"GGUF"
 CONVERSION = 2  # counts changes of what a file is converted into
 # Values of `tokenizer.ggml.token_type`
-CONTROL, USER_DEFINED = 3, 4
+CONTROL = 3
+USER_DEFINED = 4
 # Tokens to pad with where the file's own would end a completion
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>")
 
@@ -201,7 +202,8 @@ def _repair_tokens(model: Model, tokenizer: Tokenizer) -> None:
     The tokenizer that transformers 5.17 makes for Llama takes its end of text from the file's
     *beginning* of text (integrations/ggml.py, ``GGUFLlamaConverter``): no answer would ever end.
     """
-    config, settings = model.config, model.generation_config
+    config = model.config
+    settings = model.generation_config
     given = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ends = [end for end in given if end is not None]
     if ends:  # before the template is rendered: it may name its tokens through the tokenizer
@@ -221,7 +223,8 @@ def _repair_tokens(model: Model, tokenizer: Tokenizer) -> None:
     tokenizer.clean_up_tokenization_spaces = False
     config.eos_token_id = ends[0] if ends else None
     settings.eos_token_id = ends or None
-    settings.bos_token_id, settings.pad_token_id = config.bos_token_id, config.pad_token_id
+    settings.bos_token_id = config.bos_token_id
+    settings.pad_token_id = config.pad_token_id
 
 
 def _write(model: Model, tokenizer: Tokenizer, goal: Path) -> None:

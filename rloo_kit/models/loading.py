@@ -94,7 +94,8 @@ def load_model(
         tokenizer = _prepare(model, processor)
     notes = notes_of(model)
     notes.backend, notes.vllm = environment.backend, dict(vllm or {})
-    notes.max_seq_length, notes.trust_remote_code = max_seq_length, trust_remote_code
+    notes.max_seq_length = max_seq_length
+    notes.trust_remote_code = trust_remote_code
     add_to_session(model)
     model = model if adapter is None else _with_adapter(model, adapter)
     return model, processor if images else tokenizer
@@ -390,7 +391,8 @@ def find_model(name: str | Path) -> str:
     if name == "tiny-thinker":
         return str(TINY_THINKER)
     check_path(str(name))
-    path, name = Path(os.path.expanduser(name)), str(name)
+    path = Path(os.path.expanduser(name))
+    name = str(name)
     if path.suffix == ".gguf":
         from rloo_kit.models.gguf import convert
 

@@ -167,7 +167,8 @@ def _published_shape(name: str) -> ModelShape | None:
     if values is None:
         return None
     hidden, inner, layers, heads, tied = values
-    queries, keys = heads * QWEN3_HEAD, QWEN3_KV_HEADS * QWEN3_HEAD
+    queries = heads * QWEN3_HEAD
+    keys = QWEN3_KV_HEADS * QWEN3_HEAD
     sizes = {
         "q_proj": (queries, hidden),
         "k_proj": (keys, hidden),

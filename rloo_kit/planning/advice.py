@@ -112,7 +112,8 @@ def _batch(rows: int, accumulation: int) -> Option:
 
 
 def _shorter_completions(config: RunConfig, job: Job) -> list[Option]:
-    length, options = job.completion, []
+    length = job.completion
+    options = []
     while length > 128:
         length = max(128, length // 4 * 3 // 64 * 64)
         longest = config.model.max_seq_length - job.completion + length

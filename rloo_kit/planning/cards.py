@@ -23,7 +23,8 @@ def find_ways(job: Job, cards: int) -> list[Way]:
     several = replace(job, engine="transformers", checkpointing=plain)
     divided = replace(several, cards=cards)
     in_16bit = replace(divided, in_4bit=False)
-    serving, training = cards // 2, cards - cards // 2
+    serving = cards // 2
+    training = cards - cards // 2
     served = replace(several if training > 1 else job, engine="server", cards=training)
     widths = {"4-bit": divided, "16-bit": in_16bit} if job.in_4bit else {"16-bit": in_16bit}
     return [

@@ -67,7 +67,8 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
     """Return what decides the memory of a run."""
     trainer = {**DEFAULTS, **config.trainer}
     batch = batch_plan(trainer)
-    targets, every = config.lora.target_modules, [one.name for one in facts.shape.linears]
+    targets = config.lora.target_modules
+    every = [one.name for one in facts.shape.linears]
     left = max(1, config.model.max_seq_length - trainer["max_completion_length"])
     return Job(
         shape=facts.shape,

@@ -41,14 +41,17 @@ LIBRARIES = 1010 * MIB
 CONTEXT = 680 * MIB
 # Share of temporary memory that is lost between blocks: on a GPU with expandable segments, an
 # estimate; in the heap of a CPU process (docs/how-to/plan.md)
-FRAGMENTATION, HEAP = 0.06, 0.25
+FRAGMENTATION = 0.06
+HEAP = 0.25
 # What a 4-bit load on a CPU takes while it packs, over the model in 16 bit
 LOADING = 1.4
-TRITON_TOKENS, TRITON_LOGITS = 4096, 32768
+TRITON_TOKENS = 4096
+TRITON_LOGITS = 32768
 """Tile of TRL 1.15's kernel on a GPU: tokens, and logits of each (kernels/chunked_logprob.py)."""
 # Smallest state, in elements, that a paged optimizer keeps in main memory (bitsandbytes 0.50).
 PAGED_FROM = 100_000
-EIGHT_BIT_FROM, EIGHT_BIT_BLOCK = 4096, 256
+EIGHT_BIT_FROM = 4096
+EIGHT_BIT_BLOCK = 256
 """Smallest state, in elements, that is kept in 8 bit, and elements that share a statistic."""
 
 
@@ -194,7 +197,8 @@ def optimizer_bytes(name: str, sizes: Sequence[int], *, on_gpu: bool = True) -> 
     """
     # bitsandbytes keeps small tensors in 32 bit, and pages only large ones
     states = 0 if name == "sgd" else 1 if "lion" in name or "rmsprop" in name else 2
-    eight_bit, paged = ("8bit" in name and on_gpu), ("paged" in name and on_gpu)
+    eight_bit = "8bit" in name and on_gpu
+    paged = "paged" in name and on_gpu
     here = 0
     for size in sizes:
         packed = eight_bit and size >= EIGHT_BIT_FROM
@@ -213,7 +217,8 @@ def _sampling(job: Job) -> dict[str, Held]:
         return {}
     awake = (START, SAMPLE) if job.sleeps else PHASES[1:]
     engine = planned_engine(job)
-    size, shared = engine.size, job.engine == "shared"
+    size = engine.size
+    shared = job.engine == "shared"
     cache = engine.cache
     if shared:  # vLLM fills the share that it is given
         cache = engine.total - size.fixed
@@ -259,7 +264,8 @@ def planned_engine(job: Job) -> EngineMemory:
 
 
 def _by_transformers(job: Job) -> dict[str, Held]:
-    shape, wide = job.shape, job.value_bytes
+    shape = job.shape
+    wide = job.value_bytes
     cache = 2 * shape.num_layers * shape.kv_size * wide * job.rows * job.width
     cache += cache // max(1, shape.num_layers)  # a layer is copied when it grows
     # Unsloth's models on a GPU decode by a loop of their own, and run a prompt for each completion
@@ -287,7 +293,8 @@ def layer_bytes(job: Job) -> int:
     16 bit as wide as the model, three as wide as the queries, two as the keys, four as the MLP, one
     of each adapter's rank. With torch's profiler the same to the byte (docs/how-to/plan.md).
     """
-    shape, wide = job.shape, job.value_bytes
+    shape = job.shape
+    wide = job.value_bytes
     normed = 4 * shape.qk_norm
     heads = shape.num_heads + shape.num_kv_heads
     adapters = sum(linear.count for linear in _adapted(job)) / max(1, shape.num_layers)
@@ -320,7 +327,8 @@ def _budget(job: Job, free: int) -> int:
 
 
 def _passes(job: Job, budget: int, trained: int) -> dict[str, Held]:
-    width, wide = job.width, job.value_bytes
+    width = job.width
+    wide = job.value_bytes
     # a row that is longer than the budget is a pass of its own
     rows = max(1, budget // width)
     if job.keeps_graphs:  # of as many whole groups as fit
@@ -345,7 +353,9 @@ def _passes(job: Job, budget: int, trained: int) -> dict[str, Held]:
 
 def _activations(job: Job, positions: int) -> int:
     """Return the bytes on the device that are kept for backward of so many positions."""
-    layers, hidden, wide = job.shape.num_layers, job.shape.hidden_size, job.value_bytes
+    layers = job.shape.num_layers
+    hidden = job.shape.hidden_size
+    wide = job.value_bytes
     head = 2 * wide * hidden
     whole = positions * (layers * layer_bytes(job) + head)
     if job.checkpointing == "none":

@@ -21,7 +21,8 @@ from rloo_kit.planning.facts import Facts, assumptions, make_job, read_facts
 from rloo_kit.planning.memory import CONTEXT, DOING, Job, MemoryPlan, plan_memory, planned_engine
 
 # Columns of the longest bar and of a part's name: 80 with the number
-BAR, NAME = 26, 33
+BAR = 26
+NAME = 33
 # Numbers of cards that are tried where nothing fits on one
 MORE_CARDS = (2, 4, 8, 16)
 # Share of the peak from which on a part has a bar of its own
@@ -181,7 +182,8 @@ def remedy(config: RunConfig, room: int, *, base: Path = Path()) -> str:
 
 def _picture(made: Plan) -> list[str]:
     """Return the lines of a plan, at most 80 columns where names are short."""
-    memory, shape = made.memory, made.facts.shape
+    memory = made.memory
+    shape = made.facts.shape
     parts = memory.at(memory.phase)
     longest = max(size for _, size in parts)
     large = [part for part in parts if part[1] >= SMALLEST_PART * memory.peak_bytes]

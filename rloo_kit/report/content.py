@@ -93,7 +93,8 @@ def _end(record: RunRecord) -> dict[str, Any]:
 
 def _facts(record: RunRecord) -> list[tuple[str, str]]:
     """Return what a reader wants to know first, as pairs of name and value."""
-    config, facts = record.config, []
+    config = record.config
+    facts = []
     if config:
         quantized = ", 4-bit" if config.model.load_in_4bit else ", 16-bit"
         facts += [
@@ -205,7 +206,8 @@ def _text(value: object) -> str:
 
 def _environment(record: RunRecord) -> list[tuple[str, str]]:
     """Return hardware, backend and versions as pairs of name and value."""
-    facts, found = record.environment, []
+    facts = record.environment
+    found = []
     hardware = as_dict(facts.get("hardware"))
     if hardware.get("name"):
         memory = finite_number(hardware.get("total_memory"))

@@ -16,7 +16,8 @@ from rloo_kit.text.thoughts import THOUGHT_ENDS
 from rloo_kit.text.wording import text_of
 
 # Characters of a completion
-LONGEST, SHORTEST = 6000, 300
+LONGEST = 6000
+SHORTEST = 300
 # So many groups are kept at least, with their texts cut shorter
 MIN_GROUPS = 24
 THOUGHT_BEGINS = "<think>"
@@ -70,7 +71,8 @@ def _rows(path: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
     with path.open("rb") as lines:
         for line in lines:
             row = read_object(line) or {}  # a killed run may have cut the last line off
-            step, group = finite_number(row.get("step")), finite_number(row.get("group"))
+            step = finite_number(row.get("step"))
+            group = finite_number(row.get("group"))
             if step is not None and group is not None:
                 yield (int(step), int(group)), row
 
@@ -162,9 +164,11 @@ def completion_parts(row: dict[str, Any], limit: int) -> dict[str, Any]:
     >>> completion_parts({"completion": "<think>4+5=9</think> 9"}, 100)
     {'thought': '4+5=9', 'answer': ' 9'}
     """
-    text, at = text_of(row.get("completion")), row.get("answer_at")
+    text = text_of(row.get("completion"))
+    at = row.get("answer_at")
     if type(at) is int and 0 < at <= len(text):
-        thought, answer = text[:at].removesuffix(THOUGHT_ENDS), text[at:]
+        thought = text[:at].removesuffix(THOUGHT_ENDS)
+        answer = text[at:]
     else:
         thought, end, answer = text.rpartition(THOUGHT_ENDS)
         if not end:

@@ -29,7 +29,8 @@ STYLES = ("uPlot.min.css", "report.css")
 LIBRARY = "uPlot.iife.min.js"
 # One script in the page: the later use what the earlier define
 SCRIPTS = ("parts.js", "curves.js", "groups.js", "report.js")
-NAME, NAME_OF_SEVERAL = "report.html", "comparison.html"
+NAME = "report.html"
+NAME_OF_SEVERAL = "comparison.html"
 # In page.html; filled in one pass, so that inserted data is not searched.
 PLACE = re.compile(r"\{\{(\w+)\}\}")
 

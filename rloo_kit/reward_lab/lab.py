@@ -131,10 +131,13 @@ def _sampled(
 ) -> list[Row]:
     """Return completions that the run's model draws from some of its prompts."""
     job = PreparedJob(config, base, say)
-    (prompts, _), args = job.splits, job.args
-    (model, processor), (engine, _) = job.policy, job.engine
+    prompts, _ = job.splits
+    args = job.args
+    model, processor = job.policy
+    engine, _ = job.engine
     tokenizer = getattr(processor, "tokenizer", processor)
-    num_prompts, size = min(num_prompts, len(prompts)), num_generations or args.num_generations
+    num_prompts = min(num_prompts, len(prompts))
+    size = num_generations or args.num_generations
     numbers = sorted(random.Random(config.seed).sample(range(len(prompts)), num_prompts))
     say(
         f"sampling {num_prompts} prompts x {size} completions of {config.model.name}, "
@@ -196,7 +199,8 @@ def _batch_of(rows: list[Row], columns: dict[str, Any], config: RunConfig | None
         longest = config.model.max_seq_length
         limit = config.trainer.get("max_completion_length") or DEFAULTS["max_completion_length"]
     texts = [text_of(row["completion"]) for row in rows]
-    ids, truncated = columns.get("completion_ids"), columns.get("truncated")
+    ids = columns.get("completion_ids")
+    truncated = columns.get("truncated")
     groups: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
         # A run's completions.jsonl counts the groups of every step from 0.
@@ -218,7 +222,8 @@ def _examined(
     rows: list[Row], rewards: list[LoadedReward], config: RunConfig | None, notes: list[str]
 ) -> RewardCheck:
     """Call the rewards as a run with that config would; None: there is no run."""
-    columns, probed = columns_of(rows), []
+    columns = columns_of(rows)
+    probed = []
     batch = _batch_of(rows, columns, config)
     timeout = config.trainer.get("reward_timeout_seconds") if config is not None else None
     for reward in rewards:

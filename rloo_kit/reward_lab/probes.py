@@ -37,7 +37,8 @@ def probe(
 
     ``columns`` is what the trainer would call it with; a call may take ``timeout`` seconds.
     """
-    func, count = guarded(reward.func, timeout, "stop"), len(batch.texts)
+    func = guarded(reward.func, timeout, "stop")
+    count = len(batch.texts)
     bare = Probed(reward.name, reward.weight_at(0.0), [None] * count)
     started = time.perf_counter()
     try:
@@ -55,7 +56,8 @@ def _with_probes(
     probed: Probed, func: CheckedReward, columns: dict[str, Any], batch: Batch
 ) -> Probed:
     """Return the same with the answers to other calls."""
-    own, count = take_rows(columns, probed.rows), len(probed.rows)
+    own = take_rows(columns, probed.rows)
+    count = len(probed.rows)
     order = random.Random(0).sample(range(count), count)
     calls = {"first": own} if count < len(probed.scores) else {}
     calls |= {"again": own, "permuted": take_rows(own, order)}
@@ -68,7 +70,8 @@ def _with_probes(
         if name == "repeated":
             # Very long texts: one row only, and not for long
             limit = min(func.timeout or REPEATED_SECONDS, REPEATED_SECONDS)
-            asked, given = guarded(func, limit, "stop"), take_rows(own, [0])
+            asked = guarded(func, limit, "stop")
+            given = take_rows(own, [0])
         if name in _ALTERED:
             given = _altered(name, given)
         started = time.perf_counter()

@@ -247,7 +247,8 @@ def _train_and_save(
     with tempfile.TemporaryDirectory() as scratch:
         arguments = _arguments(job, scratch, hardware)
         model, tokenizer = _load(job, hardware)
-        train_ids, held_ids = _read(tokenizer, train, job), _read(tokenizer, held, job)
+        train_ids = _read(tokenizer, train, job)
+        held_ids = _read(tokenizer, held, job)
         bits = "4-bit NF4" if job.load_in_4bit else f"{32 if hardware.device == 'cpu' else 16}-bit"
         say(
             f"reward model on {job.model}, {bits}, LoRA r={job.r} and a score head, {hardware.name}"
@@ -374,9 +375,11 @@ def _progress(say: Say) -> Any:
             logs: dict[str, Any],
             **_: Any,
         ) -> None:
-            step, total = state.global_step, state.max_steps
+            step = state.global_step
+            total = state.max_steps
             if "loss" in logs and (step % max(1, total // PROGRESS_LINES) == 0 or step == total):
-                loss, accuracy = float(logs["loss"]), logs["accuracy"]
+                loss = float(logs["loss"])
+                accuracy = logs["accuracy"]
                 say(f"step {step}/{total}  loss {loss:.3f}  accuracy {accuracy:.2f}")
 
     return Progress()
@@ -403,7 +406,8 @@ def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:
     trainer.model.eval()
     with trainer.accelerator.autocast():
         scores = logits(trainer.model, trainer.processing_class.pad_token_id, rows, budget)
-    chosen, rejected = scores[0::2], scores[1::2]
+    chosen = scores[0::2]
+    rejected = scores[1::2]
     right = sum(c > r for c, r in zip(chosen, rejected, strict=True))
     return {
         "accuracy": right / len(chosen),
@@ -418,7 +422,8 @@ def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:
 
 def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, float]) -> None:
     """Write the folder under another name and rename it, so that it is whole or absent."""
-    model, part = trainer.model, result.folder.with_name(f".{result.folder.name}.partial")
+    model = trainer.model
+    part = result.folder.with_name(f".{result.folder.name}.partial")
     model.peft_config["default"].base_model_name_or_path = job.model
     facts = _facts(job, result, trainer.state.global_step)
     try:

@@ -116,7 +116,8 @@ def _never_applies(probed: Probed) -> Iterator[Seen]:
     "raise the limit on completion length, or make the thoughts shorter",
 )
 def _truncated(batch: Batch, *, harmful: bool) -> Iterator[Seen]:
-    num, count = sum(map(bool, batch.truncated or [])), len(batch.texts)
+    num = sum(map(bool, batch.truncated or []))
+    count = len(batch.texts)
     limit = batch.max_completion_length
     if num > count / 2:
         level = "error" if num >= MOSTLY * count and harmful else "warning"
@@ -133,11 +134,13 @@ def _truncated(batch: Batch, *, harmful: bool) -> Iterator[Seen]:
 )
 def _blind(probed: Probed, least: float) -> Iterator[Seen]:
     """Find that a ``<think>`` before the completion raises the score."""
-    opened, now = probed.probes.get("opened"), probed.first
+    opened = probed.probes.get("opened")
+    now = probed.first
     if not opened:
         return
     gains = [a - b for a, b in zip(opened, now, strict=True) if a is not None and b is not None]
-    rises, falls = sum(gain > 1e-6 for gain in gains), sum(gain < -1e-6 for gain in gains)
+    rises = sum(gain > 1e-6 for gain in gains)
+    falls = sum(gain < -1e-6 for gain in gains)
     if rises >= max(1, 4 * falls, least * len(opened)):
         yield Seen(
             f"with '<think>' put before them, {rises} of {len(opened)} completions score higher "
@@ -152,7 +155,8 @@ def _blind(probed: Probed, least: float) -> Iterator[Seen]:
     "seed what is random by the completion's text, or ask a judge at temperature 0",
 )
 def _noisy(probed: Probed) -> Iterator[Seen]:
-    first, again = probed.first, probed.probes.get("again", [])
+    first = probed.first
+    again = probed.probes.get("again", [])
     if changed := _num_changed(first, again):
         found = rank_correlation(first, again) or 0.0
         yield Seen(
@@ -235,9 +239,11 @@ def _constant(probed: Probed) -> Iterator[Seen]:
     """Find why all scores are one value, by what altered completions would have earned."""
     tried = ("empty", "unclosed", "repeated")
     other = [s for name in tried for s in known(probed.probes.get(name, []))]
-    values, name = known(probed.scores), probed.name
+    values = known(probed.scores)
+    name = probed.name
     value = values[0]
-    best, worst = max([value, *other]), min([value, *other])
+    best = max([value, *other])
+    worst = min([value, *other])
     seen = f"all {len(values)} completions earned {value:g}"
     higher = f"{seen}; altered ones earned up to {best:g}"
     if is_same(best, worst):

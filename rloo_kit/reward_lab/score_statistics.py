@@ -154,7 +154,8 @@ def total_scores(rewards: Sequence[Probed], batch: Batch) -> list[Score]:
 
 def signal_of(totals: Sequence[Score], batch: Batch) -> Signal:
     """Return how many groups have scores that differ, and by how much."""
-    values, groups = known(totals), scored_groups(totals, batch)
+    values = known(totals)
+    groups = scored_groups(totals, batch)
     equal = [scores[0] for scores in groups if is_constant(scores)]
     return Signal(
         num_groups=len(groups),

@@ -124,7 +124,8 @@ class TokenRows:
         order = sorted(rows, key=lambda row: (self.lengths[row], row))
         cost, cut_before = [0], [0]  # of the first n rows: the lowest cost, where the last cut is
         for end in range(1, len(order) + 1):
-            options, extent = [], SharedExtent(self)
+            options = []
+            extent = SharedExtent(self)
             longest = self.lengths[order[end - 1]]
             for start in range(end - 1, -1, -1):
                 positions = (end - start) * longest
@@ -137,7 +138,8 @@ class TokenRows:
             best, start = min(options)
             cost.append(best)
             cut_before.append(start)
-        pieces, end = [], len(order)
+        pieces = []
+        end = len(order)
         while end:
             pieces.append(order[cut_before[end] : end])
             end = cut_before[end]

@@ -78,7 +78,8 @@ class Learner:
 
     def take_tally(self) -> Tally:
         """Return the counts of the optimizer step, and begin those of the next one."""
-        tally, self.tally = self.tally, Tally()
+        tally = self.tally
+        self.tally = Tally()
         return tally
 
     def with_old(self, rollout: Rollout, rows: list[int]) -> Rollout:
@@ -187,15 +188,18 @@ class Learner:
         self, rollout: Rollout, batch: MicroBatch, output: PassOutput, weights: torch.Tensor
     ) -> None:
         """Run a micro-batch backward, and count it; ``weights`` are ``(B,)``."""
-        rows, mask = batch.rows, batch.completion_mask
+        rows = batch.rows
+        mask = batch.completion_mask
         width = mask.size(1)
         # before any optimizer step the old policy is the one that trains: a ratio of exactly 1
         stored = rollout.old_log_probs[rows, :width]  # (N, C)
         old = output.log_probs.detach() if rollout.on_policy else stored
         advantages = rollout.advantages[rows, :width]  # (N, 1) or (N, C)
-        row_weights, token_weights = weights[rows], None
+        row_weights = weights[rows]
+        token_weights = None
         if self.correction is not None and rollout.sampler_log_probs is not None:
-            sampler, (level, cap) = rollout.sampler_log_probs[rows, :width], self.correction
+            sampler = rollout.sampler_log_probs[rows, :width]
+            level, cap = self.correction
             factors = rollout_weights(old, sampler, mask, level, cap)
             if level == "token":
                 token_weights = factors

@@ -19,8 +19,11 @@ def rollout_metrics(rollout: Rollout, names: list[str]) -> dict[str, float]:
     """Return means over a rollout with final advantages; ``names`` are those of its rewards."""
     from trl.trainer.utils import nanstd  # by which TRL's own metrics are computed
 
-    sampled, size, beta = rollout.sampled, rollout.num_generations, rollout.shaping.beta
-    raw, scores = sampled.scores, rollout.scores
+    sampled = rollout.sampled
+    size = rollout.num_generations
+    beta = rollout.shaping.beta
+    raw = sampled.scores
+    scores = rollout.scores
     ended = torch.tensor(sampled.ended, dtype=torch.float32)
     rewards = scores - beta * rollout.kl  # (B,)
     # (P,) each, NaN of a group with less than two scorable rows
@@ -65,7 +68,8 @@ def completion_metrics(lengths: list[int], ended: list[bool]) -> dict[str, float
 
 def completion_records(rollout: Rollout, names: list[str]) -> list[dict[str, Any]]:
     """Return one dict per completion, as completions.jsonl holds it; None is unscorable."""
-    sampled, size = rollout.sampled, rollout.num_generations
+    sampled = rollout.sampled
+    size = rollout.num_generations
     rewards = rollout.scores.clone()
     if not is_token_level(rollout.shaping):
         rewards -= rollout.shaping.beta * rollout.kl
@@ -104,10 +108,14 @@ def _sampler_metrics(rollout: Rollout) -> dict[str, float]:
 
 def _kl_metrics(rollout: Rollout) -> dict[str, float]:
     """Return the KL over the rows where it was computed, and its share of the advantages."""
-    beta, rows, kl = rollout.shaping.beta, rollout.learnable, rollout.kl
+    beta = rollout.shaping.beta
+    rows = rollout.learnable
+    kl = rollout.kl
     tokens = (rollout.completion_mask & rows.unsqueeze(1)).sum().clamp(min=1)
-    sequence, per_token = _mean(kl[rows]), float(kl.sum() / tokens)
-    from_scores, penalty = rollout.score_advantages[rows], kl
+    sequence = _mean(kl[rows])
+    per_token = float(kl.sum() / tokens)
+    from_scores = rollout.score_advantages[rows]
+    penalty = kl
     if not is_token_level(rollout.shaping):  # the baseline takes its part of the KL, too
         known = kl.masked_fill(rollout.scores.isnan(), torch.nan)
         penalty = leave_one_out_advantages(known.view(-1, rollout.num_generations)).view(-1)
@@ -185,10 +193,15 @@ class Tally:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step; means over rows count all of them."""
-        rows, tokens = max(1, self.rows), max(1, self.completion_tokens)
-        ratios, low, high = self.ratios, self.clipped_low, self.clipped_high
+        rows = max(1, self.rows)
+        tokens = max(1, self.completion_tokens)
+        ratios = self.ratios
+        low = self.clipped_low
+        high = self.clipped_high
         if not len(ratios):
-            ratios, low, high = torch.ones(1), torch.zeros(1), torch.zeros(1)
+            ratios = torch.ones(1)
+            low = torch.zeros(1)
+            high = torch.zeros(1)
         clipped = float((low + high).sum()) / rows
         found = {
             "entropy": self.entropy / tokens,

@@ -39,7 +39,8 @@ class RunningMoments:
         if not new:
             return
         mean = float(values.mean())
-        delta, total = mean - self.mean, self.count + new
+        delta = mean - self.mean
+        total = self.count + new
         squares = float(((values - mean) ** 2).sum())
         self.sum_of_squares += squares + delta**2 * self.count * new / total
         self.mean += delta * new / total

@@ -94,7 +94,8 @@ class ScoredBatch(Completions):
 
         Where ``other`` has fewer of them, the last groups without signal stay.
         """
-        size, num_groups = num_generations, len(self.tokens) // num_generations
+        size = num_generations
+        num_groups = len(self.tokens) // num_generations
         without = (~self.has_signal(shaping, size)).nonzero().flatten().tolist()
         usable = other.has_signal(shaping, size).nonzero().flatten().tolist()
         groups = list(range(num_groups))  # those of the other come after the own ones
@@ -106,7 +107,8 @@ class ScoredBatch(Completions):
             both = mine + others
             return [both[row] for row in rows]
 
-        known, more = self.sampler_log_probs, other.sampler_log_probs
+        known = self.sampler_log_probs
+        more = other.sampler_log_probs
         return replace(
             self,
             prompts=pick(self.prompts, other.prompts),

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 # Share of completions that are right, of a level that may be chosen
-LOW, HIGH = 0.2, 0.8
+LOW = 0.2
+HIGH = 0.8
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ def calibrate(  # noqa: PLR0913
     if num_prompts < 1 or (num_generations or 2) < 2:
         given = f"num_prompts {num_prompts} and num_generations {num_generations}"
         raise ConfigError(f"{given} must be at least 1 and 2")
-    say, file = redacting(say), _free_file(source, output)
+    say = redacting(say)
+    file = _free_file(source, output)
     config, base = read_config(source, overrides)
     job = PreparedJob(_with_every_level(config, num_prompts), base, say)
     if precision and job.environment.hardware.mixed_precision == "fp16":
@@ -167,7 +169,8 @@ def _changed(settings: dict[str, Any], default: dict[str, Any]) -> dict[str, Any
 
 def _with_every_level(config: RunConfig, num_prompts: int) -> RunConfig:
     """Return the settings of a task with so many prompts of each level that is asked for."""
-    data, last = config.data, count_levels(config.data.prompts)
+    data = config.data
+    last = count_levels(config.data.prompts)
     if not last:
         return config
     wanted = data.level if isinstance(data.level, list) else list(range(1, last + 1))
@@ -198,7 +201,8 @@ def _tried(
 def _drawn(prompts: "Dataset", num: int, seed: int) -> list[int]:
     """Return the places of ``num`` prompts of every level, or of all that there are."""
     levels = prompts["level"] if "level" in prompts.column_names else [None] * len(prompts)
-    order, drawn = random.Random(seed), []
+    order = random.Random(seed)
+    drawn = []
     for level in sorted(set(levels), key=str):
         own = [place for place, other in enumerate(levels) if other == level]
         drawn += order.sample(own, min(num, len(own)))

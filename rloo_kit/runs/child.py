@@ -57,7 +57,8 @@ def call_in_child(
         Exception: Whatever the function raised.
     """
     with tempfile.TemporaryDirectory(prefix="rloo-kit-child-") as folder:
-        order, answer = Path(folder) / "order", Path(folder) / "answer"
+        order = Path(folder) / "order"
+        answer = Path(folder) / "answer"
         order.write_bytes(pickle.dumps((function, args, keywords)))
         with (
             _started(order, answer, variables or {}) as process,

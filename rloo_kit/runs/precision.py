@@ -67,7 +67,8 @@ def mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str)
         else:
             ids, log_probs = trainer.sampler.draw(prompts)
             assert log_probs is not None  # an engine reports them
-        tokens, numbers = TokenRows(prompts, ids), [*range(len(prompts))]
+        tokens = TokenRows(prompts, ids)
+        numbers = [*range(len(prompts))]
         learnt = trainer.learner.log_probs(tokens, numbers, trainer.policy.forward)  # (B, T)
         return fmean(
             abs(of_sampler - of_learner)

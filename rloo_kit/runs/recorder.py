@@ -45,7 +45,8 @@ class RunRecorder(TrainerCallback):
         self.resumed_at: list[int] = []  # steps after which the run was resumed
         self.began = False
         self._make_ready = make_ready
-        self._started, self._earlier = time.monotonic(), 0.0
+        self._started = time.monotonic()
+        self._earlier = 0.0
         self._evaluation: dict[str, Any] = {}
         self._next_report = 0.0
 
@@ -101,7 +102,8 @@ class RunRecorder(TrainerCallback):
         self.resumed_at = [*record["resumed_at"], state.global_step]
         # And no other name that the checkpoint gives
         for name in ROW_FILES:
-            path, size = self.folder / name, record["sizes"][name]
+            path = self.folder / name
+            size = record["sizes"][name]
             if _size(path) > size:
                 os.truncate(path, size)
         if found := read_json(self.folder / "evaluation.json"):

@@ -32,7 +32,9 @@ class HeldOutScores(TrainerCallback):
         recorder: RunRecorder | None,
         before: Evaluation | None,
     ) -> None:
-        self.job, self.trainer, self.recorder = job, trainer, recorder
+        self.job = job
+        self.trainer = trainer
+        self.recorder = recorder
         self.before = before
         self._newest: dict[int, float | None] = {}  # step -> the mean of the first reward
 
@@ -41,7 +43,8 @@ class HeldOutScores(TrainerCallback):
 
         Every process calls it: all sample by TRL's step, and the first scores.
         """
-        held_out, args = self.job.splits[1], self.job.args
+        held_out = self.job.splits[1]
+        args = self.job.args
         if held_out is None:
             return None
         num_samples = self.job.config.data.held_out_samples
@@ -77,7 +80,8 @@ class HeldOutScores(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Score when it is time; the end of the training is scored by the run."""
-        step, every = state.global_step, self.job.config.data.held_out_every
+        step = state.global_step
+        every = self.job.config.data.held_out_every
         if every and step % every == 0 and step < state.max_steps:
             found = self._score_at(step)
             self._newest = {step: next(iter(found.rewards.values()), None) if found else None}

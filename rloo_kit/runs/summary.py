@@ -63,7 +63,9 @@ def announce_load(
 
 def introduce(say: Say, job: PreparedJob) -> None:
     """Print the model, the device, and what is used in place of what is missing."""
-    config, environment, args = job.config, job.environment, job.args
+    config = job.config
+    environment = job.environment
+    args = job.args
     bits = "4-bit NF4" if config.model.load_in_4bit else "16-bit"
     hardware = environment.hardware
     say(
@@ -124,7 +126,8 @@ def conclude(say: Say, result: RunResult) -> None:
     say(f"{result.steps} steps in {result.seconds:.0f} s; adapter in {result.adapter}")
     say(f"read {result.folder / 'report.html'} in a browser")
     say(str(result.released))
-    config, run = record.config, result.folder
+    config = record.config
+    run = result.folder
     if record.end.get("how") != "finished":
         say(f"resume with rloo-kit train {run} --resume")
     elif config and (config.model.name, config.data.prompts, config.rewards) == QUICKSTART:

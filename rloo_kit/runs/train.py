@@ -138,7 +138,8 @@ def _prepare(job: PreparedJob, past: Path | None) -> Path:
 
 def _train_and_score(job: PreparedJob, absolute: RunConfig, past: Path | None) -> RunResult:
     """Run everything except the release; what is made here belongs to the open session."""
-    say, free = job.say, _prepare(job, past)
+    say = job.say
+    free = _prepare(job, past)
     from rloo_kit.runs.scores import HeldOutScores  # transformers, after Unsloth
 
     checkpoint, before = _find_progress(past)
@@ -152,9 +153,11 @@ def _train_and_score(job: PreparedJob, absolute: RunConfig, past: Path | None) -
                 remedy=lambda: remedy(job.config, room_here(), base=job.base),
             )
         scores.follow()
-        started, after = time.monotonic(), None
+        started = time.monotonic()
+        after = None
         _, by = _until_interrupted(lambda: _train(trainer, checkpoint, say))
-        seconds, steps = time.monotonic() - started, trainer.state.global_step
+        seconds = time.monotonic() - started
+        steps = trainer.state.global_step
         if by:
             say(f"\ninterrupted after step {steps}: saving the adapter")
         trainer.save_adapter(folder / "adapter", job.policy[1])

@@ -32,22 +32,26 @@ PROBE_MIN_ROWS = 4
 
 # One batch proves that another policy sampled: this many standard errors nearer to it, and a mean
 # difference from it of at most this share of the difference from the policy that trains.
-SURE_ERRORS, SURE_FIT = 6.0, 0.6
+SURE_ERRORS = 6.0
+SURE_FIT = 0.6
 # An almost exact fit needs fewer standard errors: rounding cannot produce another policy's numbers,
 # and a single undecided token can inflate the standard error.
-EXACT_ERRORS, EXACT_FIT = 3.0, 0.1
+EXACT_ERRORS = 3.0
+EXACT_FIT = 0.1
 # Where one step moves the policy less than rounding does, the evidence of many batches adds up.
 HISTORY = 20
 HISTORY_ERRORS = 8.0
 # A mean difference has another cause than rounding if it is this many times the noise, and larger
 # than the floor (nats): where nearly every token is certain, rounding moves nothing in most
 # batches and one undecided token by a third of a nat in another.
-NOISE_FACTOR, NOISE_FLOOR = 4.0, 0.01
+NOISE_FACTOR = 4.0
+NOISE_FLOOR = 0.01
 
 # `(N, C)` log-probabilities of the completion tokens, without gradient
 Pass = Callable[[MicroBatch], torch.Tensor]
 
-BASE, PREVIOUS_STEP = "sampling/adapter_reached", "sampling/step_reached"
+BASE = "sampling/adapter_reached"
+PREVIOUS_STEP = "sampling/step_reached"
 MESSAGES = {
     BASE: (
         "it is nearest to the base without adapter, so the adapter was not used; restart the "
@@ -102,7 +106,10 @@ def position_between(
     delta = now - other
     if len(delta) >= 100:  # a few tokens that flip in rounding must not decide
         kept = delta.abs().argsort()[: -max(3, len(delta) // 200)]
-        sampler, now, other, noise = sampler[kept], now[kept], other[kept], noise[kept]
+        sampler = sampler[kept]
+        now = now[kept]
+        other = other[kept]
+        noise = noise[kept]
         delta = delta[kept]
     size = float(delta.square().sum())
     if size == 0:

@@ -82,7 +82,8 @@ def _check_vllm_table(model: Model, choice: Choice) -> None:
 
 def _check_shared(args: Any, shared: EngineSettings) -> None:
     """Raise ConfigError on settings that an engine which started with the model does not have."""
-    share, length = args.vllm_gpu_memory_utilization, args.vllm_max_model_length
+    share = args.vllm_gpu_memory_utilization
+    length = args.vllm_max_model_length
     if args.memory_share_given and share != shared.share:
         raise ConfigError(
             f"trainer.vllm_gpu_memory_utilization is {share:g}, and vLLM started with the model: "

@@ -80,7 +80,8 @@ class _LongThought(StoppingCriteria):
     """Stops the rows whose thought is open at the limit."""
 
     def __init__(self, width: int, limit: ThoughtLimit) -> None:
-        self.width, self.limit = width + limit.tokens, limit
+        self.width = width + limit.tokens
+        self.limit = limit
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
         """Return ``(L,)`` bool of ``(L, W + t)`` ids."""
@@ -131,7 +132,8 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def _grown(self, name: str, new: torch.Tensor) -> torch.Tensor:
-        old, spare = getattr(self, name), self._spare.get(name)
+        old = getattr(self, name)
+        spare = self._spare.get(name)
         start = old.shape[-2] if old.numel() else 0
         end = start + new.shape[-2]
         # After rows were selected the keys are a copy, and the spare columns are of another batch

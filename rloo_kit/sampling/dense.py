@@ -61,7 +61,8 @@ def _dense(layer: Any, dtype: torch.dtype) -> torch.nn.Linear:
         if name in layer.lora_A:
             weight = weight + layer.get_delta_weight(name)
     dense = torch.nn.Linear(1, 1, bias=False, device="meta")
-    dense.in_features, dense.out_features = layer.in_features, layer.out_features
+    dense.in_features = layer.in_features
+    dense.out_features = layer.out_features
     dense.weight = torch.nn.Parameter(weight.to(dtype), requires_grad=False)
     dense.bias = base.bias
     return dense

@@ -107,7 +107,8 @@ class VllmEngine:
         extra: dict[str, Any],
     ) -> Any:
         config = model.get_base_model().config
-        in_4bit, max_rank = is_4bit(model), reserved_rank_of(model)
+        in_4bit = is_4bit(model)
+        max_rank = reserved_rank_of(model)
         trust_remote_code = notes_of(model).trust_remote_code
         arguments = {
             "model": config.name_or_path,
@@ -159,7 +160,8 @@ class VllmEngine:
     def _memory(self, size: EngineSize, share: float | None) -> dict[str, Any]:
         """Return vLLM's memory settings for an engine with its own copy of the weights."""
         hardware = detect_hardware()
-        free, card = hardware.free_memory, hardware.total_memory
+        free = hardware.free_memory
+        card = hardware.total_memory
         if not self._on_gpu:
             return {"kv_cache_memory_bytes": cpu_cache(size, free)}
         found = engine_memory(size, free, sleeps=self._sleeps, card=card, share=share)
@@ -175,7 +177,8 @@ class VllmEngine:
         """Send the active adapter, if one is, and drop the one before."""
         started = time.perf_counter()
         self._wake()
-        engine, before = self._llm.llm_engine, self._request
+        engine = self._llm.llm_engine
+        before = self._request
         self._request = self._requested(model)
         if _is_lora_request(before):
             engine.remove_lora(before.lora_int_id)
@@ -265,7 +268,8 @@ class VllmEngine:
         """Shut the engine down, its process groups, threads, caches and files included."""
         # A model that shares its weights with the engine is released first (`release`): vLLM gives
         # the pool that holds them back with the engine.
-        llm, self._llm = self._llm, None
+        llm = self._llm
+        self._llm = None
         self._request = None
         if llm is not None:
             shut_down_engine(llm, on_gpu=self._on_gpu)
@@ -281,7 +285,8 @@ def _without_side_effects() -> Iterator[None]:
     Its CPU worker replaces ``torch.set_num_threads`` and the number of threads, and every start
     leaves variables of torch.distributed behind.
     """
-    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    set_num_threads = torch.set_num_threads
+    num_threads = torch.get_num_threads()
     before = set(os.environ)
     level = logging.getLogger("vllm").level
     try:
@@ -311,7 +316,8 @@ def write_dequantised(model: Model, dtype: Any, folder: Path) -> Path:
     from bitsandbytes.functional import dequantize_4bit
     from safetensors.torch import save_file
 
-    base, tensors = model.get_base_model(), {}
+    base = model.get_base_model()
+    tensors = {}
     for name, parameter in base.named_parameters():  # a tied LM head is in it once
         if "lora_" in name:
             continue

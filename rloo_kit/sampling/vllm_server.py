@@ -92,7 +92,8 @@ class VllmServer:
         """Return the name of the base on the server."""
         (models,) = self._ask("/v1/models", None)
         (adapters,) = self._ask("/v1/load_lora_adapter", {})  # 400 where there is such a path
-        card, longest = self._read(models, lambda found: found["data"][0]), self._needs.max_length
+        card = self._read(models, lambda found: found["data"][0])
+        longest = self._needs.max_length
         if adapters.status_code == httpx.codes.NOT_FOUND:
             reason = "takes no adapters at run time"
         elif card["max_model_len"] < longest:
@@ -107,7 +108,8 @@ class VllmServer:
     def sync(self, model: Model) -> None:
         """Send the active adapter, if one is, and drop the one before."""
         started = time.perf_counter()
-        before, self._adapter = self._adapter, None
+        before = self._adapter
+        self._adapter = None
         if active_adapter(model) is not None:
             self._folder.write(model, self.adapter_dtype)
             # A new name each time: vLLM keys its prefix cache by it. With `load_inplace` it would

@@ -213,7 +213,8 @@ async def _call(reward: CheckedReward, columns: dict[str, Any]) -> list[Score]:
 
 def _only(columns: dict[str, Any], rows: list[int]) -> dict[str, Any]:
     """Return the columns of some rows; ``log_extra`` gets None for the others."""
-    chosen, count = take_rows(columns, rows), len(columns["completions"])
+    chosen = take_rows(columns, rows)
+    count = len(columns["completions"])
     if "log_extra" in columns:
 
         def log_extra(column: str, values: list[Any]) -> None:

@@ -157,7 +157,8 @@ class CheckedReward:
         return self._failed(f"{fault}; {remedy}", columns, exc)
 
     def _scores(self, output: Any, columns: dict[str, Any]) -> list[Score]:
-        completions, got = columns["completions"], ""
+        completions = columns["completions"]
+        got = ""
         # A tensor or an array has tolist().
         values = output.tolist() if hasattr(output, "tolist") else output
         if not isinstance(values, list | tuple):
@@ -327,7 +328,8 @@ def within(seconds: float | None, call: Callable[[], T]) -> T:
     on_main = threading.current_thread() is threading.main_thread()
     if seconds is None or not on_main or not hasattr(signal, "setitimer"):
         return call()
-    place, has_ended = "", False
+    place = ""
+    has_ended = False
 
     def ring(_number: int, frame: FrameType | None) -> None:
         nonlocal place

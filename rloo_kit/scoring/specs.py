@@ -101,7 +101,9 @@ def load_rewards(
     loaded: list[LoadedReward] = []
     for spec in specs:
         reward = load_reward(spec, tokenizer, base_dir, say)
-        used, name, number = {other.name for other in loaded}, reward.name, 1
+        used = {other.name for other in loaded}
+        name = reward.name
+        number = 1
         while name in used:
             number += 1
             name = f"{reward.name}_{number}"
@@ -197,8 +199,10 @@ class _Finder:
                 "name: thinking"
             )
         composing = {key: parameters.pop(key) for key in COMPOSING if key in parameters}
-        given, weight = parameters.pop("weight", None), 1.0
-        target, target_name = name, name_of(name)
+        given = parameters.pop("weight", None)
+        weight = 1.0
+        target = name
+        target_name = name_of(name)
         if isinstance(name, str):
             target_name, weight = _split_weight(name)
             model = parameters.get("model")
@@ -216,7 +220,8 @@ class _Finder:
         _refuse_non_reward(reward, name)
         try:
             if "scaled_by" in keys or "clipped_to" in keys:
-                scale, clip = keys.get("scaled_by", 1.0), keys.get("clipped_to")
+                scale = keys.get("scaled_by", 1.0)
+                clip = keys.get("clipped_to")
                 reward = rescaled(reward, scale=scale, clip=clip)
             if "only_if" in keys:
                 gate = keys["only_if"]
@@ -244,11 +249,13 @@ class _Finder:
             return RewardModel(str(self._path(name)))
         home, colon, attribute = name.rpartition(":")
         if name.endswith(".py"):
-            home, attribute = name, ""
+            home = name
+            attribute = ""
         elif _HUB_NAME.fullmatch(name) and not self._path(name).exists():
             return RewardModel(name)
         if home.endswith(".py"):
-            path, here = self._path(home), Path.cwd()
+            path = self._path(home)
+            here = Path.cwd()
             if not path.is_file():
                 raise RewardLoadError(
                     f"reward file {format_value(str(path))} does not exist; give its path relative "

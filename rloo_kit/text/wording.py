@@ -99,9 +99,11 @@ def format_duration(seconds: float) -> str:
     """Return a duration in its two largest units, such as ``2 h 3 min``."""
     if seconds < 9.95:
         return f"{max(0.0, seconds):.1f} s"
-    whole, names = round(seconds), ("min", "s")
+    whole = round(seconds)
+    names = ("min", "s")
     if whole >= 3600:
-        whole, names = round(seconds / 60), ("h", "min")
+        whole = round(seconds / 60)
+        names = ("h", "min")
     many, few = divmod(whole, 60)
     parts = [f"{number} {name}" for number, name in zip((many, few), names, strict=True) if number]
     return " ".join(parts)

@@ -102,13 +102,15 @@ class WorstCase:
         Raises:
             MemoryRanOutError: The worst case does not fit, not even a single completion of it.
         """
-        started, learner = time.perf_counter(), self.learner
+        started = time.perf_counter()
+        learner = self.learner
         ids = self._longest_prompt(max_prompt_tokens)
         width = len(ids) + self.args.max_completion_length
         rows = self.args.generation_batch_size
         shares = learner.may_share
         learner.may_share = lambda: False  # all rows have one prompt here, which would run once
-        budget, total = learner.budget, detect_hardware().total_memory
+        budget = learner.budget
+        total = detect_hardware().total_memory
         take_peak()
         try:
             with self._restored(), self._stepped_optimizer():
@@ -148,7 +150,9 @@ class WorstCase:
 
     def _learn(self, ids: list[int], rows: int, width: int) -> None:
         """Run the largest passes of a step; again where the budget had to be lowered."""
-        args, learner, budget = self.args, self.learner, None
+        args = self.args
+        learner = self.learner
+        budget = None
         batch = batch_plan(vars(args))
         while budget != learner.budget:
             budget = learner.budget
@@ -191,7 +195,8 @@ class WorstCase:
     @contextlib.contextmanager
     def _stepped_optimizer(self) -> Iterator[None]:
         """Hold an optimizer like the run's that has made a step; the weights are put back."""
-        parameters, name = self.learner.parameters, OptimizerNames(self.args.optim).value
+        parameters = self.learner.parameters
+        name = OptimizerNames(self.args.optim).value
         if self.make_optimizer is None or any(mark in name for mark in NOT_STEPPED):
             yield
             return
@@ -213,8 +218,10 @@ class WorstCase:
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
         """Train as transformers' loop does; put back what the passes change."""
-        args, model = self.args, self.model
-        states, training = random_states(), model.training
+        args = self.args
+        model = self.model
+        states = random_states()
+        training = model.training
         enables = args.gradient_checkpointing and not model.is_gradient_checkpointing
         if enables:
             enable_checkpointing(model, args)

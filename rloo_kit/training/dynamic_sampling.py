@@ -27,7 +27,9 @@ class DynamicSampling:
         self, batch: ScoredBatch, complete: Callable[[list[Row]], ScoredBatch]
     ) -> ScoredBatch:
         """Replace groups without signal by groups of further prompts (``dynamic_sampling``)."""
-        shaping, size, drawn = self.args.shaping, self.args.num_generations, 0
+        shaping = self.args.shaping
+        size = self.args.num_generations
+        drawn = 0
         without = ~batch.has_signal(shaping, size)  # (P,)
         self.log.note("signal/groups_without", without.float().mean().item())
         if not self.args.dynamic_sampling:

@@ -92,7 +92,8 @@ class StepTrainer(ResumableTrainer, TrlStep):
     def _take_batch(self, records: list[dict[str, Any]], rollout: Rollout) -> None:
         """Warn of rows and rewards without scores; give the batch to the callbacks."""
         missing = rollout.sampled.rewards.isnan()  # (B, F)
-        rows, silent = missing.all(dim=1).tolist(), missing.all(dim=0).tolist()
+        rows = missing.all(dim=1).tolist()
+        silent = missing.all(dim=0).tolist()
         if any(rows) and not (self.by_trl or self.warned_of_rows):  # TRL's step warns by itself
             self.warned_of_rows = True
             prompt = format_value(text_of(records[rows.index(True)]["prompt"]))
@@ -161,7 +162,8 @@ class StepTrainer(ResumableTrainer, TrlStep):
         args = self.args
         if self.engine is not None:
             self.engine.sleep()  # the budget of a pass is measured without its memory
-        level, cap = args.rollout_correction, args.rollout_correction_cap
+        level = args.rollout_correction
+        cap = args.rollout_correction_cap
         budget, overhead = _pass_sizes(args, self.model.config.get_text_config())
         return Learner(
             forward=self.policy.forward,
@@ -237,7 +239,8 @@ class StepTrainer(ResumableTrainer, TrlStep):
 
     def _new_optimizer(self) -> Any:
         """Return an optimizer of a trainer that has none, and that does not keep it."""
-        optimizer, self.optimizer = self.create_optimizer(), None
+        optimizer = self.create_optimizer()
+        self.optimizer = None
         return optimizer
 
     def _generate_single_turn(
@@ -260,7 +263,8 @@ class StepTrainer(ResumableTrainer, TrlStep):
         self.collected.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.accelerator.device)
-        batches, self.collected = self.collected, []
+        batches = self.collected
+        self.collected = []
         self.rloo.shaping = self.args.shaping  # a callback may have changed a setting
         loss = self.rloo.run(batches, self.state.global_step + 1)
         steps = self.args.torch_empty_cache_steps
@@ -292,7 +296,8 @@ def _pass_sizes(args: LeaveOneOutConfig, config: Any) -> tuple[int, int]:
     """Return the token budget and the overhead of a pass, from the model and the machine."""
     hardware = detect_hardware()
     on_cpu = hardware.device == "cpu"
-    hidden, layers = config.hidden_size, config.num_hidden_layers
+    hidden = config.hidden_size
+    layers = config.num_hidden_layers
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     budget = args.tokens_per_micro_batch or default_token_budget(
         hardware.free_memory,

@@ -221,7 +221,8 @@ class LeaveOneOutTrainer(StepTrainer):
         """Drop what keeps tensors alive through the parts of the kit's step."""
         self.sampler.canary = self.sampler.engine = self.sampler.model = None
         self.policy.model = self.policy.ref_model = None
-        self.rloo.rollout, self.rloo.waiting = None, []
+        self.rloo.rollout = None
+        self.rloo.waiting = []
         self.__dict__.pop("learner", None)
 
     # --- hooks: checkpoints ----------------------------------------------------------------------
@@ -239,8 +240,10 @@ class LeaveOneOutTrainer(StepTrainer):
             MemoryRanOutError: The worst case does not fit (``args.dry_run``).
         """
         if not self.by_trl:
-            self.collected, self.sampler.is_synced = [], False
-            self.rloo.rollout, self.rloo.waiting = None, []
+            self.collected = []
+            self.sampler.is_synced = False
+            self.rloo.rollout = None
+            self.rloo.waiting = []
         try:
             if not (resume_from_checkpoint or self.dry_run_done):
                 self.dry_run_if_wanted(print)
@@ -301,7 +304,8 @@ def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Tokenizer) ->
 
 def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
     """Raise DataError where the training set has too few rows, or other columns than it needs."""
-    columns, has_rows = getattr(dataset, "column_names", None), hasattr(dataset, "__len__")
+    columns = getattr(dataset, "column_names", None)
+    has_rows = hasattr(dataset, "__len__")
     if has_rows and not len(dataset):
         raise DataError("train_dataset has no rows: give at least one prompt")
     if columns is not None and "prompt" not in columns:
@@ -368,7 +372,8 @@ def _follow_model(args: LeaveOneOutConfig, parts: dict[str, Any], peft_config: A
     Raises:
         ConfigError: ``sync_ref_model`` with an adapter.
     """
-    model, tokenizer = parts["model"], parts["processing_class"]
+    model = parts["model"]
+    tokenizer = parts["processing_class"]
     if args.sync_ref_model and (peft_config or hasattr(model, "peft_config")):
         raise ConfigError(NO_SYNC)
     if isinstance(model, str):  # TRL loads it

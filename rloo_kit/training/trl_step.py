@@ -29,7 +29,9 @@ from rloo_kit.training.step_log import StepLog
 from rloo_kit.types import Model, Tokenizer
 
 # What TRL computes of a generation batch: completions, rewards, passes of policy and reference
-GENERATE, REWARD, PASS = "_generate", "_calculate_rewards", "_get_per_token_logps_and_entropies"
+GENERATE = "_generate"
+REWARD = "_calculate_rewards"
+PASS = "_get_per_token_logps_and_entropies"
 
 
 def _keeping(method: Callable[..., Any], returned: list[Any]) -> Callable[..., Any]:
@@ -150,11 +152,13 @@ class TrlStep(RLOOTrainer):
         Returns:
             N completions in the order of the rows, on every process.
         """
-        world, index = self.accelerator.num_processes, self.accelerator.process_index
+        world = self.accelerator.num_processes
+        index = self.accelerator.process_index
         most = -(-len(rows) // world)  # each process takes as many
         mine = [rows[min(place * world + index, len(rows) - 1)] for place in range(most)]
         size = self.args.per_device_train_batch_size
-        was_training, generations = self.model.training, self.num_generations_eval
+        was_training = self.model.training
+        generations = self.num_generations_eval
         self.model.eval()
         self.num_generations_eval = 1
         try:
