@@ -313,7 +313,6 @@ def write_dequantised(model: Model, dtype: Any, folder: Path) -> Path:
     vLLM has no 4-bit kernels on a CPU, and a checkpoint in 16 bit would be another policy than the
     4-bit one that trains.
     """
-    from bitsandbytes.functional import dequantize_4bit
     from safetensors.torch import save_file
 
     base = model.get_base_model()
@@ -321,9 +320,8 @@ def write_dequantised(model: Model, dtype: Any, folder: Path) -> Path:
     for name, parameter in base.named_parameters():  # a tied LM head is in it once
         if "lora_" in name:
             continue
-        state = getattr(parameter, "quant_state", None)
-        values = parameter.data if state is None else dequantize_4bit(parameter.data, state)
-        tensors[name.replace(".base_layer", "")] = values.to("cpu", dtype).contiguous()
+        values = _dequantised(parameter).to("cpu", dtype)
+        tensors[name.replace(".base_layer", "")] = values.contiguous()
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = copy.deepcopy(base.config)
@@ -331,6 +329,13 @@ def write_dequantised(model: Model, dtype: Any, folder: Path) -> Path:
     config.dtype = dtype
     config.save_pretrained(folder)
     return folder
+
+
+def _dequantised(parameter: torch.Tensor) -> torch.Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = getattr(parameter, "quant_state", None)
+    return parameter.data if state is None else dequantize_4bit(parameter.data, state)
 
 
 def is_4bit(model: Model) -> bool:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -208,6 +209,10 @@ def test_a_wrong_gradient_would_be_seen(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.skipif(
+    find_spec("triton") is None,
+    reason="Unsloth's patcher needs triton: make test-gpu-contract runs it",
+)
 def test_unsloths_patched_class_trains_as_stock_trl_does(tmp_path):
     """The class that a GPU gets, made here by Unsloth's own patcher; it drops arguments."""
     source = f"""

@@ -4,6 +4,7 @@ import math
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -309,6 +310,10 @@ def test_an_adapter_that_trl_makes_trains_in_float32(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    find_spec("triton") is None,
+    reason="Unsloth's patcher needs triton: make test-gpu-contract runs it",
+)
 def test_unsloths_way_of_sampling():
     """In a process of its own: the modules that a GPU gets patch transformers for good."""
     file = Path(__file__).with_name("unsloth_sampling.py")

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -267,6 +268,10 @@ print(parsed.max_steps, parsed.num_generations, parsed.weight_decay)
 
 
 @pytest.mark.long
+@pytest.mark.skipif(
+    find_spec("triton") is None,
+    reason="Unsloth's patcher needs triton: make test-gpu-contract runs it",
+)
 def test_under_unsloths_patched_class_both_work(tmp_path):
     done = run_python(tmp_path, "-c", UNDER_UNSLOTH)
     lines = done.stdout.splitlines()
