@@ -1,8 +1,8 @@
 """One training step of RLOO, in order: prompts, completions, scores, advantages, gradient, log.
 
-The whole algorithm is called from here, up to the gradient; transformers' trainer then applies it.
-Each part is given what it uses when it is made: ``training.step_trainer`` makes the parts for a
-model, and a test makes them for a tabular policy.
+The whole algorithm is called from here, up to the gradient; transformers then applies it. Each part
+is given what it uses when it is made: the package ``training`` makes the parts for a model, and a
+test makes them for a tabular policy.
 
 Where the rest is:
 
@@ -14,8 +14,8 @@ Where the rest is:
 - ``Sampler.draw`` of ``training.sampler`` puts vLLM to sleep after a batch; the next ``sample``
   wakes it. Until then rewards, the reference pass, the learner's passes and the optimizer can use
   the memory that it freed.
-- ``LeaveOneOutTrainer.state_dict`` of ``training.trainer`` puts ``Step.state_dict`` and the order
-  of prompts of dynamic sampling into a checkpoint. ``checkpoints.resume`` adds weights, optimizer,
+- ``LeaveOneOutTrainer.state_dict`` puts ``Step.state_dict`` and the order of prompts of dynamic
+  sampling into a checkpoint. ``checkpoints.resume`` adds weights, optimizer,
   schedule, gradient scaler, random states, callbacks and rewards.
 
 Shapes: P prompts, G generations per prompt, B = P*G completions, N some of their rows, T the
