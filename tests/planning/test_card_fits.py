@@ -24,13 +24,16 @@ def test_the_largest_model_that_fits_comes_first(capsys):
     assert len(commands) == len(models)
 
 
-@pytest.mark.parametrize("name", ["qwen3-4b-thinking-12gb", "qwen3-8b-16gb"])
-def test_the_command_fits_and_the_next_length_does_not(name):
-    fit = longest_fit(name, find_card("16GB"))
+@pytest.mark.parametrize(
+    ("name", "gpu"), [("qwen3-4b-thinking-12gb", "8GB"), ("qwen3-8b-16gb", "16GB")]
+)
+def test_the_command_fits_and_the_next_length_does_not(name, gpu):
+    fit = longest_fit(name, find_card(gpu))
     config = read_run_file(name, fit.overrides)
     assert Plan(config, fit.plan.facts).memory == fit.plan.memory
     length = config.trainer["max_completion_length"]
     prompt = config.model.max_seq_length - length
+    assert length < max(LENGTHS)
     for longer in (one for one in LENGTHS if one > length):
         settings = [
             f"trainer.max_completion_length={longer}",
