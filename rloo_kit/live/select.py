@@ -1,7 +1,7 @@
 """The choice of the live view: by the output, or by an environment variable."""
 
 import os
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from rloo_kit.errors import ConfigError
 
@@ -25,11 +25,8 @@ def chosen_view() -> str:
     return choice
 
 
-def live_progress(stream: TextIO | None = None) -> "LiveView":
-    """Return the view that fits the output, or the one that RLOO_KIT_LIVE names.
-
-    Args:
-        stream: Where it is written; None: stdout, and in a notebook its output.
+def live_progress() -> "LiveView":
+    """Return the view that RLOO_KIT_LIVE names; by default lines, and a figure in a notebook.
 
     Raises:
         ConfigError: RLOO_KIT_LIVE has another value.
@@ -41,6 +38,5 @@ def live_progress(stream: TextIO | None = None) -> "LiveView":
 
     choice = chosen_view()
     if choice == "auto":
-        choice = "notebook" if stream is None and Console().is_jupyter else "plain"
-    views = {"notebook": NotebookFigure, "plain": PlainLines, "off": LiveView}
-    return views[choice](stream)
+        choice = "notebook" if Console().is_jupyter else "plain"
+    return {"notebook": NotebookFigure, "plain": PlainLines, "off": LiveView}[choice]()

@@ -80,7 +80,7 @@ def test_a_view_that_does_not_exist_is_refused(monkeypatch):
 def test_pipe_gets_one_line_per_step_and_finding():
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as stream, os.fdopen(reading) as lines:
-        view = select.live_progress(stream)
+        view = PlainLines(stream)
         state = start(view, max_steps=3)
         for _ in range(3):
             make_step(view, state)
