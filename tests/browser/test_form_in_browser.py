@@ -11,9 +11,9 @@ from importlib.util import find_spec
 
 import nbformat
 import pytest
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support import expected_conditions
 from selenium.webdriver.support.ui import WebDriverWait
 
 from rloo_kit.config.run_file import read_run_file
@@ -71,19 +71,27 @@ class FormPage:
 
     def __init__(self, driver):
         self.driver = driver
-        self.wait = WebDriverWait(driver, SECONDS, poll_frequency=0.2)
+        # JupyterLab draws parts of the page anew, so an element may go stale before it is used
+        self.wait = WebDriverWait(driver, SECONDS, 0.2, [StaleElementReferenceException])
 
     def open(self, address):
         self.driver.set_window_size(1500, 1400)
         self.driver.get(f"{address}/lab/tree/empty.ipynb")
-        line = (By.CSS_SELECTOR, ".jp-Notebook .jp-CodeCell .cm-line")
-        self.wait.until(expected_conditions.element_to_be_clickable(line)).click()
+        self.wait.until(self.clicks_the_cell, "the notebook has no cell that can be clicked")
         ActionChains(self.driver).send_keys(
             "import rloo_kit as rk", Keys.ENTER, "rk.form()"
         ).perform()
         # Nothing is run while the kernel starts, whatever the page says of it
-        WebDriverWait(self.driver, SECONDS, poll_frequency=3).until(self.runs_the_cell)
+        stale = [StaleElementReferenceException]
+        WebDriverWait(self.driver, SECONDS, 3, stale).until(self.runs_the_cell)
         self.wait.until(lambda d: self.field("model").is_displayed(), "the form is not shown")
+
+    def clicks_the_cell(self, driver):
+        line = driver.find_element(By.CSS_SELECTOR, ".jp-Notebook .jp-CodeCell .cm-line")
+        if not (line.is_displayed() and line.is_enabled()):
+            return False
+        line.click()
+        return True
 
     def runs_the_cell(self, driver):
         prompt = driver.find_element(By.CSS_SELECTOR, ".jp-CodeCell .jp-InputPrompt")
@@ -106,8 +114,14 @@ class FormPage:
         return self.driver.find_element(By.XPATH, path)
 
     def press(self, name):
-        self.wait.until(lambda d: self.button(name).is_enabled(), f"{name} is not enabled")
-        self.button(name).click()
+        self.wait.until(lambda d: self.clicks(name), f"{name} is not enabled")
+
+    def clicks(self, name):
+        button = self.button(name)
+        if not button.is_enabled():
+            return False
+        button.click()
+        return True
 
     def type(self, name, text):
         field = self.field(name)
