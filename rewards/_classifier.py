@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import KitError, ModelError
+from rloo_kit.text.thoughts import completion_texts
 from rloo_kit.text.wording import first_line
 from rloo_kit.types import Completion
 
@@ -347,7 +348,7 @@ def _own_ids(
     completion_ids: list[int],
     max_length: int | None,
 ) -> list[int]:
-    read = tokenizer.decode(completion_ids, skip_special_tokens=True)
+    (read,) = completion_texts(tokenizer, [completion_ids])
     if read != completion_text(completion):
         raise ModelError(
             f"policy_tokens is set, but the reward model's tokenizer is not the policy's: it reads "

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import RewardContractError
-from rloo_kit.text.thoughts import THOUGHT_ENDS
+from rloo_kit.text.thoughts import THOUGHT_BEGINS, THOUGHT_ENDS, opens_thought
 from rloo_kit.types import Completion
 
 if TYPE_CHECKING:
     from rloo_kit.types import Tokenizer
 
-THINK_OPEN = "<think>"
+THINK_OPEN = THOUGHT_BEGINS
 THINK_CLOSE = THOUGHT_ENDS
 
 
@@ -58,7 +58,7 @@ def text_after_thought(text: str) -> str:
 
 
 def template_opens_thought(tokenizer: "Tokenizer") -> bool:
-    """Return whether the tokenizer's chat template ends a prompt with an opened ``<think>``."""
+    """Return whether the tokenizer's chat template ends a prompt with an opened thought."""
     if not tokenizer.chat_template:
         return False
     try:
@@ -67,7 +67,7 @@ def template_opens_thought(tokenizer: "Tokenizer") -> bool:
         )
     except Exception:  # a broken template is reported where the prompts are rendered
         return False
-    return rendered.rstrip().endswith(THINK_OPEN)
+    return opens_thought(tokenizer, rendered)
 
 
 def is_unclosed(text: str, *, opened: bool) -> bool:

@@ -1,7 +1,7 @@
 """Length: a medium number of words, a band of any unit and part, or a distance from the limit."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self, get_args
 
 from rloo_kit.errors import RewardContractError
@@ -111,8 +111,9 @@ class LengthBand(ThoughtTokens, TemplateAware):
         """Return this reward with what its part needs of a tokenizer; what is given is kept."""
         if self.part == "completion":
             return self
-        bound = super().bind(tokenizer) if self.unit == "tokens" else self
-        return replace(bound, thought_opened=self.opened_by(tokenizer))
+        if self.unit != "tokens":
+            return TemplateAware.bind(self, tokenizer)
+        return super().bind(tokenizer)
 
     def __call__(
         self,

@@ -3,11 +3,11 @@
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from rloo_kit.errors import RewardLoadError
-from rloo_kit.text.thoughts import token_id
+from rloo_kit.text.thoughts import Mark, ThoughtMarks, opens_thought, thought_marks, token_id
 from rloo_kit.types import Completion, Score
 
 from ._text import (
@@ -54,17 +54,28 @@ def part_text(text: str, part: Part, *, opened: bool) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TemplateAware:
-    """What a reward needs to tell an unfinished thought from an answer: who opened the thought."""
+class Bound:
+    """A reward that ``bind`` gives what it needs of a tokenizer."""
 
     __name__: ClassVar[str]
+    _tokenizer: "Tokenizer | None" = field(default=None, repr=False, compare=False)
+
+    def bind(self, tokenizer: "Tokenizer") -> Self:
+        """Return this reward for a tokenizer."""
+        return replace(self, _tokenizer=tokenizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateAware(Bound):
+    """What a reward needs to tell an unfinished thought from an answer: who opened the thought."""
+
     thought_opened: bool | None = None
     """Whether the chat template of conversational prompts ends with an opened ``<think>``; None:
     set by ``bind``, and taken for False in a reward never bound. A plain prompt is read itself."""
 
     def bind(self, tokenizer: "Tokenizer") -> Self:
         """Return this reward knowing whether the tokenizer's chat template opens the thought."""
-        return replace(self, thought_opened=self.opened_by(tokenizer))
+        return replace(super().bind(tokenizer), thought_opened=self.opened_by(tokenizer))
 
     def opened_by(self, tokenizer: "Tokenizer") -> bool:
         """Return ``thought_opened`` where it is set, else what the tokenizer's template does."""
@@ -80,9 +91,11 @@ class TemplateAware:
 
     def is_opened(self, prompt: Completion) -> bool:
         """Return whether the thought was opened in the prompt."""
-        if isinstance(prompt, str):
+        if not isinstance(prompt, str):
+            return bool(self.thought_opened)
+        if self._tokenizer is None:
             return prompt.rstrip().endswith(THINK_OPEN)
-        return bool(self.thought_opened)
+        return opens_thought(self._tokenizer, prompt)
 
     def opened(self, completions: list[Any], prompts: list[Completion] | None) -> list[bool]:
         """Return B times whether the thought was opened in the prompt; without prompts, False."""
@@ -115,54 +128,57 @@ class TextReward(TemplateAware):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThoughtTokens:
+class ThoughtTokens(Bound):
     """What a reward needs to find the thought among the token ids."""
 
-    __name__: ClassVar[str]
-
     end_token_id: int | None = None
-    """Id of ``</think>``; None: set by ``bind``, and Qwen3's 151668 in a reward never bound."""
+    """Id of the token that closes a thought; None: the model's own, which ``bind`` finds, and
+    Qwen3's 151668 (``</think>``) in a reward never bound."""
     start_token_id: int | None = None
-    """Id of ``<think>``; None: set by ``bind``, and 151667 where the end is Qwen3's."""
+    """Id of the token that opens a thought; None: the model's own, and 151667 where the end is
+    Qwen3's."""
 
     def bind(self, tokenizer: "Tokenizer") -> Self:
-        """Return this reward with the token ids of a tokenizer; ids given by hand are kept."""
-        end = self.end_token_id if self.end_token_id is not None else end_of_thinking_id(tokenizer)
-        if end is None:
-            raise RewardLoadError(
-                f"reward {self.__name__!r} needs '</think>' to be one token, and this tokenizer "
-                "has none; use a thinking model, or give end_token_id"
-            )
-        start = self.start_token_id
-        if start is None:
-            start = token_id(tokenizer, THINK_OPEN)
-        return replace(self, end_token_id=end, start_token_id=start)
-
-    def think_ids(self) -> tuple[int | None, int]:
-        """Return the ids of ``<think>`` and ``</think>``; None where there is no ``<think>``."""
+        """Return this reward with the marks of a tokenizer; ids given by hand are kept."""
+        marks = thought_marks(tokenizer)
         end = self.end_token_id
         start = self.start_token_id
+        if marks is None and end is None:
+            raise RewardLoadError(
+                f"reward {self.__name__!r} looks for the end of a thought, and this tokenizer has "
+                "no mark of one that is known: use a thinking model, give its marks as thinking: "
+                "{start: ..., end: ...} in the run file, or give end_token_id"
+            )
+        if marks is not None and end is None:
+            end = marks.end.token
+        if marks is not None and start is None:
+            start = marks.start.token
+        return replace(super().bind(tokenizer), end_token_id=end, start_token_id=start)
+
+    @property
+    def marks(self) -> ThoughtMarks:
+        """The marks of thoughts: by the ids, else by the text of the model's own."""
+        end = self.end_token_id
+        start = self.start_token_id
+        own = self._tokenizer and thought_marks(self._tokenizer)
+        if own is not None and end == own.end.token:
+            return own
         if end is None:
             end = QWEN3_THINK_CLOSE_ID
         if start is None and end == QWEN3_THINK_CLOSE_ID:
             start = QWEN3_THINK_OPEN_ID
-        return start, end
+        return ThoughtMarks(Mark(THINK_OPEN, start), Mark(THINK_CLOSE, end))
 
     def thought_ids(self, ids: Sequence[int]) -> Sequence[int] | None:
         """Return the ids of the thought, or None where it is not closed."""
-        start, end = self.think_ids()
-        if end not in ids:
-            return None
-        # A template that opens the thought leaves <think> in the prompt.
-        begins_with_open = start is not None and ids[0] == start
-        return ids[int(begins_with_open) : ids.index(end)]
+        return self.marks.thought(ids)
 
     def answer_ids(self, ids: Sequence[int], *, opened: bool) -> Sequence[int] | None:
-        """Return the ids after the last ``</think>``, or None where a thought is still open."""
-        start, end = self.think_ids()
-        is_closed = end in ids
-        answer = ids[len(ids) - ids[::-1].index(end) :] if is_closed else ids
-        return None if start in answer or (opened and not is_closed) else answer
+        """Return the ids after the last closing mark, or None where a thought is still open."""
+        marks = self.marks
+        closed = marks.closed(ids)
+        answer = ids[closed[-1][1] :] if closed else ids
+        return None if marks.opened(answer) or (opened and not closed) else answer
 
 
 class TokenReward:
@@ -254,10 +270,6 @@ class ClosedOnce(ThoughtTokens, TemplateAware):
 
     __name__: ClassVar[str] = "thinking_closed_once"
 
-    def bind(self, tokenizer: "Tokenizer") -> Self:
-        """Return this reward with the token ids, and who opens the thought, of a tokenizer."""
-        return replace(super().bind(tokenizer), thought_opened=self.opened_by(tokenizer))
-
     def __call__(
         self,
         completions: list[Completion],
@@ -272,11 +284,11 @@ class ClosedOnce(ThoughtTokens, TemplateAware):
         ]
 
     def _is_closed_once(self, ids: Sequence[int], opened: bool) -> bool:
-        start, end = self.think_ids()
-        if ids.count(end) != 1:
+        closes = self.marks.closed(ids)
+        opens = self.marks.opened(ids)
+        if len(closes) != 1:
             return False
-        opens = 0 if start is None else ids.count(start)
-        return opened + opens <= 1 and (not opens or ids.index(start) < ids.index(end))
+        return opened + len(opens) <= 1 and (not opens or opens[0] < closes[0])
 
 
 @dataclass(frozen=True)
@@ -397,16 +409,6 @@ class ThinkingFormat(TextReward):
 
     partial: bool = False
     """Score the share that holds of the three: opened, closed once, answered."""
-
-    def bind(self, tokenizer: "Tokenizer") -> Self:
-        """Return this reward knowing whether the tokenizer's chat template opens the thought."""
-        end = end_of_thinking_id(tokenizer)
-        if end is not None and THINK_CLOSE not in tokenizer.decode([end], skip_special_tokens=True):
-            raise RewardLoadError(
-                f"reward {self.__name__!r} reads '</think>' in the text, and this tokenizer drops "
-                "it there as a special token; use 'thinking_closed_once', which reads token ids"
-            )
-        return super().bind(tokenizer)
 
     def _score(self, text: str, opened: bool) -> float:
         head, close, tail = text.partition(THINK_CLOSE)

@@ -39,6 +39,7 @@ from rloo_kit.sampling.choice import check_engine, start_engine, thought_limit
 from rloo_kit.sampling.engine import Choice, Engine
 from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards
+from rloo_kit.text.thoughts import give_marks
 
 if TYPE_CHECKING:
     from rloo_kit.training.arguments import LeaveOneOutConfig
@@ -267,9 +268,11 @@ class PreparedJob:
     def tokenizer(self) -> Any:
         """The model's tokenizer; its weights are not read."""
         model = self.config.model
-        return load_tokenizer(
+        found = load_tokenizer(
             beside(model.name, self.base), trust_remote_code=model.trust_remote_code
         )
+        give_marks(found, **vars(self.config.thinking))
+        return found
 
     @cached_property
     def prompts(self) -> tuple[Any, Any]:
@@ -358,6 +361,7 @@ class PreparedJob:
             **_engine_arguments(args),
             **config.unsloth,
         )
+        give_marks(getattr(tokenizer, "tokenizer", tokenizer), **vars(config.thinking))
         return attach_lora(loaded, **asdict(config.lora), seed=config.seed), tokenizer
 
     @cached_property

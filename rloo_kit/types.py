@@ -39,6 +39,7 @@ class Tokenizer(Protocol):
     name_or_path: str
     clean_up_tokenization_spaces: bool
     all_special_tokens: list[str]
+    init_kwargs: dict[str, Any]
 
     def __len__(self) -> int: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -23,7 +23,13 @@ from pages import with_part
 import rloo_kit
 from rloo_kit.cli import PARSER
 from rloo_kit.config.other_names import MOVED, NEEDLESS, REFUSED, RENAMED
-from rloo_kit.config.run_file import DataSection, LoraSection, ModelSection, RunConfig
+from rloo_kit.config.run_file import (
+    DataSection,
+    LoraSection,
+    ModelSection,
+    RunConfig,
+    ThinkingSection,
+)
 from rloo_kit.config.settings import (
     BY_DEVICE,
     OF_KIT_STEP,
@@ -149,6 +155,8 @@ def settings() -> str:
         ("Top level", RunConfig, ""),
         ("model", ModelSection, "model."),
         ("lora", LoraSection, "lora."),
+        ("thinking", ThinkingSection, "thinking."),
+        ("thinking", ThinkingSection, "thinking."),
         ("data", DataSection, "data."),
         ("trainer: settings that TRL does not have", KitSettings, ""),
     ):

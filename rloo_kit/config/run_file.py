@@ -67,6 +67,14 @@ class LoraSection:
 
 
 @dataclass(frozen=True)
+class ThinkingSection:
+    """``thinking:``, the marks of thoughts, for a model whose family the kit does not know."""
+
+    start: str | None = setting(None, "Text that opens a thought; null: as the tokenizer tells.")
+    end: str | None = setting(None, "Text that closes it; null: as the tokenizer tells.")
+
+
+@dataclass(frozen=True)
 class DataSection:
     """``data:``, the prompts."""
 
@@ -135,6 +143,7 @@ class RunConfig:
 
     model: ModelSection = field(default_factory=ModelSection)
     lora: LoraSection = field(default_factory=LoraSection)
+    thinking: ThinkingSection = field(default_factory=ThinkingSection)
     data: DataSection = field(default_factory=DataSection)
     rewards: list[Any] = setting(
         help="Reward functions: NAME, FILE.py:FUNCTION or package.module:FUNCTION, each with "
@@ -173,7 +182,12 @@ TASK_REWARDS: dict[str, Any] = {
     "dapo-math": _NUMBER,
     "math500": "math",
 }
-SECTIONS: dict[str, type] = {"model": ModelSection, "lora": LoraSection, "data": DataSection}
+SECTIONS: dict[str, type] = {
+    "model": ModelSection,
+    "lora": LoraSection,
+    "thinking": ThinkingSection,
+    "data": DataSection,
+}
 WITH_KEYS = (*SECTIONS, *TABLES)
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # In an editable install the folder lies next to the package
@@ -375,6 +389,10 @@ def _check_together(config: RunConfig) -> list[str]:
         (
             not config.lora.target_modules,
             "lora.target_modules is empty: name at least one linear layer, such as q_proj",
+        ),
+        (
+            bool(config.thinking.start) != bool(config.thinking.end),
+            "thinking: needs both start and end: give the one that is missing",
         ),
         (
             not config.rewards,

@@ -49,6 +49,7 @@ STOP_ON = (
     "all_truncated",
     "empty_output",
     "length_explosion",
+    "no_thought",
     "constant_reward",
     "cold_start",
     "reward_collapse",

@@ -222,6 +222,21 @@ def _empty_output(run: RunRecord) -> Iterator[Seen]:
 
 
 @RULES.rule(
+    "no_thought",
+    "a reward for thoughts is the same for all completions if no thought is closed",
+    "let the chat template ask for a thought (data.enable_thinking: true), name the model's own "
+    "marks (thinking.start and thinking.end), or teach them first with rloo-kit warm-up",
+    explains=f"constant_reward cold_start {_ALL_ALIKE}",
+)
+def _no_thought(run: RunRecord) -> Iterator[Seen]:
+    rows = [row for row in run.completions_of(at_end=True) if not row.get("truncated")]
+    is_paid = any(name.startswith("rewards/thinking") for name in run.rows[0])
+    if is_paid and rows and all(row.get("thought_tokens") is None for row in rows):
+        level = "warning" if run.better else "error"
+        yield Seen(f"none of the last {len(rows)} whole completions closes a thought", level)
+
+
+@RULES.rule(
     "length_explosion",
     "length is rewarded and content is not: steps cost more, and the limit cuts the answers off",
     "add a length term (soft_overlong, thinking_budget), keep beta above 0, begin from the base",

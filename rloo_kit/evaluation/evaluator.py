@@ -13,7 +13,7 @@ from rloo_kit.rloo.guards import check_finite
 from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.engine import Sampling, draw_from
 from rloo_kit.text.numbers import mean_or_none
-from rloo_kit.text.thoughts import find_thought
+from rloo_kit.text.thoughts import find_thought, thought_marks
 from rloo_kit.text.wording import text_of
 from rloo_kit.types import Model, Score, Tokenizer
 
@@ -197,6 +197,7 @@ def _samples(
     tokenizer: Tokenizer, completions: "Completions", scores: dict[str, list[Score]]
 ) -> list[dict[str, Any]]:
     """Return the samples of an evaluation."""
+    marks = thought_marks(tokenizer)
     rows = zip(
         completions.prompts,
         map(text_of, completions.completions),
@@ -210,7 +211,7 @@ def _samples(
             "completion": text,
             "rewards": {name: own[i] for name, own in scores.items()},
             "tokens": len(ids),
-            "thought_tokens": find_thought(tokenizer, ids, text)["thought_tokens"],
+            "thought_tokens": find_thought(marks, ids, text)["thought_tokens"],
             "cut_off": not ended,
         }
         for i, (prompt, text, ids, ended) in enumerate(rows)

@@ -16,6 +16,7 @@ from rloo_kit.models.adapters import CONFIG, adapter_in, base_of, is_path
 from rloo_kit.models.loading import load_model
 from rloo_kit.output_folder import read_json
 from rloo_kit.sampling.engine import why_no_hot_swap
+from rloo_kit.text.thoughts import give_marks
 from rloo_kit.text.wording import first_line, format_value
 
 
@@ -191,6 +192,7 @@ def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
     for module in model.modules():
         if limit := getattr(module, "max_seq_length", None):
             module.max_seq_length = max(limit, longest)
+    give_marks(tokenizer, **vars((trained.config or RunConfig()).thinking))
     return LoadedBase(model, tokenizer)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from rloo_kit.config.run_file import RunConfig
@@ -13,7 +14,12 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.trained import find_trained, load_base
 from rloo_kit.job import system_message, template_settings
 from rloo_kit.machine.cleanup import session
-from rloo_kit.text.thoughts import THOUGHT_ENDS, token_id
+from rloo_kit.text.thoughts import (
+    THOUGHT_BEGINS,
+    THOUGHT_ENDS,
+    completion_texts,
+    thought_marks,
+)
 from rloo_kit.text.wording import printable
 from rloo_kit.types import Model, Prompt
 
@@ -90,10 +96,14 @@ def _answer(
     room = longest - len(ids)
     if room < 1:
         raise ConfigError("the conversation is longer than the model takes: start a new one")
-    opening = token_id(tokenizer, "<think>")
-    streamer: Any = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    marks = thought_marks(tokenizer)
+
+    def decode(sampled: list[int], **_: Any) -> str:
+        return completion_texts(tokenizer, [sampled])[0]
+
+    streamer: Any = TextStreamer(SimpleNamespace(decode=decode), skip_prompt=True)  # pyright: ignore[reportArgumentType]
     # A chat template may open the thought
-    streamer.on_finalized_text = Printer(console, opening is not None and opening in ids[-4:])
+    streamer.on_finalized_text = Printer(console, marks is not None and marks.is_open(ids))
     settings = {**DEFAULTS, **config.trainer}
     inputs = torch.tensor([ids], device=model.device)  # (1, P)
     with torch.inference_mode():
@@ -108,7 +118,7 @@ def _answer(
             top_k=0,
             streamer=streamer,
         )
-    return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+    return decode(output[0, len(ids) :].tolist())
 
 
 class Printer:
@@ -123,7 +133,7 @@ class Printer:
         thought = ""
         end = ""
         answer = piece
-        if self._in_thought or piece.lstrip().startswith("<think>"):
+        if self._in_thought or piece.lstrip().startswith(THOUGHT_BEGINS):
             thought, end, answer = piece.partition(THOUGHT_ENDS)
             self._in_thought = not end
         for text, style in ((thought + end, "dim"), (answer, None)):

@@ -12,7 +12,7 @@ from rloo_kit.live.series import rounded
 from rloo_kit.output_folder import read_object
 from rloo_kit.report.curves import as_dict
 from rloo_kit.text.numbers import finite_number
-from rloo_kit.text.thoughts import THOUGHT_ENDS
+from rloo_kit.text.thoughts import THOUGHT_BEGINS, THOUGHT_ENDS
 from rloo_kit.text.wording import text_of
 
 # Characters of a completion
@@ -20,7 +20,6 @@ LONGEST = 6000
 SHORTEST = 300
 # So many groups are kept at least, with their texts cut shorter
 MIN_GROUPS = 24
-THOUGHT_BEGINS = "<think>"
 THUMBNAIL = re.compile(r"images/[0-9a-f]{16}\.jpg")
 NUMBERS = ("score", "kl", "baseline", "advantage", "tokens", "thought_tokens")
 

@@ -21,7 +21,7 @@ from rloo_kit.sampling.engine import (
     reserved_rank_of,
     why_no_hot_swap,
 )
-from rloo_kit.text.thoughts import THOUGHT_ENDS, token_id
+from rloo_kit.text.thoughts import thought_marks
 from rloo_kit.types import Model, Tokenizer
 
 
@@ -179,17 +179,17 @@ def thought_limit(tokenizer: Tokenizer, tokens: int | None) -> ThoughtLimit | No
     """Return the limit that ``trainer.thinking_budget`` sets.
 
     Raises:
-        ConfigError: The tokenizer has no tokens for a thought.
+        ConfigError: The tokenizer has no marks of a thought.
     """
     if tokens is None:
         return None
-    start, end = (token_id(tokenizer, one) for one in ("<think>", THOUGHT_ENDS))
-    if start is None or end is None:
+    marks = thought_marks(tokenizer)
+    if marks is None:
         raise ConfigError(
-            f"trainer.thinking_budget is {tokens}, and this model has no single tokens <think> and "
-            "</think>: leave it out, or use a thinking model"
+            f"trainer.thinking_budget is {tokens}, and this model has no known marks of a thought: "
+            "leave it out, use a thinking model, or give thinking.start and thinking.end"
         )
-    return ThoughtLimit(tokens, (start, end))
+    return ThoughtLimit(tokens, marks)
 
 
 def make_sampling(

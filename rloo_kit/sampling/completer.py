@@ -19,6 +19,7 @@ from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.rollout import Completions
 from rloo_kit.rloo.step import Pending
 from rloo_kit.scoring.contract import AsyncCheckedReward, call_reward, reward_columns
+from rloo_kit.text.thoughts import completion_texts
 from rloo_kit.types import Score, Tokenizer
 
 # Completion ids of prompt ids, and their log-probabilities where an engine reports them
@@ -57,7 +58,7 @@ class Completer:
         prompts = [row["prompt"] for row in rows]
         prompt_ids = tokenize_prompts(self.processing_class, prompts, self.template_settings)
         ids, log_probs = self.draw(prompt_ids)
-        texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
+        texts = completion_texts(self.processing_class, ids)
         return Completions(
             prompts=prompts,
             completions=as_completions(prompts, texts),

@@ -85,11 +85,10 @@ class _LongThought(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
         """Return ``(L,)`` bool of ``(L, W + t)`` ids."""
-        if input_ids.shape[1] != self.width:
-            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        places = torch.arange(1, self.width + 1, device=input_ids.device)
-        started, ended = (((input_ids == one) * places).amax(1) for one in self.limit.ids)
-        return started > ended
+        is_open = [False] * len(input_ids)
+        if input_ids.shape[1] == self.width:
+            is_open = list(map(self.limit.marks.is_open, input_ids.tolist()))
+        return torch.tensor(is_open, device=input_ids.device)
 
 
 def _base(model: Model) -> Any:

@@ -15,6 +15,7 @@ from rloo_kit.errors import GenerationError
 from rloo_kit.machine.hardware import SHARED_MEMORY
 from rloo_kit.models.adapters import write_adapter
 from rloo_kit.models.engine_memory import LORA_RANKS, reserved_rank
+from rloo_kit.text.thoughts import ThoughtMarks
 from rloo_kit.types import Model
 
 
@@ -23,12 +24,11 @@ class ThoughtLimit:
     """Truncates a completion whose thought is still open after this many tokens."""
 
     tokens: int
-    ids: tuple[int, int]  # of <think>, in the prompt or in the completion, and of </think>
+    marks: ThoughtMarks  # a thought is opened in the prompt or in the completion
 
     def exceeds(self, prompt_ids: list[int], ids: list[int]) -> bool:
         """Return whether the thought is open at the limit."""
-        known = [one for one in (*prompt_ids, *ids[: self.tokens]) if one in self.ids]
-        return len(ids) >= self.tokens and known[-1:] == [self.ids[0]]
+        return len(ids) >= self.tokens and self.marks.is_open(prompt_ids + ids[: self.tokens])
 
     def cut(self, prompt_ids: list[int], ids: list[int]) -> list[int]:
         """Return a completion up to the limit, where its thought exceeds it."""

@@ -69,6 +69,7 @@ def _parameters(target: Reward) -> list[Parameter]:
     values = {
         p.name: "" if p.default is p.empty else repr(p.default)
         for p in inspect.signature(target).parameters.values()
+        if not p.name.startswith("_")
     }
     return [
         Parameter(name, "(its own)" if "factory" in value else value, texts[name])

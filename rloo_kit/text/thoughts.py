@@ -1,11 +1,53 @@
-"""Where the thought of a completion ends, by token id."""
+"""Where the thought of a completion begins and ends, in the marks of its model family.
 
+Token ids are the model's own. In the text that rewards, records and reports read, the marks of
+every family are written ``<think>`` and ``</think>``.
+"""
+
+import bisect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from rloo_kit.text.wording import text_of
 from rloo_kit.types import Tokenizer
 
+THOUGHT_BEGINS = "<think>"
 THOUGHT_ENDS = "</think>"
+# Name under which a tokenizer's own settings hold marks that were given by hand
+GIVEN = "rloo_kit_thinking"
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the models of a family mark their thoughts; regular expressions of the text."""
+
+    start: str
+    end: str
+    sign: str = ""  # what a chat template of the family holds; "": the end itself
+
+
+# Sources: the parsers in vLLM's `vllm.reasoning` and `vllm.parser`, and the chat templates in TRL
+FAMILIES = {
+    "Qwen3, DeepSeek-R1, SmolLM3, GLM-4.5, OLMo 3": Family("<think>", "</think>"),
+    "Magistral": Family(r"\[THINK\]", r"\[/THINK\]"),
+    "Seed-OSS": Family("<seed:think>", "</seed:think>"),
+    "MiniMax-M3": Family("<mm:think>", "</mm:think>"),
+    "Command A": Family(r"<\|START_THINKING\|>", r"<\|END_THINKING\|>"),
+    "Gemma 4": Family(r"<\|channel>thought\n", r"<channel\|>"),
+    "gpt-oss": Family(
+        r"<\|channel\|>analysis<\|message\|>",
+        r"(?:<\|end\|><\|start\|>assistant)?<\|channel\|>final<\|message\|>",
+        "<|channel|>final<|message|>",
+    ),
+    "Granite 3.2": Family(
+        "Here(?:'s| is) my thought process:",
+        "Here(?:'s| is) my response:",
+        "Here is my thought process:",
+    ),
+}
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int | None:
@@ -16,22 +58,168 @@ def token_id(tokenizer: Tokenizer, token: str) -> int | None:
     return found if known else None
 
 
-def find_thought(
-    tokenizer: Tokenizer, completion_ids: list[int], completion: Any
-) -> dict[str, int | None]:
-    """Return what a row of completions.jsonl says about the thought, by the id of its end.
+@dataclass(frozen=True)
+class Mark:
+    """What opens or what closes a thought."""
 
-    ``thought_tokens`` are those before the first closing token, ``answer_at`` the characters
-    up to and including the last one; both are None where no thought was closed.
+    pattern: str  # regular expression of its text
+    token: int | None = None  # its id, where it is one token
+
+    def places(self, ids: Sequence[int], tokenizer: Tokenizer | None) -> list[tuple[int, int]]:
+        """Return the first token of each such mark, and the one after it.
+
+        A mark of several tokens is looked for in the text, since its ends may share a token with
+        their neighbours: that token then belongs to the mark.
+        """
+        if self.token is not None or tokenizer is None:
+            return [(at, at + 1) for at, one in enumerate(ids) if one == self.token]
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        spans = [match.span() for match in re.finditer(self.pattern, text)]
+        if not spans:
+            return []
+
+        def length(number: int) -> int:
+            return len(tokenizer.decode(ids[:number], skip_special_tokens=False))
+
+        numbers = range(len(ids) + 1)
+        return [
+            (
+                bisect.bisect_right(numbers, begin, key=length) - 1,
+                bisect.bisect_left(numbers, end, key=length),
+            )
+            for begin, end in spans
+        ]
+
+
+@dataclass(frozen=True)
+class ThoughtMarks:
+    """What opens and what closes the thoughts of a model."""
+
+    start: Mark
+    end: Mark
+    tokenizer: Tokenizer | None = None  # None: both are known by their ids
+
+    def opened(self, ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Return where thoughts are opened: the first token of the mark, the one after it."""
+        return self.start.places(ids, self.tokenizer)
+
+    def closed(self, ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Return where thoughts are closed: the first token of the mark, the one after it."""
+        return self.end.places(ids, self.tokenizer)
+
+    def is_open(self, ids: Sequence[int]) -> bool:
+        """Return whether the last mark opens a thought."""
+        return max(self.opened(ids), default=(-1, 0)) > max(self.closed(ids), default=(-1, 0))
+
+    def thought(self, ids: Sequence[int]) -> Sequence[int] | None:
+        """Return the tokens before the first closing mark, a leading opening mark left out.
+
+        None means that no thought is closed.
+        """
+        closed = self.closed(ids)
+        if not closed:
+            return None
+        end = closed[0][0]
+        opened = self.opened(ids[:end])
+        # A template that opens the thought leaves the mark in the prompt
+        return ids[opened[0][1] if opened and opened[0][0] == 0 else 0 : end]
+
+    @cached_property
+    def _hidden(self) -> set[int] | None:
+        """Special tokens that belong to no mark; None: the plain text has the usual marks."""
+        tokenizer: Any = self.tokenizer
+        usual = (self.start.pattern, self.end.pattern) == (THOUGHT_BEGINS, THOUGHT_ENDS)
+        end = self.end.token
+        if usual and (end is None or tokenizer.decode([end], skip_special_tokens=True)):
+            return None
+        marks = re.sub(r"\\(.)", r"\1", self.start.pattern + self.end.pattern)
+        return {
+            number
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if token.special and token.content not in marks
+        }
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of a completion, its marks as ``<think>`` and ``</think>``."""
+        tokenizer: Any = self.tokenizer
+        if self._hidden is None:
+            return tokenizer.decode(ids, skip_special_tokens=True)
+        shown = [one for one in ids if one not in self._hidden]
+        text = re.sub(
+            self.start.pattern, THOUGHT_BEGINS, tokenizer.decode(shown, skip_special_tokens=False)
+        )
+        return re.sub(self.end.pattern, THOUGHT_ENDS, text)
+
+
+def thought_marks(tokenizer: Tokenizer) -> ThoughtMarks | None:
+    """Return how a model marks its thoughts: as given by hand, else as its tokenizer tells.
+
+    A family is known by its closing mark, in the vocabulary and in the chat template. None means
+    that no family's is there. There is no guess: another family's id is an ordinary word.
+    """
+    given = tokenizer.init_kwargs.get(GIVEN)
+    if given:
+        return _marks(tokenizer, *map(re.escape, given))
+    template = str(tokenizer.chat_template or "")
+
+    def fit(family: Family) -> int:
+        sign = family.sign or _plain(family.end)
+        in_vocabulary = token_id(tokenizer, _plain(family.end)) is not None
+        return 2 * in_vocabulary + (sign in template)
+
+    found = max(FAMILIES.values(), key=fit)
+    return _marks(tokenizer, found.start, found.end) if fit(found) else None
+
+
+def _plain(pattern: str) -> str:
+    """Return the text of a pattern without choices."""
+    return re.sub(r"\\(.)", r"\1", pattern)
+
+
+def _marks(tokenizer: Tokenizer, start: str, end: str) -> ThoughtMarks:
+    marks = (Mark(one, token_id(tokenizer, _plain(one))) for one in (start, end))
+    return ThoughtMarks(*marks, tokenizer)
+
+
+def give_marks(tokenizer: Tokenizer, start: str | None, end: str | None) -> None:
+    """Set the marks of a model's thoughts by hand; None: as the tokenizer tells.
+
+    The tokenizer keeps them, also when it is saved with an adapter.
+    """
+    if start and end:
+        tokenizer.init_kwargs[GIVEN] = [start, end]
+
+
+def opens_thought(tokenizer: Tokenizer, text: str) -> bool:
+    """Return whether a prompt ends with an opened thought."""
+    marks = thought_marks(tokenizer)
+    start = THOUGHT_BEGINS if marks is None else marks.start.pattern
+    return re.search(rf"(?:{start})\s*\Z", text) is not None
+
+
+def completion_texts(tokenizer: Tokenizer, completion_ids: Sequence[list[int]]) -> list[str]:
+    """Return the texts of B completions, the marks of their thoughts as ``<think>`` and so on."""
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    marks = thought_marks(tokenizer)
+    if marks is None:
+        return tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    return list(map(marks.text, completion_ids))
+
+
+def find_thought(
+    marks: ThoughtMarks | None, completion_ids: list[int], completion: Any
+) -> dict[str, int | None]:
+    """Return what a row of completions.jsonl says about the thought.
+
+    ``thought_tokens`` are those of the thought, ``answer_at`` the characters up to and including
+    the last closing mark; both are None where no thought was closed.
     """
     found = {"tokens": len(completion_ids), "thought_tokens": None, "answer_at": None}
-    closing_id = token_id(tokenizer, THOUGHT_ENDS)
-    if closing_id not in completion_ids:
+    thought = marks and marks.thought(completion_ids)
+    if marks is None or thought is None:
         return found
-    found["thought_tokens"] = completion_ids.index(closing_id)
-    end = len(completion_ids) - completion_ids[::-1].index(closing_id)
-    thought = tokenizer.decode(completion_ids[:end], skip_special_tokens=True)
-    text = text_of(completion)
-    if text.startswith(thought):
-        found["answer_at"] = len(thought)
+    found["thought_tokens"] = len(thought)
+    before = marks.text(completion_ids[: marks.closed(completion_ids)[-1][1]])
+    if text_of(completion).startswith(before):
+        found["answer_at"] = len(before)
     return found

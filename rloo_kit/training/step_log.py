@@ -13,7 +13,7 @@ from rloo_kit.machine.hardware import GIB
 from rloo_kit.rloo.metrics import Tally, completion_metrics, completion_records, rollout_metrics
 from rloo_kit.rloo.rollout import Completions, Rollout
 from rloo_kit.text.redaction import redact, redact_tree
-from rloo_kit.text.thoughts import find_thought
+from rloo_kit.text.thoughts import find_thought, thought_marks
 from rloo_kit.types import Tokenizer
 
 
@@ -101,12 +101,13 @@ class StepLog:
         first = first if of_step == number else 0  # a step may learn from several rollouts
         self.groups_of_step = (number, first + len(rollout) // rollout.num_generations)
         sampled = rollout.sampled
+        marks = thought_marks(self.tokenizer)
         records = [
             {
                 "step": number,
                 **record,
                 "group": first + record["group"],
-                **find_thought(self.tokenizer, ids, record["completion"]),
+                **find_thought(marks, ids, record["completion"]),
             }
             for record, ids in zip(
                 completion_records(rollout, self.names), sampled.tokens.completion_ids, strict=True

@@ -21,7 +21,9 @@ from rloo_kit.machine.lm_head import PlainTorchLogProb
 from rloo_kit.rloo.advantages import weighted_sum
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.rollout import Completions, Rollout, ScoredBatch
+from rloo_kit.sampling.completer import as_completions
 from rloo_kit.scoring.specs import LoadedReward
+from rloo_kit.text.thoughts import completion_texts
 from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.sampler import follow_schedules
 from rloo_kit.training.step_choice import StepChoice
@@ -86,6 +88,12 @@ class TrlStep(RLOOTrainer):
     def tables(self) -> dict[str, Any]:
         """TRL's columns, which ``log_completions`` shows."""
         return self._logs
+
+    def _generate(self, prompts: Any) -> Any:
+        """Return TRL's columns, the marks of thoughts in the text as in the kit's own step."""
+        prompt_ids, ids, _, *others = super()._generate(prompts)
+        completions = as_completions(prompts, completion_texts(self.tokenizer, ids))
+        return (prompt_ids, ids, completions, *others)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         if not (self.step_choice.by_trl and self.model.training):

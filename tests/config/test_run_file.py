@@ -136,6 +136,7 @@ WRONG = [
         {"data": {"prompts": "dapo-math"}, "rewards": [{"name": "accuracy", "weight": 2.0}]},
         "write {name: accuracy, match: number}",
     ),
+    ({"thinking": {"start": "<a>"}}, "thinking: needs both start and end"),
     ({"model": {"max_seq_length": 512}}, "trainer.max_completion_length 512 leaves no space"),
     ({"output_dir": "."}, "output_dir is '.'"),
     (

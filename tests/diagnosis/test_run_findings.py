@@ -150,6 +150,10 @@ SPOILED = {
         said=completions(late(of_row, always(" "))),
         evaluation=held_out(0.5, 0.0),
     ),
+    "no_thought": record(
+        {**all_of(-1.0), "rewards/thinking/mean": [-1.0] * 24},
+        said=completions(always("It is 4."), always(-1.0)),
+    ),
     "length_explosion": record(
         {"completions/mean_length": line(28, 48), "completions/truncated": line(0.0, 1.0)},
         evaluation=held_out(0.5, 0.0),

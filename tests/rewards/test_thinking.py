@@ -12,6 +12,7 @@ from rloo_kit.rewards import (
 from rloo_kit.rewards.thinking import thinking, thinking_format
 
 from rloo_kit.errors import RewardLoadError
+from rloo_kit.text.thoughts import completion_texts
 
 OPEN, CLOSE = 151667, 151668  # Qwen3's
 
@@ -61,7 +62,7 @@ def test_bind_takes_both_ids_and_leaves_the_original_alone(other_tokenizer):
 
 
 def test_bind_refuses_a_tokenizer_without_the_token(plain_tokenizer):
-    with pytest.raises(RewardLoadError, match="use a thinking model, or give end_token_id"):
+    with pytest.raises(RewardLoadError, match="use a thinking model, give its marks"):
         thinking.bind(plain_tokenizer)
 
 
@@ -175,7 +176,9 @@ def test_partial_credit_is_the_share_that_holds(prompt, text, thirds):
     assert format_score(text, prompt, ThinkingFormat(partial=True)) == thirds / 3
 
 
-def test_bind_refuses_a_tokenizer_that_drops_the_close(special_tokenizer, plain_tokenizer):
-    with pytest.raises(RewardLoadError, match="use 'thinking_closed_once'"):
-        thinking_format.bind(special_tokenizer)
+def test_a_close_that_plain_decoding_drops_is_still_read(special_tokenizer, plain_tokenizer):
+    ids = special_tokenizer("<think> well </think> well")["input_ids"]
+    assert "</think>" not in special_tokenizer.decode(ids, skip_special_tokens=True)
+    (text,) = completion_texts(special_tokenizer, [ids])
+    assert thinking_format.bind(special_tokenizer)(completions=[text], prompts=["?"]) == [1.0]
     assert thinking_format.bind(plain_tokenizer).thought_opened is False

@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 
 from rloo_kit.sampling.decoding import GrowingLayer, complete, sample_rows
 from rloo_kit.sampling.engine import Generations, Sampling, ThoughtLimit, draw_from
+from rloo_kit.text.thoughts import Mark, ThoughtMarks
 
 VOCABULARY = 96
 # Many tokens end a completion, so that lengths differ
@@ -148,14 +149,17 @@ def test_guidance_takes_generates_own_loop():
 
 def limited(ids, prompt, limit):
     """By hand: cut where the last of the two tokens, up to the limit, is the one that opens."""
-    tokens, (start, end) = limit.tokens, limit.ids
+    tokens, start, end = limit.tokens, limit.marks.start.token, limit.marks.end.token
     seen = [one for one in prompt + ids[:tokens] if one in (start, end)]
     return ids[:tokens] if len(ids) >= tokens and seen and seen[-1] == start else ids
 
 
 def limits():
     """Limits by which some completions of PROMPTS are cut, and some are not."""
-    return [ThoughtLimit(5, (20, 61)), ThoughtLimit(9, (32, 33)), ThoughtLimit(3, (22, 62))]
+    return [
+        ThoughtLimit(tokens, ThoughtMarks(Mark("", start), Mark("", end)))
+        for tokens, start, end in ((5, 20, 61), (9, 32, 33), (3, 22, 62))
+    ]
 
 
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("mamba", marks=pytest.mark.long)])

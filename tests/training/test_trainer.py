@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -259,15 +260,18 @@ def test_a_long_thought_ends_its_completion_as_truncated(policy, tmp_path):
     assert min(truncated) > 0
 
 
-def test_a_thinking_budget_needs_tokens_for_a_thought(policy, tmp_path):
+def test_a_thinking_budget_needs_marks_of_a_thought(policy, tmp_path):
     class Plain:
+        chat_template = None
+        init_kwargs = MappingProxyType({})
+
         def convert_tokens_to_ids(self, token):
             return 3
 
         def convert_ids_to_tokens(self, number):
             return "<unk>"
 
-    with pytest.raises(ConfigError, match=r"thinking_budget is 12, and this model has no single"):
+    with pytest.raises(ConfigError, match=r"thinking_budget is 12, and this model has no known"):
         thought_limit(Plain(), 12)
 
 
